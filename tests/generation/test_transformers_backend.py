@@ -1,0 +1,108 @@
+from contextlib import nullcontext
+
+import pytest
+import torch
+from tiny import tiny_model, tiny_tokenizer
+
+from trl.generation.transformers_backend import TransformersBackend, merge_extra
+from trl.types import Prompts, Sampling
+
+PROMPTS = Prompts(
+    messages=["a", "a", "bb", "ccc"], token_ids=[[20], [20], [21, 22], [23, 24, 25, 26]]
+)
+
+
+def backend(model) -> TransformersBackend:
+    return TransformersBackend(
+        lambda: nullcontext(model.eval()), pad_id=0, device=torch.device("cpu")
+    )
+
+
+def sampling(**changes) -> Sampling:
+    return Sampling(**({"max_tokens": 12, "stop_ids": (1,), "seeds": (1, 2, 3, 4)} | changes))
+
+
+def one_row(ids, seeds) -> tuple[Prompts, Sampling]:
+    return Prompts(messages=["x"], token_ids=[ids]), sampling(seeds=seeds)
+
+
+def test_rows_do_not_depend_on_their_batch():
+    model = tiny_model()
+    together = backend(model).generate(PROMPTS, sampling(), 2).completion_ids
+    for row, ids in enumerate(PROMPTS.token_ids):
+        alone = backend(model).generate(*one_row(ids, (row + 1,)), 1)
+        assert alone.completion_ids == [together[row]]
+    assert together[0] != together[1], "same prompt, different seeds"
+
+
+def test_same_seeds_same_completions_whatever_torch_drew_before():
+    model = tiny_model()
+    torch.manual_seed(0)
+    first = backend(model).generate(PROMPTS, sampling(), 2)
+    torch.manual_seed(99)
+    assert backend(model).generate(PROMPTS, sampling(), 2) == first
+
+
+def test_matches_sampling_one_token_at_a_time():
+    """The definition: full forward for each token, its own random numbers, no cache."""
+    from trl.generation.sampler import uniforms
+
+    model = tiny_model().eval()
+    options = sampling(temperature=0.7)
+    found = backend(model).generate(PROMPTS, options, 2).completion_ids
+    for row, prompt in enumerate(PROMPTS.token_ids):
+        ids, draws = list(prompt), uniforms([row + 1], 12)[0]
+        for draw in draws:
+            logits = model(torch.tensor([ids])).logits[0, -1].double() / 0.7
+            token = int((logits.softmax(0).cumsum(0) <= draw).sum())
+            ids.append(token)
+            if token == 1:
+                break
+        assert found[row] == ids[len(prompt):]
+
+
+def test_every_stop_id_ends_a_completion():
+    model = tiny_model()
+    free = backend(model).generate(PROMPTS, sampling(stop_ids=()), 2)
+    assert free.finish == ["length"] * 4 and {len(ids) for ids in free.completion_ids} == {12}
+    stops = (free.completion_ids[0][3], free.completion_ids[1][5])
+    found = backend(model).generate(PROMPTS, sampling(stop_ids=stops), 2)
+    for row, ids in enumerate(found.completion_ids):
+        whole = free.completion_ids[row]
+        ends = [place for place, token in enumerate(whole) if token in stops]
+        assert ids == (whole[: ends[0] + 1] if ends else whole)
+        assert found.finish[row] == ("stop" if ends else "length")
+
+
+def test_pad_equal_to_eos_changes_nothing():
+    model = tiny_model()
+    usual = backend(model).generate(PROMPTS, sampling(), 2)
+    padded = TransformersBackend(
+        lambda: nullcontext(model), pad_id=1, device=torch.device("cpu")
+    ).generate(PROMPTS, sampling(), 2)
+    assert padded == usual
+
+
+def test_greedy_by_generation_kwargs():
+    model = tiny_model()
+    greedy = sampling(extra={"do_sample": False, "max_new_tokens": 3}, stop_ids=())
+    found = backend(model).generate(PROMPTS, greedy, 2).completion_ids
+    assert found[0] == found[1] and len(found[0]) == 3
+    first = model(torch.tensor([PROMPTS.token_ids[3]])).logits[0, -1].argmax()
+    assert found[3][0] == first
+
+
+def test_extra_options_win():
+    merged, rest = merge_extra(
+        sampling(extra={"temperature": 0.5, "top_k": 3, "no_repeat_ngram_size": 2})
+    )
+    assert (merged.temperature, merged.top_k, rest) == (0.5, 3, {"no_repeat_ngram_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [({"temprature": 1}, "Did you mean 'temperature'"), ({"num_beams": 2}, "cannot be used")],
+)
+def test_unknown_and_refused_options(extra, words):
+    with pytest.raises(ValueError, match=words):
+        merge_extra(sampling(extra=extra))

@@ -1,0 +1,40 @@
+import pytest
+import torch
+from rollouts import small_rollout
+
+from trl.online.guard import FiniteGuard, NonFiniteError, bad_rows
+
+
+def guard(rank=0, gather=lambda value: [value]) -> FiniteGuard:
+    return FiniteGuard(rank, gather)
+
+
+def test_bad_rows_only_where_the_mask_holds():
+    values = torch.tensor([[0.0, torch.nan], [torch.inf, 0.0], [1.0, 2.0]])
+    mask = torch.tensor([[True, False], [True, True], [True, True]])
+    assert bad_rows(values).tolist() == [True, True, False]
+    assert bad_rows(values, mask).tolist() == [False, True, False]
+    assert bad_rows(torch.tensor([torch.nan, 1.0])).tolist() == [True, False]
+
+
+def test_message_names_step_rank_row_and_value():
+    watcher, batch = guard(rank=3), small_rollout(rows=[7, 8])
+    watcher.watch("log-probability", torch.tensor([[0.0, 0.0], [torch.nan, 0.0]]), batch)
+    with pytest.raises(NonFiniteError, match="Step 5: log-probability of row 8 on rank 3 is NaN"):
+        watcher.check(5)
+
+
+def test_every_rank_raises_what_one_found():
+    watcher = guard(gather=lambda value: [value, "loss of row 2 on rank 1 is NaN or infinite."])
+    with pytest.raises(NonFiniteError, match="row 2 on rank 1"):
+        watcher.check(1)
+
+
+def test_finite_values_pass_and_are_forgotten():
+    watcher, batch = guard(), small_rollout(rows=[0, 1])
+    watcher.watch("x", torch.zeros(2, 2), batch)
+    watcher.check(1)
+    watcher.watch("x", torch.full((2, 2), torch.nan), batch)
+    watcher.forget()
+    watcher.check(2)
+    assert watcher.findings() == ""

@@ -1,0 +1,55 @@
+import pytest
+import torch
+
+from trl.types import RewardTable, Rollout
+
+
+def make() -> Rollout:
+    completions = [[1], [1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    lengths = torch.tensor([len(ids) for ids in completions])
+    return Rollout(
+        prompt_ids=[[0], [0], [5], [5]],
+        completion_ids=completions,
+        row_ids=[0, 1, 2, 3],
+        loss_mask=torch.arange(4) < lengths[:, None],
+        num_loss_tokens=lengths.sum(),
+        num_loss_rows=torch.tensor(4),
+        old_logps=torch.arange(16.0).view(4, 4),
+        advantages=torch.tensor([1.0, 2.0, 3.0, 4.0]),
+    )
+
+
+def test_select_keeps_rows_and_cuts_to_the_longest():
+    picked = make().select([2, 0])
+    assert picked.completion_ids == [[4, 5], [1]]
+    assert picked.row_ids == [2, 0] and picked.prompt_ids == [[5], [0]]
+    assert picked.loss_mask.tolist() == [[True, True], [True, False]]
+    assert picked.old_logps.tolist() == [[8.0, 9.0], [0.0, 1.0]]
+    assert picked.advantages.tolist() == [3.0, 1.0]
+    assert picked.num_loss_tokens == 10, "totals belong to the round"
+
+
+def test_chunks_keep_neighbors_together():
+    first, second = make().chunks(2)
+    assert (first.row_ids, second.row_ids) == ([0, 1], [2, 3])
+    assert (first.loss_mask.shape, second.loss_mask.shape) == ((2, 3), (2, 4))
+    with pytest.raises(ValueError, match="4 rows cannot be cut into 3 chunks"):
+        list(make().chunks(3))
+
+
+def test_rollouts_are_frozen():
+    with pytest.raises(AttributeError):
+        make().advantages = None
+
+
+def test_reward_table_without_rows():
+    table = RewardTable(
+        per_function=torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+        weights=torch.ones(2),
+        total=torch.tensor([3.0, 7.0]),
+        names=("a", "b"),
+        group_size=2,
+    )
+    kept = table.without(torch.tensor([False, True]))
+    assert kept.total[0] == 3 and kept.total[1].isnan()
+    assert kept.per_function[1].isnan().all() and table.total[1] == 7

@@ -1,0 +1,62 @@
+"""Tiny real models and tokenizers, built in memory: nothing is downloaded."""
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+CHARACTERS = " 0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-*/=.,:;!?()<>[]'\"_\n\\{}#"
+SPECIAL = ["<pad>", "<eos>", "<bos>", "<user>", "<assistant>", "<system>", "<end>"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A character-level tokenizer with a chat template; decoding joins characters back exactly."""
+    vocabulary = {token: i for i, token in enumerate(SPECIAL + sorted(set(CHARACTERS)))}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    from tokenizers import decoders
+
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<bos>",
+        additional_special_tokens=SPECIAL[3:],
+        padding_side="left",
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def tiny_model(kind: str = "llama", seed: int = 0, **changes):
+    """A two-layer random model in float32 over the vocabulary of `tiny_tokenizer`."""
+    tokenizer = tiny_tokenizer()
+    settings = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "tie_word_embeddings": False,
+    } | changes
+    classes = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+    config_class, model_class = classes[kind]
+    torch.manual_seed(seed)
+    return model_class(config_class(**settings))
+
+
+def save_tiny(folder, kind: str = "llama", **changes) -> str:
+    """Write model and tokenizer as an ordinary checkpoint and return its path."""
+    tiny_model(kind, **changes).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,107 @@
+"""Helpers for tests of whole training steps: a tiny model, scripted completions, slow references."""
+
+import torch
+from datasets import Dataset
+from tiny import tiny_model, tiny_tokenizer
+
+from trl.generation.scripted import ScriptedBackend
+from trl.trainer.rloo_config import RLOOConfig
+from trl.trainer.rloo_trainer import RLOOTrainer
+
+EOS = 1
+PROMPTS = ["ab", "cde", "f", "ghij"]
+
+
+def dataset(prompts=PROMPTS, **columns) -> Dataset:
+    return Dataset.from_dict({"prompt": list(prompts)} | columns)
+
+
+def script(ids, place):
+    """Completions of 1 to 5 tokens that depend on prompt and place; the last ends them."""
+    length = (sum(ids) + 3 * place) % 4
+    return [10 + (7 * place + 3 * i + ids[0]) % 60 for i in range(length)] + [EOS]
+
+
+def token_sum(completion_ids, **kwargs):
+    """A reward that differs between completions."""
+    return [(sum(ids) % 13) / 3 for ids in completion_ids]
+
+
+def config(folder, kind=RLOOConfig, **changes):
+    settings = {
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "shuffle_dataset": False,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 1,
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "beta": 0.0,
+    }
+    return kind(str(folder), **(settings | changes))
+
+
+def make_trainer(folder, kind=RLOOTrainer, model=None, reward=token_sum, data=None, **changes):
+    """A trainer over scripted completions. `script=None` samples from the model."""
+    chosen = changes.pop("script", script)
+    others = {
+        name: changes.pop(name)
+        for name in ("callbacks", "eval_dataset", "peft_config")
+        if name in changes
+    }
+    trainer = kind(
+        model=tiny_model() if model is None else model,
+        reward_funcs=reward,
+        args=config(folder, kind.config_class, **changes),
+        train_dataset=dataset() if data is None else data,
+        processing_class=tiny_tokenizer(),
+        **others,
+    )
+    if chosen is not None:
+        trainer.backend = ScriptedBackend(
+            chosen, first_row=lambda count: trainer.ranks.rank * count
+        )
+    return trainer
+
+
+def weights(model) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+
+def completion_logps(model, prompt, completion) -> torch.Tensor:
+    """Log-probabilities of one completion, from one unpadded forward."""
+    logits = model(torch.tensor([prompt + completion])).logits[0]
+    every = logits.log_softmax(-1)
+    places = torch.arange(len(prompt) - 1, len(prompt) + len(completion) - 1)
+    return every[places, torch.tensor(completion)]
+
+
+def rows_of(prompts, group_size, chosen=script):
+    """Prompt and completion ids of one round, as the scripted backend makes them."""
+    tokenizer = tiny_tokenizer()
+    encoded = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    return [(ids, chosen(ids, place)) for ids in encoded for place in range(group_size)]
+
+
+def relative(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((ours - reference).norm() / reference.norm())
+
+
+def gradients(model) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def step_direction(trainer) -> torch.Tensor:
+    """Train one step of plain SGD and return the gradient it used."""
+    before = weights(trainer.model)
+    trainer.train()
+    return (before - weights(trainer.model)) / trainer.args.learning_rate

@@ -1,0 +1,44 @@
+"""A backend that replays given completions, so that whole steps are deterministic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..types import Generations, Prompts, Sampling
+from .base import cut_at_stop
+
+Script = Callable[[Sequence[int], int], Sequence[int]]
+
+
+class ScriptedBackend:
+    """Returns completions from a function of the prompt's ids and the row's place in its group.
+
+    Args:
+        script: called as `script(prompt_ids, place)`; returns token ids, with or without a stop
+            token. What follows the first stop token is dropped.
+        first_row: index over all ranks of this rank's first row, for groups that span ranks.
+    """
+
+    def __init__(self, script: Script, first_row: Callable[[int], int] = lambda count: 0):
+        self._script = script
+        self._first_row = first_row
+        self.synced_steps: list[int] = []
+        self.calls: list[Sampling] = []
+
+    def sync_weights(self, step: int) -> None:
+        self.synced_steps.append(step)
+
+    def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
+        self.calls.append(sampling)
+        start = self._first_row(len(prompts))
+        cut = [
+            cut_at_stop(
+                self._script(ids, (start + row) % group_size),
+                sampling.stop_ids,
+                sampling.max_tokens,
+            )
+            for row, ids in enumerate(prompts.token_ids)
+        ]
+        return Generations(
+            completion_ids=[ids for ids, _ in cut], finish=[reason for _, reason in cut]
+        )

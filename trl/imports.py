@@ -1,0 +1,43 @@
+"""Optional dependencies: imported where they are needed, with an error that says how to get them."""
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+EXTRAS = {
+    "bitsandbytes": "quantization",
+    "deepspeed": "deepspeed",
+    "liger_kernel": "liger",
+    "math_verify": "math-verify",
+    "matplotlib": "quickstart",
+    "peft": "peft",
+    "rich": "quickstart",
+    "vllm": "vllm",
+}
+
+
+def is_available(module: str) -> bool:
+    """Whether `module` can be imported, without importing it."""
+    return importlib.util.find_spec(module) is not None
+
+
+def require(module: str, feature: str) -> ModuleType:
+    """Import an optional dependency.
+
+    Args:
+        module (`str`): top-level name of the module; one of the keys of `EXTRAS`.
+        feature (`str`): what needs it, for the message.
+
+    Raises:
+        ImportError: naming the extra to install, if the module is absent.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        extra = EXTRAS[module]
+        raise ImportError(
+            f"{feature} needs the package `{module}`, which is not installed. "
+            f"Run: pip install 'trl[{extra}]'"
+        ) from error

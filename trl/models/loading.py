@@ -1,0 +1,137 @@
+"""Loading a policy and its tokenizer from a name, and preparing them for training."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def resolve_dtype(dtype: Any) -> Any:
+    """Turn the `dtype` of `model_init_kwargs` into what `from_pretrained` takes.
+
+    Raises:
+        ValueError: if a string names none of `DTYPES`.
+    """
+    if not isinstance(dtype, str) or dtype == "auto":
+        return dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} in model_init_kwargs must be one of {', '.join(DTYPES)}.")
+    return getattr(torch, dtype)
+
+
+def load_policy(
+    name: str,
+    init_kwargs: dict[str, Any] | None,
+    trust_remote_code: bool = False,
+    quantization_config: Any = None,
+    distributed: bool = False,
+) -> PreTrainedModel:
+    """Load a causal language model with the architecture its configuration names.
+
+    Args:
+        name (`str`): folder or hub id.
+        init_kwargs (`dict`, *optional*): keyword arguments of `from_pretrained`; not modified.
+        trust_remote_code (`bool`): whether code shipped with the model may run.
+        quantization_config (*optional*): bitsandbytes configuration.
+        distributed (`bool`): whether several processes train, each with its own device.
+
+    Raises:
+        ValueError: for an unknown dtype, or a quantization given twice.
+    """
+    kwargs = copy.copy(init_kwargs or {})
+    if quantization_config is not None:
+        if "quantization_config" in kwargs:
+            raise ValueError(
+                "quantization_config was given both as an argument and in model_init_kwargs."
+            )
+        kwargs["quantization_config"] = quantization_config
+    kwargs["dtype"] = resolve_dtype(kwargs.get("dtype", "float32"))
+    kwargs.setdefault("trust_remote_code", trust_remote_code)
+    if torch.cuda.is_available() and not distributed:
+        kwargs.setdefault("device_map", "auto")
+    if distributed:
+        kwargs["device_map"] = None
+    return _architecture(name, kwargs).from_pretrained(name, **kwargs)
+
+
+def _architecture(name: str, kwargs: dict[str, Any]) -> Any:
+    """The class named in the model's configuration, if transformers has it as a generator."""
+    config = AutoConfig.from_pretrained(
+        name,
+        revision=kwargs.get("revision"),
+        trust_remote_code=kwargs["trust_remote_code"],
+    )
+    for architecture in config.architectures or []:
+        found = getattr(transformers, architecture, None)
+        if found is not None and hasattr(found, "generate"):
+            return found
+    return AutoModelForCausalLM
+
+
+def load_tokenizer(
+    name: str, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that belongs to a policy, padding on the left."""
+    return AutoTokenizer.from_pretrained(
+        name, revision=revision, trust_remote_code=trust_remote_code, padding_side="left"
+    )
+
+
+def settle_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Give the tokenizer a pad token (its EOS if it has none) and tell the model.
+
+    Returns:
+        `int`: the pad token id. Masks never depend on it.
+
+    Raises:
+        ValueError: if the tokenizer has neither a pad nor an EOS token.
+    """
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ValueError("The tokenizer has neither a pad token nor an EOS token; set one.")
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    if model.generation_config is not None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return tokenizer.pad_token_id
+
+
+def stop_token_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
+    """Every token that ends a completion: the tokenizer's EOS and all of the generation config."""
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    if configured is None:
+        configured = []
+    elif isinstance(configured, int):
+        configured = [configured]
+    ids = set(configured)
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(ids))
+
+
+def disable_dropout_in_model(model: nn.Module) -> None:
+    """Set the probability of every dropout module to zero."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """Most tokens the model can see, or None if its configuration does not say."""
+    config = model.config.get_text_config()
+    return getattr(config, "max_position_embeddings", None)

@@ -1,0 +1,39 @@
+"""The rollout of the current round, cut into the micro-batches that train on it."""
+
+from __future__ import annotations
+
+from ..types import Rollout
+
+
+class Buffer:
+    """Serves the slices of a round in the same order on every pass.
+
+    Args:
+        slices (`int`): micro-batches a round is cut into.
+        passes (`int`): how often the round is trained on.
+    """
+
+    def __init__(self, slices: int, passes: int):
+        self._slices = slices
+        self._period = slices * passes
+        self._round: int | None = None
+        self._chunks: list[Rollout] = []
+
+    def is_stale(self, step: int) -> bool:
+        """Whether micro-step `step` belongs to another round than the one held."""
+        return self._round != step // self._period
+
+    def fill(self, step: int, rollout: Rollout) -> None:
+        """Hold the rollout of the round that micro-step `step` belongs to."""
+        self._round = step // self._period
+        self._chunks = list(rollout.chunks(self._slices))
+
+    def at(self, step: int) -> Rollout:
+        """Return the slice that micro-step `step` trains on.
+
+        Raises:
+            RuntimeError: if the round of `step` is not the one held.
+        """
+        if self.is_stale(step):
+            raise RuntimeError(f"The buffer does not hold the round of micro-step {step}.")
+        return self._chunks[step % self._slices]

@@ -1,0 +1,159 @@
+"""What the policy wrote: every completion as a JSON line, and a table of the latest ones."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from ..imports import is_available, require
+from ..types import RewardTable
+
+
+def make_records(
+    heading: dict[str, Any],
+    columns: dict[str, list[Any]],
+    extras: dict[str, list[Any]],
+    rewards: list[dict[str, float | None]],
+    first_group: tuple[int, int],
+) -> list[dict[str, Any]]:
+    """Build one JSON-ready record for each completion.
+
+    Args:
+        heading: fields all records share, such as the step.
+        columns: name -> one value for each row.
+        extras: columns that reward functions added.
+        rewards: for each row, function name -> reward (None: not applicable).
+        first_group: index over all ranks of the first row, and rows of a prompt.
+    """
+    first, size = first_group
+    return [
+        heading
+        | {"group": (first + row) // size}
+        | {name: values[row] for name, values in columns.items()}
+        | {"rewards": rewards[row], "extra": {name: v[row] for name, v in extras.items()}}
+        for row in range(len(rewards))
+    ]
+
+
+def reward_cells(table: RewardTable, rows: range) -> list[dict[str, float | None]]:
+    """Turn the rows of a reward table into dictionaries; NaN becomes None."""
+    values = table.per_function[rows.start : rows.stop].tolist()
+    return [
+        {name: plain(value) for name, value in zip(table.names, row, strict=True)}
+        for row in values
+    ]
+
+
+def plain(value: float) -> float | None:
+    """Return the number, or None for NaN, which JSON does not have."""
+    return None if value != value else value
+
+
+class CompletionLog:
+    """Appends records to `<folder>/completions/<mode>.jsonl` and shows the latest round.
+
+    Args:
+        folder (`str`): the run's output folder.
+        writes (`bool`): whether this process writes; the others only take part in gathers.
+    """
+
+    def __init__(self, folder: str, writes: bool):
+        self._folder = Path(folder) / "completions"
+        self._writes = writes
+        self._latest: dict[str, list[dict[str, Any]]] = {}
+
+    def add(self, mode: str, records: list[dict[str, Any]]) -> None:
+        """Write the records of one round, already gathered in row order."""
+        if not self._writes:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / f"{mode}.jsonl").open("a", encoding="utf-8") as file:
+            for record in records:
+                file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+        self._latest[mode] = records
+
+    def restart(self, step: int) -> None:
+        """Drop what a run that went further than `step` wrote, so no completion stands twice."""
+        if not self._writes:
+            return
+        for path in self._folder.glob("*.jsonl"):
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if _step_of(line) < step]
+            path.write_text("".join(kept), encoding="utf-8")
+
+    def take(self, mode: str) -> list[dict[str, Any]]:
+        """Return the records of the latest round not yet taken."""
+        return self._latest.pop(mode, [])
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except ValueError:  # a line cut off by a crash
+        return float("inf")
+
+
+def shown_text(value: Any) -> str:
+    """Render a prompt or completion, string or messages, as text."""
+    if isinstance(value, str):
+        return value
+    return "\n".join(f"{message['role']}: {message.get('content')}" for message in value)
+
+
+def print_table(records: list[dict[str, Any]], step: int, count: int | None) -> None:
+    """Print completions with their rewards as a rich table, if rich is installed.
+
+    Args:
+        records: what `CompletionLog` wrote.
+        step (`int`): for the title.
+        count (`int`, *optional*): how many to draw at random; None prints all.
+    """
+    if not records or not is_available("rich") or (count is not None and count <= 0):
+        return
+    if count is not None and count < len(records):
+        chosen = random.Random(step).sample(range(len(records)), count)
+        records = [records[i] for i in sorted(chosen)]
+    console = require("rich.console", "log_completions").Console()
+    table = require("rich.table", "log_completions").Table(
+        title=f"Step {step}", show_lines=True, expand=True
+    )
+    text = require("rich.text", "log_completions").Text
+    names = list(records[0]["rewards"])
+    extras = list(records[0]["extra"])
+    for name in ("Prompt", "Completion", *names, "Advantage", *extras):
+        table.add_column(name, overflow="fold")
+    for record in records:
+        numbers = [*record["rewards"].values(), record["advantage"]]
+        cells = ["-" if number is None else f"{number:.2f}" for number in numbers]
+        table.add_row(
+            text(shown_text(record["prompt"])),
+            text(shown_text(record["completion"])),
+            *cells,
+            *(str(record["extra"].get(name)) for name in extras),
+        )
+    console.print(table)
+
+
+def tracker_rows(
+    records: list[dict[str, Any]], unique_prompts: bool
+) -> tuple[list[str], list[list[Any]]]:
+    """Lay records out for a tracker's table: column names, and one list a row."""
+    if not records:
+        return [], []
+    rewards, extras = list(records[0]["rewards"]), list(records[0]["extra"])
+    seen: set[str] = set()
+    rows = []
+    for record in records:
+        prompt = shown_text(record["prompt"])
+        if unique_prompts and prompt in seen:
+            continue
+        seen.add(prompt)
+        rows.append(
+            [record["step"], prompt, shown_text(record["completion"])]
+            + [record["rewards"][name] for name in rewards]
+            + [record["extra"].get(name) for name in extras]
+            + [record["advantage"]]
+        )
+    return ["step", "prompt", "completion", *rewards, *extras, "advantage"], rows

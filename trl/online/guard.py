@@ -1,0 +1,71 @@
+"""NaN and infinity are errors that name where they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..types import Rollout
+
+
+class NonFiniteError(RuntimeError):
+    """A value that training depends on is NaN or infinite."""
+
+
+def bad_rows(values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Mark the rows (B,) that hold a NaN or infinity where `mask` is True."""
+    bad = ~torch.isfinite(values)
+    if mask is not None:
+        bad = bad & mask
+    return bad.flatten(1).any(1) if bad.dim() > 1 else bad
+
+
+@dataclass
+class FiniteGuard:
+    """Watches values without waiting for the device; looks at them when an update is due.
+
+    Args:
+        rank (`int`): this process, for messages.
+        gather: returns the argument of every rank in rank order, on every rank.
+    """
+
+    rank: int
+    gather: Callable[[Any], list[Any]]
+    _watched: list[tuple[str, list[int], Tensor]] = field(default_factory=list)
+
+    def watch(self, what: str, values: Tensor, batch: Rollout) -> None:
+        """Remember which rows of `values` (B, ...) are not finite on trained-on tokens."""
+        mask = batch.loss_mask if values.dim() > 1 else None
+        with torch.no_grad():
+            self._watched.append((what, batch.row_ids, bad_rows(values.detach(), mask)))
+
+    def check(self, step: int) -> None:
+        """Raise on every rank if any rank watched something bad.
+
+        Every rank must call this: the findings are exchanged.
+
+        Raises:
+            NonFiniteError: naming step, rank, rows and value.
+        """
+        reports = [report for report in self.gather(self.findings()) if report]
+        if reports:
+            raise NonFiniteError(f"Step {step}: {' '.join(reports)}")
+
+    def findings(self) -> str:
+        """Describe what is bad on this rank, and forget it; empty if all is finite."""
+        words = []
+        for what, row_ids, bad in self._watched:
+            rows = [row_ids[i] for i in bad.nonzero().flatten().tolist()]
+            if rows:
+                shown = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
+                words.append(f"{what} of row {shown} on rank {self.rank} is NaN or infinite.")
+        self._watched.clear()
+        return " ".join(words)
+
+    def forget(self) -> None:
+        """Drop what was watched, after an update that went well."""
+        self._watched.clear()

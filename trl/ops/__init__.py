@@ -1,0 +1,1 @@
+"""The mathematics of the trainers: pure functions of tensors that need torch alone."""

@@ -1,0 +1,124 @@
+"""How much credit a completion's reward gives it, compared with its siblings.
+
+Rewards are (N,), rows of one prompt consecutive, `group_size` rows a prompt. NaN marks a row that
+could not be scored: its advantage is 0, and its siblings are compared without it. Equal rewards
+in a group give advantages of exactly 0.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trl.ops.stats import nan_mean, nan_min, nan_std
+
+STD_OFFSET = 1e-4
+
+
+def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
+    """Reward minus the mean reward of the other scored rows of the group (RLOO, arXiv 2402.14740).
+
+    With n scored rows this is n / (n - 1) * (reward - group mean); 0 where n is 1.
+
+    Args:
+        rewards (`Tensor`): (N,) float.
+        group_size (`int`): rows of a prompt.
+
+    Returns:
+        `Tensor`: (N,).
+
+    Raises:
+        ValueError: if N is not a multiple of `group_size`.
+    """
+    grouped = _grouped(rewards, group_size)
+    count = (~grouped.isnan()).sum(1, keepdim=True)
+    advantages = _centered(grouped) * (count / (count - 1).clamp(min=1))
+    return _flat_without_nan(advantages, rewards)
+
+
+def group_relative(
+    rewards: Tensor, group_size: int, scale: Literal["group", "batch", "none"] = "group"
+) -> Tensor:
+    """Reward minus the mean of its group, divided by a standard deviation (GRPO, arXiv 2402.03300).
+
+    Args:
+        rewards (`Tensor`): (N,) float.
+        group_size (`int`): rows of a prompt.
+        scale (`str`): "group" divides by the deviation of the group plus 1e-4, "batch" by that of
+            all rows plus 1e-4, "none" does not divide (Dr. GRPO, arXiv 2503.20783).
+
+    Returns:
+        `Tensor`: (N,).
+
+    Raises:
+        ValueError: if N is not a multiple of `group_size`, or `scale` is unknown.
+    """
+    grouped = _grouped(rewards, group_size)
+    advantages = _centered(grouped)
+    if scale == "group":
+        advantages = advantages / (nan_std(grouped, dim=1, keepdim=True) + STD_OFFSET)
+    elif scale == "batch":
+        advantages = advantages / (nan_std(rewards) + STD_OFFSET)
+    elif scale != "none":
+        raise ValueError(f"scale must be 'group', 'batch' or 'none', not {scale!r}.")
+    return _flat_without_nan(advantages, rewards)
+
+
+def normalize_then_sum(per_function: Tensor, weights: Tensor, group_size: int) -> Tensor:
+    """Normalize each reward function within its group, add them up, whiten the sum (GDPO).
+
+    Args:
+        per_function (`Tensor`): (N, F) rewards; NaN where a function does not apply to a row.
+        weights (`Tensor`): (F,).
+        group_size (`int`): rows of a prompt.
+
+    Returns:
+        `Tensor`: (N,). 0 for a row that no function scored, and for one that is alone in its
+        group in having been scored.
+
+    Raises:
+        ValueError: if N is not a multiple of `group_size`.
+    """
+    grouped = _grouped(per_function, group_size)
+    scores = _centered(grouped) / (nan_std(grouped, dim=1, keepdim=True) + STD_OFFSET)
+    total = (scores * weights).nansum(-1)
+    scored = ~grouped.isnan().all(-1)
+    comparable = scored & (scored.sum(1, keepdim=True) > 1)
+    whitened = whiten(total.flatten(), scored.flatten())
+    return whitened.masked_fill(~comparable.flatten(), 0.0)
+
+
+def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Shift and scale the marked entries to mean 0 and standard deviation 1 (plus 1e-4).
+
+    Args:
+        advantages (`Tensor`): (N,) float.
+        mask (`Tensor`): (N,) bool; the entries it excludes are not read.
+
+    Returns:
+        `Tensor`: (N,), 0 at the excluded entries.
+    """
+    kept = advantages.masked_fill(~mask, torch.nan)
+    whitened = (kept - nan_mean(kept)) / (nan_std(kept) + STD_OFFSET)
+    return whitened.masked_fill(~mask, 0.0)
+
+
+def _grouped(rewards: Tensor, group_size: int) -> Tensor:
+    """View (N, ...) as (N / group_size, group_size, ...)."""
+    if group_size < 1 or len(rewards) % group_size:
+        raise ValueError(
+            f"{len(rewards)} rewards cannot be cut into groups of {group_size}: the number of "
+            "rewards must be a multiple of the number of completions per prompt."
+        )
+    return rewards.unflatten(0, (len(rewards) // group_size, group_size))
+
+
+def _centered(grouped: Tensor) -> Tensor:
+    """Subtract the mean over dimension 1, exactly 0 for equal entries."""
+    shifted = grouped - nan_min(grouped, dim=1, keepdim=True)
+    return shifted - nan_mean(shifted, dim=1, keepdim=True)
+
+
+def _flat_without_nan(advantages: Tensor, rewards: Tensor) -> Tensor:
+    # Only rows without a reward are zeroed: a NaN of another origin must stay visible.
+    return advantages.flatten().masked_fill(rewards.isnan(), 0.0)

@@ -1,0 +1,126 @@
+"""Log-probabilities and entropies of tokens from logits, a block of rows at a time.
+
+Statistics are in float32 whatever the dtype of the logits (float64 stays float64). Neither the
+forward nor the backward pass holds a second copy of the logits in that precision, only a block.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+BLOCK_ELEMENTS = 2**23
+
+
+def token_log_probs(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probability of each id under softmax(logits / temperature).
+
+    Args:
+        logits (`Tensor`): (..., V).
+        ids (`Tensor`): (...) integers in [0, V).
+        temperature (`float`): greater than 0.
+
+    Returns:
+        `Tensor`: (...) float32, or float64 for float64 logits; differentiable once.
+
+    Raises:
+        ValueError: if `temperature` is not greater than 0.
+    """
+    return _statistics(logits, ids, temperature, with_entropy=False)[0]
+
+
+def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Entropy, in nats, of softmax(logits / temperature).
+
+    Args:
+        logits (`Tensor`): (..., V); -inf marks an impossible token.
+        temperature (`float`): greater than 0.
+
+    Returns:
+        `Tensor`: (...) float32, or float64 for float64 logits; differentiable once.
+
+    Raises:
+        ValueError: if `temperature` is not greater than 0.
+    """
+    return _statistics(logits, None, temperature, with_entropy=True)[1]
+
+
+def token_statistics(
+    logits: Tensor, ids: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """`token_log_probs` and `token_entropy` in one pass over the logits."""
+    return _statistics(logits, ids, temperature, with_entropy=True)
+
+
+def _statistics(
+    logits: Tensor, ids: Tensor | None, temperature: float, with_entropy: bool
+) -> tuple[Any, Any]:
+    if not temperature > 0:
+        raise ValueError(f"temperature must be greater than 0, got {temperature}.")
+    shape = logits.shape[:-1]
+    if logits.is_contiguous() or logits.dim() < 3:
+        logits = logits.reshape(-1, logits.shape[-1])
+    if ids is not None:
+        ids = ids.reshape(logits.shape[:-1])
+    found = _TokenStatistics.apply(logits, ids, temperature, with_entropy)
+    return tuple(value if value is None else value.reshape(shape) for value in found)
+
+
+def _blocks(logits: Tensor) -> Iterator[tuple[int | slice, ...]]:
+    """Index the logits by views of about `BLOCK_ELEMENTS`, so that a slice is never copied."""
+    *outer, length, vocabulary = logits.shape
+    step = max(1, BLOCK_ELEMENTS // max(1, vocabulary))
+    for index in itertools.product(*map(range, outer)):
+        for start in range(0, length, step):
+            yield *index, slice(start, start + step)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(dtype) / temperature
+
+
+class _TokenStatistics(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, ids: Tensor | None, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        ctx.save_for_backward(logits, ids)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        empty = logits.new_empty(logits.shape[:-1], dtype=wide)
+        logps = None if ids is None else empty
+        entropies = torch.empty_like(empty) if with_entropy else None
+        for block in _blocks(logits):
+            every = _scaled(logits[block], temperature).log_softmax(-1)
+            if logps is not None:
+                logps[block] = every.gather(-1, ids[block].unsqueeze(-1)).squeeze(-1)
+            if entropies is not None:
+                entropies[block] = torch.special.entr(every.exp_()).sum(-1)
+        return logps, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
+        logits, ids = ctx.saved_tensors
+        grad_logps, grad_entropies = grads
+        result = torch.empty_like(logits)
+        for block in _blocks(logits):
+            probabilities = _scaled(logits[block], ctx.temperature).softmax(-1)
+            grad = torch.zeros_like(probabilities)
+            if grad_logps is not None:
+                # d logp(id) / d z_j = [j = id] - p_j
+                upstream = grad_logps[block].unsqueeze(-1)
+                grad.sub_(probabilities * upstream)
+                grad.scatter_add_(-1, ids[block].unsqueeze(-1), upstream)
+            if grad_entropies is not None:
+                # d H / d z_j = -p_j log p_j - p_j H, in which -p log p is 0 at p = 0
+                terms = torch.special.entr(probabilities)
+                terms.sub_(probabilities * terms.sum(-1, keepdim=True))
+                grad.add_(terms * grad_entropies[block].unsqueeze(-1))
+            result[block] = grad.div_(ctx.temperature)
+        return result, None, None, None

@@ -1,0 +1,91 @@
+"""Masks from lengths, padding of ragged rows, and sums that ignore what a mask excludes."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Dim = int | tuple[int, ...] | None
+
+
+def length_mask(lengths: Tensor, width: int) -> Tensor:
+    """Mark the first `lengths[i]` places of every row.
+
+    Args:
+        lengths (`Tensor`): (B,) integers.
+        width (`int`): number of columns W.
+
+    Returns:
+        `Tensor`: (B, W) bool, on the device of `lengths`.
+    """
+    return torch.arange(width, device=lengths.device) < lengths[:, None]
+
+
+def pad_ragged(
+    rows: Sequence[Sequence[float]],
+    value: float | bool,
+    *,
+    side: Literal["right", "left"] = "right",
+    width: int | None = None,
+    multiple: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Lay rows of different lengths out as one rectangle.
+
+    Args:
+        rows (`Sequence[Sequence]`): B rows of numbers or booleans; a row may be empty.
+        value (`int`, `float` or `bool`): what fills the places beyond a row.
+        side (`str`): which side of a row is filled.
+        width (`int`, *optional*): columns of the result; the longest row by default.
+        multiple (`int`, *optional*): the width is raised to the next multiple of this.
+        dtype (`torch.dtype`, *optional*): by default int64, float32 or bool, as `value` is.
+
+    Returns:
+        `Tensor`: (B, W) on the CPU.
+
+    Raises:
+        ValueError: if a row is longer than `width`, or `side` is neither "right" nor "left".
+    """
+    if side not in ("right", "left"):
+        raise ValueError(f"side must be 'right' or 'left', not {side!r}.")
+    longest = max(map(len, rows), default=0)
+    if width is None:
+        width = longest
+    if width < longest:
+        row = [len(r) for r in rows].index(longest)
+        raise ValueError(f"Row {row} has {longest} entries: width={width} must be >= {longest}.")
+    if multiple:
+        width = -(-width // multiple) * multiple
+    padded = torch.full((len(rows), width), value, dtype=dtype)
+    for target, row in zip(padded, rows, strict=True):
+        start = width - len(row) if side == "left" else 0
+        target[start : start + len(row)] = torch.as_tensor(row, dtype=padded.dtype)
+    return padded
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: Dim = None) -> Tensor:
+    """Sum the values at the marked places; anything elsewhere, NaN included, is never read.
+
+    Args:
+        values (`Tensor`): of a shape that broadcasts with `mask`.
+        mask (`Tensor`): bool.
+        dim (`int` or `tuple`, *optional*): dimensions to sum over; all by default.
+
+    Returns:
+        `Tensor`: the sum. The gradient of an excluded value is 0.
+    """
+    # A product with the mask would turn NaN and inf at excluded places into NaN.
+    return torch.where(mask, values, values.new_zeros(())).sum(dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: Dim = None) -> Tensor:
+    """Average the values at the marked places; 0 where none is marked.
+
+    Args:
+        values (`Tensor`): of a shape that broadcasts with `mask`.
+        mask (`Tensor`): bool.
+        dim (`int` or `tuple`, *optional*): dimensions to average over; all by default.
+    """
+    values, mask = torch.broadcast_tensors(values, mask)
+    return masked_sum(values, mask, dim) / mask.sum(dim).clamp(min=1)

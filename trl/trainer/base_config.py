@@ -1,0 +1,47 @@
+"""Defaults shared by every trainer of this package."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+from transformers import TrainingArguments
+
+from .options import option
+
+
+@dataclass
+class BaseConfig(TrainingArguments):
+    """`transformers.TrainingArguments` with the defaults of this package."""
+
+    legacy_options: ClassVar[dict[str, str | None]] = {}
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
+
+    model_init_kwargs: dict | str | None = option(
+        None, "Keyword arguments of from_pretrained when the model is given by name (JSON)."
+    )
+    trust_remote_code: bool = option(
+        False, "Whether code shipped with a model or tokenizer may be executed."
+    )
+    logging_steps: float = option(
+        10, "Log every this many optimizer steps; a ratio of all steps if below 1."
+    )
+    gradient_checkpointing: bool | None = option(
+        True, "Recompute activations in backward: less memory, about a third more time."
+    )
+    bf16: bool | None = option(
+        None, "Train in bfloat16 autocast. None means yes unless fp16 is chosen."
+    )
+    lr_scheduler_kwargs: dict | str | None = option(
+        None, "Extra arguments of the learning-rate scheduler (JSON)."
+    )
+
+    def __post_init__(self):
+        if self.bf16 is None:
+            self.bf16 = not self.fp16
+        # From transformers 5.2x on, `activation_checkpointing` is the name that is read.
+        names = {field.name for field in dataclasses.fields(self)}
+        if "activation_checkpointing" in names and self.activation_checkpointing is None:
+            self.activation_checkpointing = self.gradient_checkpointing
+        super().__post_init__()

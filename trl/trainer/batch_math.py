@@ -1,0 +1,158 @@
+"""The arithmetic of batches: what the options mean in sequences, and the nearest legal numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one generation round is cut into micro-batches and optimizer steps.
+
+    B rows of a micro-batch on one of N ranks; S micro-batches of a round on each rank; A
+    micro-batches of an optimizer step; G completions of a prompt.
+    """
+
+    micro_batch: int  # B
+    num_processes: int  # N
+    slices: int  # S
+    accumulation: int  # A
+    group_size: int  # G
+    iterations: int  # passes over each round
+
+    @property
+    def rows_per_rank(self) -> int:
+        return self.micro_batch * self.slices
+
+    @property
+    def round_rows(self) -> int:
+        return self.rows_per_rank * self.num_processes
+
+    @property
+    def micro_steps_per_round(self) -> int:
+        return self.slices * self.iterations
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether the weights never move between generating a round and training on it."""
+        return self.accumulation % self.micro_steps_per_round == 0
+
+    def describe(self) -> str:
+        """Say in one sentence what an update consists of."""
+        rows = self.micro_batch * self.num_processes * self.accumulation
+        parts = [
+            f"each update: {_prompts(rows, self.group_size)} x {self.group_size} completions = "
+            f"{rows} sequences, in {_count(self.accumulation, 'micro-batch', 'micro-batches')} on "
+            f"{_count(self.num_processes, 'rank', 'ranks')}"
+        ]
+        if self.slices != self.accumulation or self.iterations > 1:
+            updates = self.micro_steps_per_round / self.accumulation
+            parts.append(
+                f"; each generation round of {self.round_rows} sequences serves "
+                f"{updates:g} update{'' if updates == 1 else 's'}"
+            )
+        return "".join(parts)
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def _prompts(rows: int, group_size: int) -> str:
+    return _count(rows // group_size, "prompt", "prompts") if rows % group_size == 0 else (
+        f"{rows / group_size:.2f} prompts"
+    )
+
+
+def nearest_multiples(value: int, base: int) -> str:
+    """Name the multiples of `base` around `value`: "8 or 12", or "4" when there is none below."""
+    below = value // base * base
+    return f"{below} or {below + base}" if below else str(base)
+
+
+def nearest_divisors(value: int, wanted: int) -> str:
+    """Name the divisors of `value` that are >= 2 and closest to `wanted` from both sides."""
+    divisors = [d for d in range(2, value + 1) if value % d == 0]
+    below = [d for d in divisors if d <= wanted]
+    above = [d for d in divisors if d > wanted]
+    return " or ".join(str(d) for d in (below[-1:] + above[:1]))
+
+
+def resolve_rounds(
+    micro_batches: int, accumulation: int, round_rows: int | None, slices: int | None
+) -> tuple[int, int]:
+    """Settle `generation_batch_size` and `steps_per_generation`.
+
+    Args:
+        micro_batches (`int`): rows of one micro-batch over all ranks (B * N).
+        accumulation (`int`): `gradient_accumulation_steps`.
+        round_rows (`int`, *optional*): `generation_batch_size` as given.
+        slices (`int`, *optional*): `steps_per_generation` as given.
+
+    Returns:
+        `tuple[int, int]`: rows of a round over all ranks, and micro-batches it is cut into.
+
+    Raises:
+        ValueError: if they contradict each other; the message names the nearest legal values.
+    """
+    if slices is not None and slices < 1:
+        raise ValueError(f"steps_per_generation={slices} must be at least 1.")
+    if round_rows is None:
+        slices = accumulation if slices is None else slices
+        return micro_batches * slices, slices
+    if round_rows < 1 or round_rows % micro_batches:
+        raise ValueError(
+            f"generation_batch_size={round_rows} is not a multiple of the {micro_batches} rows of "
+            "a micro-batch (per_device_train_batch_size x number of processes). Nearest legal: "
+            f"{nearest_multiples(max(round_rows, 0), micro_batches)}."
+        )
+    derived = round_rows // micro_batches
+    if slices is not None and slices != derived:
+        raise ValueError(
+            f"generation_batch_size={round_rows} means steps_per_generation={derived} with "
+            f"{micro_batches} rows a micro-batch, but steps_per_generation={slices} was given. "
+            f"Give one of them, or generation_batch_size={micro_batches * slices}."
+        )
+    return round_rows, derived
+
+
+def check_groups(round_rows: int, group_size: int | None, micro_batches: int) -> None:
+    """Check that a generation round holds whole groups of at least two completions.
+
+    Raises:
+        ValueError: naming the option and the nearest legal values.
+    """
+    if group_size is None or group_size < 2:
+        raise ValueError(
+            f"num_generations={group_size} is too small: each completion is compared with the "
+            "others of its prompt, so training needs num_generations >= 2."
+        )
+    if round_rows % group_size:
+        divisors = nearest_divisors(round_rows, group_size)
+        legal = f"num_generations={divisors}, or " if divisors else ""
+        common = math.lcm(group_size, micro_batches)
+        raise ValueError(
+            f"A generation round of {round_rows} sequences cannot hold whole groups of "
+            f"num_generations={group_size}. Nearest legal: {legal}generation_batch_size="
+            f"{nearest_multiples(round_rows, common)}."
+        )
+
+
+def check_eval_groups(rows: int, num_processes: int, group_size: int) -> None:
+    """Check that an evaluation batch over all ranks holds whole groups.
+
+    Raises:
+        ValueError: naming the option and the nearest legal values.
+    """
+    if group_size < 1:
+        raise ValueError(f"num_generations_eval={group_size} must be at least 1.")
+    total = rows * num_processes
+    if total % group_size:
+        step = group_size // math.gcd(group_size, num_processes)
+        raise ValueError(
+            f"An evaluation batch of {total} sequences (per_device_eval_batch_size={rows} on "
+            f"{_count(num_processes, 'rank', 'ranks')}) cannot hold whole groups of {group_size}. "
+            f"Nearest legal: per_device_eval_batch_size={nearest_multiples(rows, step)}, or set "
+            "num_generations_eval."
+        )

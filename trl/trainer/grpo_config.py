@@ -1,0 +1,156 @@
+"""Options of GRPO."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+from .legacy import SLEEP_OPTION, accepts_legacy_options, legacy_names
+from .online_config import OnlineConfig
+from .options import option
+
+LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+SCALES = ("group", "batch", "none")
+SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+@accepts_legacy_options(SLEEP_OPTION)
+@dataclass
+class GRPOConfig(OnlineConfig):
+    """Configuration of `GRPOTrainer`: the options of the online skeleton and its own."""
+
+    legacy_options = legacy_names(SLEEP_OPTION)
+
+    num_generations: int | None = option(8, "Completions for each prompt (G).")
+
+    # --- Advantages ---
+    scale_rewards: str = option(
+        "group", "Divide advantages by the standard deviation of: group, batch, or none."
+    )
+    multi_objective_aggregation: str = option(
+        "sum_then_normalize",
+        "Add reward functions up before or after normalizing them.",
+        choices=("sum_then_normalize", "normalize_then_sum"),
+    )
+
+    # --- Loss ---
+    loss_type: str = option("dapo", "Objective and its denominator.", choices=LOSS_TYPES)
+    importance_sampling_level: str = option(
+        "token",
+        "One probability ratio for each token, or one for each completion.",
+        choices=("token", "sequence"),
+    )
+    delta: float | None = option(None, "Upper bound of the unclipped ratio. None: unbounded.")
+    use_bias_correction_kl: bool = option(
+        True, "Multiply the KL penalty by the probability ratio."
+    )
+    sapo_temperature_neg: float = option(1.05, "Gate temperature where the advantage is <= 0.")
+    sapo_temperature_pos: float = option(1.0, "Gate temperature where the advantage is > 0.")
+    vespo_k_pos: float = option(2.0, "Power of the weight where the advantage is >= 0.")
+    vespo_lambda_pos: float = option(3.0, "Decay of the weight where the advantage is >= 0.")
+    vespo_k_neg: float = option(3.0, "Power of the weight where the advantage is < 0.")
+    vespo_lambda_neg: float = option(2.0, "Decay of the weight where the advantage is < 0.")
+    off_policy_mask_threshold: float | None = option(
+        None, "Drop completions of negative advantage that moved further than this many nats."
+    )
+
+    # --- Entropy ---
+    top_entropy_quantile: float = option(
+        1.0, "Train on this share of tokens, those of highest entropy."
+    )
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
+    use_adaptive_entropy: bool = option(False, "Steer entropy_coef towards entropy_target.")
+    entropy_coef_min: float = option(0.0, "Lowest adaptive entropy_coef.")
+    entropy_coef_max: float = option(1.0, "Highest adaptive entropy_coef.")
+    entropy_coef_delta: float = option(0.005, "Change of entropy_coef at each update.")
+    entropy_target: float = option(0.2, "Entropy, in nats a token, to hold.")
+
+    # --- Tools ---
+    max_tool_calling_iterations: int | None = option(
+        None, "Most tool-calling turns of a completion. None: no limit."
+    )
+
+    # --- Mismatch between engine and trainer ---
+    vllm_importance_sampling_correction: bool = option(
+        True, "Weight the loss by the ratio of trainer to engine probabilities."
+    )
+    vllm_importance_sampling_mode: str = option(
+        "sequence_mask", "How that ratio is bounded.", choices=SAMPLING_MODES
+    )
+    vllm_importance_sampling_clip_max: float | None = option(3.0, "Upper bound of that ratio.")
+    vllm_importance_sampling_clip_min: float | None = option(None, "Lower bound of that ratio.")
+    vllm_importance_sampling_cap: float | None = option(
+        None, "Deprecated: vllm_importance_sampling_clip_max."
+    )
+
+    log_completions_hub_repo: str | None = option(
+        None, "Hub dataset to which completions are uploaded."
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._settle_scale()
+        self._check_names()
+        self._check_entropy()
+        self._check_sampling_bounds()
+        if self.log_completions_hub_repo is not None and not self.log_completions:
+            raise ValueError("log_completions_hub_repo needs log_completions=True.")
+
+    def _settle_scale(self) -> None:
+        scale = self.scale_rewards
+        words = {"true": "group", "false": "none"}
+        scale = words.get(str(scale).lower(), str(scale).lower())
+        if scale not in SCALES:
+            raise ValueError(
+                f"scale_rewards={self.scale_rewards!r} must be one of {', '.join(SCALES)}, or a "
+                "boolean (true means group, false means none)."
+            )
+        self.scale_rewards = scale
+
+    def _check_names(self) -> None:
+        for name, legal in {
+            "loss_type": LOSS_TYPES,
+            "importance_sampling_level": ("token", "sequence"),
+            "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+            "vllm_importance_sampling_mode": SAMPLING_MODES,
+        }.items():
+            if getattr(self, name) not in legal:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be one of {', '.join(legal)}."
+                )
+
+    def _check_entropy(self) -> None:
+        if not 0 < self.top_entropy_quantile <= 1:
+            raise ValueError(
+                f"top_entropy_quantile={self.top_entropy_quantile} must be above 0 and at most 1."
+            )
+        if self.entropy_coef_min > self.entropy_coef_max:
+            raise ValueError(
+                f"entropy_coef_min={self.entropy_coef_min} must not exceed "
+                f"entropy_coef_max={self.entropy_coef_max}."
+            )
+
+    def _check_sampling_bounds(self) -> None:
+        cap = self.vllm_importance_sampling_cap
+        if cap is not None:
+            warnings.warn(
+                "vllm_importance_sampling_cap is now vllm_importance_sampling_clip_max.",
+                FutureWarning,
+                stacklevel=4,
+            )
+            self.vllm_importance_sampling_clip_max = cap
+            self.vllm_importance_sampling_cap = None
+        low = self.vllm_importance_sampling_clip_min
+        high = self.vllm_importance_sampling_clip_max
+        if low is not None and high is not None and low >= high:
+            raise ValueError(
+                f"vllm_importance_sampling_clip_min={low} must be below "
+                f"vllm_importance_sampling_clip_max={high}."
+            )
+        truncates = self.vllm_importance_sampling_mode.endswith("_truncate")
+        if self.vllm_importance_sampling_correction and truncates and low is None and high is None:
+            raise ValueError(
+                "vllm_importance_sampling_mode="
+                f"{self.vllm_importance_sampling_mode!r} needs a bound: set "
+                "vllm_importance_sampling_clip_max, such as 3.0."
+            )

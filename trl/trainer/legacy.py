@@ -1,0 +1,192 @@
+"""Names of earlier releases: one table, accepted with one warning that says what to write now."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LegacyOption:
+    """What became of an old option."""
+
+    new: str | None  # the option that replaces it, if one does
+    advice: str = ""  # what to do instead, when nothing replaces it
+    removed: bool = False  # refused instead of ignored
+
+
+RLOO_OPTIONS: dict[str, LegacyOption] = {
+    "rloo_k": LegacyOption("num_generations"),
+    "cliprange": LegacyOption("epsilon"),
+    "kl_coef": LegacyOption("beta"),
+    "exp_name": LegacyOption("run_name"),
+    "normalize_reward": LegacyOption("normalize_advantages"),
+    "num_ppo_epochs": LegacyOption("num_iterations"),
+    "num_mini_batches": LegacyOption("steps_per_generation"),
+    "total_episodes": LegacyOption("max_steps"),
+    "response_length": LegacyOption("max_completion_length"),
+    "vllm_sleep_enabled": LegacyOption("vllm_enable_sleep_mode"),
+    "token_level_kl": LegacyOption(None, "the KL penalty is the sum over a completion's tokens"),
+    "dataset_num_proc": LegacyOption(None, "prompts are tokenized batch by batch"),
+    "local_rollout_forward_batch_size": LegacyOption(
+        None, "scoring uses per_device_train_batch_size and per_device_eval_batch_size"
+    ),
+    "num_sample_generations": LegacyOption(None, "use log_completions and logging_steps"),
+    "stop_token": LegacyOption(None, "completions stop at every end token of the model"),
+    "stop_token_id": LegacyOption(None, "completions stop at every end token of the model"),
+    "missing_eos_penalty": LegacyOption(None, "write a reward function of completion_ids"),
+    "whiten_rewards": LegacyOption(None, "use normalize_advantages", removed=True),
+    "normalize_advantage": LegacyOption(None, "use normalize_advantages", removed=True),
+    "reward_model_path": LegacyOption(None, "pass the model to reward_funcs", removed=True),
+    "sft_model_path": LegacyOption(None, "pass the model to the trainer", removed=True),
+    "local_batch_size": LegacyOption(None, "use per_device_train_batch_size", removed=True),
+    "micro_batch_size": LegacyOption(None, "use per_device_train_batch_size", removed=True),
+    "mini_batch_size": LegacyOption(None, "use per_device_train_batch_size", removed=True),
+    "local_mini_batch_size": LegacyOption(None, "use per_device_train_batch_size", removed=True),
+    "batch_size": LegacyOption(None, "use generation_batch_size", removed=True),
+    "num_total_batches": LegacyOption(None, "use max_steps", removed=True),
+}
+SLEEP_OPTION = {"vllm_sleep_enabled": RLOO_OPTIONS["vllm_sleep_enabled"]}
+
+
+def legacy_names(table: Mapping[str, LegacyOption]) -> dict[str, str | None]:
+    """Old name -> new name, or None where nothing replaces it (for the command line)."""
+    return {name: entry.new for name, entry in table.items()}
+
+
+def accepts_legacy_options(table: Mapping[str, LegacyOption]) -> Callable[[type], type]:
+    """Make a configuration class accept the old option names of `table` as keyword arguments.
+
+    The class warns once for each construction, naming the new keys. Giving an old name together
+    with its new one, or a removed name, is an error.
+    """
+
+    def decorate(cls: type) -> type:
+        original = cls.__init__
+
+        @functools.wraps(original)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            old = {name: kwargs.pop(name) for name in list(kwargs) if name in table}
+            old = {name: value for name, value in old.items() if value is not None}
+            episodes = old.get("total_episodes")
+            kwargs.update(_translate(cls.__name__, table, old, kwargs))
+            original(self, *args, **kwargs)
+            if episodes is not None:
+                self.max_steps = _steps_for_episodes(self, episodes)
+
+        cls.__init__ = __init__
+        return cls
+
+    return decorate
+
+
+def _translate(
+    owner: str, table: Mapping[str, LegacyOption], old: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    changes, words = {}, []
+    for name, value in old.items():
+        entry = table[name]
+        if entry.removed:
+            raise TypeError(f"{owner} has no option {name!r} any more: {entry.advice}.")
+        if entry.new is None:
+            words.append(f"{name} has no effect ({entry.advice})")
+            continue
+        if entry.new in given:
+            raise ValueError(f"Both {name} and {entry.new} were given; {entry.new} replaces it.")
+        words.append(f"{name} is now {entry.new}")
+        if name == "num_mini_batches":
+            value = value * given.get("gradient_accumulation_steps", 1)
+        if name != "total_episodes":
+            changes[entry.new] = value
+    if words:
+        warnings.warn(f"{owner}: {'; '.join(words)}.", FutureWarning, stacklevel=4)
+    return changes
+
+
+def _steps_for_episodes(config: Any, episodes: int) -> int:
+    """Optimizer steps in which `episodes` completions are generated and trained on."""
+    plan = config.batch_plan
+    rows = plan.micro_batch * plan.num_processes * plan.accumulation
+    return math.ceil(episodes * plan.iterations / rows)
+
+
+RLOO_ARGUMENTS: dict[str, str | None] = {
+    "config": "args",
+    "reward_model": "reward_funcs",
+    "policy": "model",
+    "ref_policy": None,
+    "data_collator": None,
+}
+
+
+def accepts_legacy_arguments(renamed: Mapping[str, str | None]) -> Callable[[type], type]:
+    """Make a trainer accept the keyword arguments of its predecessor, with one warning.
+
+    Giving an argument under both names is an error. A dataset tokenized beforehand (`input_ids`
+    but no `prompt`) is decoded into prompts with the processing class.
+
+    Args:
+        renamed: old name -> new name, or None if the argument is ignored.
+    """
+
+    def decorate(cls: type) -> type:
+        original = cls.__init__
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            old = {name: kwargs.pop(name) for name in list(kwargs) if name in renamed}
+            given = signature.bind_partial(self, *args, **kwargs).arguments
+            kwargs.update(_rename_arguments(cls.__name__, renamed, old, given))
+            for name in ("train_dataset", "eval_dataset"):
+                if _is_tokenized(kwargs.get(name)):
+                    kwargs[name] = _decode(cls.__name__, kwargs[name], kwargs)
+            original(self, *args, **kwargs)
+
+        cls.__init__ = __init__
+        return cls
+
+    return decorate
+
+
+def _rename_arguments(
+    owner: str, renamed: Mapping[str, str | None], old: dict[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    changes, words = {}, []
+    for name, value in old.items():
+        new = renamed[name]
+        if new is None:
+            words.append(f"{name} is ignored")
+            continue
+        if given.get(new) is not None:
+            raise ValueError(f"{owner}: both {name} and {new} were given; {new} replaces it.")
+        changes[new] = value
+        words.append(f"{name} is now {new}")
+    if words:
+        warnings.warn(f"{owner}: {'; '.join(words)}.", FutureWarning, stacklevel=4)
+    return changes
+
+
+def _is_tokenized(dataset: Any) -> bool:
+    columns = getattr(dataset, "column_names", None)
+    return isinstance(columns, list) and "input_ids" in columns and "prompt" not in columns
+
+
+def _decode(owner: str, dataset: Any, kwargs: Mapping[str, Any]) -> Any:
+    tokenizer = kwargs.get("processing_class")
+    if tokenizer is None:
+        raise ValueError(
+            f"{owner}: the dataset has input_ids but no prompt; pass the tokenizer as "
+            "processing_class, or a dataset with a 'prompt' column."
+        )
+    warnings.warn(
+        f"{owner}: a dataset with input_ids is decoded; pass a 'prompt' column instead.",
+        FutureWarning,
+        stacklevel=4,
+    )
+    return dataset.map(lambda row: {"prompt": tokenizer.decode(row["input_ids"])})

@@ -1,0 +1,288 @@
+"""Where the online skeleton hooks into the loop of `transformers.Trainer`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.data import IterableDataset as TorchIterableDataset
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.utils import logging
+
+from ..data.sampler import RepeatIterableDataset, RepeatSampler
+from ..distributed import Ranks
+from ..online.completions import (
+    CompletionLog,
+    make_records,
+    plain,
+    print_table,
+    reward_cells,
+    tracker_rows,
+)
+from ..online.guard import FiniteGuard, NonFiniteError
+from ..online.metrics import MetricStore
+from ..online.statistics import record_lengths, record_rewards
+from ..types import Generations, Prompts, RewardTable, Rollout
+from .base_trainer import BaseTrainer
+from .batch_math import check_eval_groups
+from .trackers import log_table
+
+logger = logging.get_logger(__name__)
+
+
+class OnlineLoop(BaseTrainer):
+    """Loaders that repeat prompts, step counting, the finite check, evaluation and reports."""
+
+    def _build_loop(self) -> None:
+        args = self.args
+        self.ranks = Ranks(self.accelerator)
+        self.metrics = {"train": MetricStore(), "eval": MetricStore()}
+        self.guard = FiniteGuard(self.ranks.rank, self.ranks.gather_objects)
+        self.completions = CompletionLog(args.output_dir, self.is_world_process_zero())
+        self._step = 0  # micro-steps since the start of the epoch in which training (re)started
+        self._substep = 0  # micro-steps since the last update
+        self._eval_batch = 0
+        self._seconds = 0.0
+        self._sampler: RepeatSampler | RepeatIterableDataset | None = None
+        self.add_callback(_LoopCallback(self))
+
+    @property
+    def mode(self) -> str:
+        """`"train"` or `"eval"`."""
+        return "train" if self.model.training else "eval"
+
+    @property
+    def store(self) -> MetricStore:
+        """Where metrics of the current mode are collected."""
+        return self.metrics[self.mode]
+
+    @property
+    def group_size(self) -> int:
+        """Completions for each prompt in the current mode."""
+        return self.args.num_generations if self.model.training else self.args.eval_group_size
+
+    # --- Loaders ---
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return a loader whose batches are the rows of one round on this rank."""
+        plan, dataset = self.args.batch_plan, self.train_dataset
+        if isinstance(dataset, TorchIterableDataset):
+            if self.args.shuffle_dataset:
+                dataset = dataset.shuffle(seed=self.args.seed)
+            dataset = self._sampler = RepeatIterableDataset(
+                dataset, plan.group_size, plan.round_rows // plan.group_size,
+                plan.micro_steps_per_round,
+            )
+        return self._get_dataloader(
+            dataset=dataset,
+            description="Training",
+            batch_size=plan.rows_per_rank,
+            sampler_fn=self._get_train_sampler,
+            is_training=True,
+        )
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> RepeatSampler:
+        plan = self.args.batch_plan
+        self._sampler = RepeatSampler(
+            self.train_dataset if train_dataset is None else train_dataset,
+            mini_repeat_count=plan.group_size,
+            batch_size=plan.round_rows // plan.group_size,
+            repeat_count=plan.micro_steps_per_round,
+            shuffle=bool(self.args.shuffle_dataset),
+            seed=self.args.seed,
+        )
+        return self._sampler
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> RepeatSampler:
+        return RepeatSampler(
+            eval_dataset, mini_repeat_count=self.args.eval_group_size, seed=self.args.seed
+        )
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Return a loader that repeats each evaluation prompt for its group."""
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        elif eval_dataset is None:
+            eval_dataset = self.eval_dataset
+        if isinstance(eval_dataset, TorchIterableDataset):
+            eval_dataset = RepeatIterableDataset(eval_dataset, self.args.eval_group_size, 1, 1)
+        return super().get_eval_dataloader(eval_dataset)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = ["prompt", "chat_template_kwargs"]
+
+    # --- Training ---
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        epochs, micro_steps = super()._init_training_state(*args, **kwargs)
+        self._step, self._substep, self._seconds = micro_steps, 0, 0.0
+        self.completions.restart(self.state.global_step)
+        return epochs, micro_steps
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Train on one micro-batch, counting steps and seconds."""
+        started = time.perf_counter()
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._step += 1
+        self._substep += 1
+        self._seconds += time.perf_counter() - started
+        return loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Look at the gradient before the optimizer does: the one place that waits for it."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        finite = bool(torch.isfinite(torch.as_tensor(norm)))
+        # With a loss scaler an infinite gradient is its signal to lower the scale.
+        if finite or self.accelerator.scaler is not None:
+            self.guard.forget()
+        else:
+            self._refuse_update(model)
+        if self.args.non_finite == "skip":
+            self.metrics["train"].value("frac_skipped_updates", float(not finite))
+        return norm
+
+    def _refuse_update(self, model: nn.Module) -> None:
+        """Stop, or take the gradients away so that the optimizer leaves the weights alone."""
+        step = self.state.global_step + 1
+        try:
+            self.guard.check(step)
+            raise NonFiniteError(
+                f"Step {step}: the gradient is NaN or infinite on rank {self.ranks.rank}, though "
+                "all log-probabilities are finite; look at rewards and advantages."
+            )
+        except NonFiniteError as error:
+            if self.args.non_finite == "raise":
+                raise
+            logger.warning(f"{error} This update is skipped.")
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Rows have no token count before they are encoded, so nothing is counted."""
+        return 0
+
+    # --- Evaluation ---
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as `transformers.Trainer` does, after checking that batches hold groups."""
+        check_eval_groups(
+            self.args.per_device_eval_batch_size, self.ranks.count, self.args.eval_group_size
+        )
+        self._eval_batch = 0
+        return super().evaluate(*args, **kwargs)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor, None, None]:
+        """Generate, reward and compute the loss of one evaluation batch."""
+        with torch.no_grad():
+            batch = self._prepare_inputs(inputs)
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, batch)
+        self.guard.check(self.state.global_step)
+        self._eval_batch += 1
+        return loss.mean().detach(), None, None
+
+    # --- Reports ---
+
+    def report_round(
+        self,
+        prompts: Prompts,
+        completions: list[Any],
+        generations: Generations,
+        credit: tuple[RewardTable, dict[str, list[Any]], Tensor],
+    ) -> None:
+        """Record metrics of a round and write its completions.
+
+        Args:
+            prompts, completions, generations: the rows of this rank.
+            credit: rewards of all ranks, extra columns of this rank, advantages of all ranks.
+        """
+        table, extras, advantages = credit
+        lengths = torch.tensor([len(ids) for ids in generations.completion_ids])
+        stopped = torch.tensor([reason == "stop" for reason in generations.finish])
+        prompt_lengths = torch.tensor([len(ids) for ids in prompts.token_ids])
+        counts = torch.stack([lengths, stopped.long(), prompt_lengths], 1)
+        counts = self.ranks.gather(counts.to(self.args.device)).cpu()
+        record_lengths(self.store, counts[:, 0], counts[:, 1].bool())
+        record_rewards(self.store, table)
+        if self.model.training:
+            self.state.num_input_tokens_seen += int(counts[:, 0].sum() + counts[:, 2].sum())
+        first = self.ranks.rank * len(generations)
+        rows = range(first, first + len(generations))
+        records = make_records(
+            {"step": self.state.global_step, "round": self._round_number()},
+            {
+                "prompt": prompts.messages,
+                "completion": completions,
+                "completion_ids": generations.completion_ids,
+                "finish": generations.finish,
+                "reward": [plain(x) for x in table.total[rows.start : rows.stop].tolist()],
+                "advantage": [plain(x) for x in self.ranks.local(advantages).tolist()],
+            },
+            extras,
+            reward_cells(table, rows),
+            (first, table.group_size),
+        )
+        everything = [record for rank in self.ranks.gather_objects(records) for record in rank]
+        self.completions.add(self.mode, everything)
+
+    def _round_number(self) -> int:
+        if self.mode == "eval":
+            return self._eval_batch
+        return self._substep // self.args.batch_plan.micro_steps_per_round
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the collected metrics to `logs`, write them, and show completions if asked to."""
+        prefix = _eval_prefix(logs)
+        mode = "eval" if prefix else "train"
+        collected = self.metrics[mode].flush(self.ranks.gather_objects)
+        if collected:
+            logs.update({prefix + name: value for name, value in collected.items()})
+            logs[prefix + "num_tokens"] = float(self.state.num_input_tokens_seen)
+        super().log(logs, start_time)
+        records = self.completions.take(mode)
+        if self.args.log_completions and records and self.is_world_process_zero():
+            print_table(records, self.state.global_step, self.args.num_completions_to_print)
+            log_table(self.args.report_to, *tracker_rows(records, self.args.log_unique_prompts))
+
+
+def _eval_prefix(logs: dict[str, float]) -> str:
+    """The prefix of an evaluation's metrics ("eval_", "eval_name_"), empty for training."""
+    for name in logs:
+        if name.startswith("eval_") and name.endswith("_loss"):
+            return name.removesuffix("loss")
+    return "eval_" if any(name.startswith("eval_") for name in logs) else ""
+
+
+class _LoopCallback(TrainerCallback):
+    """Tells the trainer what the loop of transformers does."""
+
+    def __init__(self, trainer: OnlineLoop):
+        self._trainer = trainer
+
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            print(args.batch_plan.describe(), flush=True)
+
+    def on_epoch_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._trainer._sampler is not None:
+            self._trainer._sampler.set_epoch(int(state.epoch or 0))
+
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        trainer = self._trainer
+        trainer.metrics["train"].value("step_time", trainer._seconds)
+        trainer._substep, trainer._seconds = 0, 0.0

@@ -1,0 +1,327 @@
+"""One training step for every trainer that generates its own completions."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor, nn
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from ..generation.base import GenerationBackend, row_seeds
+from ..generation.transformers_backend import TransformersBackend, merge_extra
+from ..models.loading import context_length, stop_token_ids
+from ..models.reference import FrozenCopy, ReferencePolicy, make_reference
+from ..models.scorer import PlainScorer
+from ..models.unwrap import check_engine, policy_for_inference
+from ..online.buffer import Buffer
+from ..online.guard import NonFiniteError
+from ..online.prompts import PromptEncoder
+from ..online.reward_sources import resolve_rewards
+from ..online.rewards import RewardInputs, RewardSuite
+from ..online.statistics import record_entropy
+from ..ops.masking import length_mask, pad_ragged
+from ..ops.policy_losses import importance_ratio
+from ..types import Generations, Prompts, RewardTable, Rollout, Sampling, TokenScores
+from .callbacks import SyncRefModelCallback
+from .online_config import OnlineConfig
+from .online_loop import OnlineLoop
+from .online_setup import check_datasets, refuse_unavailable
+from .policy import check_devices, prepare_policy, router_coefficient
+
+logger = logging.get_logger(__name__)
+
+
+class OnlineTrainer(OnlineLoop):
+    """The skeleton: sampling, generation, rewards, scoring, buffering, metrics, checkpoints.
+
+    An algorithm is a subclass that says how rewards become advantages and advantages a loss, by
+    `shape_rewards`, `compute_advantages`, `policy_loss` and `ratio_level`.
+
+    Args:
+        model (`str` or `PreTrainedModel`): policy to train, by name or already loaded.
+        reward_funcs: a callable, a coroutine function, a sequence classifier, the name of one, or
+            a list of these.
+        args (`OnlineConfig`, *optional*): options.
+        train_dataset (`Dataset` or `IterableDataset`): rows with a `prompt`; the other columns
+            are passed to the reward functions.
+        eval_dataset (*optional*): the same for evaluation, or a dictionary of datasets.
+        processing_class (*optional*): the policy's tokenizer. None: loaded with the model.
+        reward_processing_classes (*optional*): tokenizers of reward models.
+        callbacks (`list[TrainerCallback]`, *optional*): additional callbacks.
+        optimizers (`tuple`): optimizer and scheduler, as in `transformers.Trainer`.
+        quantization_config (*optional*): how to quantize a model given by name.
+        peft_config (`peft.PeftConfig`, *optional*): train an adapter instead of all weights.
+    """
+
+    config_class: ClassVar[type[OnlineConfig]]
+    ratio_level: str = "token"
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        reward_funcs: Any,
+        args: OnlineConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ):
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = self.config_class(f"{name.rstrip('/').split('/')[-1]}-{self.method.name}")
+        refuse_unavailable(args)
+        check_devices(args)
+        check_datasets(train_dataset, eval_dataset, args)
+        sources = resolve_rewards(
+            reward_funcs,
+            reward_processing_classes,
+            model_init_kwargs=args.model_init_kwargs,
+            trust_remote_code=args.trust_remote_code,
+        )
+        policy = prepare_policy(model, args, processing_class, quantization_config, peft_config)
+        super().__init__(
+            model=policy.model,
+            args=args,
+            data_collator=list,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=policy.tokenizer,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        # `compute_loss` returns the mean of a micro-batch; the Trainer divides by accumulation.
+        self.model_accepts_loss_kwargs = False
+        check_engine(self.accelerator)
+        self.model.add_model_tags(["trl", self.method.tag])
+        self._build_loop()
+        self._build_stages(sources, policy.brought_adapter)
+        self._dry_run()
+
+    # --- Construction ---
+
+    def _build_stages(self, sources: Any, brought_adapter: bool) -> None:
+        args, tokenizer = self.args, self.processing_class
+        plan = args.batch_plan
+        self.buffer = Buffer(plan.slices, plan.iterations)
+        self.encode = PromptEncoder(
+            tokenizer, args.chat_template_kwargs, context_length(self.model)
+        )
+        self.sampling = Sampling(
+            max_tokens=args.max_completion_length,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p,
+            repetition_penalty=args.repetition_penalty,
+            stop_ids=stop_token_ids(self.model, tokenizer),
+            extra=args.generation_kwargs or {},
+        )
+        self.backend: GenerationBackend = TransformersBackend(
+            partial(policy_for_inference, self.model, self.accelerator),
+            pad_id=tokenizer.pad_token_id,
+            device=args.device,
+            cache_implementation=args.cache_implementation,
+        )
+        self.router_coefficient = router_coefficient(self.model, args)
+        self.scorer = PlainScorer(
+            pad_id=tokenizer.pad_token_id,
+            temperature=merge_extra(self.sampling)[0].temperature,
+            device=args.device,
+            pad_multiple=args.pad_to_multiple_of,
+            router_logits=self.router_coefficient != 0.0,
+        )
+        self.reference = self._make_reference(brought_adapter)
+        self.rewards = RewardSuite(sources, args.reward_weights, args.reward_timeout, self.ranks)
+
+    def _make_reference(self, brought_adapter: bool) -> ReferencePolicy | None:
+        if self.args.beta == 0.0:
+            return None
+        reference = make_reference(self.model, brought_adapter).to(self.args.device)
+        if self.args.sync_ref_model:
+            if not isinstance(reference, FrozenCopy):
+                raise NotImplementedError(
+                    "sync_ref_model=True cannot be used with an adapter: the reference is the "
+                    "policy without it."
+                )
+            self.add_callback(SyncRefModelCallback(reference.model, self.accelerator))
+        return reference
+
+    # --- What an algorithm says ---
+
+    def shape_rewards(self, table: RewardTable, batch: Rollout) -> Tensor:
+        """Return the reward (N,) that credit is computed from; NaN marks an unscorable row."""
+        return table.total
+
+    def compute_advantages(self, rewards: Tensor, table: RewardTable) -> Tensor:
+        """Return advantages (N,); 0 for unscorable rows."""
+        raise NotImplementedError
+
+    def policy_loss(self, scores: TokenScores, ratio: Tensor, batch: Rollout) -> Tensor:
+        """Return the loss () of a micro-batch; denominators come from `per_micro_batch`."""
+        raise NotImplementedError
+
+    # --- One training step ---
+
+    def _prepare_inputs(self, rows: list[dict[str, Any]]) -> Rollout:
+        if not self.model.training:
+            return self.collect(rows)
+        if self.buffer.is_stale(self._step):
+            self.buffer.fill(self._step, self.collect(rows))
+        return self.buffer.at(self._step)
+
+    @torch.no_grad()
+    def collect(self, rows: list[dict[str, Any]]) -> Rollout:
+        """Generate completions for the rows, reward them and give them credit."""
+        prompts = self.encode(rows)
+        self.backend.sync_weights(self.state.global_step)
+        sampling = self.sampling.replace(seeds=self._row_seeds(len(rows)))
+        generations = self.backend.generate(prompts, sampling, self.group_size)
+        completions = self.encode.completions(prompts, generations.completion_ids)
+        batch, healthy = self.score(self.assemble(prompts, generations))
+        inputs = RewardInputs.from_rows(
+            rows, completions, generations.completion_ids, self.state
+        )
+        table, extras = self.rewards(inputs, self.group_size, self.store.value)
+        credited = table.without(self._excluded(generations))
+        rewards = self.shape_rewards(credited, batch)
+        advantages = self.compute_advantages(rewards, credited)
+        self.report_round(prompts, completions, generations, (table, extras, advantages))
+        return self._finish(batch, self.ranks.local(advantages), healthy)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Rollout,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """Return the loss of one micro-batch of a rollout."""
+        if return_outputs:
+            raise ValueError("return_outputs=True: a rollout has no model outputs to return.")
+        scores = self.scorer(model, inputs, with_entropy=True)
+        self.guard.watch("log-probability", scores.logps, inputs)
+        current = scores.logps.detach()
+        old_logps = current if inputs.old_logps is None else inputs.old_logps
+        ratio = importance_ratio(scores.logps, old_logps, inputs.loss_mask, self.ratio_level)
+        loss = self.policy_loss(scores, ratio, inputs)
+        if scores.aux_loss is not None:
+            loss = loss + self.router_coefficient * scores.aux_loss
+            self.store.value("aux_loss", scores.aux_loss)
+        record_entropy(self.store, scores.entropies, inputs.loss_mask)
+        return loss
+
+    # --- Stages ---
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether the weights that generated a rollout are those its loss is computed with."""
+        return not self.model.training or self.args.batch_plan.is_on_policy
+
+    def per_micro_batch(self, total: Tensor, batch: Rollout) -> Tensor:
+        """Turn a total over all ranks and slices into the denominator of one micro-batch.
+
+        Dividing a micro-batch's sum by it, and averaging over micro-batches and ranks, gives the
+        mean over the whole round, however the round was cut.
+        """
+        return total.clamp(min=1) / (self.ranks.count * batch.num_slices)
+
+    def assemble(self, prompts: Prompts, generations: Generations) -> Rollout:
+        """Say which tokens are trained on, and count them over all ranks."""
+        ids = generations.completion_ids
+        lengths = torch.tensor([len(row) for row in ids])
+        mask = length_mask(lengths, int(lengths.max()))
+        if generations.trainable is not None:
+            mask = mask & pad_ragged(generations.trainable, False, width=mask.shape[1]).bool()
+        if self.args.mask_truncated_completions:
+            stopped = torch.tensor([reason == "stop" for reason in generations.finish])
+            mask = mask & stopped[:, None]
+        mask = mask.to(self.args.device)
+        totals = self.ranks.sum(torch.stack([mask.sum(), mask.any(1).sum()]))
+        return Rollout(
+            prompt_ids=prompts.token_ids,
+            completion_ids=ids,
+            row_ids=list(range(len(ids))),
+            loss_mask=mask,
+            num_loss_tokens=totals[0],
+            num_loss_rows=totals[1],
+            num_slices=self.args.steps_per_generation if self.model.training else 1,
+            sampling_logps=self._sampling_logps(generations),
+        )
+
+    def score(self, batch: Rollout) -> tuple[Rollout, bool]:
+        """Add old and reference log-probabilities, if something needs them.
+
+        Returns:
+            The batch, and whether all of them are finite on every rank.
+        """
+        policy_is_scored = self.needs_old_logps
+        if policy_is_scored:
+            batch = batch.replace(old_logps=self._logps(self.model, batch))
+            self.guard.watch("log-probability of the policy", batch.old_logps, batch)
+        if self.reference is not None:
+            with self.reference.active() as reference:
+                batch = batch.replace(ref_logps=self._logps(reference, batch))
+            self.guard.watch("log-probability of the reference", batch.ref_logps, batch)
+        try:
+            if policy_is_scored or self.reference is not None:
+                self.guard.check(self.state.global_step)
+        except NonFiniteError as error:
+            if self.args.non_finite == "raise":
+                raise
+            logger.warning(f"{error} The updates of this round are skipped.")
+            return batch, False
+        return batch, True
+
+    @property
+    def needs_old_logps(self) -> bool:
+        """Whether the rollout must be scored under the policy that generated it."""
+        return not self.is_on_policy
+
+    def _logps(self, model: nn.Module, batch: Rollout) -> Tensor:
+        args = self.args
+        training, evaluation = args.per_device_train_batch_size, args.per_device_eval_batch_size
+        with self.accelerator.autocast():
+            return self.scorer.logps(model, batch, training if self.model.training else evaluation)
+
+    def _finish(self, batch: Rollout, advantages: Tensor, healthy: bool) -> Rollout:
+        """Drop what the loss must not read.
+
+        On-policy the loss takes the detached current log-probabilities as old ones, which makes
+        the ratio 1 exactly. An unhealthy round gets NaN advantages, so each update is refused.
+        """
+        if not healthy:
+            advantages = torch.full_like(advantages, torch.nan)
+        if self.is_on_policy:
+            batch = batch.replace(old_logps=None)
+        return batch.replace(advantages=advantages.to(self.args.device))
+
+    def _sampling_logps(self, generations: Generations) -> Tensor | None:
+        if generations.sampling_logps is None:
+            return None
+        rows = generations.sampling_logps
+        return pad_ragged(rows, 0.0, dtype=torch.float32).to(self.args.device)
+
+    def _row_seeds(self, count: int) -> tuple[int, ...]:
+        place = self._substep if self.model.training else self._eval_batch
+        key = (self.args.seed, self.mode, self.state.global_step, place)
+        return row_seeds(key, self.ranks.rank * count, count)
+
+    def _excluded(self, generations: Generations) -> Tensor:
+        """Mark the rows (N,) of all ranks that give no credit because they were cut off."""
+        truncated = [reason != "stop" for reason in generations.finish]
+        rows = torch.tensor(truncated, device=self.args.device)
+        if not self.args.mask_truncated_completions:
+            rows = torch.zeros_like(rows)
+        return self.ranks.gather(rows)
+
+    def _dry_run(self) -> None:
+        if self.args.reward_dry_run:
+            self.rewards.dry_run(next(iter(self.train_dataset)), self.state)

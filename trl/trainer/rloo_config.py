@@ -1,0 +1,44 @@
+"""Options of RLOO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .legacy import RLOO_OPTIONS, accepts_legacy_options, legacy_names
+from .online_config import OnlineConfig
+from .options import option
+
+
+@accepts_legacy_options(RLOO_OPTIONS)
+@dataclass
+class RLOOConfig(OnlineConfig):
+    """Configuration of `RLOOTrainer`: the options of the online skeleton and two of its own.
+
+    The names of the first RLOO trainer (`rloo_k`, `kl_coef`, ...) are accepted as keyword
+    arguments with a `FutureWarning` that names the new option.
+    """
+
+    legacy_options = legacy_names(RLOO_OPTIONS)
+
+    beta: float = option(
+        0.05, "Coefficient of the KL penalty inside the reward; 0 needs no reference policy."
+    )
+    normalize_advantages: bool = option(
+        False, "Whiten advantages over the generation round after the leave-one-out baseline."
+    )
+    reward_clip_range: tuple[float, float] | None = option(
+        None, "Lowest and highest weighted reward, applied before the KL penalty."
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.reward_clip_range is None:
+            return
+        bounds = self.reward_clip_range
+        is_pair = isinstance(bounds, (tuple, list)) and len(bounds) == 2
+        if not is_pair or not bounds[0] < bounds[1]:
+            raise ValueError(
+                f"reward_clip_range={bounds!r} must be two numbers, lowest then highest; for a "
+                "symmetric clip at 10: reward_clip_range=(-10, 10)."
+            )
+        self.reward_clip_range = (float(bounds[0]), float(bounds[1]))

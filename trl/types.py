@@ -1,0 +1,143 @@
+"""What flows between the stages of a training step.
+
+Letters in shapes: B rows on this rank, N rows on all ranks, G rows of one prompt, C completion
+tokens (width of the longest completion), F reward functions. A ragged field is a plain list of lists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompts:
+    """Encoded prompts, one entry per row; rows of one prompt are consecutive."""
+
+    messages: list[Any]  # B: strings, or lists of chat messages
+    token_ids: list[list[int]]  # B ragged
+    images: list[Any] | None = None  # B
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How completions are drawn. A row's tokens depend on its seed and prompt, not on its batch."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)  # engine options, merged last
+    seeds: tuple[int, ...] | None = None  # B, one per row; None draws them from torch's generator
+
+    def replace(self, **changes: Any) -> Sampling:
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generations:
+    """What an engine returned. Completions end with, and include, their first stop token."""
+
+    completion_ids: list[list[int]]  # B ragged
+    finish: list[FinishReason]  # B
+    sampling_logps: list[list[float]] | None = None  # B ragged: log-prob of each sampled token
+    trainable: list[list[bool]] | None = None  # B ragged: False on tokens the policy did not write
+
+    def __len__(self) -> int:
+        return len(self.completion_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """Completions with everything the loss needs. Rows of one prompt stay next to each other.
+
+    `loss_mask` says which tokens are trained on; which tokens exist follows from the lengths of
+    `completion_ids`. The two totals are over all ranks and fixed when the rollout is made, so the
+    gradient does not depend on how the rows are cut into micro-batches.
+    """
+
+    prompt_ids: list[list[int]]  # B ragged
+    completion_ids: list[list[int]]  # B ragged
+    row_ids: list[int]  # B: index of the row in this rank's round, to name it in messages
+    loss_mask: Tensor  # (B, C) bool
+    num_loss_tokens: Tensor  # () trained-on tokens of the round, all ranks
+    num_loss_rows: Tensor  # () rows with at least one trained-on token, all ranks
+    num_slices: int = 1  # micro-batches the round is cut into on this rank
+    old_logps: Tensor | None = None  # (B, C) under the policy that generated
+    ref_logps: Tensor | None = None  # (B, C) under the reference policy
+    sampling_logps: Tensor | None = None  # (B, C) as reported by the engine
+    advantages: Tensor | None = None  # (B,) or (B, C)
+
+    def __len__(self) -> int:
+        return len(self.completion_ids)
+
+    def replace(self, **changes: Any) -> Rollout:
+        return dataclasses.replace(self, **changes)
+
+    def select(self, index: Sequence[int]) -> Rollout:
+        """Return the given rows, with (B, C) fields cut to the longest completion left."""
+        width = max((len(self.completion_ids[i]) for i in index), default=0)
+        changes: dict[str, Any] = {
+            name: [getattr(self, name)[i] for i in index]
+            for name in ("prompt_ids", "completion_ids", "row_ids")
+        }
+        rows = torch.as_tensor(list(index), dtype=torch.long, device=self.loss_mask.device)
+        for name in ("loss_mask", "old_logps", "ref_logps", "sampling_logps", "advantages"):
+            value = getattr(self, name)
+            if value is not None:
+                value = value[rows]
+                changes[name] = value[:, :width] if value.dim() > 1 else value
+        return self.replace(**changes)
+
+    def chunks(self, count: int) -> Iterator[Rollout]:
+        """Cut into `count` runs of consecutive rows of equal length.
+
+        Raises:
+            ValueError: if the number of rows is not a multiple of `count`.
+        """
+        size, rest = divmod(len(self), count)
+        if rest:
+            raise ValueError(f"{len(self)} rows cannot be cut into {count} chunks of equal size.")
+        for start in range(0, len(self), size):
+            yield self.select(range(start, start + size))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardTable:
+    """Rewards of one round, gathered over all ranks; NaN means not applicable or unscorable."""
+
+    per_function: Tensor  # (N, F)
+    weights: Tensor  # (F,)
+    total: Tensor  # (N,) weighted sum over the functions that scored the row; NaN if none did
+    names: tuple[str, ...]  # F
+    group_size: int
+
+    def without(self, excluded: Tensor) -> RewardTable:
+        """Return the table in which the rows marked in `excluded` (N,) count as unscorable."""
+        return dataclasses.replace(
+            self,
+            per_function=self.per_function.masked_fill(excluded[:, None], torch.nan),
+            total=self.total.masked_fill(excluded, torch.nan),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenScores:
+    """What the scorer computed about the completion tokens of a rollout."""
+
+    logps: Tensor  # (B, C); 0 beyond a completion's end
+    entropies: Tensor | None = None  # (B, C) nats; 0 beyond a completion's end
+    aux_loss: Tensor | None = None  # () load-balancing loss of mixture-of-experts models
