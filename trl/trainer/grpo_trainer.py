@@ -8,20 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
 
 from ..online.statistics import record_clipping
 from ..ops.advantages import group_relative, normalize_then_sum
-from ..ops.entropy import entropy_threshold
+from ..ops.entropy import entropy_threshold, high_entropy_mask
 from ..ops.kl import k3
-from ..ops.masking import masked_mean, masked_sum
+from ..ops.masking import masked_sum
 from ..ops.policy_losses import (
     cispo,
     clip_flags,
     clipped_surrogate,
-    importance_ratio,
+    log_ratio,
+    mean_of_sequence_means,
     off_policy_mask,
     sapo,
+    sum_over,
     vespo,
+    vespo_weight,
 )
 from ..types import RewardTable, Rollout, TokenScores
 from .entropy_control import EntropyController
@@ -72,9 +76,128 @@ class GRPOTrainer(OnlineTrainer):
         by_sequence = self.args.importance_sampling_level == "sequence"
         self.ratio_level = "sequence_mean" if by_sequence else "token"
         self.entropy = EntropyController.from_args(self.args)
+        self._entropy_seen: list[tuple[Tensor, Tensor]] = []
+        if self.entropy.is_used:
+            self.add_callback(_EntropyCallback(self))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.entropy.is_used and self.is_world_process_zero():
+            Path(output_dir, STATE_FILE).write_text(json.dumps(self.entropy.state()))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and (path := Path(checkpoint, STATE_FILE)).exists():
+            self.entropy.restore(json.loads(path.read_text()))
 
     def compute_advantages(self, rewards: Tensor, table: RewardTable) -> Tensor:
         """Compare each completion with the mean of its group: (N,)."""
         if self.args.multi_objective_aggregation == "normalize_then_sum":
             return normalize_then_sum(table.per_function, table.weights, table.group_size)
         return group_relative(rewards, table.group_size, self.args.scale_rewards)
+
+    def policy_loss(self, scores: TokenScores, ratio: Tensor, batch: Rollout) -> Tensor:
+        """Return the objective of the trained-on tokens, with KL penalty and entropy bonus."""
+        args, mask = self.args, batch.loss_mask
+        losses = self._objective(scores, ratio, batch)
+        losses, kept = torch.broadcast_tensors(losses, self._kept(scores, batch))
+        losses = torch.where(kept, losses, 0.0)
+        if args.beta != 0.0:
+            divergence = k3(scores.logps, batch.ref_logps, mask)
+            if args.use_bias_correction_kl:
+                divergence = divergence * ratio
+            self.store.mean("kl", masked_sum(divergence, mask), mask.sum())
+            losses = losses + args.beta * divergence
+        loss = self._aggregate(losses, batch)
+        if not self.entropy.is_used:
+            return loss
+        self.store.value("policy_loss", loss)
+        return loss - self.entropy.active * self._mean_entropy(scores, batch)
+
+    def _objective(self, scores: TokenScores, ratio: Tensor, batch: Rollout) -> Tensor:
+        args, advantages, logps = self.args, batch.advantages, scores.logps
+        if args.loss_type in CLIPPED:
+            high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+            flags = clip_flags(ratio, advantages, args.epsilon, high)
+            mask = batch.loss_mask if ratio.shape[1] > 1 else batch.loss_mask.any(1, keepdim=True)
+            record_clipping(self.store, *flags, mask)
+            return clipped_surrogate(ratio, advantages, args.epsilon, high, args.delta)
+        if args.loss_type == "cispo":
+            high = 1 + args.epsilon if args.epsilon_high is None else args.epsilon_high
+            self._record_cispo(ratio, batch, high)
+            return cispo(ratio, logps, advantages, high)
+        if args.loss_type == "sapo":
+            return sapo(ratio, advantages, args.sapo_temperature_pos, args.sapo_temperature_neg)
+        weight = vespo_weight(
+            log_ratio(logps, self._old_logps(scores, batch), batch.loss_mask, "token"),
+            batch.loss_mask,
+            advantages,
+            (args.vespo_k_pos, args.vespo_lambda_pos),
+            (args.vespo_k_neg, args.vespo_lambda_neg),
+        )
+        self.store.value("vespo/phi_seq_mean", weight.mean())
+        return vespo(weight, logps, advantages)
+
+    def _kept(self, scores: TokenScores, batch: Rollout) -> Tensor:
+        """Mark the tokens (B, C) whose objective counts; the KL penalty counts for all."""
+        args, kept = self.args, batch.loss_mask
+        if args.off_policy_mask_threshold is not None:
+            old_logps = self._old_logps(scores, batch)
+            if batch.sampling_logps is not None:
+                old_logps = batch.sampling_logps
+            kept = kept & off_policy_mask(
+                scores.logps,
+                old_logps,
+                batch.advantages,
+                batch.loss_mask,
+                args.off_policy_mask_threshold,
+            )
+        if args.top_entropy_quantile < 1.0:
+            entropies = scores.entropies.detach()
+            values = entropies[batch.loss_mask].tolist()
+            everywhere = [x for rank in self.ranks.gather_objects(values) for x in rank]
+            threshold = entropy_threshold(entropies.new_tensor(everywhere), args.top_entropy_quantile)
+            kept = high_entropy_mask(entropies, kept, threshold)
+        return kept
+
+    def _aggregate(self, losses: Tensor, batch: Rollout) -> Tensor:
+        kind, mask = self.args.loss_type, batch.loss_mask
+        rows = self.per_micro_batch(batch.num_loss_rows, batch)
+        if kind in ("grpo", "sapo"):
+            return mean_of_sequence_means(losses, mask, rows)
+        denominators = {
+            "bnpo": mask.sum().clamp(min=1),
+            "dr_grpo": rows * self.args.max_completion_length,
+            "luspo": rows,
+        }
+        tokens = self.per_micro_batch(batch.num_loss_tokens, batch)
+        return sum_over(losses, mask, denominators.get(kind, tokens))
+
+    def _mean_entropy(self, scores: TokenScores, batch: Rollout) -> Tensor:
+        total = masked_sum(scores.entropies, batch.loss_mask)
+        if self.model.training:
+            self._entropy_seen.append((total.detach(), batch.loss_mask.sum()))
+        return total / self.per_micro_batch(batch.num_loss_tokens, batch)
+
+    def _old_logps(self, scores: TokenScores, batch: Rollout) -> Tensor:
+        return scores.logps.detach() if batch.old_logps is None else batch.old_logps
+
+    def _record_cispo(self, ratio: Tensor, batch: Rollout, high: float) -> None:
+        clipped = (ratio > high) & (batch.advantages.view(len(batch), -1) > 0)
+        clipped, mask = torch.broadcast_tensors(clipped, batch.loss_mask)
+        self.store.mean("cispo_clip_ratio", (clipped & mask).sum(), mask.sum())
+
+
+class _EntropyCallback(TrainerCallback):
+    """Moves the entropy coefficient at each update."""
+
+    def __init__(self, trainer: GRPOTrainer):
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self._trainer
+        seen = torch.stack([torch.stack(pair) for pair in trainer._entropy_seen]).sum(0)
+        total, count = trainer.ranks.sum(seen).tolist()
+        trainer._entropy_seen.clear()
+        trainer.metrics["train"].value("entropy_coef", trainer.entropy.active)
+        trainer.entropy.update(total / max(count, 1))

@@ -1,0 +1,161 @@
+"""Telling conversational from plain examples, and rendering them with a chat template."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+FIELDS = ("prompt", "chosen", "rejected", "completion", "messages")
+SUPPORTED = (
+    {"messages"},
+    {"prompt"},
+    {"prompt", "completion"},
+    {"prompt", "chosen", "rejected"},
+    {"chosen", "rejected"},
+    {"prompt", "completion", "label"},
+)
+
+
+def is_conversational(example: dict[str, Any]) -> bool:
+    """Whether the texts of an example are lists of messages with a `role`.
+
+    Args:
+        example (`dict`): one row, with at least one of prompt, chosen, rejected, completion and
+            messages. The first of them that is not empty decides.
+    """
+    for field in FIELDS:
+        value = example.get(field)
+        if value:
+            return isinstance(value, list) and isinstance(value[0], dict) and "role" in value[0]
+    return False
+
+
+def is_conversational_from_value(example: dict[str, Any]) -> bool:
+    """Whether `conversations` is a list of turns with `from` and `value`."""
+    turns = example.get("conversations")
+    return bool(
+        isinstance(turns, list)
+        and turns
+        and isinstance(turns[0], dict)
+        and {"from", "value"} <= turns[0].keys()
+    )
+
+
+def apply_chat_template(
+    example: dict[str, Any],
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+    tools: list[Any] | None = None,
+    **template_kwargs: Any,
+) -> dict[str, Any]:
+    """Render a conversational example as strings.
+
+    Args:
+        example (`dict`): fields as one of the sets of `SUPPORTED`; others are dropped. A
+            `chat_template_kwargs` field is merged into the keyword arguments.
+        processing_class: renders conversations.
+        tools (`list`, *optional*): tools the template may describe.
+        template_kwargs: further arguments of the template.
+
+    Returns:
+        `dict`: `text` for messages; else the same fields as strings. A completion is what its
+        rendered conversation has beyond the rendered prompt.
+
+    Raises:
+        KeyError: if the fields are not one of the supported sets.
+        ValueError: if the last message of a prompt has a role that cannot end one.
+    """
+    fields = {name for name in (*FIELDS, "label") if name in example}
+    if fields not in SUPPORTED:
+        legal = "; ".join(", ".join(sorted(names)) for names in SUPPORTED)
+        raise KeyError(f"An example has the fields {sorted(fields)}; supported are: {legal}.")
+    options = {"tools": tools or None, "tokenize": False}
+    options |= template_kwargs | (example.get("chat_template_kwargs") or {})
+    render = processing_class.apply_chat_template
+    if "messages" in example:
+        return {"text": render(example["messages"], **options)}
+    if "prompt" not in example:
+        return {name: render(example[name], **options) for name in ("chosen", "rejected")}
+    found = {"prompt": render(example["prompt"], **options, **_ending(example["prompt"]))}
+    answers = [name for name in ("completion", "chosen", "rejected") if name in example]
+    whole = {name: render(example["prompt"] + example[name], **options) for name in answers}
+    for text in whole.values():
+        found["prompt"] = os.path.commonprefix([found["prompt"], text])
+    found |= {name: text[len(found["prompt"]) :] for name, text in whole.items()}
+    return found | ({"label": example["label"]} if "label" in example else {})
+
+
+def _ending(prompt: list[dict[str, Any]]) -> dict[str, bool]:
+    role = prompt[-1]["role"]
+    if role in ("user", "tool"):
+        return {"add_generation_prompt": True}
+    if role == "assistant":
+        return {"add_generation_prompt": False, "continue_final_message": True}
+    raise ValueError(f"A prompt ends with a message of role {role!r}; it must be user, tool or assistant.")
+
+
+def maybe_apply_chat_template(
+    example: dict[str, Any],
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+    tools: list[Any] | None = None,
+    **template_kwargs: Any,
+) -> dict[str, Any]:
+    """`apply_chat_template` for conversational examples; others are returned unchanged."""
+    if not is_conversational(example):
+        return example
+    return apply_chat_template(example, processing_class, tools, **template_kwargs)
+
+
+def prepare_multimodal_messages(
+    messages: list[dict[str, Any]], images: list[Any] | None = None
+) -> list[dict[str, Any]]:
+    """Turn string contents into blocks and put images where they belong.
+
+    Args:
+        messages (`list[dict]`): chat messages; not modified.
+        images (`list`, *optional*): fill the empty image blocks in order; without such blocks
+            they stand before the text of the first user message.
+
+    Raises:
+        ValueError: for an unknown role, or if images and image blocks differ in number.
+    """
+    images = list(images or [])
+    found = [_with_blocks(message) for message in messages]
+    empty = [
+        block
+        for message in found
+        if message["role"] != "tool" and isinstance(message.get("content"), list)
+        for block in message["content"]
+        if block.get("type") == "image" and "image" not in block
+    ]
+    if not empty and images:
+        target = next(
+            (
+                new
+                for new, old in zip(found, messages, strict=True)
+                if new["role"] == "user" and isinstance(old["content"], str)
+            ),
+            None,
+        )
+        if target is not None:
+            empty = [{"type": "image"} for _ in images]
+            target["content"] = [*empty, *target["content"]]
+    if len(empty) != len(images):
+        raise ValueError(f"{len(images)} images were given for {len(empty)} image blocks.")
+    for block, image in zip(empty, images, strict=True):
+        block["image"] = image
+    return found
+
+
+def _with_blocks(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] not in ("system", "user", "assistant", "tool"):
+        raise ValueError(
+            f"Unknown role {message['role']!r}; it must be system, user, assistant or tool."
+        )
+    content = message.get("content")
+    if isinstance(content, str):
+        return message | {"content": [{"type": "text", "text": content}]}
+    if isinstance(content, list):
+        return message | {"content": [dict(block) for block in content]}
+    return dict(message)

@@ -1,0 +1,109 @@
+"""The order of prompts: each repeated for its group, each round for its micro-steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, Sampler
+
+
+class RepeatSampler(Sampler[int]):
+    """Yields dataset indices in rounds of whole groups.
+
+    The (shuffled) indices are cut into rounds of `batch_size` prompts; each index stands
+    `mini_repeat_count` times in a row, and each round `repeat_count` times. Prompts that do not
+    fill a round are dropped.
+
+    Args:
+        data_source (`Sized`): the dataset.
+        mini_repeat_count (`int`): completions for each prompt.
+        batch_size (`int`): distinct prompts of a round.
+        repeat_count (`int`): micro-steps a round serves.
+        shuffle (`bool`): whether each epoch has its own order.
+        seed (`int`, *optional*): the order of an epoch follows from seed and epoch alone.
+
+    Example:
+    ```python
+    >>> list(RepeatSampler(range(5), mini_repeat_count=2, batch_size=2, shuffle=False))
+    [0, 0, 1, 1, 2, 2, 3, 3]
+    ```
+    """
+
+    def __init__(
+        self,
+        data_source: Sized,
+        mini_repeat_count: int,
+        batch_size: int = 1,
+        repeat_count: int = 1,
+        shuffle: bool = True,
+        seed: int | None = None,
+    ):
+        self._size = len(data_source)
+        self._mini_repeat_count = mini_repeat_count
+        self._batch_size = batch_size
+        self._repeat_count = repeat_count
+        self._shuffle = shuffle
+        self._seed = torch.seed() % 2**32 if seed is None else seed
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration has."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self._size))
+        if self._shuffle:
+            generator = torch.Generator().manual_seed(self._seed + 1_000_003 * self._epoch)
+            order = torch.randperm(self._size, generator=generator).tolist()
+        for start in range(0, self._rounds * self._batch_size, self._batch_size):
+            chosen = order[start : start + self._batch_size]
+            yield from _repeated(chosen, self._mini_repeat_count, self._repeat_count)
+
+    def __len__(self) -> int:
+        rows = self._batch_size * self._mini_repeat_count * self._repeat_count
+        return self._rounds * rows
+
+    @property
+    def _rounds(self) -> int:
+        return self._size // self._batch_size
+
+
+class RepeatIterableDataset(IterableDataset):
+    """The rows of a stream in the order of `RepeatSampler`; shuffling is left to the stream.
+
+    Args:
+        source (`Iterable[dict]`): rows; may have `set_epoch`, as `datasets` streams do.
+        mini_repeat_count, batch_size, repeat_count (`int`): as for `RepeatSampler`.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[dict[str, Any]],
+        mini_repeat_count: int,
+        batch_size: int = 1,
+        repeat_count: int = 1,
+    ):
+        self._source = source
+        self._mini_repeat_count = mini_repeat_count
+        self._batch_size = batch_size
+        self._repeat_count = repeat_count
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream which epoch's order comes next, if it wants to know."""
+        if hasattr(self._source, "set_epoch"):
+            self._source.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rows = iter(self._source)
+        while len(chosen := list(islice(rows, self._batch_size))) == self._batch_size:
+            yield from _repeated(chosen, self._mini_repeat_count, self._repeat_count)
+
+
+def _repeated(items: list[Any], inner: int, outer: int) -> Iterator[Any]:
+    for _ in range(outer):
+        for item in items:
+            for _ in range(inner):
+                yield item

@@ -1,0 +1,309 @@
+"""Calling reward functions, checking what they return, and gathering it over all ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import numbers
+import threading
+import warnings
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..types import RewardTable
+from .reward_sources import AsyncReward, ModelReward, RewardSource, SyncReward
+
+RESERVED = ("prompt", "completion", "completion_ids")
+LogMetric = Callable[[str, float], None]
+
+
+class Gatherer(Protocol):
+    """The two collectives that rewards need."""
+
+    rank: int
+
+    def gather(self, rows: Tensor) -> Tensor: ...
+    def gather_objects(self, value: Any) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class RewardInputs:
+    """What reward functions receive about the B rows of this rank."""
+
+    prompts: list[Any]
+    completions: list[Any]
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+    trainer_state: Any
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: Sequence[dict[str, Any]],
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        trainer_state: Any,
+    ) -> RewardInputs:
+        """Turn dataset rows into columns; a column missing from a row is None there."""
+        names = dict.fromkeys(name for row in rows for name in row if name not in RESERVED)
+        return cls(
+            prompts=[row["prompt"] for row in rows],
+            completions=completions,
+            completion_ids=completion_ids,
+            columns={name: [row.get(name) for row in rows] for name in names},
+            trainer_state=trainer_state,
+        )
+
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments every reward function is called with."""
+        return {
+            **self.columns,
+            "prompts": self.prompts,
+            "completions": self.completions,
+            "completion_ids": self.completion_ids,
+            "trainer_state": self.trainer_state,
+        }
+
+
+class RewardError(RuntimeError):
+    """A reward function failed or returned something that is no list of rewards."""
+
+
+class RewardSuite:
+    """All reward functions of a run.
+
+    Args:
+        sources: what `resolve_rewards` returned.
+        weights (`list[float]`, *optional*): one for each source; None: all 1.
+        timeout (`float`, *optional*): seconds a call may take.
+        ranks (`Gatherer`): collectives.
+
+    Raises:
+        ValueError: if the number of weights differs from that of the sources.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[RewardSource],
+        weights: Sequence[float] | None,
+        timeout: float | None,
+        ranks: Gatherer,
+    ):
+        if weights is not None and len(weights) != len(sources):
+            names = ", ".join(source.name for source in sources)
+            raise ValueError(
+                f"reward_weights has {len(weights)} entries for {len(sources)} reward functions "
+                f"({names})."
+            )
+        self.sources = tuple(sources)
+        self.weights = torch.tensor([1.0] * len(sources) if weights is None else list(weights))
+        self._timeout = timeout
+        self._ranks = ranks
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __call__(
+        self, inputs: RewardInputs, group_size: int, log_metric: LogMetric
+    ) -> tuple[RewardTable, dict[str, list[Any]]]:
+        """Score the rows of this rank and gather the rewards of all.
+
+        Args:
+            inputs (`RewardInputs`): B rows of this rank.
+            group_size (`int`): rows of a prompt.
+            log_metric: receives what reward functions report by `log_metric(name, value)`.
+
+        Returns:
+            The table of all N rows, and the columns that functions added by
+            `log_extra(column, values)`, with B values each.
+
+        Raises:
+            RewardError: on every rank, if a function failed on one.
+        """
+        extras: dict[str, list[Any]] = {}
+        failure, columns = None, []
+        try:
+            columns = self._score(inputs, extras, log_metric)
+        except RewardError as error:
+            failure = error
+        self._raise_everywhere(failure)
+        local = torch.tensor(columns, dtype=torch.float32).T
+        values = self._ranks.gather(local)
+        self._warn_unscored(local, inputs)
+        weights = self.weights.to(values.device)
+        total = (values * weights).nansum(1)
+        total = total.masked_fill(values.isnan().all(1), torch.nan)
+        names = tuple(source.name for source in self.sources)
+        table = RewardTable(
+            per_function=values, weights=weights, total=total, names=names, group_size=group_size
+        )
+        return table, extras
+
+    def dry_run(self, row: dict[str, Any], trainer_state: Any) -> None:
+        """Call every function on one row, to find mistakes before time is spent.
+
+        Args:
+            row (`dict`): a dataset row; its completion is a placeholder.
+            trainer_state: passed on.
+
+        Raises:
+            ValueError: naming the function, what is wrong, and the row.
+        """
+        text = "0"
+        conversational = not isinstance(row["prompt"], str)
+        completion = [{"role": "assistant", "content": text}] if conversational else text
+        inputs = RewardInputs.from_rows([row], [completion], [[0]], trainer_state)
+        functions = [s for s in self.sources if not isinstance(s, ModelReward)]
+        for source in functions:
+            try:
+                column = self._call([source], inputs, {}, lambda name, value: None)[0]
+            except RewardError as error:
+                raise ValueError(
+                    f"{error} This was a trial on the first row, {row!r:.200}, with the completion "
+                    f"{text!r}; reward_dry_run=False skips it."
+                ) from error
+            if isinstance(column[0], float) and math.isnan(column[0]):
+                warnings.warn(
+                    f"The reward function {source.name!r} returned NaN on the first row; return "
+                    "None for completions it cannot score.",
+                    stacklevel=2,
+                )
+
+    def _score(
+        self, inputs: RewardInputs, extras: dict[str, list[Any]], log_metric: LogMetric
+    ) -> list[list[float]]:
+        columns = self._call(self.sources, inputs, extras, log_metric)
+        return [[math.nan if x is None else float(x) for x in column] for column in columns]
+
+    def _call(
+        self,
+        sources: Sequence[RewardSource],
+        inputs: RewardInputs,
+        extras: dict[str, list[Any]],
+        log_metric: LogMetric,
+    ) -> list[list[Any]]:
+        """Call the sources, coroutines all at once, and check what they return."""
+        results: dict[str, Any] = {}
+        for source in sources:
+            if isinstance(source, ModelReward):
+                results[source.name] = source.score(inputs.prompts, inputs.completions)
+            elif isinstance(source, SyncReward):
+                keywords = _keywords(source.name, inputs, extras, log_metric)
+                results[source.name] = self._guarded(source, keywords)
+        waiting = [source for source in sources if isinstance(source, AsyncReward)]
+        if waiting:
+            keywords = [_keywords(s.name, inputs, extras, log_metric) for s in waiting]
+            found = self._run(_all_of(waiting, keywords, self._timeout))
+            results |= {s.name: value for s, value in zip(waiting, found, strict=True)}
+        return [_checked(s.name, results[s.name], inputs) for s in sources]
+
+    def _guarded(self, source: SyncReward, keywords: dict[str, Any]) -> Any:
+        try:
+            if self._timeout is None:
+                return source.function(**keywords)
+            # A thread cannot be stopped, but its result need not be waited for.
+            pool = ThreadPoolExecutor(1, thread_name_prefix="reward")
+            future = pool.submit(source.function, **keywords)
+            pool.shutdown(wait=False)
+            return future.result(self._timeout)
+        except FutureTimeout as error:
+            raise _too_slow(source.name, self._timeout) from error
+        except Exception as error:
+            raise _failed(source.name, error) from error
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run coroutines on one event loop in a daemon thread, kept for the whole run."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _raise_everywhere(self, failure: RewardError | None) -> None:
+        messages = self._ranks.gather_objects(None if failure is None else str(failure))
+        for rank, message in enumerate(messages):
+            if message is not None:
+                where = f" (on rank {rank})" if len(messages) > 1 else ""
+                raise RewardError(f"{message}{where}") from failure
+
+    def _warn_unscored(self, local: Tensor, inputs: RewardInputs) -> None:
+        rows = local.isnan().all(1).nonzero().flatten().tolist()
+        if rows:
+            warnings.warn(
+                f"No reward function scored {len(rows)} completions; the first is row {rows[0]} "
+                f"of rank {self._ranks.rank}: {inputs.completions[rows[0]]!r:.80}. Such rows do "
+                "not train.",
+                stacklevel=3,
+            )
+
+
+async def _all_of(
+    sources: Sequence[AsyncReward], keywords: Sequence[dict[str, Any]], timeout: float | None
+) -> list[Any]:
+    async def one(source: AsyncReward, arguments: dict[str, Any]) -> Any:
+        try:
+            return await asyncio.wait_for(source.function(**arguments), timeout)
+        except TimeoutError as error:
+            raise _too_slow(source.name, timeout) from error
+        except Exception as error:
+            raise _failed(source.name, error) from error
+
+    pairs = zip(sources, keywords, strict=True)
+    return await asyncio.gather(*(one(source, arguments) for source, arguments in pairs))
+
+
+def _failed(name: str, error: Exception) -> RewardError:
+    return RewardError(f"The reward function {name!r} failed: {type(error).__name__}: {error}.")
+
+
+def _too_slow(name: str, timeout: float | None) -> RewardError:
+    return RewardError(
+        f"The reward function {name!r} took longer than reward_timeout={timeout} seconds."
+    )
+
+
+def _keywords(
+    name: str, inputs: RewardInputs, extras: dict[str, list[Any]], log_metric: LogMetric
+) -> dict[str, Any]:
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        values = list(values)
+        if len(values) != len(inputs.completions):
+            raise ValueError(
+                f"log_extra({column!r}) got {len(values)} values for "
+                f"{len(inputs.completions)} completions"
+            )
+        # Two functions may choose the same column; both are kept.
+        extras[column if column not in extras else f"{name}/{column}"] = values
+
+    return inputs.keywords() | {"log_extra": log_extra, "log_metric": log_metric}
+
+
+def _checked(name: str, values: Any, inputs: RewardInputs) -> list[Any]:
+    """Return one number or None for each row, or say what is wrong with them."""
+    count = len(inputs.completions)
+    if hasattr(values, "tolist"):  # tensors and arrays
+        values = values.tolist()
+    if not isinstance(values, (list, tuple)):
+        raise RewardError(
+            f"The reward function {name!r} returned a {type(values).__name__}; it must return a "
+            f"list of {count} numbers, one for each completion."
+        )
+    if len(values) != count:
+        raise RewardError(
+            f"The reward function {name!r} returned {len(values)} rewards for {count} completions."
+        )
+    for row, value in enumerate(values):
+        is_number = isinstance(value, numbers.Real) or (
+            getattr(value, "ndim", 1) == 0 and hasattr(value, "item")
+        )
+        if value is not None and not is_number:
+            raise RewardError(
+                f"The reward function {name!r} returned {value!r:.60} for row {row}; a reward must "
+                "be a number or None."
+            )
+        if value is not None and math.isinf(value):
+            raise RewardError(f"The reward function {name!r} returned {value} for row {row}.")
+    return list(values)

@@ -1,0 +1,178 @@
+"""Losses that turn advantages into a gradient of the policy, and how they are averaged.
+
+Shapes: B rows, C completion tokens. Ratios are (B, C), one a token, or (B, 1), one a completion.
+Advantages are (B,) or (B, C). Losses have the broadcast shape; nothing is averaged before an
+aggregation function is called with the denominator of the whole round.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trl.ops.masking import masked_mean, masked_sum
+
+RatioLevel = Literal["token", "sequence_mean", "sequence_sum"]
+EXPONENT_BOUND = 20.0
+
+
+def log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor, level: RatioLevel) -> Tensor:
+    """Logarithm of pi / pi_old for each token, or for each completion.
+
+    Differences of tokens are added up, not sums subtracted: on long completions the latter
+    cancels digits.
+
+    Args:
+        logps (`Tensor`): (B, C) under the policy.
+        old_logps (`Tensor`): (B, C) under the policy that generated.
+        mask (`Tensor`): (B, C) bool, the tokens that count; others are never read.
+        level (`str`): "token"; "sequence_mean" (GSPO, arXiv 2507.18071) or "sequence_sum" (RLOO).
+
+    Returns:
+        `Tensor`: (B, C) for tokens, (B, 1) for completions.
+
+    Raises:
+        ValueError: for an unknown level.
+    """
+    difference = torch.where(mask, logps - old_logps, 0.0)
+    if level == "token":
+        return difference
+    if level == "sequence_sum":
+        return masked_sum(difference, mask, dim=1)[:, None]
+    if level == "sequence_mean":
+        return masked_mean(difference, mask, dim=1)[:, None]
+    raise ValueError(f"level must be token, sequence_mean or sequence_sum, not {level!r}.")
+
+
+def importance_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor, level: RatioLevel) -> Tensor:
+    """pi / pi_old; its logarithm is bounded by 20 in size, so that it cannot overflow.
+
+    Arguments and shapes as for `log_ratio`.
+    """
+    found = log_ratio(logps, old_logps, mask, level)
+    return found.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
+
+
+def clipped_surrogate(
+    ratio: Tensor,
+    advantages: Tensor,
+    epsilon: float,
+    epsilon_high: float,
+    delta: float | None = None,
+) -> Tensor:
+    """Negative clipped surrogate of PPO (arXiv 1707.06347).
+
+    Args:
+        ratio (`Tensor`): (B, C) or (B, 1).
+        advantages (`Tensor`): (B,) or (B, C).
+        epsilon, epsilon_high (`float`): the ratio is clipped to [1 - epsilon, 1 + epsilon_high].
+        delta (`float`, *optional*): upper bound of the unclipped ratio (two-sided clipping,
+            arXiv 2505.07291).
+    """
+    advantages = _columns(advantages)
+    clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
+    if delta is not None:
+        ratio = ratio.clamp(max=delta)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def clip_flags(
+    ratio: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float
+) -> tuple[Tensor, Tensor]:
+    """Mark where clipping takes the gradient away: below for A < 0, above for A > 0.
+
+    Returns:
+        `tuple[Tensor, Tensor]`: two bool tensors of the broadcast shape.
+    """
+    advantages = _columns(advantages)
+    low = (ratio < 1 - epsilon) & (advantages < 0)
+    high = (ratio > 1 + epsilon_high) & (advantages > 0)
+    return low, high
+
+
+def cispo(ratio: Tensor, logps: Tensor, advantages: Tensor, ratio_max: float) -> Tensor:
+    """Clipped importance-sampling weight times log-probability (CISPO, arXiv 2506.13585).
+
+    Args:
+        ratio (`Tensor`): (B, C) or (B, 1).
+        logps (`Tensor`): (B, C).
+        advantages (`Tensor`): (B,) or (B, C).
+        ratio_max (`float`): the weight is min(ratio, ratio_max), without gradient.
+    """
+    return -ratio.detach().clamp(max=ratio_max) * _columns(advantages) * logps
+
+
+def sapo(
+    ratio: Tensor, advantages: Tensor, temperature_pos: float, temperature_neg: float
+) -> Tensor:
+    """Soft gate instead of a hard clip (SAPO, arXiv 2511.20347).
+
+    -4 / tau * sigmoid(tau * (ratio - 1)) * A, with tau = `temperature_pos` where A > 0, else
+    `temperature_neg`.
+    """
+    advantages = _columns(advantages)
+    tau = torch.where(advantages > 0, temperature_pos, temperature_neg)
+    return -4.0 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
+
+
+def vespo_weight(
+    log_ratios: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    shape_pos: tuple[float, float],
+    shape_neg: tuple[float, float],
+) -> Tensor:
+    """Gamma-shaped weight of a completion's ratio w: log phi = lambda + k log w - lambda w.
+
+    Args:
+        log_ratios (`Tensor`): (B, C) per-token log-ratios; each is bounded by 20 in size, and
+            their sum is bounded to [log 1e-8, 20].
+        mask (`Tensor`): (B, C) bool.
+        advantages (`Tensor`): (B,) or (B, C).
+        shape_pos, shape_neg (`tuple[float, float]`): (k, lambda) where A >= 0, and where A < 0.
+
+    Returns:
+        `Tensor`: (B, 1) or (B, C), without gradient.
+    """
+    advantages = _columns(advantages)
+    bounded = log_ratios.detach().clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
+    log_w = masked_sum(bounded, mask, dim=1)[:, None]
+    log_w = log_w.clamp(torch.tensor(1e-8).log().item(), EXPONENT_BOUND)
+    positive = advantages >= 0
+    k = torch.where(positive, shape_pos[0], shape_neg[0])
+    decay = torch.where(positive, shape_pos[1], shape_neg[1])
+    return (decay + k * log_w - decay * log_w.exp()).exp()
+
+
+def vespo(weight: Tensor, logps: Tensor, advantages: Tensor) -> Tensor:
+    """Weighted policy gradient -phi * A * log pi (VESPO); `weight` is from `vespo_weight`."""
+    return -weight * _columns(advantages) * logps
+
+
+def off_policy_mask(
+    logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor, threshold: float
+) -> Tensor:
+    """Mark the rows to keep: A >= 0, or a policy that has not moved far from the sampler.
+
+    The distance is mean_t(old - logps) over the trained-on tokens, in nats.
+
+    Returns:
+        `Tensor`: (B, 1) bool, or (B, C) for advantages (B, C).
+    """
+    moved = masked_mean((old_logps - logps).detach(), mask, dim=1)[:, None]
+    return (_columns(advantages) >= 0) | (moved <= threshold)
+
+
+def mean_of_sequence_means(losses: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+    """Average over the tokens of each completion, then divide the sum over rows by `rows` ()."""
+    return masked_mean(losses, mask, dim=1).sum() / rows
+
+
+def sum_over(losses: Tensor, mask: Tensor, denominator: Tensor | float) -> Tensor:
+    """Add all marked losses up and divide by `denominator`."""
+    losses, mask = torch.broadcast_tensors(losses, mask)
+    return masked_sum(losses, mask) / denominator
+
+
+def _columns(advantages: Tensor) -> Tensor:
+    return advantages[:, None] if advantages.dim() == 1 else advantages
