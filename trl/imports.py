@@ -8,6 +8,7 @@ EXTRAS = {
     "bitsandbytes": "quantization",
     "deepspeed": "deepspeed",
     "liger_kernel": "liger",
+    "latex2sympy2_extended": "math-verify",
     "math_verify": "math-verify",
     "matplotlib": "quickstart",
     "peft": "peft",

@@ -32,7 +32,7 @@ def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
     """
     grouped = _grouped(rewards, group_size)
     count = (~grouped.isnan()).sum(1, keepdim=True)
-    advantages = _centered(grouped) * (count / (count - 1).clamp(min=1))
+    advantages = _centered(grouped) * count / (count - 1).clamp(min=1)
     return _flat_without_nan(advantages, rewards)
 
 

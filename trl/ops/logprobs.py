@@ -65,8 +65,11 @@ def _statistics(
         logits = logits.reshape(-1, logits.shape[-1])
     if ids is not None:
         ids = ids.reshape(logits.shape[:-1])
-    found = _TokenStatistics.apply(logits, ids, temperature, with_entropy)
-    return tuple(value if value is None else value.reshape(shape) for value in found)
+    logps, entropies = _TokenStatistics.apply(logits, ids, temperature, with_entropy)
+    return (
+        None if logps is None else logps.reshape(shape),
+        None if entropies is None else entropies.reshape(shape),
+    )
 
 
 def _blocks(logits: Tensor) -> Iterator[tuple[int | slice, ...]]:
@@ -97,7 +100,7 @@ class _TokenStatistics(torch.autograd.Function):
         entropies = torch.empty_like(empty) if with_entropy else None
         for block in _blocks(logits):
             every = _scaled(logits[block], temperature).log_softmax(-1)
-            if logps is not None:
+            if logps is not None and ids is not None:
                 logps[block] = every.gather(-1, ids[block].unsqueeze(-1)).squeeze(-1)
             if entropies is not None:
                 entropies[block] = torch.special.entr(every.exp_()).sum(-1)

@@ -53,8 +53,8 @@ def pad_ragged(
     if width is None:
         width = longest
     if width < longest:
-        row = [len(r) for r in rows].index(longest)
-        raise ValueError(f"Row {row} has {longest} entries: width={width} must be >= {longest}.")
+        index = [len(row) for row in rows].index(longest)
+        raise ValueError(f"Row {index} has {longest} entries: width={width} must be >= {longest}.")
     if multiple:
         width = -(-width // multiple) * multiple
     padded = torch.full((len(rows), width), value, dtype=dtype)

@@ -5,6 +5,7 @@ Advantages are (B,) or (B, C). Losses have the broadcast shape; nothing is avera
 aggregation function is called with the denominator of the whole round.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -14,6 +15,7 @@ from trl.ops.masking import masked_mean, masked_sum
 
 RatioLevel = Literal["token", "sequence_mean", "sequence_sum"]
 EXPONENT_BOUND = 20.0
+SMALLEST_RATIO = 1e-8
 
 
 def log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor, level: RatioLevel) -> Tensor:
@@ -111,7 +113,7 @@ def sapo(
     `temperature_neg`.
     """
     advantages = _columns(advantages)
-    tau = torch.where(advantages > 0, temperature_pos, temperature_neg)
+    tau = _by_sign(advantages > 0, advantages, temperature_pos, temperature_neg)
     return -4.0 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
 
 
@@ -137,10 +139,11 @@ def vespo_weight(
     advantages = _columns(advantages)
     bounded = log_ratios.detach().clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
     log_w = masked_sum(bounded, mask, dim=1)[:, None]
-    log_w = log_w.clamp(torch.tensor(1e-8).log().item(), EXPONENT_BOUND)
-    positive = advantages >= 0
-    k = torch.where(positive, shape_pos[0], shape_neg[0])
-    decay = torch.where(positive, shape_pos[1], shape_neg[1])
+    log_w = log_w.clamp(math.log(SMALLEST_RATIO), EXPONENT_BOUND)
+    k, decay = (
+        _by_sign(advantages >= 0, advantages, positive, negative)
+        for positive, negative in zip(shape_pos, shape_neg, strict=True)
+    )
     return (decay + k * log_w - decay * log_w.exp()).exp()
 
 
@@ -154,25 +157,53 @@ def off_policy_mask(
 ) -> Tensor:
     """Mark the rows to keep: A >= 0, or a policy that has not moved far from the sampler.
 
-    The distance is mean_t(old - logps) over the trained-on tokens, in nats.
+    The distance is mean_t(old - logps) over the trained-on tokens, in nats; a token whose old
+    log-probability is NaN, because the sampler did not report it, counts as not moved.
+
+    Args:
+        logps (`Tensor`): (B, C) under the policy.
+        old_logps (`Tensor`): (B, C) under the policy that sampled.
+        advantages (`Tensor`): (B,) or (B, C).
+        mask (`Tensor`): (B, C) bool, the trained-on tokens.
+        threshold (`float`): largest distance of a row of negative advantage.
 
     Returns:
         `Tensor`: (B, 1) bool, or (B, C) for advantages (B, C).
     """
-    moved = masked_mean((old_logps - logps).detach(), mask, dim=1)[:, None]
+    difference = (old_logps - logps).detach().masked_fill(old_logps.isnan(), 0.0)
+    moved = masked_mean(difference, mask, dim=1)[:, None]
     return (_columns(advantages) >= 0) | (moved <= threshold)
 
 
-def mean_of_sequence_means(losses: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
-    """Average over the tokens of each completion, then divide the sum over rows by `rows` ()."""
+def mean_of_sequence_means(losses: Tensor, mask: Tensor, rows: Tensor | float) -> Tensor:
+    """Average over the tokens of each completion, then over completions.
+
+    Args:
+        losses (`Tensor`): (B, C) or (B, 1).
+        mask (`Tensor`): (B, C) bool, the trained-on tokens; a row without any adds nothing.
+        rows (`Tensor` or `float`): what the sum over rows is divided by; greater than 0.
+    """
     return masked_mean(losses, mask, dim=1).sum() / rows
 
 
 def sum_over(losses: Tensor, mask: Tensor, denominator: Tensor | float) -> Tensor:
-    """Add all marked losses up and divide by `denominator`."""
+    """Add the losses of all trained-on tokens up and divide.
+
+    Args:
+        losses (`Tensor`): (B, C) or (B, 1).
+        mask (`Tensor`): (B, C) bool, the trained-on tokens.
+        denominator (`Tensor` or `float`): greater than 0: the number of tokens of the round for a
+            token mean (DAPO, arXiv 2503.14476), of the micro-batch for a local token mean, of
+            rows for a mean of sums, or rows times a constant width (Dr. GRPO, arXiv 2503.20783).
+    """
     losses, mask = torch.broadcast_tensors(losses, mask)
     return masked_sum(losses, mask) / denominator
 
 
 def _columns(advantages: Tensor) -> Tensor:
     return advantages[:, None] if advantages.dim() == 1 else advantages
+
+
+def _by_sign(condition: Tensor, like: Tensor, positive: float, negative: float) -> Tensor:
+    # torch.where of two numbers would round them to float32.
+    return torch.full_like(like, negative).masked_fill(condition, positive)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,16 +57,31 @@ class EntropyController:
         return self.coefficient if below else 0.0
 
     def update(self, entropy: float) -> None:
-        """Take the entropy of an optimizer step into account."""
+        """Take the entropy of an optimizer step into account; one that is not finite is passed by.
+
+        Args:
+            entropy (`float`): mean over the trained-on tokens of all ranks, in nats.
+        """
+        if not math.isfinite(entropy):
+            return
         self.measured = entropy
         if self.adaptive:
             moved = self.coefficient + (self.step if entropy <= self.target else -self.step)
-            self.coefficient = min(max(moved, self.low), self.high)
+            self.coefficient = self._bounded(moved)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold."""
         return {key: asdict(self)[key] for key in ("coefficient", "measured")}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned."""
+        """Continue from what `state` returned, within the bounds of this controller.
+
+        Args:
+            state (`dict`): with the keys `coefficient` and `measured`.
+        """
         self.coefficient, self.measured = state["coefficient"], state["measured"]
+        if self.adaptive:
+            self.coefficient = self._bounded(self.coefficient)
+
+    def _bounded(self, coefficient: float) -> float:
+        return min(max(coefficient, self.low), self.high)

@@ -1,0 +1,183 @@
+import math
+import statistics
+
+import pytest
+import torch
+
+from trl.ops.advantages import group_relative, leave_one_out, normalize_then_sum, whiten
+
+NAN = torch.nan
+
+
+def tensor(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def groups(values, size):
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
+def present(values):
+    return [value for value in values if not math.isnan(value)]
+
+
+def slow_leave_one_out(rewards, size):
+    """Equation of arXiv 2402.14740: r_i - 1 / (k - 1) * sum_{j != i} r_j."""
+    advantages = []
+    for group in groups(rewards, size):
+        for i, reward in enumerate(group):
+            others = present(r for j, r in enumerate(group) if j != i)
+            lone = math.isnan(reward) or not others
+            advantages.append(0.0 if lone else reward - sum(others) / len(others))
+    return advantages
+
+
+def slow_group_relative(rewards, size, scale):
+    advantages = []
+    for group in groups(rewards, size):
+        found = present(group)
+        pool = found if scale == "group" else present(rewards)
+        divisor = (statistics.stdev(pool) if len(pool) > 1 else 0.0) + 1e-4
+        divisor = 1.0 if scale == "none" else divisor
+        for reward in group:
+            lone = math.isnan(reward) or len(found) < 2
+            advantages.append(0.0 if lone else (reward - statistics.fmean(found)) / divisor)
+    return advantages
+
+
+REWARDS = [1.0, 0.0, 0.5, -2.0, NAN, 3.0, 3.0, 0.25, NAN, NAN, 1.0, NAN, NAN, NAN, NAN, NAN]
+
+
+def random_rewards(count, share_of_nan, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(count, generator=generator, dtype=torch.float64)
+    rewards[torch.rand(count, generator=generator) < share_of_nan] = NAN
+    return rewards
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_leave_one_out_is_the_loop_of_the_paper(size):
+    for rewards in (tensor(REWARDS), random_rewards(48, 0.3), random_rewards(48, 0.0)):
+        expected = tensor(slow_leave_one_out(rewards.tolist(), size))
+        torch.testing.assert_close(leave_one_out(rewards, size), expected, rtol=0, atol=1e-14)
+
+
+def test_leave_one_out_is_a_scaled_distance_from_the_mean():
+    rewards = random_rewards(24, 0.0).view(-1, 6)
+    expected = 6 / 5 * (rewards - rewards.mean(1, keepdim=True))
+    found = leave_one_out(rewards.flatten(), 6).view(-1, 6)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([1, 0, 0, 1], [2 / 3, -2 / 3, -2 / 3, 2 / 3]),
+        ([2, NAN, 4, 3], [-1.5, 0, 1.5, 0]),
+        ([1, 1, 1, 0, 0, 0, 0, 0], [5 / 7] * 3 + [-3 / 7] * 5),
+        ([5, NAN], [0, 0]),
+        ([NAN, NAN], [0, 0]),
+        ([7], [0]),
+    ],
+)
+def test_leave_one_out_by_hand(rewards, expected):
+    found = leave_one_out(tensor(rewards), len(rewards))
+    torch.testing.assert_close(found, tensor(expected), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("credit", [leave_one_out, group_relative])
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 123456.7])
+def test_equal_rewards_give_exactly_no_credit(credit, value):
+    rewards = torch.full((21,), value)
+    rewards[5] = NAN
+    assert not credit(rewards, 7).any()
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_group_relative_is_a_loop_over_groups(scale, size):
+    for rewards in (tensor(REWARDS), random_rewards(48, 0.3), random_rewards(48, 0.0)):
+        expected = tensor(slow_group_relative(rewards.tolist(), size, scale))
+        found = group_relative(rewards, size, scale)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_a_row_without_reward_does_not_move_its_siblings():
+    rest = tensor([1.0, 4.0, 2.0])
+    with_hole = tensor([1.0, NAN, 4.0, 2.0])
+    for credit in (leave_one_out, group_relative):
+        found = credit(with_hole, 4)
+        torch.testing.assert_close(found[[0, 2, 3]], credit(rest, 3), rtol=0, atol=1e-15)
+        assert found[1] == 0
+
+
+@pytest.mark.parametrize("credit", [leave_one_out, group_relative])
+def test_an_infinite_reward_stays_visible(credit):
+    found = credit(tensor([1.0, torch.inf, 2.0, 3.0]), 4)
+    assert not found.isfinite().all()
+
+
+def slow_normalize_then_sum(table, weights, size):
+    totals, comparable = [], []
+    for group in groups(table, size):
+        scored = [bool(present(row)) for row in group]
+        for row, row_is_scored in zip(group, scored, strict=True):
+            total = 0.0
+            for f, weight in enumerate(weights):
+                column = present(r[f] for r in group)
+                if math.isnan(row[f]):
+                    continue
+                std = statistics.stdev(column) if len(column) > 1 else 0.0
+                total += weight * (row[f] - statistics.fmean(column)) / (std + 1e-4)
+            totals.append(total if row_is_scored else NAN)
+            comparable.append(row_is_scored and sum(scored) > 1)
+    pool = present(totals)
+    mean, std = statistics.fmean(pool), statistics.stdev(pool)
+    return [
+        (total - mean) / (std + 1e-4) if counts else 0.0
+        for total, counts in zip(totals, comparable, strict=True)
+    ]
+
+
+def test_normalize_then_sum_is_a_loop_over_functions_and_groups():
+    table = random_rewards(48, 0.25).view(16, 3)
+    table[1], table[4:7] = NAN, NAN  # a row nobody scored, and a group with one scored row
+    weights = [1.0, 0.5, 2.0]
+    expected = tensor(slow_normalize_then_sum(table.tolist(), weights, 4))
+    found = normalize_then_sum(table, tensor(weights), 4)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+    assert not found[[1, 4, 5, 6, 7]].any()
+
+
+def test_normalize_then_sum_gives_each_function_the_same_say():
+    small, large = tensor([0.0, 1.0, 0.0, 1.0]), tensor([1000.0, 1000.0, 0.0, 0.0])
+    found = normalize_then_sum(torch.stack([small, large], 1), tensor([1.0, 1.0]), 4)
+    assert found[0].item() == pytest.approx(found[3].item(), abs=1e-3)
+    assert found[1] > 1 and found[2] < -1
+
+
+def test_whiten_is_a_z_score_over_the_marked_entries():
+    values = tensor([3.0, NAN, -1.0, 100.0, 5.0])
+    mask = torch.tensor([True, False, True, False, True])
+    kept = [3.0, -1.0, 5.0]
+    mean, std = statistics.fmean(kept), statistics.stdev(kept)
+    expected = [(3 - mean) / (std + 1e-4), 0.0, (-1 - mean) / (std + 1e-4), 0.0]
+    expected.append((5 - mean) / (std + 1e-4))
+    torch.testing.assert_close(whiten(values, mask), tensor(expected), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("mask", [[False, False], [True, False]])
+def test_whiten_of_too_few_entries_is_zero(mask):
+    assert whiten(tensor([3.0, 4.0]), torch.tensor(mask)).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("credit", [leave_one_out, group_relative])
+@pytest.mark.parametrize("size", [0, 4])
+def test_groups_that_do_not_fit(credit, size):
+    with pytest.raises(ValueError, match=f"6 rewards cannot be cut into groups of {size}"):
+        credit(torch.zeros(6), size)
+
+
+def test_an_unknown_scale_names_the_legal_ones():
+    with pytest.raises(ValueError, match="'group', 'batch' or 'none', not 'std'"):
+        group_relative(torch.zeros(4), 2, "std")

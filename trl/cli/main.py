@@ -1,0 +1,51 @@
+"""The command `trl`."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+TRAINING = {"rloo": "train with RLOO", "grpo": "train with GRPO"}
+OTHERS = {
+    "completions": "show the completions a run wrote",
+    "env": "print versions for a bug report",
+}
+
+
+def main(words: list[str] | None = None) -> None:
+    """Run `trl WORDS`.
+
+    Args:
+        words (`list[str]`, *optional*): None takes those of the process.
+    """
+    words = list(sys.argv[1:] if words is None else words)
+    command, rest = (words[0], words[1:]) if words else ("--help", [])
+    if command in ("-h", "--help"):
+        print(_help())
+    elif command == "--version":
+        from importlib.metadata import version
+
+        print(version("trl"))
+    elif command in TRAINING:
+        import_module("trl.cli.launch").launch(command, rest)
+    elif command in OTHERS:
+        import_module(f"trl.scripts.{command}").main(rest)
+    else:
+        _unknown(command)
+
+
+def _help() -> str:
+    lines = ["usage: trl COMMAND [options]", "", "commands:"]
+    lines += [f"  {name:<12} {text}" for name, text in (TRAINING | OTHERS).items()]
+    lines += ["", "options:", "  --version    print the version"]
+    lines += ["", "`trl COMMAND --help` lists the options of a command."]
+    return "\n".join(lines)
+
+
+def _unknown(command: str) -> None:
+    import difflib
+
+    names = [*TRAINING, *OTHERS]
+    close = difflib.get_close_matches(command, names, n=1)
+    hint = f" Did you mean {close[0]}?" if close else f" Commands: {', '.join(names)}."
+    sys.exit(f"trl: error: unknown command {command!r}.{hint}")

@@ -1,0 +1,157 @@
+"""From what a user wrote, on the command line or in YAML, to the type an option declares."""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+import typing
+from enum import Enum
+from typing import Any
+
+TRUE = ("true", "t", "yes", "y", "1", "on")
+FALSE = ("false", "f", "no", "n", "0", "off")
+NONE = ("none", "null")
+
+
+class ConversionError(ValueError):
+    """A value does not fit the type of its option."""
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a union, or the annotation alone."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def is_sequence(annotation: Any) -> bool:
+    """Whether several words may be given."""
+    return any(_base(member) in (list, tuple) for member in members(annotation))
+
+
+def is_flag(annotation: Any) -> bool:
+    """Whether the option may be given without a value."""
+    return bool in members(annotation)
+
+
+def convert(value: Any, annotation: Any) -> Any:
+    """Convert a string, a list of strings or a YAML value to `annotation`.
+
+    Args:
+        value: what was written.
+        annotation: a type, or a union of types, tried in the order that loses the least.
+
+    Raises:
+        ConversionError: saying what was expected.
+    """
+    choices = members(annotation)
+    if value is None and type(None) in choices:
+        return None
+    is_none = isinstance(value, str) and value.lower() in NONE
+    if is_none and type(None) in choices and str not in choices:
+        return None
+    if isinstance(value, list) and len(value) == 1 and not is_sequence(annotation):
+        value = value[0]
+    errors = []
+    for member in sorted(choices, key=lambda m: _rank(m, value)):
+        if member is type(None):
+            continue
+        try:
+            return _to(value, member)
+        except (ConversionError, ValueError, TypeError) as error:
+            errors.append(str(error))
+    raise ConversionError(errors[0] if errors else f"{value!r} is not allowed")
+
+
+def _base(member: Any) -> Any:
+    return typing.get_origin(member) or member
+
+
+def _rank(member: Any, value: Any) -> int:
+    """Try specific types before strings, and several values as a list."""
+    base = _base(member)
+    if base in (list, tuple):
+        return 0 if isinstance(value, (list, tuple)) and len(value) != 1 else 3
+    return {bool: 1, int: 0, float: 0, dict: 1, str: 2}.get(base, 1)
+
+
+def _to(value: Any, member: Any) -> Any:
+    base = _base(member)
+    if base is typing.Literal:
+        return _one_of(value, typing.get_args(member))
+    if base in (list, tuple):
+        return _sequence(value, member)
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    simple = {bool: _bool, int: _int, float: _float, str: _str, dict: _dict}
+    if base in simple:
+        return simple[base](value)
+    if isinstance(base, type) and issubclass(base, Enum):
+        return _one_of(value, tuple(choice.value for choice in base))
+    raise ConversionError(f"{value!r} cannot be given here")
+
+
+def _bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if str(value).lower() in TRUE + FALSE:
+        return str(value).lower() in TRUE
+    raise ConversionError(f"{value!r} is no boolean (true or false)")
+
+
+def _int(value: Any) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
+        raise ConversionError(f"{value!r} is no integer")
+    try:
+        return int(value)
+    except ValueError:
+        raise ConversionError(f"{value!r} is no integer") from None
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ConversionError(f"{value!r} is no number")
+    try:
+        found = float(value)
+    except ValueError:
+        raise ConversionError(f"{value!r} is no number") from None
+    if math.isnan(found):
+        raise ConversionError("NaN is no usable number")
+    return found
+
+
+def _str(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        raise ConversionError(f"{value!r} is no text")
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConversionError(f"{value!r} is no JSON object ({error.msg})") from None
+    if not isinstance(value, dict):
+        raise ConversionError(f"{value!r} is no mapping")
+    return value
+
+
+def _one_of(value: Any, choices: tuple[Any, ...]) -> Any:
+    for choice in choices:
+        if value == choice or (not isinstance(choice, bool) and str(value) == str(choice)):
+            return choice
+    raise ConversionError(f"{value!r} is none of {', '.join(map(str, choices))}")
+
+
+def _sequence(value: Any, member: Any) -> Any:
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    kinds = typing.get_args(member) or (str,)
+    if _base(member) is list:
+        return [convert(item, kinds[0]) for item in values]
+    if len(values) != len(kinds):
+        raise ConversionError(f"{len(kinds)} values are needed, {len(values)} were given")
+    return tuple(convert(item, kind) for item, kind in zip(values, kinds, strict=True))

@@ -1,0 +1,106 @@
+"""Mixing several datasets into one."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset
+
+
+@dataclass
+class DatasetConfig:
+    """One dataset of a mixture; the fields are those of `datasets.load_dataset`."""
+
+    path: str
+    name: str | None = None
+    data_dir: str | None = None
+    data_files: str | list[str] | dict[str, str] | None = None
+    split: str = "train"
+    columns: list[str] | None = None
+    fraction: float | None = None
+
+
+@dataclass
+class DatasetMixtureConfig:
+    """Datasets to concatenate, with their shares.
+
+    Args:
+        datasets (`list`): mappings with the fields of `DatasetConfig`.
+        streaming (`bool`): read rows as they are needed.
+        test_split_size (`float`, *optional*): share of rows to keep for evaluation.
+
+    Raises:
+        ValueError: if only some datasets have a fraction, or fractions meet streaming.
+    """
+
+    datasets: list[dict[str, Any]] = field(
+        default_factory=list,
+        metadata={"help": "Datasets to mix, in a configuration file: path, split, fraction, ..."},
+    )
+    streaming: bool = field(default=False, metadata={"help": "Stream the mixed datasets."})
+    test_split_size: float | None = field(
+        default=None, metadata={"help": "Share of the mixture to keep for evaluation."}
+    )
+
+    def __post_init__(self):
+        self.datasets = [_entry(place, entry) for place, entry in enumerate(self.datasets)]
+        fractions = [entry.fraction is not None for entry in self.datasets]
+        if any(fractions) and not all(fractions):
+            raise ValueError("datasets: give a fraction to all of them or to none.")
+        if any(fractions) and self.streaming:
+            raise ValueError("datasets: fractions need lengths, so streaming must be false.")
+
+
+def _entry(place: int, entry: Any) -> DatasetConfig:
+    if isinstance(entry, DatasetConfig):
+        return entry
+    legal = [f.name for f in dataclasses.fields(DatasetConfig)]
+    unknown = sorted(set(entry) - set(legal))
+    if unknown or "path" not in entry:
+        problem = f"unknown field {unknown[0]!r}" if unknown else "no path"
+        raise ValueError(f"datasets[{place}]: {problem}; fields are {', '.join(legal)}.")
+    return DatasetConfig(**entry)
+
+
+def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
+    """Load and concatenate the datasets of a mixture.
+
+    With fractions, as many rows are taken as the scarcest dataset allows, the first ones of each.
+
+    Returns:
+        `DatasetDict`: "train", and "test" if `test_split_size` is set.
+
+    Raises:
+        ValueError: if the mixture is empty.
+    """
+    entries = mixture_config.datasets
+    if not entries:
+        raise ValueError("The mixture names no datasets.")
+    loaded = [_load(entry, mixture_config.streaming) for entry in entries]
+    if entries[0].fraction is not None:
+        loaded = _take_fractions(loaded, [entry.fraction for entry in entries])
+    combined = concatenate_datasets(loaded)
+    if mixture_config.test_split_size is not None:
+        return combined.train_test_split(test_size=mixture_config.test_split_size)
+    return DatasetDict({"train": combined})
+
+
+def _load(entry: DatasetConfig, streaming: bool) -> Any:
+    dataset = load_dataset(
+        entry.path,
+        name=entry.name,
+        data_dir=entry.data_dir,
+        data_files=entry.data_files,
+        split=entry.split,
+        streaming=streaming,
+    )
+    return dataset if entry.columns is None else dataset.select_columns(entry.columns)
+
+
+def _take_fractions(datasets: list[Dataset], fractions: list[float]) -> list[Dataset]:
+    weights = [fraction / sum(fractions) for fraction in fractions]
+    pairs = list(zip(datasets, weights, strict=True))
+    total = min(len(dataset) / weight for dataset, weight in pairs if weight > 0)
+    return [dataset.select(range(round(weight * total))) for dataset, weight in pairs]

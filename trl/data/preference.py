@@ -1,0 +1,81 @@
+"""Preference pairs: finding their common prompt, and taking them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from datasets import Dataset, DatasetDict
+
+D = TypeVar("D", Dataset, DatasetDict)
+
+
+def extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
+    """Split what `chosen` and `rejected` have in common off as `prompt`.
+
+    Args:
+        example (`dict`): `chosen` and `rejected`, both strings or both lists of messages. A space
+            at the end of a common string belongs to the completions. If one is the beginning of
+            the other, its last element stays a completion, so that none is empty.
+    """
+    chosen, rejected = example["chosen"], example["rejected"]
+    shared = _shared(chosen, rejected)
+    if shared and shared == min(len(chosen), len(rejected)):
+        shared -= 1
+    if isinstance(chosen, str) and shared and chosen[shared - 1] == " ":
+        shared -= 1
+    return {
+        "prompt": chosen[:shared],
+        "chosen": chosen[shared:],
+        "rejected": rejected[shared:],
+    }
+
+
+def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
+    """`extract_prompt` for pairs without a prompt of their format; others are unchanged."""
+    if "chosen" not in example or "rejected" not in example:
+        return example
+    if "prompt" in example and isinstance(example["prompt"], str) == isinstance(
+        example["chosen"], str
+    ):
+        return example
+    return extract_prompt(example)
+
+
+def unpair_preference_dataset(dataset: D, **map_kwargs: Any) -> D:
+    """Turn each pair into two rows with a completion and a label.
+
+    Of each batch the chosen rows come first (`label` True), then the rejected ones.
+
+    Args:
+        dataset: columns `chosen` and `rejected`; all others are kept for both rows.
+        map_kwargs: arguments of `Dataset.map`.
+    """
+
+    def unpair(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        count = len(batch["chosen"])
+        others = {k: v * 2 for k, v in batch.items() if k not in ("chosen", "rejected")}
+        return others | {
+            "completion": batch["chosen"] + batch["rejected"],
+            "label": [True] * count + [False] * count,
+        }
+
+    return dataset.map(
+        unpair, batched=True, remove_columns=["chosen", "rejected"], **map_kwargs
+    )
+
+
+def maybe_unpair_preference_dataset(
+    dataset: D, num_proc: int | None = None, desc: str | None = None
+) -> D:
+    """`unpair_preference_dataset` for datasets with both columns; others are unchanged."""
+    one = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+    if not {"chosen", "rejected"} <= set(one.column_names or ()):
+        return dataset
+    options = {"num_proc": num_proc, "desc": desc}
+    return unpair_preference_dataset(dataset, **{k: v for k, v in options.items() if v is not None})

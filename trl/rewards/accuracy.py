@@ -1,0 +1,106 @@
+"""Rewards for the right mathematical answer, checked by `math-verify`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ..imports import require
+from .format import text_of
+
+PARSE_SECONDS, VERIFY_SECONDS = 10, 5
+UNPARSED, SKIPPED = "[unparseable]", "[skipped]"
+
+
+def accuracy_reward(
+    completions: list[Any],
+    solution: list[str],
+    log_extra: Callable[[str, list[Any]], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """1.0 if the answer equals the solution, 0.0 if not, None if the solution cannot be parsed.
+
+    Args:
+        completions (`list`): strings, or lists of messages.
+        solution (`list[str]`): right answers.
+        log_extra (*optional*): receives what was compared, as three columns.
+        kwargs: ignored.
+
+    Raises:
+        ImportError: if math-verify is not installed.
+    """
+    texts = [text_of(completion) for completion in completions]
+    graded = [_grade(text, right) for text, right in zip(texts, solution, strict=True)]
+    _log(log_extra, solution, graded)
+    return [reward for reward, _, _ in graded]
+
+
+def reasoning_accuracy_reward(
+    completions: list[Any],
+    solution: list[str],
+    reasoning_delimiters: list[str] | None = None,
+    log_extra: Callable[[str, list[Any]], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """`accuracy_reward` of what follows the reasoning; 0.0 where the reasoning does not end.
+
+    Args:
+        completions (`list`): strings, or lists of messages.
+        solution (`list[str]`): right answers.
+        reasoning_delimiters (`list[str]`, *optional*): ends of reasoning; the first that occurs
+            counts, at its last place. None: `</think>`.
+        log_extra (*optional*): receives what was compared, as three columns.
+        kwargs: ignored.
+    """
+    delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
+    graded = []
+    for completion, right in zip(completions, solution, strict=True):
+        text = text_of(completion)
+        end = next((d for d in delimiters if d in text), None)
+        if end is None:
+            graded.append((0.0, SKIPPED, SKIPPED))
+        else:
+            graded.append(_grade(text.rsplit(end, 1)[1], right))
+    _log(log_extra, solution, graded)
+    return [reward for reward, _, _ in graded]
+
+
+def _grade(text: str, solution: str) -> tuple[float | None, str, str]:
+    """Return the reward, and solution and answer as parsed."""
+    math_verify = require("math_verify", "accuracy_reward")
+    # Time limits work by signals, which only the main thread receives.
+    limited = threading.current_thread() is threading.main_thread()
+    parsing = {"parsing_timeout": PARSE_SECONDS if limited else None}
+    gold = math_verify.parse(solution, **parsing)
+    if not gold:
+        return None, UNPARSED, SKIPPED
+    answer = math_verify.parse(text, extraction_config=[_latex()], extraction_mode="first_match",
+                               **parsing)
+    right = math_verify.verify(
+        gold, answer, timeout_seconds=VERIFY_SECONDS if limited else None
+    )
+    return float(right), str(gold), str(answer) if answer else UNPARSED
+
+
+def _latex() -> Any:
+    """Answers are LaTeX, boxed ones first, with units taken off."""
+    math_verify = require("math_verify", "accuracy_reward")
+    normalization = require("latex2sympy2_extended", "accuracy_reward").NormalizationConfig
+    return math_verify.LatexExtractionConfig(
+        normalization_config=normalization(units=True),
+        boxed_match_priority=0,
+        try_extract_without_anchor=False,
+    )
+
+
+def _log(
+    log_extra: Callable[[str, list[Any]], None] | None,
+    solution: list[str],
+    graded: list[tuple[float | None, str, str]],
+) -> None:
+    if log_extra is None:
+        return
+    log_extra("solution", list(solution))
+    log_extra("gold_parsed", [gold for _, gold, _ in graded])
+    log_extra("answer_parsed", [answer for _, _, answer in graded])

@@ -1,0 +1,137 @@
+"""Rewards that shape length and repetition."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from .accuracy import accuracy_reward
+
+
+@dataclass(frozen=True)
+class SoftOverlongPunishment:
+    """A penalty that grows over the last tokens of the length limit (DAPO, arXiv 2503.14476)."""
+
+    max_completion_len: int
+    soft_punish_cache: int
+    __name__ = "soft_overlong_punishment_reward"
+
+    def __call__(self, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        """Score each completion by its number of tokens."""
+        return [self._score(len(ids)) for ids in completion_ids]
+
+    def _score(self, length: int) -> float:
+        free = self.max_completion_len - self.soft_punish_cache
+        if length <= free:
+            return 0.0
+        if length <= self.max_completion_len:
+            return (free - length) / self.soft_punish_cache
+        return -1.0
+
+
+def get_soft_overlong_punishment(
+    max_completion_len: int, soft_punish_cache: int
+) -> SoftOverlongPunishment:
+    """Make a reward that is 0 up to `max_completion_len - soft_punish_cache` tokens, then falls.
+
+    Args:
+        max_completion_len (`int`): tokens at which the penalty reaches -1.
+        soft_punish_cache (`int`): tokens over which it falls.
+    """
+    return SoftOverlongPunishment(max_completion_len, soft_punish_cache)
+
+
+@dataclass(frozen=True)
+class CosineScaledReward:
+    """Correctness, scaled along a half cosine of the length (arXiv 2502.03373)."""
+
+    max_len: int
+    min_value_wrong: float
+    max_value_wrong: float
+    min_value_correct: float
+    max_value_correct: float
+    __name__ = "cosine_scaled_reward"
+
+    def __call__(
+        self,
+        completions: list[Any],
+        solution: list[str],
+        completion_ids: list[list[int]],
+        **kwargs: Any,
+    ) -> list[float | None]:
+        """Score each completion; None where correctness cannot be told."""
+        correct = accuracy_reward(completions, solution)
+        lengths = [len(ids) for ids in completion_ids]
+        return [
+            None if right is None else self._score(bool(right), length)
+            for right, length in zip(correct, lengths, strict=True)
+        ]
+
+    def _score(self, right: bool, length: int) -> float:
+        cosine = math.cos(math.pi * min(length / self.max_len, 1.0))
+        # Wrong answers earn least when short, so that thinking on is worth it.
+        low, high = (
+            (self.min_value_correct, self.max_value_correct)
+            if right
+            else (self.max_value_wrong, self.min_value_wrong)
+        )
+        return low + (high - low) * (1 + cosine) / 2
+
+
+def get_cosine_scaled_reward(
+    max_len: int,
+    min_value_wrong: float = -1.0,
+    max_value_wrong: float = -0.5,
+    min_value_correct: float = 0.5,
+    max_value_correct: float = 1.0,
+) -> CosineScaledReward:
+    """Make a reward for correct answers that prefers short ones.
+
+    Args:
+        max_len (`int`): tokens at which the scale ends.
+        min_value_wrong, max_value_wrong (`float`): reward of the shortest and longest wrong answer.
+        min_value_correct, max_value_correct (`float`): of the longest and shortest correct one.
+    """
+    return CosineScaledReward(
+        max_len, min_value_wrong, max_value_wrong, min_value_correct, max_value_correct
+    )
+
+
+@dataclass(frozen=True)
+class RepetitionPenalty:
+    """A penalty for repeated n-grams of tokens (arXiv 2502.03373)."""
+
+    ngram_size: int
+    max_penalty: float
+    __name__ = "repetition_penalty_reward"
+
+    def __post_init__(self):
+        if self.max_penalty > 0:
+            raise ValueError(f"max_penalty={self.max_penalty} must be 0 or negative.")
+
+    def __call__(self, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        """Score each completion by its share of repeated n-grams."""
+        return [self._score(ids) for ids in completion_ids]
+
+    def _score(self, ids: list[int]) -> float:
+        starts = range(len(ids) - self.ngram_size + 1)
+        grams = [tuple(ids[i : i + self.ngram_size]) for i in starts]
+        if not grams:
+            return 0.0
+        return (1 - len(set(grams)) / len(grams)) * self.max_penalty
+
+
+def get_repetition_penalty_reward(
+    ngram_size: int = 3, max_penalty: float = -1.0
+) -> RepetitionPenalty:
+    """Make a reward of 0 without repeated n-grams and `max_penalty` where all are the same.
+
+    Args:
+        ngram_size (`int`): tokens of an n-gram.
+        max_penalty (`float`): 0 or negative.
+
+    Raises:
+        ValueError: if `max_penalty` is positive.
+    """
+    return RepetitionPenalty(ngram_size, max_penalty)

@@ -1,0 +1,98 @@
+"""`trl completions`: show the completions a run wrote, grouped by prompt."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from ..imports import require
+
+
+def main(words: list[str] | None = None) -> None:
+    """Print a table of the completions that the options select."""
+    options = _options(words)
+    try:
+        records = read_records(Path(options.folder), options.split)
+    except (FileNotFoundError, ValueError) as error:
+        sys.exit(f"trl completions: error: {error}")
+    chosen = select(records, options)
+    show(chosen[: options.limit])
+    hidden = len(chosen) - min(len(chosen), options.limit)
+    print(f"{len(chosen) - hidden} of {len(records)} completions" + (
+        f"; {hidden} more match, see --limit" if hidden else ""))
+
+
+def _options(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="trl completions", description=__doc__)
+    parser.add_argument("folder", help="output folder of a run, or a jsonl file of completions")
+    parser.add_argument("--split", choices=("train", "eval"), default="train")
+    parser.add_argument("--step", type=int, help="only this optimizer step")
+    parser.add_argument("--best", type=int, help="only the completions of highest reward")
+    parser.add_argument("--worst", type=int, help="only the completions of lowest reward")
+    parser.add_argument("--limit", type=int, default=64, help="most rows shown (default: 64)")
+    return parser.parse_args(words)
+
+
+def read_records(path: Path, split: str) -> list[dict[str, Any]]:
+    """Read the completions of a run.
+
+    Raises:
+        FileNotFoundError: if the run wrote none.
+        ValueError: naming the line that is no JSON.
+    """
+    file = path if path.is_file() else path / "completions" / f"{split}.jsonl"
+    if not file.is_file():
+        raise FileNotFoundError(f"there are no completions at {file}.")
+    records = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            raise ValueError(f"line {number} of {file} is no JSON.") from None
+    return records
+
+
+def select(records: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Filter by step, then take the best or worst of what is left."""
+    if options.step is not None:
+        records = [record for record in records if record["step"] == options.step]
+    count = options.best if options.best is not None else options.worst
+    if count is None:
+        return records
+    scored = [record for record in records if record["reward"] is not None]
+    scored.sort(key=lambda record: record["reward"], reverse=options.best is not None)
+    return scored[:count]
+
+
+def show(records: list[dict[str, Any]]) -> None:
+    """Print the records as one table, a section for each prompt."""
+    if not records:
+        return
+    table = require("rich.table", "trl completions").Table(expand=True)
+    text = require("rich.text", "trl completions").Text
+    names = list(records[0]["rewards"])
+    for name in ("step", "prompt", "completion", "end", *names, "reward", "advantage"):
+        table.add_column(name, overflow="fold")
+    for _, group in groupby(records, key=lambda r: (r["step"], r.get("round"), r["group"])):
+        for place, record in enumerate(group):
+            numbers = [*(record["rewards"].get(name) for name in names)]
+            numbers += [record["reward"], record["advantage"]]
+            table.add_row(
+                str(record["step"]),
+                text(_text(record["prompt"]) if place == 0 else "  same"),
+                text(_text(record["completion"])),
+                record["finish"],
+                *("-" if number is None else f"{number:.3f}" for number in numbers),
+            )
+        table.add_section()
+    require("rich.console", "trl completions").Console().print(table)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return "\n".join(f"{message['role']}: {message.get('content')}" for message in value)

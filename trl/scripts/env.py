@@ -1,0 +1,77 @@
+"""`trl env`: versions and devices, for bug reports."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+OPTIONAL = {
+    "bitsandbytes version": "bitsandbytes",
+    "DeepSpeed version": "deepspeed",
+    "Liger-Kernel version": "liger_kernel",
+    "PEFT version": "peft",
+    "vLLM version": "vllm",
+}
+
+
+def main(words: list[str] | None = None) -> None:
+    """Print the report."""
+    print("\nCopy-paste the following into a bug report:\n")
+    for name, value in report().items():
+        print(f"- {name}: {value}")
+
+
+def report() -> dict[str, str]:
+    """What is installed, in the order it is printed."""
+    return {
+        "Platform": platform.platform(),
+        "Python version": platform.python_version(),
+        "TRL version": version("trl") + _commit(),
+        "PyTorch version": version("torch"),
+        "accelerator(s)": _devices(),
+        "Transformers version": version("transformers"),
+        "Accelerate version": version("accelerate"),
+        "Accelerate config": _accelerate_config(),
+        "Datasets version": version("datasets"),
+        "HF Hub version": version("huggingface_hub"),
+    } | {name: version(package) for name, package in OPTIONAL.items()}
+
+
+def version(package: str) -> str:
+    """The installed version, or "not installed"."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    """The commit, when the package runs from a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""
+    found = subprocess.run(
+        ["git", "rev-parse", "--short=7", "HEAD"], cwd=root, capture_output=True, text=True
+    )
+    return f"+{found.stdout.strip()}" if found.returncode == 0 else ""
+
+
+def _devices() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return ", ".join(
+            torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
+        )
+    return "MPS" if torch.backends.mps.is_available() else "cpu"
+
+
+def _accelerate_config() -> str:
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+
+    if not Path(default_config_file).is_file():
+        return "not found"
+    config = load_config_from_file(default_config_file).to_dict()
+    return "".join(f"\n  - {name}: {value}" for name, value in config.items())

@@ -1,0 +1,134 @@
+"""What every training script does: load data, build the trainer, train, save."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ..cli.parser import TrlParser
+from ..data.files import load_dataset_source
+from ..data.mixture import DatasetMixtureConfig, get_dataset
+from ..imports import is_available
+from ..trainer.callbacks import RichProgressCallback
+from ..trainer.model_config import ModelConfig, get_peft_config, get_quantization_config
+from .arguments import OnlineScriptArguments, ScriptArguments
+from .reward_lookup import find_reward
+
+USER_ERRORS = (ValueError, TypeError, ImportError, OSError, NotImplementedError)
+
+
+def make_online_parser(command: str, config_class: type) -> TrlParser:
+    """The options of a script that trains an online method."""
+    types = (OnlineScriptArguments, config_class, ModelConfig, DatasetMixtureConfig)
+    return TrlParser(types, prog=f"trl {command}")
+
+
+def run_online(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
+    """Train as the command line says.
+
+    Mistakes in options and inputs end the process with one line and status 2; TRL_DEBUG=1 shows
+    where they were found.
+    """
+    try:
+        trainer, script, training = _prepare(parser, trainer_class)
+    except USER_ERRORS as error:
+        if os.environ.get("TRL_DEBUG") == "1":
+            raise
+        message = " ".join(str(error).split())
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"{parser.prog}: error: {message}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+    trainer.train(resume_from_checkpoint=_resume(training.resume_from_checkpoint))
+    trainer.save_model(training.output_dir)
+    if training.push_to_hub:
+        trainer.push_to_hub(dataset_name=script.dataset_name)
+    trainer.accelerator.end_training()
+
+
+def _prepare(parser: TrlParser, trainer_class: Callable[..., Any]) -> tuple[Any, Any, Any]:
+    values, _, unknown = parser.read()
+    if unknown:
+        raise ValueError(parser.unknown(unknown))
+    script, training, model, mixture = parser.build(values)
+    if model.model_name_or_path is None:
+        raise ValueError("--model_name_or_path is required.")
+    functions = reward_functions(script)
+    dataset = load_data(script, mixture)
+    init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+    }
+    training.model_init_kwargs = init_kwargs | (training.model_init_kwargs or {})
+    evaluates = training.eval_strategy != "no"
+    trainer = trainer_class(
+        model=model.model_name_or_path,
+        reward_funcs=functions,
+        args=training,
+        train_dataset=take_split(dataset, script.dataset_train_split, "--dataset_train_split"),
+        eval_dataset=take_split(dataset, script.dataset_test_split, "--dataset_test_split")
+        if evaluates
+        else None,
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+    )
+    _show_progress(trainer)
+    return trainer, script, training
+
+
+def reward_functions(script: OnlineScriptArguments) -> list[Any]:
+    """The reward model, then the reward functions, in the order given.
+
+    Raises:
+        ValueError: if there is none, or one cannot be found.
+    """
+    model = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
+    functions = [*model, *(find_reward(name) for name in script.reward_funcs or [])]
+    if not functions:
+        raise ValueError("Nothing rewards completions: give --reward_funcs or "
+                         "--reward_model_name_or_path.")
+    return functions
+
+
+def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Any:
+    """Load the mixture, or the dataset named by `--dataset_name`.
+
+    Raises:
+        ValueError: if neither is given.
+    """
+    if mixture.datasets:
+        if script.dataset_name:
+            print("Both datasets and dataset_name are given; datasets is used.", file=sys.stderr)
+        return get_dataset(mixture)
+    if not script.dataset_name:
+        raise ValueError("--dataset_name is required (or `datasets` in the configuration file).")
+    return load_dataset_source(
+        script.dataset_name, script.dataset_config, script.dataset_streaming
+    )
+
+
+def take_split(dataset: Any, split: str, option: str) -> Any:
+    """Return one split.
+
+    Raises:
+        ValueError: naming the splits there are.
+    """
+    if split not in dataset:
+        raise ValueError(f"{option} {split}: the dataset has the splits {', '.join(dataset)}.")
+    return dataset[split]
+
+
+def _resume(value: Any) -> Any:
+    """A path stays a path; true and false become booleans."""
+    return {"true": True, "false": None, None: None}.get(str(value).lower(), value)
+
+
+def _show_progress(trainer: Any) -> None:
+    """Replace the plain progress bar by a rich one, where there is someone to see it."""
+    from transformers import ProgressCallback
+
+    if is_available("rich") and not trainer.args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(RichProgressCallback())

@@ -1,0 +1,102 @@
+"""Options that describe the model on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..imports import require
+from .options import option
+
+
+@dataclass
+class ModelConfig:
+    """Which model is trained, in which precision, with which adapter."""
+
+    model_name_or_path: str | None = option(None, "Folder or hub id of the model.")
+    model_revision: str = option("main", "Branch, tag or commit of the model.")
+    dtype: str | None = option(
+        "float32", "Precision the weights are loaded in: auto, bfloat16, float16 or float32."
+    )
+    attn_implementation: str | None = option(None, "Attention implementation.")
+    use_peft: bool = option(False, "Train a LoRA adapter instead of all weights.")
+    lora_r: int = option(16, "Rank of the adapter.")
+    lora_alpha: int = option(32, "Scale of the adapter, times its rank.")
+    lora_dropout: float = option(0.05, "Dropout of the adapter's input.")
+    lora_target_modules: list[str] | None = option(
+        None, "Modules that get an adapter; all-linear for every linear layer."
+    )
+    lora_target_parameters: list[str] | None = option(
+        None, "Parameters that get an adapter, such as the weights of experts."
+    )
+    lora_modules_to_save: list[str] | None = option(None, "Modules trained in full.")
+    lora_task_type: str = option("CAUSAL_LM", "Task the adapter is for.")
+    use_rslora: bool = option(False, "Scale the adapter by the root of its rank.")
+    use_dora: bool = option(False, "Decompose weights into magnitude and direction.")
+    load_in_8bit: bool = option(False, "Quantize the base model to 8 bits.")
+    load_in_4bit: bool = option(False, "Quantize the base model to 4 bits.")
+    bnb_4bit_quant_type: str = option(
+        "nf4", "Data type of 4-bit weights.", choices=("nf4", "fp4")
+    )
+    use_bnb_nested_quant: bool = option(False, "Quantize the constants of quantization too.")
+    bnb_4bit_quant_storage: str | None = option(None, "Data type that holds 4-bit weights.")
+
+    def __post_init__(self):
+        if self.load_in_8bit and self.load_in_4bit:
+            raise ValueError("load_in_8bit and load_in_4bit exclude each other; choose one.")
+        if self.bnb_4bit_quant_type not in ("nf4", "fp4"):
+            raise ValueError(
+                f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} must be nf4 or fp4."
+            )
+        targets = self.lora_target_modules
+        if isinstance(targets, list) and len(targets) == 1:
+            self.lora_target_modules = targets[0]
+
+
+def get_peft_config(model_args: ModelConfig) -> Any:
+    """Describe the LoRA adapter of the options, or return None without `use_peft`.
+
+    Raises:
+        ImportError: if peft is not installed.
+    """
+    if not model_args.use_peft:
+        return None
+    options = {
+        "task_type": model_args.lora_task_type,
+        "r": model_args.lora_r,
+        "lora_alpha": model_args.lora_alpha,
+        "lora_dropout": model_args.lora_dropout,
+        "target_modules": model_args.lora_target_modules,
+        "modules_to_save": model_args.lora_modules_to_save,
+        "use_rslora": model_args.use_rslora,
+        "use_dora": model_args.use_dora,
+        "bias": "none",
+    }
+    if model_args.lora_target_parameters is not None:
+        options["target_parameters"] = model_args.lora_target_parameters
+    return require("peft", "use_peft").LoraConfig(**options)
+
+
+def get_quantization_config(model_args: ModelConfig) -> Any:
+    """Describe the quantization of the options, or return None.
+
+    Raises:
+        ImportError: if bitsandbytes is not installed.
+    """
+    if not (model_args.load_in_4bit or model_args.load_in_8bit):
+        return None
+    require("bitsandbytes", "load_in_4bit and load_in_8bit")
+    from transformers import BitsAndBytesConfig
+
+    if model_args.load_in_8bit:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    dtype = model_args.dtype
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_compute_dtype=None if dtype in (None, "auto") else getattr(torch, dtype),
+        bnb_4bit_quant_type=model_args.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
+        bnb_4bit_quant_storage=model_args.bnb_4bit_quant_storage,
+    )
