@@ -308,7 +308,9 @@ def test_sapo_gate_has_the_slope_of_the_plain_ratio_at_one(advantage, tau):
     assert ratio.grad.item() == pytest.approx(-advantage, abs=1e-15)
 
 
-@pytest.mark.parametrize(("advantage", "shape"), [(1.0, (2.0, 3.0)), (-1.0, (3.0, 2.0))])
+@pytest.mark.parametrize(
+    ("advantage", "shape"), [(1.0, (2.0, 3.0)), (0.0, (2.0, 3.0)), (-1.0, (3.0, 2.0))]
+)
 def test_vespo_weight_is_one_on_policy_and_largest_at_k_over_lambda(advantage, shape):
     k, decay = shape
 

@@ -17,10 +17,14 @@ from typing import Any
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
 from .parser import TrlParser, as_words, read_config
 
 # What accelerate would otherwise guess, and warn about, when it has no configuration.
 SINGLE_MACHINE = {"num_machines": "1", "mixed_precision": "no", "dynamo_backend": "no"}
+
+STRATEGIES = {"multi_gpu", "use_deepspeed", "use_fsdp", "tpu", "use_megatron_lm"}
 
 
 def launch(command: str, words: list[str]) -> None:
@@ -46,6 +50,8 @@ def launch(command: str, words: list[str]) -> None:
         launch_command(launch_command_parser().parse_args([*launcher, *names, *script]))
     except subprocess.CalledProcessError as error:
         raise SystemExit(error.returncode) from None
+    except ChildFailedError as error:
+        raise SystemExit(error.get_first_failure()[1].exitcode) from None
 
 
 def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
@@ -70,6 +76,8 @@ def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
         from_file = {k: v for k, v in read_config(config).items() if not parser.knows(k)}
         theirs = [*as_words(from_file), *theirs]
     theirs = _resolve_accelerate_config(theirs)
+    if "--cpu" in theirs:
+        ours = [*ours, "--use_cpu"]
     legal = _accelerate_options()
     unknown = [w for w in theirs if w.startswith("--") and _name(w) not in legal]
     if unknown:
@@ -132,10 +140,15 @@ def _with_defaults(words: list[str]) -> list[str]:
     """Say what a single machine without a configuration means, so that nothing is guessed."""
     given = {_name(word) for word in words if word.startswith("--")}
     if "config_file" in given or os.path.isfile(default_config_file):
-        return ["--quiet", *words]
+        return words
     defaults: dict[str, Any] = SINGLE_MACHINE | {"num_processes": str(_devices())}
     missing = {name: value for name, value in defaults.items() if name not in given}
-    return ["--quiet", *as_words(missing), *words]
+    words = [*as_words(missing), *words]
+    count = int(launch_command_parser().parse_args([*words, "script"]).num_processes)
+    if count > 1 and not given & STRATEGIES:
+        # accelerate starts several processes on CPUs only under the name of several GPUs.
+        words = ["--multi_gpu", *(word for word in words if word != "--cpu")]
+    return words
 
 
 def _devices() -> int:

@@ -69,11 +69,17 @@ def load_policy(
 
 def _architecture(name: str, kwargs: dict[str, Any]) -> Any:
     """The class named in the model's configuration, if transformers has it as a generator."""
-    config = AutoConfig.from_pretrained(
-        name,
-        revision=kwargs.get("revision"),
-        trust_remote_code=kwargs["trust_remote_code"],
-    )
+    try:
+        config = AutoConfig.from_pretrained(
+            name,
+            revision=kwargs.get("revision"),
+            trust_remote_code=kwargs["trust_remote_code"],
+        )
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise OSError(
+            f"The model {name!r} is neither a folder with a config.json nor on the hub: {reason}"
+        ) from error
     for architecture in config.architectures or []:
         found = getattr(transformers, architecture, None)
         if found is not None and hasattr(found, "generate"):

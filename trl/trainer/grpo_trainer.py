@@ -196,8 +196,11 @@ class _EntropyCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self._trainer
+        if not trainer._entropy_seen:
+            return
         seen = torch.stack([torch.stack(pair) for pair in trainer._entropy_seen]).sum(0)
         total, count = trainer.ranks.sum(seen).tolist()
         trainer._entropy_seen.clear()
         trainer.metrics["train"].value("entropy_coef", trainer.entropy.active)
-        trainer.entropy.update(total / max(count, 1))
+        if count:
+            trainer.entropy.update(total / count)
