@@ -1,0 +1,84 @@
+"""Reinforcement-learning post-training for transformer language models.
+
+Names are imported when they are first used, so that `import trl` is quick.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_MODULES = {
+    "cli.parser": ("TrlParser",),
+    "data.chatml": ("maybe_convert_to_chatml",),
+    "data.formats": (
+        "apply_chat_template",
+        "is_conversational",
+        "is_conversational_from_value",
+        "maybe_apply_chat_template",
+        "prepare_multimodal_messages",
+    ),
+    "data.mixture": ("DatasetMixtureConfig", "get_dataset"),
+    "data.preference": (
+        "extract_prompt",
+        "maybe_extract_prompt",
+        "maybe_unpair_preference_dataset",
+        "unpair_preference_dataset",
+    ),
+    "models.reference": ("create_reference_model",),
+    "scripts.arguments": ("ScriptArguments",),
+    "trainer.callbacks": ("RichProgressCallback", "SyncRefModelCallback"),
+    "trainer.grpo_config": ("GRPOConfig",),
+    "trainer.grpo_trainer": ("GRPOTrainer",),
+    "trainer.model_config": ("ModelConfig", "get_peft_config", "get_quantization_config"),
+    "trainer.rloo_config": ("RLOOConfig",),
+    "trainer.rloo_trainer": ("RLOOTrainer",),
+}
+_SUBMODULES = ("data_utils", "models", "rewards", "scripts", "trainer")
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("trl")
+        except PackageNotFoundError:
+            return "unknown"
+    if name in _SUBMODULES:
+        return import_module(f".{name}", __name__)
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__, *_SUBMODULES, "__version__"])
+
+
+if TYPE_CHECKING:
+    from .cli.parser import TrlParser
+    from .data.chatml import maybe_convert_to_chatml
+    from .data.formats import (
+        apply_chat_template,
+        is_conversational,
+        is_conversational_from_value,
+        maybe_apply_chat_template,
+        prepare_multimodal_messages,
+    )
+    from .data.mixture import DatasetMixtureConfig, get_dataset
+    from .data.preference import (
+        extract_prompt,
+        maybe_extract_prompt,
+        maybe_unpair_preference_dataset,
+        unpair_preference_dataset,
+    )
+    from .models.reference import create_reference_model
+    from .scripts.arguments import ScriptArguments
+    from .trainer.callbacks import RichProgressCallback, SyncRefModelCallback
+    from .trainer.grpo_config import GRPOConfig
+    from .trainer.grpo_trainer import GRPOTrainer
+    from .trainer.model_config import ModelConfig, get_peft_config, get_quantization_config
+    from .trainer.rloo_config import RLOOConfig
+    from .trainer.rloo_trainer import RLOOTrainer

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from transformers import TrainingArguments
+from transformers.utils import is_torch_bf16_gpu_available
 
 from .options import option
 
@@ -31,7 +32,7 @@ class BaseConfig(TrainingArguments):
         True, "Recompute activations in backward: less memory, about a third more time."
     )
     bf16: bool | None = option(
-        None, "Train in bfloat16 autocast. None means yes unless fp16 is chosen."
+        None, "Train in bfloat16 autocast. None: yes where it is supported, unless fp16 is chosen."
     )
     lr_scheduler_kwargs: dict | str | None = option(
         None, "Extra arguments of the learning-rate scheduler (JSON)."
@@ -39,7 +40,8 @@ class BaseConfig(TrainingArguments):
 
     def __post_init__(self):
         if self.bf16 is None:
-            self.bf16 = not self.fp16
+            # On a machine without a fitting GPU, transformers refuses bf16 unless told use_cpu.
+            self.bf16 = not self.fp16 and (self.use_cpu or is_torch_bf16_gpu_available())
         # From transformers 5.2x on, `activation_checkpointing` is the name that is read.
         names = {field.name for field in dataclasses.fields(self)}
         if "activation_checkpointing" in names and self.activation_checkpointing is None:

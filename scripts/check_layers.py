@@ -1,0 +1,117 @@
+"""Fail when a module imports what it must not.
+
+Layers import only from themselves and from layers below; imports inside functions count.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+# For each part of the package: the parts it may import, besides itself.
+ALLOWED = {
+    "ops": set(),
+    "types": set(),
+    "imports": set(),
+    "rewards": {"imports"},
+    "data": {"ops", "types", "imports"},
+    "distributed": {"ops", "types", "imports"},
+    "models": {"ops", "types", "imports", "data", "distributed"},
+    "memory": {"ops", "types", "imports", "data", "distributed"},
+    "generation": {"ops", "types", "imports", "data", "distributed", "models"},
+    "online": {"ops", "types", "imports", "data", "distributed", "models"},
+    "trainer": {
+        *("ops", "types", "imports", "data", "distributed", "models", "memory"),
+        *("generation", "online", "rewards"),
+    },
+    "cli": {"imports", "trainer", "data", "scripts", "rewards"},
+    "scripts": {"imports", "trainer", "data", "cli", "rewards"},
+    "__main__": {"cli"},
+}
+FACADES = {"data_utils"}
+TORCH_ONLY = {"ops", "types"}
+OPTIONAL = {"vllm", "peft", "deepspeed", "liger_kernel", "bitsandbytes", "wandb", "trackio",
+            "math_verify", "matplotlib", "rich"}  # fmt: skip
+ALGORITHMS = ("rloo", "grpo")
+
+
+def main(root: Path) -> int:
+    """Check every module below `root`; return the number of violations."""
+    problems = []
+    for path in sorted(root.rglob("*.py")):
+        problems += check(path, root)
+    for problem in problems:
+        print(problem)
+    print(f"check_layers: {len(problems)} violations")
+    return len(problems)
+
+
+def check(path: Path, root: Path) -> list[str]:
+    """Return what is wrong in one module."""
+    relative = path.relative_to(root)
+    part = relative.parts[0].removesuffix(".py")
+    text = path.read_text(encoding="utf-8")
+    if part == "__init__" or part in FACADES:
+        return []
+    problems = []
+    for line, module in imported(ast.parse(text), relative):
+        where = f"{path}:{line}: "
+        if module.split(".")[0] == "trl":
+            target = (module.split(".") + [""])[1]
+            if target in FACADES:
+                problems.append(f"{where}imports the facade {target}")
+            elif target and target != part and target not in ALLOWED.get(part, set()):
+                problems.append(f"{where}{part} must not import {target}")
+        elif module.split(".")[0] in OPTIONAL:
+            problems.append(f"{where}{module} is optional: use trl.imports.require")
+        elif part in TORCH_ONLY and not _is_plain(module):
+            problems.append(f"{where}{part} imports torch and the standard library only")
+    return problems + _named_algorithms(relative, text, path)
+
+
+def imported(tree: ast.Module, relative: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and absolute name of every import, those for type checkers excepted."""
+    package = ["trl", *relative.parts[:-1]]
+    skipped = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            if node.level and not node.module or name == "trl":
+                for alias in node.names:
+                    yield node.lineno, f"{name}.{alias.name}"
+            else:
+                yield node.lineno, name
+
+
+def _is_plain(module: str) -> bool:
+    top = module.split(".")[0]
+    return top in ("torch", "__future__") or top in sys.stdlib_module_names
+
+
+def _named_algorithms(relative: Path, text: str, path: Path) -> list[str]:
+    skeleton = relative.parts[0] in ("generation", "online") or relative.name.startswith("online_")
+    if not skeleton:
+        return []
+    return [
+        f"{path}:{number}: names the algorithm {name}"
+        for number, line in enumerate(text.lower().splitlines(), 1)
+        for name in ALGORITHMS
+        if name in line
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main(Path(sys.argv[1] if len(sys.argv) > 1 else "trl"))))

@@ -1,0 +1,45 @@
+"""Fail when a module has no test file, or a test file no module."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+# Tests of what is no single module.
+OTHER_TESTS = ("cli", "distributed", "docs", "examples", "invariance", "package")
+
+
+def main(package: Path, tests: Path) -> int:
+    """Compare both trees; return the number of problems."""
+    problems = []
+    for path in sorted(package.rglob("*.py")):
+        relative = path.relative_to(package)
+        if has_code(path) and not test_of(relative, tests).exists():
+            problems.append(f"{path}: no {test_of(relative, tests)}")
+    for path in sorted(tests.rglob("test_*.py")):
+        relative = path.relative_to(tests)
+        module = package / relative.parent / relative.name.removeprefix("test_")
+        if relative.parts[0] not in OTHER_TESTS and not module.exists():
+            problems.append(f"{path}: no {module}")
+    for problem in problems:
+        print(problem)
+    print(f"check_mirror: {len(problems)} problems")
+    return len(problems)
+
+
+def test_of(relative: Path, tests: Path) -> Path:
+    """Where the tests of a module belong."""
+    return tests / relative.parent / f"test_{relative.name}"
+
+
+def has_code(path: Path) -> bool:
+    """Whether a module defines anything, besides what it imports and exports."""
+    if path.name in ("__init__.py", "__main__.py"):
+        return False
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return any(isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in tree.body)
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main(Path("trl"), Path("tests"))))

@@ -1,0 +1,5 @@
+"""Everything about the package stands in pyproject.toml; this file serves tools that look for it."""
+
+from setuptools import setup
+
+setup()

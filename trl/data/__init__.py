@@ -1,0 +1,1 @@
+"""Prompts: their order, formats and files."""

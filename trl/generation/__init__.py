@@ -1,0 +1,1 @@
+"""Engines that complete prompts. Nothing here knows an algorithm."""

@@ -1,0 +1,1 @@
+"""The policy: loading, adapters, reference policy, scoring."""

@@ -1,0 +1,1 @@
+"""The online skeleton and the algorithms on it."""
