@@ -59,7 +59,7 @@ def check(path: Path, root: Path) -> list[str]:
     for line, module in imported(ast.parse(text), relative):
         where = f"{path}:{line}: "
         if module.split(".")[0] == "trl":
-            target = (module.split(".") + [""])[1]
+            target = [*module.split("."), ""][1]
             if target in FACADES:
                 problems.append(f"{where}imports the facade {target}")
             elif target and target != part and target not in ALLOWED.get(part, set()):
@@ -89,7 +89,7 @@ def imported(tree: ast.Module, relative: Path) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             name = ".".join([*base, *([node.module] if node.module else [])])
-            if node.level and not node.module or name == "trl":
+            if (node.level and not node.module) or name == "trl":
                 for alias in node.names:
                     yield node.lineno, f"{name}.{alias.name}"
             else:

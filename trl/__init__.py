@@ -4,7 +4,7 @@ Names are imported when they are first used, so that `import trl` is quick.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 _MODULES = {
     "cli.parser": ("TrlParser",),
@@ -55,30 +55,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__, *_SUBMODULES, "__version__"])
-
-
-if TYPE_CHECKING:
-    from .cli.parser import TrlParser
-    from .data.chatml import maybe_convert_to_chatml
-    from .data.formats import (
-        apply_chat_template,
-        is_conversational,
-        is_conversational_from_value,
-        maybe_apply_chat_template,
-        prepare_multimodal_messages,
-    )
-    from .data.mixture import DatasetMixtureConfig, get_dataset
-    from .data.preference import (
-        extract_prompt,
-        maybe_extract_prompt,
-        maybe_unpair_preference_dataset,
-        unpair_preference_dataset,
-    )
-    from .models.reference import create_reference_model
-    from .scripts.arguments import ScriptArguments
-    from .trainer.callbacks import RichProgressCallback, SyncRefModelCallback
-    from .trainer.grpo_config import GRPOConfig
-    from .trainer.grpo_trainer import GRPOTrainer
-    from .trainer.model_config import ModelConfig, get_peft_config, get_quantization_config
-    from .trainer.rloo_config import RLOOConfig
-    from .trainer.rloo_trainer import RLOOTrainer

@@ -1,32 +1,16 @@
 """The data utilities under the module name that scripts import."""
 
-from .data.chatml import maybe_convert_to_chatml
-from .data.formats import (
-    apply_chat_template,
-    is_conversational,
-    is_conversational_from_value,
-    maybe_apply_chat_template,
-    prepare_multimodal_messages,
-)
-from .data.mixture import DatasetMixtureConfig, get_dataset
-from .data.preference import (
-    extract_prompt,
-    maybe_extract_prompt,
-    maybe_unpair_preference_dataset,
-    unpair_preference_dataset,
-)
+from .data import chatml, formats, mixture, preference
 
-__all__ = [
-    "DatasetMixtureConfig",
-    "apply_chat_template",
-    "extract_prompt",
-    "get_dataset",
-    "is_conversational",
-    "is_conversational_from_value",
-    "maybe_apply_chat_template",
-    "maybe_convert_to_chatml",
-    "maybe_extract_prompt",
-    "maybe_unpair_preference_dataset",
-    "prepare_multimodal_messages",
-    "unpair_preference_dataset",
-]
+DatasetMixtureConfig = mixture.DatasetMixtureConfig
+get_dataset = mixture.get_dataset
+maybe_convert_to_chatml = chatml.maybe_convert_to_chatml
+apply_chat_template = formats.apply_chat_template
+is_conversational = formats.is_conversational
+is_conversational_from_value = formats.is_conversational_from_value
+maybe_apply_chat_template = formats.maybe_apply_chat_template
+prepare_multimodal_messages = formats.prepare_multimodal_messages
+extract_prompt = preference.extract_prompt
+maybe_extract_prompt = preference.maybe_extract_prompt
+unpair_preference_dataset = preference.unpair_preference_dataset
+maybe_unpair_preference_dataset = preference.maybe_unpair_preference_dataset

@@ -1,4 +1,4 @@
-"""Optional dependencies: imported where they are needed, with an error that says how to get them."""
+"""Optional dependencies: imported where they are needed, or an error that says how to get them."""
 
 import importlib
 import importlib.util

@@ -1,7 +1,7 @@
 """What flows between the stages of a training step.
 
 Letters in shapes: B rows on this rank, N rows on all ranks, G rows of one prompt, C completion
-tokens (width of the longest completion), F reward functions. A ragged field is a plain list of lists.
+tokens (width of the longest completion), F reward functions. A ragged field is a list of lists.
 """
 
 from __future__ import annotations

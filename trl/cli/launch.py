@@ -16,7 +16,6 @@ from typing import Any
 
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command, launch_command_parser
-
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from .parser import TrlParser, as_words, read_config
@@ -67,7 +66,8 @@ def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
     Raises:
         ValueError: for an option that neither knows, with the closest names.
     """
-    ours, theirs = [], []
+    ours: list[str] = []
+    theirs: list[str] = []
     for option, values in _groups(words):
         name = option.removeprefix("--").split("=")[0].replace("-", "_")
         (ours if parser.knows(name) else theirs).extend([option, *values])
@@ -115,7 +115,7 @@ def _resolve_accelerate_config(words: list[str]) -> list[str]:
         if _name(option) != "accelerate_config":
             rest += [option, *values]
             continue
-        given = option.split("=", 1)[1] if "=" in option else (values or [None])[0]
+        given = option.split("=", 1)[1] if "=" in option else next(iter(values), None)
         path = _accelerate_config(given)
     return rest if path is None else ["--config_file", path, *rest]
 
@@ -124,7 +124,9 @@ def _accelerate_config(given: str | None) -> str:
     folder = resources.files("trl").joinpath("accelerate_configs")
     shipped = {Path(str(f)).stem: str(f) for f in folder.iterdir() if f.name.endswith(".yaml")}
     if given is None:
-        raise ValueError(f"--accelerate_config needs a file or one of {', '.join(sorted(shipped))}.")
+        raise ValueError(
+            f"--accelerate_config needs a file or one of {', '.join(sorted(shipped))}."
+        )
     if Path(given).is_file():
         return given
     if given in shipped:

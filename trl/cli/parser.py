@@ -117,7 +117,9 @@ class TrlParser(argparse.ArgumentParser):
         for dataclass_type in self.dataclass_types:
             known = _names(dataclass_type)
             own = {name: value for name, value in values.items() if name in known}
-            missing = [f.name for f in _fields(dataclass_type) if _is_required(f) and f.name not in own]
+            missing = [
+                f.name for f in _fields(dataclass_type) if _is_required(f) and f.name not in own
+            ]
             if missing:
                 self.error(f"--{missing[0]} is required.")
             built.append(dataclass_type(**own))
@@ -163,8 +165,9 @@ class TrlParser(argparse.ArgumentParser):
             self._add_option(group, field, annotation)
         for old in getattr(dataclass_type, "legacy_options", {}):
             self._types[old] = None
-            group.add_argument(f"--{old}", nargs="?", const=True, default=argparse.SUPPRESS,
-                               help=argparse.SUPPRESS)
+            group.add_argument(
+                f"--{old}", nargs="?", const=True, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            )
 
     def _add_option(self, group: Any, field: dataclasses.Field, annotation: Any) -> None:
         text = str(field.metadata.get("help", "")).replace("%", "%%")
@@ -179,8 +182,13 @@ class TrlParser(argparse.ArgumentParser):
         group.add_argument(*names, dest=field.name, default=argparse.SUPPRESS, **options)
         if default is True and is_flag(annotation):
             opposite = dict.fromkeys([f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}"])
-            group.add_argument(*opposite, dest=field.name, action="store_false",
-                               default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+            group.add_argument(
+                *opposite,
+                dest=field.name,
+                action="store_false",
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
 
     def _converted(self, name: str, value: Any) -> Any:
         annotation = self._types[name]

@@ -46,13 +46,8 @@ def convert(value: Any, annotation: Any) -> Any:
         ConversionError: saying what was expected.
     """
     choices = members(annotation)
-    if value is None and type(None) in choices:
+    if type(None) in choices and _means_none(value, choices):
         return None
-    is_none = isinstance(value, str) and value.lower() in NONE
-    if is_none and type(None) in choices and str not in choices:
-        return None
-    if isinstance(value, list) and len(value) == 1 and not is_sequence(annotation):
-        value = value[0]
     errors = []
     for member in sorted(choices, key=lambda m: _rank(m, value)):
         if member is type(None):
@@ -62,6 +57,13 @@ def convert(value: Any, annotation: Any) -> Any:
         except (ConversionError, ValueError, TypeError) as error:
             errors.append(str(error))
     raise ConversionError(errors[0] if errors else f"{value!r} is not allowed")
+
+
+def _means_none(value: Any, choices: tuple[Any, ...]) -> bool:
+    """Where text is allowed, the word "none" is text."""
+    return value is None or (
+        isinstance(value, str) and value.lower() in NONE and str not in choices
+    )
 
 
 def _base(member: Any) -> Any:

@@ -43,23 +43,25 @@ def load_dataset_source(name: str, config: str | None = None, streaming: bool = 
 
 
 def _folder(path: Path, streaming: bool) -> Any:
-    saved = (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()
-    if saved:
-        found = load_from_disk(str(path))
-        found = DatasetDict({"train": found}) if isinstance(found, Dataset) else found
-        if streaming:
-            return {split: dataset.to_iterable_dataset() for split, dataset in found.items()}
-        return found
+    if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+        return _saved(path, streaming)
     files = sorted(file for file in path.iterdir() if file.suffix in BUILDERS)
-    if not files:
-        raise ValueError(
-            f"--dataset_name {path}: the folder holds no {', '.join(BUILDERS)} file and no saved "
-            "dataset."
-        )
     kinds = {BUILDERS[file.suffix] for file in files}
-    if len(kinds) > 1:
-        raise ValueError(f"--dataset_name {path}: files of several kinds ({', '.join(kinds)}).")
+    if len(kinds) != 1:
+        found = f"files of several kinds ({', '.join(kinds)})" if kinds else "no data file"
+        raise ValueError(
+            f"--dataset_name {path}: the folder holds {found}; it must be a saved dataset, or hold "
+            f"files of one of {', '.join(BUILDERS)}."
+        )
     return _files({file.stem: str(file) for file in files}, files[0].suffix, streaming)
+
+
+def _saved(path: Path, streaming: bool) -> Any:
+    found = load_from_disk(str(path))
+    splits = DatasetDict({"train": found}) if isinstance(found, Dataset) else found
+    if streaming:
+        return {name: dataset.to_iterable_dataset() for name, dataset in splits.items()}
+    return splits
 
 
 def _files(files: dict[str, str], suffix: str, streaming: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -66,24 +67,28 @@ def apply_chat_template(
         KeyError: if the fields are not one of the supported sets.
         ValueError: if the last message of a prompt has a role that cannot end one.
     """
+    _check_fields(example)
+    options = {"tools": tools or None, "tokenize": False}
+    options |= template_kwargs | (example.get("chat_template_kwargs") or {})
+    render = partial(processing_class.apply_chat_template, **options)
+    if "messages" in example:
+        return {"text": render(example["messages"])}
+    if "prompt" not in example:
+        return {name: render(example[name]) for name in ("chosen", "rejected")}
+    prompt = render(example["prompt"], **_ending(example["prompt"]))
+    answers = [name for name in ("completion", "chosen", "rejected") if name in example]
+    whole = {name: render(example["prompt"] + example[name]) for name in answers}
+    # A template may render the end of a prompt differently once something follows it.
+    prompt = os.path.commonprefix([prompt, *whole.values()])  # noqa: RUF071 (no paths)
+    found = {"prompt": prompt} | {name: text[len(prompt) :] for name, text in whole.items()}
+    return found | ({"label": example["label"]} if "label" in example else {})
+
+
+def _check_fields(example: dict[str, Any]) -> None:
     fields = {name for name in (*FIELDS, "label") if name in example}
     if fields not in SUPPORTED:
         legal = "; ".join(", ".join(sorted(names)) for names in SUPPORTED)
         raise KeyError(f"An example has the fields {sorted(fields)}; supported are: {legal}.")
-    options = {"tools": tools or None, "tokenize": False}
-    options |= template_kwargs | (example.get("chat_template_kwargs") or {})
-    render = processing_class.apply_chat_template
-    if "messages" in example:
-        return {"text": render(example["messages"], **options)}
-    if "prompt" not in example:
-        return {name: render(example[name], **options) for name in ("chosen", "rejected")}
-    found = {"prompt": render(example["prompt"], **options, **_ending(example["prompt"]))}
-    answers = [name for name in ("completion", "chosen", "rejected") if name in example]
-    whole = {name: render(example["prompt"] + example[name], **options) for name in answers}
-    for text in whole.values():
-        found["prompt"] = os.path.commonprefix([found["prompt"], text])
-    found |= {name: text[len(found["prompt"]) :] for name, text in whole.items()}
-    return found | ({"label": example["label"]} if "label" in example else {})
 
 
 def _ending(prompt: list[dict[str, Any]]) -> dict[str, bool]:
@@ -92,7 +97,9 @@ def _ending(prompt: list[dict[str, Any]]) -> dict[str, bool]:
         return {"add_generation_prompt": True}
     if role == "assistant":
         return {"add_generation_prompt": False, "continue_final_message": True}
-    raise ValueError(f"A prompt ends with a message of role {role!r}; it must be user, tool or assistant.")
+    raise ValueError(
+        f"A prompt ends with a message of role {role!r}; it must be user, tool or assistant."
+    )
 
 
 def maybe_apply_chat_template(
@@ -122,30 +129,33 @@ def prepare_multimodal_messages(
     """
     images = list(images or [])
     found = [_with_blocks(message) for message in messages]
-    empty = [
-        block
-        for message in found
-        if message["role"] != "tool" and isinstance(message.get("content"), list)
-        for block in message["content"]
-        if block.get("type") == "image" and "image" not in block
-    ]
-    if not empty and images:
-        target = next(
-            (
-                new
-                for new, old in zip(found, messages, strict=True)
-                if new["role"] == "user" and isinstance(old["content"], str)
-            ),
-            None,
-        )
-        if target is not None:
-            empty = [{"type": "image"} for _ in images]
-            target["content"] = [*empty, *target["content"]]
-    if len(empty) != len(images):
-        raise ValueError(f"{len(images)} images were given for {len(empty)} image blocks.")
-    for block, image in zip(empty, images, strict=True):
+    places = [block for message in found for block in _empty_image_blocks(message)]
+    if not places:
+        places = _make_places(messages, found, len(images))
+    if len(places) != len(images):
+        raise ValueError(f"{len(images)} images were given for {len(places)} image blocks.")
+    for block, image in zip(places, images, strict=True):
         block["image"] = image
     return found
+
+
+def _empty_image_blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    if message["role"] == "tool" or not isinstance(content, list):
+        return []
+    return [block for block in content if block.get("type") == "image" and "image" not in block]
+
+
+def _make_places(
+    messages: list[dict[str, Any]], found: list[dict[str, Any]], count: int
+) -> list[dict[str, Any]]:
+    """Put image blocks before the first user message that was plain text."""
+    for old, new in zip(messages, found, strict=True):
+        if old["role"] == "user" and isinstance(old.get("content"), str):
+            places = [{"type": "image"} for _ in range(count)]
+            new["content"] = [*places, *new["content"]]
+            return places
+    return []
 
 
 def _with_blocks(message: dict[str, Any]) -> dict[str, Any]:

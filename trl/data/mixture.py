@@ -35,7 +35,7 @@ class DatasetMixtureConfig:
         ValueError: if only some datasets have a fraction, or fractions meet streaming.
     """
 
-    datasets: list[dict[str, Any]] = field(
+    datasets: list[Any] = field(
         default_factory=list,
         metadata={"help": "Datasets to mix, in a configuration file: path, split, fraction, ..."},
     )
@@ -44,7 +44,7 @@ class DatasetMixtureConfig:
         default=None, metadata={"help": "Share of the mixture to keep for evaluation."}
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.datasets = [_entry(place, entry) for place, entry in enumerate(self.datasets)]
         fractions = [entry.fraction is not None for entry in self.datasets]
         if any(fractions) and not all(fractions):

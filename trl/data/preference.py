@@ -65,9 +65,7 @@ def unpair_preference_dataset(dataset: D, **map_kwargs: Any) -> D:
             "label": [True] * count + [False] * count,
         }
 
-    return dataset.map(
-        unpair, batched=True, remove_columns=["chosen", "rejected"], **map_kwargs
-    )
+    return dataset.map(unpair, batched=True, remove_columns=["chosen", "rejected"], **map_kwargs)
 
 
 def maybe_unpair_preference_dataset(

@@ -26,9 +26,11 @@ class ScriptedBackend:
         self.calls: list[Sampling] = []
 
     def sync_weights(self, step: int) -> None:
+        """Note the step."""
         self.synced_steps.append(step)
 
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
+        """Replay completions; see `GenerationBackend`."""
         self.calls.append(sampling)
         start = self._first_row(len(prompts))
         cut = [

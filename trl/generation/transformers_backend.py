@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import fields
 from typing import Any
 
 import torch

@@ -28,7 +28,9 @@ def resolve_dtype(dtype: Any) -> Any:
     if not isinstance(dtype, str) or dtype == "auto":
         return dtype
     if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} in model_init_kwargs must be one of {', '.join(DTYPES)}.")
+        raise ValueError(
+            f"dtype={dtype!r} in model_init_kwargs must be one of {', '.join(DTYPES)}."
+        )
     return getattr(torch, dtype)
 
 
@@ -115,9 +117,7 @@ def settle_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     return tokenizer.pad_token_id
 
 
-def stop_token_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> tuple[int, ...]:
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every token that ends a completion: the tokenizer's EOS and all of the generation config."""
     configured = model.generation_config.eos_token_id if model.generation_config else None
     if configured is None:

@@ -1,4 +1,4 @@
-"""The reference policy of the KL penalty: none, a frozen copy, or the policy without its adapter."""
+"""The reference policy of the KL penalty: a frozen copy, or the policy without its adapter."""
 
 from __future__ import annotations
 

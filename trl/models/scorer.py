@@ -87,9 +87,7 @@ class PlainScorer:
             model.train(was_training)
 
     def _layout(self, batch: Rollout) -> tuple[dict[str, Any], Tensor, Tensor]:
-        prompts = pad_ragged(
-            batch.prompt_ids, self.pad_id, side="left", multiple=self.pad_multiple
-        )
+        prompts = pad_ragged(batch.prompt_ids, self.pad_id, side="left", multiple=self.pad_multiple)
         # One column at least, so that rows with empty completions still make a valid input.
         width = max(1, batch.loss_mask.shape[1])
         completions = pad_ragged(

@@ -41,8 +41,7 @@ def reward_cells(table: RewardTable, rows: range) -> list[dict[str, float | None
     """Turn the rows of a reward table into dictionaries; NaN becomes None."""
     values = table.per_function[rows.start : rows.stop].tolist()
     return [
-        {name: plain(value) for name, value in zip(table.names, row, strict=True)}
-        for row in values
+        {name: plain(value) for name, value in zip(table.names, row, strict=True)} for row in values
     ]
 
 
@@ -110,30 +109,38 @@ def print_table(records: list[dict[str, Any]], step: int, count: int | None) -> 
         step (`int`): for the title.
         count (`int`, *optional*): how many to draw at random; None prints all.
     """
-    if not records or not is_available("rich") or (count is not None and count <= 0):
+    if not records or not is_available("rich"):
         return
-    if count is not None and count < len(records):
-        chosen = random.Random(step).sample(range(len(records)), count)
-        records = [records[i] for i in sorted(chosen)]
-    console = require("rich.console", "log_completions").Console()
+    records = _drawn(records, step, count)
     table = require("rich.table", "log_completions").Table(
         title=f"Step {step}", show_lines=True, expand=True
     )
     text = require("rich.text", "log_completions").Text
-    names = list(records[0]["rewards"])
-    extras = list(records[0]["extra"])
-    for name in ("Prompt", "Completion", *names, "Advantage", *extras):
+    for name in ("Prompt", "Completion", *_columns(records), "Advantage"):
         table.add_column(name, overflow="fold")
     for record in records:
-        numbers = [*record["rewards"].values(), record["advantage"]]
-        cells = ["-" if number is None else f"{number:.2f}" for number in numbers]
-        table.add_row(
-            text(shown_text(record["prompt"])),
-            text(shown_text(record["completion"])),
-            *cells,
-            *(str(record["extra"].get(name)) for name in extras),
-        )
-    console.print(table)
+        texts = (shown_text(record["prompt"]), shown_text(record["completion"]))
+        values = (record["rewards"] | record["extra"] | {"": record["advantage"]}).values()
+        table.add_row(*map(text, texts), *map(_cell, values))
+    if records:
+        require("rich.console", "log_completions").Console().print(table)
+
+
+def _drawn(records: list[dict[str, Any]], step: int, count: int | None) -> list[dict[str, Any]]:
+    if count is None or count >= len(records):
+        return records
+    chosen = random.Random(step).sample(range(len(records)), max(count, 0))
+    return [records[i] for i in sorted(chosen)]
+
+
+def _columns(records: list[dict[str, Any]]) -> list[str]:
+    return [name for record in records[:1] for name in (*record["rewards"], *record["extra"])]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def tracker_rows(

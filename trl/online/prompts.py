@@ -49,9 +49,7 @@ class PromptEncoder:
             token_ids.append(known[key])
         return Prompts(messages=[row["prompt"] for row in rows], token_ids=token_ids)
 
-    def completions(
-        self, prompts: Prompts, completion_ids: Sequence[Sequence[int]]
-    ) -> list[Any]:
+    def completions(self, prompts: Prompts, completion_ids: Sequence[Sequence[int]]) -> list[Any]:
         """Decode completions into the format of their prompts: strings, or lists of messages."""
         texts = self._tokenizer.batch_decode(
             [list(ids) for ids in completion_ids], skip_special_tokens=True

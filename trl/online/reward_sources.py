@@ -24,7 +24,8 @@ SHARED_INIT_OPTIONS = ("dtype", "device_map", "trust_remote_code")
 class RewardSource(Protocol):
     """One column of the reward table."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ import numbers
 import threading
 import warnings
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -107,6 +106,13 @@ class RewardSuite:
         self._ranks = ranks
         self._loop: asyncio.AbstractEventLoop | None = None
 
+    def to(self, device: torch.device) -> RewardSuite:
+        """Move reward models to `device`."""
+        for source in self.sources:
+            if isinstance(source, ModelReward):
+                source.model.to(device)
+        return self
+
     def __call__(
         self, inputs: RewardInputs, group_size: int, log_metric: LogMetric
     ) -> tuple[RewardTable, dict[str, list[Any]]]:
@@ -190,30 +196,19 @@ class RewardSuite:
         results: dict[str, Any] = {}
         for source in sources:
             if isinstance(source, ModelReward):
-                results[source.name] = source.score(inputs.prompts, inputs.completions)
+                pair = {"prompts": inputs.prompts, "completions": inputs.completions}
+                results[source.name] = _guarded(source.name, source.score, pair, None)
             elif isinstance(source, SyncReward):
                 keywords = _keywords(source.name, inputs, extras, log_metric)
-                results[source.name] = self._guarded(source, keywords)
+                results[source.name] = _guarded(
+                    source.name, source.function, keywords, self._timeout
+                )
         waiting = [source for source in sources if isinstance(source, AsyncReward)]
         if waiting:
-            keywords = [_keywords(s.name, inputs, extras, log_metric) for s in waiting]
-            found = self._run(_all_of(waiting, keywords, self._timeout))
+            calls = [_keywords(s.name, inputs, extras, log_metric) for s in waiting]
+            found = self._run(_all_of(waiting, calls, self._timeout))
             results |= {s.name: value for s, value in zip(waiting, found, strict=True)}
         return [_checked(s.name, results[s.name], inputs) for s in sources]
-
-    def _guarded(self, source: SyncReward, keywords: dict[str, Any]) -> Any:
-        try:
-            if self._timeout is None:
-                return source.function(**keywords)
-            # A thread cannot be stopped, but its result need not be waited for.
-            pool = ThreadPoolExecutor(1, thread_name_prefix="reward")
-            future = pool.submit(source.function, **keywords)
-            pool.shutdown(wait=False)
-            return future.result(self._timeout)
-        except FutureTimeout as error:
-            raise _too_slow(source.name, self._timeout) from error
-        except Exception as error:
-            raise _failed(source.name, error) from error
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run coroutines on one event loop in a daemon thread, kept for the whole run."""
@@ -240,29 +235,49 @@ class RewardSuite:
             )
 
 
+def _guarded(
+    name: str, function: Callable[..., Any], keywords: dict[str, Any], timeout: float | None
+) -> Any:
+    """Call a function, and turn whatever it raises into a `RewardError`."""
+    try:
+        return function(**keywords) if timeout is None else _limited(function, keywords, timeout)
+    except Exception as error:
+        raise _problem(name, error, timeout) from error
+
+
+def _limited(function: Callable[..., Any], keywords: dict[str, Any], timeout: float) -> Any:
+    """Wait `timeout` seconds for a function. A thread cannot be stopped, only left behind."""
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function(**keywords))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future.result(timeout)
+
+
 async def _all_of(
     sources: Sequence[AsyncReward], keywords: Sequence[dict[str, Any]], timeout: float | None
 ) -> list[Any]:
     async def one(source: AsyncReward, arguments: dict[str, Any]) -> Any:
         try:
             return await asyncio.wait_for(source.function(**arguments), timeout)
-        except TimeoutError as error:
-            raise _too_slow(source.name, timeout) from error
         except Exception as error:
-            raise _failed(source.name, error) from error
+            raise _problem(source.name, error, timeout) from error
 
     pairs = zip(sources, keywords, strict=True)
     return await asyncio.gather(*(one(source, arguments) for source, arguments in pairs))
 
 
-def _failed(name: str, error: Exception) -> RewardError:
+def _problem(name: str, error: Exception, timeout: float | None) -> RewardError:
+    if isinstance(error, TimeoutError) and timeout is not None:
+        return RewardError(
+            f"The reward function {name!r} took longer than reward_timeout={timeout} seconds."
+        )
     return RewardError(f"The reward function {name!r} failed: {type(error).__name__}: {error}.")
-
-
-def _too_slow(name: str, timeout: float | None) -> RewardError:
-    return RewardError(
-        f"The reward function {name!r} took longer than reward_timeout={timeout} seconds."
-    )
 
 
 def _keywords(
@@ -296,14 +311,18 @@ def _checked(name: str, values: Any, inputs: RewardInputs) -> list[Any]:
             f"The reward function {name!r} returned {len(values)} rewards for {count} completions."
         )
     for row, value in enumerate(values):
-        is_number = isinstance(value, numbers.Real) or (
-            getattr(value, "ndim", 1) == 0 and hasattr(value, "item")
-        )
-        if value is not None and not is_number:
+        if value is None:
+            continue
+        if not _is_number(value):
             raise RewardError(
                 f"The reward function {name!r} returned {value!r:.60} for row {row}; a reward must "
                 "be a number or None."
             )
-        if value is not None and math.isinf(value):
+        if math.isinf(value):
             raise RewardError(f"The reward function {name!r} returned {value} for row {row}.")
     return list(values)
+
+
+def _is_number(value: Any) -> bool:
+    is_scalar_tensor = getattr(value, "ndim", 1) == 0 and hasattr(value, "item")
+    return isinstance(value, numbers.Real) or is_scalar_tensor

@@ -54,7 +54,7 @@ def reasoning_accuracy_reward(
         kwargs: ignored.
     """
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
-    graded = []
+    graded: list[tuple[float | None, str, str]] = []
     for completion, right in zip(completions, solution, strict=True):
         text = text_of(completion)
         end = next((d for d in delimiters if d in text), None)
@@ -75,11 +75,10 @@ def _grade(text: str, solution: str) -> tuple[float | None, str, str]:
     gold = math_verify.parse(solution, **parsing)
     if not gold:
         return None, UNPARSED, SKIPPED
-    answer = math_verify.parse(text, extraction_config=[_latex()], extraction_mode="first_match",
-                               **parsing)
-    right = math_verify.verify(
-        gold, answer, timeout_seconds=VERIFY_SECONDS if limited else None
+    answer = math_verify.parse(
+        text, extraction_config=[_latex()], extraction_mode="first_match", **parsing
     )
+    right = math_verify.verify(gold, answer, timeout_seconds=VERIFY_SECONDS if limited else None)
     return float(right), str(gold), str(answer) if answer else UNPARSED
 
 

@@ -106,7 +106,7 @@ class RepetitionPenalty:
     max_penalty: float
     __name__ = "repetition_penalty_reward"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.max_penalty > 0:
             raise ValueError(f"max_penalty={self.max_penalty} must be 0 or negative.")
 

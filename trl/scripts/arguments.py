@@ -12,8 +12,9 @@ class ScriptArguments:
     """Which dataset is trained on."""
 
     dataset_name: str | None = option(
-        None, "Hub id, or a local json, jsonl, csv or parquet file, a folder of them, or a "
-        "dataset saved to disk."
+        None,
+        "Hub id, or a local json, jsonl, csv or parquet file, a folder of them, or a "
+        "dataset saved to disk.",
     )
     dataset_config: str | None = option(None, "Configuration of the dataset.")
     dataset_train_split: str = option("train", "Split to train on.")

@@ -22,8 +22,10 @@ def main(words: list[str] | None = None) -> None:
     chosen = select(records, options)
     show(chosen[: options.limit])
     hidden = len(chosen) - min(len(chosen), options.limit)
-    print(f"{len(chosen) - hidden} of {len(records)} completions" + (
-        f"; {hidden} more match, see --limit" if hidden else ""))
+    print(
+        f"{len(chosen) - hidden} of {len(records)} completions"
+        + (f"; {hidden} more match, see --limit" if hidden else "")
+    )
 
 
 def _options(words: list[str] | None) -> argparse.Namespace:

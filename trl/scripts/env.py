@@ -62,9 +62,7 @@ def _devices() -> str:
     import torch
 
     if torch.cuda.is_available():
-        return ", ".join(
-            torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
-        )
+        return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     return "MPS" if torch.backends.mps.is_available() else "cpu"
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import os
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,10 @@ def _load_file(path: str) -> Any:
         raise ValueError(f"--reward_funcs {path}: there is no such file.")
     # The name under which the file can be imported, so that workers can pickle its functions.
     name = Path(path).stem
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
+    module = types.ModuleType(name)
+    module.__file__ = path
     sys.modules.setdefault(name, module)
-    spec.loader.exec_module(module)
+    exec(compile(Path(path).read_text(encoding="utf-8"), path, "exec"), vars(module))
     return module
 
 

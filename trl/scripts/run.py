@@ -87,8 +87,9 @@ def reward_functions(script: OnlineScriptArguments) -> list[Any]:
     model = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
     functions = [*model, *(find_reward(name) for name in script.reward_funcs or [])]
     if not functions:
-        raise ValueError("Nothing rewards completions: give --reward_funcs or "
-                         "--reward_model_name_or_path.")
+        raise ValueError(
+            "Nothing rewards completions: give --reward_funcs or --reward_model_name_or_path."
+        )
     return functions
 
 
@@ -104,9 +105,7 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Any:
         return get_dataset(mixture)
     if not script.dataset_name:
         raise ValueError("--dataset_name is required (or `datasets` in the configuration file).")
-    return load_dataset_source(
-        script.dataset_name, script.dataset_config, script.dataset_streaming
-    )
+    return load_dataset_source(script.dataset_name, script.dataset_config, script.dataset_streaming)
 
 
 def take_split(dataset: Any, split: str, option: str) -> Any:

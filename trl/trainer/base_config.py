@@ -38,12 +38,13 @@ class BaseConfig(TrainingArguments):
         None, "Extra arguments of the learning-rate scheduler (JSON)."
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.bf16 is None:
             # On a machine without a fitting GPU, transformers refuses bf16 unless told use_cpu.
             self.bf16 = not self.fp16 and (self.use_cpu or is_torch_bf16_gpu_available())
-        # From transformers 5.2x on, `activation_checkpointing` is the name that is read.
+        # Newer releases of transformers read the option under another name.
         names = {field.name for field in dataclasses.fields(self)}
-        if "activation_checkpointing" in names and self.activation_checkpointing is None:
-            self.activation_checkpointing = self.gradient_checkpointing
+        new: str = "activation_checkpointing"
+        if new in names and getattr(self, new) is None:
+            setattr(self, new, self.gradient_checkpointing)
         super().__post_init__()

@@ -60,8 +60,10 @@ def _count(number: int, one: str, many: str) -> str:
 
 
 def _prompts(rows: int, group_size: int) -> str:
-    return _count(rows // group_size, "prompt", "prompts") if rows % group_size == 0 else (
-        f"{rows / group_size:.2f} prompts"
+    return (
+        _count(rows // group_size, "prompt", "prompts")
+        if rows % group_size == 0
+        else (f"{rows / group_size:.2f} prompts")
     )
 
 

@@ -48,7 +48,7 @@ class RichProgressCallback(TrainerCallback):
         ImportError: if rich is not installed.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._progress = require("rich.progress", "RichProgressCallback")
         self._console = require("rich.console", "RichProgressCallback").Console()
         self._bars: Any = None
@@ -80,7 +80,7 @@ class RichProgressCallback(TrainerCallback):
             return
         if self._evaluation is None:
             self._open()
-            loader = kwargs.get("eval_dataloader")
+            loader: Any = kwargs.get("eval_dataloader")
             total = len(loader) if hasattr(loader, "__len__") else None
             self._evaluation = self._bars.add_task("evaluation", total=total, note="")
         self._bars.advance(self._evaluation)

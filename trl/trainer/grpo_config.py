@@ -41,9 +41,7 @@ class GRPOConfig(OnlineConfig):
         choices=("token", "sequence"),
     )
     delta: float | None = option(None, "Upper bound of the unclipped ratio. None: unbounded.")
-    use_bias_correction_kl: bool = option(
-        True, "Multiply the KL penalty by the probability ratio."
-    )
+    use_bias_correction_kl: bool = option(True, "Multiply the KL penalty by the probability ratio.")
     sapo_temperature_neg: float = option(1.05, "Gate temperature where the advantage is <= 0.")
     sapo_temperature_pos: float = option(1.0, "Gate temperature where the advantage is > 0.")
     vespo_k_pos: float = option(2.0, "Power of the weight where the advantage is >= 0.")
@@ -87,7 +85,7 @@ class GRPOConfig(OnlineConfig):
         None, "Hub dataset to which completions are uploaded."
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         self._settle_scale()
         self._check_names()

@@ -153,10 +153,12 @@ class GRPOTrainer(OnlineTrainer):
                 args.off_policy_mask_threshold,
             )
         if args.top_entropy_quantile < 1.0:
-            entropies = scores.entropies.detach()
+            entropies = torch.as_tensor(scores.entropies).detach()
             values = entropies[batch.loss_mask].tolist()
             everywhere = [x for rank in self.ranks.gather_objects(values) for x in rank]
-            threshold = entropy_threshold(entropies.new_tensor(everywhere), args.top_entropy_quantile)
+            threshold = entropy_threshold(
+                entropies.new_tensor(everywhere), args.top_entropy_quantile
+            )
             kept = high_entropy_mask(entropies, kept, threshold)
         return kept
 
@@ -183,7 +185,8 @@ class GRPOTrainer(OnlineTrainer):
         return scores.logps.detach() if batch.old_logps is None else batch.old_logps
 
     def _record_cispo(self, ratio: Tensor, batch: Rollout, high: float) -> None:
-        clipped = (ratio > high) & (batch.advantages.view(len(batch), -1) > 0)
+        advantages = torch.as_tensor(batch.advantages).view(len(batch), -1)
+        clipped = (ratio > high) & (advantages > 0)
         clipped, mask = torch.broadcast_tensors(clipped, batch.loss_mask)
         self.store.mean("cispo_clip_ratio", (clipped & mask).sum(), mask.sum())
 

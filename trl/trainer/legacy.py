@@ -70,7 +70,7 @@ def accepts_legacy_options(table: Mapping[str, LegacyOption]) -> Callable[[type]
         original = cls.__init__
 
         @functools.wraps(original)
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             old = {name: kwargs.pop(name) for name in list(kwargs) if name in table}
             old = {name: value for name, value in old.items() if value is not None}
             episodes = old.get("total_episodes")
@@ -139,7 +139,7 @@ def accepts_legacy_arguments(renamed: Mapping[str, str | None]) -> Callable[[typ
         signature = inspect.signature(original)
 
         @functools.wraps(original)
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             old = {name: kwargs.pop(name) for name in list(kwargs) if name in renamed}
             given = signature.bind_partial(self, *args, **kwargs).arguments
             kwargs.update(_rename_arguments(cls.__name__, renamed, old, given))

@@ -37,7 +37,9 @@ def render_model_card(
         base_model (`str`, *optional*): what was trained.
         dataset_name (`str`, *optional*): on what.
     """
-    template = resources.files("trl").joinpath("templates").joinpath("model_card.md").read_text("utf-8")
+    template = (
+        resources.files("trl").joinpath("templates").joinpath("model_card.md").read_text("utf-8")
+    )
     front = [f"base_model: {base_model}"] if base_model else []
     front += [f"datasets: {dataset_name}"] if dataset_name else []
     versions = "\n".join(

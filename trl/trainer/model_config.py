@@ -25,7 +25,7 @@ class ModelConfig:
     lora_r: int = option(16, "Rank of the adapter.")
     lora_alpha: int = option(32, "Scale of the adapter, times its rank.")
     lora_dropout: float = option(0.05, "Dropout of the adapter's input.")
-    lora_target_modules: list[str] | None = option(
+    lora_target_modules: list[str] | str | None = option(
         None, "Modules that get an adapter; all-linear for every linear layer."
     )
     lora_target_parameters: list[str] | None = option(
@@ -37,13 +37,11 @@ class ModelConfig:
     use_dora: bool = option(False, "Decompose weights into magnitude and direction.")
     load_in_8bit: bool = option(False, "Quantize the base model to 8 bits.")
     load_in_4bit: bool = option(False, "Quantize the base model to 4 bits.")
-    bnb_4bit_quant_type: str = option(
-        "nf4", "Data type of 4-bit weights.", choices=("nf4", "fp4")
-    )
+    bnb_4bit_quant_type: str = option("nf4", "Data type of 4-bit weights.", choices=("nf4", "fp4"))
     use_bnb_nested_quant: bool = option(False, "Quantize the constants of quantization too.")
     bnb_4bit_quant_storage: str | None = option(None, "Data type that holds 4-bit weights.")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.load_in_8bit and self.load_in_4bit:
             raise ValueError("load_in_8bit and load_in_4bit exclude each other; choose one.")
         if self.bnb_4bit_quant_type not in ("nf4", "fp4"):

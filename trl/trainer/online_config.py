@@ -142,7 +142,7 @@ class OnlineConfig(BaseConfig):
         False, "Send each prompt once to the trackers' completions table."
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         self._resolve_aliases()
         self._refuse_unsupported()
@@ -150,9 +150,14 @@ class OnlineConfig(BaseConfig):
         self._resolve_batches()
 
     @property
+    def group_size(self) -> int:
+        """Completions for each prompt in training."""
+        return self.num_generations or 0
+
+    @property
     def eval_group_size(self) -> int:
         """Completions for each prompt in evaluation."""
-        return self.num_generations_eval or self.num_generations
+        return self.num_generations_eval or self.group_size
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -160,9 +165,9 @@ class OnlineConfig(BaseConfig):
         return BatchPlan(
             micro_batch=self.per_device_train_batch_size,
             num_processes=self.world_size,
-            slices=self.steps_per_generation,
+            slices=self.steps_per_generation or self.gradient_accumulation_steps,
             accumulation=self.gradient_accumulation_steps,
-            group_size=self.num_generations,
+            group_size=self.group_size,
             iterations=self.num_iterations,
         )
 
@@ -188,8 +193,10 @@ class OnlineConfig(BaseConfig):
             )
         parallelism = self.parallelism_config
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
-            raise ValueError("parallelism_config with context or sequence parallelism cannot be "
-                             "used by trainers that generate completions.")
+            raise ValueError(
+                "parallelism_config with context or sequence parallelism cannot be "
+                "used by trainers that generate completions."
+            )
 
     def _check_ranges(self) -> None:
         rules = {

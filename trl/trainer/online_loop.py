@@ -25,7 +25,7 @@ from ..online.completions import (
 from ..online.guard import FiniteGuard, NonFiniteError
 from ..online.metrics import MetricStore
 from ..online.statistics import record_lengths, record_rewards
-from ..types import Generations, Prompts, RewardTable, Rollout
+from ..types import Generations, Prompts, RewardTable
 from .base_trainer import BaseTrainer
 from .batch_math import check_eval_groups
 from .trackers import log_table
@@ -73,7 +73,9 @@ class OnlineLoop(BaseTrainer):
             if self.args.shuffle_dataset:
                 dataset = dataset.shuffle(seed=self.args.seed)
             dataset = self._sampler = RepeatIterableDataset(
-                dataset, plan.group_size, plan.round_rows // plan.group_size,
+                dataset,
+                plan.group_size,
+                plan.round_rows // plan.group_size,
                 plan.micro_steps_per_round,
             )
         return self._get_dataloader(
@@ -122,7 +124,9 @@ class OnlineLoop(BaseTrainer):
         self.completions.restart(self.state.global_step)
         return epochs, micro_steps
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
         """Train on one micro-batch, counting steps and seconds."""
         started = time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)

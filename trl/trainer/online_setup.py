@@ -46,12 +46,13 @@ def check_datasets(train: Any, evaluation: Any, args: OnlineConfig) -> None:
     if isinstance(train, IterableDataset):
         _check_stream(args)
         return
-    needed = args.batch_plan.round_rows // args.num_generations
+    group_size = args.group_size
+    needed = args.batch_plan.round_rows // group_size
     if len(train) < needed:
-        rows = len(train) * args.num_generations
+        rows = len(train) * group_size
         raise ValueError(
             f"train_dataset has {len(train)} rows, but one generation round takes {needed} "
-            f"prompts x {args.num_generations} completions. Add rows, or lower "
+            f"prompts x {group_size} completions. Add rows, or lower "
             f"generation_batch_size to at most {rows}."
         )
 

@@ -24,13 +24,13 @@ from ..online.reward_sources import resolve_rewards
 from ..online.rewards import RewardInputs, RewardSuite
 from ..online.statistics import record_entropy
 from ..ops.masking import length_mask, pad_ragged
-from ..ops.policy_losses import importance_ratio
+from ..ops.policy_losses import RatioLevel, importance_ratio
 from ..types import Generations, Prompts, RewardTable, Rollout, Sampling, TokenScores
 from .callbacks import SyncRefModelCallback
 from .online_config import OnlineConfig
 from .online_loop import OnlineLoop
 from .online_setup import check_datasets, refuse_unavailable
-from .policy import check_devices, prepare_policy, router_coefficient
+from .policy import check_devices, init_options, prepare_policy, router_coefficient
 
 logger = logging.get_logger(__name__)
 
@@ -58,7 +58,7 @@ class OnlineTrainer(OnlineLoop):
     """
 
     config_class: ClassVar[type[OnlineConfig]]
-    ratio_level: str = "token"
+    ratio_level: RatioLevel = "token"
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class OnlineTrainer(OnlineLoop):
         sources = resolve_rewards(
             reward_funcs,
             reward_processing_classes,
-            model_init_kwargs=args.model_init_kwargs,
+            model_init_kwargs=init_options(args),
             trust_remote_code=args.trust_remote_code,
         )
         policy = prepare_policy(model, args, processing_class, quantization_config, peft_config)
@@ -139,7 +139,9 @@ class OnlineTrainer(OnlineLoop):
             router_logits=self.router_coefficient != 0.0,
         )
         self.reference = self._make_reference(brought_adapter)
-        self.rewards = RewardSuite(sources, args.reward_weights, args.reward_timeout, self.ranks)
+        self.rewards = RewardSuite(
+            sources, args.reward_weights, args.reward_timeout, self.ranks
+        ).to(args.device)
 
     def _make_reference(self, brought_adapter: bool) -> ReferencePolicy | None:
         if self.args.beta == 0.0:
@@ -186,9 +188,7 @@ class OnlineTrainer(OnlineLoop):
         generations = self.backend.generate(prompts, sampling, self.group_size)
         completions = self.encode.completions(prompts, generations.completion_ids)
         batch, healthy = self.score(self.assemble(prompts, generations))
-        inputs = RewardInputs.from_rows(
-            rows, completions, generations.completion_ids, self.state
-        )
+        inputs = RewardInputs.from_rows(rows, completions, generations.completion_ids, self.state)
         table, extras = self.rewards(inputs, self.group_size, self.store.value)
         credited = table.without(self._excluded(generations))
         rewards = self.shape_rewards(credited, batch)

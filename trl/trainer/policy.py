@@ -47,7 +47,7 @@ def prepare_policy(
         TypeError: for a model or processing class of an unexpected kind.
         ValueError: for options that contradict each other.
     """
-    init_kwargs = _checked_init_kwargs(args)
+    init_kwargs = init_options(args)
     if isinstance(model, str):
         set_seed(args.seed)
         name = model
@@ -73,7 +73,12 @@ def prepare_policy(
     return Policy(model, tokenizer, brought_adapter)
 
 
-def _checked_init_kwargs(args: OnlineConfig) -> dict[str, Any]:
+def init_options(args: OnlineConfig) -> dict[str, Any]:
+    """Return a copy of `model_init_kwargs`.
+
+    Raises:
+        ValueError: if it is no mapping.
+    """
     kwargs = args.model_init_kwargs or {}
     if not isinstance(kwargs, Mapping):
         raise ValueError(f"model_init_kwargs={kwargs!r} must be a mapping or a JSON object.")
@@ -99,7 +104,7 @@ def _check_instance(model: Any, init_kwargs: dict[str, Any], quantization_config
 
 
 def _check_precision(model: PreTrainedModel) -> None:
-    """Eager attention softmaxes in float32, in which float64's mask value is -inf: padding is NaN."""
+    """Eager attention softmaxes in float32, where the mask value of float64 becomes -inf."""
     if model.dtype == torch.float64 and model.config._attn_implementation == "eager":
         raise ValueError(
             "A float64 model with attn_implementation='eager' gives NaN for padded rows; use "
@@ -123,9 +128,7 @@ def _settle_tokenizer(
             "release. Pass its tokenizer to train on text."
         )
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise TypeError(
-            f"processing_class must be a tokenizer, not {type(tokenizer).__name__}."
-        )
+        raise TypeError(f"processing_class must be a tokenizer, not {type(tokenizer).__name__}.")
     return tokenizer
 
 

@@ -30,7 +30,7 @@ class RLOOConfig(OnlineConfig):
         None, "Lowest and highest weighted reward, applied before the KL penalty."
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.reward_clip_range is None:
             return

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..online.statistics import record_clipping
 from ..ops.advantages import leave_one_out, whiten
 from ..ops.kl import sequence_kl
 from ..ops.masking import masked_sum
 from ..ops.policy_losses import clip_flags, clipped_surrogate
-from ..online.statistics import record_clipping
 from ..types import RewardTable, Rollout, TokenScores
 from .legacy import RLOO_ARGUMENTS, accepts_legacy_arguments
 from .model_card import Method

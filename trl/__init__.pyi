@@ -1,0 +1,58 @@
+from .cli.parser import TrlParser as TrlParser
+from .data.chatml import maybe_convert_to_chatml as maybe_convert_to_chatml
+from .data.formats import (
+    apply_chat_template as apply_chat_template,
+)
+from .data.formats import (
+    is_conversational as is_conversational,
+)
+from .data.formats import (
+    is_conversational_from_value as is_conversational_from_value,
+)
+from .data.formats import (
+    maybe_apply_chat_template as maybe_apply_chat_template,
+)
+from .data.formats import (
+    prepare_multimodal_messages as prepare_multimodal_messages,
+)
+from .data.mixture import (
+    DatasetMixtureConfig as DatasetMixtureConfig,
+)
+from .data.mixture import (
+    get_dataset as get_dataset,
+)
+from .data.preference import (
+    extract_prompt as extract_prompt,
+)
+from .data.preference import (
+    maybe_extract_prompt as maybe_extract_prompt,
+)
+from .data.preference import (
+    maybe_unpair_preference_dataset as maybe_unpair_preference_dataset,
+)
+from .data.preference import (
+    unpair_preference_dataset as unpair_preference_dataset,
+)
+from .models.reference import create_reference_model as create_reference_model
+from .scripts.arguments import ScriptArguments as ScriptArguments
+from .trainer.callbacks import (
+    RichProgressCallback as RichProgressCallback,
+)
+from .trainer.callbacks import (
+    SyncRefModelCallback as SyncRefModelCallback,
+)
+from .trainer.grpo_config import GRPOConfig as GRPOConfig
+from .trainer.grpo_trainer import GRPOTrainer as GRPOTrainer
+from .trainer.model_config import (
+    ModelConfig as ModelConfig,
+)
+from .trainer.model_config import (
+    get_peft_config as get_peft_config,
+)
+from .trainer.model_config import (
+    get_quantization_config as get_quantization_config,
+)
+from .trainer.rloo_config import RLOOConfig as RLOOConfig
+from .trainer.rloo_trainer import RLOOTrainer as RLOOTrainer
+
+__version__: str
