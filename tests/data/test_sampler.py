@@ -28,7 +28,9 @@ def test_ranks_get_whole_local_batches():
     assert dealt[1] == [[2, 2, 3, 3]] * 4 + [[6, 6, 7, 7]] * 4
 
 
-@pytest.mark.parametrize(("inner", "batch", "outer", "size"), itertools.product((1, 3), (1, 4), (1, 2), (4, 9)))
+@pytest.mark.parametrize(
+    ("inner", "batch", "outer", "size"), itertools.product((1, 3), (1, 4), (1, 2), (4, 9))
+)
 def test_length_and_groups(inner, batch, outer, size):
     sampler = RepeatSampler(range(size), inner, batch, outer, seed=0)
     found = list(sampler)

@@ -23,9 +23,7 @@ def main(words: list[str] | None = None) -> None:
     if command in ("-h", "--help"):
         print(_help())
     elif command == "--version":
-        from importlib.metadata import version
-
-        print(version("trl"))
+        print(import_module("trl").__version__)
     elif command in TRAINING:
         import_module("trl.cli.launch").launch(command, rest)
     elif command in OTHERS:

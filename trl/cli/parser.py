@@ -205,10 +205,13 @@ def read_config(path: str) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file or its `env` is no mapping.
+        ValueError: if the file is no YAML, or it or its `env` is no mapping.
     """
     text = Path(path).read_text(encoding="utf-8")
-    config = yaml.safe_load(text) or {}
+    try:
+        config = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} must be a mapping of option names to values.")
     environment = config.pop("env", {})

@@ -26,7 +26,7 @@ def load_dataset_source(name: str, config: str | None = None, streaming: bool = 
     Raises:
         ValueError: if there is no such file, or its kind is unknown.
     """
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.is_file():
         return _files({"train": str(path)}, path.suffix, streaming)
     if path.is_dir():

@@ -32,7 +32,8 @@ class DatasetMixtureConfig:
         test_split_size (`float`, *optional*): share of rows to keep for evaluation.
 
     Raises:
-        ValueError: if only some datasets have a fraction, or fractions meet streaming.
+        ValueError: if only some datasets have a fraction, if fractions are not positive, or if
+            fractions or a test split meet streaming.
     """
 
     datasets: list[Any] = field(
@@ -49,8 +50,13 @@ class DatasetMixtureConfig:
         fractions = [entry.fraction is not None for entry in self.datasets]
         if any(fractions) and not all(fractions):
             raise ValueError("datasets: give a fraction to all of them or to none.")
-        if any(fractions) and self.streaming:
-            raise ValueError("datasets: fractions need lengths, so streaming must be false.")
+        if self.streaming and (any(fractions) or self.test_split_size is not None):
+            raise ValueError(
+                "datasets: fractions and test_split_size need lengths, so streaming must be false."
+            )
+        shares = [entry.fraction for entry in self.datasets if entry.fraction is not None]
+        if any(share < 0 for share in shares) or (shares and not any(shares)):
+            raise ValueError("datasets: fractions must not be negative, and at least one above 0.")
 
 
 def _entry(place: int, entry: Any) -> DatasetConfig:

@@ -1,0 +1,204 @@
+"""Which options go to the script, which to `accelerate launch`, and how workers' ends are told."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from trl.cli import launch
+from trl.scripts import rloo
+from trl.trainer.rloo_config import RLOOConfig
+
+CONFIGS = sorted(p.stem for p in (Path(launch.__file__).parents[1] / "accelerate_configs").iterdir())
+
+
+@pytest.fixture(autouse=True)
+def no_user_configuration(monkeypatch, tmp_path):
+    monkeypatch.setattr(launch, "default_config_file", str(tmp_path / "absent.yaml"))
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What `accelerate launch` was asked to do."""
+    calls = []
+    monkeypatch.setattr(launch, "launch_command", calls.append)
+    return calls
+
+
+def split(*words):
+    ours, theirs = launch.split(rloo.make_parser(), list(words))
+    return ours, launch_command_parser().parse_args([*theirs, "script"])
+
+
+def write(path, **values):
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def test_options_are_told_apart():
+    ours, theirs = split(
+        *("--num_generations", "4", "--num_processes", "2", "--reward_funcs", "a.b", "c.d"),
+        *("--mixed-precision=bf16", "--learning_rate=1e-3", "--main_process_port", "0"),
+    )
+    assert ours == [
+        *("--num_generations", "4", "--reward_funcs", "a.b", "c.d", "--learning_rate=1e-3")
+    ]
+    assert (theirs.num_processes, theirs.mixed_precision) == (2, "bf16")
+    assert theirs.main_process_port == 0
+
+
+def test_a_single_machine_is_spelled_out():
+    _, theirs = split("--output_dir", "out")
+    assert theirs.num_processes == max(1, torch.cuda.device_count())
+    assert (theirs.num_machines, theirs.mixed_precision, theirs.dynamo_backend) == (1, "no", "no")
+    assert split("--output_dir", "out", "--num_machines", "3")[1].num_machines == 3
+
+
+def test_a_configuration_of_the_user_is_left_to_accelerate(monkeypatch, tmp_path):
+    path = write(tmp_path / "default.yaml", num_processes=1)
+    monkeypatch.setattr(launch, "default_config_file", path)
+    assert launch.split(rloo.make_parser(), ["--output_dir", "out"])[1] == []
+
+
+def test_negative_numbers_are_values():
+    ours, _ = split("--max_steps", "-1", "--lr_scheduler_kwargs", "{}", "--beta", "-1e-3")
+    assert ours == ["--max_steps", "-1", "--lr_scheduler_kwargs", "{}", "--beta", "-1e-3"]
+
+
+def test_options_of_accelerate_may_stand_in_the_file(tmp_path):
+    path = write(
+        tmp_path / "c.yaml", max_steps=1, num_processes=3, multi_gpu=True, mixed_precision="bf16"
+    )
+    ours, theirs = split("--config", path, "--mixed_precision", "fp16")
+    assert ours == ["--config", path]
+    assert theirs.num_processes == 3
+    assert theirs.multi_gpu
+    assert theirs.mixed_precision == "fp16"
+
+
+def test_the_accelerate_configuration_may_stand_in_the_file(tmp_path):
+    path = write(tmp_path / "c.yaml", accelerate_config="zero2", num_processes=4)
+    _, theirs = split("--config", path)
+    assert Path(theirs.config_file).name == "zero2.yaml"
+    assert theirs.num_processes == 4
+    assert Path(split("--config", path, "--accelerate_config", "fsdp1")[1].config_file).stem == (
+        "fsdp1"
+    )
+
+
+def test_the_environment_of_the_file_is_set(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_TEST_VALUE", "before")
+    split("--config", write(tmp_path / "c.yaml", env={"TRL_TEST_VALUE": 7}))
+    assert launch.os.environ["TRL_TEST_VALUE"] == "7"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_shipped_configurations_are_known_by_name(name):
+    for words in (("--accelerate_config", name), (f"--accelerate-config={name}",)):
+        _, theirs = split(*words)
+        assert Path(theirs.config_file).stem == name
+        assert yaml.safe_load(Path(theirs.config_file).read_text())["num_machines"] == 1
+
+
+def test_a_file_is_taken_as_accelerate_configuration(tmp_path):
+    path = write(tmp_path / "mine.yaml", num_processes=1)
+    assert split("--accelerate_config", path)[1].config_file == path
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--accelerate_config", "zero22"], ("zero22", "closest: zero2")),
+        (["--accelerate_config"], ("needs a file or one of", *CONFIGS)),
+        (["--num_generation", "4"], ("--num_generation", "--num_generations")),
+        (["--num_proceses", "4"], ("--num_proceses", "--num_processes")),
+        (["--qqqqqqqq"], ("unknown option --qqqqqqqq.",)),
+        (["word"], ("starts with --", "'word'")),
+    ],
+)
+def test_mistakes_name_what_is_legal(words, parts):
+    with pytest.raises(ValueError) as error:
+        split(*words)
+    assert all(part in str(error.value) for part in parts), error.value
+
+
+def test_a_misspelled_key_of_the_file_is_reported(tmp_path):
+    path = write(tmp_path / "c.yaml", num_generation=4)
+    with pytest.raises(ValueError, match=r"--num_generation \(closest: --num_generations"):
+        split("--config", path)
+
+
+def test_cpu_reaches_both():
+    ours, theirs = split("--output_dir", "out", "--cpu")
+    assert ours == ["--output_dir", "out", "--use_cpu"]
+    assert theirs.cpu
+    assert not theirs.multi_gpu
+
+
+def test_cpu_with_several_processes():
+    ours, theirs = split("--cpu", "--num_processes", "2")
+    assert ours == ["--use_cpu"]
+    assert theirs.multi_gpu
+    assert not theirs.cpu
+    assert theirs.num_processes == 2
+
+
+def test_a_strategy_is_not_overruled():
+    _, theirs = split("--num_processes", "2", "--use_deepspeed")
+    assert theirs.use_deepspeed
+    assert not theirs.multi_gpu
+
+
+def test_the_workers_build_the_training_configuration(started):
+    batch = {"per_device_train_batch_size": 1, "num_generations": 8}
+    with pytest.raises(ValueError, match="num_generations"):
+        RLOOConfig("out", **batch, use_cpu=True)  # one process cannot hold a group
+    words = [word for name, value in batch.items() for word in (f"--{name}", str(value))]
+    launch.launch("rloo", [*words, "--num_processes", "8"])
+    (call,) = started
+    assert (call.training_script, call.module) == ("trl.scripts.rloo", True)
+    assert call.training_script_args == words
+    assert call.num_processes == 8
+
+
+def test_help_starts_nothing(started, capsys):
+    launch.launch("grpo", ["--output_dir", "out", "--help"])
+    assert "usage: trl grpo" in capsys.readouterr().out
+    assert started == []
+
+
+@pytest.mark.parametrize("text", [None, "a: [1", "- a"], ids=["absent", "no YAML", "no mapping"])
+def test_an_unusable_file_is_one_line(tmp_path, capsys, started, text):
+    path = tmp_path / "c.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as end:
+        launch.launch("rloo", ["--config", str(path)])
+    error = capsys.readouterr().err
+    assert end.value.code == 2
+    assert error.startswith("trl rloo: error: ")
+    assert str(path) in error
+    assert error.count("\n") == 1
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        subprocess.CalledProcessError(3, "worker"),
+        ChildFailedError("worker", {0: ProcessFailure(0, 1, 3, "absent")}),
+    ],
+    ids=["one worker", "several"],
+)
+def test_the_status_of_workers_is_passed_on(monkeypatch, failure):
+    def fail(_):
+        raise failure
+
+    monkeypatch.setattr(launch, "launch_command", fail)
+    with pytest.raises(SystemExit) as end:
+        launch.launch("rloo", ["--output_dir", "out"])
+    assert end.value.code == 3

@@ -1,0 +1,62 @@
+"""The command `trl` itself."""
+
+import pytest
+from workspace import run_python, run_trl
+
+import trl
+from trl.cli.main import OTHERS, TRAINING, main
+
+HEAVY = "print(sorted({'torch', 'transformers', 'datasets', 'accelerate'} & set(sys.modules)))"
+
+
+@pytest.mark.parametrize("words", [[], ["-h"], ["--help"]])
+def test_help_lists_every_command(words, capsys):
+    main(words)
+    lines = capsys.readouterr().out.splitlines()
+    for name, text in (TRAINING | OTHERS).items():
+        assert f"  {name:<12} {text}" in lines
+
+
+def test_version(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == f"{trl.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [("rlo", "Did you mean rloo?"), ("zzz", "Commands: rloo, grpo, completions, env.")],
+)
+def test_unknown_command(command, hint):
+    with pytest.raises(SystemExit) as end:
+        main([command])
+    assert end.value.code == f"trl: error: unknown command {command!r}. {hint}"
+
+
+@pytest.mark.parametrize("command", ["rloo", "grpo", "completions"])
+def test_commands_have_a_help(command, capsys):
+    try:
+        main([command, "--help"])
+    except SystemExit as end:
+        assert end.code == 0  # argparse ends the process after its own help
+    assert capsys.readouterr().out.startswith(f"usage: trl {command} ")
+
+
+def test_words_come_from_the_process(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["trl", "env"])
+    main()
+    assert "- TRL version: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "code", ["import trl", "from trl.cli.main import main; main(['--help'])"], ids=["import", "help"]
+)
+def test_nothing_heavy_is_loaded(code, tmp_path):
+    done = run_python(["-c", f"import sys; {code}; {HEAVY}"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_module_runs_the_command(tmp_path):
+    done = run_trl(["rlooo"], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "trl: error: unknown command 'rlooo'. Did you mean rloo?\n"

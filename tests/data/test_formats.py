@@ -1,0 +1,91 @@
+import pytest
+from tiny import tiny_tokenizer
+
+from trl.data.formats import (
+    apply_chat_template,
+    is_conversational,
+    is_conversational_from_value,
+    maybe_apply_chat_template,
+    prepare_multimodal_messages,
+)
+
+USER = {"role": "user", "content": "hi"}
+ANSWER = {"role": "assistant", "content": "yo"}
+OTHER = {"role": "assistant", "content": "no"}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": [USER]}, True),
+        ({"messages": [USER]}, True),
+        ({"prompt": "text"}, False),
+        ({"prompt": []}, False),
+        ({"prompt": "", "completion": [ANSWER]}, True),
+        ({"other": [USER]}, False),
+        ({"prompt": [{"from": "user"}]}, False),
+        ({"prompt": None}, False),
+    ],
+)
+def test_conversational(row, expected):
+    assert is_conversational(row) is expected
+
+
+def test_conversational_from_value():
+    assert is_conversational_from_value({"conversations": [{"from": "a", "value": "b"}]})
+    assert not is_conversational_from_value({"conversations": []})
+    assert not is_conversational_from_value({"conversations": [USER]})
+    assert not is_conversational_from_value({})
+
+
+def test_templates_by_hand():
+    """The template writes <role>content<end>, and <assistant> as generation prompt."""
+    render = lambda row, **kwargs: apply_chat_template(row, tiny_tokenizer(), **kwargs)  # noqa: E731
+    assert render({"messages": [USER, ANSWER]}) == {"text": "<user>hi<end><assistant>yo<end>"}
+    assert render({"prompt": [USER]}) == {"prompt": "<user>hi<end><assistant>"}
+    assert render({"prompt": [USER], "completion": [ANSWER], "label": True}) == {
+        "prompt": "<user>hi<end><assistant>",
+        "completion": "yo<end>",
+        "label": True,
+    }
+    assert render({"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER], "more": 1}) == {
+        "prompt": "<user>hi<end><assistant>",
+        "chosen": "yo<end>",
+        "rejected": "no<end>",
+    }
+    assert render({"prompt": [USER, ANSWER]}) == {"prompt": "<user>hi<end><assistant>yo"}
+
+
+def test_templates_need_known_fields_and_roles():
+    with pytest.raises(KeyError, match="supported are"):
+        apply_chat_template({"completion": [ANSWER]}, tiny_tokenizer())
+    with pytest.raises(ValueError, match="role 'system'"):
+        apply_chat_template({"prompt": [{"role": "system", "content": "x"}]}, tiny_tokenizer())
+
+
+def test_maybe_leaves_strings():
+    row = {"prompt": "text"}
+    assert maybe_apply_chat_template(row, tiny_tokenizer()) is row
+    assert maybe_apply_chat_template({"prompt": [USER]}, tiny_tokenizer())["prompt"]
+
+
+def test_images_stand_before_the_first_text():
+    messages = [{"role": "system", "content": "s"}, USER]
+    found = prepare_multimodal_messages(messages, ["picture"])
+    assert found[0]["content"] == [{"type": "text", "text": "s"}]
+    assert found[1]["content"] == [
+        {"type": "image", "image": "picture"},
+        {"type": "text", "text": "hi"},
+    ]
+    assert messages[1]["content"] == "hi", "not modified"
+
+
+def test_images_fill_empty_blocks_in_order():
+    blocks = [{"type": "image"}, {"type": "text", "text": "x"}, {"type": "image"}]
+    found = prepare_multimodal_messages([{"role": "user", "content": blocks}], ["a", "b"])
+    assert [b.get("image") for b in found[0]["content"]] == ["a", None, "b"]
+    assert blocks[0] == {"type": "image"}
+    with pytest.raises(ValueError, match="1 images were given for 2 image blocks"):
+        prepare_multimodal_messages([{"role": "user", "content": blocks}], ["a"])
+    with pytest.raises(ValueError, match="Unknown role 'robot'"):
+        prepare_multimodal_messages([{"role": "robot", "content": "x"}])

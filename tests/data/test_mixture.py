@@ -1,0 +1,99 @@
+"""Mixing several datasets into one."""
+
+import json
+
+import datasets
+import pytest
+
+from trl.data.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
+
+
+@pytest.fixture(autouse=True)
+def _private_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def entry(folder, letter, count, **fields):
+    """A dataset of `count` rows a0, a1, ..."""
+    path = folder / f"{letter}.jsonl"
+    rows = [{"prompt": f"{letter}{i}", letter: i} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"path": "json", "data_files": str(path), "columns": ["prompt"]} | fields
+
+
+def names(letter, count):
+    return [f"{letter}{i}" for i in range(count)]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_datasets_are_concatenated_in_order(tmp_path, streaming):
+    entries = [entry(tmp_path, "a", 3), entry(tmp_path, "b", 2)]
+    found = get_dataset(DatasetMixtureConfig(entries, streaming=streaming))
+    assert list(found) == ["train"]
+    assert [row["prompt"] for row in found["train"]] == names("a", 3) + names("b", 2)
+    assert all(set(row) == {"prompt"} for row in found["train"])
+
+
+def test_without_columns_all_are_kept(tmp_path):
+    found = get_dataset(DatasetMixtureConfig([entry(tmp_path, "a", 2, columns=None)]))
+    assert list(found["train"]) == [{"prompt": "a0", "a": 0}, {"prompt": "a1", "a": 1}]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fractions", "taken"),
+    [
+        ((6, 6), (0.5, 0.5), (6, 6)),
+        ((6, 6), (2, 1), (6, 3)),  # 6 / (2/3) = 9 rows in all
+        ((8, 1), (0.75, 0.25), (3, 1)),  # b allows 4 rows in all
+        ((4, 9), (1, 3), (3, 9)),  # b allows 12, a 16
+        ((4, 3), (0, 1), (0, 3)),
+    ],
+)
+def test_fractions_take_what_the_scarcest_allows(tmp_path, sizes, fractions, taken):
+    pairs = zip("ab", sizes, fractions, strict=True)
+    entries = [entry(tmp_path, letter, size, fraction=f) for letter, size, f in pairs]
+    found = get_dataset(DatasetMixtureConfig(entries))["train"]["prompt"]
+    assert list(found) == names("a", taken[0]) + names("b", taken[1])
+
+
+def test_test_split(tmp_path):
+    entries = [entry(tmp_path, "a", 6), entry(tmp_path, "b", 4)]
+    found = get_dataset(DatasetMixtureConfig(entries, test_split_size=0.3))
+    train, test = list(found["train"]["prompt"]), list(found["test"]["prompt"])
+    assert list(found) == ["train", "test"]
+    assert (len(train), len(test)) == (7, 3)
+    assert sorted(train + test) == names("a", 6) + names("b", 4)
+
+
+def test_entries_may_be_made_already(tmp_path):
+    made = DatasetConfig(**entry(tmp_path, "a", 2))
+    config = DatasetMixtureConfig([made, entry(tmp_path, "b", 1)])
+    assert config.datasets[0] is made
+    assert config.datasets[1].data_files == str(tmp_path / "b.jsonl")
+    assert config.datasets[1].split == "train"
+
+
+@pytest.mark.parametrize(
+    ("entries", "others", "words"),
+    [
+        (
+            [{"path": "json", "frction": 1}],
+            {},
+            r"datasets\[0\]: unknown field 'frction'; .*columns",
+        ),
+        ([{"path": "json"}, {"split": "test"}], {}, r"datasets\[1\]: no path; fields are path,"),
+        ([{"path": "a", "fraction": 1.0}, {"path": "b"}], {}, "to all of them or to none"),
+        ([{"path": "a", "fraction": 1.0}], {"streaming": True}, "streaming must be false"),
+        ([{"path": "a"}], {"streaming": True, "test_split_size": 0.1}, "streaming must be false"),
+        ([{"path": "a", "fraction": 0.0}], {}, "at least one above 0"),
+        ([{"path": "a", "fraction": 2}, {"path": "b", "fraction": -1}], {}, "not be negative"),
+    ],
+)
+def test_bad_mixtures(entries, others, words):
+    with pytest.raises(ValueError, match=words):
+        DatasetMixtureConfig(entries, **others)
+
+
+def test_an_empty_mixture():
+    with pytest.raises(ValueError, match="names no datasets"):
+        get_dataset(DatasetMixtureConfig())

@@ -1,0 +1,91 @@
+"""A folder with what a training command needs, and ways to run commands in it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from tiny import save_tiny
+
+from trl.cli.launch import _accelerate_options
+from trl.cli.values import ConversionError, convert
+from trl.data.mixture import DatasetMixtureConfig
+from trl.scripts import grpo, rloo
+from trl.scripts.arguments import OnlineScriptArguments
+from trl.trainer.model_config import ModelConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+REWARDS = '''
+def exact(completions, answer, **kwargs):
+    return [float(str(right) in text) for text, right in zip(completions, answer)]
+'''
+SCRIPT_TYPES = (OnlineScriptArguments, ModelConfig, DatasetMixtureConfig)
+
+
+def write_inputs(folder: Path) -> Path:
+    """Write `tiny-model/`, `prompts.jsonl` (8 rows) and `rewards.py`."""
+    save_tiny(folder / "tiny-model")
+    row = json.dumps({"prompt": "1+2=", "answer": "3"})
+    (folder / "prompts.jsonl").write_text(f"{row}\n" * 8)
+    (folder / "rewards.py").write_text(REWARDS)
+    return folder
+
+
+def environment(home: Path, path: Path = ROOT) -> dict[str, str]:
+    """The environment of a command: no network, caches below `home`, imports from `path`."""
+    return os.environ | {
+        "HF_HOME": str(home / "hf-home"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(path),
+        "COLUMNS": "200",
+    }
+
+
+def run_python(
+    words: list[str], folder: Path, path: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run `python WORDS` in a folder and return what it printed."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment(folder, path),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def run_trl(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run `trl WORDS` in a folder."""
+    return run_python(["-m", "trl", *words], folder)
+
+
+def option_problems(config: dict[str, object]) -> list[str]:
+    """What is wrong with a configuration file for `trl rloo` or `trl grpo`."""
+    types = grpo.make_parser()._types | rloo.make_parser()._types
+    others = _accelerate_options() | {"accelerate_config", "env"}
+    problems = []
+    for name, value in config.items():
+        if name not in types:
+            problems += [] if name in others else [f"{name}: no option"]
+            continue
+        try:
+            convert(value, types[name])
+        except ConversionError as error:
+            problems.append(f"{name}: {error}")
+    return problems
+
+
+def missing_from_help(parser, config_class: type) -> list[str]:
+    """Options of the dataclasses of a training script that its help does not show."""
+    text = "".join(parser.format_help().split())
+    names = [(f.name, f) for t in (config_class, *SCRIPT_TYPES) for f in fields(t) if f.init]
+    return [
+        name
+        for name, field in names
+        if f"--{name}" not in text
+        or "".join(str(field.metadata.get("help", "")).split()) not in text
+    ]
