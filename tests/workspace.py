@@ -17,10 +17,10 @@ from trl.scripts.arguments import OnlineScriptArguments
 from trl.trainer.model_config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-REWARDS = '''
+REWARDS = """
 def exact(completions, answer, **kwargs):
     return [float(str(right) in text) for text, right in zip(completions, answer)]
-'''
+"""
 SCRIPT_TYPES = (OnlineScriptArguments, ModelConfig, DatasetMixtureConfig)
 
 
@@ -82,10 +82,9 @@ def option_problems(config: dict[str, object]) -> list[str]:
 def missing_from_help(parser, config_class: type) -> list[str]:
     """Options of the dataclasses of a training script that its help does not show."""
     text = "".join(parser.format_help().split())
-    names = [(f.name, f) for t in (config_class, *SCRIPT_TYPES) for f in fields(t) if f.init]
-    return [
-        name
-        for name, field in names
-        if f"--{name}" not in text
-        or "".join(str(field.metadata.get("help", "")).split()) not in text
-    ]
+    found = []
+    for field in (f for kind in (config_class, *SCRIPT_TYPES) for f in fields(kind) if f.init):
+        described = "".join(str(field.metadata.get("help", "")).replace("%%", "%").split())
+        if f"--{field.name}" not in text or described not in text:
+            found.append(field.name)
+    return found

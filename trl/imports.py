@@ -26,7 +26,7 @@ def require(module: str, feature: str) -> ModuleType:
     """Import an optional dependency.
 
     Args:
-        module (`str`): top-level name of the module; one of the keys of `EXTRAS`.
+        module (`str`): name of a module; its package is one of the keys of `EXTRAS`.
         feature (`str`): what needs it, for the message.
 
     Raises:
@@ -35,10 +35,11 @@ def require(module: str, feature: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != module:
+        package = module.partition(".")[0]
+        if error.name != package:
             raise
-        extra = EXTRAS[module]
+        extra = EXTRAS[package]
         raise ImportError(
-            f"{feature} needs the package `{module}`, which is not installed. "
+            f"{feature} needs the package `{package}`, which is not installed. "
             f"Run: pip install 'trl[{extra}]'"
         ) from error

@@ -13,7 +13,9 @@ from trl.cli import launch
 from trl.scripts import rloo
 from trl.trainer.rloo_config import RLOOConfig
 
-CONFIGS = sorted(p.stem for p in (Path(launch.__file__).parents[1] / "accelerate_configs").iterdir())
+CONFIGS = sorted(
+    p.stem for p in (Path(launch.__file__).parents[1] / "accelerate_configs").iterdir()
+)
 
 
 @pytest.fixture(autouse=True)

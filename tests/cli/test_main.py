@@ -48,7 +48,9 @@ def test_words_come_from_the_process(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "code", ["import trl", "from trl.cli.main import main; main(['--help'])"], ids=["import", "help"]
+    "code",
+    ["import trl", "from trl.cli.main import main; main(['--help'])"],
+    ids=["import", "help"],
 )
 def test_nothing_heavy_is_loaded(code, tmp_path):
     done = run_python(["-c", f"import sys; {code}; {HEAVY}"], tmp_path)

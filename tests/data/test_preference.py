@@ -56,7 +56,7 @@ def test_common_beginning_of_messages(chosen, rejected, shared):
         "chosen": chosen[shared:],
         "rejected": rejected[shared:],
     }
-    assert found["chosen"] and found["rejected"]
+    assert min(len(found["chosen"]), len(found["rejected"])) > 0
 
 
 def test_only_pairs_without_a_fitting_prompt_are_split():

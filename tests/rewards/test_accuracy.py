@@ -16,10 +16,10 @@ def said(text):
 
 @pytest.mark.parametrize("wrap", [str, said])
 def test_right_wrong_and_equivalent_answers(wrap):
-    texts = [r"\boxed{4}", r"\boxed{5}", r"$\frac{2}{4}$", "no answer at all"]
-    solutions = ["$4$", "$4$", r"$\frac{1}{2}$", "$4$"]
+    texts = [r"\boxed{4}", r"\boxed{5}", r"\boxed{\frac{2}{4}}", "no answer at all", "$4$"]
+    solutions = ["$4$", "$4$", r"$\frac{1}{2}$", "$4$", "$4$"]
     found = accuracy_reward([wrap(text) for text in texts], solutions)
-    assert found == [1.0, 0.0, 1.0, 0.0]
+    assert found == [1.0, 0.0, 1.0, 0.0, 0.0], "a bare formula is no answer"
     assert all(type(reward) is float for reward in found)
 
 
@@ -95,4 +95,4 @@ def test_reasoning_without_an_end_is_logged_as_skipped():
 
 @pytest.mark.parametrize("reward", [accuracy_reward, reasoning_accuracy_reward])
 def test_rewards_survive_pickling(reward):
-    assert pickle.loads(pickle.dumps(reward))(["</think>$4$"], ["$4$"]) == [1.0]
+    assert pickle.loads(pickle.dumps(reward))([r"</think>\boxed{4}"], ["$4$"]) == [1.0]

@@ -86,7 +86,8 @@ def test_rewards_have_names_and_survive_pickling(name):
     reward = REWARDS[name]
     again = pickle.loads(pickle.dumps(reward))
     assert reward.__name__ == again.__name__ == name
-    assert again == reward and again is not reward
+    assert again == reward
+    assert again is not reward
     with pytest.raises(dataclasses.FrozenInstanceError):
         reward.max_penalty = 1.0
 

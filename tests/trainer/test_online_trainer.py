@@ -337,3 +337,12 @@ def test_missing_pad_token_falls_back_to_eos(tmp_path):
     tokenizer.pad_token = None
     trainer = RLOOTrainer(tiny_model(), token_sum, config(tmp_path), dataset(), None, tokenizer)
     assert trainer.scorer.pad_id == tokenizer.eos_token_id == trainer.model.config.pad_token_id
+
+
+def test_iterable_evaluation(tmp_path):
+    stream = IterableDataset.from_generator(lambda: ({"prompt": p} for p in ("xy", "z", "w")))
+    trainer = make_trainer(tmp_path, eval_dataset=stream, per_device_eval_batch_size=8)
+    trainer.evaluate()
+    assert [r["prompt"] for r in records(tmp_path, "eval")] == ["xy"] * 4 + ["z"] * 4 + ["w"] * 4
+    trainer.train()
+    assert prompts_seen(tmp_path) == {0: PROMPTS[:2]}

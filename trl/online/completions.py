@@ -78,8 +78,8 @@ class CompletionLog:
         if not self._writes:
             return
         for path in self._folder.glob("*.jsonl"):
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if _step_of(line) < step]
+            with path.open(encoding="utf-8") as file:  # splits where splitlines would not: at \n
+                kept = [line for line in file if _step_of(line) < step]
             path.write_text("".join(kept), encoding="utf-8")
 
     def take(self, mode: str) -> list[dict[str, Any]]:

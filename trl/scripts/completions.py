@@ -50,11 +50,12 @@ def read_records(path: Path, split: str) -> list[dict[str, Any]]:
     if not file.is_file():
         raise FileNotFoundError(f"there are no completions at {file}.")
     records = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            raise ValueError(f"line {number} of {file} is no JSON.") from None
+    with file.open(encoding="utf-8") as lines:  # splitlines would split inside of completions
+        for number, line in enumerate(lines, 1):
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                raise ValueError(f"line {number} of {file} is no JSON.") from None
     return records
 
 

@@ -73,6 +73,11 @@ class GRPOTrainer(OnlineTrainer):
 
     def _build_stages(self, sources: Any, brought_adapter: bool) -> None:
         super()._build_stages(sources, brought_adapter)
+        if self.args.log_completions_hub_repo is not None:
+            raise NotImplementedError(
+                "log_completions_hub_repo: uploading completions is not available in this release; "
+                "they are in the folder `completions` of output_dir."
+            )
         by_sequence = self.args.importance_sampling_level == "sequence"
         self.ratio_level = "sequence_mean" if by_sequence else "token"
         self.entropy = EntropyController.from_args(self.args)

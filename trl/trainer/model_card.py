@@ -49,7 +49,7 @@ def render_model_card(
     return Template(template).substitute(
         front_matter="".join(f"{line}\n" for line in front),
         model_name=model_name,
-        base_model=f"of [{base_model}](https://huggingface.co/{base_model})" if base_model else "",
+        base_model=f" of [{base_model}](https://huggingface.co/{base_model})" if base_model else "",
         dataset=f" on {dataset_name}" if dataset_name else "",
         method=method.name,
         tag=method.tag,

@@ -39,6 +39,8 @@ class OnlineConfig(BaseConfig):
         choices=("raise", "skip"),
     )
 
+    dataloader_pin_memory: bool = option(False, "Pin memory; rows are text, so there is no need.")
+
     # --- Batches ---
     num_generations: int | None = option(2, "Completions for each prompt (G).")
     num_generations_eval: int | None = option(
@@ -157,7 +159,8 @@ class OnlineConfig(BaseConfig):
     @property
     def eval_group_size(self) -> int:
         """Completions for each prompt in evaluation."""
-        return self.num_generations_eval or self.group_size
+        chosen = self.num_generations_eval
+        return self.group_size if chosen is None else chosen
 
     @property
     def batch_plan(self) -> BatchPlan:

@@ -43,8 +43,12 @@ def check_datasets(train: Any, evaluation: Any, args: OnlineConfig) -> None:
             _check_one(f"eval_dataset[{name!r}]", dataset)
     elif evaluation is not None:
         _check_one("eval_dataset", evaluation)
+    evaluations = evaluation.values() if isinstance(evaluation, dict) else [evaluation]
+    if any(isinstance(dataset, IterableDataset) for dataset in (train, *evaluations)):
+        _prepare_streams(args)
     if isinstance(train, IterableDataset):
-        _check_stream(args)
+        if args.max_steps <= 0:
+            raise ValueError("An iterable train_dataset has no length: set max_steps above 0.")
         return
     group_size = args.group_size
     needed = args.batch_plan.round_rows // group_size
@@ -73,13 +77,12 @@ def _check_one(name: str, dataset: Any) -> None:
         )
 
 
-def _check_stream(args: OnlineConfig) -> None:
+def _prepare_streams(args: OnlineConfig) -> None:
+    """Let each process read its own rows; batches of text cannot be broadcast as tensors."""
     if args.accelerator_config.dispatch_batches:
         raise ValueError(
-            "accelerator_config.dispatch_batches=True cannot be used with an iterable "
-            "train_dataset: rows are text, so each process must read its own. Set it to False."
+            "accelerator_config.dispatch_batches=True cannot be used with iterable datasets: "
+            "rows are text, so each process must read its own. Set it to False."
         )
-    if args.max_steps <= 0:
-        raise ValueError("An iterable train_dataset has no length: set max_steps above 0.")
     args.accelerator_config.dispatch_batches = False
     args.dataloader_num_workers = 0

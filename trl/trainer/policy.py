@@ -66,10 +66,10 @@ def prepare_policy(
     brought_adapter = is_peft_model(model)
     if args.cast_lm_head_to_fp32:
         cast_head_to_float32(model)
-    if args.disable_dropout:
-        disable_dropout_in_model(model)
     if peft_config is not None:
         model = add_adapter(model, peft_config, bool(args.gradient_checkpointing))
+    if args.disable_dropout:
+        disable_dropout_in_model(model)
     return Policy(model, tokenizer, brought_adapter)
 
 

@@ -1,0 +1,127 @@
+"""The code on every page runs, its commands are legal, its options exist."""
+
+import re
+import shlex
+import subprocess
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from workspace import ROOT, option_problems, run_python, run_trl, write_inputs
+
+PAGES = sorted(
+    [*(p for p in (ROOT / "README.md", ROOT / "CONTRIBUTING.md") if p.exists())]
+    + [*(ROOT / "docs").glob("*.md")]
+)
+LANGUAGES = {"python", "bash", "yaml", "text", "json", "console", "toml"}
+FENCE = re.compile(r"^( *)```(.*)$")
+EXCLUDED = re.compile(r"^\s*<!-- not run: (.+) -->$")
+TRAIN = {
+    "model_name_or_path": "tiny-model",
+    "dataset_name": "prompts.jsonl",
+    "reward_funcs": ["rewards.exact"],
+    "output_dir": "output",
+    "num_generations": 4,
+    "max_completion_length": 4,
+    "max_steps": 1,
+    "report_to": "none",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    text: str
+    line: int
+    is_excluded: bool
+
+
+def blocks_of(page: Path) -> list[Block]:
+    found, opened, previous = [], None, ""
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        fence = FENCE.match(line)
+        if fence and opened is None:
+            opened = (fence[2].strip(), number, bool(EXCLUDED.match(previous)), [])
+        elif fence:
+            language, start, is_excluded, lines = opened
+            text = textwrap.dedent("\n".join(lines)) + "\n"
+            found.append(Block(language, text, start, is_excluded))
+            opened = None
+        elif opened is not None:
+            opened[3].append(line)
+        previous = line if line.strip() else previous
+    assert opened is None, f"{page.name}:{opened and opened[1]}: the block has no end"
+    return found
+
+
+def run_blocks(page: Path, language: str) -> list[Block]:
+    return [b for b in blocks_of(page) if b.language == language and not b.is_excluded]
+
+
+def pages_with(language: str):
+    pages = [page for page in PAGES if run_blocks(page, language)]
+    return pytest.mark.parametrize("page", pages, ids=[page.name for page in pages])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(TRAIN))
+    return write_inputs(tmp_path)
+
+
+def commands_of(block: Block) -> list[list[str]]:
+    """The words of each line, comments dropped and continued lines joined."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_blocks_are_of_a_known_kind(page):
+    strange = [(b.line, b.language) for b in blocks_of(page) if b.language not in LANGUAGES]
+    assert strange == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_links_to_files_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
+    local = [t for t in targets if not t.startswith(("http://", "https://", "mailto:"))]
+    assert [t for t in local if not (page.parent / t).exists()] == []
+
+
+@pytest.mark.slow
+@pages_with("python")
+def test_python(page, folder):
+    parts = [f"# {page.name}:{b.line}\n{b.text}" for b in run_blocks(page, "python")]
+    (folder / "page_as_script.py").write_text("\n".join(parts))
+    done = run_python(["page_as_script.py"], folder)
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pages_with("bash")
+def test_bash(page, folder):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for block in run_blocks(page, "bash"):
+        checked = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True)
+        assert checked.returncode == 0, f"{page.name}:{block.line}: {checked.stderr}"
+        for program, *words in commands_of(block):
+            place = f"{page.name}:{block.line}: {program} {' '.join(words)}"
+            if program == "make":
+                goals = {w for w in words if "=" not in w and not w.startswith("-")}
+                assert goals <= targets, place
+            if program == "trl":
+                done = run_trl(words, folder)
+                assert done.returncode == 0, f"{place}\n{done.stderr[-3000:]}"
+
+
+@pages_with("yaml")
+def test_yaml(page):
+    for block in run_blocks(page, "yaml"):
+        config = yaml.safe_load(block.text)
+        assert isinstance(config, dict), f"{page.name}:{block.line}"
+        assert option_problems(config) == [], f"{page.name}:{block.line}"

@@ -1,0 +1,164 @@
+"""The parts of the quickstart, and the configurations it trains with."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from workspace import ROOT, option_problems
+
+from examples.quickstart import addition, copying, evaluate, models, noise, report
+from trl.scripts import rloo
+from trl.scripts.reward_lookup import find_reward
+
+CONFIGS = sorted((ROOT / "examples" / "cli_configs").glob("*.yaml"))
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("task", "sizes"), [(addition, (57, 24)), (copying, (2048, 128))], ids=["addition", "copying"]
+)
+def test_splits_are_disjoint_and_always_the_same(task, sizes, tmp_path):
+    task.write(tmp_path / "a")
+    torch.manual_seed(1)
+    task.write(tmp_path / "b")
+    splits = [read(tmp_path / "a" / f"{name}.jsonl") for name in ("train", "test")]
+    prompts = [[row["prompt"] for row in split] for split in splits]
+    assert tuple(map(len, prompts)) == sizes
+    assert not set(prompts[0]) & set(prompts[1])
+    assert len(set(prompts[0] + prompts[1])) == sum(sizes)
+    for name in ("train.jsonl", "test.jsonl"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_addition_rows_are_right():
+    for pair in sum(addition.pairs(), []):
+        row = addition.row(*pair)
+        question = row["prompt"].splitlines()[-1]
+        assert question == f"{pair[0]}+{pair[1]}="
+        assert eval(question[:-1]) == int(row["answer"])
+    for shot in addition.SHOTS.splitlines():
+        question, answer = shot.split("=")
+        assert eval(question) == int(answer)
+
+
+def test_copying_rows_are_right(tmp_path):
+    copying.write(tmp_path)
+    for row in read(tmp_path / "train.jsonl"):
+        assert row["prompt"] == f"{row['answer']}="
+        assert len(row["answer"]) == 4
+
+
+def test_exact_sum():
+    completions = ["5", " 5\n1+1=2", "55", "", "5 "]
+    assert addition.exact_sum(completions, ["5"] * 5) == [1.0, 1.0, 0.0, 0.0, 1.0]
+
+
+def test_right_digits():
+    completions = ["1234", "1235", "123", "12345", "4321", ""]
+    rewards = copying.right_digits(completions, ["1234"] * 6)
+    assert rewards == [1.0, 0.75, 0.75, 1.0, 0.0, 0.0]
+
+
+def test_random_reward_ignores_what_was_written():
+    rewards = noise.random_reward(["same"] * 1000)
+    assert set(rewards) == {0.0, 1.0}
+    assert 0.4 < sum(rewards) / 1000 < 0.6
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    models.from_scratch(folder)
+    return folder
+
+
+def test_model_from_scratch_loads(scratch):
+    model = AutoModelForCausalLM.from_pretrained(scratch)
+    tokenizer = AutoTokenizer.from_pretrained(scratch)
+    ids = tokenizer("12+34=")["input_ids"]
+    assert tokenizer.decode(ids) == "12+34="
+    assert len(ids) == 6
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+    assert model.config.vocab_size == len(tokenizer) == 14
+    assert model(torch.tensor([ids])).logits.shape == (1, 6, 14)
+
+
+def test_model_from_scratch_is_always_the_same(scratch, tmp_path):
+    models.from_scratch(tmp_path)
+    name = "model.safetensors"
+    assert (tmp_path / name).read_bytes() == (scratch / name).read_bytes()
+
+
+def test_accuracies_average_the_reward(scratch, tmp_path):
+    rows = [copying.row("1234"), copying.row("9876")]
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    seen = []
+
+    def reward(completions, answer):
+        seen.append((completions, answer))
+        return [float(right == "9876") for right in answer]
+
+    found = evaluate.accuracies(scratch, tmp_path / "test.jsonl", reward, 3)
+    assert found == {"sampled": 0.5, "greedy": 0.5}
+    (sampled, answers), (greedy, _) = seen
+    assert answers == ["1234"] * evaluate.SAMPLES + ["9876"] * evaluate.SAMPLES
+    assert len(greedy) == 2
+    assert all(len(text) <= 3 for text in sampled + greedy)
+
+
+def write_run(folder, rewards):
+    (folder / "completions").mkdir(parents=True)
+    lines = [json.dumps({"step": step, "reward": reward}) for step, reward in rewards]
+    (folder / "completions" / "train.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_mean_rewards(tmp_path):
+    run = write_run(tmp_path, [(1, 0.5), (0, 0.0), (0, 1.0), (1, 1.0), (0, 0.5)])
+    assert list(report.mean_rewards(run).items()) == [(1, 0.5), (2, 0.75)]
+
+
+def test_curve_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    runs = {name: write_run(tmp_path / name, [(0, 0.1), (1, 0.9)]) for name in ("a", "b")}
+    report.draw_curve(runs, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_table_and_summary(tmp_path, capsys):
+    names = [
+        f"{n}_{when}" for n in ("sampled", "greedy", "control") for when in ("before", "after")
+    ]
+    summary = {name: place / 8 for place, name in enumerate(names)}
+    report.show_table(summary)
+    shown = capsys.readouterr().out
+    assert all(f"{value:.3f}" in shown for value in summary.values())
+    report.write_summary(summary, tmp_path / "summary.json")
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_configurations_hold_options_of_the_right_types(path):
+    config = yaml.safe_load(path.read_text())
+    assert option_problems(config) == []
+    (name,) = config["reward_funcs"]
+    assert callable(find_reward(name))
+    words = ["--config", str(path), "--use_cpu"]
+    script, training, *_ = rloo.make_parser().parse_args_and_config(words)
+    assert script.dataset_name == config["dataset_name"]
+    assert training.learning_rate == config["learning_rate"]
+    assert training.max_steps == config["max_steps"]
+
+
+def test_configurations_fit_their_tasks():
+    steps = {path.stem: yaml.safe_load(path.read_text()) for path in CONFIGS}
+    copied = steps["rloo_copying"]
+    assert copied["max_completion_length"] == copying.LENGTH
+    longest = max(len(answer) for _, answer in map(dict.values, map(addition.row, *zip(*sum(
+        addition.pairs(), [])))))  # fmt: skip
+    assert longest <= steps["rloo_addition"]["max_completion_length"]

@@ -1,0 +1,151 @@
+"""Each check of the build catches what it is for."""
+
+import importlib.util
+import sys
+
+import pytest
+from workspace import ROOT
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+budgets, layers, mirror = map(load, ("check_budgets", "check_layers", "check_mirror"))
+CLEAN = '"""A module."""\n\n\ndef public(a):\n    """Add one."""\n    b = a + 1\n    return b\n'
+
+
+def plant(root, path, text):
+    file = root / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize("check", [budgets, layers], ids=["budgets", "layers"])
+def test_the_package_passes(check, capsys):
+    assert check.main(ROOT / "trl") == 0, capsys.readouterr().out
+
+
+def test_the_tests_mirror_the_package(capsys):
+    assert mirror.main(ROOT / "trl", ROOT / "tests") == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "problem"),
+    [
+        ("ops/a.py", "from ..trainer import x", "ops must not import trainer"),
+        ("ops/a.py", "def f():\n    from ..online.guard import x", "ops must not import online"),
+        ("ops/a.py", "import numpy", "ops imports torch and the standard library only"),
+        ("online/a.py", "from trl.trainer.options import option", "online must not import trainer"),
+        ("online/a.py", "from .. import trainer", "online must not import trainer"),
+        ("generation/a.py", "import trl.scripts.env", "generation must not import scripts"),
+        ("trainer/a.py", "from ..cli.parser import x", "trainer must not import cli"),
+        ("trainer/a.py", "from ..data_utils import x", "imports the facade data_utils"),
+        ("models/a.py", "import peft", "peft is optional"),
+        ("models/a.py", "from vllm.sampling import x", "vllm.sampling is optional"),
+        ("online/a.py", "# as in RLOO", "names the algorithm rloo"),
+        ("trainer/online_a.py", "x = 'grpo'", "names the algorithm grpo"),
+        ("new/a.py", "from ..ops import x", "new must not import ops"),
+    ],
+)
+def test_layers_catch(tmp_path, capsys, path, text, problem):
+    plant(tmp_path, path, text)
+    assert layers.main(tmp_path) == 1
+    assert problem in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("ops/a.py", "import math\nimport torch.nn\nfrom .stats import x\nfrom ..types import y"),
+        ("trainer/a.py", "from ..online import x\nfrom ..ops.kl import y\nimport datasets"),
+        ("online/a.py", "if TYPE_CHECKING:\n    from ..trainer import x"),
+        ("trainer/rloo_a.py", "x = 'grpo'"),
+        ("data_utils.py", "from .trainer import x"),
+        ("__init__.py", "from .trainer import x"),
+    ],
+)
+def test_layers_allow(tmp_path, path, text):
+    plant(tmp_path, path, text)
+    assert layers.main(tmp_path) == 0
+
+
+def test_mirror_catches_both_directions(tmp_path, capsys):
+    package, tests = tmp_path / "trl", tmp_path / "tests"
+    plant(package, "ops/a.py", CLEAN)
+    plant(package, "ops/names.py", "X = 1\n")
+    plant(package, "ops/__init__.py", CLEAN)
+    plant(tests, "cli/test_anything.py", "")
+    plant(tests, "ops/test_b.py", "")
+    assert mirror.main(package, tests) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{package / 'ops/a.py'}: no {tests / 'ops/test_a.py'}"
+    assert lines[1] == f"{tests / 'ops/test_b.py'}: no {package / 'ops/b.py'}"
+    plant(tests, "ops/test_a.py", "")
+    plant(package, "ops/b.py", CLEAN)
+    assert mirror.main(package, tests) == 0
+
+
+def long_function(lines, header="def public(a):"):
+    body = "".join(f"    a = a + {i}\n" for i in range(lines))
+    return f'"""A module."""\n\n\n{header}\n    """Add."""\n{body}'
+
+
+def branches(count):
+    return "".join(f"    if a == {i}:\n        return {i}\n" for i in range(count))
+
+
+BLOCK = "".join(f"    value_{i} = compute_something_long_enough({i})\n" for i in range(6))
+VIOLATIONS = {
+    "longest function, lines": {"a.py": long_function(60)},
+    "function p90, lines": {f"{i}.py": long_function(26 + i) for i in range(5)},
+    "highest complexity": {"a.py": f"{CLEAN}\n\ndef _f(a):\n{branches(10)}"},
+    "mean complexity": {"a.py": f"def _f(a):\n{branches(9)}"},
+    "most parameters": {"a.py": "def _f(a, b, c, d, *, e, f, g):\n    return a\n"},
+    "mean parameters": {"a.py": "def _f(a, b, c, d, e, f):\n    return a\n"},
+    "longest file, lines": {"a.py": "X = 1\n" * 401},
+    "longest line, characters": {"a.py": f'X = "{"a" * 96}"\n'},
+    "runs of six lines shared by files": {
+        "a.py": f"def _f():\n{BLOCK}",
+        "b.py": f"def _g():\n    a = 1\n{BLOCK}",
+    },
+    "public names without docstring": {
+        "a.py": "class _C:\n    pass\n\n\ndef f(a):\n    b = a\n    c = b\n    return c\n"
+    },
+    "configuration lines a field": {
+        "trainer/a_config.py": "class _C:\n    a: int = (\n        1\n        + 1\n        + 1\n    )"
+        "\n    b: int = (\n        1\n        + 1\n        + 1\n        + 1\n    )\n"
+    },
+    "comment lines per code line": {"a.py": "# one\n# two\n"},
+    "rloo_trainer.py, lines": {"trainer/rloo_trainer.py": "\n" * 131},
+    "grpo_trainer.py, lines": {"trainer/grpo_trainer.py": "\n" * 231},
+    "rloo_trainer.py, lines of code": {"trainer/rloo_trainer.py": "X = 1\n" * 61},
+}
+
+
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_budgets_catch(tmp_path, name, capsys):
+    for place in range(4):  # so that one function alone does not decide a mean
+        plant(tmp_path, f"clean_{place}.py", f"def _f():\n    return {place}\n")
+    before = {bar.name: bar for bar in budgets.measure(tmp_path)}
+    assert all(bar.holds for bar in before.values())
+    for path, text in VIOLATIONS[name].items():
+        plant(tmp_path, path, text)
+    if name.startswith("mean"):
+        for place in range(4):
+            (tmp_path / f"clean_{place}.py").unlink()
+    after = {bar.name: bar for bar in budgets.measure(tmp_path)}
+    assert not after[name].holds, after[name]
+    assert budgets.main(tmp_path) >= 1
+    assert any(
+        line.startswith(name) and "<- over" in line for line in capsys.readouterr().out.splitlines()
+    )
+
+
+def test_every_bar_has_a_violation():
+    assert {bar.name for bar in budgets.measure(ROOT / "trl")} == set(VIOLATIONS)

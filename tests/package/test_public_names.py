@@ -1,0 +1,61 @@
+import ast
+import pydoc
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import trl
+
+
+@pytest.mark.parametrize("name", trl.__all__)
+def test_names_resolve(name):
+    value = getattr(trl, name)
+    assert value.__name__ == name
+    assert value.__module__.startswith("trl.")
+    assert value.__doc__
+
+
+@pytest.mark.parametrize("name", ["data_utils", "models", "rewards", "scripts", "trainer"])
+def test_submodules_are_attributes(name):
+    assert getattr(trl, name).__name__ == f"trl.{name}"
+
+
+def test_star_import():
+    names = {}
+    exec("from trl import *", names)
+    assert set(trl.__all__) <= set(names)
+
+
+def test_names_stand_once():
+    assert len(trl.__all__) == len(set(trl.__all__))
+
+
+def test_dir():
+    names = dir(trl)
+    assert {*trl.__all__, "trainer", "rewards", "__version__", "__doc__"} <= set(names)
+    assert all(hasattr(trl, name) for name in names)
+
+
+def test_version():
+    try:
+        expected = metadata.version("trl")
+    except metadata.PackageNotFoundError:
+        expected = "unknown"
+    assert trl.__version__ == expected
+
+
+def test_unknown_names():
+    with pytest.raises(AttributeError, match="module 'trl' has no attribute 'PPOTrainer'"):
+        trl.PPOTrainer  # noqa: B018
+    with pytest.raises(ImportError):
+        from trl import NoSuchThing  # noqa: F401
+
+
+def test_the_stub_declares_the_same_names():
+    tree = ast.parse(Path(trl.__file__).with_suffix(".pyi").read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    declared = {(node.module, alias.asname) for node in imports for alias in node.names}
+    assert {name for _, name in declared} == set(trl.__all__)
+    for module, name in declared:
+        assert getattr(pydoc.locate(f"trl.{module}"), name) is getattr(trl, name)

@@ -1,0 +1,39 @@
+from dataclasses import fields
+
+import pytest
+from workspace import SCRIPT_TYPES, missing_from_help
+
+from trl.scripts import grpo
+from trl.trainer.grpo_config import GRPOConfig
+
+NAMES = sorted({f.name for t in (GRPOConfig, *SCRIPT_TYPES) for f in fields(t) if f.init})
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return grpo.make_parser()
+
+
+def test_every_option_is_known(parser):
+    assert [name for name in NAMES if not parser.knows(name)] == []
+
+
+def test_help_mentions_every_option(parser, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert missing_from_help(parser, GRPOConfig) == []
+
+
+def test_options_reach_their_dataclasses(parser):
+    words = [
+        *("--output_dir", "out", "--beta", "0.125", "--use_cpu", "--lora_r", "3"),
+        *("--reward_funcs", "a.b", "--test_split_size", "0.5", "--bf16", "false"),
+    ]
+    script, training, model, mixture = parser.parse_args_and_config(words)
+    assert isinstance(training, GRPOConfig)
+    assert (training.output_dir, training.beta) == ("out", 0.125)
+    assert (script.reward_funcs, model.lora_r, mixture.test_split_size) == (["a.b"], 3, 0.5)
+
+
+def test_the_loss_is_an_option(parser):
+    words = ["--output_dir", "out", "--loss_type", "dr_grpo", "--use_cpu"]
+    assert parser.parse_args_and_config(words)[1].loss_type == "dr_grpo"

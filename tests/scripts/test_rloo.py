@@ -1,0 +1,39 @@
+from dataclasses import fields
+
+import pytest
+from workspace import SCRIPT_TYPES, missing_from_help
+
+from trl.scripts import rloo
+from trl.trainer.rloo_config import RLOOConfig
+
+NAMES = sorted({f.name for t in (RLOOConfig, *SCRIPT_TYPES) for f in fields(t) if f.init})
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return rloo.make_parser()
+
+
+def test_every_option_is_known(parser):
+    assert [name for name in NAMES if not parser.knows(name)] == []
+
+
+def test_help_mentions_every_option(parser, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert missing_from_help(parser, RLOOConfig) == []
+
+
+def test_options_reach_their_dataclasses(parser):
+    words = [
+        *("--output_dir", "out", "--beta", "0.125", "--use_cpu", "--lora_r", "3"),
+        *("--reward_funcs", "a.b", "--test_split_size", "0.5", "--bf16", "false"),
+    ]
+    script, training, model, mixture = parser.parse_args_and_config(words)
+    assert isinstance(training, RLOOConfig)
+    assert (training.output_dir, training.beta) == ("out", 0.125)
+    assert (script.reward_funcs, model.lora_r, mixture.test_split_size) == (["a.b"], 3, 0.5)
+
+
+def test_options_of_grpo_alone_are_unknown(parser):
+    with pytest.raises(ValueError, match="--loss_type"):
+        parser.parse_args_and_config(["--output_dir", "out", "--loss_type", "dapo"])

@@ -1,0 +1,166 @@
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from workspace import write_inputs
+
+from trl.data.mixture import DatasetMixtureConfig
+from trl.rewards import accuracy_reward, think_format_reward
+from trl.scripts import rloo
+from trl.scripts.arguments import OnlineScriptArguments, ScriptArguments
+from trl.scripts.run import (
+    _resume,
+    load_data,
+    make_online_parser,
+    reward_functions,
+    run_online,
+    take_split,
+)
+from trl.trainer.rloo_config import RLOOConfig
+from trl.trainer.rloo_trainer import RLOOTrainer
+
+
+def rows(path, values):
+    path.write_text("".join(json.dumps({"prompt": v}) + "\n" for v in values))
+    return str(path)
+
+
+def test_the_reward_model_comes_first():
+    names = ["think_format_reward", "accuracy_reward"]
+    script = OnlineScriptArguments(reward_model_name_or_path="some/model", reward_funcs=names)
+    assert reward_functions(script) == ["some/model", think_format_reward, accuracy_reward]
+    assert reward_functions(OnlineScriptArguments(reward_model_name_or_path="m")) == ["m"]
+
+
+def test_something_must_reward():
+    with pytest.raises(ValueError, match="--reward_funcs or --reward_model_name_or_path"):
+        reward_functions(OnlineScriptArguments())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset_by_its_path(tmp_path, streaming):
+    path = rows(tmp_path / "a.jsonl", ["x", "y"])
+    script = ScriptArguments(dataset_name=path, dataset_streaming=streaming)
+    found = load_data(script, DatasetMixtureConfig())
+    assert [row["prompt"] for row in found["train"]] == ["x", "y"]
+    assert isinstance(found["train"], Dataset) is not streaming
+
+
+def test_a_mixture_wins_and_says_so(tmp_path, capsys):
+    entries = [
+        {"path": "json", "data_files": rows(tmp_path / f"{name}.jsonl", [name])} for name in "ab"
+    ]
+    mixture = DatasetMixtureConfig(datasets=entries)
+    found = load_data(ScriptArguments(dataset_name="absent.jsonl"), mixture)
+    assert [row["prompt"] for row in found["train"]] == ["a", "b"]
+    note = "Both datasets and dataset_name are given; datasets is used."
+    assert note in capsys.readouterr().err.splitlines()
+
+
+def test_a_dataset_is_required():
+    with pytest.raises(ValueError, match="--dataset_name is required"):
+        load_data(ScriptArguments(), DatasetMixtureConfig())
+
+
+def test_splits():
+    splits = {"train": "rows", "validation": "others"}
+    assert take_split(splits, "validation", "--dataset_test_split") == "others"
+    with pytest.raises(ValueError) as error:
+        take_split(splits, "test", "--dataset_test_split")
+    message = "--dataset_test_split test: the dataset has the splits train, validation."
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        *((None, None), ("true", True), ("True", True), (True, True), ("false", None)),
+        *((False, None), ("out/checkpoint-3", "out/checkpoint-3")),
+    ],
+)
+def test_resume(given, expected):
+    assert _resume(given) == expected
+
+
+def test_options_in_order():
+    parser = make_online_parser("rloo", RLOOConfig)
+    names = [kind.__name__ for kind in parser.dataclass_types]
+    assert names == ["OnlineScriptArguments", "RLOOConfig", "ModelConfig", "DatasetMixtureConfig"]
+    assert parser.prog == "trl rloo"
+
+
+def command(folder, **changes):
+    options = {
+        "model_name_or_path": folder / "tiny-model",
+        "dataset_name": folder / "prompts.jsonl",
+        "reward_funcs": f"{folder / 'rewards.py'}:exact",
+        "output_dir": folder / "out",
+        "num_generations": 4,
+        "max_completion_length": 4,
+        "max_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": "true",
+        "bf16": "false",
+    } | changes
+    pairs = [(name, value) for name, value in options.items() if value is not None]
+    return ["trl rloo", *(str(word) for name, value in pairs for word in (f"--{name}", value))]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"model_name_or_path": None}, "--model_name_or_path is required."),
+        ({"reward_funcs": None}, "Nothing rewards completions"),
+        ({"dataset_name": "absent.jsonl"}, "absent.jsonl: there is no such file"),
+        ({"dataset_train_split": "tren"}, "--dataset_train_split tren: the dataset has"),
+        ({"eval_strategy": "epoch"}, "--dataset_test_split test: the dataset has"),
+        ({"num_generation": 4}, "unknown option --num_generation (closest: --num_generations"),
+        ({"num_generations": "four"}, "--num_generations: 'four' is no integer."),
+        ({"num_generations": 3}, "num_generations=3"),
+        ({"load_in_4bit": "true", "load_in_8bit": "true"}, "exclude each other"),
+    ],
+)
+def test_mistakes_are_one_line(inputs, monkeypatch, capsys, changes, part):
+    monkeypatch.setattr("sys.argv", command(inputs, **changes))
+    with pytest.raises(SystemExit) as end:
+        run_online(rloo.make_parser(), RLOOTrainer)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert end.value.code == 2
+    assert len(lines) == 1
+    assert lines[0].startswith("trl rloo: error: ")
+    assert part in lines[0]
+
+
+def test_only_the_first_rank_reports(inputs, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", command(inputs, reward_funcs=None))
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as end:
+        run_online(rloo.make_parser(), RLOOTrainer)
+    assert end.value.code == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_debugging_shows_where(inputs, monkeypatch):
+    monkeypatch.setattr("sys.argv", command(inputs, reward_funcs=None))
+    monkeypatch.setenv("TRL_DEBUG", "1")
+    with pytest.raises(ValueError, match="Nothing rewards"):
+        run_online(rloo.make_parser(), RLOOTrainer)
+
+
+def test_a_run_saves_its_model(inputs, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr("sys.argv", command(inputs))
+    run_online(rloo.make_parser(), RLOOTrainer)
+    saved = AutoModelForCausalLM.from_pretrained(inputs / "out")
+    start = AutoModelForCausalLM.from_pretrained(inputs / "tiny-model")
+    assert saved.config.to_dict()["hidden_size"] == start.config.to_dict()["hidden_size"]
+    assert all(torch.isfinite(weight).all() for weight in saved.parameters())
+    assert (inputs / "out" / "completions" / "train.jsonl").read_text().count("\n") == 8

@@ -1,0 +1,83 @@
+"""The collectives of a training step."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from accelerate import Accelerator
+
+from trl.distributed import Ranks
+
+
+class Place:
+    """What `Ranks` reads of an accelerator before any collective."""
+
+    def __init__(self, rank, count):
+        self.process_index, self.num_processes = rank, count
+
+
+def test_one_process_gets_back_what_it_gave():
+    ranks = Ranks(Accelerator(cpu=True))
+    rows, value = torch.arange(6.0).view(3, 2), torch.tensor(4)
+    assert (ranks.rank, ranks.count) == (0, 1)
+    assert ranks.gather(rows) is rows
+    assert ranks.sum(value) is value
+    assert ranks.gather_objects({"a": [1]}) == [{"a": [1]}]
+    assert torch.equal(ranks.local(rows), rows)
+
+
+@pytest.mark.parametrize(("rank", "rows"), [(0, [0, 1]), (1, [2, 3]), (2, [4, 5])])
+def test_local_is_the_share_of_the_rank(rank, rows):
+    gathered = torch.arange(6)[:, None] * torch.ones(1, 3, dtype=torch.long)
+    found = Ranks(Place(rank, 3)).local(gathered)
+    assert found.tolist() == [[row] * 3 for row in rows]
+
+
+def work(rank: int, port: int, folder: str) -> None:
+    """One of two processes; writes what its collectives returned."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    ranks = Ranks(Accelerator(cpu=True))
+    mine = torch.tensor([[1.5, 2.0], [3.0, float("nan")]]) + 10 * rank
+    gathered = ranks.gather(mine)
+    found = {
+        "place": (ranks.rank, ranks.count),
+        "rows": gathered.nan_to_num(-1.0).tolist(),
+        # A transposed tensor is not contiguous.
+        "transposed": ranks.gather(mine.t()).nan_to_num(-1.0).tolist(),
+        "flags": ranks.gather(torch.tensor([True, rank == 1])).tolist(),
+        "counts": ranks.sum(torch.tensor([rank + 1, 5])).tolist(),
+        "scalar": ranks.sum(torch.tensor(0.25 + rank)).item(),
+        "objects": ranks.gather_objects({"rank": rank, "texts": ["a"] * (rank + 1)}),
+        "empty": ranks.gather_objects([]),
+        "local": ranks.local(gathered).nan_to_num(-1.0).tolist(),
+    }
+    torch.save(found, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_two_processes(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(work, args=(port, str(tmp_path)), nprocs=2)
+    both = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    rows = [[[1.5, 2.0], [3.0, -1.0]], [[11.5, 12.0], [13.0, -1.0]]]
+    for rank, found in enumerate(both):
+        assert found.pop("place") == (rank, 2)
+        assert found.pop("local") == rows[rank]
+    assert both[0] == both[1]
+    assert both[0] == {
+        "rows": rows[0] + rows[1],
+        "transposed": [[1.5, 3.0], [2.0, -1.0], [11.5, 13.0], [12.0, -1.0]],
+        "flags": [True, False, True, True],
+        "counts": [3, 10],
+        "scalar": 1.5,
+        "objects": [{"rank": 0, "texts": ["a"]}, {"rank": 1, "texts": ["a", "a"]}],
+        "empty": [[], []],
+    }

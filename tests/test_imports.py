@@ -1,0 +1,71 @@
+"""Optional dependencies."""
+
+import importlib
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from trl.imports import EXTRAS, is_available, require
+
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+# Distributions whose name differs from the module's, or that bring the module along.
+BRINGS = {
+    "latex2sympy2_extended": "math-verify",
+    "liger_kernel": "liger-kernel",
+    "math_verify": "math-verify",
+}
+
+
+def names(requirements):
+    return {re.match(r"[\w-]+", text).group() for text in requirements}
+
+
+@pytest.mark.parametrize("module", EXTRAS)
+def test_every_extra_exists_and_brings_the_module(module):
+    extras = PROJECT["optional-dependencies"]
+    assert EXTRAS[module] in extras
+    installed = names(extras[EXTRAS[module]]) | names(PROJECT["dependencies"])
+    assert BRINGS.get(module, module) in installed
+
+
+@pytest.mark.parametrize("module", EXTRAS)
+def test_an_absent_module_names_extra_and_command(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError) as caught:
+        require(module, "this feature")
+    assert str(caught.value) == (
+        f"this feature needs the package `{module}`, which is not installed. "
+        f"Run: pip install 'trl[{EXTRAS[module]}]'"
+    )
+
+
+def test_a_submodule_of_an_absent_package_names_the_extra_too(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with pytest.raises(ImportError, match=r"x needs the package `rich`.*'trl\[quickstart\]'"):
+        require("rich.table", "x")
+
+
+def test_a_broken_module_keeps_its_own_error(tmp_path, monkeypatch):
+    """What is missing is not the package asked for, so its extra would not help."""
+    (tmp_path / "peft_broken.py").write_text("import surely_absent_module")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="surely_absent_module") as caught:
+        require("peft_broken", "x")
+    assert caught.value.name == "surely_absent_module"
+
+
+def test_a_present_module_is_returned():
+    assert require("json", "x") is importlib.import_module("json")
+
+
+def test_availability_imports_nothing(tmp_path, monkeypatch):
+    (tmp_path / "fails_on_import.py").write_text("raise RuntimeError")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert is_available("fails_on_import")
+    assert "fails_on_import" not in sys.modules
+    assert not is_available("surely_absent_module")
