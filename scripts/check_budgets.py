@@ -110,12 +110,16 @@ def functions_of(path: Path, text: str) -> list[Function]:
 
 
 def complexity(function: ast.AST) -> int:
-    """Cyclomatic complexity: one, plus one for each branch."""
+    """Cyclomatic complexity: one, plus one for each branch; nested functions have their own."""
     total = 1
-    for node in ast.walk(function):
+    nodes = list(ast.iter_child_nodes(function))
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
         total += isinstance(node, BRANCHES)
-        if isinstance(node, ast.BoolOp):
-            total += len(node.values) - 1
+        total += len(node.values) - 1 if isinstance(node, ast.BoolOp) else 0
+        nodes += ast.iter_child_nodes(node)
     return total
 
 

@@ -42,10 +42,19 @@ def test_an_absent_module_names_extra_and_command(module, monkeypatch):
     )
 
 
+class WithoutRich:
+    """A finder that says what Python says when rich is not installed."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "rich":
+            raise ModuleNotFoundError("No module named 'rich'", name="rich")
+
+
 def test_a_submodule_of_an_absent_package_names_the_extra_too(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setattr(sys, "meta_path", [WithoutRich, *sys.meta_path])
     with pytest.raises(ImportError, match=r"x needs the package `rich`.*'trl\[quickstart\]'"):
         require("rich.table", "x")
 

@@ -11,10 +11,7 @@ import pytest
 import yaml
 from workspace import ROOT, option_problems, run_python, run_trl, write_inputs
 
-PAGES = sorted(
-    [*(p for p in (ROOT / "README.md", ROOT / "CONTRIBUTING.md") if p.exists())]
-    + [*(ROOT / "docs").glob("*.md")]
-)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"python", "bash", "yaml", "text", "json", "console", "toml"}
 FENCE = re.compile(r"^( *)```(.*)$")
 EXCLUDED = re.compile(r"^\s*<!-- not run: (.+) -->$")

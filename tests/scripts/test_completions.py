@@ -115,7 +115,7 @@ def test_a_run_without_completions(tmp_path):
 def test_a_damaged_line_is_named(folder):
     path = folder / "completions" / "train.jsonl"
     path.write_text(path.read_text() + '{"step": 1, "gr')
-    with pytest.raises(ValueError, match="line 6 of .*train.jsonl is no JSON"):
+    with pytest.raises(ValueError, match=r"line 6 of .*train\.jsonl is no JSON"):
         read_records(folder, "train")
     with pytest.raises(SystemExit, match="trl completions: error: line 6"):
         main([str(folder)])

@@ -58,6 +58,16 @@ def test_a_mixture_wins_and_says_so(tmp_path, capsys):
     assert note in capsys.readouterr().err.splitlines()
 
 
+def test_a_mixture_stands_in_the_configuration_file(tmp_path):
+    entry = {"path": "json", "data_files": rows(tmp_path / "a.jsonl", ["x", "y"]), "fraction": 1.0}
+    path = tmp_path / "c.yaml"
+    path.write_text(json.dumps({"datasets": [entry], "output_dir": "out", "use_cpu": True}))
+    words = ["--config", str(path)]
+    script, *_, mixture = rloo.make_parser().parse_args_and_config(words)
+    found = load_data(script, mixture)["train"]
+    assert [row["prompt"] for row in found] == ["x", "y"]
+
+
 def test_a_dataset_is_required():
     with pytest.raises(ValueError, match="--dataset_name is required"):
         load_data(ScriptArguments(), DatasetMixtureConfig())

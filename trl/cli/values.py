@@ -80,6 +80,8 @@ def _rank(member: Any, value: Any) -> int:
 
 def _to(value: Any, member: Any) -> Any:
     base = _base(member)
+    if base is Any:
+        return value
     if base is typing.Literal:
         return _one_of(value, typing.get_args(member))
     if base in (list, tuple):

@@ -47,16 +47,20 @@ class DatasetMixtureConfig:
 
     def __post_init__(self) -> None:
         self.datasets = [_entry(place, entry) for place, entry in enumerate(self.datasets)]
-        fractions = [entry.fraction is not None for entry in self.datasets]
-        if any(fractions) and not all(fractions):
-            raise ValueError("datasets: give a fraction to all of them or to none.")
-        if self.streaming and (any(fractions) or self.test_split_size is not None):
+        shares = [entry.fraction for entry in self.datasets if entry.fraction is not None]
+        if shares:
+            _check_shares(shares, len(self.datasets))
+        if self.streaming and (shares or self.test_split_size is not None):
             raise ValueError(
                 "datasets: fractions and test_split_size need lengths, so streaming must be false."
             )
-        shares = [entry.fraction for entry in self.datasets if entry.fraction is not None]
-        if any(share < 0 for share in shares) or (shares and not any(shares)):
-            raise ValueError("datasets: fractions must not be negative, and at least one above 0.")
+
+
+def _check_shares(shares: list[float], count: int) -> None:
+    if len(shares) < count:
+        raise ValueError("datasets: give a fraction to all of them or to none.")
+    if min(shares) < 0 or max(shares) == 0:
+        raise ValueError("datasets: fractions must not be negative, and at least one above 0.")
 
 
 def _entry(place: int, entry: Any) -> DatasetConfig:

@@ -82,15 +82,15 @@ def _detached(value: float | Tensor) -> float | Tensor:
 
 
 def _combine(ranks: list[dict[str, Any]]) -> dict[str, float | None]:
-    totals: dict[str, tuple[float, float]] = {}
+    means: dict[str, _Mean] = {}
     extremes: dict[str, float] = {}
     for rank in ranks:
         for name, (total, weight) in rank["means"].items():
-            held = totals.get(name, (0.0, 0.0))
-            totals[name] = (held[0] + total, held[1] + weight)
+            means.setdefault(name, _Mean()).merge(total, weight)
         for name, (kind, value) in rank["extremes"].items():
             choose = min if kind == "min" else max
             extremes[name] = choose(extremes.get(name, value), value)
-    means = {name: total / weight if weight else None for name, (total, weight) in totals.items()}
-    finite = {name: value if math.isfinite(value) else None for name, value in extremes.items()}
-    return means | finite
+    found = {
+        name: mean.total / mean.weight if mean.weight else None for name, mean in means.items()
+    }
+    return found | {name: x if math.isfinite(x) else None for name, x in extremes.items()}

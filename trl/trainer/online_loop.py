@@ -210,15 +210,8 @@ class OnlineLoop(BaseTrainer):
             credit: rewards of all ranks, extra columns of this rank, advantages of all ranks.
         """
         table, extras, advantages = credit
-        lengths = torch.tensor([len(ids) for ids in generations.completion_ids])
-        stopped = torch.tensor([reason == "stop" for reason in generations.finish])
-        prompt_lengths = torch.tensor([len(ids) for ids in prompts.token_ids])
-        counts = torch.stack([lengths, stopped.long(), prompt_lengths], 1)
-        counts = self.ranks.gather(counts.to(self.args.device)).cpu()
-        record_lengths(self.store, counts[:, 0], counts[:, 1].bool())
+        self._count_tokens(prompts, generations)
         record_rewards(self.store, table)
-        if self.model.training:
-            self.state.num_input_tokens_seen += int(counts[:, 0].sum() + counts[:, 2].sum())
         first = self.ranks.rank * len(generations)
         rows = range(first, first + len(generations))
         records = make_records(
@@ -237,6 +230,15 @@ class OnlineLoop(BaseTrainer):
         )
         everything = [record for rank in self.ranks.gather_objects(records) for record in rank]
         self.completions.add(self.mode, everything)
+
+    def _count_tokens(self, prompts: Prompts, generations: Generations) -> None:
+        """Record the lengths of all ranks' completions, and add up the tokens trained on."""
+        rows = zip(prompts.token_ids, generations.completion_ids, generations.finish, strict=True)
+        local = [[len(ids), reason == "stop", len(prompt)] for prompt, ids, reason in rows]
+        counts = self.ranks.gather(torch.tensor(local, device=self.args.device)).cpu()
+        record_lengths(self.store, counts[:, 0], counts[:, 1].bool())
+        if self.model.training:
+            self.state.num_input_tokens_seen += int(counts[:, 0].sum() + counts[:, 2].sum())
 
     def _round_number(self) -> int:
         if self.mode == "eval":
@@ -261,8 +263,8 @@ class OnlineLoop(BaseTrainer):
 def _eval_prefix(logs: dict[str, float]) -> str:
     """The prefix of an evaluation's metrics ("eval_", "eval_name_"), empty for training."""
     for name in logs:
-        if name.startswith("eval_") and name.endswith("_loss"):
-            return name.removesuffix("loss")
+        if name.endswith("_runtime") and name != "train_runtime":
+            return name.removesuffix("runtime")
     return "eval_" if any(name.startswith("eval_") for name in logs) else ""
 
 

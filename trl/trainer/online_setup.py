@@ -37,27 +37,31 @@ def check_datasets(train: Any, evaluation: Any, args: OnlineConfig) -> None:
     """
     if train is None:
         raise ValueError("train_dataset is required: a dataset with a 'prompt' column.")
-    _check_one("train_dataset", train)
-    if isinstance(evaluation, dict):
-        for name, dataset in evaluation.items():
-            _check_one(f"eval_dataset[{name!r}]", dataset)
-    elif evaluation is not None:
-        _check_one("eval_dataset", evaluation)
-    evaluations = evaluation.values() if isinstance(evaluation, dict) else [evaluation]
-    if any(isinstance(dataset, IterableDataset) for dataset in (train, *evaluations)):
+    datasets = {"train_dataset": train} | _named(evaluation)
+    for name, dataset in datasets.items():
+        _check_one(name, dataset)
+    if any(isinstance(dataset, IterableDataset) for dataset in datasets.values()):
         _prepare_streams(args)
-    if isinstance(train, IterableDataset):
-        if args.max_steps <= 0:
-            raise ValueError("An iterable train_dataset has no length: set max_steps above 0.")
-        return
+    if not isinstance(train, IterableDataset):
+        _check_size(len(train), args)
+    elif args.max_steps <= 0:
+        raise ValueError("An iterable train_dataset has no length: set max_steps above 0.")
+
+
+def _named(evaluation: Any) -> dict[str, Any]:
+    if isinstance(evaluation, dict):
+        return {f"eval_dataset[{name!r}]": dataset for name, dataset in evaluation.items()}
+    return {} if evaluation is None else {"eval_dataset": evaluation}
+
+
+def _check_size(size: int, args: OnlineConfig) -> None:
     group_size = args.group_size
     needed = args.batch_plan.round_rows // group_size
-    if len(train) < needed:
-        rows = len(train) * group_size
+    if size < needed:
         raise ValueError(
-            f"train_dataset has {len(train)} rows, but one generation round takes {needed} "
-            f"prompts x {group_size} completions. Add rows, or lower "
-            f"generation_batch_size to at most {rows}."
+            f"train_dataset has {size} rows, but one generation round takes {needed} prompts x "
+            f"{group_size} completions. Add rows, or lower generation_batch_size to at most "
+            f"{size * group_size}."
         )
 
 

@@ -16,15 +16,12 @@ def log_table(report_to: list[str], columns: list[str], rows: list[list[Any]]) -
     """
     if not rows:
         return
-    wandb = sys.modules.get("wandb")
-    if "wandb" in report_to and wandb is not None and wandb.run is not None:
-        table = wandb.Table(columns=columns, data=[[_cell(x) for x in row] for row in rows])
-        wandb.log({"completions": table})
-    trackio = sys.modules.get("trackio")
-    if "trackio" in report_to and trackio is not None:
-        import pandas
-
-        trackio.log({"completions": trackio.Table(pandas.DataFrame(rows, columns=columns))})
+    running = {name: sys.modules.get(name) for name in ("wandb", "trackio") if name in report_to}
+    if (wandb := running.get("wandb")) and wandb.run is not None:
+        cells = [[_cell(value) for value in row] for row in rows]
+        wandb.log({"completions": wandb.Table(columns=columns, data=cells)})
+    if (trackio := running.get("trackio")) and trackio.context_vars.current_run.get() is not None:
+        trackio.log({"completions": trackio.Table(columns=columns, data=rows)})
 
 
 def _cell(value: Any) -> Any:

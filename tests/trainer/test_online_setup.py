@@ -1,0 +1,85 @@
+"""Checks made before anything is loaded."""
+
+import pytest
+from datasets import Dataset, IterableDataset
+from online import config, dataset
+
+from trl.trainer.online_setup import check_datasets, refuse_unavailable
+
+
+@pytest.mark.parametrize(
+    ("name", "feature"),
+    [
+        ("use_vllm", "generation with vLLM"),
+        ("use_transformers_continuous_batching", "continuous batching"),
+    ],
+)
+def test_features_of_later_releases(tmp_path, name, feature):
+    assert refuse_unavailable(config(tmp_path)) is None
+    with pytest.raises(NotImplementedError, match=f"{name}=True: {feature} is not available"):
+        refuse_unavailable(config(tmp_path, **{name: True}))
+
+
+def stream(column="prompt", known=True):
+    def rows():
+        yield {column: "a"}
+
+    found = IterableDataset.from_generator(rows)
+    return found if not known else found.cast(Dataset.from_dict({column: ["a"]}).features)
+
+
+TEXT = Dataset.from_dict({"text": ["a"], "label": [1]})
+
+
+@pytest.mark.parametrize(
+    ("train", "evaluation", "error", "words"),
+    [
+        (None, None, ValueError, "train_dataset is required"),
+        ([{"prompt": "a"}], None, TypeError, "train_dataset must be a .* not list"),
+        (TEXT, None, ValueError, "train_dataset has no 'prompt' column; it has text, label"),
+        (dataset(), {"prompt": ["a"]}, TypeError, r"eval_dataset\['prompt'\] must .* not list"),
+        (dataset(), "x", TypeError, "eval_dataset must be a .* not str"),
+        (dataset(), TEXT, ValueError, "eval_dataset has no 'prompt' column"),
+        (dataset(), {"a": dataset(), "b": TEXT}, ValueError, r"eval_dataset\['b'\] has no"),
+        (stream("text"), None, ValueError, "train_dataset has no 'prompt' column; it has text"),
+    ],
+)
+def test_bad_datasets(tmp_path, train, evaluation, error, words):
+    with pytest.raises(error, match=words):
+        check_datasets(train, evaluation, config(tmp_path))
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_images_are_not_available(tmp_path, column):
+    data = dataset(**{column: ["x"] * 4})
+    with pytest.raises(NotImplementedError, match=f"train_dataset has the column '{column}'"):
+        check_datasets(data, None, config(tmp_path))
+    with pytest.raises(NotImplementedError, match=r"eval_dataset\['a'\] has the column"):
+        check_datasets(dataset(), {"a": data}, config(tmp_path))
+
+
+def test_a_round_must_fit_into_the_dataset(tmp_path):
+    """8 rows x 3 slices / 4 completions = 6 prompts a round; 5 rows give 20 completions."""
+    args = config(tmp_path, steps_per_generation=3)
+    words = r"has 5 rows, .* 6 prompts x 4 completions.*generation_batch_size to at most 20\."
+    with pytest.raises(ValueError, match=words):
+        check_datasets(dataset("abcde"), None, args)
+    assert check_datasets(dataset("abcdef"), {"few": dataset("a")}, args) is None
+
+
+def test_streams(tmp_path):
+    args = config(tmp_path, max_steps=3, dataloader_num_workers=2)
+    check_datasets(stream(), stream(), args)
+    assert args.accelerator_config.dispatch_batches is False
+    assert args.dataloader_num_workers == 0
+    with pytest.raises(ValueError, match="set max_steps above 0"):
+        check_datasets(stream(), None, config(tmp_path, max_steps=-1))
+    dispatch = config(tmp_path, accelerator_config={"dispatch_batches": True})
+    with pytest.raises(ValueError, match="dispatch_batches=True cannot be used"):
+        check_datasets(stream(), None, dispatch)
+
+
+def test_streams_of_unknown_columns_are_not_looked_into(tmp_path):
+    data = stream("text", known=False)
+    assert data.column_names is None
+    assert check_datasets(data, None, config(tmp_path)) is None
