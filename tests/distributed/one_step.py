@@ -1,6 +1,6 @@
 """One RLOO step on however many processes run this; writes the gradient it used.
 
-    accelerate launch --multi_gpu --num_processes 2 one_step.py OUT ROWS GROUP BETA
+accelerate launch --multi_gpu --num_processes 2 one_step.py OUT ROWS GROUP BETA
 """
 
 import sys

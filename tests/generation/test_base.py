@@ -8,8 +8,13 @@ def test_seeds_do_not_depend_on_how_rows_are_dealt():
 
 
 def test_seeds_differ_between_rounds():
-    keys = [(s, mode, step, sub) for s in (1, 2) for mode in ("train", "eval") for step in (0, 1)
-            for sub in (0, 1)]
+    keys = [
+        (s, mode, step, sub)
+        for s in (1, 2)
+        for mode in ("train", "eval")
+        for step in (0, 1)
+        for sub in (0, 1)
+    ]
     assert len({row_seeds(key, 0, 1) for key in keys}) == len(keys)
 
 

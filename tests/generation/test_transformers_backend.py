@@ -2,7 +2,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_model
 
 from trl.generation.transformers_backend import TransformersBackend, merge_extra
 from trl.types import Prompts, Sampling
@@ -58,7 +58,7 @@ def test_matches_sampling_one_token_at_a_time():
             ids.append(token)
             if token == 1:
                 break
-        assert found[row] == ids[len(prompt):]
+        assert found[row] == ids[len(prompt) :]
 
 
 def test_every_stop_id_ends_a_completion():

@@ -8,9 +8,9 @@ from online import dataset, make_trainer
 from safetensors.torch import load_file
 from tiny import tiny_model
 
-peft = pytest.importorskip("peft")
-
 from trl.models.peft import add_adapter
+
+peft = pytest.importorskip("peft")
 
 TARGETS = ["q_proj", "v_proj"]
 

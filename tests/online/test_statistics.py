@@ -15,7 +15,9 @@ def flushed(store):
 def test_rewards_by_hand():
     nan = torch.nan
     table = RewardTable(
-        per_function=torch.tensor([[1.0, nan], [1.0, nan], [0.0, 2.0], [1.0, 4.0], [nan, nan], [1, 1]]),
+        per_function=torch.tensor(
+            [[1.0, nan], [1.0, nan], [0.0, 2.0], [1.0, 4.0], [nan, nan], [1, 1]]
+        ),
         weights=torch.ones(2),
         total=torch.tensor([1.0, 1.0, 2.0, 5.0, nan, 2.0]),
         names=("a", "b"),
@@ -36,11 +38,17 @@ def test_rewards_by_hand():
 def test_lengths_by_hand():
     store = MetricStore()
     record_lengths(store, torch.tensor([3, 5, 10]), torch.tensor([True, True, False]))
-    assert flushed(store) == pytest.approx({
-        "completions/mean_length": 6, "completions/min_length": 3, "completions/max_length": 10,
-        "completions/mean_terminated_length": 4, "completions/min_terminated_length": 3,
-        "completions/max_terminated_length": 5, "completions/clipped_ratio": 1 / 3,
-    })
+    assert flushed(store) == pytest.approx(
+        {
+            "completions/mean_length": 6,
+            "completions/min_length": 3,
+            "completions/max_length": 10,
+            "completions/mean_terminated_length": 4,
+            "completions/min_terminated_length": 3,
+            "completions/max_terminated_length": 5,
+            "completions/clipped_ratio": 1 / 3,
+        }
+    )
 
 
 def test_terminated_lengths_are_zero_when_none_ended():
@@ -62,7 +70,12 @@ def test_clipping_counts_marked_places_only():
     high = torch.tensor([[False, True], [True, True]])
     mask = torch.tensor([[True, True], [True, False]])
     record_clipping(store, low, high, mask)
-    assert flushed(store) == pytest.approx({
-        "clip_ratio/low_mean": 1 / 3, "clip_ratio/high_mean": 2 / 3, "clip_ratio/region_mean": 1.0,
-        "clip_ratio/low_min": 0.0, "clip_ratio/high_max": 1.0,
-    })
+    assert flushed(store) == pytest.approx(
+        {
+            "clip_ratio/low_mean": 1 / 3,
+            "clip_ratio/high_mean": 2 / 3,
+            "clip_ratio/region_mean": 1.0,
+            "clip_ratio/low_min": 0.0,
+            "clip_ratio/high_max": 1.0,
+        }
+    )

@@ -21,8 +21,10 @@ def test_sentence():
     assert plan().describe() == (
         "each update: 16 prompts x 8 completions = 128 sequences, in 4 micro-batches on 2 ranks"
     )
-    assert plan(slices=8, iterations=2).describe().endswith(
-        "; each generation round of 256 sequences serves 4 updates"
+    assert (
+        plan(slices=8, iterations=2)
+        .describe()
+        .endswith("; each generation round of 256 sequences serves 4 updates")
     )
     single = plan(micro_batch=8, num_processes=1, slices=1, accumulation=1)
     assert single.describe() == (
@@ -44,7 +46,9 @@ def simulate(slices: int, iterations: int, accumulation: int) -> bool:
 
 
 def test_on_policy_is_what_the_loop_does():
-    for slices, iterations, accumulation in itertools.product(range(1, 5), range(1, 4), range(1, 9)):
+    for slices, iterations, accumulation in itertools.product(
+        range(1, 5), range(1, 4), range(1, 9)
+    ):
         expected = simulate(slices, iterations, accumulation)
         found = plan(slices=slices, iterations=iterations, accumulation=accumulation)
         assert found.is_on_policy == expected, (slices, iterations, accumulation)

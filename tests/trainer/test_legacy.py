@@ -43,7 +43,9 @@ def test_one_warning_names_every_key():
         assert words in messages[0]
 
 
-@pytest.mark.parametrize("name", [n for n, o in RLOO_OPTIONS.items() if o.new is None and not o.removed])
+@pytest.mark.parametrize(
+    "name", [n for n, o in RLOO_OPTIONS.items() if o.new is None and not o.removed]
+)
 def test_options_without_effect(name):
     with pytest.warns(FutureWarning, match=f"{name} has no effect"):
         make(**{name: 1})
@@ -92,7 +94,11 @@ def test_tokenized_datasets_are_decoded(tmp_path):
     data = Dataset.from_dict({"input_ids": ids})
     with pytest.warns(FutureWarning, match="input_ids is decoded"):
         trainer = RLOOTrainer(
-            tiny_model(), token_sum, config(tmp_path), train_dataset=data, processing_class=tokenizer
+            tiny_model(),
+            token_sum,
+            config(tmp_path),
+            train_dataset=data,
+            processing_class=tokenizer,
         )
     assert trainer.train_dataset["prompt"] == ["ab", "cd", "ef", "gh"]
     with pytest.raises(ValueError, match="processing_class"):

@@ -298,7 +298,11 @@ def test_model_by_name(tmp_path):
     [
         ({"train_dataset": None}, ValueError, "train_dataset is required"),
         ({"train_dataset": [{"prompt": "a"}]}, TypeError, "not list"),
-        ({"train_dataset": Dataset.from_dict({"text": ["a"]})}, ValueError, "no 'prompt' column; it has text"),
+        (
+            {"train_dataset": Dataset.from_dict({"text": ["a"]})},
+            ValueError,
+            "no 'prompt' column; it has text",
+        ),
         ({"train_dataset": dataset(["a"])}, ValueError, "1 rows.* 2 prompts x 4 completions"),
         ({"model": 3}, TypeError, "not int"),
         ({"processing_class": "gpt2"}, TypeError, "not str"),
@@ -320,7 +324,10 @@ def test_bad_arguments(tmp_path, changes, error, words):
 
 @pytest.mark.parametrize(
     ("data", "words"),
-    [(["", "a"], "prompt of row 0 .* has no tokens"), (["a", "b" * 300], "row 4 .* has 300 tokens")],
+    [
+        (["", "a"], "prompt of row 0 .* has no tokens"),
+        (["a", "b" * 300], "row 4 .* has 300 tokens"),
+    ],
 )
 def test_bad_prompts_name_the_row(tmp_path, data, words):
     with pytest.raises(ValueError, match=words):

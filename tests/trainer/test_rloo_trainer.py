@@ -85,9 +85,7 @@ def test_kl_penalty_is_in_the_reward(tmp_path):
     rows = rows_of(PROMPTS[:2], 4)
     rewards = token_sum([completion for _, completion in rows])
     model = tiny_model()
-    expected = paper_gradient(
-        model, rows, rewards, 4, reference=trainer.reference.model, beta=0.3
-    )
+    expected = paper_gradient(model, rows, rewards, 4, reference=trainer.reference.model, beta=0.3)
     with torch.no_grad():
         gaps = [
             completion_logps(model, *row) - completion_logps(trainer.reference.model, *row)
@@ -96,8 +94,7 @@ def test_kl_penalty_is_in_the_reward(tmp_path):
     assert relative(step_direction(trainer), expected) < 5e-6
     logged = next(entry for entry in trainer.state.log_history if "kl" in entry)
     assert logged["kl"] == pytest.approx(float(torch.cat(gaps).mean()), abs=1e-6)
-    plain = [sum(values) / 8 for values in [rewards]][0]
-    assert logged["reward"] == pytest.approx(plain, abs=1e-6), "the task reward, unpenalized"
+    assert logged["reward"] == pytest.approx(sum(rewards) / 8, abs=1e-6), "unpenalized"
 
 
 @pytest.mark.parametrize("fp32_head", [False, True])
@@ -119,7 +116,9 @@ def test_ratio_is_one_on_policy_and_clips_off_policy(tmp_path):
 
 def test_second_pass_uses_the_old_policy(tmp_path):
     """Two passes over one round: the second gradient has ratio pi / pi_old, by hand."""
-    trainer = make_trainer(tmp_path, num_iterations=2, max_steps=2, epsilon=10.0, learning_rate=0.01)
+    trainer = make_trainer(
+        tmp_path, num_iterations=2, max_steps=2, epsilon=10.0, learning_rate=0.01
+    )
     start = tiny_model()
     trainer.train()
     rows = rows_of(PROMPTS[:2], 4)

@@ -71,11 +71,7 @@ def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
     for option, values in _groups(words):
         name = option.removeprefix("--").split("=")[0].replace("-", "_")
         (ours if parser.knows(name) else theirs).extend([option, *values])
-    config = vars(parser.parse_known_args(ours)[0]).get("config")
-    if config:
-        from_file = {k: v for k, v in read_config(config).items() if not parser.knows(k)}
-        theirs = [*as_words(from_file), *theirs]
-    theirs = _resolve_accelerate_config(theirs)
+    theirs = _resolve_accelerate_config([*_words_of_file(parser, ours), *theirs])
     if "--cpu" in theirs:
         ours = [*ours, "--use_cpu"]
     legal = _accelerate_options()
@@ -83,6 +79,13 @@ def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
     if unknown:
         raise ValueError(f"{parser.unknown(unknown, sorted(legal))}.")
     return ours, _with_defaults(theirs)
+
+
+def _words_of_file(parser: TrlParser, words: list[str]) -> list[str]:
+    """What the configuration file holds besides options of the script."""
+    path = vars(parser.parse_known_args(words)[0]).get("config")
+    config = read_config(path) if path else {}
+    return as_words({name: v for name, v in config.items() if not parser.knows(name)})
 
 
 def _groups(words: list[str]) -> list[tuple[str, list[str]]]:
@@ -146,11 +149,14 @@ def _with_defaults(words: list[str]) -> list[str]:
     defaults: dict[str, Any] = SINGLE_MACHINE | {"num_processes": str(_devices())}
     missing = {name: value for name, value in defaults.items() if name not in given}
     words = [*as_words(missing), *words]
-    count = int(launch_command_parser().parse_args([*words, "script"]).num_processes)
-    if count > 1 and not given & STRATEGIES:
+    if _count(words) > 1 and not given & STRATEGIES:
         # accelerate starts several processes on CPUs only under the name of several GPUs.
         words = ["--multi_gpu", *(word for word in words if word != "--cpu")]
     return words
+
+
+def _count(words: list[str]) -> int:
+    return int(launch_command_parser().parse_args([*words, "script"]).num_processes)
 
 
 def _devices() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -38,19 +38,23 @@ def merge_extra(sampling: Sampling) -> tuple[Sampling, dict[str, Any]]:
     Raises:
         ValueError: for an option that `generate` does not know or that is refused.
     """
+    _check_names(sampling.extra)
     rest = dict(sampling.extra)
+    named = {name: rest.pop(name) for name in NAMED if name in rest}
+    if "max_new_tokens" in rest:
+        named["max_tokens"] = rest.pop("max_new_tokens")
+    return sampling.replace(extra={}, **named), rest
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
     known = set(GenerationConfig().to_dict())
-    for name in rest:
+    for name in options:
         if name in REFUSED:
             raise ValueError(f"generation_kwargs[{name!r}] cannot be used in training.")
         if name not in known and name not in NAMED:
             close = difflib.get_close_matches(name, known | set(NAMED), n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"generation_kwargs[{name!r}] is no generation option.{hint}")
-    named = {name: rest.pop(name) for name in NAMED if name in rest}
-    if "max_new_tokens" in rest:
-        named["max_tokens"] = rest.pop("max_new_tokens")
-    return sampling.replace(extra={}, **named), rest
 
 
 class TransformersBackend:
@@ -87,10 +91,7 @@ class TransformersBackend:
         mask = pad_ragged([[1] * len(row) for row in prompts.token_ids], 0, side="left")
         processors = LogitsProcessorList()
         if rest.pop("do_sample", True):
-            if sampling.seeds is None:
-                draws = torch.randint(2**62, (len(prompts),)).tolist()
-                sampling = sampling.replace(seeds=tuple(draws))
-            processors.append(RowSampler(sampling, ids.shape[1]))
+            processors.append(RowSampler(_seeded(sampling, len(prompts)), ids.shape[1]))
         with self._policy() as model:
             output = model.generate(
                 input_ids=ids.to(self._device),
@@ -116,3 +117,9 @@ class TransformersBackend:
             disable_compile=True,
             **rest,
         )
+
+
+def _seeded(sampling: Sampling, count: int) -> Sampling:
+    if sampling.seeds is not None:
+        return sampling
+    return sampling.replace(seeds=tuple(torch.randint(2**62, (count,)).tolist()))

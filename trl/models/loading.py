@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -53,7 +52,17 @@ def load_policy(
     Raises:
         ValueError: for an unknown dtype, or a quantization given twice.
     """
-    kwargs = copy.copy(init_kwargs or {})
+    kwargs = _loading_options(init_kwargs or {}, quantization_config)
+    kwargs.setdefault("trust_remote_code", trust_remote_code)
+    if distributed:
+        kwargs["device_map"] = None
+    elif torch.cuda.is_available():
+        kwargs.setdefault("device_map", "auto")
+    return _architecture(name, kwargs).from_pretrained(name, **kwargs)
+
+
+def _loading_options(init_kwargs: dict[str, Any], quantization_config: Any) -> dict[str, Any]:
+    kwargs = dict(init_kwargs)
     if quantization_config is not None:
         if "quantization_config" in kwargs:
             raise ValueError(
@@ -61,12 +70,7 @@ def load_policy(
             )
         kwargs["quantization_config"] = quantization_config
     kwargs["dtype"] = resolve_dtype(kwargs.get("dtype", "float32"))
-    kwargs.setdefault("trust_remote_code", trust_remote_code)
-    if torch.cuda.is_available() and not distributed:
-        kwargs.setdefault("device_map", "auto")
-    if distributed:
-        kwargs["device_map"] = None
-    return _architecture(name, kwargs).from_pretrained(name, **kwargs)
+    return kwargs
 
 
 def _architecture(name: str, kwargs: dict[str, Any]) -> Any:

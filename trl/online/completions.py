@@ -78,8 +78,10 @@ class CompletionLog:
         if not self._writes:
             return
         for path in self._folder.glob("*.jsonl"):
+            # The evaluation of a step comes before its checkpoint, its training rounds after.
+            last = step + 1 if path.stem == "eval" else step
             with path.open(encoding="utf-8") as file:  # splits where splitlines would not: at \n
-                kept = [line for line in file if _step_of(line) < step]
+                kept = [line for line in file if _step_of(line) < last]
             path.write_text("".join(kept), encoding="utf-8")
 
     def take(self, mode: str) -> list[dict[str, Any]]:
@@ -149,18 +151,20 @@ def tracker_rows(
     """Lay records out for a tracker's table: column names, and one list a row."""
     if not records:
         return [], []
-    rewards, extras = list(records[0]["rewards"]), list(records[0]["extra"])
-    seen: set[str] = set()
-    rows = []
-    for record in records:
-        prompt = shown_text(record["prompt"])
-        if unique_prompts and prompt in seen:
-            continue
-        seen.add(prompt)
-        rows.append(
-            [record["step"], prompt, shown_text(record["completion"])]
-            + [record["rewards"][name] for name in rewards]
-            + [record["extra"].get(name) for name in extras]
-            + [record["advantage"]]
-        )
-    return ["step", "prompt", "completion", *rewards, *extras, "advantage"], rows
+    if unique_prompts:
+        first: dict[str, dict[str, Any]] = {}
+        for record in records:
+            first.setdefault(shown_text(record["prompt"]), record)
+        records = list(first.values())
+    names = _columns(records)
+    rows = [
+        [
+            record["step"],
+            shown_text(record["prompt"]),
+            shown_text(record["completion"]),
+            *((record["rewards"] | record["extra"]).get(name) for name in names),
+            record["advantage"],
+        ]
+        for record in records
+    ]
+    return ["step", "prompt", "completion", *names, "advantage"], rows

@@ -160,9 +160,7 @@ class RewardSuite:
             ValueError: naming the function, what is wrong, and the row.
         """
         text = "0"
-        conversational = not isinstance(row["prompt"], str)
-        completion = [{"role": "assistant", "content": text}] if conversational else text
-        inputs = RewardInputs.from_rows([row], [completion], [[0]], trainer_state)
+        inputs = _trial_inputs(row, text, trainer_state)
         functions = [s for s in self.sources if not isinstance(s, ModelReward)]
         for source in functions:
             try:
@@ -206,9 +204,14 @@ class RewardSuite:
         waiting = [source for source in sources if isinstance(source, AsyncReward)]
         if waiting:
             calls = [_keywords(s.name, inputs, extras, log_metric) for s in waiting]
-            found = self._run(_all_of(waiting, calls, self._timeout))
-            results |= {s.name: value for s, value in zip(waiting, found, strict=True)}
+            results |= self._call_at_once(waiting, calls)
         return [_checked(s.name, results[s.name], inputs) for s in sources]
+
+    def _call_at_once(
+        self, sources: Sequence[AsyncReward], keywords: Sequence[dict[str, Any]]
+    ) -> dict[str, Any]:
+        found = self._run(_all_of(sources, keywords, self._timeout))
+        return dict(zip((source.name for source in sources), found, strict=True))
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run coroutines on one event loop in a daemon thread, kept for the whole run."""
@@ -233,6 +236,12 @@ class RewardSuite:
                 "not train.",
                 stacklevel=3,
             )
+
+
+def _trial_inputs(row: dict[str, Any], text: str, trainer_state: Any) -> RewardInputs:
+    plain = isinstance(row["prompt"], str)
+    completion = text if plain else [{"role": "assistant", "content": text}]
+    return RewardInputs.from_rows([row], [completion], [[0]], trainer_state)
 
 
 def _guarded(

@@ -82,17 +82,21 @@ def show(records: list[dict[str, Any]]) -> None:
         table.add_column(name, overflow="fold")
     for _, group in groupby(records, key=lambda r: (r["step"], r.get("round"), r["group"])):
         for place, record in enumerate(group):
-            numbers = [*(record["rewards"].get(name) for name in names)]
-            numbers += [record["reward"], record["advantage"]]
-            table.add_row(
-                str(record["step"]),
-                text(_text(record["prompt"]) if place == 0 else "  same"),
-                text(_text(record["completion"])),
-                record["finish"],
-                *("-" if number is None else f"{number:.3f}" for number in numbers),
-            )
+            table.add_row(*map(text, _cells(record, names, shows_prompt=place == 0)))
         table.add_section()
     require("rich.console", "trl completions").Console().print(table)
+
+
+def _cells(record: dict[str, Any], names: list[str], shows_prompt: bool) -> list[str]:
+    numbers = [record["rewards"].get(name) for name in names]
+    numbers += [record["reward"], record["advantage"]]
+    return [
+        str(record["step"]),
+        _text(record["prompt"]) if shows_prompt else "  same",
+        _text(record["completion"]),
+        record["finish"],
+        *("-" if number is None else f"{number:.3f}" for number in numbers),
+    ]
 
 
 def _text(value: Any) -> str:

@@ -103,6 +103,10 @@ def resolve_rounds(
     if round_rows is None:
         slices = accumulation if slices is None else slices
         return micro_batches * slices, slices
+    return round_rows, _slices_of(round_rows, micro_batches, slices)
+
+
+def _slices_of(round_rows: int, micro_batches: int, slices: int | None) -> int:
     if round_rows < 1 or round_rows % micro_batches:
         raise ValueError(
             f"generation_batch_size={round_rows} is not a multiple of the {micro_batches} rows of "
@@ -116,7 +120,7 @@ def resolve_rounds(
             f"{micro_batches} rows a micro-batch, but steps_per_generation={slices} was given. "
             f"Give one of them, or generation_batch_size={micro_batches * slices}."
         )
-    return round_rows, derived
+    return derived
 
 
 def check_groups(round_rows: int, group_size: int | None, micro_batches: int) -> None:

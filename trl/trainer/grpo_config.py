@@ -90,6 +90,7 @@ class GRPOConfig(OnlineConfig):
         self._settle_scale()
         self._check_names()
         self._check_entropy()
+        self._settle_cap()
         self._check_sampling_bounds()
         if self.log_completions_hub_repo is not None and not self.log_completions:
             raise ValueError("log_completions_hub_repo needs log_completions=True.")
@@ -128,7 +129,7 @@ class GRPOConfig(OnlineConfig):
                 f"entropy_coef_max={self.entropy_coef_max}."
             )
 
-    def _check_sampling_bounds(self) -> None:
+    def _settle_cap(self) -> None:
         cap = self.vllm_importance_sampling_cap
         if cap is not None:
             warnings.warn(
@@ -138,6 +139,8 @@ class GRPOConfig(OnlineConfig):
             )
             self.vllm_importance_sampling_clip_max = cap
             self.vllm_importance_sampling_cap = None
+
+    def _check_sampling_bounds(self) -> None:
         low = self.vllm_importance_sampling_clip_min
         high = self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:

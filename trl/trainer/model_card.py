@@ -40,14 +40,12 @@ def render_model_card(
     template = (
         resources.files("trl").joinpath("templates").joinpath("model_card.md").read_text("utf-8")
     )
-    front = [f"base_model: {base_model}"] if base_model else []
-    front += [f"datasets: {dataset_name}"] if dataset_name else []
     versions = "\n".join(
         f"- {package}: {_version(package)}"
         for package in ("trl", "transformers", "torch", "accelerate", "datasets")
     )
     return Template(template).substitute(
-        front_matter="".join(f"{line}\n" for line in front),
+        front_matter=_front_matter({"base_model": base_model, "datasets": dataset_name}),
         model_name=model_name,
         base_model=f" of [{base_model}](https://huggingface.co/{base_model})" if base_model else "",
         dataset=f" on {dataset_name}" if dataset_name else "",
@@ -58,6 +56,10 @@ def render_model_card(
         citation=method.citation.strip(),
         versions=versions,
     )
+
+
+def _front_matter(fields: dict[str, str | None]) -> str:
+    return "".join(f"{name}: {value}\n" for name, value in fields.items() if value)
 
 
 def _version(package: str) -> str:

@@ -254,6 +254,9 @@ class OnlineLoop(BaseTrainer):
             logs.update({prefix + name: value for name, value in collected.items()})
             logs[prefix + "num_tokens"] = float(self.state.num_input_tokens_seen)
         super().log(logs, start_time)
+        self._show_completions(mode)
+
+    def _show_completions(self, mode: str) -> None:
         records = self.completions.take(mode)
         if self.args.log_completions and records and self.is_world_process_zero():
             print_table(records, self.state.global_step, self.args.num_completions_to_print)

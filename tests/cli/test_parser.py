@@ -1,0 +1,160 @@
+import dataclasses
+import os
+import typing
+from dataclasses import dataclass, field
+
+import pytest
+import yaml
+
+from trl.cli.parser import TrlParser
+from trl.cli.values import members
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.model_config import ModelConfig
+from trl.trainer.rloo_config import RLOOConfig
+
+BASE = ["--output_dir", "out", "--use_cpu", "--report_to", "none"]
+
+
+def parse(words, *types):
+    return TrlParser(types or (RLOOConfig,), prog="trl").parse_args_and_config([*BASE, *words])
+
+
+def config_file(tmp_path, **values):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+SAMPLES = {bool: ("true", True), int: ("3", 3), float: ("0.5", 0.5), str: ("word", "word")}
+
+
+def sample(annotation):
+    """A word for the first plain type of an annotation, and its value."""
+    for kind in (bool, int, float, str):
+        if kind in members(annotation):
+            return SAMPLES[kind]
+    return None
+
+
+@pytest.mark.parametrize("config_class", [RLOOConfig, GRPOConfig, ModelConfig])
+def test_every_option_is_read_with_its_type(config_class):
+    """Values are read one at a time; whether they suit each other is the configuration's say."""
+    parser = TrlParser((config_class,))
+    hints = typing.get_type_hints(config_class)
+    checked = 0
+    for option in dataclasses.fields(config_class):
+        known = sample(hints[option.name])
+        if not option.init or known is None:
+            continue
+        for spelling in {option.name, option.name.replace("_", "-")}:
+            values, _, unknown = parser.read([f"--{spelling}", known[0]])
+            assert (values[option.name], unknown) == (known[1], []), option.name
+            assert type(values[option.name]) is type(known[1]), option.name
+        checked += 1
+    assert checked > 15
+
+
+def test_types_that_are_easily_lost():
+    args = parse(
+        [
+            *("--reward_clip_range", "-1e-3", "1e3", "--reward_weights", "1", "2"),
+            *("--generation_kwargs", '{"top_k": 3}', "--min_p", "none", "--epsilon-high", "0.3"),
+            *("--no_shuffle_dataset", "--log_completions", "--temperature", "1"),
+        ]
+    )[0]
+    assert args.reward_clip_range == (-0.001, 1000.0) and args.reward_weights == [1.0, 2.0]
+    assert args.generation_kwargs == {"top_k": 3} and args.min_p is None
+    assert args.epsilon_high == 0.3 and args.shuffle_dataset is False and args.log_completions
+    assert isinstance(args.temperature, float)
+
+
+@pytest.mark.parametrize(("word", "scale"), [("false", "none"), ("True", "group"), ("batch",) * 2])
+def test_scale_rewards_takes_booleans(word, scale):
+    assert parse(["--scale_rewards", word], GRPOConfig)[0].scale_rewards == scale
+
+
+def test_precedence_and_conversion_of_the_file(tmp_path):
+    path = config_file(
+        tmp_path,
+        learning_rate="1e-5",
+        temperature=1,
+        beta=0.5,
+        reward_clip_range=[-1, 1],
+        epsilon=0.3,
+        env={"TRL_TEST_VALUE": 7},
+    )
+    for words in (["--config", path], [f"--config={path}"]):
+        args = parse([*words, "--beta", "0.25"])[0]
+        assert (args.learning_rate, args.beta, args.epsilon) == (1e-5, 0.25, 0.3)
+        assert args.reward_clip_range == (-1.0, 1.0) and args.temperature == 1.0
+        assert args.top_p == 1.0, "a default"
+    assert os.environ.pop("TRL_TEST_VALUE") == "7"
+
+
+def test_unknown_options_name_the_closest(tmp_path):
+    with pytest.raises(ValueError, match="unknown option --lerning_rate .*--learning_rate"):
+        parse(["--lerning_rate", "1"])
+    with pytest.raises(ValueError, match="--betta .*--beta"):
+        parse(["--config", config_file(tmp_path, betta=1)])
+    parser = TrlParser((RLOOConfig,))
+    words = [*BASE, "--config", config_file(tmp_path, first=1), "--second", "2"]
+    *_, file, line = parser.parse_args_and_config(
+        words, return_remaining_strings=True, separate_remaining_strings=True
+    )
+    assert (file, line) == (["--first", "1"], ["--second", "2"])
+
+
+def test_wrong_values_are_one_line(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse(["--learning_rate", "fast"])
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err == "trl: error: --learning_rate: 'fast' is no number.\n"
+
+
+def test_files_must_be_mappings(tmp_path):
+    path = tmp_path / "list.yaml"
+    path.write_text("- 1\n")
+    with pytest.raises(ValueError, match="must be a mapping"):
+        parse(["--config", str(path)])
+    with pytest.raises(ValueError, match="env in .* must be a mapping"):
+        parse(["--config", config_file(tmp_path, env=[1])])
+    with pytest.raises(FileNotFoundError):
+        parse(["--config", "nowhere.yaml"])
+
+
+def test_old_names(tmp_path):
+    with pytest.warns(FutureWarning, match="rloo_k is now num_generations"):
+        assert parse(["--rloo_k", "4"])[0].num_generations == 4
+    with pytest.warns(FutureWarning, match="kl_coef is now beta"):
+        assert parse(["--config", config_file(tmp_path, kl_coef=0.3)])[0].beta == 0.3
+    with pytest.raises(ValueError, match="Both rloo_k and num_generations"):
+        parse(["--rloo_k", "4", "--num_generations", "4"])
+
+
+def test_several_dataclasses_share_one_line():
+    training, model = parse(["--lora_r", "4", "--beta", "0"], RLOOConfig, ModelConfig)
+    assert (training.beta, model.lora_r) == (0.0, 4)
+
+
+def test_required_fields_and_reserved_names(capsys):
+    @dataclass
+    class Needs:
+        must: int
+        more: list[str] = field(default_factory=list)
+
+    @dataclass
+    class Reserved:
+        config: str = ""
+
+    with pytest.raises(SystemExit):
+        TrlParser(Needs).parse_args_and_config([])
+    assert "--must is required" in capsys.readouterr().err
+    assert TrlParser(Needs).parse_args_and_config(["--must", "1"])[0] == Needs(1)
+    with pytest.raises(ValueError, match="called config"):
+        TrlParser(Reserved)
+
+
+def test_defaults_for_options():
+    parser = TrlParser((ModelConfig,))
+    assert parser.set_defaults_with_config(lora_r=3, other=[1, 2]) == ["--other", "1", "2"]
+    assert parser.parse_args_and_config([])[0].lora_r == 3

@@ -1,0 +1,67 @@
+import typing
+from enum import Enum
+from typing import Any, Literal
+
+import pytest
+
+from trl.cli.values import ConversionError, convert
+
+
+class Color(Enum):
+    RED = "red"
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "expected"),
+    [
+        ("3", int, 3),
+        ("1e-6", float, 1e-6),
+        (3, float, 3.0),
+        ("-1e3", float, -1000.0),
+        ("true", bool, True),
+        ("No", bool, False),
+        (True, bool, True),
+        ("none", int | None, None),
+        ("null", float | None, None),
+        (None, int | None, None),
+        ("none", str | None, "none"),
+        ("5", int | str | None, 5),
+        ("auto", int | str | None, "auto"),
+        ("false", str, "false"),
+        (False, str, "false"),
+        (["-1", "1"], tuple[float, float] | None, (-1.0, 1.0)),
+        ([1, 2], tuple[float, float], (1.0, 2.0)),
+        (["1", "2"], list[float] | None, [1.0, 2.0]),
+        ("1", list[float], [1.0]),
+        (["all-linear"], list[str] | str | None, "all-linear"),
+        (["a", "b"], list[str] | str | None, ["a", "b"]),
+        ('{"a": 1}', dict, {"a": 1}),
+        ({"a": 1}, dict[str, Any] | str | None, {"a": 1}),
+        ("b", Literal["a", "b"], "b"),
+        ("red", Color | str, "red"),
+        ("2", typing.Union[int, None], 2),  # noqa: UP007
+    ],
+)
+def test_conversions(value, annotation, expected):
+    found = convert(value, annotation)
+    assert found == expected and type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "words"),
+    [
+        ("abc", float, "'abc' is no number"),
+        ("1.5", int, "no integer"),
+        (1.5, int, "no integer"),
+        (True, int, "no integer"),
+        ("maybe", bool, "no boolean"),
+        ("nan", float, "NaN"),
+        (["1"], tuple[float, float], "2 values are needed, 1 were given"),
+        ("{", dict, "no JSON object"),
+        ("c", Literal["a", "b"], "none of a, b"),
+        ({"a": 1}, str, "no text"),
+    ],
+)
+def test_errors_say_what_is_wrong(value, annotation, words):
+    with pytest.raises(ConversionError, match=words):
+        convert(value, annotation)

@@ -1,0 +1,101 @@
+import json
+
+import torch
+
+from trl.online.completions import (
+    CompletionLog,
+    make_records,
+    plain,
+    print_table,
+    reward_cells,
+    tracker_rows,
+)
+from trl.types import RewardTable
+
+
+def record(step=0, prompt="p", completion="c", advantage=0.5, **extra):
+    return {
+        "step": step,
+        "group": 0,
+        "prompt": prompt,
+        "completion": completion,
+        "rewards": {"r": 1.0},
+        "extra": extra,
+        "advantage": advantage,
+    }
+
+
+def lines(folder, mode="train"):
+    with (folder / "completions" / f"{mode}.jsonl").open() as file:
+        return [json.loads(line) for line in file]
+
+
+def test_records_by_hand():
+    found = make_records(
+        {"step": 3}, {"prompt": list("abcd")}, {"x": [1, 2, 3, 4]}, [{"r": 0.0}] * 4, (6, 4)
+    )
+    assert [r["group"] for r in found] == [1, 1, 2, 2]
+    assert found[2] == {
+        "step": 3, "group": 2, "prompt": "c", "rewards": {"r": 0.0}, "extra": {"x": 3},
+    }  # fmt: skip
+
+
+def test_nan_becomes_none():
+    table = RewardTable(
+        per_function=torch.tensor([[0.0, 1.0], [torch.nan, 2.0], [3.0, 4.0]]),
+        weights=torch.ones(2),
+        total=torch.zeros(3),
+        names=("a", "b"),
+        group_size=1,
+    )
+    assert reward_cells(table, range(1, 3)) == [{"a": None, "b": 2.0}, {"a": 3.0, "b": 4.0}]
+    assert plain(float("nan")) is None and plain(1.5) == 1.5
+
+
+def test_rounds_are_appended_and_taken_once(tmp_path):
+    log = CompletionLog(str(tmp_path), writes=True)
+    log.add("train", [record(0)])
+    log.add("train", [record(1), record(1)])
+    log.add("eval", [record(1)])
+    assert [r["step"] for r in lines(tmp_path)] == [0, 1, 1]
+    assert len(log.take("train")) == 2 and log.take("train") == []
+    assert len(log.take("eval")) == 1
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    log = CompletionLog(str(tmp_path), writes=False)
+    log.add("train", [record()])
+    log.restart(0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_restart_drops_later_steps_and_broken_lines(tmp_path):
+    log = CompletionLog(str(tmp_path), writes=True)
+    for step in range(4):
+        log.add("train", [record(step, prompt="line\u2028separator")])
+    with (tmp_path / "completions" / "train.jsonl").open("a") as file:
+        file.write('{"step": 1, "prom')
+    for step in (1, 2, 3):
+        log.add("eval", [record(step)])
+    log.restart(2)
+    assert [r["step"] for r in lines(tmp_path)] == [0, 1]
+    assert [r["step"] for r in lines(tmp_path, "eval")] == [1, 2], "evaluated before the checkpoint"
+
+
+def test_table_shows_a_sample(capsys):
+    records = [record(completion=f"text{i}", note="seen") for i in range(9)]
+    print_table(records, step=5, count=2)
+    shown = capsys.readouterr().out
+    assert "Step 5" in shown and shown.count("text") == 2 and "seen" in shown and "0.50" in shown
+    print_table(records, step=5, count=0)
+    print_table([], step=5, count=None)
+    assert "text" not in capsys.readouterr().out
+
+
+def test_tracker_rows():
+    records = [record(prompt="a", x=1), record(prompt="a", x=2), record(prompt="b", x=3)]
+    columns, rows = tracker_rows(records, unique_prompts=False)
+    assert columns == ["step", "prompt", "completion", "r", "x", "advantage"]
+    assert rows[1] == [0, "a", "c", 1.0, 2, 0.5] and len(rows) == 3
+    assert [row[1] for row in tracker_rows(records, unique_prompts=True)[1]] == ["a", "b"]
+    assert tracker_rows([], False) == ([], [])
