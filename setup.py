@@ -1,4 +1,4 @@
-"""Everything about the package stands in pyproject.toml; this file serves tools that look for it."""
+"""Everything about the package stands in pyproject.toml; this serves tools that look here."""
 
 from setuptools import setup
 

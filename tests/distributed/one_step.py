@@ -10,7 +10,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "trainer")]
 
-from online import dataset, make_trainer, weights
+from online import dataset, make_trainer, weights  # noqa: E402
 
 MANY = [f"{chr(97 + i)}{i}" for i in range(8)]
 

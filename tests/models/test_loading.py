@@ -2,7 +2,7 @@ import pytest
 import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from torch import nn
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import BitsAndBytesConfig, LlamaForCausalLM, Qwen3ForCausalLM
 
 from trl.models.loading import (
     context_length,
@@ -15,66 +15,135 @@ from trl.models.loading import (
 )
 
 
-def test_float32_unless_told_otherwise(tmp_path):
-    name = save_tiny(tmp_path / "m")
-    assert load_policy(name, None).dtype == torch.float32
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("bfloat16", torch.bfloat16),
+        ("float16", torch.float16),
+        ("float32", torch.float32),
+        ("auto", "auto"),
+        (torch.float16, torch.float16),
+        (None, None),
+    ],
+)
+def test_dtypes(dtype, expected):
+    assert resolve_dtype(dtype) == expected
+
+
+def test_unknown_dtypes_are_refused():
+    with pytest.raises(ValueError, match="dtype='int8' .* must be one of auto, bfloat16"):
+        resolve_dtype("int8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("llama", LlamaForCausalLM), ("qwen3", Qwen3ForCausalLM)]
+)
+def test_the_saved_weights_in_the_saved_architecture(tmp_path, kind, expected):
+    name = save_tiny(tmp_path, kind)
+    loaded, saved = load_policy(name, None), tiny_model(kind)
+    assert type(loaded) is expected
+    states = loaded.state_dict()
+    assert states.keys() == saved.state_dict().keys()
+    assert all(torch.equal(states[n].cpu(), v) for n, v in saved.state_dict().items())
+
+
+def test_float32_unless_said_otherwise(tmp_path):
+    tiny_model().to(torch.bfloat16).save_pretrained(tmp_path)
     options = {"dtype": "bfloat16"}
-    found = load_policy(name, options)
-    assert isinstance(found, LlamaForCausalLM)
-    assert found.dtype == torch.bfloat16
+    assert load_policy(str(tmp_path), None).dtype == torch.float32
+    assert load_policy(str(tmp_path), {}).dtype == torch.float32
+    assert load_policy(str(tmp_path), options).dtype == torch.bfloat16
+    assert load_policy(str(tmp_path), {"dtype": "auto"}).dtype == torch.bfloat16
     assert options == {"dtype": "bfloat16"}, "not modified"
 
 
-@pytest.mark.parametrize(("given", "expected"), [("auto", "auto"), ("float16", torch.float16)])
-def test_dtypes(given, expected):
-    assert resolve_dtype(given) == expected
+def test_several_processes_place_the_model_themselves(tmp_path):
+    options = {"device_map": "auto"}
+    loaded = load_policy(save_tiny(tmp_path), options, distributed=True)
+    assert getattr(loaded, "hf_device_map", None) is None
+    assert loaded.device == torch.device("cpu")
+    assert options == {"device_map": "auto"}
 
 
-def test_errors_are_about_the_model(tmp_path):
-    with pytest.raises(ValueError, match="'float8' .* auto, bfloat16, float16, float32"):
-        load_policy(save_tiny(tmp_path / "m"), {"dtype": "float8"})
-    with pytest.raises(OSError, match=r"'.*nowhere' is neither a folder with a config.json nor"):
-        load_policy(str(tmp_path / "nowhere"), None)
+def test_quantization_given_twice_is_an_error(tmp_path):
+    given = BitsAndBytesConfig(load_in_8bit=True)
     with pytest.raises(ValueError, match="both as an argument and in model_init_kwargs"):
-        load_policy("m", {"quantization_config": 1}, quantization_config=2)
+        load_policy(str(tmp_path), {"quantization_config": given}, quantization_config=given)
+
+
+def test_a_missing_model_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    name = str(tmp_path / "nowhere")
+    with pytest.raises(OSError, match=f"The model '{name}' is neither a folder .* nor on the hub"):
+        load_policy(name, None)
 
 
 def test_tokenizers_pad_on_the_left(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.padding_side = "right"
     tokenizer.save_pretrained(tmp_path)
-    assert load_tokenizer(str(tmp_path)).padding_side == "left"
+    loaded = load_tokenizer(str(tmp_path))
+    padded = loaded(["a", "abc"], padding=True)["input_ids"]
+    (a, b, c), pad = tokenizer("abc")["input_ids"], tokenizer.pad_token_id
+    assert padded == [[pad, pad, a], [a, b, c]]
 
 
-def test_pad_token_is_settled_everywhere():
-    model, tokenizer = tiny_model(pad_token_id=None), tiny_tokenizer()
+def test_the_pad_token_is_kept_or_the_end_token():
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    model.config.pad_token_id = model.generation_config.pad_token_id = None
+    assert settle_pad_token(model, tokenizer) == 0
+    assert (model.config.pad_token_id, model.generation_config.pad_token_id) == (0, 0)
     tokenizer.pad_token = None
-    assert settle_pad_token(model, tokenizer) == tokenizer.eos_token_id
-    assert model.config.pad_token_id == model.generation_config.pad_token_id == 1
+    assert settle_pad_token(model, tokenizer) == 1
+    assert tokenizer.pad_token == "<eos>"
+    assert (model.config.pad_token_id, model.generation_config.pad_token_id) == (1, 1)
+
+
+def test_a_tokenizer_needs_a_pad_or_an_end_token():
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    model.generation_config = None
+    assert settle_pad_token(model, tokenizer) == 0
     tokenizer.pad_token = tokenizer.eos_token = None
     with pytest.raises(ValueError, match="neither a pad token nor an EOS token"):
         settle_pad_token(model, tokenizer)
 
 
 @pytest.mark.parametrize(
-    ("configured", "expected"),
-    [(None, (1,)), (5, (1, 5)), ([32, 7, 32], (1, 7, 32)), ([1, 106], (1, 106))],
+    ("configured", "own", "expected"),
+    [
+        (None, "<eos>", (1,)),
+        (6, "<eos>", (1, 6)),
+        ([6, 1, 3], "<eos>", (1, 3, 6)),
+        ([6], None, (6,)),
+        (None, None, ()),
+    ],
 )
-def test_every_stop_token_counts(configured, expected):
+def test_stop_tokens(configured, own, expected):
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    model.generation_config.eos_token_id = configured
+    tokenizer.eos_token = own
+    assert stop_token_ids(model, tokenizer) == expected
+
+
+def test_stop_tokens_without_generation_config():
     model = tiny_model()
-    model.generation_config = GenerationConfig(eos_token_id=configured)
-    assert stop_token_ids(model, tiny_tokenizer()) == expected
+    model.generation_config = None
+    assert stop_token_ids(model, tiny_tokenizer()) == (1,)
 
 
-def test_dropout_is_switched_off_everywhere():
-    model = tiny_model(attention_dropout=0.5)
-    model.extra = nn.Dropout(0.3)
+def test_dropout_ends():
+    torch.manual_seed(0)
+    model = tiny_model(attention_dropout=0.5).train()
+    model.model.norm = nn.Sequential(model.model.norm, nn.Dropout(0.5))
+    ids = torch.tensor([[8, 9, 10, 11]])
+    assert not torch.equal(model(ids).logits, model(ids).logits)
     disable_dropout_in_model(model)
-    model.train()
-    ids = torch.tensor([[8, 9, 10]])
     assert torch.equal(model(ids).logits, model(ids).logits)
-    assert model.extra.p == 0.0
+    assert torch.equal(model(ids).logits, model.eval()(ids).logits)
 
 
 def test_context_length():
-    assert context_length(tiny_model(max_position_embeddings=77)) == 77
+    assert context_length(tiny_model(max_position_embeddings=99)) == 99
+    model = tiny_model()
+    del model.config.max_position_embeddings
+    assert context_length(model) is None

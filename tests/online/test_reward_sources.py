@@ -2,104 +2,156 @@ import functools
 
 import pytest
 import torch
-from tiny import tiny_tokenizer
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from tiny import tiny_model, tiny_tokenizer
+from torch import nn
+from transformers import LlamaForSequenceClassification
 
 from trl.online.reward_sources import AsyncReward, ModelReward, SyncReward, resolve_rewards
 
 
-def length(completions, **kwargs):
-    return [len(text) for text in completions]
+def plain(completions, **kwargs):
+    return [0.0] * len(completions)
 
 
 async def later(completions, **kwargs):
     return [0.0] * len(completions)
 
 
-class Judge:
+class Scorer:
     def __call__(self, completions, **kwargs):
-        return [1.0] * len(completions)
+        return [0.0] * len(completions)
+
+    def method(self, completions, **kwargs):
+        return [0.0] * len(completions)
 
 
-class AsyncJudge:
+class AsyncScorer:
     async def __call__(self, completions, **kwargs):
-        return [1.0] * len(completions)
+        return [0.0] * len(completions)
 
 
-def classifier():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tiny_tokenizer()),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_labels=1,
-    )
-    return LlamaForSequenceClassification(config).eval()
+def classifier(**changes) -> LlamaForSequenceClassification:
+    config = tiny_model().config
+    config.num_labels = 1
+    config.update(changes)
+    torch.manual_seed(1)
+    return LlamaForSequenceClassification(config)
 
 
-def names(*functions):
-    return [source.name for source in resolve_rewards(list(functions))]
+def by_hand(model, texts):
+    """Last hidden state of each text alone, without padding, times the weights of the score."""
+    found = []
+    for text in texts:
+        ids = torch.tensor([tiny_tokenizer()(text, add_special_tokens=False)["input_ids"]])
+        with torch.no_grad():
+            hidden = model.model(ids).last_hidden_state[0, -1]
+            found.append((model.score.weight[0] @ hidden).item())
+    return found
 
 
-def test_kinds_and_names():
-    partial = functools.partial(length, extra=1)
-    sources = resolve_rewards([length, later, Judge(), AsyncJudge(), partial])
-    kinds = [SyncReward, AsyncReward, SyncReward, AsyncReward, SyncReward]
-    assert [type(source) for source in sources] == kinds
-    assert [s.name for s in sources] == ["length", "later", "Judge", "AsyncJudge", "length_2"]
-    assert names(length, length, length) == ["length", "length_2", "length_3"]
+@pytest.mark.parametrize(
+    ("function", "kind", "name"),
+    [
+        (plain, SyncReward, "plain"),
+        (later, AsyncReward, "later"),
+        (Scorer(), SyncReward, "Scorer"),
+        (Scorer().method, SyncReward, "method"),
+        (AsyncScorer(), AsyncReward, "AsyncScorer"),
+        (functools.partial(plain, power=2), SyncReward, "plain"),
+        (functools.partial(functools.partial(later, a=1), b=2), AsyncReward, "later"),
+        (functools.partial(AsyncScorer(), a=1), AsyncReward, "AsyncScorer"),
+        (lambda **kwargs: [], SyncReward, "<lambda>"),
+    ],
+)
+def test_kinds_and_names(function, kind, name):
+    (source,) = resolve_rewards(function)
+    assert type(source) is kind
+    assert source.name == name
+    assert source.function is function
 
 
-def test_one_function_needs_no_list():
-    assert [source.name for source in resolve_rewards(length)] == ["length"]
+def test_names_are_made_unique():
+    def plain_2(**kwargs):
+        return []
+
+    names = [s.name for s in resolve_rewards([plain, plain_2, plain, later, plain])]
+    assert names == ["plain", "plain_2", "plain_3", "later", "plain_4"]
 
 
-@pytest.mark.parametrize("nothing", [None, []])
+def test_what_was_given_is_not_modified():
+    functions, tokenizers, options = [plain, later], [None, None], {"dtype": "float32"}
+    resolve_rewards(functions, tokenizers, model_init_kwargs=options)
+    assert functions == [plain, later]
+    assert tokenizers == [None, None]
+    assert options == {"dtype": "float32"}
+
+
+@pytest.mark.parametrize("nothing", [None, [], ()])
 def test_nothing_is_an_error(nothing):
-    with pytest.raises(ValueError, match="at least one reward"):
+    with pytest.raises(ValueError, match="reward_funcs is empty"):
         resolve_rewards(nothing)
 
 
-def test_errors_name_the_place():
+def test_numbers_cannot_reward():
     with pytest.raises(TypeError, match=r"reward_funcs\[1\] is a int"):
-        resolve_rewards([length, 3])
-    with pytest.raises(ValueError, match="1 entries for 2 reward functions"):
-        resolve_rewards([length, later], [None])
-    with pytest.raises(ValueError, match="reward_processing_classes"):
-        resolve_rewards(classifier())
+        resolve_rewards([plain, 3])
 
 
-def test_nothing_given_is_modified(tmp_path):
-    classifier().save_pretrained(tmp_path / "judge")
-    tiny_tokenizer().save_pretrained(tmp_path / "judge")
-    functions, options = [str(tmp_path / "judge")], {"dtype": "float32", "revision": "x"}
-    sources = resolve_rewards(functions, model_init_kwargs=options)
-    assert functions == [str(tmp_path / "judge")]
-    assert options == {"dtype": "float32", "revision": "x"}
-    assert isinstance(sources[0], ModelReward) and sources[0].name == "judge"
-    assert sources[0].model.dtype == torch.float32
+def test_one_tokenizer_for_each_function():
+    with pytest.raises(ValueError, match="has 1 entries for 2 reward functions"):
+        resolve_rewards([plain, later], [tiny_tokenizer()])
 
 
-@pytest.mark.parametrize("conversational", [False, True])
-def test_model_rewards_are_the_first_logit(conversational):
-    model, tokenizer = classifier(), tiny_tokenizer()
-    source = resolve_rewards([model], [tokenizer])[0]
-    texts = [("ab", "c"), ("d", "efgh")]
-    whole = [prompt + completion for prompt, completion in texts]
-    prompts, completions = map(list, zip(*texts, strict=True))
-    if conversational:
-        prompts = [[{"role": "user", "content": text}] for text in prompts]
-        completions = [[{"role": "assistant", "content": text}] for text in completions]
-        whole = [f"<user>{p}<end><assistant>{c}<end>" for p, c in texts]
-    alone = [float(model(torch.tensor([tokenizer(text)["input_ids"]])).logits) for text in whole]
-    assert source.score(prompts, completions) == pytest.approx(alone, abs=1e-6)
+def test_a_model_scores_prompt_and_completion():
+    model = classifier().train()
+    (source,) = resolve_rewards(model, tiny_tokenizer())
+    assert isinstance(source, ModelReward)
+    assert source.name == "LlamaForSequenceClassification"
+    found = source.score(["1+2=", "a", "long prompt "], ["3", "bcdef", "x"])
+    assert not model.training
+    texts = ["1+2=3", "abcdef", "long prompt x"]
+    assert found == pytest.approx(by_hand(model, texts), abs=1e-6)
+    assert len(set(found)) == 3
 
 
-def test_missing_pad_token_falls_back_to_eos():
-    tokenizer = tiny_tokenizer()
+def test_a_model_scores_conversations():
+    model = classifier()
+    (source,) = resolve_rewards([model], tiny_tokenizer())
+    user, answers = [{"role": "user", "content": "hi"}], ["yo", "a longer one"]
+    replies = [[{"role": "assistant", "content": text}] for text in answers]
+    found = source.score([user, user], replies)
+    texts = [f"<user>hi<end><assistant>{text}<end>" for text in answers]
+    assert found == pytest.approx(by_hand(model, texts), abs=1e-6)
+
+
+def test_a_model_by_name(tmp_path):
+    folder = tmp_path / "judge"
+    classifier().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    options = {"dtype": torch.bfloat16, "attn_implementation": "no such thing"}
+    (rough,) = resolve_rewards(f"{folder}/", model_init_kwargs=options)
+    assert rough.name == "judge"
+    assert rough.model.score.weight.dtype == torch.bfloat16, "an option shared with the policy"
+    exact, loaded = resolve_rewards(
+        [str(folder), LlamaForSequenceClassification.from_pretrained(folder)]
+    )
+    assert (exact.name, loaded.name) == ("judge", "judge_2")
+    expected = by_hand(classifier(), ["ab"])
+    assert exact.score(["a"], ["b"]) == pytest.approx(expected, abs=1e-6)
+    assert loaded.score(["a"], ["b"]) == pytest.approx(expected, abs=1e-6), "its own tokenizer"
+
+
+def test_a_model_without_tokenizer():
+    with pytest.raises(ValueError, match="'Linear' does not say where .* reward_processing"):
+        resolve_rewards([plain, nn.Linear(1, 1)])
+
+
+def test_padding_with_the_end_token_leaves_the_users_tokenizer_alone():
+    tokenizer, model = tiny_tokenizer(), classifier()
     tokenizer.pad_token = None
-    source = resolve_rewards([classifier()], [tokenizer])[0]
+    (source,) = resolve_rewards(model, tokenizer)
+    assert tokenizer.pad_token is None
     assert source.tokenizer.pad_token == "<eos>"
-    assert source.model.config.pad_token_id == tokenizer.eos_token_id
+    assert model.config.pad_token_id == tokenizer.eos_token_id
+    found = source.score(["a", "bc"], ["d", "efg"])
+    assert found == pytest.approx(by_hand(model, ["ad", "bcefg"]), abs=1e-6)

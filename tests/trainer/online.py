@@ -1,4 +1,4 @@
-"""Helpers for tests of whole training steps: a tiny model, scripted completions, slow references."""
+"""Helpers for tests of whole training steps: a tiny model and scripted completions."""
 
 import torch
 from datasets import Dataset
