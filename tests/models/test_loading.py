@@ -2,7 +2,13 @@ import pytest
 import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from torch import nn
-from transformers import BitsAndBytesConfig, LlamaForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    BitsAndBytesConfig,
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaForCausalLM,
+    Qwen3ForCausalLM,
+)
 
 from trl.models.loading import (
     context_length,
@@ -144,6 +150,5 @@ def test_dropout_ends():
 
 def test_context_length():
     assert context_length(tiny_model(max_position_embeddings=99)) == 99
-    model = tiny_model()
-    del model.config.max_position_embeddings
-    assert context_length(model) is None
+    model = BloomForCausalLM(BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2))
+    assert context_length(model) is None, "positions without limit"

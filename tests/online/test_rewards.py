@@ -1,261 +1,441 @@
 import asyncio
+import copy
+import functools
 import math
+import os
+import socket
 import threading
+import time
 import warnings
 
 import numpy as np
 import pytest
 import torch
+import torch.multiprocessing as mp
 from accelerate import Accelerator
-from torch import multiprocessing
+from tiny import tiny_model, tiny_tokenizer
+from transformers import LlamaForSequenceClassification
 
 from trl.distributed import Ranks
 from trl.online.reward_sources import resolve_rewards
 from trl.online.rewards import RewardError, RewardInputs, RewardSuite
 
-
-class Alone:
-    rank = 0
-
-    def gather(self, rows):
-        return rows
-
-    def gather_objects(self, value):
-        return [value]
+ROWS = [{"prompt": "p0", "answer": 1}, {"prompt": "p1", "answer": 2}]
+TEXTS = ["c0", "c1"]
+NAN = math.nan
 
 
-def suite(*functions, weights=None, timeout=None, ranks=None) -> RewardSuite:
-    return RewardSuite(resolve_rewards(list(functions)), weights, timeout, ranks or Alone())
+def suite(functions, weights=None, timeout=None, tokenizers=None) -> RewardSuite:
+    sources = resolve_rewards(functions, tokenizers)
+    return RewardSuite(sources, weights, timeout, Ranks(Accelerator(cpu=True)))
 
 
-def inputs(*texts, rows=None) -> RewardInputs:
-    rows = rows or [{"prompt": "p"} for _ in texts]
-    return RewardInputs.from_rows(rows, list(texts), [[1]] * len(texts), "state")
+def inputs(rows=ROWS, texts=TEXTS, state=None) -> RewardInputs:
+    return RewardInputs.from_rows(rows, texts, [[7 + i] for i in range(len(texts))], state)
 
 
-def score(*functions, texts=("a", "bb"), log_metric=lambda name, value: None, **options):
-    return suite(*functions, **options)(inputs(*texts), 1, log_metric)
+def call(functions, weights=None, timeout=None, log_metric=None, **given):
+    found = suite(functions, weights, timeout)
+    return found(inputs(**given), 2, log_metric or (lambda name, value: None))
 
 
-def length(completions, **kwargs):
-    return [float(len(text)) for text in completions]
+def returning(value):
+    def fixed(**kwargs):
+        return value
+
+    return fixed
 
 
-def test_table_and_weights():
-    def sometimes(completions, **kwargs):
-        return [None, math.nan, 3]
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        table, _ = score(length, sometimes, texts=("a", "bb", "ccc"), weights=[1.0, 10.0])
-    assert table.per_function[:, 0].tolist() == [1, 2, 3]
-    assert table.per_function[:2, 1].isnan().all() and table.per_function[2, 1] == 3
-    assert table.total.tolist() == [1.0, 2.0, 33.0]
-    assert table.names == ("length", "sometimes") and table.group_size == 1
+def same(found, expected):
+    return torch.equal(found.nan_to_num(-99.0), torch.tensor(expected).nan_to_num(-99.0))
 
 
-def test_what_functions_receive():
-    seen = {}
+# --- The table ---
 
-    def look(**kwargs):
+
+def test_weights_and_rows_without_a_score():
+    """2 * 1 + 0.5 * 4 = 4; the second row has only the second function, the third has none."""
+    functions = [returning([1, None, None]), returning([4.0, 6.0, NAN])]
+    with pytest.warns(UserWarning, match="No reward function scored 1 completions"):
+        table, extras = call(functions, [2.0, 0.5], rows=[{"prompt": "p"}] * 3, texts=["c"] * 3)
+    assert same(table.per_function, [[1.0, 4.0], [NAN, 6.0], [NAN, NAN]])
+    assert same(table.total, [4.0, 3.0, NAN])
+    assert table.names == ("fixed", "fixed_2")
+    assert table.weights.tolist() == [2.0, 0.5]
+    assert (table.group_size, extras) == (2, {})
+
+
+def test_weights_are_one_by_default_and_must_be_complete():
+    assert call([returning([1, 2]), returning([3, 5])])[0].total.tolist() == [4.0, 7.0]
+    with pytest.raises(ValueError, match=r"has 1 entries for 2 reward functions \(fixed, fixed_2"):
+        suite([returning([]), returning([])], weights=[1.0])
+
+
+def test_duplicate_and_partial_functions_keep_their_own_column():
+    def power(answer, exponent, **kwargs):
+        return [x**exponent for x in answer]
+
+    table, _ = call([functools.partial(power, exponent=e) for e in (1, 2, 3)])
+    assert table.names == ("power", "power_2", "power_3")
+    assert table.per_function.tolist() == [[1, 1, 1], [2, 4, 8]]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (1, 0),
+        [True, False],
+        torch.tensor([1, 0]),
+        torch.tensor([1.0, 0.0], requires_grad=True),
+        np.array([1.0, 0.0]),
+        [np.float32(1), torch.tensor(0.0)],
+        [torch.tensor(1.0, dtype=torch.float16), np.bool_(False)],
+    ],
+)
+def test_many_kinds_of_numbers(values):
+    assert call(returning(values))[0].per_function.tolist() == [[1.0], [0.0]]
+
+
+def test_one_warning_when_nothing_was_scored():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        table, _ = call([returning([None, None]), returning([None, None])])
+    messages = [str(w.message) for w in caught]
+    assert messages == [
+        "No reward function scored 2 completions; the first is row 0 of rank 0: 'c0'. Such rows "
+        "do not train."
+    ]
+    assert table.total.isnan().all()
+
+
+def test_nan_is_a_missing_reward():
+    table, _ = call([returning([NAN, 2.0]), returning([1.0, 1.0])])
+    assert same(table.per_function, [[NAN, 1.0], [2.0, 1.0]])
+    assert table.total.tolist() == [1.0, 3.0]
+
+
+# --- What functions are given ---
+
+
+def test_functions_get_columns_by_name():
+    rows = [
+        {"prompt": "p0", "answer": 1, "completion": "reserved", "trainer_state": "column"},
+        {"prompt": "p1", "hint": "h", "completion_ids": [0], "prompts": "column"},
+    ]
+    before, seen = copy.deepcopy(rows), {}
+
+    def watch(**kwargs):
         seen.update(kwargs)
         return [0.0, 0.0]
 
-    rows = [{"prompt": "p", "answer": 1, "completion": "x"}, {"prompt": "q", "hint": "h"}]
-    suite(look)(inputs("a", "b", rows=rows), 2, lambda name, value: None)
-    expected = {
-        "prompts": ["p", "q"], "completions": ["a", "b"], "completion_ids": [[1], [1]],
-        "answer": [1, None], "hint": [None, "h"], "trainer_state": "state",
-    }  # fmt: skip
-    assert {name: seen[name] for name in expected} == expected
-    assert set(seen) == {*expected, "log_extra", "log_metric"}, "no reserved column"
+    state = object()
+    call(watch, rows=rows, state=state)
+    assert callable(seen.pop("log_extra"))
+    assert callable(seen.pop("log_metric"))
+    assert seen.pop("trainer_state") is state
+    assert seen == {
+        "prompts": ["p0", "p1"],
+        "completions": ["c0", "c1"],
+        "completion_ids": [[7], [8]],
+        "answer": [1, None],
+        "hint": [None, "h"],
+    }
+    assert rows == before
+
+
+def test_functions_can_log_metrics_and_columns():
+    logged = []
+
+    def first(completions, log_extra, log_metric, **kwargs):
+        log_extra("text", (c.upper() for c in completions))
+        log_metric("seen", 2.0)
+        return [0.0, 0.0]
+
+    async def second(log_extra, log_metric, **kwargs):
+        log_extra("text", [1, 2])
+        log_metric("later", 3.0)
+        return [0.0, 0.0]
+
+    _, extras = call([first, second], log_metric=lambda *entry: logged.append(entry))
+    assert extras == {"text": ["C0", "C1"], "second/text": [1, 2]}
+    assert logged == [("seen", 2.0), ("later", 3.0)]
+
+
+def test_misaligned_columns_are_an_error():
+    def short(log_extra, **kwargs):
+        log_extra("text", [1])
+        return [0.0, 0.0]
+
+    words = r"'short' failed: ValueError: log_extra\('text'\) got 1 values for 2 completions"
+    with pytest.raises(RewardError, match=words):
+        call(short)
+
+
+# --- What functions must not return ---
 
 
 @pytest.mark.parametrize(
-    "values", [[1, 2], (1.0, True), torch.tensor([1.0, 2.0]), np.array([1.0, 2.0]), [None, 0]]
-)
-def test_accepted_returns(values):
-    table, _ = score(lambda **kwargs: values)
-    assert table.per_function.shape == (2, 1)
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
+    ("value", "words"),
     [
-        ([1.0], "returned 1 rewards for 2 completions"),
-        ("ab", "a str"),
-        (None, "a NoneType"),
-        (3.0, "a float"),
-        ([1.0, "2"], "'2' for row 1"),
-        (torch.zeros(2, 1), r"\[0.0\] for row 0"),
-        ([1.0, math.inf], "inf for row 1"),
-        ([-math.inf, 1.0], "-inf for row 0"),
+        ([1.0], "'fixed' returned 1 rewards for 2 completions"),
+        ([1.0] * 3, "'fixed' returned 3 rewards for 2 completions"),
+        (torch.zeros(3), "'fixed' returned 3 rewards for 2 completions"),
+        ("ab", "'fixed' returned a str; it must return a list of 2 numbers"),
+        (None, "'fixed' returned a NoneType"),
+        (1.0, "'fixed' returned a float"),
+        (torch.tensor(1.0), "'fixed' returned a float"),
+        ({0: 1.0, 1: 2.0}, "'fixed' returned a dict"),
+        ((x for x in (1.0, 2.0)), "'fixed' returned a generator"),
+        (torch.zeros(2, 2), r"'fixed' returned \[0.0, 0.0\] for row 0; a reward must be a number"),
+        (["1", 1.0], "'fixed' returned '1' for row 0; a reward must be a number or None"),
+        ([1.0, math.inf], "'fixed' returned inf for row 1"),
+        ([1.0, -math.inf], "'fixed' returned -inf for row 1"),
+        (torch.tensor([math.inf, 1.0]), "'fixed' returned inf for row 0"),
+        ([0.0, 1e39], r"'fixed' returned 1e\+39 for row 1"),
+        ([10**400, 0.0], "'fixed' returned 1000.* for row 0"),
     ],
 )
-def test_refused_returns_name_function_and_row(values, words):
-    def odd(**kwargs):
-        return values
-
-    with pytest.raises(RewardError, match=f"'odd' .*{words}"):
-        score(odd)
+def test_what_is_no_list_of_rewards(value, words):
+    with pytest.raises(RewardError, match=words):
+        call(returning(value))
 
 
-def test_failures_name_function_and_cause():
-    def broken(completions, **kwargs):
-        raise KeyError("solution")
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_error_of_a_function_is_named(is_async):
+    calls = []
 
-    async def broken_later(completions, **kwargs):
-        raise OSError("no judge")
+    def broken(**kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyError("lost")
+        return [0.0, 0.0]
 
-    with pytest.raises(RewardError, match="'broken' failed: KeyError: 'solution'") as info:
-        score(broken)
-    assert isinstance(info.value.__cause__, RewardError)
-    with pytest.raises(RewardError, match="'broken_later' failed: OSError: no judge"):
-        score(broken_later)
+    async def broken_async(**kwargs):
+        return broken()
+
+    rewards = suite([returning([1, 1]), broken_async if is_async else broken])
+    rewards(inputs(), 2, print)
+    name = "broken_async" if is_async else "broken"
+    with pytest.raises(RewardError, match=f"'{name}' failed: KeyError: 'lost'") as found:
+        rewards(inputs(), 2, print)
+    assert isinstance(found.value.__cause__.__cause__, KeyError)
+    assert rewards(inputs(), 2, print)[0].total.tolist() == [1.0, 1.0], "usable afterwards"
 
 
-def test_coroutines_run_at_the_same_time():
-    """Each waits for the other: one after the other they would never end."""
-    ready = {}
+# --- Coroutines ---
 
-    async def meet(mine, other):
-        ready.setdefault(mine, asyncio.Event()).set()
-        await asyncio.wait_for(ready.setdefault(other, asyncio.Event()).wait(), 10)
-        return [1.0, 1.0]
+
+def test_coroutines_wait_for_each_other():
+    """Each sets what the other waits for: one after the other, neither would end."""
+    first_began, second_began = asyncio.Event(), asyncio.Event()
 
     async def first(**kwargs):
-        return await meet("first", "second")
+        first_began.set()
+        await asyncio.wait_for(second_began.wait(), 5)
+        return [1.0, 2.0]
 
-    async def second(**kwargs):
-        return await meet("second", "first")
+    class Second:
+        async def __call__(self, **kwargs):
+            second_began.set()
+            await asyncio.wait_for(first_began.wait(), 5)
+            return [3.0, 4.0]
 
-    table, _ = score(first, length, second)
-    assert table.names == ("first", "length", "second")
-    assert table.per_function.tolist() == [[1, 1, 1], [1, 2, 1]]
+    table, _ = call([first, Second()])
+    assert table.names == ("first", "Second")
+    assert table.per_function.tolist() == [[1.0, 3.0], [2.0, 4.0]]
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_calls_have_a_deadline(kind):
+def test_columns_keep_the_order_of_the_functions():
+    def made(value, is_async):
+        async def later(**kwargs):
+            await asyncio.sleep(0.02 / value)
+            return [value, -value]
+
+        return later if is_async else returning([value, -value])
+
+    functions = [made(1, True), made(2, False), made(3, True), made(4, False)]
+    table, _ = call(functions)
+    assert table.names == ("later", "fixed", "later_2", "fixed_2")
+    assert table.per_function.tolist() == [[1, 2, 3, 4], [-1, -2, -3, -4]]
+
+
+def test_coroutines_of_all_calls_share_one_loop():
+    loops = []
+
+    async def watch(**kwargs):
+        loops.append(asyncio.get_running_loop())
+        return [0.0, 0.0]
+
+    async def inside():
+        """Also when the caller has a running event loop, as in a notebook."""
+        return rewards(inputs(), 2, print)
+
+    rewards = suite([watch])
+    rewards(inputs(), 2, print)
+    asyncio.run(inside())
+    assert len(loops) == 2
+    assert loops[0] is loops[1]
+
+
+# --- Time limits ---
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_calls_are_limited_in_time(is_async):
     release = threading.Event()
 
     def slow(**kwargs):
-        release.wait(30)
+        release.wait(5)
         return [0.0, 0.0]
 
-    async def slow_later(**kwargs):
-        await asyncio.sleep(30)
-
-    with pytest.raises(RewardError, match="took longer than reward_timeout=0.05"):
-        score(slow if kind == "sync" else slow_later, timeout=0.05)
-    release.set()
-
-
-def test_a_timeout_of_the_function_itself_is_a_failure():
-    def impatient(**kwargs):
-        raise TimeoutError("judge")
-
-    with pytest.raises(RewardError, match="failed: TimeoutError: judge"):
-        score(impatient)
-
-
-def test_functions_within_the_deadline():
-    table, _ = score(length, timeout=30.0)
-    assert table.total.tolist() == [1.0, 2.0]
-
-
-def test_rows_nobody_scores_are_reported_once():
-    def none(completions, **kwargs):
-        return [None] * len(completions)
-
-    with pytest.warns(UserWarning, match="2 completions; the first is row 0 of rank 0: 'a'") as w:
-        table, _ = score(none)
-    assert len(w) == 1 and table.total.isnan().all()
-
-
-def test_extra_columns_and_metrics():
-    metrics = []
-
-    def first(completions, log_extra, log_metric, **kwargs):
-        log_extra("note", ["x", "y"])
-        log_metric("speed", 3.0)
+    async def slow_async(**kwargs):
+        await asyncio.sleep(5)
         return [0.0, 0.0]
 
-    def second(completions, log_extra, **kwargs):
-        log_extra("note", ["z", "w"])
-        return [0.0, 0.0]
-
-    _, extras = score(first, second, log_metric=lambda *pair: metrics.append(pair))
-    assert extras == {"note": ["x", "y"], "second/note": ["z", "w"]}
-    assert metrics == [("speed", 3.0)]
-
-    def misaligned(log_extra, **kwargs):
-        log_extra("note", ["x"])
-
-    with pytest.raises(RewardError, match=r"log_extra\('note'\) got 1 values for 2"):
-        score(misaligned)
+    start = time.monotonic()
+    words = r"'slow\w*' took longer than reward_timeout=0.05 seconds"
+    try:
+        with pytest.raises(RewardError, match=words):
+            call([slow_async if is_async else slow], timeout=0.05)
+    finally:
+        release.set()
+    assert time.monotonic() - start < 2
 
 
-def test_weights_are_counted():
-    with pytest.raises(ValueError, match=r"reward_weights has 1 entries for 2 .*length, length_2"):
-        suite(length, length, weights=[1.0])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_function_may_itself_meet_a_time_limit(is_async):
+    def fetch(**kwargs):
+        raise TimeoutError("the judge does not answer")
+
+    async def fetch_async(**kwargs):
+        return fetch()
+
+    words = "failed: TimeoutError: the judge does not answer"
+    with pytest.raises(RewardError, match=words):
+        call([fetch_async if is_async else fetch], timeout=60.0)
 
 
-def test_dry_run():
-    def picky(completions, answer, **kwargs):
-        return [float(text == a) for text, a in zip(completions, answer, strict=True)]
+def test_results_and_errors_within_the_limit():
+    def broken(**kwargs):
+        raise ValueError("no")
 
-    suite(picky, length).dry_run({"prompt": "p", "answer": "3"}, None)
-    with pytest.raises(ValueError, match=r"'picky' failed: TypeError.*'prompt': 'p'.*dry_run"):
-        suite(picky).dry_run({"prompt": "p"}, None)
-    with pytest.raises(ValueError, match="2 rewards for 1 completions"):
-        suite(lambda **kwargs: [1.0, 2.0]).dry_run({"prompt": "p"}, None)
-    with pytest.warns(UserWarning, match="returned NaN on the first row"):
-        suite(lambda **kwargs: [math.nan]).dry_run({"prompt": "p"}, None)
+    async def later(**kwargs):
+        return [1.0, 2.0]
+
+    table, _ = call([returning([3, 4]), later], timeout=60.0)
+    assert table.total.tolist() == [4.0, 6.0]
+    with pytest.raises(RewardError, match="'broken' failed: ValueError: no"):
+        call([broken], timeout=60.0)
+
+
+# --- Reward models ---
+
+
+def test_a_reward_model_next_to_functions():
+    config = tiny_model().config
+    config.num_labels = 1
+    model = LlamaForSequenceClassification(config)
+    rewards = suite([returning([10, 20]), model], [0.0, 2.0], 60.0, [None, tiny_tokenizer()])
+    rewards.to(torch.device("cpu"))
+    table, _ = rewards(inputs(texts=["a", "longer"]), 2, print)
+    direct = []
+    for text in ("p0a", "p1longer"):
+        ids = torch.tensor([tiny_tokenizer()(text)["input_ids"]])
+        with torch.no_grad():
+            direct.append(model(input_ids=ids).logits[0, 0])
+    assert torch.allclose(table.per_function[:, 1], torch.stack(direct), atol=1e-6)
+    assert torch.allclose(table.total, 2 * torch.stack(direct), atol=1e-6)
+
+
+def test_reward_models_move():
+    config = tiny_model().config
+    rewards = suite(LlamaForSequenceClassification(config), tokenizers=tiny_tokenizer())
+    assert rewards.to(torch.device("meta")) is rewards
+    assert rewards.sources[0].model.device == torch.device("meta")
+
+
+def test_the_error_of_a_reward_model_is_named():
+    config = tiny_model().config
+    rewards = suite(LlamaForSequenceClassification(config), tokenizers=tiny_tokenizer())
+    with pytest.raises(RewardError, match="'LlamaForSequenceClassification' failed: TypeError"):
+        rewards(inputs(texts=[1, 2]), 2, print)
+
+
+# --- The trial before training ---
+
+
+def test_the_trial_calls_every_function_once():
     seen = []
-    conversation = [{"role": "user", "content": "p"}]
 
-    def look(completions, **kwargs):
-        seen.extend(completions)
+    def watch(**kwargs):
+        seen.append((kwargs["prompts"], kwargs["completions"], kwargs["answer"]))
         return [None]
 
-    suite(look).dry_run({"prompt": conversation}, None)
-    assert seen == [[{"role": "assistant", "content": "0"}]]
+    async def watch_async(**kwargs):
+        return watch(**kwargs)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        suite([watch, watch_async]).dry_run({"prompt": "p", "answer": 3}, None)
+    assert seen == [(["p"], ["0"], [3])] * 2
+    chat = [{"role": "user", "content": "hi"}]
+    suite([watch]).dry_run({"prompt": chat, "answer": 3}, None)
+    assert seen[-1] == ([chat], [[{"role": "assistant", "content": "0"}]], [3])
 
 
-def _worker(rank, port, queue):
-    import os
+def test_the_trial_names_function_error_row_and_way_out():
+    def broken(solution, **kwargs):
+        return [0.0]
 
+    with pytest.raises(ValueError, match="'broken' failed") as found:
+        suite([returning([1]), broken]).dry_run({"prompt": "p", "answer": 3}, None)
+    message = str(found.value)
+    assert not isinstance(found.value, RewardError)
+    for words in ("'solution'", "{'prompt': 'p', 'answer': 3}", "'0'", "reward_dry_run=False"):
+        assert words in message
+    with pytest.raises(ValueError, match="returned 2 rewards for 1 completions"):
+        suite([returning([1, 2])]).dry_run({"prompt": "p"}, None)
+
+
+def test_the_trial_warns_of_nan():
+    with pytest.warns(UserWarning, match="'fixed' returned NaN on the first row; return None"):
+        suite([returning([NAN])]).dry_run({"prompt": "p"}, None)
+
+
+# --- Two processes ---
+
+
+def work(rank: int, port: int, folder: str) -> None:
+    """One of two processes: a round of rewards, then one in which rank 1 fails."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
+
+    def judge(prompts, **kwargs):
+        if rank == 1 and prompts[0] == "bad":
+            raise KeyError("lost")
+        return [rank + 0.5, None]
+
     ranks = Ranks(Accelerator(cpu=True))
-
-    def fails_on_one(completions, **kwargs):
-        if rank == 1:
-            raise RuntimeError("no luck")
-        return [0.0] * len(completions)
-
-    table, _ = suite(length, ranks=ranks)(inputs("a" * (rank + 1)), 2, lambda *pair: None)
-    try:
-        suite(fails_on_one, ranks=ranks)(inputs("a"), 2, lambda *pair: None)
-        queue.put((rank, table.total.tolist(), "no error"))
-    except RewardError as error:
-        queue.put((rank, table.total.tolist(), str(error)))
+    rewards = RewardSuite(resolve_rewards(judge), [2.0], None, ranks)
+    warnings.simplefilter("ignore")
+    table, _ = rewards(inputs(), 2, print)
+    with pytest.raises(RewardError) as found:
+        rewards(inputs(rows=[{"prompt": "bad"}] * 2), 2, print)
+    result = {"total": table.total.nan_to_num(-1.0).tolist(), "error": str(found.value)}
+    torch.save(result, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.distributed
-def test_every_rank_raises_what_one_raised(free_port):
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    workers = [context.Process(target=_worker, args=(rank, free_port, queue)) for rank in (0, 1)]
-    for worker in workers:
-        worker.start()
-    found = sorted(queue.get(timeout=120) for _ in workers)
-    for worker in workers:
-        worker.join(30)
-    for _, totals, message in found:
-        assert totals == [1.0, 2.0], "gathered in rank order"
-        assert "'fails_on_one' failed: RuntimeError: no luck" in message
-        assert "on rank 1" in message
+def test_every_rank_raises_what_one_rank_met(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(work, args=(port, str(tmp_path)), nprocs=2)
+    for rank in range(2):
+        assert torch.load(tmp_path / f"{rank}.pt") == {
+            "total": [1.0, -1.0, 3.0, -1.0],
+            "error": "The reward function 'judge' failed: KeyError: 'lost'. (on rank 1)",
+        }

@@ -224,3 +224,24 @@ def test_old_trainer_arguments(tmp_path):
         RLOOTrainer(tiny_model(), token_sum, policy=tiny_model())
     with pytest.raises(TypeError, match="nonsense"):
         RLOOTrainer(tiny_model(), token_sum, nonsense=1)
+
+
+def test_rows_without_advantage_have_no_gradient_at_all(tmp_path):
+    """Each adds exactly 0, so dropping them changes no bit; the denominator still counts them."""
+
+    def in_two_groups(completion_ids, **kwargs):
+        return [1.0] * 4 + [(sum(ids) % 13) / 3 for ids in completion_ids[4:]]
+
+    trainer = make_trainer(tmp_path, reward=in_two_groups)
+    batch = trainer.collect([{"prompt": prompt} for prompt in PROMPTS[:2] for _ in range(4)])
+    assert batch.advantages[:4].abs().max() == 0.0
+    assert batch.advantages[4:].abs().min() > 0.0
+    trainer.model.train()
+    found = {}
+    for name, rows in {"all": range(8), "without": range(4), "with": range(4, 8)}.items():
+        trainer.model.zero_grad()
+        for row in rows:
+            trainer.compute_loss(trainer.model, batch.select([row])).backward()
+        found[name] = gradients(trainer.model)
+    assert found["without"].abs().max() == 0.0
+    assert torch.equal(found["all"], found["with"])

