@@ -5,7 +5,6 @@ PY := $(VENV)/bin/python
 CONSTRAINTS := requirements/constraints.txt
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 BASE := $(VENV)/.python-$(VERSION)
-INPUTS := pyproject.toml $(CONSTRAINTS)
 PIP := $(PY) -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM := false
@@ -40,13 +39,11 @@ docs: $(VENV)/.docs  ## build the pages of docs/ into site/
 clean:  ## remove the environment and everything that was built
 	rm -rf $(VENV) build dist site *.egg-info quickstart
 
-$(BASE): $(INPUTS)
+$(BASE): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed; $(PYTHON) is $(VERSION). Try: make PYTHON=python3.12"; exit 1; }
-	rm -rf $(VENV)
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) torch  # first and alone, so that nothing else chooses its build
-	$(PIP) -e .
 	touch $@
 
 $(VENV)/.dev: EXTRAS := test,dev

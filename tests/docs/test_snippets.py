@@ -14,6 +14,8 @@ from workspace import ROOT, option_problems, run_python, run_trl, write_inputs
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"python", "bash", "yaml", "text", "json", "console", "toml"}
 FENCE = re.compile(r"^( *)```(.*)$")
+PROGRAMS = {"git", "make", "pip", "trl"}  # of which only trl is run
+MOST_EXCLUDED = 3
 EXCLUDED = re.compile(r"^\s*<!-- not run: (.+) -->$")
 TRAIN = {
     "model_name_or_path": "tiny-model",
@@ -90,6 +92,30 @@ def test_links_to_files_lead_somewhere(page):
     assert [t for t in local if not (page.parent / t).exists()] == []
 
 
+def test_few_blocks_are_not_run(capsys):
+    excluded = [f"{page.name}:{b.line}" for page in PAGES for b in blocks_of(page) if b.is_excluded]
+    with capsys.disabled():
+        print(f"\nblocks of the documentation that are not run: {', '.join(excluded) or 'none'}")
+    assert len(excluded) <= MOST_EXCLUDED
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("```python\nx\n```", [("python", "x\n", False)]),
+        ("<!-- not run: needs a GPU -->\n```bash\nx\n```", [("bash", "x\n", True)]),
+        ("<!-- not run: needs a GPU -->\nwords\n```bash\nx\n```", [("bash", "x\n", False)]),
+        ("<!-- not run -->\n```bash\nx\n```", [("bash", "x\n", False)]),
+        ("- x\n  ```yaml\n  a:\n    b: 1\n  ```", [("yaml", "a:\n  b: 1\n", False)]),
+    ],
+    ids=["plain", "excluded", "words between", "no reason", "indented"],
+)
+def test_blocks_are_found(tmp_path, text, expected):
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    assert [(b.language, b.text, b.is_excluded) for b in blocks_of(page)] == expected
+
+
 @pytest.mark.slow
 @pages_with("python")
 def test_python(page, folder):
@@ -108,6 +134,7 @@ def test_bash(page, folder):
         assert checked.returncode == 0, f"{page.name}:{block.line}: {checked.stderr}"
         for program, *words in commands_of(block):
             place = f"{page.name}:{block.line}: {program} {' '.join(words)}"
+            assert program in PROGRAMS, f"{place}: what is it, and should it be run?"
             if program == "make":
                 goals = {w for w in words if "=" not in w and not w.startswith("-")}
                 assert goals <= targets, place

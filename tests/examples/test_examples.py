@@ -136,8 +136,9 @@ def test_table_and_summary(tmp_path, capsys):
         f"{n}_{when}" for n in ("sampled", "greedy", "control") for when in ("before", "after")
     ]
     summary = {name: place / 8 for place, name in enumerate(names)}
-    report.show_table(summary)
+    report.show_table(summary, "what it means")
     shown = capsys.readouterr().out
+    assert "what it means" in shown
     assert all(f"{value:.3f}" in shown for value in summary.values())
     report.write_summary(summary, tmp_path / "summary.json")
     assert json.loads((tmp_path / "summary.json").read_text()) == summary

@@ -36,7 +36,9 @@ def test_dtypes(dtype, expected):
     assert resolve_dtype(dtype) == expected
 
 
-def test_unknown_dtypes_are_refused():
+def test_unknown_dtypes_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="dtype='float8' in model_init_kwargs"):
+        load_policy(save_tiny(tmp_path), {"dtype": "float8"})
     with pytest.raises(ValueError, match="dtype='int8' .* must be one of auto, bfloat16"):
         resolve_dtype("int8")
 
@@ -119,7 +121,7 @@ def test_a_tokenizer_needs_a_pad_or_an_end_token():
     [
         (None, "<eos>", (1,)),
         (6, "<eos>", (1, 6)),
-        ([6, 1, 3], "<eos>", (1, 3, 6)),
+        ([6, 1, 3, 6], "<eos>", (1, 3, 6)),
         ([6], None, (6,)),
         (None, None, ()),
     ],

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -50,17 +51,20 @@ def built(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory) -> Path:
-    """The wheel, installed beside the packages it needs."""
-    target = tmp_path_factory.mktemp("installed") / "site"
+    """A fresh environment with the wheel; the running one lends the packages that it needs."""
+    home = tmp_path_factory.mktemp("installed") / "venv"
+    run([sys.executable, "-m", "venv", "--without-pip", home], home.parent)
     (wheel,) = built.glob("*.whl")
-    options = ("--no-deps", "--no-index", "--quiet", "--target", target)
-    pip = (sys.executable, "-m", "pip", "install", "--disable-pip-version-check")
-    run([*pip, *options, wheel], target.parent)
-    return target
+    pip = (sys.executable, "-m", "pip", "--python", home / "bin" / "python", "install")
+    options = ("--no-deps", "--no-index", "--quiet", "--disable-pip-version-check")
+    run([*pip, *options, wheel], home.parent)
+    (site,) = home.glob("lib/python*/site-packages")
+    (site / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return home
 
 
 def call(installed: Path, words: list) -> str:
-    return run(words, installed.parent, PYTHONPATH=str(installed))
+    return run(words, installed.parent, PYTHONPATH="")
 
 
 def test_wheel_holds_the_package_and_nothing_else(built):
@@ -98,8 +102,10 @@ def test_metadata(built):
 
 
 def test_installed_package_is_imported(installed):
-    output = call(installed, [sys.executable, "-c", "import trl; print(trl.__file__)"])
-    assert Path(output.strip()) == installed / "trl" / "__init__.py"
+    code = "import trl; print(trl.__file__, trl.__version__)"
+    file, version = call(installed, [installed / "bin" / "python", "-c", code]).split()
+    assert Path(file).is_relative_to(installed)
+    assert version == PROJECT["version"]
 
 
 def test_installed_command(installed):

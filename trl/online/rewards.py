@@ -8,7 +8,7 @@ import numbers
 import threading
 import warnings
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from ..types import RewardTable
 from .reward_sources import AsyncReward, ModelReward, RewardSource, SyncReward
 
 RESERVED = ("prompt", "completion", "completion_ids")
+LARGEST = torch.finfo(torch.float32).max
 LogMetric = Callable[[str, float], None]
 
 
@@ -72,6 +73,10 @@ class RewardInputs:
 
 class RewardError(RuntimeError):
     """A reward function failed or returned something that is no list of rewards."""
+
+
+class _TooSlow(Exception):
+    """A call went beyond the time limit; a function may raise `TimeoutError` for its own reasons."""
 
 
 class RewardSuite:
@@ -149,18 +154,19 @@ class RewardSuite:
         )
         return table, extras
 
-    def dry_run(self, row: dict[str, Any], trainer_state: Any) -> None:
+    def dry_run(self, row: dict[str, Any], trainer_state: Any, group_size: int = 1) -> None:
         """Call every function on one row, to find mistakes before time is spent.
 
         Args:
             row (`dict`): a dataset row; its completion is a placeholder.
             trainer_state: passed on.
+            group_size (`int`): how often the row is repeated, for functions that look at groups.
 
         Raises:
             ValueError: naming the function, what is wrong, and the row.
         """
         text = "0"
-        inputs = _trial_inputs(row, text, trainer_state)
+        inputs = _trial_inputs([row] * group_size, text, trainer_state)
         functions = [s for s in self.sources if not isinstance(s, ModelReward)]
         for source in functions:
             try:
@@ -238,10 +244,11 @@ class RewardSuite:
             )
 
 
-def _trial_inputs(row: dict[str, Any], text: str, trainer_state: Any) -> RewardInputs:
-    plain = isinstance(row["prompt"], str)
+def _trial_inputs(rows: list[dict[str, Any]], text: str, trainer_state: Any) -> RewardInputs:
+    plain = isinstance(rows[0]["prompt"], str)
     completion = text if plain else [{"role": "assistant", "content": text}]
-    return RewardInputs.from_rows([row], [completion], [[0]], trainer_state)
+    completions, ids = [completion] * len(rows), [[0]] * len(rows)
+    return RewardInputs.from_rows(rows, completions, ids, trainer_state)
 
 
 def _guarded(
@@ -251,7 +258,7 @@ def _guarded(
     try:
         return function(**keywords) if timeout is None else _limited(function, keywords, timeout)
     except Exception as error:
-        raise _problem(name, error, timeout) from error
+        raise _problem(name, error) from error
 
 
 def _limited(function: Callable[..., Any], keywords: dict[str, Any], timeout: float) -> Any:
@@ -265,27 +272,32 @@ def _limited(function: Callable[..., Any], keywords: dict[str, Any], timeout: fl
             future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    return future.result(timeout)
+    wait([future], timeout)
+    if not future.done():
+        raise _TooSlow(f"took longer than reward_timeout={timeout} seconds")
+    return future.result()
 
 
 async def _all_of(
     sources: Sequence[AsyncReward], keywords: Sequence[dict[str, Any]], timeout: float | None
 ) -> list[Any]:
     async def one(source: AsyncReward, arguments: dict[str, Any]) -> Any:
+        limit = asyncio.timeout(timeout)
         try:
-            return await asyncio.wait_for(source.function(**arguments), timeout)
+            async with limit:
+                return await source.function(**arguments)
         except Exception as error:
-            raise _problem(source.name, error, timeout) from error
+            if limit.expired():
+                error = _TooSlow(f"took longer than reward_timeout={timeout} seconds")
+            raise _problem(source.name, error) from error
 
     pairs = zip(sources, keywords, strict=True)
     return await asyncio.gather(*(one(source, arguments) for source, arguments in pairs))
 
 
-def _problem(name: str, error: Exception, timeout: float | None) -> RewardError:
-    if isinstance(error, TimeoutError) and timeout is not None:
-        return RewardError(
-            f"The reward function {name!r} took longer than reward_timeout={timeout} seconds."
-        )
+def _problem(name: str, error: Exception) -> RewardError:
+    if isinstance(error, _TooSlow):
+        return RewardError(f"The reward function {name!r} {error}.")
     return RewardError(f"The reward function {name!r} failed: {type(error).__name__}: {error}.")
 
 
@@ -327,8 +339,12 @@ def _checked(name: str, values: Any, inputs: RewardInputs) -> list[Any]:
                 f"The reward function {name!r} returned {value!r:.60} for row {row}; a reward must "
                 "be a number or None."
             )
-        if math.isinf(value):
-            raise RewardError(f"The reward function {name!r} returned {value} for row {row}.")
+        number = value if isinstance(value, numbers.Real) else value.item()
+        if abs(number) > LARGEST:
+            raise RewardError(
+                f"The reward function {name!r} returned {value!s:.60} for row {row}; a reward must "
+                "be finite in float32."
+            )
     return list(values)
 
 

@@ -324,4 +324,5 @@ class OnlineTrainer(OnlineLoop):
 
     def _dry_run(self) -> None:
         if self.args.reward_dry_run:
-            self.rewards.dry_run(next(iter(self.train_dataset)), self.state)
+            row = next(iter(self.train_dataset))
+            self.rewards.dry_run(row, self.state, self.args.group_size)
