@@ -126,3 +126,19 @@ def test_rebuilt_configurations_are_equal_and_do_not_warn_again():
         other = dataclasses.replace(config, beta=0.1)
     assert again.to_dict() == config.to_dict()
     assert (other.scale_rewards, other.beta, other.loss_type) == ("none", 0.1, "sapo")
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "level", "usual"),
+    [("dapo", "sequence", "token"), ("luspo", "token", "sequence"), ("vespo", "sequence", "token")],
+)
+def test_unusual_levels_are_named(loss_type, level, usual):
+    words = f"loss_type='{loss_type}' .* importance_sampling_level='{usual}'"
+    with pytest.warns(UserWarning, match=words):
+        GRPOConfig(
+            "out",
+            use_cpu=True,
+            report_to="none",
+            loss_type=loss_type,
+            importance_sampling_level=level,
+        )

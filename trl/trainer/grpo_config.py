@@ -89,6 +89,7 @@ class GRPOConfig(OnlineConfig):
         super().__post_init__()
         self._settle_scale()
         self._check_names()
+        self._warn_unusual_levels()
         self._check_entropy()
         self._settle_cap()
         self._check_sampling_bounds()
@@ -117,6 +118,18 @@ class GRPOConfig(OnlineConfig):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} must be one of {', '.join(legal)}."
                 )
+
+    def _warn_unusual_levels(self) -> None:
+        """The level of the ratio that each loss was published with."""
+        level, kind = self.importance_sampling_level, self.loss_type
+        token_losses = ("bnpo", "dr_grpo", "dapo", "cispo", "vespo")
+        usual = "sequence" if kind == "luspo" else "token"
+        if level != usual and kind in ("luspo", *token_losses):
+            warnings.warn(
+                f"loss_type={kind!r} was published with importance_sampling_level={usual!r}, not "
+                f"{level!r}.",
+                stacklevel=4,
+            )
 
     def _check_entropy(self) -> None:
         if not 0 < self.top_entropy_quantile <= 1:
