@@ -89,3 +89,43 @@ def test_images_fill_empty_blocks_in_order():
         prepare_multimodal_messages([{"role": "user", "content": blocks}], ["a"])
     with pytest.raises(ValueError, match="Unknown role 'robot'"):
         prepare_multimodal_messages([{"role": "robot", "content": "x"}])
+
+
+def test_a_prompt_is_what_all_renderings_share():
+    """The template writes <think> before a new answer, and drops it once the answer is there."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
+    )
+    found = apply_chat_template(
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]}, tokenizer
+    )
+    assert found == {"prompt": "[user]hi[assistant]", "chosen": "yo", "rejected": "no"}
+    assert apply_chat_template({"prompt": [USER]}, tokenizer)["prompt"].endswith("<think>")
+
+
+def test_template_arguments_of_the_row_win():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ mood }}{{ tools is none }}{{ messages[0]['content'] }}"
+    row = {"messages": [USER]}
+    assert apply_chat_template(row, tokenizer, mood="a") == {"text": "aTruehi"}
+    mine = row | {"chat_template_kwargs": {"mood": "b"}}
+    assert apply_chat_template(mine, tokenizer, tools=[{"type": "function"}], mood="a") == {
+        "text": "bFalsehi"
+    }
+
+
+def test_pairs_without_prompt_are_rendered_whole():
+    found = apply_chat_template({"chosen": [USER, ANSWER], "rejected": [USER]}, tiny_tokenizer())
+    assert found == {"chosen": "<user>hi<end><assistant>yo<end>", "rejected": "<user>hi<end>"}
+
+
+def test_blocks_of_tools_and_missing_contents_are_left_alone():
+    tool = {"role": "tool", "content": [{"type": "image"}]}
+    call = {"role": "assistant", "tool_calls": []}
+    found = prepare_multimodal_messages([tool, call, USER], ["a", "b"])
+    assert found[:2] == [tool, call]
+    assert [block.get("image") for block in found[2]["content"]] == ["a", "b", None]
+    with pytest.raises(ValueError, match="1 images were given for 0 image blocks"):
+        prepare_multimodal_messages([ANSWER], ["a"])

@@ -25,10 +25,12 @@ def test_logits_are_those_of_a_float32_head(tied):
     assert (found - expected).abs().max() < 1e-5 < (rough - expected).abs().max()
 
 
-def test_copies_have_their_own_head():
-    model = tiny_model()
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies_have_their_own_head(tied):
+    model = tiny_model(tie_word_embeddings=tied)
     cast_head_to_float32(model)
     copied = copy.deepcopy(model)
+    assert (copied.lm_head.weight is copied.model.embed_tokens.weight) == tied
     before = copied(IDS).logits
     with torch.no_grad():
         model.lm_head.weight.add_(1.0)
@@ -41,6 +43,21 @@ def test_gradients_reach_the_head():
     model(IDS).logits.sum().backward()
     assert model.lm_head.weight.grad.dtype == torch.float32
     assert model.lm_head.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_layers_keep_their_precision(tied):
+    model = tiny_model(tie_word_embeddings=tied).to(torch.bfloat16)
+    before = model.model(IDS).last_hidden_state
+    cast_head_to_float32(model)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert before.dtype == torch.bfloat16
+    assert torch.equal(model.model(IDS).last_hidden_state, before)
+
+
+def test_models_without_head_are_refused():
+    with pytest.raises(ValueError, match="the model has no output projection"):
+        cast_head_to_float32(tiny_model().model)
 
 
 def test_adapters_on_the_head_are_refused():

@@ -39,7 +39,7 @@ def test_dtypes(dtype, expected):
 def test_unknown_dtypes_are_refused(tmp_path):
     with pytest.raises(ValueError, match="dtype='float8' in model_init_kwargs"):
         load_policy(save_tiny(tmp_path), {"dtype": "float8"})
-    with pytest.raises(ValueError, match="dtype='int8' .* must be one of auto, bfloat16"):
+    with pytest.raises(ValueError, match=r"dtype='int8' .* must be one of auto, bfloat16"):
         resolve_dtype("int8")
 
 

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
@@ -71,3 +72,58 @@ def test_an_adapter_that_was_brought_is_frozen():
         assert torch.equal(logits(scored), start)
     assert torch.equal(logits(model), moved) and not torch.equal(moved, start)
     assert [n for n, p in model.named_parameters() if p.requires_grad] == trainable
+
+
+def trainable_names(model):
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("brought", [False, True])
+def test_the_trained_adapter_is_back_even_after_an_error(brought):
+    model = adapted()
+    trainable, policy = trainable_names(model), logits(model)
+    reference = make_reference(model, brought_adapter=brought)
+    assert reference.to(torch.device("cpu")) is reference
+    with pytest.raises(KeyError), reference.active():
+        raise KeyError
+    assert trainable_names(model) == trainable
+    assert model.active_adapter == "default"
+    assert torch.equal(logits(model), policy)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_dora": True},
+        {"modules_to_save": ["lm_head"]},
+        {"use_rslora": True, "target_modules": "all-linear"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_every_kind_of_adapter_weight_is_copied(options):
+    torch.manual_seed(0)
+    settings = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | options
+    model = get_peft_model(tiny_model(), LoraConfig(**settings)).eval()
+    move(model)
+    start, trainable = logits(model), trainable_names(model)
+    reference = make_reference(model, brought_adapter=True)
+    move(model)
+    with reference.active() as scored:
+        assert torch.equal(logits(scored), start)
+    assert not torch.equal(logits(model), start)
+    assert trainable_names(model) == trainable
+
+
+def test_training_leaves_the_frozen_adapter():
+    model = adapted()
+    reference = make_reference(model, brought_adapter=True)
+    frozen = {n: p.clone() for n, p in model.named_parameters() if ".ref." in n}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        with reference.active() as scored, torch.no_grad():
+            target = scored(IDS).logits
+        (model(IDS).logits - 2 * target).square().mean().backward()
+        optimizer.step()
+    assert len(frozen) == 4, "two factors in each of two layers"
+    found = dict(model.named_parameters())
+    assert all(torch.equal(found[n], p) and found[n].grad is None for n, p in frozen.items())

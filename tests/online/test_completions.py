@@ -1,4 +1,5 @@
 import json
+from datetime import date
 
 import torch
 
@@ -8,6 +9,7 @@ from trl.online.completions import (
     plain,
     print_table,
     reward_cells,
+    shown_text,
     tracker_rows,
 )
 from trl.types import RewardTable
@@ -99,3 +101,22 @@ def test_tracker_rows():
     assert rows[1] == [0, "a", "c", 1.0, 2, 0.5] and len(rows) == 3
     assert [row[1] for row in tracker_rows(records, unique_prompts=True)[1]] == ["a", "b"]
     assert tracker_rows([], False) == ([], [])
+
+
+def test_values_json_does_not_have_are_written_as_text(tmp_path):
+    log = CompletionLog(str(tmp_path), writes=True)
+    log.add("train", [record(prompt="\u00e9\n\U0001f600", when=date(2024, 1, 2))])
+    (found,) = lines(tmp_path)
+    assert found["prompt"] == "\u00e9\n\U0001f600"
+    assert found["extra"] == {"when": "2024-01-02"}
+    assert "\u00e9" in (tmp_path / "completions" / "train.jsonl").read_text(encoding="utf-8")
+
+
+def test_messages_are_shown_with_their_roles(capsys):
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
+    assert shown_text(chat) == "system: s\nuser: hi"
+    assert shown_text("text") == "text"
+    print_table([record(prompt=chat, advantage=None)], step=1, count=None)
+    shown = capsys.readouterr().out
+    assert "user: hi" in shown
+    assert "0.50" not in shown

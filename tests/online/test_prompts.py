@@ -59,3 +59,22 @@ def test_errors_name_the_row(row, error, words):
 def test_unusual_text_survives():
     encode = PromptEncoder(tiny_tokenizer())
     assert len(encode([{"prompt": "a\u00e9\U0001f600b"}]).token_ids[0]) == 4
+
+
+def test_rows_that_differ_in_template_arguments_are_encoded_apart():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{{ mood }}"
+    rows = [{"prompt": [USER], "chat_template_kwargs": {"mood": m}} for m in ("a", "b", "a")]
+    before = repr(rows)
+    found = PromptEncoder(tokenizer, {"mood": "x"})(rows).token_ids
+    assert found == [ids("hia"), ids("hib"), ids("hia")]
+    assert found[0] is found[2]
+    assert repr(rows) == before
+
+
+def test_empty_completions_are_empty_text():
+    encode = PromptEncoder(tiny_tokenizer())
+    prompts = encode([{"prompt": "a"}, {"prompt": "a"}])
+    assert encode.completions(prompts, [[], [1]]) == ["", ""]
+    with pytest.raises(ValueError):
+        encode.completions(prompts, [[]])

@@ -142,7 +142,7 @@ def test_a_model_by_name(tmp_path):
 
 
 def test_a_model_without_tokenizer():
-    with pytest.raises(ValueError, match="'Linear' does not say where .* reward_processing"):
+    with pytest.raises(ValueError, match=r"'Linear' does not say where .* reward_processing"):
         resolve_rewards([plain, nn.Linear(1, 1)])
     with pytest.raises(ValueError, match="'LlamaForSequenceClassification' does not say where"):
         resolve_rewards(classifier())

@@ -382,6 +382,17 @@ def test_the_trial_calls_every_function_once():
     assert seen[-1] == ([chat], [[{"role": "assistant", "content": "0"}]], [3])
 
 
+def test_the_trial_can_show_a_whole_group():
+    seen = []
+
+    def watch(prompts, completions, completion_ids, answer, **kwargs):
+        seen.append((prompts, completions, completion_ids, answer))
+        return [0.0] * len(prompts)
+
+    suite([watch]).dry_run({"prompt": "p", "answer": 3}, None, 3)
+    assert seen == [(["p"] * 3, ["0"] * 3, [[0]] * 3, [3] * 3)]
+
+
 def test_the_trial_names_function_error_row_and_way_out():
     def broken(solution, **kwargs):
         return [0.0]

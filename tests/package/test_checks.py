@@ -80,7 +80,8 @@ def test_mirror_catches_both_directions(tmp_path, capsys):
     plant(package, "ops/a.py", CLEAN)
     plant(package, "ops/names.py", "X = 1\n")
     plant(package, "ops/__init__.py", CLEAN)
-    plant(tests, "cli/test_anything.py", "")
+    plant(tests, "cli/test_end_to_end.py", "")
+    plant(tests, "package/test_anything.py", "")
     plant(tests, "ops/test_b.py", "")
     assert mirror.main(package, tests) == 2
     lines = capsys.readouterr().out.splitlines()

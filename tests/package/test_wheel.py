@@ -57,7 +57,9 @@ def installed(built, tmp_path_factory) -> Path:
     (wheel,) = built.glob("*.whl")
     pip = (sys.executable, "-m", "pip", "--python", home / "bin" / "python", "install")
     options = ("--no-deps", "--no-index", "--quiet", "--disable-pip-version-check")
-    run([*pip, *options, wheel], home.parent)
+    run(
+        [*pip, *options, wheel], home.parent, PYTHONPATH=""
+    )  # the checkout would count as installed
     (site,) = home.glob("lib/python*/site-packages")
     (site / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return home

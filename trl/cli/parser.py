@@ -163,10 +163,15 @@ class TrlParser(argparse.ArgumentParser):
                 continue
             annotation = self._types[field.name] = hints[field.name]
             self._add_option(group, field, annotation)
-        for old in getattr(dataclass_type, "legacy_options", {}):
-            self._types[old] = None
+        for old, new in getattr(dataclass_type, "legacy_options", {}).items():
+            self._types[old] = hints.get(new)
             group.add_argument(
-                f"--{old}", nargs="?", const=True, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+                *_spellings(old),
+                dest=old,
+                nargs="?",
+                const=True,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
             )
 
     def _add_option(self, group: Any, field: dataclasses.Field, annotation: Any) -> None:
@@ -177,13 +182,11 @@ class TrlParser(argparse.ArgumentParser):
             options["nargs"] = "+"
         elif is_flag(annotation):
             options |= {"nargs": "?", "const": True}
-        spellings = dict.fromkeys((field.name, field.name.replace("_", "-")))
-        names = [f"--{name}" for name in spellings]
+        names = _spellings(field.name)
         group.add_argument(*names, dest=field.name, default=argparse.SUPPRESS, **options)
         if default is True and is_flag(annotation):
-            opposite = dict.fromkeys([f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}"])
             group.add_argument(
-                *opposite,
+                *_spellings(f"no_{field.name}"),
                 dest=field.name,
                 action="store_false",
                 default=argparse.SUPPRESS,
@@ -192,7 +195,7 @@ class TrlParser(argparse.ArgumentParser):
 
     def _converted(self, name: str, value: Any) -> Any:
         annotation = self._types[name]
-        if annotation is None:  # an old option: its type is what YAML makes of it
+        if annotation is None:  # an old option without a new one: its type is YAML's choice
             return yaml.safe_load(value) if isinstance(value, str) else value
         try:
             return convert(value, annotation)
@@ -233,6 +236,10 @@ def as_words(values: dict[str, Any]) -> list[str]:
         elif value is not True:
             words.append(str(value))
     return words
+
+
+def _spellings(name: str) -> list[str]:
+    return [f"--{spelling}" for spelling in dict.fromkeys((name, name.replace("_", "-")))]
 
 
 def _fields(dataclass_type: Any) -> list[dataclasses.Field]:

@@ -61,6 +61,8 @@ def convert(value: Any, annotation: Any) -> Any:
 
 def _means_none(value: Any, choices: tuple[Any, ...]) -> bool:
     """Where text is allowed, the word "none" is text."""
+    if isinstance(value, list) and len(value) == 1:  # one word for an option of several
+        value = value[0]
     return value is None or (
         isinstance(value, str) and value.lower() in NONE and str not in choices
     )

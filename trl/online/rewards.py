@@ -76,7 +76,7 @@ class RewardError(RuntimeError):
 
 
 class _TooSlow(Exception):
-    """A call went beyond the time limit; a function may raise `TimeoutError` for its own reasons."""
+    """A call went beyond the time limit; functions may raise `TimeoutError` of their own."""
 
 
 class RewardSuite:
@@ -287,9 +287,8 @@ async def _all_of(
             async with limit:
                 return await source.function(**arguments)
         except Exception as error:
-            if limit.expired():
-                error = _TooSlow(f"took longer than reward_timeout={timeout} seconds")
-            raise _problem(source.name, error) from error
+            slow = _TooSlow(f"took longer than reward_timeout={timeout} seconds")
+            raise _problem(source.name, slow if limit.expired() else error) from error
 
     pairs = zip(sources, keywords, strict=True)
     return await asyncio.gather(*(one(source, arguments) for source, arguments in pairs))
