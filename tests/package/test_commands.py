@@ -21,7 +21,11 @@ def folder(tmp_path):
 
 
 def make(folder, *words):
-    return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True)
+    # The tests themselves may have been started by make, which speaks through its children.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(
+        ["make", *words], cwd=folder, capture_output=True, text=True, env=environment
+    )
 
 
 def write_program(path, text):
