@@ -22,7 +22,9 @@ def folder(tmp_path):
 
 def make(folder, *words):
     # The tests themselves may have been started by make, which speaks through its children.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "ARGS"))
+    }
     return subprocess.run(
         ["make", *words], cwd=folder, capture_output=True, text=True, env=environment
     )

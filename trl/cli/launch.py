@@ -149,10 +149,14 @@ def _with_defaults(words: list[str]) -> list[str]:
     defaults: dict[str, Any] = SINGLE_MACHINE | {"num_processes": str(_devices())}
     missing = {name: value for name, value in defaults.items() if name not in given}
     words = [*as_words(missing), *words]
-    if _count(words) > 1 and not given & STRATEGIES:
-        # accelerate starts several processes on CPUs only under the name of several GPUs.
-        words = ["--multi_gpu", *(word for word in words if word != "--cpu")]
-    return words
+    return words if given & STRATEGIES else _for_several(words)
+
+
+def _for_several(words: list[str]) -> list[str]:
+    """accelerate starts several processes on CPUs only under the name of several GPUs."""
+    if _count(words) == 1:
+        return words
+    return ["--multi_gpu", *(word for word in words if word != "--cpu")]
 
 
 def _count(words: list[str]) -> int:

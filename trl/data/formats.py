@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -75,13 +76,18 @@ def apply_chat_template(
         return {"text": render(example["messages"])}
     if "prompt" not in example:
         return {name: render(example[name]) for name in ("chosen", "rejected")}
+    found = _render_answers(example, render)
+    return found | ({"label": example["label"]} if "label" in example else {})
+
+
+def _render_answers(example: dict[str, Any], render: Callable[..., str]) -> dict[str, str]:
+    """Render the prompt, and each answer as what follows it."""
     prompt = render(example["prompt"], **_ending(example["prompt"]))
     answers = [name for name in ("completion", "chosen", "rejected") if name in example]
     whole = {name: render(example["prompt"] + example[name]) for name in answers}
     # A template may render the end of a prompt differently once something follows it.
     prompt = os.path.commonprefix([prompt, *whole.values()])  # noqa: RUF071 (no paths)
-    found = {"prompt": prompt} | {name: text[len(prompt) :] for name, text in whole.items()}
-    return found | ({"label": example["label"]} if "label" in example else {})
+    return {"prompt": prompt} | {name: text[len(prompt) :] for name, text in whole.items()}
 
 
 def _check_fields(example: dict[str, Any]) -> None:
