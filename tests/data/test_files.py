@@ -49,6 +49,24 @@ def test_files_of_a_folder_are_splits(tmp_path, streaming):
     assert {name: list(rows) for name, rows in found.items()} == {"train": ROWS, "dev": ROWS[1:]}
 
 
+def test_files_of_one_name_are_one_split(tmp_path):
+    write(tmp_path / "data" / "train.json", ROWS[:1])
+    write(tmp_path / "data" / "train.jsonl", ROWS[1:])
+    assert list(load_dataset_source(str(tmp_path / "data"))["train"]) == ROWS
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("folder", ["copy", "copy/data"])
+def test_a_copy_from_the_hub(tmp_path, folder, streaming):
+    """Its files have numbers, and often stand in `data/`."""
+    for i in range(2):
+        write(tmp_path / folder / f"train-0000{i}-of-00002.parquet", ROWS[i : i + 1])
+    write(tmp_path / folder / "test-00000-of-00001.parquet", ROWS[:1])
+    (tmp_path / "copy" / "README.md").write_text("no data")
+    found = load_dataset_source(str(tmp_path / "copy"), streaming=streaming)
+    assert {name: list(rows) for name, rows in found.items()} == {"train": ROWS, "test": ROWS[:1]}
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_saved_datasets(tmp_path, streaming):
     splits = {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:1])}
@@ -87,6 +105,34 @@ def test_an_absent_relative_file(tmp_path, monkeypatch):
             load_dataset_source(name)
     with pytest.raises(ValueError, match=r"nowhere/x\.csv: there is no such file\.$"):
         load_dataset_source("nowhere/x.csv")
+
+
+def test_an_absent_folder_names_the_nearest(tmp_path):
+    there = tmp_path / "data"
+    write(there / "train.jsonl")
+    for name in ("dta/train.jsonl", "dta/deeper/train.jsonl", "dta"):
+        with pytest.raises(ValueError) as caught:
+            load_dataset_source(str(tmp_path / name))
+        assert str(caught.value).endswith(f"there is no such file. The nearest is {there}.")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("rows.jsonl", '{"prompt":\n', "JSON parse error"),
+        ("rows.json", "", "it holds no rows"),
+        ("rows.csv", "", "No columns to parse from file"),
+        ("rows.parquet", "text", "smaller than the minimum file footer"),
+    ],
+)
+def test_broken_files(tmp_path, name, content, reason):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError) as caught:
+        load_dataset_source(str(tmp_path / name))
+    text = str(caught.value)
+    assert text.startswith(f"--dataset_name {tmp_path / name}: cannot be read (")
+    assert reason in text
+    assert "\n" not in text
 
 
 def test_unknown_kinds_of_files(tmp_path):

@@ -59,6 +59,8 @@ def test_templates_by_hand():
 def test_templates_need_known_fields_and_roles():
     with pytest.raises(KeyError, match="supported are"):
         apply_chat_template({"completion": [ANSWER]}, tiny_tokenizer())
+    with pytest.raises(ValueError, match="A prompt has no messages; it must end with user"):
+        apply_chat_template({"prompt": []}, tiny_tokenizer())
     with pytest.raises(ValueError, match="role 'system'"):
         apply_chat_template({"prompt": [{"role": "system", "content": "x"}]}, tiny_tokenizer())
 
@@ -89,6 +91,14 @@ def test_images_fill_empty_blocks_in_order():
         prepare_multimodal_messages([{"role": "user", "content": blocks}], ["a"])
     with pytest.raises(ValueError, match="Unknown role 'robot'"):
         prepare_multimodal_messages([{"role": "robot", "content": "x"}])
+
+
+@pytest.mark.parametrize("key", ["image", "url", "path", "base64"])
+def test_blocks_with_an_image_are_not_empty(key):
+    """A dataset gives every block all keys of all blocks, absent ones as None."""
+    full, empty = {"type": "image", key: "mine"}, {"type": "image", key: None, "text": None}
+    found = prepare_multimodal_messages([{"role": "user", "content": [full, empty]}], ["a"])
+    assert found[0]["content"] == [full, empty | {"image": "a"}]
 
 
 def test_a_prompt_is_what_all_renderings_share():

@@ -4,6 +4,7 @@ import json
 
 import datasets
 import pytest
+from datasets import DatasetDict, IterableDatasetDict
 
 from trl.data.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
 
@@ -29,6 +30,7 @@ def names(letter, count):
 def test_datasets_are_concatenated_in_order(tmp_path, streaming):
     entries = [entry(tmp_path, "a", 3), entry(tmp_path, "b", 2)]
     found = get_dataset(DatasetMixtureConfig(entries, streaming=streaming))
+    assert type(found) is (IterableDatasetDict if streaming else DatasetDict)
     assert list(found) == ["train"]
     assert [row["prompt"] for row in found["train"]] == names("a", 3) + names("b", 2)
     assert all(set(row) == {"prompt"} for row in found["train"])
@@ -63,6 +65,13 @@ def test_test_split(tmp_path):
     assert list(found) == ["train", "test"]
     assert (len(train), len(test)) == (7, 3)
     assert sorted(train + test) == names("a", 6) + names("b", 4)
+
+
+def test_all_processes_hold_out_the_same_rows(tmp_path):
+    config = DatasetMixtureConfig([entry(tmp_path, "a", 40)], test_split_size=0.5)
+    first, second = (list(get_dataset(config)["test"]["prompt"]) for _ in range(2))
+    assert first == second
+    assert set(first) != set(names("a", 40)[20:]), "chosen at random"
 
 
 def test_entries_may_be_made_already(tmp_path):

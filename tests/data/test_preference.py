@@ -1,7 +1,7 @@
 """Preference pairs."""
 
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset
 
 from trl.data.preference import (
     extract_prompt,
@@ -111,6 +111,21 @@ def test_unpairing_messages_and_several_splits():
     found = maybe_unpair_preference_dataset(DatasetDict({"train": data, "test": data}))
     rows = [{"completion": turns(x), "label": x == "a"} for x in ("a", "b")]
     assert {name: list(split) for name, split in found.items()} == {"train": rows, "test": rows}
+
+
+def test_streams_are_unpaired():
+    rows = [dict(zip(PAIRS, row, strict=True)) for row in zip(*PAIRS.values(), strict=True)]
+    known = Dataset.from_list(rows).to_iterable_dataset()
+    unknown = IterableDataset.from_generator(lambda: iter(rows))
+    assert unknown.column_names is None
+    for stream in (known, unknown):
+        assert list(maybe_unpair_preference_dataset(stream)) == SINGLES
+        assert list(unpair_preference_dataset(stream)) == SINGLES
+    for stream in (
+        IterableDataset.from_generator(lambda: iter(SINGLES)),
+        IterableDataset.from_generator(lambda: iter([])),
+    ):
+        assert maybe_unpair_preference_dataset(stream) is stream
 
 
 def test_only_pairs_are_unpaired():

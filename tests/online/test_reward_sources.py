@@ -1,4 +1,5 @@
 import functools
+import json
 
 import pytest
 import torch
@@ -139,6 +140,28 @@ def test_a_model_by_name(tmp_path):
     expected = by_hand(classifier(), ["ab"])
     assert exact.score(["a"], ["b"]) == pytest.approx(expected, abs=1e-6)
     assert loaded.score(["a"], ["b"]) == pytest.approx(expected, abs=1e-6), "its own tokenizer"
+
+
+def test_code_of_a_reward_tokenizer_runs_only_if_trusted(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "c"))
+    monkeypatch.syspath_prepend(str(tmp_path / "c"))
+    folder = tmp_path / "judge"
+    classifier().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    (folder / "custom.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n"
+        "class CustomTokenizer(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {
+        "auto_map": {"AutoTokenizer": [None, "custom.CustomTokenizer"]},
+        "tokenizer_class": "CustomTokenizer",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (source,) = resolve_rewards(str(folder), trust_remote_code=True)
+    assert type(source.tokenizer).__name__ == "CustomTokenizer"
+    with pytest.raises(ValueError, match="contains custom code"):
+        resolve_rewards(str(folder))
 
 
 def test_a_model_without_tokenizer():

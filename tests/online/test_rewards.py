@@ -160,6 +160,41 @@ def test_functions_can_log_metrics_and_columns():
     assert logged == [("seen", 2.0), ("later", 3.0)]
 
 
+@pytest.mark.parametrize("first_ends_last", [False, True])
+def test_columns_do_not_depend_on_who_ends_first(first_ends_last):
+    """Processes must agree on the names, whatever their coroutines wait for."""
+    events = [asyncio.Event(), asyncio.Event()]
+
+    def made(mine, other, must_wait):
+        async def judge(log_extra, **kwargs):
+            if must_wait:
+                await asyncio.wait_for(events[other].wait(), 5)
+            log_extra("text", [mine, mine])
+            events[mine].set()
+            return [0.0, 0.0]
+
+        return judge
+
+    _, extras = call([made(0, 1, first_ends_last), made(1, 0, not first_ends_last)])
+    assert extras == {"text": [0, 0], "judge_2/text": [1, 1]}
+
+
+def test_functions_may_change_their_lists():
+    def clear(prompts, completions, completion_ids, answer, **kwargs):
+        for values in (prompts, completions, completion_ids, answer):
+            values.clear()
+        return [0.0, 0.0]
+
+    def watch(prompts, completions, completion_ids, answer, **kwargs):
+        assert (prompts, completions) == (["p0", "p1"], ["c0", "c1"])
+        return [ids[0] * right for ids, right in zip(completion_ids, answer, strict=True)]
+
+    given = inputs(texts=list(TEXTS))
+    table, _ = suite([clear, watch])(given, 2, print)
+    assert table.per_function.tolist() == [[0.0, 7.0], [0.0, 16.0]]
+    assert given == inputs()
+
+
 def test_misaligned_columns_are_an_error():
     def short(log_extra, **kwargs):
         log_extra("text", [1])
@@ -192,6 +227,10 @@ def test_misaligned_columns_are_an_error():
         (torch.tensor([math.inf, 1.0]), "'fixed' returned inf for row 0"),
         ([0.0, 1e39], r"'fixed' returned 1e\+39 for row 1; a reward must be finite in float32"),
         ([10**400, 0.0], "'fixed' returned 1000.* for row 0"),
+        ([1.0, 1j], "'fixed' returned 1j for row 1; a reward must be a number"),
+        ([torch.tensor(1j), 1.0], r"'fixed' returned tensor\(0.\+1.j\) for row 0; a reward must"),
+        ([1.0, np.str_("a")], "'fixed' returned .*'a'.* for row 1; a reward must be a number"),
+        ([np.datetime64("2020-01-01"), 1], "'fixed' returned .* for row 0; a reward must be a"),
     ],
 )
 def test_what_is_no_list_of_rewards(value, words):
@@ -219,6 +258,23 @@ def test_the_error_of_a_function_is_named(is_async):
         rewards(inputs(), 2, print)
     assert isinstance(found.value.__cause__.__cause__, KeyError)
     assert rewards(inputs(), 2, print)[0].total.tolist() == [1.0, 1.0], "usable afterwards"
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()])
+def test_functions_cannot_leave_without_a_word(error, is_async, timeout):
+    """Other processes would wait for this one forever."""
+
+    def leave(**kwargs):
+        raise error
+
+    async def leave_async(**kwargs):
+        raise error
+
+    name = "leave_async" if is_async else "leave"
+    with pytest.raises(RewardError, match=f"'{name}' failed: {type(error).__name__}"):
+        call([leave_async if is_async else leave], timeout=timeout)
 
 
 # --- Coroutines ---
@@ -299,6 +355,25 @@ def test_calls_are_limited_in_time(is_async):
     finally:
         release.set()
     assert time.monotonic() - start < 2
+
+
+def test_coroutines_that_block_the_loop_are_limited_in_time():
+    release, calls = threading.Event(), []
+
+    async def stuck(**kwargs):
+        calls.append(1)
+        if len(calls) == 1:
+            release.wait(5)
+        return [1.0, 2.0]
+
+    rewards = suite(stuck, timeout=0.05)
+    words = r"'stuck' took longer than reward_timeout=0.05 seconds and blocks the event loop"
+    try:
+        with pytest.raises(RewardError, match=words):
+            rewards(inputs(), 2, print)
+        assert rewards(inputs(), 2, print)[0].total.tolist() == [1.0, 2.0], "usable afterwards"
+    finally:
+        release.set()
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -407,9 +482,12 @@ def test_the_trial_names_function_error_row_and_way_out():
         suite([returning([1, 2])]).dry_run({"prompt": "p"}, None)
 
 
-def test_the_trial_warns_of_nan():
+@pytest.mark.parametrize(
+    "values", [[NAN, 0.0], [0.0, NAN], [np.float32(NAN), 0], [0, torch.tensor(NAN)]]
+)
+def test_the_trial_warns_of_nan(values):
     with pytest.warns(UserWarning, match="'fixed' returned NaN on the first row; return None"):
-        suite([returning([NAN])]).dry_run({"prompt": "p"}, None)
+        suite([returning(values)]).dry_run({"prompt": "p"}, None, 2)
 
 
 # --- Two processes ---

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+SPLIT_NAME = re.compile(r"\w+")
+UNREADABLE = (DatasetGenerationError, OSError, StopIteration, ValueError)
 
 
 def load_dataset_source(name: str, config: str | None = None, streaming: bool = False) -> Any:
@@ -16,7 +20,8 @@ def load_dataset_source(name: str, config: str | None = None, streaming: bool = 
 
     Args:
         name (`str`): a json, jsonl, csv or parquet file, a folder of such files (their names are
-            the splits), a folder written by `save_to_disk`, or a hub id.
+            the splits; names that cannot be are treated as those of a hub dataset), a folder
+            with such files in `data/`, a folder written by `save_to_disk`, or a hub id.
         config (`str`, *optional*): configuration of a hub dataset.
         streaming (`bool`): read rows as they are needed.
 
@@ -24,11 +29,11 @@ def load_dataset_source(name: str, config: str | None = None, streaming: bool = 
         A mapping of split names to datasets; a single file is the split "train".
 
     Raises:
-        ValueError: if there is no such file, or its kind is unknown.
+        ValueError: if there is no such file, its kind is unknown, or it cannot be read.
     """
     path = Path(name).expanduser()
     if path.is_file():
-        return _files({"train": str(path)}, path.suffix, streaming)
+        return _files({"train": [str(path)]}, path, path.suffix, streaming)
     if path.is_dir():
         return _folder(path, streaming)
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix in BUILDERS:
@@ -43,17 +48,34 @@ def load_dataset_source(name: str, config: str | None = None, streaming: bool = 
 
 
 def _folder(path: Path, streaming: bool) -> Any:
-    if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+    if _was_saved(path):
         return _saved(path, streaming)
-    files = sorted(file for file in path.iterdir() if file.suffix in BUILDERS)
-    kinds = {BUILDERS[file.suffix] for file in files}
+    files = _data_files(path) or _data_files(path / "data")
+    _check_kinds(path, files)
+    if not all(SPLIT_NAME.fullmatch(file.stem) for file in files):
+        return _read(str(path), path, streaming=streaming)
+    splits: dict[str, list[str]] = {}
+    for file in files:
+        splits.setdefault(file.stem, []).append(str(file))
+    return _files(splits, path, files[0].suffix, streaming)
+
+
+def _was_saved(path: Path) -> bool:
+    return any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json"))
+
+
+def _data_files(path: Path) -> list[Path]:
+    return sorted(file for file in path.glob("*") if file.suffix in BUILDERS)
+
+
+def _check_kinds(path: Path, files: list[Path]) -> None:
+    kinds = sorted({BUILDERS[file.suffix] for file in files})
     if len(kinds) != 1:
         found = f"files of several kinds ({', '.join(kinds)})" if kinds else "no data file"
         raise ValueError(
             f"--dataset_name {path}: the folder holds {found}; it must be a saved dataset, or hold "
             f"files of one of {', '.join(BUILDERS)}."
         )
-    return _files({file.stem: str(file) for file in files}, files[0].suffix, streaming)
 
 
 def _saved(path: Path, streaming: bool) -> Any:
@@ -64,18 +86,27 @@ def _saved(path: Path, streaming: bool) -> Any:
     return splits
 
 
-def _files(files: dict[str, str], suffix: str, streaming: bool) -> Any:
+def _files(splits: dict[str, list[str]], place: Path, suffix: str, streaming: bool) -> Any:
     if suffix not in BUILDERS:
         raise ValueError(
-            f"--dataset_name {next(iter(files.values()))}: files of kind {suffix or 'unknown'!r} "
-            f"cannot be read; use one of {', '.join(BUILDERS)}."
+            f"--dataset_name {place}: files of kind {suffix or 'unknown'!r} cannot be read; use "
+            f"one of {', '.join(BUILDERS)}."
         )
-    return load_dataset(BUILDERS[suffix], data_files=files, streaming=streaming)
+    return _read(BUILDERS[suffix], place, data_files=splits, streaming=streaming)
+
+
+def _read(builder: str, place: Path, **options: Any) -> Any:
+    try:
+        return load_dataset(builder, **options)
+    except UNREADABLE as error:
+        cause = error.__cause__ or error
+        reason = (str(cause).splitlines() or ["it holds no rows"])[0]
+        raise ValueError(f"--dataset_name {place}: cannot be read ({reason}).") from error
 
 
 def _nearest(path: Path) -> str:
-    folder = path.expanduser().parent
-    if not folder.is_dir():
-        return ""
+    while not path.parent.is_dir():
+        path = path.parent
+    folder = path.parent
     close = difflib.get_close_matches(path.name, [file.name for file in folder.iterdir()], n=1)
     return f" The nearest is {folder / close[0]}." if close else ""

@@ -18,6 +18,8 @@ SUPPORTED = (
     {"chosen", "rejected"},
     {"prompt", "completion", "label"},
 )
+# Where an image block may keep its image; datasets fill absent keys with None.
+IMAGE_KEYS = ("image", "url", "path", "base64")
 
 
 def is_conversational(example: dict[str, Any]) -> bool:
@@ -66,7 +68,7 @@ def apply_chat_template(
 
     Raises:
         KeyError: if the fields are not one of the supported sets.
-        ValueError: if the last message of a prompt has a role that cannot end one.
+        ValueError: if a prompt has no messages, or its last one a role that cannot end a prompt.
     """
     _check_fields(example)
     options = {"tools": tools or None, "tokenize": False}
@@ -98,6 +100,8 @@ def _check_fields(example: dict[str, Any]) -> None:
 
 
 def _ending(prompt: list[dict[str, Any]]) -> dict[str, bool]:
+    if not prompt:
+        raise ValueError("A prompt has no messages; it must end with user, tool or assistant.")
     role = prompt[-1]["role"]
     if role in ("user", "tool"):
         return {"add_generation_prompt": True}
@@ -149,7 +153,11 @@ def _empty_image_blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
     content = message.get("content")
     if message["role"] == "tool" or not isinstance(content, list):
         return []
-    return [block for block in content if block.get("type") == "image" and "image" not in block]
+    return [block for block in content if block.get("type") == "image" and not _has_image(block)]
+
+
+def _has_image(block: dict[str, Any]) -> bool:
+    return any(block.get(key) is not None for key in IMAGE_KEYS)
 
 
 def _make_places(

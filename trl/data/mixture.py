@@ -6,7 +6,16 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset
+from datasets import (
+    Dataset,
+    DatasetDict,
+    IterableDatasetDict,
+    concatenate_datasets,
+    load_dataset,
+)
+
+# All processes of a run, and a continued run, must keep the same rows for evaluation.
+SPLIT_SEED = 0
 
 
 @dataclass
@@ -29,7 +38,8 @@ class DatasetMixtureConfig:
     Args:
         datasets (`list`): mappings with the fields of `DatasetConfig`.
         streaming (`bool`): read rows as they are needed.
-        test_split_size (`float`, *optional*): share of rows to keep for evaluation.
+        test_split_size (`float`, *optional*): share of rows to keep for evaluation; they are
+            chosen at random, and are the same in every run.
 
     Raises:
         ValueError: if only some datasets have a fraction, if fractions are not positive, or if
@@ -74,13 +84,13 @@ def _entry(place: int, entry: Any) -> DatasetConfig:
     return DatasetConfig(**entry)
 
 
-def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
+def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableDatasetDict:
     """Load and concatenate the datasets of a mixture.
 
     With fractions, as many rows are taken as the scarcest dataset allows, the first ones of each.
 
     Returns:
-        `DatasetDict`: "train", and "test" if `test_split_size` is set.
+        "train", and "test" if `test_split_size` is set.
 
     Raises:
         ValueError: if the mixture is empty.
@@ -93,8 +103,9 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
         loaded = _take_fractions(loaded, [entry.fraction for entry in entries])
     combined = concatenate_datasets(loaded)
     if mixture_config.test_split_size is not None:
-        return combined.train_test_split(test_size=mixture_config.test_split_size)
-    return DatasetDict({"train": combined})
+        return combined.train_test_split(mixture_config.test_split_size, seed=SPLIT_SEED)
+    kind = IterableDatasetDict if mixture_config.streaming else DatasetDict
+    return kind({"train": combined})
 
 
 def _load(entry: DatasetConfig, streaming: bool) -> Any:

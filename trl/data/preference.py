@@ -73,7 +73,8 @@ def maybe_unpair_preference_dataset(
 ) -> D:
     """`unpair_preference_dataset` for datasets with both columns; others are unchanged."""
     one = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
-    if not {"chosen", "rejected"} <= set(one.column_names or ()):
+    # A stream may know its columns only from its rows.
+    if not {"chosen", "rejected"} <= set(one.column_names or next(iter(one), ())):
         return dataset
     options = {"num_proc": num_proc, "desc": desc}
     return unpair_preference_dataset(dataset, **{k: v for k, v in options.items() if v is not None})

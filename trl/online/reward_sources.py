@@ -157,23 +157,28 @@ def _source(name: str, function: Any, tokenizer: Any, options: dict[str, Any]) -
         model = AutoModelForSequenceClassification.from_pretrained(
             function, num_labels=1, **options
         )
-        return _model_source(name, model, tokenizer, function)
+        tokenizer = _tokenizer_for(name, tokenizer, function, options)
+        return _model_source(name, model, tokenizer)
     if isinstance(function, nn.Module):
         path = function.config._name_or_path if isinstance(function, PreTrainedModel) else ""
-        return _model_source(name, function, tokenizer, path)
+        return _model_source(name, function, _tokenizer_for(name, tokenizer, path, options))
     if _is_coroutine_function(function):
         return AsyncReward(name, function)
     return SyncReward(name, function)
 
 
-def _model_source(name: str, model: nn.Module, tokenizer: Any, path: str) -> ModelReward:
-    if tokenizer is None:
-        if not path:
-            raise ValueError(
-                f"The reward model {name!r} does not say where it was loaded from: pass its "
-                "tokenizer in reward_processing_classes."
-            )
-        tokenizer = AutoTokenizer.from_pretrained(path)
+def _tokenizer_for(name: str, given: Any, path: str, options: dict[str, Any]) -> Any:
+    if given is not None:
+        return given
+    if not path:
+        raise ValueError(
+            f"The reward model {name!r} does not say where it was loaded from: pass its "
+            "tokenizer in reward_processing_classes."
+        )
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=options["trust_remote_code"])
+
+
+def _model_source(name: str, model: nn.Module, tokenizer: Any) -> ModelReward:
     if tokenizer.pad_token is None:
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.pad_token = tokenizer.eos_token

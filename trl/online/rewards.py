@@ -21,6 +21,8 @@ from .reward_sources import AsyncReward, ModelReward, RewardSource, SyncReward
 RESERVED = ("prompt", "completion", "completion_ids")
 LARGEST = torch.finfo(torch.float32).max
 LogMetric = Callable[[str, float], None]
+# What a function may raise without ending the process before the other ranks know of it.
+FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 
 
 class Gatherer(Protocol):
@@ -61,14 +63,15 @@ class RewardInputs:
         )
 
     def keywords(self) -> dict[str, Any]:
-        """The keyword arguments every reward function is called with."""
-        return {
+        """The keyword arguments of one reward function, which may change its lists."""
+        lists = {
             **self.columns,
             "prompts": self.prompts,
             "completions": self.completions,
             "completion_ids": self.completion_ids,
-            "trainer_state": self.trainer_state,
         }
+        copies = {name: list(values) for name, values in lists.items()}
+        return copies | {"trainer_state": self.trainer_state}
 
 
 class RewardError(RuntimeError):
@@ -176,7 +179,7 @@ class RewardSuite:
                     f"{error} This was a trial on the first row, {row!r:.200}, with the completion "
                     f"{text!r}; reward_dry_run=False skips it."
                 ) from error
-            if isinstance(column[0], float) and math.isnan(column[0]):
+            if any(value is not None and math.isnan(value) for value in column):
                 warnings.warn(
                     f"The reward function {source.name!r} returned NaN on the first row; return "
                     "None for completions it cannot score.",
@@ -187,7 +190,7 @@ class RewardSuite:
         self, inputs: RewardInputs, extras: dict[str, list[Any]], log_metric: LogMetric
     ) -> list[list[float]]:
         columns = self._call(self.sources, inputs, extras, log_metric)
-        return [[math.nan if x is None else float(x) for x in column] for column in columns]
+        return [[math.nan if x is None else x for x in column] for column in columns]
 
     def _call(
         self,
@@ -195,36 +198,43 @@ class RewardSuite:
         inputs: RewardInputs,
         extras: dict[str, list[Any]],
         log_metric: LogMetric,
-    ) -> list[list[Any]]:
+    ) -> list[list[float | None]]:
         """Call the sources, coroutines all at once, and check what they return."""
         results: dict[str, Any] = {}
+        added: dict[str, dict[str, list[Any]]] = {source.name: {} for source in sources}
         for source in sources:
             if isinstance(source, ModelReward):
                 pair = {"prompts": inputs.prompts, "completions": inputs.completions}
                 results[source.name] = _guarded(source.name, source.score, pair, None)
             elif isinstance(source, SyncReward):
-                keywords = _keywords(source.name, inputs, extras, log_metric)
+                keywords = _keywords(inputs, added[source.name], log_metric)
                 results[source.name] = _guarded(
                     source.name, source.function, keywords, self._timeout
                 )
         waiting = [source for source in sources if isinstance(source, AsyncReward)]
         if waiting:
-            calls = [_keywords(s.name, inputs, extras, log_metric) for s in waiting]
+            calls = [_keywords(inputs, added[s.name], log_metric) for s in waiting]
             results |= self._call_at_once(waiting, calls)
+        _add_columns(extras, added)
         return [_checked(s.name, results[s.name], inputs) for s in sources]
 
     def _call_at_once(
         self, sources: Sequence[AsyncReward], keywords: Sequence[dict[str, Any]]
     ) -> dict[str, Any]:
-        found = self._run(_all_of(sources, keywords, self._timeout))
-        return dict(zip((source.name for source in sources), found, strict=True))
+        future = self._start(_all_of(sources, keywords, self._timeout))
+        # A coroutine that blocks the loop keeps the limits from being noticed inside it.
+        wait([future], None if self._timeout is None else (1 + len(sources)) * self._timeout)
+        if not future.done():
+            self._loop = None
+            raise _blocked(sources, self._timeout)
+        return dict(zip((source.name for source in sources), future.result(), strict=True))
 
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def _start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run coroutines on one event loop in a daemon thread, kept for the whole run."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _raise_everywhere(self, failure: RewardError | None) -> None:
         messages = self._ranks.gather_objects(None if failure is None else str(failure))
@@ -257,7 +267,7 @@ def _guarded(
     """Call a function, and turn whatever it raises into a `RewardError`."""
     try:
         return function(**keywords) if timeout is None else _limited(function, keywords, timeout)
-    except Exception as error:
+    except FAILURES as error:
         raise _problem(name, error) from error
 
 
@@ -268,7 +278,7 @@ def _limited(function: Callable[..., Any], keywords: dict[str, Any], timeout: fl
     def work() -> None:
         try:
             future.set_result(function(**keywords))
-        except Exception as error:
+        except BaseException as error:
             future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
@@ -286,7 +296,7 @@ async def _all_of(
         try:
             async with limit:
                 return await source.function(**arguments)
-        except Exception as error:
+        except FAILURES as error:
             slow = _TooSlow(f"took longer than reward_timeout={timeout} seconds")
             raise _problem(source.name, slow if limit.expired() else error) from error
 
@@ -294,14 +304,22 @@ async def _all_of(
     return await asyncio.gather(*(one(source, arguments) for source, arguments in pairs))
 
 
-def _problem(name: str, error: Exception) -> RewardError:
+def _blocked(sources: Sequence[AsyncReward], timeout: float | None) -> RewardError:
+    names = " or ".join(repr(source.name) for source in sources)
+    return RewardError(
+        f"The reward function {names} took longer than reward_timeout={timeout} seconds and "
+        "blocks the event loop; it must await, or be a plain function."
+    )
+
+
+def _problem(name: str, error: BaseException) -> RewardError:
     if isinstance(error, _TooSlow):
         return RewardError(f"The reward function {name!r} {error}.")
     return RewardError(f"The reward function {name!r} failed: {type(error).__name__}: {error}.")
 
 
 def _keywords(
-    name: str, inputs: RewardInputs, extras: dict[str, list[Any]], log_metric: LogMetric
+    inputs: RewardInputs, columns: dict[str, list[Any]], log_metric: LogMetric
 ) -> dict[str, Any]:
     def log_extra(column: str, values: Sequence[Any]) -> None:
         values = list(values)
@@ -310,13 +328,23 @@ def _keywords(
                 f"log_extra({column!r}) got {len(values)} values for "
                 f"{len(inputs.completions)} completions"
             )
-        # Two functions may choose the same column; both are kept.
-        extras[column if column not in extras else f"{name}/{column}"] = values
+        columns[column] = values
 
     return inputs.keywords() | {"log_extra": log_extra, "log_metric": log_metric}
 
 
-def _checked(name: str, values: Any, inputs: RewardInputs) -> list[Any]:
+def _add_columns(extras: dict[str, list[Any]], added: dict[str, dict[str, list[Any]]]) -> None:
+    """Keep the columns of all functions under the same names on every rank.
+
+    If two functions choose the same column, the later in the list of functions has its own name
+    in front, whichever ended first.
+    """
+    for name, columns in added.items():
+        for column, values in columns.items():
+            extras[f"{name}/{column}" if column in extras else column] = values
+
+
+def _checked(name: str, values: Any, inputs: RewardInputs) -> list[float | None]:
     """Return one number or None for each row, or say what is wrong with them."""
     count = len(inputs.completions)
     if hasattr(values, "tolist"):  # tensors and arrays
@@ -330,23 +358,26 @@ def _checked(name: str, values: Any, inputs: RewardInputs) -> list[Any]:
         raise RewardError(
             f"The reward function {name!r} returned {len(values)} rewards for {count} completions."
         )
-    for row, value in enumerate(values):
-        if value is None:
-            continue
-        if not _is_number(value):
-            raise RewardError(
-                f"The reward function {name!r} returned {value!r:.60} for row {row}; a reward must "
-                "be a number or None."
-            )
-        number = value if isinstance(value, numbers.Real) else value.item()
-        if abs(number) > LARGEST:
-            raise RewardError(
-                f"The reward function {name!r} returned {value!s:.60} for row {row}; a reward must "
-                "be finite in float32."
-            )
-    return list(values)
+    return [_number(name, row, value) for row, value in enumerate(values)]
 
 
-def _is_number(value: Any) -> bool:
-    is_scalar_tensor = getattr(value, "ndim", 1) == 0 and hasattr(value, "item")
-    return isinstance(value, numbers.Real) or is_scalar_tensor
+def _plain(value: Any) -> Any:
+    is_scalar = getattr(value, "ndim", 1) == 0 and hasattr(value, "item")
+    return value.item() if is_scalar else value
+
+
+def _number(name: str, row: int, value: Any) -> float | None:
+    if value is None:
+        return None
+    number = _plain(value)
+    if not isinstance(number, numbers.Real):
+        raise RewardError(
+            f"The reward function {name!r} returned {value!r:.60} for row {row}; a reward must "
+            "be a number or None."
+        )
+    if abs(number) > LARGEST:
+        raise RewardError(
+            f"The reward function {name!r} returned {value!s:.60} for row {row}; a reward must "
+            "be finite in float32."
+        )
+    return float(number)
