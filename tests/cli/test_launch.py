@@ -66,6 +66,12 @@ def test_a_configuration_of_the_user_is_left_to_accelerate(monkeypatch, tmp_path
     assert launch.split(rloo.make_parser(), ["--output_dir", "out"])[1] == []
 
 
+def test_opposites_are_those_of_flags_alone():
+    ours, theirs = split("--no_python", "--no_log_completions")
+    assert ours == ["--no_log_completions"]
+    assert theirs.no_python
+
+
 def test_negative_numbers_are_values():
     ours, _ = split("--max_steps", "-1", "--lr_scheduler_kwargs", "{}", "--beta", "-1e-3")
     assert ours == ["--max_steps", "-1", "--lr_scheduler_kwargs", "{}", "--beta", "-1e-3"]
@@ -90,6 +96,44 @@ def test_the_accelerate_configuration_may_stand_in_the_file(tmp_path):
     assert Path(split("--config", path, "--accelerate_config", "fsdp1")[1].config_file).stem == (
         "fsdp1"
     )
+
+
+def test_booleans_of_the_file(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "mixed_precision: no\nfsdp_offload_params: true\nfsdp_use_orig_params: false\n"
+        "same_network: true\nmulti_gpu: false\nmachine_rank: null\naccelerate_config: fsdp1\n"
+    )
+    _, theirs = split("--config", str(path))
+    assert theirs.mixed_precision == "no"  # the shipped configuration says bf16
+    assert (theirs.fsdp_offload_params, theirs.fsdp_use_orig_params) == ("True", "False")
+    assert theirs.same_network
+    assert not theirs.multi_gpu
+    assert theirs.machine_rank is None
+
+
+@pytest.mark.parametrize("value", [False, True, None, [1], "x"])
+def test_an_unknown_key_of_the_file_is_never_dropped(tmp_path, value):
+    path = write(tmp_path / "c.yaml", num_proceses=value)
+    with pytest.raises(ValueError, match=r"--num_proceses \(closest: --num_processes"):
+        split("--config", path)
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({"multi_gpu": "perhaps"}, "unexpected words: perhaps."),
+        ({"num_processes": [1, 2]}, "unexpected words: 2."),
+        ({"num_processes": "two"}, "invalid int value: 'two'"),
+        ({"accelerate_config": "zero22"}, "closest: zero2"),
+        ({"learning_rate": "fast"}, "--learning_rate: 'fast' is no number."),
+        ({"no_shuffle_dataset": True}, "unknown option --no_shuffle_dataset"),
+    ],
+)
+def test_unusable_values_of_the_file(tmp_path, values, part):
+    with pytest.raises(ValueError) as error:
+        split("--config", write(tmp_path / "c.yaml", **values))
+    assert part in str(error.value)
 
 
 def test_the_environment_of_the_file_is_set(tmp_path, monkeypatch):
@@ -120,6 +164,15 @@ def test_a_file_is_taken_as_accelerate_configuration(tmp_path):
         (["--num_proceses", "4"], ("--num_proceses", "--num_processes")),
         (["--qqqqqqqq"], ("unknown option --qqqqqqqq.",)),
         (["word"], ("starts with --", "'word'")),
+        (["--no_beta"], ("--no_beta (closest: --beta",)),
+        (["--num_generations", "four"], ("--num_generations: 'four' is no integer.",)),
+        (["--num_generations", "4", "5"], ("unexpected words: 5.",)),
+        (["--loss_type", "dapo"], ("unknown option --loss_type",)),
+        (["--num_processes", "two"], ("--num_processes", "invalid int value: 'two'")),
+        (["--num_processes"], ("--num_processes", "expected one argument")),
+        (["--mixed_precision", "fp17"], ("--mixed_precision", "'fp17'", "'bf16'")),
+        (["--num_processes", "2", "word"], ("unexpected words: word.",)),
+        (["--multi_gpu", "2"], ("unexpected words: 2.",)),
     ],
 )
 def test_mistakes_name_what_is_legal(words, parts):
@@ -138,6 +191,19 @@ def test_cpu_reaches_both():
     ours, theirs = split("--output_dir", "out", "--cpu")
     assert ours == ["--output_dir", "out", "--use_cpu"]
     assert theirs.cpu
+    assert not theirs.multi_gpu
+
+
+@pytest.mark.parametrize(
+    "words", [["--cpu"], ["--use_cpu"], ["--use-cpu", "true"], ["--config", "c.yaml"]]
+)
+def test_one_process_on_cpu_whatever_gpus_there_are(words, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "c.yaml", use_cpu=True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert split("--beta", "0")[1].num_processes == 8
+    _, theirs = split(*words)
+    assert theirs.num_processes == 1
     assert not theirs.multi_gpu
 
 
@@ -188,19 +254,37 @@ def test_an_unusable_file_is_one_line(tmp_path, capsys, started, text):
     assert started == []
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [
-        subprocess.CalledProcessError(3, "worker"),
-        ChildFailedError("worker", {0: ProcessFailure(0, 1, 3, "absent")}),
-    ],
-    ids=["one worker", "several"],
-)
-def test_the_status_of_workers_is_passed_on(monkeypatch, failure):
+@pytest.mark.parametrize("status", [2, 3, -9])
+@pytest.mark.parametrize("workers", ["one", "several"])
+def test_the_status_of_workers_is_passed_on(monkeypatch, capsys, workers, status):
+    one = subprocess.CalledProcessError(status, "worker")
+    several = ChildFailedError("worker", {1: ProcessFailure(1, 1, status, "absent")})
+
     def fail(_):
-        raise failure
+        raise one if workers == "one" else several
 
     monkeypatch.setattr(launch, "launch_command", fail)
     with pytest.raises(SystemExit) as end:
         launch.launch("rloo", ["--output_dir", "out"])
-    assert end.value.code == 3
+    assert end.value.code == status
+    rank = 0 if workers == "one" else 1
+    message = f"trl rloo: error: process {rank} ended with status {status}.\n"
+    assert capsys.readouterr().err == ("" if status == 2 else message)
+
+
+STRATEGIES = ["--output_dir", "out", "--use_deepspeed", "--use_fsdp"]
+
+
+def test_what_accelerate_refuses_is_one_line(capsys):
+    with pytest.raises(SystemExit) as end:
+        launch.launch("rloo", STRATEGIES)
+    error = capsys.readouterr().err
+    assert end.value.code == 2
+    assert error.startswith("trl rloo: error: You can only use one of")
+    assert error.count("\n") == 1
+
+
+def test_debugging_shows_where(monkeypatch):
+    monkeypatch.setenv("TRL_DEBUG", "1")
+    with pytest.raises(ValueError, match="You can only use one of"):
+        launch.launch("rloo", STRATEGIES)

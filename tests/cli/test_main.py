@@ -1,6 +1,7 @@
 """The command `trl` itself."""
 
 import contextlib
+import json
 
 import pytest
 from workspace import run_python, run_trl
@@ -8,6 +9,8 @@ from workspace import run_python, run_trl
 import trl
 from trl.cli.main import OTHERS, TRAINING, main
 
+COMPLETION = {"step": 0, "group": 0, "prompt": "a", "completion": "b", "finish": "stop"}
+COMPLETION |= {"rewards": {"exact": 1.0}, "reward": 1.0, "advantage": 0.5}
 HEAVY = "print(sorted({'torch', 'transformers', 'datasets', 'accelerate'} & set(sys.modules)))"
 
 
@@ -28,10 +31,11 @@ def test_version(capsys):
     ("command", "hint"),
     [("rlo", "Did you mean rloo?"), ("zzz", "Commands: rloo, grpo, completions, env.")],
 )
-def test_unknown_command(command, hint):
+def test_unknown_command(command, hint, capsys):
     with pytest.raises(SystemExit) as end:
         main([command])
-    assert end.value.code == f"trl: error: unknown command {command!r}. {hint}"
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"trl: error: unknown command {command!r}. {hint}\n"
 
 
 @pytest.mark.parametrize("command", ["rloo", "grpo", "completions"])
@@ -49,10 +53,16 @@ def test_words_come_from_the_process(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "code",
-    ["import trl", "from trl.cli.main import main; main(['--help'])"],
-    ids=["import", "help"],
+    [
+        "import trl",
+        "from trl.cli.main import main; main(['--help'])",
+        "from trl.cli.main import main; main(['--version'])",
+        "from trl.cli.main import main; main(['completions', 'c.jsonl'])",
+    ],
+    ids=["import", "help", "version", "completions"],
 )
 def test_nothing_heavy_is_loaded(code, tmp_path):
+    (tmp_path / "c.jsonl").write_text(json.dumps(COMPLETION))
     done = run_python(["-c", f"import sys; {code}; {HEAVY}"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
@@ -60,5 +70,5 @@ def test_nothing_heavy_is_loaded(code, tmp_path):
 
 def test_module_runs_the_command(tmp_path):
     done = run_trl(["rlooo"], tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr == "trl: error: unknown command 'rlooo'. Did you mean rloo?\n"

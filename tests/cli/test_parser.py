@@ -2,6 +2,8 @@ import dataclasses
 import os
 import typing
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar
 
 import pytest
 import yaml
@@ -37,8 +39,13 @@ SAMPLES = {
 }
 
 
-def sample(annotation):
-    """Words for the most specific type of an annotation, and their value."""
+def sample(option, annotation):
+    """Words for a listed name or the most specific type of an annotation, and their value."""
+    enums = [kind for kind in members(annotation) if isinstance(kind, type(Enum))]
+    names = [member.value for kind in enums for member in kind]
+    names += option.metadata.get("choices", ())
+    if names:
+        return str, names[-1:], names[-1]
     kinds = [dict if typing.get_origin(m) is dict else m for m in members(annotation)]
     return next(((kind, *SAMPLES[kind]) for kind in SAMPLES if kind in kinds), None)
 
@@ -52,7 +59,7 @@ def test_every_option_is_read_with_its_type(config_class):
     for option in dataclasses.fields(config_class):
         if not option.init:
             continue
-        known = sample(hints[option.name])
+        known = sample(option, hints[option.name])
         if known is None:
             left_out.append(option.name)
             continue
@@ -166,7 +173,7 @@ def test_files_must_be_mappings(tmp_path):
         parse(["--config", str(path)])
     with pytest.raises(ValueError, match=r"env in .* must be a mapping"):
         parse(["--config", config_file(tmp_path, env=[1])])
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"--config nowhere\.yaml: there is no such file"):
         parse(["--config", "nowhere.yaml"])
 
 
@@ -186,6 +193,111 @@ def test_old_names(tmp_path):
 def test_several_dataclasses_share_one_line():
     training, model = parse(["--lora_r", "4", "--beta", "0"], RLOOConfig, ModelConfig)
     assert (training.beta, model.lora_r) == (0.0, 4)
+
+
+def test_old_names_take_the_type_of_the_new_ones(tmp_path):
+    parser = TrlParser((RLOOConfig,))
+    path = config_file(tmp_path, kl_coef="1e-2", normalize_reward="yes")
+    values, *_ = parser.read(["--config", path, "--cliprange", "1e-1", "--num-ppo-epochs", "2"])
+    assert values == {
+        **{"kl_coef": 0.01, "normalize_reward": True, "cliprange": 0.1, "num_ppo_epochs": 2}
+    }
+
+
+def test_old_names_without_a_new_one_are_read_as_yaml():
+    parser = TrlParser((RLOOConfig,))
+    words = ["--token_level_kl", "--stop_token", "[", "--missing_eos_penalty", "1.5"]
+    values, *_ = parser.read([*words, "--stop-token-id", "none"])
+    expected = {"token_level_kl": True, "stop_token": "[", "missing_eos_penalty": 1.5}
+    assert values == expected | {"stop_token_id": "none"}
+
+
+def test_a_field_goes_before_an_old_name_of_another_class():
+    @dataclass
+    class New:
+        size: int = 1
+        legacy_options: ClassVar = {"batch_size": "size"}
+
+    @dataclass
+    class Mine:
+        batch_size: int = 2
+
+    for types in ((New, Mine), (Mine, New)):
+        built = TrlParser(types).parse_args_and_config(["--batch-size", "5"])
+        assert sorted(map(repr, built)) == sorted(map(repr, (New(1), Mine(5))))
+
+
+@pytest.mark.parametrize("spelling", ["--no_log_completions", "--no-log-completions"])
+def test_every_flag_has_an_opposite(tmp_path, spelling):
+    path = config_file(tmp_path, log_completions=True)
+    assert parse(["--config", path])[0].log_completions is True
+    assert parse(["--config", path, spelling])[0].log_completions is False
+    assert parse(["--no_bf16"])[0].bf16 is False
+
+
+def test_what_is_no_flag_has_no_opposite():
+    with pytest.raises(ValueError, match=r"--no_learning_rate \(closest: --learning_rate"):
+        parse(["--no_learning_rate"])
+
+
+def test_a_field_may_look_like_an_opposite():
+    @dataclass
+    class Cuda:
+        cuda: bool = True
+        no_cuda: bool = False
+
+    (built,) = TrlParser(Cuda).parse_args_and_config(["--no_cuda"])
+    assert built == Cuda(cuda=True, no_cuda=True)
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_values_outside_of_the_choices(tmp_path, capsys, in_file):
+    values = {"loss_type": "dapoo"}
+    words = ["--config", config_file(tmp_path, **values)] if in_file else ["--loss_type", "dapoo"]
+    with pytest.raises(SystemExit) as end:
+        parse(words, GRPOConfig)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("trl: error: --loss_type: 'dapoo' is none of grpo, dr_grpo, dapo,")
+    assert error.count("\n") == 1
+
+
+def test_choices_hold_for_each_item_of_a_list(capsys):
+    @dataclass
+    class Colors:
+        colors: list[str] = field(
+            default_factory=list, metadata={"choices": ["red", "green"], "help": "Colors."}
+        )
+
+    parser = TrlParser(Colors, prog="trl")
+    assert parser.parse_args_and_config(["--colors", "red", "green"]) == (Colors(["red", "green"]),)
+    with pytest.raises(SystemExit):
+        parser.parse_args_and_config(["--colors", "red", "blue"])
+    assert capsys.readouterr().err == "trl: error: --colors: 'blue' is none of red, green.\n"
+    assert "{red,green}" in parser.format_help()
+
+
+def test_the_word_no_in_a_file_is_a_strategy(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("eval_strategy: no\nsave_strategy: no\nlogging_strategy: no\n")
+    args = parse(["--config", str(path)])[0]
+    assert (args.eval_strategy, args.save_strategy, args.logging_strategy) == ("no", "no", "no")
+
+
+def test_keys_of_a_file_may_have_hyphens(tmp_path):
+    assert parse(["--config", config_file(tmp_path, **{"max-steps": 3})])[0].max_steps == 3
+
+
+@pytest.mark.parametrize("value", [False, None, True, [1]])
+def test_no_unknown_key_of_a_file_is_overlooked(tmp_path, value):
+    with pytest.raises(ValueError, match=r"unknown option --save_steps_ \(closest: --save_steps"):
+        parse(["--config", config_file(tmp_path, save_steps_=value)])
+
+
+def test_a_key_may_have_any_name(tmp_path):
+    path = config_file(tmp_path, self=1)
+    _, unused, _ = TrlParser((ModelConfig,)).read(["--config", path])
+    assert unused == ["--self", "1"]
 
 
 def test_required_fields_and_reserved_names(capsys):

@@ -11,6 +11,11 @@ class Color(Enum):
     RED = "red"
 
 
+class When(Enum):
+    NEVER = "no"
+    ALWAYS = "always"
+
+
 @pytest.mark.parametrize(
     ("value", "annotation", "expected"),
     [
@@ -43,6 +48,10 @@ class Color(Enum):
         ({"a": 1}, dict[str, Any] | str | None, {"a": 1}),
         ("b", Literal["a", "b"], "b"),
         ("red", Color | str, "red"),
+        (False, When | str, "no"),  # what YAML makes of the word no
+        (3.0, int, 3),
+        ("path.json", dict | str | None, "path.json"),
+        (' {"a": null}', dict | str | None, {"a": None}),
         ("2", typing.Union[int, None], 2),  # noqa: UP007
     ],
 )
@@ -64,6 +73,14 @@ def test_conversions(value, annotation, expected):
         ("{", dict, "no JSON object"),
         ("c", Literal["a", "b"], "none of a, b"),
         ({"a": 1}, str, "no text"),
+        ("blue", Color | str, "'blue' is none of red"),
+        (True, When | str, "True is none of no, always"),
+        ('{"a": 1', dict | str | None, r"no JSON object \(Expecting"),
+        (float("inf"), int, "inf is no integer"),
+        ([1, 2], int, "no integer"),
+        ([1, 2], float, "no number"),
+        (None, float, "a value is needed"),
+        (None, str, "a value is needed"),
     ],
 )
 def test_errors_say_what_is_wrong(value, annotation, words):

@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 
@@ -105,11 +106,12 @@ def test_messages_are_shown_with_their_roles(tmp_path, capsys, monkeypatch):
     assert rows[0][2] == "user: hi"
 
 
-def test_a_run_without_completions(tmp_path):
+def test_a_run_without_completions(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         main([str(tmp_path)])
     path = tmp_path / "completions" / "train.jsonl"
-    assert end.value.code == f"trl completions: error: there are no completions at {path}."
+    message = f"trl completions: error: there are no completions at {path}.\n"
+    assert (end.value.code, capsys.readouterr().err) == (2, message)
 
 
 def test_a_damaged_line_is_named(folder):
@@ -117,8 +119,28 @@ def test_a_damaged_line_is_named(folder):
     path.write_text(path.read_text() + '{"step": 1, "gr')
     with pytest.raises(ValueError, match=r"line 6 of .*train\.jsonl is no JSON"):
         read_records(folder, "train")
-    with pytest.raises(SystemExit, match="trl completions: error: line 6"):
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "x"}', "[1]", "3"])
+def test_other_files_are_refused(tmp_path, line):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f"{json.dumps(RECORDS[0])}\n{line}\n")
+    with pytest.raises(ValueError, match=r"line 2 of .*prompts\.jsonl is no record"):
+        read_records(path, "train")
+
+
+def test_a_table_needs_rich(folder, capsys, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    with pytest.raises(SystemExit) as end:
         main([str(folder)])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("trl completions: error: ")
+    assert "needs the package `rich`" in error
+    assert "pip install 'trl[" in error
 
 
 def test_the_separators_of_unicode_do_not_split_a_record(tmp_path):

@@ -1,3 +1,4 @@
+import runpy
 from dataclasses import fields
 
 import pytest
@@ -37,3 +38,11 @@ def test_options_reach_their_dataclasses(parser):
 def test_the_loss_is_an_option(parser):
     words = ["--output_dir", "out", "--loss_type", "dr_grpo", "--use_cpu"]
     assert parser.parse_args_and_config(words)[1].loss_type == "dr_grpo"
+
+
+def test_the_file_runs_by_its_path(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["trl/scripts/grpo.py", "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(grpo.__file__, run_name="__main__")
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: trl grpo ")

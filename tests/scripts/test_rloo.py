@@ -1,3 +1,4 @@
+import runpy
 from dataclasses import fields
 
 import pytest
@@ -37,3 +38,11 @@ def test_options_reach_their_dataclasses(parser):
 def test_options_of_grpo_alone_are_unknown(parser):
     with pytest.raises(ValueError, match="--loss_type"):
         parser.parse_args_and_config(["--output_dir", "out", "--loss_type", "dapo"])
+
+
+def test_the_file_runs_by_its_path(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["trl/scripts/rloo.py", "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(rloo.__file__, run_name="__main__")
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: trl rloo ")

@@ -10,6 +10,7 @@ from trl.rewards import accuracy_reward, think_format_reward
 from trl.scripts import rloo
 from trl.scripts.arguments import OnlineScriptArguments, ScriptArguments
 from trl.scripts.run import (
+    PATIENCE,
     _resume,
     load_data,
     make_online_parser,
@@ -148,13 +149,35 @@ def test_mistakes_are_one_line(inputs, monkeypatch, capsys, changes, part):
     assert part in lines[0]
 
 
-def test_only_the_first_rank_reports(inputs, monkeypatch, capsys):
+def test_other_processes_leave_reporting_to_the_main_one(inputs, monkeypatch, capsys):
+    """They wait for it to end them; when it does not, they report themselves."""
+    waits = []
+
+    def wait(seconds):
+        waits.append((seconds, capsys.readouterr().err))
+
+    monkeypatch.setattr("time.sleep", wait)
     monkeypatch.setattr("sys.argv", command(inputs, reward_funcs=None))
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit) as end:
         run_online(rloo.make_parser(), RLOOTrainer)
     assert end.value.code == 2
-    assert capsys.readouterr().err == ""
+    assert waits == [(PATIENCE, "")]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("trl rloo: error: Nothing rewards")
+    assert line.endswith(" (process 1)")
+
+
+def test_a_misspelled_key_of_the_file_is_reported_by_workers_too(inputs, monkeypatch, capsys):
+    path = inputs / "c.yaml"
+    path.write_text("num_processes: 2\naccelerate_config: multi_cpu\nbetta: 1\n")
+    monkeypatch.setattr("sys.argv", command(inputs, config=path))
+    with pytest.raises(SystemExit) as end:
+        run_online(rloo.make_parser(), RLOOTrainer)
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("trl rloo: error: unknown option --betta (closest: --beta")
+    assert "num_processes" not in line
 
 
 def test_debugging_shows_where(inputs, monkeypatch):

@@ -32,6 +32,7 @@ def test_one_target_is_no_list(given, kept):
     ("changes", "words"),
     [
         ({"load_in_8bit": True, "load_in_4bit": True}, "exclude each other"),
+        ({"dtype": "float23"}, "dtype='float23' must be one of auto, bfloat16, float16, float32"),
         ({"bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type='int4' must be nf4 or fp4"),
     ],
 )

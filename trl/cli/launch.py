@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import logging
 import os
 import subprocess
 from importlib import import_module, resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command, launch_command_parser
@@ -22,6 +23,14 @@ from .parser import TrlParser, as_words, read_config
 
 # What accelerate would otherwise guess, and warn about, when it has no configuration.
 SINGLE_MACHINE = {"num_machines": "1", "mixed_precision": "no", "dynamo_backend": "no"}
+
+MISTAKE = 2  # status of a worker that has told of a mistake in options or inputs
+
+ELASTIC = "torch.distributed.elastic.multiprocessing.api"  # logs every end of a worker
+
+SCRIPT = "SCRIPT"  # stands for what is launched while options are checked
+
+NAMED_NO = {"mixed_precision", "dynamo_backend"}  # YAML makes a boolean of their value no
 
 STRATEGIES = {"multi_gpu", "use_deepspeed", "use_fsdp", "tpu", "use_megatron_lm"}
 
@@ -42,15 +51,24 @@ def launch(command: str, words: list[str]) -> None:
         return
     try:
         script, launcher = split(parser, words)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    names = ["--module", f"trl.scripts.{command}"]
-    try:
-        launch_command(launch_command_parser().parse_args([*launcher, *names, *script]))
+        options = [*launcher, "--module", f"trl.scripts.{command}", *script]
+        logging.getLogger(ELASTIC).setLevel(logging.CRITICAL)
+        launch_command(launch_command_parser().parse_args(options))
     except subprocess.CalledProcessError as error:
-        raise SystemExit(error.returncode) from None
+        _end(parser, 0, error.returncode)
     except ChildFailedError as error:
-        raise SystemExit(error.get_first_failure()[1].exitcode) from None
+        rank, failure = error.get_first_failure()
+        _end(parser, rank, failure.exitcode)
+    except (ValueError, OSError, ImportError) as error:
+        if os.environ.get("TRL_DEBUG") == "1":
+            raise
+        parser.error(" ".join(str(error).split()))
+
+
+def _end(parser: TrlParser, rank: int, status: int) -> NoReturn:
+    """End with the status of a worker; 2 means that it has said why."""
+    message = f"{parser.prog}: error: process {rank} ended with status {status}.\n"
+    parser.exit(status, message if status != MISTAKE else None)
 
 
 def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
@@ -64,28 +82,55 @@ def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
         The words for the script, and those for `accelerate launch`.
 
     Raises:
-        ValueError: for an option that neither knows, with the closest names.
+        ValueError: for an option that neither knows, with the closest names, and for a value that
+            does not fit its option.
     """
     ours: list[str] = []
     theirs: list[str] = []
     for option, values in _groups(words):
-        name = option.removeprefix("--").split("=")[0].replace("-", "_")
-        (ours if parser.knows(name) else theirs).extend([option, *values])
-    theirs = _resolve_accelerate_config([*_words_of_file(parser, ours), *theirs])
+        (ours if parser.knows(_name(option)) else theirs).extend([option, *values])
+    given, _, extra = parser.read(ours)
+    if extra:
+        raise ValueError(f"{parser.unknown(extra)}.")
+    from_file = _entries_of_file(parser, ours, set(given))
+    theirs = _resolve_accelerate_config([*_words_of_file(from_file), *theirs])
     if "--cpu" in theirs:
         ours = [*ours, "--use_cpu"]
+    check_launch_options(parser, theirs)
+    _parsed(theirs)
+    return ours, _with_defaults(theirs, on_cpu="--cpu" in theirs or bool(given.get("use_cpu")))
+
+
+def check_launch_options(parser: TrlParser, words: list[str]) -> None:
+    """Check words that are no options of the script.
+
+    Raises:
+        ValueError: for one that is no option of `accelerate launch` either.
+    """
     legal = _accelerate_options()
-    unknown = [w for w in theirs if w.startswith("--") and _name(w) not in legal]
+    unknown = [word for word in words if word.startswith("--") and _name(word) not in legal]
     if unknown:
         raise ValueError(f"{parser.unknown(unknown, sorted(legal))}.")
-    return ours, _with_defaults(theirs)
 
 
-def _words_of_file(parser: TrlParser, words: list[str]) -> list[str]:
+def _entries_of_file(parser: TrlParser, words: list[str], ours: set[str]) -> dict[str, Any]:
     """What the configuration file holds besides options of the script."""
     path = vars(parser.parse_known_args(words)[0]).get("config")
     config = read_config(path) if path else {}
-    return as_words({name: v for name, v in config.items() if not parser.knows(name)})
+    return {name: value for name, value in config.items() if name not in ours}
+
+
+def _words_of_file(values: dict[str, Any]) -> list[str]:
+    """Write what the file holds for `accelerate launch` as words; null stands for nothing."""
+    legal = _accelerate_options()
+    flags = {name for name, action in _accelerate_actions().items() if action.nargs == 0}
+    words: list[str] = []
+    for name, value in values.items():
+        if name in flags and isinstance(value, bool):
+            words += [f"--{name}"] * value
+        elif value is not None or name not in legal:
+            words += as_words({name: "no" if value is False and name in NAMED_NO else value})
+    return words
 
 
 def _groups(words: list[str]) -> list[tuple[str, list[str]]]:
@@ -106,8 +151,13 @@ def _name(option: str) -> str:
 
 
 def _accelerate_options() -> set[str]:
+    return {"accelerate_config", *_accelerate_actions()}
+
+
+def _accelerate_actions() -> dict[str, argparse.Action]:
     actions: list[argparse.Action] = launch_command_parser()._actions
-    return {_name(name) for action in actions for name in action.option_strings}
+    named = {word: action for action in actions for word in action.option_strings}
+    return {_name(word): action for word, action in named.items() if word.startswith("--")}
 
 
 def _resolve_accelerate_config(words: list[str]) -> list[str]:
@@ -141,26 +191,34 @@ def _accelerate_config(given: str | None) -> str:
     )
 
 
-def _with_defaults(words: list[str]) -> list[str]:
+def _with_defaults(words: list[str], on_cpu: bool) -> list[str]:
     """Say what a single machine without a configuration means, so that nothing is guessed."""
     given = {_name(word) for word in words if word.startswith("--")}
     if "config_file" in given or os.path.isfile(default_config_file):
         return words
-    defaults: dict[str, Any] = SINGLE_MACHINE | {"num_processes": str(_devices())}
-    missing = {name: value for name, value in defaults.items() if name not in given}
-    words = [*as_words(missing), *words]
+    defaults = SINGLE_MACHINE | {"num_processes": 1 if on_cpu else _devices()}
+    words = [*as_words(defaults), *words]
     return words if given & STRATEGIES else _for_several(words)
 
 
 def _for_several(words: list[str]) -> list[str]:
     """accelerate starts several processes on CPUs only under the name of several GPUs."""
-    if _count(words) == 1:
+    if int(_parsed(words).num_processes) == 1:
         return words
     return ["--multi_gpu", *(word for word in words if word != "--cpu")]
 
 
-def _count(words: list[str]) -> int:
-    return int(launch_command_parser().parse_args([*words, "script"]).num_processes)
+def _parsed(words: list[str]) -> argparse.Namespace:
+    """Read options of `accelerate launch`, with mistakes as ValueErrors."""
+    parser = launch_command_parser()
+    parser.exit_on_error = False
+    try:
+        found = parser.parse_args([*words, "--", SCRIPT])
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error}.") from None
+    if found.training_script != SCRIPT:
+        raise ValueError(f"unexpected words: {found.training_script}.")
+    return found
 
 
 def _devices() -> int:

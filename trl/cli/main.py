@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from typing import NoReturn
 
 TRAINING = {"rloo": "train with RLOO", "grpo": "train with GRPO"}
 OTHERS = {
@@ -40,10 +41,11 @@ def _help() -> str:
     return "\n".join(lines)
 
 
-def _unknown(command: str) -> None:
+def _unknown(command: str) -> NoReturn:
     import difflib
 
     names = [*TRAINING, *OTHERS]
     close = difflib.get_close_matches(command, names, n=1)
     hint = f" Did you mean {close[0]}?" if close else f" Commands: {', '.join(names)}."
-    sys.exit(f"trl: error: unknown command {command!r}.{hint}")
+    print(f"trl: error: unknown command {command!r}.{hint}", file=sys.stderr)
+    raise SystemExit(2)

@@ -49,10 +49,15 @@ class TrlParser(argparse.ArgumentParser):
         many = isinstance(dataclass_types, Iterable)
         self.dataclass_types = tuple(dataclass_types) if many else (dataclass_types,)
         self._types: dict[str, Any] = {}
+        self._choices: dict[str, list[Any]] = {}
+        self._legacy: set[str] = set()
         self._defaults_from_config: dict[str, Any] = {}
         self.add_argument("--config", help="YAML file with options; the command line wins.")
         for dataclass_type in self.dataclass_types:
             self._add_fields(dataclass_type)
+        self._add_opposites()
+        for dataclass_type in self.dataclass_types:
+            self._add_legacy(getattr(dataclass_type, "legacy_options", {}))
 
     def parse_args_and_config(
         self,
@@ -76,15 +81,19 @@ class TrlParser(argparse.ArgumentParser):
         Raises:
             ValueError: for unknown options.
             FileNotFoundError: if there is no such configuration file.
+            SystemExit: with status 2, after one line, for a value that does not fit its option.
         """
-        values, from_file, from_line = self.read(args)
-        separate = return_remaining_strings and separate_remaining_strings
-        if not return_remaining_strings and fail_with_unknown_args and (from_file or from_line):
-            raise ValueError(self.unknown([*from_file, *from_line]))
+        try:
+            values, from_file, from_line = self.read(args)
+        except ConversionError as error:
+            self.error(str(error))
+        unused = [*from_file, *from_line]
+        if unused and fail_with_unknown_args and not return_remaining_strings:
+            raise ValueError(self.unknown(unused))
         built = self.build(values)
-        if separate:
-            return (*built, from_file, from_line)
-        return (*built, [*from_file, *from_line]) if return_remaining_strings else built
+        if not return_remaining_strings:
+            return built
+        return (*built, from_file, from_line) if separate_remaining_strings else (*built, unused)
 
     def parse_args_into_dataclasses(
         self, args: Sequence[str] | None = None, return_remaining_strings: bool = False
@@ -94,36 +103,46 @@ class TrlParser(argparse.ArgumentParser):
 
     def set_defaults_with_config(self, **values: Any) -> list[str]:
         """Take defaults for options; return those of no option as command-line words."""
-        self._defaults_from_config |= {k: v for k, v in values.items() if k in self._types}
-        return as_words({k: v for k, v in values.items() if k not in self._types})
+        return self._take_defaults(values)
 
     def read(
         self, args: Sequence[str] | None = None
     ) -> tuple[dict[str, Any], list[str], list[str]]:
-        """Return option values, and the words that neither file nor line could place."""
+        """Convert options without building the dataclasses.
+
+        Returns:
+            The value of each option given, and the words that are no options, first those that
+            stand for entries of the file, then those of the command line.
+
+        Raises:
+            ConversionError: if a value does not fit its option.
+            FileNotFoundError: if there is no such configuration file.
+            ValueError: if that file cannot be used.
+        """
         words = list(sys.argv[1:] if args is None else args)
         namespace, from_line = self.parse_known_args(words)
         given = vars(namespace)
         path = given.pop("config", None)
-        config = read_config(path) if path else {}
-        from_file = self.set_defaults_with_config(**config)
+        from_file = self._take_defaults(read_config(path) if path else {})
         values = self._defaults_from_config | given
         converted = {name: self._converted(name, value) for name, value in values.items()}
         return converted, from_file, from_line
 
     def build(self, values: dict[str, Any]) -> tuple[Any, ...]:
         """Instantiate the dataclasses with their share of `values`."""
-        built = []
-        for dataclass_type in self.dataclass_types:
-            known = _names(dataclass_type)
-            own = {name: value for name, value in values.items() if name in known}
-            missing = [
-                f.name for f in _fields(dataclass_type) if _is_required(f) and f.name not in own
-            ]
-            if missing:
-                self.error(f"--{missing[0]} is required.")
-            built.append(dataclass_type(**own))
-        return tuple(built)
+        for kind in self.dataclass_types:
+            self._check_required(_fields(kind), values)
+        return tuple(kind(**self._share(kind, values)) for kind in self.dataclass_types)
+
+    def _check_required(self, fields: list[dataclasses.Field], values: dict[str, Any]) -> None:
+        for field in filter(_is_required, fields):
+            if field.name not in values:
+                self.error(f"--{field.name} is required.")
+
+    def _share(self, dataclass_type: Any, values: dict[str, Any]) -> dict[str, Any]:
+        old = self._legacy.intersection(getattr(dataclass_type, "legacy_options", {}))
+        known = old.union(field.name for field in _fields(dataclass_type))
+        return {name: value for name, value in values.items() if name in known}
 
     def unknown(self, words: Sequence[str], others: Iterable[str] = ()) -> str:
         """Say which of `words` are no options, with the closest names.
@@ -133,14 +152,7 @@ class TrlParser(argparse.ArgumentParser):
             others: names that would also have been legal.
         """
         legal = [*self._types, *others]
-        found = []
-        for word in words:
-            if not word.startswith("--"):
-                continue
-            name = word[2:].split("=")[0].replace("-", "_")
-            close = difflib.get_close_matches(name, legal, n=3, cutoff=0.6)
-            hint = f" (closest: {', '.join('--' + c for c in close)})" if close else ""
-            found.append(f"--{name}{hint}")
+        found = [_with_closest(word, legal) for word in words if word.startswith("--")]
         if not found:
             return f"unexpected words: {' '.join(words)}"
         return f"unknown option{'s' if len(found) > 1 else ''} {', '.join(found)}"
@@ -151,7 +163,14 @@ class TrlParser(argparse.ArgumentParser):
 
     def knows(self, name: str) -> bool:
         """Whether `name` (with underscores) is an option of a dataclass."""
-        return name in self._types or name == "config" or name.removeprefix("no_") in self._types
+        return name in self._types or name == "config" or self._is_opposite(name)
+
+    def _is_opposite(self, name: str) -> bool:
+        return name.startswith("no_") and is_flag(self._types.get(name[3:]))
+
+    def _take_defaults(self, values: dict[str, Any]) -> list[str]:
+        self._defaults_from_config |= {k: v for k, v in values.items() if k in self._types}
+        return as_words({k: v for k, v in values.items() if k not in self._types})
 
     def _add_fields(self, dataclass_type: Any) -> None:
         hints = typing.get_type_hints(dataclass_type)
@@ -162,45 +181,57 @@ class TrlParser(argparse.ArgumentParser):
             if field.name in self._types:
                 continue
             annotation = self._types[field.name] = hints[field.name]
-            self._add_option(group, field, annotation)
-        for old, new in getattr(dataclass_type, "legacy_options", {}).items():
-            self._types[old] = hints.get(new)
-            group.add_argument(
-                *_spellings(old),
-                dest=old,
-                nargs="?",
-                const=True,
-                default=argparse.SUPPRESS,
-                help=argparse.SUPPRESS,
-            )
+            if "choices" in field.metadata:
+                self._choices[field.name] = list(field.metadata["choices"])
+            text = str(field.metadata.get("help", "")).replace("%", "%%").replace("%%%%", "%%")
+            default = str(None if _is_required(field) else _default(field)).replace("%", "%%")
+            self._add_option(group, field.name, annotation, f"{text} (default: {default})")
 
-    def _add_option(self, group: Any, field: dataclasses.Field, annotation: Any) -> None:
-        text = str(field.metadata.get("help", "")).replace("%", "%%")
-        default = None if _is_required(field) else _default(field)
-        options: dict[str, Any] = {"help": f"{text} (default: {default})".replace("%%%%", "%%")}
+    def _add_option(self, group: Any, name: str, annotation: Any, text: str) -> None:
+        options: dict[str, Any] = {"help": text, "dest": name, "default": argparse.SUPPRESS}
         if is_sequence(annotation):
             options["nargs"] = "+"
-        elif is_flag(annotation):
+        elif annotation is Any or is_flag(annotation):
             options |= {"nargs": "?", "const": True}
-        names = _spellings(field.name)
-        group.add_argument(*names, dest=field.name, default=argparse.SUPPRESS, **options)
-        if default is True and is_flag(annotation):
-            group.add_argument(
-                *_spellings(f"no_{field.name}"),
-                dest=field.name,
-                action="store_false",
-                default=argparse.SUPPRESS,
-                help=argparse.SUPPRESS,
-            )
+        if name in self._choices:
+            options["metavar"] = f"{{{','.join(map(str, self._choices[name]))}}}"
+        group.add_argument(*_spellings(name), **options)
+
+    def _add_opposites(self) -> None:
+        hidden = argparse.SUPPRESS
+        for name in filter(lambda name: is_flag(self._types[name]), self._types):
+            if f"no_{name}" not in self._types:
+                names = _spellings(f"no_{name}")
+                self.add_argument(
+                    *names, dest=name, action="store_false", default=hidden, help=hidden
+                )
+
+    def _add_legacy(self, names: dict[str, str | None]) -> None:
+        """Old names take the type of what replaces them, or else what YAML makes of a value."""
+        for old, new in names.items():
+            if old not in self._types:
+                self._types[old] = self._types.get(str(new), Any)
+                self._legacy.add(old)
+                self._add_option(self, old, self._types[old], argparse.SUPPRESS)
 
     def _converted(self, name: str, value: Any) -> Any:
         annotation = self._types[name]
-        if annotation is None:  # an old option without a new one: its type is YAML's choice
-            return yaml.safe_load(value) if isinstance(value, str) else value
+        if annotation is Any and isinstance(value, str):
+            return _scalar(value)
         try:
-            return convert(value, annotation)
+            found = convert(value, annotation)
         except ConversionError as error:
-            self.error(f"--{name}: {error}.")
+            raise ConversionError(f"--{name}: {error}.") from None
+        if found is not None and name in self._choices:
+            self._check_choices(name, found if isinstance(found, list) else [found])
+        return found
+
+    def _check_choices(self, name: str, values: list[Any]) -> None:
+        choices = self._choices[name]
+        wrong = [value for value in values if value not in choices]
+        if wrong:
+            legal = ", ".join(map(str, choices))
+            raise ConversionError(f"--{name}: {wrong[0]!r} is none of {legal}.")
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -210,6 +241,8 @@ def read_config(path: str) -> dict[str, Any]:
         FileNotFoundError: if there is no such file.
         ValueError: if the file is no YAML, or it or its `env` is no mapping.
     """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"--config {path}: there is no such file.")
     text = Path(path).read_text(encoding="utf-8")
     try:
         config = yaml.safe_load(text) or {}
@@ -217,38 +250,45 @@ def read_config(path: str) -> dict[str, Any]:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} must be a mapping of option names to values.")
-    environment = config.pop("env", {})
+    _set_environment(config.pop("env", {}), path)
+    return {str(name).replace("-", "_"): value for name, value in config.items()}
+
+
+def _set_environment(environment: Any, path: str) -> None:
     if not isinstance(environment, dict):
         raise ValueError(f"env in {path} must be a mapping of names to values.")
     os.environ.update({str(name): str(value) for name, value in environment.items()})
-    return config
 
 
 def as_words(values: dict[str, Any]) -> list[str]:
-    """Write options as command-line words: a true flag alone, a false one not at all."""
+    """Write options as command-line words."""
     words: list[str] = []
     for name, value in values.items():
-        if value is False:
-            continue
-        words.append(f"--{name}")
-        if isinstance(value, (list, tuple)):
-            words += map(str, value)
-        elif value is not True:
-            words.append(str(value))
+        items = value if isinstance(value, (list, tuple)) else [value]
+        words += [f"--{name}", *map(str, items)]
     return words
 
 
+def _with_closest(word: str, legal: list[str]) -> str:
+    name = word[2:].split("=")[0].replace("-", "_")
+    close = difflib.get_close_matches(name, legal, n=3, cutoff=0.6)
+    return f"--{name} (closest: --{', --'.join(close)})" if close else f"--{name}"
+
+
+def _scalar(text: str) -> Any:
+    """What YAML makes of a word, or the word."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
 def _spellings(name: str) -> list[str]:
-    return [f"--{spelling}" for spelling in dict.fromkeys((name, name.replace("_", "-")))]
+    return list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
 
 
 def _fields(dataclass_type: Any) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(dataclass_type) if field.init]
-
-
-def _names(dataclass_type: Any) -> set[str]:
-    fields = {field.name for field in _fields(dataclass_type)}
-    return fields | set(getattr(dataclass_type, "legacy_options", {}))
 
 
 def _is_required(field: dataclasses.Field) -> bool:

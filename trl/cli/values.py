@@ -18,6 +18,10 @@ class ConversionError(ValueError):
     """A value does not fit the type of its option."""
 
 
+class DecisiveError(ConversionError):
+    """A value fits one of the types so nearly that it is no text of any kind."""
+
+
 def members(annotation: Any) -> tuple[Any, ...]:
     """The alternatives of a union, or the annotation alone."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -54,6 +58,8 @@ def convert(value: Any, annotation: Any) -> Any:
             continue
         try:
             return _to(value, member)
+        except DecisiveError:
+            raise
         except (ConversionError, ValueError, TypeError) as error:
             errors.append(str(error))
     raise ConversionError(errors[0] if errors else f"{value!r} is not allowed")
@@ -61,11 +67,15 @@ def convert(value: Any, annotation: Any) -> Any:
 
 def _means_none(value: Any, choices: tuple[Any, ...]) -> bool:
     """Where text is allowed, the word "none" is text."""
-    if isinstance(value, list) and len(value) == 1:  # one word for an option of several
-        value = value[0]
+    value = _alone(value)
     return value is None or (
         isinstance(value, str) and value.lower() in NONE and str not in choices
     )
+
+
+def _alone(value: Any) -> Any:
+    """The element of a list of one; anything else as it is."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _base(member: Any) -> Any:
@@ -84,17 +94,18 @@ def _to(value: Any, member: Any) -> Any:
     base = _base(member)
     if base is Any:
         return value
-    if base is typing.Literal:
-        return _one_of(value, typing.get_args(member))
+    if value is None:
+        raise ConversionError("a value is needed")
     if base in (list, tuple):
         return _sequence(value, member)
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
+    value = _alone(value)
+    if base is typing.Literal:
+        return _one_of(value, typing.get_args(member))
     simple = {bool: _bool, int: _int, float: _float, str: _str, dict: _dict}
     if base in simple:
         return simple[base](value)
     if isinstance(base, type) and issubclass(base, Enum):
-        return _one_of(value, tuple(choice.value for choice in base))
+        return _name_of(value, base)
     raise ConversionError(f"{value!r} cannot be given here")
 
 
@@ -107,11 +118,11 @@ def _bool(value: Any) -> bool:
 
 
 def _int(value: Any) -> int:
-    if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ConversionError(f"{value!r} is no integer")
     try:
         return int(value)
-    except ValueError:
+    except (ValueError, TypeError):
         raise ConversionError(f"{value!r} is no integer") from None
 
 
@@ -120,7 +131,7 @@ def _float(value: Any) -> float:
         raise ConversionError(f"{value!r} is no number")
     try:
         found = float(value)
-    except ValueError:
+    except (ValueError, TypeError):
         raise ConversionError(f"{value!r} is no number") from None
     if math.isnan(found):
         raise ConversionError("NaN is no usable number")
@@ -140,7 +151,8 @@ def _dict(value: Any) -> dict[str, Any]:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ConversionError(f"{value!r} is no JSON object ({error.msg})") from None
+            kind = DecisiveError if value.lstrip().startswith("{") else ConversionError
+            raise kind(f"{value!r} is no JSON object ({error})") from None
     if not isinstance(value, dict):
         raise ConversionError(f"{value!r} is no mapping")
     return value
@@ -151,6 +163,14 @@ def _one_of(value: Any, choices: tuple[Any, ...]) -> Any:
         if value == choice or (not isinstance(choice, bool) and str(value) == str(choice)):
             return choice
     raise ConversionError(f"{value!r} is none of {', '.join(map(str, choices))}")
+
+
+def _name_of(value: Any, names: type[Enum]) -> Any:
+    legal = tuple(name.value for name in names)
+    try:
+        return _one_of("no" if value is False else value, legal)  # False is YAML's word no
+    except ConversionError as error:
+        raise DecisiveError(str(error)) from None
 
 
 def _sequence(value: Any, member: Any) -> Any:

@@ -11,16 +11,19 @@ from typing import Any
 
 from ..imports import require
 
+FIELDS = {"step", "group", "prompt", "completion", "finish", "rewards", "reward", "advantage"}
+
 
 def main(words: list[str] | None = None) -> None:
     """Print a table of the completions that the options select."""
     options = _options(words)
     try:
         records = read_records(Path(options.folder), options.split)
-    except (FileNotFoundError, ValueError) as error:
-        sys.exit(f"trl completions: error: {error}")
-    chosen = select(records, options)
-    show(chosen[: options.limit])
+        chosen = select(records, options)
+        show(chosen[: options.limit])
+    except (FileNotFoundError, ValueError, ImportError) as error:
+        print(f"trl completions: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     hidden = len(chosen) - min(len(chosen), options.limit)
     print(
         f"{len(chosen) - hidden} of {len(records)} completions"
@@ -33,8 +36,9 @@ def _options(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("folder", help="output folder of a run, or a jsonl file of completions")
     parser.add_argument("--split", choices=("train", "eval"), default="train")
     parser.add_argument("--step", type=int, help="only this optimizer step")
-    parser.add_argument("--best", type=int, help="only the completions of highest reward")
-    parser.add_argument("--worst", type=int, help="only the completions of lowest reward")
+    end = parser.add_mutually_exclusive_group()
+    end.add_argument("--best", type=int, help="only the completions of highest reward")
+    end.add_argument("--worst", type=int, help="only the completions of lowest reward")
     parser.add_argument("--limit", type=int, default=64, help="most rows shown (default: 64)")
     return parser.parse_args(words)
 
@@ -44,7 +48,7 @@ def read_records(path: Path, split: str) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: if the run wrote none.
-        ValueError: naming the line that is no JSON.
+        ValueError: naming the line that is no JSON, or no completion.
     """
     file = path if path.is_file() else path / "completions" / f"{split}.jsonl"
     if not file.is_file():
@@ -52,11 +56,18 @@ def read_records(path: Path, split: str) -> list[dict[str, Any]]:
     records = []
     with file.open(encoding="utf-8") as lines:  # splitlines would split inside of completions
         for number, line in enumerate(lines, 1):
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                raise ValueError(f"line {number} of {file} is no JSON.") from None
+            records.append(_record(line, f"line {number} of {file}"))
     return records
+
+
+def _record(line: str, place: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        raise ValueError(f"{place} is no JSON.") from None
+    if not isinstance(record, dict) or not record.keys() >= FIELDS:
+        raise ValueError(f"{place} is no record of a completion.")
+    return record
 
 
 def select(records: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:

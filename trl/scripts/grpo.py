@@ -1,8 +1,8 @@
-"""`trl grpo`: train a policy with GRPO."""
+"""`trl grpo`: train a policy with GRPO. The file can also be run by its path."""
 
-from ..cli.parser import TrlParser
-from ..trainer.grpo_config import GRPOConfig
-from .run import make_online_parser, run_online
+from trl.cli.parser import TrlParser
+from trl.scripts.run import make_online_parser, run_online
+from trl.trainer.grpo_config import GRPOConfig
 
 
 def make_parser() -> TrlParser:
@@ -12,7 +12,7 @@ def make_parser() -> TrlParser:
 
 def main() -> None:
     """Run in each worker."""
-    from ..trainer.grpo_trainer import GRPOTrainer
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     run_online(make_parser(), GRPOTrainer)
 

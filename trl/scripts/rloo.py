@@ -1,8 +1,8 @@
-"""`trl rloo`: train a policy with RLOO."""
+"""`trl rloo`: train a policy with RLOO. The file can also be run by its path."""
 
-from ..cli.parser import TrlParser
-from ..trainer.rloo_config import RLOOConfig
-from .run import make_online_parser, run_online
+from trl.cli.parser import TrlParser
+from trl.scripts.run import make_online_parser, run_online
+from trl.trainer.rloo_config import RLOOConfig
 
 
 def make_parser() -> TrlParser:
@@ -12,7 +12,7 @@ def make_parser() -> TrlParser:
 
 def main() -> None:
     """Run in each worker."""
-    from ..trainer.rloo_trainer import RLOOTrainer
+    from trl.trainer.rloo_trainer import RLOOTrainer
 
     run_online(make_parser(), RLOOTrainer)
 

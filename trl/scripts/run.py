@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
+from ..cli.launch import check_launch_options
 from ..cli.parser import TrlParser
 from ..data.files import load_dataset_source
 from ..data.mixture import DatasetMixtureConfig, get_dataset
@@ -15,6 +17,8 @@ from ..trainer.callbacks import RichProgressCallback
 from ..trainer.model_config import ModelConfig, get_peft_config, get_quantization_config
 from .arguments import OnlineScriptArguments, ScriptArguments
 from .reward_lookup import find_reward
+
+PATIENCE = 30.0  # seconds in which the main process should meet a mistake that others met
 
 USER_ERRORS = (ValueError, TypeError, ImportError, OSError, NotImplementedError)
 
@@ -36,9 +40,7 @@ def run_online(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
     except USER_ERRORS as error:
         if os.environ.get("TRL_DEBUG") == "1":
             raise
-        message = " ".join(str(error).split())
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"{parser.prog}: error: {message}", file=sys.stderr, flush=True)
+        _report(parser.prog, error)
         raise SystemExit(2) from None
     trainer.train(resume_from_checkpoint=_resume(training.resume_from_checkpoint))
     trainer.save_model(training.output_dir)
@@ -47,10 +49,24 @@ def run_online(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
     trainer.accelerator.end_training()
 
 
+def _report(program: str, error: Exception) -> None:
+    """Print a mistake once: the main process does, and its end is the end of the others."""
+    rank = _rank()
+    if rank > 0:
+        time.sleep(PATIENCE)
+    where = f" (process {rank})" if rank > 0 else ""
+    print(f"{program}: error: {' '.join(str(error).split())}{where}", file=sys.stderr, flush=True)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
 def _prepare(parser: TrlParser, trainer_class: Callable[..., Any]) -> tuple[Any, Any, Any]:
-    values, _, unknown = parser.read()
+    values, from_file, unknown = parser.read()
     if unknown:
-        raise ValueError(parser.unknown(unknown))
+        raise ValueError(f"{parser.unknown(unknown)}.")
+    check_launch_options(parser, from_file)
     script, training, model, mixture = parser.build(values)
     if model.model_name_or_path is None:
         raise ValueError("--model_name_or_path is required.")
@@ -100,7 +116,7 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Any:
         ValueError: if neither is given.
     """
     if mixture.datasets:
-        if script.dataset_name:
+        if script.dataset_name and _rank() == 0:
             print("Both datasets and dataset_name are given; datasets is used.", file=sys.stderr)
         return get_dataset(mixture)
     if not script.dataset_name:

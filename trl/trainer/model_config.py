@@ -10,6 +10,8 @@ import torch
 from ..imports import require
 from .options import option
 
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
 
 @dataclass
 class ModelConfig:
@@ -18,7 +20,7 @@ class ModelConfig:
     model_name_or_path: str | None = option(None, "Folder or hub id of the model.")
     model_revision: str = option("main", "Branch, tag or commit of the model.")
     dtype: str | None = option(
-        "float32", "Precision the weights are loaded in: auto, bfloat16, float16 or float32."
+        "float32", "Precision the weights are loaded in; auto is that of the files.", choices=DTYPES
     )
     attn_implementation: str | None = option(None, "Attention implementation.")
     use_peft: bool = option(False, "Train a LoRA adapter instead of all weights.")
@@ -44,6 +46,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.load_in_8bit and self.load_in_4bit:
             raise ValueError("load_in_8bit and load_in_4bit exclude each other; choose one.")
+        if self.dtype not in (None, *DTYPES):
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}.")
         if self.bnb_4bit_quant_type not in ("nf4", "fp4"):
             raise ValueError(
                 f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} must be nf4 or fp4."
