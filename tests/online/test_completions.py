@@ -9,10 +9,10 @@ from trl.online.completions import (
     plain,
     print_table,
     reward_cells,
-    shown_text,
     tracker_rows,
 )
 from trl.types import RewardTable
+from trl.wording import as_text
 
 
 def record(step=0, prompt="p", completion="c", advantage=0.5, **extra):
@@ -114,8 +114,8 @@ def test_values_json_does_not_have_are_written_as_text(tmp_path):
 
 def test_messages_are_shown_with_their_roles(capsys):
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
-    assert shown_text(chat) == "system: s\nuser: hi"
-    assert shown_text("text") == "text"
+    assert as_text(chat) == "system: s\nuser: hi"
+    assert as_text("text") == "text"
     print_table([record(prompt=chat, advantage=None)], step=1, count=None)
     shown = capsys.readouterr().out
     assert "user: hi" in shown

@@ -6,6 +6,8 @@ import sys
 from importlib import import_module
 from typing import NoReturn
 
+from ..wording import did_you_mean
+
 TRAINING = {"rloo": "train with RLOO", "grpo": "train with GRPO"}
 OTHERS = {
     "completions": "show the completions a run wrote",
@@ -42,10 +44,7 @@ def _help() -> str:
 
 
 def _unknown(command: str) -> NoReturn:
-    import difflib
-
     names = [*TRAINING, *OTHERS]
-    close = difflib.get_close_matches(command, names, n=1)
-    hint = f" Did you mean {close[0]}?" if close else f" Commands: {', '.join(names)}."
+    hint = did_you_mean(command, names, otherwise=f" Commands: {', '.join(names)}.")
     print(f"trl: error: unknown command {command!r}.{hint}", file=sys.stderr)
     raise SystemExit(2)

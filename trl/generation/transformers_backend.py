@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,6 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from ..ops.masking import pad_ragged
 from ..types import Generations, Prompts, Sampling
+from ..wording import did_you_mean
 from .base import cut_at_stop
 from .sampler import RowSampler
 
@@ -52,8 +52,7 @@ def _check_names(options: Mapping[str, Any]) -> None:
         if name in REFUSED:
             raise ValueError(f"generation_kwargs[{name!r}] cannot be used in training.")
         if name not in known and name not in NAMED:
-            close = difflib.get_close_matches(name, known | set(NAMED), n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(name, known | set(NAMED))
             raise ValueError(f"generation_kwargs[{name!r}] is no generation option.{hint}")
 
 

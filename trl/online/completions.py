@@ -9,6 +9,7 @@ from typing import Any
 
 from ..imports import is_available, require
 from ..types import RewardTable
+from ..wording import as_text
 
 
 def make_records(
@@ -96,13 +97,6 @@ def _step_of(line: str) -> float:
         return float("inf")
 
 
-def shown_text(value: Any) -> str:
-    """Render a prompt or completion, string or messages, as text."""
-    if isinstance(value, str):
-        return value
-    return "\n".join(f"{message['role']}: {message.get('content')}" for message in value)
-
-
 def print_table(records: list[dict[str, Any]], step: int, count: int | None) -> None:
     """Print completions with their rewards as a rich table, if rich is installed.
 
@@ -121,7 +115,7 @@ def print_table(records: list[dict[str, Any]], step: int, count: int | None) -> 
     for name in ("Prompt", "Completion", *_columns(records), "Advantage"):
         table.add_column(name, overflow="fold")
     for record in records:
-        texts = (shown_text(record["prompt"]), shown_text(record["completion"]))
+        texts = (as_text(record["prompt"]), as_text(record["completion"]))
         values = (record["rewards"] | record["extra"] | {"": record["advantage"]}).values()
         table.add_row(*map(text, texts), *map(_cell, values))
     if records:
@@ -154,14 +148,14 @@ def tracker_rows(
     if unique_prompts:
         first: dict[str, dict[str, Any]] = {}
         for record in records:
-            first.setdefault(shown_text(record["prompt"]), record)
+            first.setdefault(as_text(record["prompt"]), record)
         records = list(first.values())
     names = _columns(records)
     rows = [
         [
             record["step"],
-            shown_text(record["prompt"]),
-            shown_text(record["completion"]),
+            as_text(record["prompt"]),
+            as_text(record["completion"]),
             *((record["rewards"] | record["extra"]).get(name) for name in names),
             record["advantage"],
         ]

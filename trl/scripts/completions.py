@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..imports import require
+from ..wording import as_text
 
 FIELDS = {"step", "group", "prompt", "completion", "finish", "rewards", "reward", "advantage"}
 
@@ -103,14 +104,8 @@ def _cells(record: dict[str, Any], names: list[str], shows_prompt: bool) -> list
     numbers += [record["reward"], record["advantage"]]
     return [
         str(record["step"]),
-        _text(record["prompt"]) if shows_prompt else "  same",
-        _text(record["completion"]),
+        as_text(record["prompt"]) if shows_prompt else "  same",
+        as_text(record["completion"]),
         record["finish"],
         *("-" if number is None else f"{number:.3f}" for number in numbers),
     ]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return "\n".join(f"{message['role']}: {message.get('content')}" for message in value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import rewards
+from ..wording import did_you_mean
 
 OVERLONG = {"max_completion_len": 1280, "soft_punish_cache": 256}
 
@@ -45,9 +45,8 @@ def find_reward(name: str) -> Callable[..., Any]:
     if "." in name:
         module, _, attribute = name.rpartition(".")
         return _attribute(_load_module(module, name), attribute, name)
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"Did you mean {close[0]}?" if close else f"Known names: {', '.join(known)}."
-    raise ValueError(f"--reward_funcs {name}: no such reward function. {hint}")
+    hint = did_you_mean(name, known, otherwise=f" Known names: {', '.join(known)}.")
+    raise ValueError(f"--reward_funcs {name}: no such reward function.{hint}")
 
 
 def _load_module(module: str, name: str) -> Any:
@@ -82,8 +81,7 @@ def _attribute(module: Any, attribute: str, name: str) -> Callable[..., Any]:
     if callable(found):
         return found
     functions = [key for key, value in vars(module).items() if callable(value)]
-    close = difflib.get_close_matches(attribute, functions, n=1)
-    hint = f" Did you mean {close[0]}?" if close else ""
+    hint = did_you_mean(attribute, functions)
     raise ValueError(
         f"--reward_funcs {name}: {module.__name__} has no function {attribute!r}.{hint}"
     )

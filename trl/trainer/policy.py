@@ -161,5 +161,3 @@ def check_devices(args: OnlineConfig) -> None:
             f"One process sees {args.n_gpu} GPUs. Start one process for each with `accelerate "
             "launch`, or show it one with CUDA_VISIBLE_DEVICES=0."
         )
-    if torch.cuda.is_available() and args.use_cpu:
-        logger.info("use_cpu=True: the GPU of this machine stays unused.")

@@ -1,0 +1,29 @@
+"""Words that several messages and tables share. Imports the standard library alone."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+def did_you_mean(name: str, legal: Iterable[str], otherwise: str = "") -> str:
+    """Name the legal value closest to a mistaken one.
+
+    Args:
+        name (`str`): what was written.
+        legal: the values that would have been right.
+        otherwise (`str`): returned if none of them is close.
+
+    Returns:
+        `str`: " Did you mean X?" with a space in front, or `otherwise`.
+    """
+    close = difflib.get_close_matches(name, list(legal), n=1)
+    return f" Did you mean {close[0]}?" if close else otherwise
+
+
+def as_text(value: Any) -> str:
+    """Render a prompt or completion, a string or messages, as text for a person."""
+    if isinstance(value, str):
+        return value
+    return "\n".join(f"{message['role']}: {message.get('content')}" for message in value)
