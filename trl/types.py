@@ -28,6 +28,12 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def select(self, rows: range) -> Prompts:
+        """Return consecutive rows."""
+        at = slice(rows.start, rows.stop)
+        images = None if self.images is None else self.images[at]
+        return Prompts(messages=self.messages[at], token_ids=self.token_ids[at], images=images)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
@@ -59,6 +65,17 @@ class Generations:
     def __len__(self) -> int:
         return len(self.completion_ids)
 
+    @classmethod
+    def concatenate(cls, parts: Sequence[Generations]) -> Generations:
+        """Join the rows of parts that were generated in the same way."""
+        joined: dict[str, Any] = {}
+        for field_ in dataclasses.fields(cls):
+            values = [getattr(part, field_.name) for part in parts]
+            joined[field_.name] = (
+                None if values[0] is None else [x for part in values for x in part]
+            )
+        return cls(**joined)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
@@ -80,6 +97,8 @@ class Rollout:
     ref_logps: Tensor | None = None  # (B, C) under the reference policy
     sampling_logps: Tensor | None = None  # (B, C) as reported by the engine
     advantages: Tensor | None = None  # (B,) or (B, C)
+    num_slice_tokens: Tensor | None = None  # () trained-on tokens of the micro-batch
+    has_gradient: list[bool] | None = None  # B; False: the row's gradient is exactly zero
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -92,7 +111,8 @@ class Rollout:
         width = max((len(self.completion_ids[i]) for i in index), default=0)
         changes: dict[str, Any] = {
             name: [getattr(self, name)[i] for i in index]
-            for name in ("prompt_ids", "completion_ids", "row_ids")
+            for name in ("prompt_ids", "completion_ids", "row_ids", "has_gradient")
+            if getattr(self, name) is not None
         }
         rows = torch.as_tensor(list(index), dtype=torch.long, device=self.loss_mask.device)
         for name in ("loss_mask", "old_logps", "ref_logps", "sampling_logps", "advantages"):
@@ -112,7 +132,8 @@ class Rollout:
         if rest:
             raise ValueError(f"{len(self)} rows cannot be cut into {count} chunks of equal size.")
         for start in range(0, len(self), size):
-            yield self.select(range(start, start + size))
+            part = self.select(range(start, start + size))
+            yield part.replace(num_slice_tokens=part.loss_mask.sum())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,3 +162,25 @@ class TokenScores:
     logps: Tensor  # (B, C); 0 beyond a completion's end
     entropies: Tensor | None = None  # (B, C) nats; 0 beyond a completion's end
     aux_loss: Tensor | None = None  # () load-balancing loss of mixture-of-experts models
+
+    def spread(self, rows: Sequence[int], logps: Tensor) -> TokenScores:
+        """Put the scores of some rows among those of a larger batch.
+
+        Args:
+            rows: place of each row in the larger batch.
+            logps (`Tensor` (B, C)): log-probabilities of the rows that were not scored.
+        """
+        places = torch.as_tensor(list(rows), device=logps.device)
+        return TokenScores(
+            logps=_put(logps, places, self.logps),
+            entropies=None
+            if self.entropies is None
+            else _put(torch.zeros_like(logps), places, self.entropies),
+            aux_loss=self.aux_loss,
+        )
+
+
+def _put(base: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """Return `base` (B, C) with `values` (b, c) at the beginning of some rows."""
+    wide = torch.nn.functional.pad(values, (0, base.shape[1] - values.shape[1]))
+    return base.to(values.dtype).index_copy(0, rows, wide)

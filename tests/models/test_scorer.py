@@ -2,7 +2,7 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from trl.models.scorer import PlainScorer
+from trl.models.scorer import Scorer
 from trl.types import Rollout
 
 PROMPTS = [[8, 9, 10], [11, 12], [13, 14, 15, 16, 17]]
@@ -22,8 +22,8 @@ def rollout(prompts=PROMPTS, completions=COMPLETIONS) -> Rollout:
     )
 
 
-def scorer(pad_id=0, temperature=1.0, **options) -> PlainScorer:
-    return PlainScorer(
+def scorer(pad_id=0, temperature=1.0, **options) -> Scorer:
+    return Scorer(
         pad_id=pad_id, temperature=temperature, device=torch.device("cpu"), **options
     )
 
@@ -96,11 +96,10 @@ def test_empty_completion_scores_nothing():
     assert nothing.logps.shape == (1, 0)
 
 
-def test_pieces_without_gradient_equal_one_pass():
+def test_scoring_without_gradient_is_in_evaluation_mode():
     model, batch = tiny_model(attention_dropout=0.5).train(), rollout()
     whole = scorer()(model.eval(), batch).logps
     model.train()
-    for rows in (1, 2, 3):
-        pieces = scorer().logps(model, batch, rows)
-        assert not pieces.requires_grad and model.training
-        assert (pieces - whole).abs().max() < 1e-6
+    found = scorer().logps(model, batch)
+    assert not found.requires_grad and model.training
+    assert (found - whole).abs().max() < 1e-6

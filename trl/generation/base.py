@@ -12,6 +12,9 @@ from ..types import FinishReason, Generations, Prompts, Sampling
 class GenerationBackend(Protocol):
     """Where completions come from. The trainer knows nothing else about engines."""
 
+    reports_policy_logps: bool
+    """Whether `sampling_logps` are the policy's own, computed with the weights that train."""
+
     def sync_weights(self, step: int) -> None:
         """Make the engine hold the weights of optimizer step `step`."""
         ...

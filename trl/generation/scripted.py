@@ -19,6 +19,8 @@ class ScriptedBackend:
         first_row: index over all ranks of this rank's first row, for groups that span ranks.
     """
 
+    reports_policy_logps = False
+
     def __init__(self, script: Script, first_row: Callable[[int], int] = lambda count: 0):
         self._script = script
         self._first_row = first_row

@@ -9,11 +9,18 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
+from ..models.parts import HeadFinder
+from ..models.sharing import Sharing
 from ..ops.masking import pad_ragged
 from ..types import Generations, Prompts, Sampling
 from ..wording import did_you_mean
 from .base import cut_at_stop
+from .pieces import Limits
 from .sampler import RowSampler
+from .shared_decoding import SharedDecoder
+from .trial import DecodingTrial
+
+Complete = Callable[[Prompts, Sampling], Generations]
 
 NAMED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # They change how tokens are drawn, or hide how long a completion is.
@@ -57,14 +64,23 @@ def _check_names(options: Mapping[str, Any]) -> None:
 
 
 class TransformersBackend:
-    """Generates a whole round in one padded call.
+    """Generates with the policy, in pieces of bounded size.
+
+    Each prompt is computed once for all its completions, which then decode on one copy of its keys
+    and values. Models that cannot do so, and options that only `generate` of transformers knows,
+    take padded rows instead; what is drawn for a row is the same.
 
     Args:
         policy: returns a context manager that yields the bare policy in evaluation mode.
-        pad_id (`int`): fills the padding on the left of prompts; masked.
+        pad_id (`int`): fills the padding on the left of padded prompts; masked.
         device (`torch.device`): where the policy lives.
-        cache_implementation (`str`, *optional*): kind of key-value cache.
+        cache_implementation (`str`, *optional*): kind of key-value cache of padded rows.
+        shared_prefix (`bool`): False: padded rows.
+        chunk (`int`, *optional*): logits held at once. None: a measured default; 0: all rows'.
+        limits (`Limits`, *optional*): rows and cache bytes held at once.
     """
+
+    reports_policy_logps = True
 
     def __init__(
         self,
@@ -73,11 +89,17 @@ class TransformersBackend:
         pad_id: int,
         device: torch.device,
         cache_implementation: str | None = None,
+        shared_prefix: bool = True,
+        chunk: int | None = None,
+        limits: Limits | None = None,
     ):
         self._policy = policy
         self._pad_id = pad_id
         self._device = device
         self._cache_implementation = cache_implementation
+        self._limits = limits or Limits()
+        self._heads = HeadFinder(1.0, chunk)
+        self._trial = DecodingTrial(Sharing(shared_prefix, pad_id, device), pad_id, device)
 
     def sync_weights(self, step: int) -> None:
         """Nothing to do: the policy that trains is the one that generates."""
@@ -86,23 +108,41 @@ class TransformersBackend:
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
         """Complete every row; see `GenerationBackend`."""
         sampling, rest = merge_extra(sampling)
-        ids = pad_ragged(prompts.token_ids, self._pad_id, side="left")
-        mask = pad_ragged([[1] * len(row) for row in prompts.token_ids], 0, side="left")
-        processors = LogitsProcessorList()
-        if rest.pop("do_sample", True):
-            processors.append(RowSampler(_seeded(sampling, len(prompts)), ids.shape[1]))
+        greedy = not rest.pop("do_sample", True)
+        sampling = _seeded(sampling, len(prompts))
         with self._policy() as model:
+            head = self._heads.find(model)
+            shared = not rest and self._cache_implementation is None
+            shared = shared and self._trial.allows(model, head, prompts, sampling)
+            if shared and head is not None:
+                complete = self._shared(SharedDecoder(model, head, sampling, greedy))
+            else:
+                complete = self._padded(model, self._config(sampling, rest), greedy)
+            pieces = self._limits.cut(prompts.token_ids, sampling.max_tokens, model, shared)
+            found = [complete(prompts.select(rows), _seeds(sampling, rows)) for rows in pieces]
+        return Generations.concatenate(found)
+
+    def _shared(self, decode: SharedDecoder) -> Complete:
+        def complete(prompts: Prompts, sampling: Sampling) -> Generations:
+            ids, logps = decode(prompts.token_ids, sampling.seeds or ())
+            return _finished(ids, sampling, logps)
+
+        return complete
+
+    def _padded(self, model: Any, config: GenerationConfig, greedy: bool) -> Complete:
+        def complete(prompts: Prompts, sampling: Sampling) -> Generations:
+            ids = pad_ragged(prompts.token_ids, self._pad_id, side="left")
+            mask = pad_ragged([[1] * len(row) for row in prompts.token_ids], 0, side="left")
+            drawing = [] if greedy else [RowSampler(sampling, ids.shape[1])]
             output = model.generate(
                 input_ids=ids.to(self._device),
                 attention_mask=mask.to(self._device),
-                generation_config=self._config(sampling, rest),
-                logits_processor=processors,
+                generation_config=config,
+                logits_processor=LogitsProcessorList(drawing),
             )
-        rows = output[:, ids.shape[1] :].tolist()
-        cut = [cut_at_stop(row, sampling.stop_ids, sampling.max_tokens) for row in rows]
-        return Generations(
-            completion_ids=[row for row, _ in cut], finish=[reason for _, reason in cut]
-        )
+            return _finished(output[:, ids.shape[1] :].tolist(), sampling)
+
+        return complete
 
     def _config(self, sampling: Sampling, rest: dict[str, Any]) -> GenerationConfig:
         return GenerationConfig(
@@ -116,6 +156,21 @@ class TransformersBackend:
             disable_compile=True,
             **rest,
         )
+
+
+def _finished(
+    rows: list[list[int]], sampling: Sampling, logps: list[list[float]] | None = None
+) -> Generations:
+    cut = [cut_at_stop(row, sampling.stop_ids, sampling.max_tokens) for row in rows]
+    return Generations(
+        completion_ids=[ids for ids, _ in cut],
+        finish=[reason for _, reason in cut],
+        sampling_logps=logps,
+    )
+
+
+def _seeds(sampling: Sampling, rows: range) -> Sampling:
+    return sampling.replace(seeds=tuple(sampling.seeds or ())[rows.start : rows.stop])
 
 
 def _seeded(sampling: Sampling, count: int) -> Sampling:

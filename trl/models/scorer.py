@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.logprobs import token_log_probs, token_statistics
-from ..ops.masking import length_mask, pad_ragged
 from ..types import Rollout, TokenScores
+from .layouts import Layout, packed_layout, plain_layout
+from .parts import HeadFinder, OutputHead, capture_hidden, evaluating
+from .sharing import Sharing
 
 
-class PlainScorer:
-    """Scores padded rows: prompts padded on the left, completions on the right.
+class Scorer:
+    """Scores completions with one copy of each prompt and a tile of logits at a time.
+
+    Models that cannot share a prompt score padded rows, and models whose logits cannot be
+    reproduced from their hidden states hold the logits of the completions; both are said once.
 
     Args:
-        pad_id (`int`): fills the padding; masked, so its value does not matter.
+        pad_id (`int`): fills the padding of plain rows; masked, so its value does not matter.
         temperature (`float`): divides the logits, as it did when the tokens were sampled.
         device (`torch.device`): where the model lives.
-        pad_multiple (`int`, *optional*): pad both widths to a multiple of this.
-        router_logits (`bool`): ask a mixture-of-experts model for its load-balancing loss.
+        pad_multiple (`int`, *optional*): pad both widths of plain rows to a multiple of this.
+        router_logits (`bool`): ask a mixture-of-experts model for its load-balancing loss, which
+            counts every row's own prompt; rows are then plain.
+        shared_prefix (`bool`): False: plain rows.
+        chunk (`int`, *optional*): logits held at once. None: a measured default; 0: all at once.
     """
 
     def __init__(
@@ -32,16 +39,18 @@ class PlainScorer:
         device: torch.device,
         pad_multiple: int | None = None,
         router_logits: bool = False,
+        shared_prefix: bool = True,
+        chunk: int | None = None,
     ):
         self.pad_id = pad_id
         self.temperature = temperature
         self.device = device
         self.pad_multiple = pad_multiple
         self.router_logits = router_logits
+        self.heads = HeadFinder(temperature, chunk)
+        self.sharing = Sharing(shared_prefix and not router_logits, pad_id, device)
 
-    def __call__(
-        self, model: Callable[..., Any], batch: Rollout, with_entropy: bool = False
-    ) -> TokenScores:
+    def __call__(self, model: nn.Module, batch: Rollout, with_entropy: bool = False) -> TokenScores:
         """Score every completion token of `batch` under `model`.
 
         Args:
@@ -52,56 +61,51 @@ class PlainScorer:
         Returns:
             `TokenScores`: (B, C) tensors, 0 beyond a completion's end.
         """
-        inputs, completions, exists = self._layout(batch)
-        width = completions.shape[1]
-        if self.router_logits:
-            inputs["output_router_logits"] = True
-        output = model(**inputs, logits_to_keep=width + 1, use_cache=False)
-        logits = output.logits[:, -(width + 1) : -1]
-        columns = batch.loss_mask.shape[1]
-        entropies = None
-        if with_entropy:
-            logps, entropies = token_statistics(logits, completions, self.temperature)
-            entropies = entropies.masked_fill(~exists, 0.0)[:, :columns]
-        else:
-            logps = token_log_probs(logits, completions, self.temperature)
-        return TokenScores(
-            logps=logps.masked_fill(~exists, 0.0)[:, :columns],
-            entropies=entropies,
-            aux_loss=output.aux_loss if self.router_logits else None,
-        )
+        head = self.heads.find(model)
+        layout = self._layout(model, batch, head)
+        if head is None:
+            return self._from_logits(model, layout, with_entropy)
+        # Not the model's own logits but its hidden states are read.
+        none = torch.empty(0, dtype=torch.long, device=self.device) if head.is_plain else 1
+        with capture_hidden(model) as capture:
+            output = model(**self._inputs(layout), logits_to_keep=none)
+        hidden = torch.as_tensor(capture.hidden).flatten(0, 1)[layout.sources]
+        logps, entropies = head.log_probs(hidden, layout.targets, capture.autocast, with_entropy)
+        return self._scores(layout, logps, entropies, output)
 
     @torch.no_grad()
-    def logps(self, model: nn.Module, batch: Rollout, rows: int) -> Tensor:
-        """Score without gradient, in evaluation mode, at most `rows` rows at a time: (B, C)."""
-        was_training = model.training
-        model.eval()
-        try:
-            pieces = torch.zeros(batch.loss_mask.shape, device=self.device)
-            for start in range(0, len(batch), rows):
-                piece = batch.select(range(start, min(start + rows, len(batch))))
-                scored = self(model, piece).logps
-                pieces[start : start + len(piece), : scored.shape[1]] = scored
-            return pieces
-        finally:
-            model.train(was_training)
+    def logps(self, model: nn.Module, batch: Rollout) -> Tensor:
+        """Score without gradient, in evaluation mode: (B, C)."""
+        with evaluating(model):
+            return self(model, batch).logps
 
-    def _layout(self, batch: Rollout) -> tuple[dict[str, Any], Tensor, Tensor]:
-        prompts = pad_ragged(batch.prompt_ids, self.pad_id, side="left", multiple=self.pad_multiple)
-        # One column at least, so that rows with empty completions still make a valid input.
-        width = max(1, batch.loss_mask.shape[1])
-        completions = pad_ragged(
-            batch.completion_ids, self.pad_id, width=width, multiple=self.pad_multiple
+    def _layout(self, model: nn.Module, batch: Rollout, head: OutputHead | None) -> Layout:
+        if self.sharing.allows(model, batch, head):
+            return packed_layout(batch, self.device)
+        return plain_layout(batch, self.pad_id, self.device, self.pad_multiple)
+
+    def _inputs(self, layout: Layout) -> dict[str, Any]:
+        options = {"output_router_logits": True} if self.router_logits else {}
+        return layout.inputs | {"use_cache": False} | options
+
+    def _from_logits(self, model: nn.Module, layout: Layout, with_entropy: bool) -> TokenScores:
+        """Score plain rows by the model's own logits of the completions."""
+        rows = len(layout.inputs["input_ids"])
+        columns = len(layout.targets) // rows
+        output = model(**self._inputs(layout), logits_to_keep=columns + 1)
+        logits = output.logits[:, -(columns + 1) : -1]
+        targets = layout.targets.view(rows, columns)
+        if with_entropy:
+            logps, entropies = token_statistics(logits, targets, self.temperature)
+            return self._scores(layout, logps.flatten(), entropies.flatten(), output)
+        logps = token_log_probs(logits, targets, self.temperature)
+        return self._scores(layout, logps.flatten(), None, output)
+
+    def _scores(
+        self, layout: Layout, logps: Tensor, entropies: Tensor | None, output: Any
+    ) -> TokenScores:
+        return TokenScores(
+            logps=layout.scatter(logps),
+            entropies=None if entropies is None else layout.scatter(entropies),
+            aux_loss=output.aux_loss if self.router_logits else None,
         )
-        prompt_lengths = torch.tensor([len(ids) for ids in batch.prompt_ids])
-        lengths = torch.tensor([len(ids) for ids in batch.completion_ids])
-        exists = length_mask(lengths, completions.shape[1])
-        prompt_mask = length_mask(prompt_lengths, prompts.shape[1]).flip(1)
-        attention = torch.cat([prompt_mask, exists], 1).long()
-        inputs = {
-            "input_ids": torch.cat([prompts, completions], 1),
-            "attention_mask": attention,
-            "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
-        }
-        inputs = {name: value.to(self.device) for name, value in inputs.items()}
-        return inputs, completions.to(self.device), exists.to(self.device)

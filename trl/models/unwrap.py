@@ -10,6 +10,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
+from .parts import evaluating
+
 
 def check_engine(accelerator: Accelerator) -> None:
     """Refuse sharded training, whose weights generation cannot see yet.
@@ -30,15 +32,10 @@ def check_engine(accelerator: Accelerator) -> None:
 
 @contextmanager
 def policy_for_inference(model: nn.Module, accelerator: Accelerator) -> Iterator[Any]:
-    """Yield the bare policy in evaluation mode; its mode is restored even after an error.
+    """Yield the bare policy in evaluation mode and under the autocast of training.
 
     Evaluation mode switches dropout and activation recomputation off, so that completions come
     from the policy itself.
     """
-    bare = accelerator.unwrap_model(model)
-    was_training = bare.training
-    bare.eval()
-    try:
+    with evaluating(accelerator.unwrap_model(model)) as bare, accelerator.autocast():
         yield bare
-    finally:
-        bare.train(was_training)

@@ -95,6 +95,16 @@ class GRPOTrainer(OnlineTrainer):
         if checkpoint is not None and (path := Path(checkpoint, STATE_FILE)).exists():
             self.entropy.restore(json.loads(path.read_text()))
 
+    @property
+    def needs_entropy(self) -> bool:
+        """For the bonus, and to choose tokens of high entropy."""
+        return self.entropy.is_used or self.args.top_entropy_quantile < 1.0
+
+    @property
+    def skips_zero_advantages(self) -> bool:
+        """Neither the KL penalty in the loss nor entropies are multiples of the advantage."""
+        return super().skips_zero_advantages and self.args.beta == 0.0 and not self.needs_entropy
+
     def compute_advantages(self, rewards: Tensor, table: RewardTable) -> Tensor:
         """Compare each completion with the mean of its group: (N,)."""
         if self.args.multi_objective_aggregation == "normalize_then_sum":
@@ -173,7 +183,7 @@ class GRPOTrainer(OnlineTrainer):
         if kind in ("grpo", "sapo"):
             return mean_of_sequence_means(losses, mask, rows)
         denominators = {
-            "bnpo": mask.sum().clamp(min=1),
+            "bnpo": _slice_tokens(batch).clamp(min=1),
             "dr_grpo": rows * self.args.max_completion_length,
             "luspo": rows,
         }
@@ -194,6 +204,12 @@ class GRPOTrainer(OnlineTrainer):
         clipped = (ratio > high) & (advantages > 0)
         clipped, mask = torch.broadcast_tensors(clipped, batch.loss_mask)
         self.store.mean("cispo_clip_ratio", (clipped & mask).sum(), mask.sum())
+
+
+def _slice_tokens(batch: Rollout) -> Tensor:
+    """Trained-on tokens () of the micro-batch, also when only a part of its rows is at hand."""
+    known = batch.num_slice_tokens
+    return batch.loss_mask.sum() if known is None else known
 
 
 class _EntropyCallback(TrainerCallback):

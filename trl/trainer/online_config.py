@@ -58,6 +58,37 @@ class OnlineConfig(BaseConfig):
         "auto", "Pad widths to a multiple of this; auto means none except on Neuron devices."
     )
 
+    # --- Memory ---
+    shared_prefix: bool = option(
+        True, "Compute a prompt once for all its completions that are in one forward."
+    )
+    logits_chunk_size: int | None = option(
+        None, "Logits (tokens x vocabulary) held at once. None: the device's default; 0: all."
+    )
+    skip_zero_advantages: bool = option(
+        True, "Run no forward with gradient for completions whose gradient is exactly zero."
+    )
+    reuse_sampling_logps: bool = option(
+        True, "Take the log-probabilities of the KL penalty from generation, if it was on-policy."
+    )
+    generation_max_rows: int | None = option(
+        None, "Most completions generated at once on a rank. None: all of a round."
+    )
+    generation_max_kv_gb: float | None = option(
+        None, "Most GB of key-value cache held at once while generating. None: no limit."
+    )
+    empty_cache: str = option(
+        "auto",
+        "Return cached blocks to the device after inference; auto: when they are fragmented.",
+        choices=("never", "auto", "always"),
+    )
+    log_memory: bool = option(
+        True, "Log the peak memory of each phase, also to memory.jsonl in output_dir."
+    )
+    recover_from_oom: bool = option(
+        True, "After running out of memory, go on with smaller pieces of the same data."
+    )
+
     # --- Generation ---
     max_completion_length: int | None = option(512, "Most tokens of a completion.")
     temperature: float = option(1.0, "Sampling temperature; also divides the logits in training.")
@@ -163,6 +194,11 @@ class OnlineConfig(BaseConfig):
         return self.group_size if chosen is None else chosen
 
     @property
+    def generation_max_kv_bytes(self) -> float | None:
+        """`generation_max_kv_gb` in bytes."""
+        return None if self.generation_max_kv_gb is None else self.generation_max_kv_gb * 1e9
+
+    @property
     def batch_plan(self) -> BatchPlan:
         """The batch arithmetic of training."""
         return BatchPlan(
@@ -217,6 +253,22 @@ class OnlineConfig(BaseConfig):
             "ref_model_mixup_alpha": (0 <= self.ref_model_mixup_alpha <= 1, "between 0 and 1"),
             "ref_model_sync_steps": (self.ref_model_sync_steps >= 1, "at least 1"),
             "reward_timeout": (self.reward_timeout is None or self.reward_timeout > 0, "above 0"),
+            "logits_chunk_size": (
+                _is_unset_or_at_least(self.logits_chunk_size, 0),
+                "0 (all at once) or more",
+            ),
+            "generation_max_rows": (
+                _is_unset_or_at_least(self.generation_max_rows, 1),
+                "at least 1",
+            ),
+            "generation_max_kv_gb": (
+                self.generation_max_kv_gb is None or self.generation_max_kv_gb > 0,
+                "above 0",
+            ),
+            "empty_cache": (
+                self.empty_cache in ("never", "auto", "always"),
+                "never, auto or always",
+            ),
             "non_finite": (self.non_finite in ("raise", "skip"), "raise or skip"),
             "vllm_mode": (self.vllm_mode in ("colocate", "server"), "colocate or server"),
         }
@@ -239,3 +291,7 @@ class OnlineConfig(BaseConfig):
             check_eval_groups(
                 self.per_device_eval_batch_size, self.world_size, self.eval_group_size
             )
+
+
+def _is_unset_or_at_least(value: int | None, least: int) -> bool:
+    return value is None or value >= least

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from ..online.statistics import record_lengths, record_rewards
 from ..types import Generations, Prompts, RewardTable
 from .base_trainer import BaseTrainer
 from .batch_math import check_eval_groups
+from .phases import Phases
 from .trackers import log_table
 
 logger = logging.get_logger(__name__)
@@ -41,6 +43,7 @@ class OnlineLoop(BaseTrainer):
         self.ranks = Ranks(self.accelerator)
         self.metrics = {"train": MetricStore(), "eval": MetricStore()}
         self.guard = FiniteGuard(self.ranks.rank, self.ranks.gather_objects)
+        self.phases = Phases(args, self.ranks, self.metrics["train"])
         self.completions = CompletionLog(args.output_dir, self.is_world_process_zero())
         self._step = 0  # micro-steps since the start of the epoch in which training (re)started
         self._substep = 0  # micro-steps since the last update
@@ -63,6 +66,16 @@ class OnlineLoop(BaseTrainer):
     def group_size(self) -> int:
         """Completions for each prompt in the current mode."""
         return self.args.num_generations if self.model.training else self.args.eval_group_size
+
+    @property
+    def reports_this_step(self) -> bool:
+        """Whether metrics are logged after the update that is being computed."""
+        strategy = self.args.logging_strategy
+        if not self.model.training or strategy == "epoch":
+            return True
+        number = self.state.global_step + 1
+        first = self.args.logging_first_step and number == 1
+        return strategy == "steps" and (first or number % max(1, self.state.logging_steps) == 0)
 
     # --- Loaders ---
 
@@ -129,7 +142,10 @@ class OnlineLoop(BaseTrainer):
     ) -> Tensor:
         """Train on one micro-batch, counting steps and seconds."""
         started = time.perf_counter()
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        model.train()
+        loss = self.phases.train(
+            self._prepare_inputs(inputs), partial(super().training_step, model), model.zero_grad
+        )
         self._step += 1
         self._substep += 1
         self._seconds += time.perf_counter() - started
@@ -161,8 +177,7 @@ class OnlineLoop(BaseTrainer):
             if self.args.non_finite == "raise":
                 raise
             logger.warning(f"{error} This update is skipped.")
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.zero_grad(set_to_none=True)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Rows have no token count before they are encoded, so nothing is counted."""
@@ -295,3 +310,4 @@ class _LoopCallback(TrainerCallback):
         trainer = self._trainer
         trainer.metrics["train"].value("step_time", trainer._seconds)
         trainer._substep, trainer._seconds = 0, 0.0
+        trainer.phases.end_update()

@@ -9,33 +9,29 @@ import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import TrainerCallback
-from transformers.utils import logging
 
 from ..generation.base import GenerationBackend, row_seeds
+from ..generation.pieces import Limits
 from ..generation.transformers_backend import TransformersBackend, merge_extra
 from ..models.loading import context_length, stop_token_ids
 from ..models.reference import FrozenCopy, ReferencePolicy, make_reference
-from ..models.scorer import PlainScorer
+from ..models.scorer import Scorer
 from ..models.unwrap import check_engine, policy_for_inference
 from ..online.buffer import Buffer
-from ..online.guard import NonFiniteError
 from ..online.prompts import PromptEncoder
 from ..online.reward_sources import resolve_rewards
 from ..online.rewards import RewardInputs, RewardSuite
-from ..online.statistics import record_entropy
 from ..ops.masking import length_mask, pad_ragged
 from ..ops.policy_losses import RatioLevel, importance_ratio
 from ..types import Generations, Prompts, RewardTable, Rollout, Sampling, TokenScores
 from .callbacks import SyncRefModelCallback
 from .online_config import OnlineConfig
-from .online_loop import OnlineLoop
+from .online_scoring import OnlineScoring
 from .online_setup import check_datasets, refuse_unavailable
 from .policy import check_devices, init_options, prepare_policy, router_coefficient
 
-logger = logging.get_logger(__name__)
 
-
-class OnlineTrainer(OnlineLoop):
+class OnlineTrainer(OnlineScoring):
     """The skeleton: sampling, generation, rewards, scoring, buffering, metrics, checkpoints.
 
     An algorithm is a subclass that says how rewards become advantages and advantages a loss, by
@@ -129,14 +125,19 @@ class OnlineTrainer(OnlineLoop):
             pad_id=tokenizer.pad_token_id,
             device=args.device,
             cache_implementation=args.cache_implementation,
+            shared_prefix=args.shared_prefix,
+            chunk=args.logits_chunk_size,
+            limits=Limits(args.generation_max_rows, args.generation_max_kv_bytes),
         )
         self.router_coefficient = router_coefficient(self.model, args)
-        self.scorer = PlainScorer(
+        self.scorer = Scorer(
             pad_id=tokenizer.pad_token_id,
             temperature=merge_extra(self.sampling)[0].temperature,
             device=args.device,
             pad_multiple=args.pad_to_multiple_of,
             router_logits=self.router_coefficient != 0.0,
+            shared_prefix=args.shared_prefix,
+            chunk=args.logits_chunk_size,
         )
         self.reference = self._make_reference(brought_adapter)
         self.rewards = RewardSuite(
@@ -172,7 +173,9 @@ class OnlineTrainer(OnlineLoop):
 
     # --- One training step ---
 
-    def _prepare_inputs(self, rows: list[dict[str, Any]]) -> Rollout:
+    def _prepare_inputs(self, rows: list[dict[str, Any]] | Rollout) -> Rollout:
+        if isinstance(rows, Rollout):
+            return rows
         if not self.model.training:
             return self.collect(rows)
         if self.buffer.is_stale(self._step):
@@ -183,13 +186,14 @@ class OnlineTrainer(OnlineLoop):
     def collect(self, rows: list[dict[str, Any]]) -> Rollout:
         """Generate completions for the rows, reward them and give them credit."""
         prompts = self.encode(rows)
-        self.backend.sync_weights(self.state.global_step)
-        sampling = self.sampling.replace(seeds=self._row_seeds(len(rows)))
-        generations = self.backend.generate(prompts, sampling, self.group_size)
+        with self.phases.inference("generation"):
+            generations = self.generate(prompts)
         completions = self.encode.completions(prompts, generations.completion_ids)
-        batch, healthy = self.score(self.assemble(prompts, generations))
+        with self.phases.inference("scoring"):
+            batch, healthy = self.score(self.assemble(prompts, generations))
         inputs = RewardInputs.from_rows(rows, completions, generations.completion_ids, self.state)
-        table, extras = self.rewards(inputs, self.group_size, self.store.value)
+        with self.phases("rewards"):
+            table, extras = self.rewards(inputs, self.group_size, self.store.value)
         credited = table.without(self._excluded(generations))
         rewards = self.shape_rewards(credited, batch)
         advantages = self.compute_advantages(rewards, credited)
@@ -206,8 +210,8 @@ class OnlineTrainer(OnlineLoop):
         """Return the loss of one micro-batch of a rollout."""
         if return_outputs:
             raise ValueError("return_outputs=True: a rollout has no model outputs to return.")
-        scores = self.scorer(model, inputs, with_entropy=True)
-        self.guard.watch("log-probability", scores.logps, inputs)
+        with self.phases("forward"):
+            scores = self.current_scores(model, inputs)
         current = scores.logps.detach()
         old_logps = current if inputs.old_logps is None else inputs.old_logps
         ratio = importance_ratio(scores.logps, old_logps, inputs.loss_mask, self.ratio_level)
@@ -215,15 +219,20 @@ class OnlineTrainer(OnlineLoop):
         if scores.aux_loss is not None:
             loss = loss + self.router_coefficient * scores.aux_loss
             self.store.value("aux_loss", scores.aux_loss)
-        record_entropy(self.store, scores.entropies, inputs.loss_mask)
         return loss
 
     # --- Stages ---
 
-    @property
-    def is_on_policy(self) -> bool:
-        """Whether the weights that generated a rollout are those its loss is computed with."""
-        return not self.model.training or self.args.batch_plan.is_on_policy
+    def generate(self, prompts: Prompts) -> Generations:
+        """Complete every row; after running out of memory, in smaller calls."""
+        self.backend.sync_weights(self.state.global_step)
+        seeds = self._row_seeds(len(prompts))
+
+        def complete(rows: range) -> Generations:
+            sampling = self.sampling.replace(seeds=seeds[rows.start : rows.stop])
+            return self.backend.generate(prompts.select(rows), sampling, self.group_size)
+
+        return Generations.concatenate(self.phases.generation.run(len(prompts), complete))
 
     def per_micro_batch(self, total: Tensor, batch: Rollout) -> Tensor:
         """Turn a total over all ranks and slices into the denominator of one micro-batch.
@@ -256,41 +265,6 @@ class OnlineTrainer(OnlineLoop):
             sampling_logps=self._sampling_logps(generations),
         )
 
-    def score(self, batch: Rollout) -> tuple[Rollout, bool]:
-        """Add old and reference log-probabilities, if something needs them.
-
-        Returns:
-            The batch, and whether all of them are finite on every rank.
-        """
-        policy_is_scored = self.needs_old_logps
-        if policy_is_scored:
-            batch = batch.replace(old_logps=self._logps(self.model, batch))
-            self.guard.watch("log-probability of the policy", batch.old_logps, batch)
-        if self.reference is not None:
-            with self.reference.active() as reference:
-                batch = batch.replace(ref_logps=self._logps(reference, batch))
-            self.guard.watch("log-probability of the reference", batch.ref_logps, batch)
-        try:
-            if policy_is_scored or self.reference is not None:
-                self.guard.check(self.state.global_step)
-        except NonFiniteError as error:
-            if self.args.non_finite == "raise":
-                raise
-            logger.warning(f"{error} The updates of this round are skipped.")
-            return batch, False
-        return batch, True
-
-    @property
-    def needs_old_logps(self) -> bool:
-        """Whether the rollout must be scored under the policy that generated it."""
-        return not self.is_on_policy
-
-    def _logps(self, model: nn.Module, batch: Rollout) -> Tensor:
-        args = self.args
-        training, evaluation = args.per_device_train_batch_size, args.per_device_eval_batch_size
-        with self.accelerator.autocast():
-            return self.scorer.logps(model, batch, training if self.model.training else evaluation)
-
     def _finish(self, batch: Rollout, advantages: Tensor, healthy: bool) -> Rollout:
         """Drop what the loss must not read.
 
@@ -301,7 +275,10 @@ class OnlineTrainer(OnlineLoop):
             advantages = torch.full_like(advantages, torch.nan)
         if self.is_on_policy:
             batch = batch.replace(old_logps=None)
-        return batch.replace(advantages=advantages.to(self.args.device))
+        advantages = advantages.to(self.args.device)
+        return batch.replace(
+            advantages=advantages, has_gradient=self.rows_with_gradient(batch, advantages)
+        )
 
     def _sampling_logps(self, generations: Generations) -> Tensor | None:
         if generations.sampling_logps is None:

@@ -1,0 +1,266 @@
+"""Decoding in which the rows of a prompt read one copy of its keys and values.
+
+Each distinct prompt is computed once, without padding. Then all rows advance together by one token
+a step, each with its own short cache; logits exist for a few rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, RepetitionPenaltyLogitsProcessor
+
+from ..models.parts import OutputHead, causal_model
+from ..models.shared_attention import KEYWORD, Decoding, Packing
+from ..ops.linear_logprobs import default_chunk
+from ..types import Sampling
+from .sampler import pick, uniforms, warpers
+
+PREFILL_TOKENS = 4096  # of the prompts that are computed in one forward
+SMALLEST_CAPACITY = 16
+
+
+class GrowingCache(Cache):
+    """Keys and values of each layer in buffers that double, so that appending copies little."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self._buffers: list[list[Tensor]] = []
+        self._lengths: list[int] = []
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append (m, K, s, D) to a layer and return all it holds."""
+        # Rotary embeddings can leave keys in float32 where attention reads half precision.
+        key_states = key_states.to(value_states.dtype)
+        if layer_idx == len(self._buffers):
+            self._buffers.append([states.contiguous() for states in (key_states, value_states)])
+            self._lengths.append(key_states.shape[2])
+        else:
+            self._append(layer_idx, (key_states, value_states))
+        return self.layer(layer_idx)
+
+    def _append(self, layer: int, states: tuple[Tensor, Tensor]) -> None:
+        start, count = self._lengths[layer], states[0].shape[2]
+        for place, new in enumerate(states):
+            held = self._buffers[layer][place]
+            if start + count > held.shape[2]:
+                capacity = max(SMALLEST_CAPACITY, 2 * (start + count))
+                grown = held.new_empty(*held.shape[:2], capacity, held.shape[3])
+                grown[:, :, :start] = held[:, :, :start]
+                held = self._buffers[layer][place] = grown
+            held[:, :, start : start + count] = new
+        self._lengths[layer] = start + count
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (m, K, t, D) of a layer."""
+        key, value = self._buffers[index]
+        return key[:, :, : self._lengths[index]], value[:, :, : self._lengths[index]]
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all rows but the given ones."""
+        for buffers in self._buffers:
+            for place, held in enumerate(buffers):
+                buffers[place] = held[rows]
+
+    def get_seq_length(self, layer_idx: int | None = 0, *args: Any) -> int:
+        """Tokens held."""
+        return self._lengths[layer_idx or 0] if self._lengths else 0
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A prompt that has been computed."""
+
+    layers: tuple[tuple[Tensor, Tensor], ...]  # keys and values (1, K, P, D)
+    hidden: Tensor  # (H,) at its last token
+
+    @property
+    def length(self) -> int:
+        return self.layers[0][0].shape[2]
+
+
+@dataclass
+class _Rows:
+    """Rows that are not finished, in the order of the batch."""
+
+    prompts: list[tuple[int, ...]]
+    numbers: list[int]  # row in the batch
+    written: list[list[int]] = field(default_factory=list)
+    logps: list[list[float]] = field(default_factory=list)
+
+    def groups(self) -> list[tuple[tuple[int, ...], slice]]:
+        """Runs of rows with the same prompt."""
+        found: list[tuple[tuple[int, ...], slice]] = []
+        for place, number in enumerate(self.numbers):
+            prompt = self.prompts[number]
+            if found and found[-1][0] == prompt:
+                found[-1] = (prompt, slice(found[-1][1].start, place + 1))
+            else:
+                found.append((prompt, slice(place, place + 1)))
+        return found
+
+
+class SharedDecoder:
+    """Completes rows with a model that understands the layouts of `models.shared_attention`.
+
+    Args:
+        model: the policy, in evaluation mode; autocast applies if it is on.
+        head (`OutputHead`): its output projection, at temperature 1.
+        sampling (`Sampling`): how to draw tokens.
+        greedy (`bool`): take the most likely token instead of drawing.
+    """
+
+    def __init__(self, model: Any, head: OutputHead, sampling: Sampling, greedy: bool = False):
+        causal = causal_model(model)
+        self._decoder = causal.base_model
+        self._device = next(causal.parameters()).device
+        self._head = head
+        self._sampling = sampling
+        self._warpers = warpers(sampling)
+        self._greedy = greedy
+        self._prefixes: dict[tuple[int, ...], Prefix] = {}
+        kind = self._device.type
+        self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    @torch.no_grad()
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Complete rows; prompts computed by the last call are used again.
+
+        Args:
+            prompts: token ids of each row; rows of a prompt stand next to each other.
+            seeds: one random stream for each row.
+
+        Returns:
+            Token ids of each row, stop token included, and the log-probability of each under the
+            model at the sampling temperature, before filters.
+        """
+        rows = _Rows([tuple(ids) for ids in prompts], list(range(len(prompts))))
+        rows.written = [[] for _ in prompts]
+        rows.logps = [[] for _ in prompts]
+        self._prefill(dict.fromkeys(rows.prompts))
+        draws = None if self._greedy else uniforms(seeds, self._sampling.max_tokens)
+        hidden = torch.stack([self._prefixes[prompt].hidden for prompt in rows.prompts])
+        cache = GrowingCache()
+        for step in range(self._sampling.max_tokens):
+            tokens = self._choose(hidden, rows, None if draws is None else draws[:, step])
+            alive = self._advance(rows, tokens)
+            if not alive or step + 1 == self._sampling.max_tokens:
+                break
+            if len(alive) < len(tokens):
+                places = torch.tensor(alive, device=self._device)
+                tokens = tokens[places]
+                cache.keep(places)
+                rows.numbers = [rows.numbers[place] for place in alive]
+            hidden = self._forward(tokens, rows, cache, step)
+        return rows.written, rows.logps
+
+    def _prefill(self, prompts: Sequence[tuple[int, ...]] | dict[tuple[int, ...], None]) -> None:
+        """Compute prompts that are not known yet, a few at a time, and forget all others."""
+        self._prefixes = {p: known for p, known in self._prefixes.items() if p in prompts}
+        batch: list[tuple[int, ...]] = []
+        for prompt in (p for p in prompts if p not in self._prefixes):
+            if batch and sum(map(len, batch)) + len(prompt) > PREFILL_TOKENS:
+                self._prefill_packed(batch)
+                batch = []
+            batch.append(prompt)
+        if batch:
+            self._prefill_packed(batch)
+
+    def _prefill_packed(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        cache = GrowingCache()
+        hidden = self._decoder(
+            input_ids=self._tensor([[token for prompt in prompts for token in prompt]]),
+            position_ids=self._tensor([[i for prompt in prompts for i in range(len(prompt))]]),
+            past_key_values=cache,
+            **self._layout(Packing.of([(len(prompt), []) for prompt in prompts], self._device)),
+        )[0][0]
+        start = 0
+        for prompt in prompts:
+            at = slice(start, start + len(prompt))
+            layers = tuple(
+                (key[:, :, at], value[:, :, at])
+                for key, value in map(cache.layer, range(len(cache)))
+            )
+            self._prefixes[prompt] = Prefix(layers, hidden[at.stop - 1].clone())
+            start = at.stop
+
+    def _forward(self, tokens: Tensor, rows: _Rows, cache: GrowingCache, step: int) -> Tensor:
+        groups = rows.groups()
+        prefixes = [self._prefixes[prompt] for prompt, _ in groups]
+        layers = range(len(prefixes[0].layers))
+        decoding = Decoding(
+            tuple(places for _, places in groups),
+            tuple(tuple(prefix.layers[layer][0] for prefix in prefixes) for layer in layers),
+            tuple(tuple(prefix.layers[layer][1] for prefix in prefixes) for layer in layers),
+        )
+        positions = [[len(rows.prompts[number]) + step] for number in rows.numbers]
+        output = self._decoder(
+            input_ids=tokens[:, None],
+            position_ids=self._tensor(positions),
+            past_key_values=cache,
+            **self._layout(decoding),
+        )
+        return output[0][:, 0]
+
+    def _layout(self, layout: Packing | Decoding) -> dict[str, Any]:
+        # A mask of four dimensions is handed on as it is; the attention reads the layout instead.
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
+        return {"attention_mask": mask, "use_cache": True, KEYWORD: layout}
+
+    def _choose(self, hidden: Tensor, rows: _Rows, draws: Tensor | None) -> Tensor:
+        """Choose the next token of each unfinished row, and note its log-probability."""
+        step = max(1, (self._head.chunk or default_chunk(self._device)) // self._head.vocabulary)
+        chosen, logps = [], []
+        for start in range(0, len(rows.numbers), step):
+            numbers = rows.numbers[start : start + step]
+            logits = self._head.logits(hidden[start : start + step], self._autocast)
+            every = (logits / self._sampling.temperature).log_softmax(-1)
+            scores = self._penalized(logits, [rows.prompts[i] for i in numbers], rows, numbers)
+            if draws is None:
+                tokens = scores.argmax(-1)
+            else:
+                # None of the filters reads the ids of the rows.
+                tokens = pick(self._warpers(None, scores), draws[numbers])
+            chosen.append(tokens)
+            logps.append(every.gather(1, tokens[:, None])[:, 0])
+        for number, value in zip(rows.numbers, torch.cat(logps).tolist(), strict=True):
+            rows.logps[number].append(value)
+        return torch.cat(chosen)
+
+    def _penalized(
+        self,
+        logits: Tensor,
+        prompts: Sequence[tuple[int, ...]],
+        rows: _Rows,
+        numbers: Sequence[int],
+    ) -> Tensor:
+        penalty = self._sampling.repetition_penalty
+        if penalty == 1.0:
+            return logits
+        process = RepetitionPenaltyLogitsProcessor(penalty)
+        seen = [[*prompt, *rows.written[i]] for prompt, i in zip(prompts, numbers, strict=True)]
+        parts = zip(seen, logits.split(1), strict=True)
+        return torch.cat([process(self._tensor([ids]), part) for ids, part in parts])
+
+    def _advance(self, rows: _Rows, tokens: Tensor) -> list[int]:
+        """Append a token to each row; return the places of those that go on."""
+        alive = []
+        for place, token in enumerate(tokens.tolist()):
+            rows.written[rows.numbers[place]].append(token)
+            if token not in self._sampling.stop_ids:
+                alive.append(place)
+        return alive
+
+    def _tensor(self, values: Any) -> Tensor:
+        return torch.tensor(values, device=self._device)

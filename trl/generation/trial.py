@@ -1,0 +1,97 @@
+"""The proof, before it is relied on, that shared decoding gives the model's own probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..models.layouts import plain_layout
+from ..models.parts import HeadFinder, OutputHead, causal_model, evaluating
+from ..models.shared_attention import install, self_test
+from ..models.sharing import Sharing, disagreement, quiet_log_probs, why_not_shared
+from ..ops.masking import length_mask
+from ..types import Prompts, Rollout, Sampling
+from .shared_decoding import SharedDecoder
+
+TOKENS = 4
+
+
+class DecodingTrial:
+    """Decides between shared and padded decoding.
+
+    At the first use, and whenever prompts are twice as long as what was tried, two rows write a few
+    tokens together; their log-probabilities must be those of plain rows.
+
+    Args:
+        sharing (`Sharing`): holds the decision, and says it once.
+        pad_id (`int`), device (`torch.device`): for the plain rows.
+    """
+
+    def __init__(self, sharing: Sharing, pad_id: int, device: torch.device):
+        self._sharing = sharing
+        self._pad_id = pad_id
+        self._device = device
+        self._tried_length = 0
+
+    def allows(
+        self, model: Any, head: OutputHead | None, prompts: Prompts, sampling: Sampling
+    ) -> bool:
+        """Whether the rows of `prompts` may decode on shared prefixes."""
+        if not self._sharing.enabled:
+            return False
+        if head is None:
+            self._sharing.say(model, "its output projection is unusual")
+            return False
+        longest = max(map(len, prompts.token_ids))
+        reason = why_not_shared(model, longest + sampling.max_tokens)
+        if reason is not None:
+            self._sharing.say(model, reason)
+        elif longest > 2 * self._tried_length:
+            self._try(model, prompts, sampling)
+            self._tried_length = longest
+        return reason is None and self._sharing.enabled
+
+    def _try(self, model: Any, prompts: Prompts, sampling: Sampling) -> None:
+        causal = causal_model(model)
+        install(causal.config.get_text_config()._attn_implementation)
+        try:
+            self_test(self._device, causal.dtype)
+            difference = self._difference(causal, prompts, sampling)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            self._sharing.refuse(model, f"decoding failed in a trial ({error})")
+            return
+        if difference is not None:
+            words = f"log-probabilities of decoding differed by {difference:.2g} nats in a trial"
+            self._sharing.refuse(model, words)
+
+    def _difference(self, causal: Any, prompts: Prompts, sampling: Sampling) -> float | None:
+        longest = max(range(len(prompts)), key=lambda row: len(prompts.token_ids[row]))
+        rows = [prompts.token_ids[longest]] * 2
+        head = HeadFinder(1.0).find(causal)
+        assert head is not None
+        few = sampling.replace(max_tokens=min(TOKENS, sampling.max_tokens), temperature=1.0)
+        with evaluating(causal), torch.autocast(self._device.type, enabled=False):
+            # Different streams, so that the rows part.
+            ids, logps = SharedDecoder(causal, head, few)(rows, (0, 1))
+        plain = plain_layout(_as_rollout(rows, ids), self._pad_id, self._device)
+        wanted = quiet_log_probs(causal, head, plain)
+        found = torch.zeros_like(wanted)
+        for row, values in enumerate(logps):
+            found[row, : len(values)] = torch.tensor(values, dtype=wanted.dtype)
+        return disagreement(found, wanted, causal.dtype)
+
+
+def _as_rollout(prompts: list[list[int]], completions: list[list[int]]) -> Rollout:
+    lengths = torch.tensor([len(ids) for ids in completions])
+    mask = length_mask(lengths, int(lengths.max()))
+    return Rollout(
+        prompt_ids=prompts,
+        completion_ids=completions,
+        row_ids=[0, 1],
+        loss_mask=mask,
+        num_loss_tokens=mask.sum(),
+        num_loss_rows=torch.tensor(2),
+    )

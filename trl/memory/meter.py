@@ -1,0 +1,193 @@
+"""Peak memory of each phase of a training step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from ..wording import did_you_mean
+from .probes import CudaProbe, HeapProbe, Probe, ProcessProbe
+
+PHASES = ("generation", "scoring", "rewards", "forward", "backward", "optimizer")
+GB = 1e9
+_AT_THE_END = ("fragmentation", "tensors")  # the other figures are peaks
+
+
+@dataclass(frozen=True)
+class PhaseEvent:
+    """One phase that has ended.
+
+    Args:
+        phase (`str`): one of `PHASES`.
+        start, end (`float`): seconds since the meter was made, phases inside it included.
+        figures: name -> bytes, of the phase without the phases inside it; see `PhaseMeter`.
+    """
+
+    phase: str
+    start: float
+    end: float
+    figures: dict[str, float]
+
+    def readable(self) -> dict[str, float]:
+        """Return the figures in GB (10^9 bytes) as `peak_gb` and so on, and `fragmentation`."""
+        return dict(_readable(name, value) for name, value in self.figures.items())
+
+
+def _readable(name: str, value: float) -> tuple[str, float]:
+    return (name, value) if name == "fragmentation" else (f"{name}_gb", value / GB)
+
+
+@dataclass
+class _Open:
+    phase: str
+    start: float
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def merge(self, figures: dict[str, float]) -> None:
+        """Add a stretch in which this phase was the innermost one."""
+        for name, value in figures.items():
+            held = self.figures.get(name, value)
+            self.figures[name] = value if name in _AT_THE_END else max(held, value)
+
+
+class PhaseMeter:
+    """Measures the memory of phases, cheaply: under a tenth of a millisecond at each end.
+
+    Use `with meter.phase("scoring"): ...`, or `start` and `stop` for a phase that begins in one
+    function and ends in another. Phases may be nested. The inner one wins: what happens within it
+    is not counted for the outer one, which goes on after it.
+
+    Figures on a CUDA device are `peak` (allocated bytes), `reserved` (bytes the allocator holds, at
+    the peak) and `fragmentation` (1 - allocated / reserved, at the end); see `CudaProbe`. Elsewhere
+    they are `peak` (resident bytes of the process, see `ProcessProbe` for how exact) and `tensors`
+    (bytes of live CPU tensors at the end, an estimate; see `HeapProbe`).
+
+    The peaks that the device or the kernel keep are reset at each end of a phase. `peak` holds the
+    largest one since the meter was made. Neither random numbers nor results change.
+
+    Args:
+        device (`torch.device` or `str`): where the model is.
+        enabled (`bool`): False makes every method do nothing.
+        tensors (`Probe`, *optional*): counts tensors instead of `HeapProbe`, on any device; a
+            `TensorBytes` adds the figures `tensors` and `tensors_peak`.
+
+    Attributes:
+        on_phase_end (`list`): functions called with the `PhaseEvent` of each phase that ends.
+        peak (`float`): largest `peak` in bytes, in a phase or between phases.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        enabled: bool = True,
+        tensors: Probe | None = None,
+    ):
+        self.enabled = enabled
+        self.on_phase_end: list[Callable[[PhaseEvent], None]] = []
+        self.peak = 0.0
+        self._probes = _probes(torch.device(device), tensors) if enabled else []
+        self._open: list[_Open] = []
+        self._metrics: dict[str, float] = {}
+        self._born = time.perf_counter()
+        for probe in self._probes:
+            probe.boundary()
+
+    @property
+    def current(self) -> str | None:
+        """The innermost open phase."""
+        return self._open[-1].phase if self._open else None
+
+    def is_open(self, phase: str) -> bool:
+        """Whether `phase` has been started and not stopped."""
+        return any(entry.phase == phase for entry in self._open)
+
+    @contextmanager
+    def phase(self, phase: str) -> Iterator[None]:
+        """Measure a block; phases left open in it, by an exception say, end with it.
+
+        Raises:
+            ValueError: if `phase` is none of `PHASES`.
+        """
+        depth = len(self._open)
+        self.start(phase)
+        try:
+            yield
+        finally:
+            self._unwind(depth)
+
+    def start(self, phase: str) -> None:
+        """Begin a phase, within the one that is open, if any.
+
+        Raises:
+            ValueError: if `phase` is none of `PHASES`.
+        """
+        if phase not in PHASES:
+            legal = f" It must be one of {', '.join(PHASES)}."
+            raise ValueError(f"phase={phase!r} is unknown.{did_you_mean(phase, PHASES, legal)}")
+        if self.enabled:
+            self._boundary()
+            self._open.append(_Open(phase, self._seconds()))
+
+    def stop(self, phase: str) -> None:
+        """End the latest open phase of this name, and the phases left open within it.
+
+        Raises:
+            ValueError: if no such phase is open.
+        """
+        if not self.enabled:
+            return
+        names = [entry.phase for entry in self._open]
+        if phase not in names:
+            raise ValueError(
+                f"phase={phase!r} cannot be stopped; open: {', '.join(names) or 'none'}."
+            )
+        self._unwind(len(names) - 1 - names[::-1].index(phase))
+
+    def take(self) -> dict[str, float]:
+        """Return the largest figure of each phase that ended since the last call.
+
+        Returns:
+            `dict[str, float]`: `memory/<phase>/peak_gb`, `.../reserved_gb`, `.../tensors_gb` in GB
+            (10^9 bytes) and `memory/<phase>/fragmentation`, as far as the device has them.
+        """
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def _unwind(self, depth: int) -> None:
+        while len(self._open) > depth:
+            self._boundary()
+            self._end(self._open.pop())
+
+    def _end(self, entry: _Open) -> None:
+        event = PhaseEvent(entry.phase, entry.start, self._seconds(), entry.figures)
+        merge_peaks(self._metrics, event)
+        for listener in self.on_phase_end:
+            listener(event)
+
+    def _boundary(self) -> None:
+        figures: dict[str, float] = {}
+        for probe in self._probes:
+            figures |= probe.boundary()
+        self.peak = max(self.peak, figures.get("peak", 0.0))
+        if self._open:
+            self._open[-1].merge(figures)
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._born
+
+
+def merge_peaks(metrics: dict[str, float], event: PhaseEvent) -> None:
+    """Raise `metrics`, named as by `take`, to the figures of `event` where those are larger."""
+    for name, value in event.readable().items():
+        key = f"memory/{event.phase}/{name}"
+        metrics[key] = max(metrics.get(key, value), value)
+
+
+def _probes(device: torch.device, tensors: Probe | None) -> list[Probe]:
+    if device.type == "cuda":
+        return [CudaProbe(device)] if tensors is None else [CudaProbe(device), tensors]
+    return [ProcessProbe(), HeapProbe() if tensors is None else tensors]

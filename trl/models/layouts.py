@@ -1,0 +1,178 @@
+"""What a model sees of a rollout: padded rows, or groups packed behind one copy of their prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.masking import length_mask, pad_ragged
+from ..types import Rollout
+from .shared_attention import KEYWORD, Packing
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Inputs of a model, and where the log-probability of each completion token comes from.
+
+    M is the number of distinct predictions; completions that begin alike share theirs.
+    """
+
+    inputs: dict[str, Any]
+    sources: Tensor  # (M,) places in the flattened hidden states that predict a token
+    targets: Tensor  # (M,) the tokens
+    slots: Tensor  # (B, C) which of the M predictions a completion token is
+    exists: Tensor  # (B, C) bool
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """Bring predictions (M,) to completions (B, C); 0 beyond a completion's end."""
+        return torch.where(self.exists, values[self.slots], 0.0)
+
+
+def plain_layout(
+    batch: Rollout, pad_id: int, device: torch.device, multiple: int | None = None
+) -> Layout:
+    """Pad prompts on the left and completions on the right, one row for each completion.
+
+    Args:
+        batch (`Rollout`): B rows; only their token ids are read.
+        pad_id (`int`): fills the padding; masked, so its value does not matter.
+        device (`torch.device`): where the tensors go.
+        multiple (`int`, *optional*): widths become a multiple of this.
+    """
+    prompts = pad_ragged(batch.prompt_ids, pad_id, side="left", multiple=multiple)
+    columns = batch.loss_mask.shape[1]
+    # One column at least, so that rows with empty completions still make a valid input.
+    completions = pad_ragged(batch.completion_ids, pad_id, width=max(1, columns), multiple=multiple)
+    lengths = torch.tensor([len(ids) for ids in batch.completion_ids])
+    exists = length_mask(lengths, completions.shape[1])
+    prompt_mask = length_mask(
+        torch.tensor([len(ids) for ids in batch.prompt_ids]), prompts.shape[1]
+    )
+    attention = torch.cat([prompt_mask.flip(1), exists], 1).long()
+    ids = torch.cat([prompts, completions], 1)
+    rows, width = ids.shape
+    firsts = torch.arange(rows)[:, None] * width + prompts.shape[1] - 1
+    places = torch.arange(rows * completions.shape[1]).view(rows, -1)
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+    }
+    return _on_device(
+        Layout(
+            inputs=inputs,
+            sources=(firsts + torch.arange(completions.shape[1])).flatten(),
+            targets=completions.flatten(),
+            slots=places[:, :columns],
+            exists=exists[:, :columns],
+        ),
+        device,
+    )
+
+
+def packed_layout(batch: Rollout, device: torch.device) -> Layout:
+    """Put all rows behind each other without padding, each prompt once.
+
+    The beginning that all completions of a prompt share is computed once as well. The last token
+    of a completion predicts nothing, so it is left out.
+
+    Args:
+        batch (`Rollout`): B rows, those of a prompt next to each other.
+        device (`torch.device`): where the tensors go.
+    """
+    row = _Row()
+    for rows in _same_prompt(batch.prompt_ids):
+        row.add_group(batch.prompt_ids[rows[0]], [batch.completion_ids[i] for i in rows])
+    width = batch.loss_mask.shape[1]
+    lengths = torch.tensor([len(ids) for ids in batch.completion_ids])
+    inputs = {
+        "input_ids": torch.tensor([row.ids]),
+        "position_ids": torch.tensor([row.positions]),
+        # A mask of four dimensions is handed on as it is; the attention reads the packing instead.
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool),
+        KEYWORD: Packing.of(row.groups, device),
+    }
+    return _on_device(
+        Layout(
+            inputs=inputs,
+            # One prediction at least, so that rows with empty completions make a valid input.
+            sources=torch.tensor(row.sources or [0]),
+            targets=torch.tensor(row.targets or [0]),
+            slots=pad_ragged(row.slots, 0, width=width),
+            exists=length_mask(lengths, width),
+        ),
+        device,
+    )
+
+
+@dataclass
+class _Row:
+    """The packed row while it is being written."""
+
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    groups: list[tuple[int, list[int]]] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    slots: list[list[int]] = field(default_factory=list)
+
+    def add_group(self, prompt: Sequence[int], completions: Sequence[Sequence[int]]) -> None:
+        """Append a prompt and the tokens of its completions that predict something."""
+        shared = common_prefix([ids[:-1] for ids in completions if ids])
+        prefix = [*prompt, *shared]
+        last = len(self.ids) + len(prefix) - 1
+        common = self._predict(last - len(shared), shared)
+        self._extend(prefix, 0)
+        tails = []
+        for ids in completions:
+            tail = list(ids[len(shared) : -1])
+            own = list(ids[len(shared) :])
+            start = len(self.ids)
+            places = self._predict_at([last, *range(start, start + len(tail))][: len(own)], own)
+            self.slots.append(common[: len(ids)] + places)
+            self._extend(tail, len(prefix))
+            tails.append(len(tail))
+        self.groups.append((len(prefix), tails))
+
+    def _extend(self, ids: Sequence[int], first_position: int) -> None:
+        self.ids += ids
+        self.positions += range(first_position, first_position + len(ids))
+
+    def _predict(self, first: int, targets: Sequence[int]) -> list[int]:
+        return self._predict_at(range(first, first + len(targets)), targets)
+
+    def _predict_at(self, sources: Sequence[int], targets: Sequence[int]) -> list[int]:
+        start = len(self.sources)
+        self.sources += sources
+        self.targets += targets
+        return list(range(start, start + len(targets)))
+
+
+def common_prefix(rows: Sequence[Sequence[int]]) -> list[int]:
+    """The longest beginning that all rows share."""
+    # Between the first and the last row in order lie all others.
+    ordered = sorted(map(list, rows))
+    if not ordered:
+        return []
+    pairs = zip(ordered[0], ordered[-1], strict=False)
+    return [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+
+
+def _same_prompt(prompt_ids: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Runs of neighboring rows with the same prompt."""
+    for _, rows in groupby(range(len(prompt_ids)), key=lambda i: list(prompt_ids[i])):
+        yield list(rows)
+
+
+def _on_device(layout: Layout, device: torch.device) -> Layout:
+    inputs = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in layout.inputs.items()
+    }
+    moved = (getattr(layout, name).to(device) for name in ("sources", "targets", "slots", "exists"))
+    return Layout(inputs, *moved)

@@ -1,0 +1,279 @@
+"""Attention in which completions of one prompt see a single copy of it.
+
+Tokens of a forward lie in one row without padding: for each group its prefix, then the tails of its
+completions one after the other. A prefix attends to itself, causally; a tail to its prefix and,
+causally, to itself. No mask is built and no key is copied: see `trl.ops.flash`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from ..ops.flash import choose_kernel, merge
+
+KEYWORD = "trl_shared_prefix"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Places of one group in the packed row: its prefix, and right behind it all its tails."""
+
+    prefix: slice
+    tails: slice
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the groups of a packed forward are.
+
+    `buckets` hold the places (n, w) of tails of similar length; a shorter tail repeats its last
+    place, marked False in the second tensor (n, w). Repeats stand behind the tail, where causality
+    hides them.
+    """
+
+    groups: tuple[Group, ...]
+    buckets: tuple[tuple[Tensor, Tensor], ...]
+
+    @classmethod
+    def of(cls, groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str) -> Packing:
+        """Lay out groups given as (prefix length, tail lengths)."""
+        places, tails, start = [], [], 0
+        for prefix, lengths in groups:
+            middle, end = start + prefix, start + prefix + sum(lengths)
+            places.append(Group(slice(start, middle), slice(middle, end)))
+            for length in lengths:
+                if length:
+                    tails.append((middle, length))
+                middle += length
+            start = end
+        return cls(tuple(places), tuple(_buckets(tails, device)))
+
+
+def _buckets(
+    tails: Sequence[tuple[int, int]], device: torch.device | str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Put tails (start, length) together whose lengths lie between two powers of two."""
+    by_size: dict[int, list[tuple[int, int]]] = {}
+    for tail in tails:
+        by_size.setdefault(tail[1].bit_length(), []).append(tail)
+    for members in by_size.values():
+        starts, lengths = torch.tensor(members).t()
+        offsets = torch.arange(int(lengths.max()))
+        exists = offsets < lengths[:, None]
+        index = starts[:, None] + torch.minimum(offsets, lengths[:, None] - 1)
+        yield index.to(device), exists.to(device)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """One new token for each of m rows, whose prefixes are kept once for each group.
+
+    Args:
+        groups: rows of the batch that share a prefix.
+        keys, values: for each layer and group, (1, K, P, D).
+    """
+
+    groups: tuple[slice, ...]
+    keys: tuple[tuple[Tensor, ...], ...]
+    values: tuple[tuple[Tensor, ...], ...]
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float
+    ) -> Tensor:
+        kernel = choose_kernel(query)
+        output = torch.empty_like(query)
+        normalizer = query.new_empty(query.shape[:3], dtype=_statistics_dtype(query))
+        for at, causal, keys in _parts(packing):
+            found = kernel.forward(
+                query[:, :, at], key[:, :, keys], value[:, :, keys], causal, scale
+            )
+            output[:, :, at], normalizer[:, :, at] = found
+        for index, exists in packing.buckets:
+            parts = tuple(_gather(x, index) for x in (query, key, value))
+            own = kernel.forward(parts[0], parts[1], parts[2], True, scale)
+            before = _gather(output, index), _gather(normalizer, index)
+            _scatter_merged(output, normalizer, merge(before, own), (index, exists))
+        ctx.save_for_backward(query, key, value, output, normalizer)
+        ctx.packing, ctx.scale = packing, scale
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        query, key, value, output, normalizer = ctx.saved_tensors
+        kernel, grad = choose_kernel(query), grad.contiguous()
+        results = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for at, causal, keys in _parts(ctx.packing):
+            inputs = (query[:, :, at], key[:, :, keys], value[:, :, keys])
+            saved = (*inputs, output[:, :, at], normalizer[:, :, at])
+            found = kernel.backward(grad[:, :, at], saved, causal, ctx.scale)
+            results[0][:, :, at] = found[0]
+            for total, part in zip(results[1:], found[1:], strict=True):
+                total[:, :, keys] += part
+        for index, exists in ctx.packing.buckets:
+            everything = (query, key, value, output, normalizer)
+            # A repeated place must add nothing.
+            upstream = _gather(grad, index) * exists[:, None, :, None]
+            found = kernel.backward(
+                upstream, tuple(_gather(x, index) for x in everything), True, ctx.scale
+            )
+            for total, part in zip(results, found, strict=True):
+                total[0].index_add_(1, index[exists], part.transpose(0, 1)[:, exists])
+        return *results, None, None
+
+
+def _parts(packing: Packing) -> Iterator[tuple[slice, bool, slice]]:
+    """(queries, causal, keys) of the attention to prefixes."""
+    for group in packing.groups:
+        yield group.prefix, True, group.prefix
+        if group.tails.stop > group.tails.start:
+            yield group.tails, False, group.prefix
+
+
+def _gather(packed: Tensor, index: Tensor) -> Tensor:
+    """Take (n, w) places of (1, N, T, ...): (n, N, w, ...)."""
+    return packed[0][:, index].transpose(0, 1)
+
+
+def _scatter_merged(
+    output: Tensor,
+    normalizer: Tensor,
+    merged: tuple[Tensor, Tensor],
+    places: tuple[Tensor, Tensor],
+) -> None:
+    index, exists = places
+    for packed, part in zip((output, normalizer), merged, strict=True):
+        packed[0][:, index[exists]] = part.transpose(0, 1)[:, exists].to(packed.dtype)
+
+
+def _statistics_dtype(query: Tensor) -> torch.dtype:
+    return torch.promote_types(query.dtype, torch.float32)
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float
+) -> Tensor:
+    """Attend from every token of a packed row (1, N, T, D) to what it may see: (1, N, T, D).
+
+    Args:
+        query (`Tensor`): (1, N, T, D).
+        key, value (`Tensor`): (1, K, T, D); N is a multiple of K.
+        packing (`Packing`): where prefixes and tails are.
+        scale (`float`): of the products of queries and keys.
+    """
+    return _PackedAttention.apply(query, key, value, packing, scale)
+
+
+def decoding_attention(
+    query: Tensor, own: tuple[Tensor, Tensor], decoding: Decoding, layer: int, scale: float
+) -> Tensor:
+    """Attend from one new token of each row to its prefix and to its own tokens.
+
+    Args:
+        query (`Tensor`): (m, N, 1, D).
+        own (`tuple[Tensor, Tensor]`): keys and values (m, K, t, D) of what the rows generated.
+        decoding (`Decoding`): the shared prefixes.
+        layer (`int`): index of the layer.
+        scale (`float`): of the products of queries and keys.
+    """
+    kernel = choose_kernel(query)
+    output = torch.empty_like(query)
+    normalizer = query.new_empty(query.shape[:3], dtype=_statistics_dtype(query))
+    parts = zip(decoding.groups, decoding.keys[layer], decoding.values[layer], strict=True)
+    for rows, key, value in parts:
+        # The rows of a group are queries of one attention to their prefix.
+        found = kernel.forward(query[rows].transpose(0, 2), key, value, False, scale)
+        output[rows] = found[0].transpose(0, 2)
+        normalizer[rows] = found[1].transpose(0, 2)
+    merged, _ = merge((output, normalizer), kernel.forward(query, *own, False, scale))
+    return merged
+
+
+def self_test(device: torch.device, dtype: torch.dtype) -> None:
+    """Compare outputs and gradients with masked attention on a small example.
+
+    Raises:
+        RuntimeError: if they differ by more than rounding explains.
+    """
+    example = [(5, [3, 0, 7, 1]), (9, [2, 2])]
+    packing = Packing.of(example, device)
+    total = sum(prefix + sum(tails) for prefix, tails in example)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(1, heads, total, 8, generator=generator).to(device, dtype).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    upstream = torch.randn(1, 4, total, 8, generator=generator).to(device, dtype)
+    mask = visible(packing, total).to(device)
+
+    def masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key, value = (x.repeat_interleave(2, 1) for x in (key, value))
+        return nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=0.3
+        )
+
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        ours = packed_attention(inputs[0], inputs[1], inputs[2], packing, 0.3)
+        plain = masked(inputs[0], inputs[1], inputs[2])
+        found = [ours, *torch.autograd.grad(ours, inputs, upstream)]
+        wanted = [plain, *torch.autograd.grad(plain, inputs, upstream)]
+    bound = 64 * torch.finfo(dtype).eps
+    for one, other in zip(found, wanted, strict=True):
+        if not (one - other).norm() <= bound * other.norm():
+            raise RuntimeError("the attention kernel of this device gives other gradients")
+
+
+def visible(packing: Packing, total: int) -> Tensor:
+    """The mask (T, T) that a packing stands for: True where a token may look."""
+    mask = torch.zeros(total, total, dtype=torch.bool)
+    for group in packing.groups:
+        mask[group.tails, group.prefix] = True
+        mask[group.prefix, group.prefix] = True
+    for index, exists in packing.buckets:
+        for places, real in zip(index.tolist(), exists.sum(1).tolist(), strict=True):
+            own = slice(places[0], places[0] + real)
+            mask[own, own] = True
+    causal = torch.ones(total, total, dtype=torch.bool).tril()
+    return mask & causal
+
+
+def install(implementation: str) -> None:
+    """Let an attention implementation of transformers understand the layouts of this module.
+
+    Without the keyword of a layout the implementation does exactly what it did before.
+    """
+    table = AttentionInterface._global_mapping
+    original = table[implementation]
+    if not hasattr(original, "trl_original"):
+        AttentionInterface.register(implementation, _aware(original))
+
+
+def _aware(original: Any) -> Any:
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        layout = kwargs.pop(KEYWORD, None)
+        if layout is None:
+            return original(module, query, key, value, mask, **kwargs)
+        if kwargs.get("softcap") is not None:
+            raise NotImplementedError("soft-capped attention has no shared layout")
+        scale = kwargs.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        if isinstance(layout, Decoding):
+            found = decoding_attention(query, (key, value), layout, module.layer_idx, scale)
+        else:
+            found = packed_attention(query, key, value, layout, scale)
+        return found.transpose(1, 2).contiguous(), None
+
+    attention.trl_original = original  # type: ignore[attr-defined]
+    return attention

@@ -1,0 +1,182 @@
+"""Whether a model may score or generate with one copy of a prompt, and the proof that it does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from ..types import Rollout
+from .layouts import Layout, packed_layout, plain_layout
+from .parts import OutputHead, causal_model, evaluating
+from .shared_attention import install, self_test
+
+logger = logging.get_logger(__name__)
+
+FULL_ATTENTION = ("full_attention", "attention")
+WINDOWED = ("sliding_attention", "chunked_attention")
+# Largest difference of log-probabilities, in nats, that rounding explains; measured on models of
+# 135M parameters and on random ones, with a margin of ten.
+TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3}
+HALF_PRECISION_TOLERANCE = 0.1  # of the mean difference
+
+
+def why_not_shared(model: nn.Module, longest: int) -> str | None:
+    """Say what about a model rules the shared prefix out; None if nothing does.
+
+    Args:
+        model: a causal language model, wrapped or not.
+        longest (`int`): tokens of the longest row.
+    """
+    causal = causal_model(model)
+    config = causal.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or FULL_ATTENTION)
+    window = getattr(config, "sliding_window", None) or getattr(
+        config, "attention_chunk_size", None
+    )
+    # Models without `layer_types` apply their window everywhere, unless told not to.
+    windowed = layers & set(WINDOWED) or (
+        not hasattr(config, "layer_types") and getattr(config, "use_sliding_window", True)
+    )
+    dropout = any(getattr(module, "attention_dropout", 0.0) for module in causal.modules())
+    device = next(causal.parameters()).device.type
+    findings = {
+        f"its attention implementation is {config._attn_implementation!r}, not 'sdpa'": (
+            config._attn_implementation != "sdpa"
+        ),
+        "its attention cannot be replaced": not causal._supports_attention_backend,
+        "it is an encoder-decoder": causal.config.is_encoder_decoder,
+        "it reads images": hasattr(causal.config, "vision_config"),
+        "it keeps a recurrent state": bool(layers - {*FULL_ATTENTION, *WINDOWED}),
+        "its attention is soft-capped": bool(getattr(config, "attn_logit_softcapping", None)),
+        f"its attention window of {window} tokens is shorter than a row of {longest}": bool(
+            windowed and window and window < longest
+        ),
+        "its attention has dropout": bool(dropout) and model.training,
+        "its adapter adds virtual tokens": _has_virtual_tokens(model),
+        f"devices of type {device} have no kernel for it": device not in ("cpu", "cuda"),
+    }
+    return next((words for words, holds in findings.items() if holds), None)
+
+
+def _has_virtual_tokens(model: nn.Module) -> bool:
+    configs = getattr(model, "peft_config", None) or {}
+    return any(getattr(config, "is_prompt_learning", False) for config in configs.values())
+
+
+class Sharing:
+    """Decides between the shared and the plain way; what does not agree is switched off.
+
+    Args:
+        enabled (`bool`): False always takes the plain way.
+        pad_id (`int`), device (`torch.device`): for the plain layout that is compared with.
+    """
+
+    def __init__(self, enabled: bool, pad_id: int, device: torch.device):
+        self.enabled = enabled
+        self._pad_id = pad_id
+        self._device = device
+        self._checked_length = 0
+        self._said: set[str] = set()
+
+    def allows(self, model: nn.Module, batch: Rollout, head: OutputHead | None) -> bool:
+        """Whether the rows of `batch` may share their prompts.
+
+        At the first use, and whenever rows are twice as long as what was checked, two rows are
+        scored both ways and must agree.
+        """
+        if not self.enabled:
+            return False
+        longest = max(map(_row_length, batch.prompt_ids, batch.completion_ids))
+        reason = "its output projection is unusual" if head is None else None
+        reason = reason or why_not_shared(model, longest)
+        if reason is None and head is not None and longest > 2 * self._checked_length:
+            reason = self._check(model, batch, head)
+            self._checked_length = longest
+        if reason is not None:
+            self.say(model, reason)
+        return reason is None
+
+    def refuse(self, model: nn.Module, reason: str) -> None:
+        """Switch sharing off for good, saying why."""
+        self.enabled = False
+        self.say(model, reason)
+
+    def say(self, model: nn.Module, reason: str) -> None:
+        """Warn once for each reason."""
+        if reason not in self._said:
+            self._said.add(reason)
+            name = type(causal_model(model)).__name__
+            logger.warning(
+                f"shared_prefix: each completion of {name} carries its own copy of the prompt, "
+                f"because {reason}. Results are the same, memory and time are not."
+            )
+
+    def _check(self, model: nn.Module, batch: Rollout, head: OutputHead) -> str | None:
+        causal = causal_model(model)
+        install(causal.config.get_text_config()._attn_implementation)
+        two = batch.select(two_longest(batch))
+        try:
+            self_test(self._device, causal.dtype)
+            plain = self._one_by_one(model, head, two)
+            shared = quiet_log_probs(model, head, packed_layout(two, self._device))
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            self.enabled = False
+            return f"the trial failed ({error})"
+        difference = disagreement(plain, shared, causal.dtype)
+        if difference is None:
+            return None
+        self.enabled = False
+        return f"log-probabilities differed by {difference:.2g} nats in a trial"
+
+    def _one_by_one(self, model: nn.Module, head: OutputHead, batch: Rollout) -> Tensor:
+        """Score rows alone, which takes no padding and no mask: (B, C)."""
+        found = torch.zeros(batch.loss_mask.shape, device=self._device)
+        for row in range(len(batch)):
+            layout = plain_layout(batch.select([row]), self._pad_id, self._device)
+            logps = quiet_log_probs(model, head, layout)
+            found[row, : logps.shape[1]] = logps[0]
+        return found
+
+
+def disagreement(first: Tensor, second: Tensor, dtype: torch.dtype) -> float | None:
+    """The difference in nats if it is more than rounding in `dtype` explains, else None."""
+    difference = (first - second).abs()
+    if not difference.numel():
+        return None
+    if dtype in TOLERANCES:
+        found, bound = float(difference.max()), TOLERANCES[dtype]
+    else:
+        found, bound = float(difference.mean()), HALF_PRECISION_TOLERANCE
+    return None if found <= bound else found
+
+
+@torch.no_grad()
+def quiet_log_probs(model: nn.Module, head: OutputHead, layout: Layout) -> Tensor:
+    """Score a layout by the decoder itself, without wrappers, dropout or autocast: (B, C)."""
+    causal = causal_model(model)
+    with evaluating(causal), torch.autocast(layout.sources.device.type, enabled=False):
+        hidden = causal.base_model(**layout.inputs, use_cache=False)[0]
+        logps, _ = head.log_probs(hidden.flatten(0, 1)[layout.sources], layout.targets)
+    return layout.scatter(logps)
+
+
+def two_longest(batch: Rollout) -> list[int]:
+    """The longest row, and if there is one its longest sibling, in the order of the batch."""
+    lengths = list(map(_row_length, batch.prompt_ids, batch.completion_ids))
+    first = max(range(len(batch)), key=lengths.__getitem__)
+    siblings = [
+        i
+        for i in range(len(batch))
+        if i != first and batch.prompt_ids[i] == batch.prompt_ids[first]
+    ]
+    second = sorted(siblings, key=lengths.__getitem__)[-1:]
+    return sorted([first, *second])
+
+
+def _row_length(prompt: Sequence[int], completion: Sequence[int]) -> int:
+    return len(prompt) + len(completion)

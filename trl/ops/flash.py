@@ -1,0 +1,172 @@
+"""Attention kernels that also return the log-normalizer, so that their results can be merged.
+
+Attention over the union of two sets of keys is the average of the attentions over each, weighted by
+their normalizers; and the backward pass of one part needs only the output and the normalizer of the
+union (ring attention, arXiv 2310.01889). So a query attends to keys in different places without a
+mask and without copying keys.
+
+Shapes: B rows, N query heads, K key heads (N is a multiple of K), Q queries, S keys, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+class Kernel(Protocol):
+    """One attention kernel."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, /
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to (B, K, S, D): output (B, N, Q, D) and log-normalizer (B, N, Q)."""
+        ...
+
+    def backward(
+        self, grad: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value; `saved` is (query, key, value, output, normalizer)."""
+        ...
+
+
+class CpuFlash:
+    """The kernel behind `scaled_dot_product_attention` on CPUs; every floating dtype."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, scale=scale
+        )
+
+    def backward(
+        self, grad: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, *saved, 0.0, causal, scale=scale
+        )
+
+
+class CudaFlash:
+    """FlashAttention 2 as shipped with torch: half precision, head sizes in multiples of 8."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        key, value = expand_heads(key, query), expand_heads(value, query)
+        found = aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, scale=scale
+        )
+        return found[0], found[1]
+
+    def backward(
+        self, grad: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        query, key, value, output, normalizer = saved
+        seed = torch.zeros((), dtype=torch.int64, device=query.device)
+        found = aten._scaled_dot_product_flash_attention_backward(
+            grad,
+            query,
+            expand_heads(key, query),
+            expand_heads(value, query),
+            output,
+            normalizer.contiguous(),
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            causal,
+            seed,
+            seed,
+            scale=scale,
+        )
+        return found[0], merge_heads(found[1], key), merge_heads(found[2], value)
+
+
+class CudaEfficient:
+    """The memory-efficient kernel of torch (arXiv 2112.05682): float32 too, any head size."""
+
+    ALIGNMENT = 32  # its backward pass reads normalizers in blocks of this many queries
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        key, value = expand_heads(key, query), expand_heads(value, query)
+        found = aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, 0.0, causal, scale=scale
+        )
+        return found[0], found[1][..., : query.shape[2]]
+
+    def backward(
+        self, grad: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        query, key, value, output, normalizer = saved
+        seed = torch.zeros((), dtype=torch.int64, device=query.device)
+        missing = -normalizer.shape[2] % self.ALIGNMENT
+        normalizer = torch.nn.functional.pad(normalizer, (0, missing), value=torch.inf)
+        found = aten._scaled_dot_product_efficient_attention_backward(
+            grad,
+            query,
+            expand_heads(key, query),
+            expand_heads(value, query),
+            None,
+            output,
+            normalizer.contiguous(),
+            seed,
+            seed,
+            0.0,
+            [True, True, True, False],
+            causal,
+            scale=scale,
+        )
+        return found[0], merge_heads(found[1], key), merge_heads(found[2], value)
+
+
+def choose_kernel(query: Tensor) -> Kernel:
+    """The kernel for the device, dtype and head size of `query`.
+
+    Raises:
+        NotImplementedError: for a device without such a kernel.
+    """
+    if query.device.type == "cpu":
+        return CpuFlash()
+    if query.device.type != "cuda":
+        raise NotImplementedError(f"No attention kernel for devices of type {query.device.type}.")
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if half and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256:
+        return CudaFlash()
+    return CudaEfficient()
+
+
+def expand_heads(keys: Tensor, query: Tensor) -> Tensor:
+    """Repeat each of K heads (B, K, S, D) for the query heads that share it: (B, N, S, D)."""
+    repeats = query.shape[1] // keys.shape[1]
+    return keys if repeats == 1 else keys.repeat_interleave(repeats, 1)
+
+
+def merge_heads(grad: Tensor, keys: Tensor) -> Tensor:
+    """Sum gradients (B, N, S, D) over the query heads that share a head of `keys`: (B, K, S, D)."""
+    if grad.shape[1] == keys.shape[1]:
+        return grad
+    return grad.unflatten(1, (keys.shape[1], -1)).sum(2)
+
+
+def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge attentions over two disjoint sets of keys, each (output, log-normalizer)."""
+    total = torch.logaddexp(first[1], second[1])
+    output: Any = 0
+    for part, normalizer in (first, second):
+        output = output + part * (normalizer - total).exp()[..., None].to(part.dtype)
+    return output, total

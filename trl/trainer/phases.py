@@ -1,0 +1,104 @@
+"""The phases of a training step: their memory is measured, and their pieces made to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+
+from ..distributed import Ranks
+from ..memory.fragmentation import release_cached_blocks
+from ..memory.meter import PhaseMeter
+from ..memory.recovery import Piece, RandomState
+from ..online.metrics import MetricStore
+from ..types import Rollout
+from .online_config import OnlineConfig
+
+
+class Phases:
+    """Wraps what a step does in its phases.
+
+    Args:
+        args (`OnlineConfig`): `log_memory`, `empty_cache`, `recover_from_oom`.
+        ranks (`Ranks`): all processes.
+        store (`MetricStore`): where peaks go.
+    """
+
+    def __init__(self, args: OnlineConfig, ranks: Ranks, store: MetricStore):
+        fixed = not args.recover_from_oom
+        self.meter = PhaseMeter(args.device, enabled=args.log_memory)
+        self.generation = Piece("generation", disabled=fixed)
+        self.scoring = Piece("scoring", disabled=fixed)
+        # Other ranks wait for the gradient of a failed pass, so its process cannot go back alone.
+        self.training = Piece("training", disabled=fixed or ranks.count > 1)
+        self._store = store
+        self._empty_cache = args.empty_cache
+        self._device = args.device
+        self._done: list[Rollout] = []  # micro-batches since the last update
+        self._random: RandomState | None = None
+
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        """Measure a phase."""
+        return self.meter.phase(name)
+
+    @contextmanager
+    def inference(self, name: str) -> Iterator[None]:
+        """Measure a phase after which cached blocks may go back to the device."""
+        with self.meter.phase(name):
+            yield
+        release_cached_blocks(self._empty_cache, self._device)
+
+    def train(
+        self, batch: Rollout, step: Callable[[Rollout], Tensor], drop_gradients: Callable[[], None]
+    ) -> Tensor:
+        """Run forward and backward on a micro-batch, in pieces if it does not fit.
+
+        A failed backward pass leaves gradients half added. So after running out of memory all
+        gradients are dropped, and the update begins anew with its first micro-batch.
+
+        Args:
+            batch (`Rollout`): the next micro-batch of the update.
+            step: forward and backward of some of its rows; returns the loss.
+            drop_gradients: forgets the gradients of the update.
+
+        Returns:
+            `Tensor` (): the loss of `batch`.
+        """
+        if not self._done:
+            self._random = RandomState()
+        earlier = sum(map(len, self._done))
+        self._done.append(batch)
+
+        def work(rows: range) -> Tensor:
+            loss = torch.zeros((), device=self._device)
+            for micro_batch, part in self._located(rows):
+                with self.meter.phase("backward"):  # `step` measures its forward within it
+                    value = step(micro_batch if len(part) == len(micro_batch) else part)
+                if micro_batch is batch:
+                    loss += value
+            return loss
+
+        def reset() -> None:
+            drop_gradients()
+            if self._random is not None:
+                self._random.restore()
+
+        total = earlier + len(batch)
+        return torch.stack(self.training.retry_all(total, reset, work, start=earlier)).sum()
+
+    def _located(self, rows: range) -> Iterator[tuple[Rollout, Rollout]]:
+        """Each micro-batch of the update that has some of the rows, and those rows."""
+        first = 0
+        for micro_batch in self._done:
+            start, stop = max(rows.start - first, 0), min(rows.stop - first, len(micro_batch))
+            if start < stop:
+                yield micro_batch, micro_batch.select(range(start, stop))
+            first += len(micro_batch)
+
+    def end_update(self) -> None:
+        """Forget the micro-batches of the update, and record the peaks of its phases."""
+        self._done.clear()
+        for name, value in self.meter.take().items():
+            self._store.maximum(name, torch.tensor(value))
