@@ -33,20 +33,20 @@ class Limits:
             model: whose configuration says how large a token's keys and values are.
             shared (`bool`): whether rows of a prompt read one copy of it.
         """
-        per_token = cache_bytes_per_token(model) if self.cache_bytes is not None else 0
-        start, held = 0, 0
+        per_token = 0 if self.cache_bytes is None else cache_bytes_per_token(model)
+        start, tokens = 0, 0
         for row, prompt in enumerate(prompts):
             is_known = shared and row > start and list(prompts[row - 1]) == list(prompt)
-            needed = (max_tokens + (0 if is_known else len(prompt))) * per_token
-            too_many = self.rows is not None and row - start >= self.rows
-            too_large = self.cache_bytes is not None and held + needed > self.cache_bytes
-            if row > start and (too_many or too_large):
+            needed = max_tokens + (0 if is_known else len(prompt))
+            if row > start and not self._hold(row + 1 - start, (tokens + needed) * per_token):
                 yield range(start, row)
-                start, held = row, 0
-                needed = (max_tokens + len(prompt)) * per_token
-            held += needed
-        if start < len(prompts):
+                start, tokens, needed = row, 0, max_tokens + len(prompt)
+            tokens += needed
+        if prompts:
             yield range(start, len(prompts))
+
+    def _hold(self, rows: int, cache_bytes: float) -> bool:
+        return rows <= (self.rows or rows) and cache_bytes <= (self.cache_bytes or cache_bytes)
 
 
 def cache_bytes_per_token(model: Any) -> int:

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from ..models.layouts import plain_layout
 from ..models.parts import HeadFinder, OutputHead, causal_model, evaluating
 from ..models.shared_attention import install, self_test
-from ..models.sharing import Sharing, disagreement, quiet_log_probs, why_not_shared
+from ..models.sharing import Sharing, disagreement, plain_log_probs, why_not_shared
 from ..ops.masking import length_mask
 from ..types import Prompts, Rollout, Sampling
 from .shared_decoding import SharedDecoder
@@ -76,8 +75,7 @@ class DecodingTrial:
         with evaluating(causal), torch.autocast(self._device.type, enabled=False):
             # Different streams, so that the rows part.
             ids, logps = SharedDecoder(causal, head, few)(rows, (0, 1))
-        plain = plain_layout(_as_rollout(rows, ids), self._pad_id, self._device)
-        wanted = quiet_log_probs(causal, head, plain)
+        wanted = plain_log_probs(causal, head, _as_rollout(rows, ids), self._pad_id)
         found = torch.zeros_like(wanted)
         for row, values in enumerate(logps):
             found[row, : len(values)] = torch.tensor(values, dtype=wanted.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..ops.masking import length_mask, pad_ragged
 from ..types import Rollout
-from .shared_attention import KEYWORD, Packing
+from .shared_attention import KEYWORD, Group, Packing
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,11 @@ class Layout:
     targets: Tensor  # (M,) the tokens
     slots: Tensor  # (B, C) which of the M predictions a completion token is
     exists: Tensor  # (B, C) bool
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether prompts are shared, in one row without padding."""
+        return KEYWORD in self.inputs
 
     def scatter(self, values: Tensor) -> Tensor:
         """Bring predictions (M,) to completions (B, C); 0 beyond a completion's end."""
@@ -85,68 +90,88 @@ def packed_layout(batch: Rollout, device: torch.device) -> Layout:
         batch (`Rollout`): B rows, those of a prompt next to each other.
         device (`torch.device`): where the tensors go.
     """
-    row = _Row()
-    for rows in _same_prompt(batch.prompt_ids):
-        row.add_group(batch.prompt_ids[rows[0]], [batch.completion_ids[i] for i in rows])
+    groups = [_GroupRows.of(batch, rows) for rows in _same_prompt(batch.prompt_ids)]
+    packing = Packing.of([group.lengths for group in groups], device)
+    ids = [token for group in groups for token in group.prefix]
+    ids += [token for group in groups for tail in group.tails for token in tail]
+    positions = [i for group in groups for i in range(len(group.prefix))]
+    for group in groups:
+        for tail in group.tails:
+            positions += range(len(group.prefix), len(group.prefix) + len(tail))
+    predictions = _Predictions()
+    for group, places in zip(groups, packing.groups, strict=True):
+        predictions.add(group, places)
     width = batch.loss_mask.shape[1]
     lengths = torch.tensor([len(ids) for ids in batch.completion_ids])
-    inputs = {
-        "input_ids": torch.tensor([row.ids]),
-        "position_ids": torch.tensor([row.positions]),
-        # A mask of four dimensions is handed on as it is; the attention reads the packing instead.
-        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool),
-        KEYWORD: Packing.of(row.groups, device),
-    }
-    return _on_device(
-        Layout(
-            inputs=inputs,
-            # One prediction at least, so that rows with empty completions make a valid input.
-            sources=torch.tensor(row.sources or [0]),
-            targets=torch.tensor(row.targets or [0]),
-            slots=pad_ragged(row.slots, 0, width=width),
-            exists=length_mask(lengths, width),
-        ),
-        device,
+    layout = Layout(
+        inputs=packed_inputs(torch.tensor([ids]), torch.tensor([positions]), packing),
+        # One prediction at least, so that rows with empty completions make a valid input.
+        sources=torch.tensor(predictions.sources or [0]),
+        targets=torch.tensor(predictions.targets or [0]),
+        slots=pad_ragged(predictions.slots, 0, width=width),
+        exists=length_mask(lengths, width),
     )
+    return _on_device(layout, device)
+
+
+def packed_inputs(ids: Tensor, positions: Tensor, layout: Any) -> dict[str, Any]:
+    """Inputs of a model for tokens (R, S) whose attention follows a layout."""
+    return {
+        "input_ids": ids,
+        "position_ids": positions,
+        # A mask of four dimensions is handed on as it is; the attention reads the layout instead.
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device),
+        KEYWORD: layout,
+    }
+
+
+@dataclass(frozen=True)
+class _GroupRows:
+    """What completions of one prompt share, and what each goes on with."""
+
+    prompt: list[int]
+    shared: list[int]
+    completions: list[list[int]]
+
+    @classmethod
+    def of(cls, batch: Rollout, rows: Sequence[int]) -> _GroupRows:
+        completions = [list(batch.completion_ids[row]) for row in rows]
+        shared = common_prefix([ids[:-1] for ids in completions if ids])
+        return cls(list(batch.prompt_ids[rows[0]]), shared, completions)
+
+    @property
+    def prefix(self) -> list[int]:
+        return self.prompt + self.shared
+
+    @property
+    def tails(self) -> list[list[int]]:
+        return [ids[len(self.shared) : -1] for ids in self.completions]
+
+    @property
+    def lengths(self) -> tuple[int, list[int]]:
+        return len(self.prefix), [len(tail) for tail in self.tails]
 
 
 @dataclass
-class _Row:
-    """The packed row while it is being written."""
+class _Predictions:
+    """Which place predicts which token, and which prediction each completion token is."""
 
-    ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    groups: list[tuple[int, list[int]]] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     slots: list[list[int]] = field(default_factory=list)
 
-    def add_group(self, prompt: Sequence[int], completions: Sequence[Sequence[int]]) -> None:
-        """Append a prompt and the tokens of its completions that predict something."""
-        shared = common_prefix([ids[:-1] for ids in completions if ids])
-        prefix = [*prompt, *shared]
-        last = len(self.ids) + len(prefix) - 1
-        common = self._predict(last - len(shared), shared)
-        self._extend(prefix, 0)
-        tails = []
-        for ids in completions:
-            tail = list(ids[len(shared) : -1])
-            own = list(ids[len(shared) :])
-            start = len(self.ids)
-            places = self._predict_at([last, *range(start, start + len(tail))][: len(own)], own)
-            self.slots.append(common[: len(ids)] + places)
-            self._extend(tail, len(prefix))
-            tails.append(len(tail))
-        self.groups.append((len(prefix), tails))
+    def add(self, group: _GroupRows, places: Group) -> None:
+        """Add the predictions of a group that lies at `places`."""
+        last, shared = places.prefix.stop - 1, len(group.shared)
+        common = self._predict(range(last - shared, last), group.shared)
+        start = places.tails.start
+        for ids, tail in zip(group.completions, group.tails, strict=True):
+            own = ids[shared:]
+            sources = [last, *range(start, start + len(tail))][: len(own)]
+            self.slots.append(common[: len(ids)] + self._predict(sources, own))
+            start += len(tail)
 
-    def _extend(self, ids: Sequence[int], first_position: int) -> None:
-        self.ids += ids
-        self.positions += range(first_position, first_position + len(ids))
-
-    def _predict(self, first: int, targets: Sequence[int]) -> list[int]:
-        return self._predict_at(range(first, first + len(targets)), targets)
-
-    def _predict_at(self, sources: Sequence[int], targets: Sequence[int]) -> list[int]:
+    def _predict(self, sources: Sequence[int], targets: Sequence[int]) -> list[int]:
         start = len(self.sources)
         self.sources += sources
         self.targets += targets

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from ..ops.logprobs import token_log_probs, token_statistics
 from ..types import Rollout, TokenScores
 from .layouts import Layout, packed_layout, plain_layout
-from .parts import HeadFinder, OutputHead, capture_hidden, evaluating
+from .parts import Capture, HeadFinder, OutputHead, capture_hidden, evaluating
+from .passes import run_passes, wants_passes
 from .sharing import Sharing
 
 
@@ -65,13 +66,20 @@ class Scorer:
         layout = self._layout(model, batch, head)
         if head is None:
             return self._from_logits(model, layout, with_entropy)
-        # Not the model's own logits but its hidden states are read.
-        none = torch.empty(0, dtype=torch.long, device=self.device) if head.is_plain else 1
-        with capture_hidden(model) as capture:
-            output = model(**self._inputs(layout), logits_to_keep=none)
+        capture, output = self._hidden(model, layout, head)
         hidden = torch.as_tensor(capture.hidden).flatten(0, 1)[layout.sources]
         logps, entropies = head.log_probs(hidden, layout.targets, capture.autocast, with_entropy)
         return self._scores(layout, logps, entropies, output)
+
+    def _hidden(self, model: nn.Module, layout: Layout, head: OutputHead) -> tuple[Capture, Any]:
+        """Run the model for its last hidden states, not for logits; also return its output."""
+        none = torch.empty(0, dtype=torch.long, device=self.device) if head.is_plain else 1
+        options = {"use_cache": False, "logits_to_keep": none}
+        if layout.is_packed and wants_passes(model, layout):
+            return run_passes(model, layout, options), None
+        with capture_hidden(model) as capture:
+            output = model(**self._inputs(layout), logits_to_keep=none)
+        return capture, output
 
     @torch.no_grad()
     def logps(self, model: nn.Module, batch: Rollout) -> Tensor:

@@ -1,14 +1,18 @@
 """Attention in which completions of one prompt see a single copy of it.
 
-Tokens of a forward lie in one row without padding: for each group its prefix, then the tails of its
-completions one after the other. A prefix attends to itself, causally; a tail to its prefix and,
+Tokens of a forward lie in one row without padding: first the prefixes of all groups, then the tails
+of their completions. A prefix attends to itself, causally; a tail to the prefix of its group and,
 causally, to itself. No mask is built and no key is copied: see `trl.ops.flash`.
+
+The row may be cut into passes: one over the prefixes, whose keys and values are kept, and some over
+tails, which read them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -20,12 +24,17 @@ from ..ops.flash import choose_kernel, merge
 KEYWORD = "trl_shared_prefix"
 
 
+Buckets = tuple[tuple[Tensor, Tensor], ...]
+Layers = dict[int, tuple[Tensor, Tensor]]  # keys and values (1, K, T, D) by index of the layer
+
+
 @dataclass(frozen=True)
 class Group:
-    """Places of one group in the packed row: its prefix, and right behind it all its tails."""
+    """Places of one group in the row: its prefix, and its tails one after the other."""
 
     prefix: slice
     tails: slice
+    cuts: tuple[tuple[int, int], ...] = ()  # where each tail that has tokens starts and stops
 
 
 @dataclass(frozen=True)
@@ -34,25 +43,62 @@ class Packing:
 
     `buckets` hold the places (n, w) of tails of similar length; a shorter tail repeats its last
     place, marked False in the second tensor (n, w). Repeats stand behind the tail, where causality
-    hides them.
+    hides them. Keys and values of every layer are put into `kept`, if there is one.
     """
 
     groups: tuple[Group, ...]
-    buckets: tuple[tuple[Tensor, Tensor], ...]
+    buckets: Buckets
+    kept: Layers | None = None
 
     @classmethod
-    def of(cls, groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str) -> Packing:
+    def of(
+        cls,
+        groups: Sequence[tuple[int, Sequence[int]]],
+        device: torch.device | str,
+        kept: Layers | None = None,
+    ) -> Packing:
         """Lay out groups given as (prefix length, tail lengths)."""
-        places, tails, start = [], [], 0
-        for prefix, lengths in groups:
-            middle, end = start + prefix, start + prefix + sum(lengths)
-            places.append(Group(slice(start, middle), slice(middle, end)))
-            for length in lengths:
-                if length:
-                    tails.append((middle, length))
-                middle += length
-            start = end
-        return cls(tuple(places), tuple(_buckets(tails, device)))
+        places: list[Group] = []
+        starts: list[int] = []
+        lengths: list[int] = []
+        prefix_start, tail_start = 0, sum(prefix for prefix, _ in groups)
+        for prefix, tails in groups:
+            ends = list(accumulate(tails, initial=tail_start))
+            at = slice(prefix_start, prefix_start + prefix)
+            cuts = tuple((start, stop) for start, stop in pairwise(ends) if start < stop)
+            places.append(Group(at, slice(tail_start, ends[-1]), cuts))
+            starts += ends[:-1]
+            lengths += tails
+            prefix_start, tail_start = prefix_start + prefix, ends[-1]
+        return cls(tuple(places), make_buckets(starts, lengths, device), kept)
+
+
+@dataclass(frozen=True)
+class Tails:
+    """A pass over tails alone.
+
+    Args:
+        groups: for each group with tails in this pass, their places and those of its prefix.
+        buckets: places of the tails, as in `Packing`.
+        kept: keys and values of the prefixes.
+    """
+
+    groups: tuple[Group, ...]
+    buckets: Buckets
+    kept: Layers
+
+    def prefixes(self, layer: int) -> list[Tensor]:
+        """Keys and values (1, K, P, D) of each group's prefix, in turn."""
+        pair = self.kept[layer]
+        return [states[:, :, group.prefix] for group in self.groups for states in pair]
+
+
+def make_buckets(
+    starts: Sequence[int], lengths: Sequence[int], device: torch.device | str
+) -> Buckets:
+    """Put tails together whose lengths lie between two powers of two; empty ones are left out."""
+    tails = [(start, length) for start, length in zip(starts, lengths, strict=True) if length]
+    return tuple(_buckets(tails, device))
 
 
 def _buckets(
@@ -87,56 +133,72 @@ class Decoding:
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float
+        ctx: Any, layout: Packing | Tails, scale: float, query: Tensor, *keys: Tensor
     ) -> Tensor:
         kernel = choose_kernel(query)
         output = torch.empty_like(query)
         normalizer = query.new_empty(query.shape[:3], dtype=_statistics_dtype(query))
-        for at, causal, keys in _parts(packing):
-            found = kernel.forward(
-                query[:, :, at], key[:, :, keys], value[:, :, keys], causal, scale
-            )
-            output[:, :, at], normalizer[:, :, at] = found
-        for index, exists in packing.buckets:
-            parts = tuple(_gather(x, index) for x in (query, key, value))
-            own = kernel.forward(parts[0], parts[1], parts[2], True, scale)
+        for part in _parts(layout):
+            key, value = part.of(keys)
+            found = kernel.forward(query[:, :, part.queries], key, value, part.causal, scale)
+            output[:, :, part.queries], normalizer[:, :, part.queries] = found
+        for index, exists in layout.buckets:
+            gathered = tuple(_gather(x, index) for x in (query, *keys[:2]))
+            own = kernel.forward(gathered[0], gathered[1], gathered[2], True, scale)
             before = _gather(output, index), _gather(normalizer, index)
             _scatter_merged(output, normalizer, merge(before, own), (index, exists))
-        ctx.save_for_backward(query, key, value, output, normalizer)
-        ctx.packing, ctx.scale = packing, scale
+        ctx.save_for_backward(output, normalizer, query, *keys)
+        ctx.layout, ctx.scale = layout, scale
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        query, key, value, output, normalizer = ctx.saved_tensors
+        output, normalizer, query, *keys = ctx.saved_tensors
         kernel, grad = choose_kernel(query), grad.contiguous()
-        results = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for at, causal, keys in _parts(ctx.packing):
-            inputs = (query[:, :, at], key[:, :, keys], value[:, :, keys])
-            saved = (*inputs, output[:, :, at], normalizer[:, :, at])
-            found = kernel.backward(grad[:, :, at], saved, causal, ctx.scale)
-            results[0][:, :, at] = found[0]
-            for total, part in zip(results[1:], found[1:], strict=True):
-                total[:, :, keys] += part
-        for index, exists in ctx.packing.buckets:
-            everything = (query, key, value, output, normalizer)
+        of_query, of_keys = torch.empty_like(query), [torch.zeros_like(key) for key in keys]
+        for part in _parts(ctx.layout):
+            at = part.queries
+            saved = (query[:, :, at], *part.of(keys), output[:, :, at], normalizer[:, :, at])
+            found = kernel.backward(grad[:, :, at], saved, part.causal, ctx.scale)
+            of_query[:, :, at] = found[0]
+            for total, more in zip(part.of(of_keys), found[1:], strict=True):
+                total += more
+        everything = (query, *keys[:2], output, normalizer)
+        for index, exists in ctx.layout.buckets:
             # A repeated place must add nothing.
             upstream = _gather(grad, index) * exists[:, None, :, None]
-            found = kernel.backward(
-                upstream, tuple(_gather(x, index) for x in everything), True, ctx.scale
-            )
-            for total, part in zip(results, found, strict=True):
-                total[0].index_add_(1, index[exists], part.transpose(0, 1)[:, exists])
-        return *results, None, None
+            saved = tuple(_gather(x, index) for x in everything)
+            found = kernel.backward(upstream, saved, True, ctx.scale)
+            for total, more in zip((of_query, *of_keys[:2]), found, strict=True):
+                total[0].index_add_(1, index[exists], more.transpose(0, 1)[:, exists])
+        return None, None, of_query, *of_keys
 
 
-def _parts(packing: Packing) -> Iterator[tuple[slice, bool, slice]]:
-    """(queries, causal, keys) of the attention to prefixes."""
-    for group in packing.groups:
-        yield group.prefix, True, group.prefix
+@dataclass(frozen=True)
+class _Part:
+    """Queries that attend to one prefix."""
+
+    queries: slice
+    prefix: slice
+    causal: bool
+    source: int  # where its keys are among all keys and values
+
+    def of(self, keys: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The keys and values of the prefix, as views."""
+        key, value = keys[self.source : self.source + 2]
+        return key[:, :, self.prefix], value[:, :, self.prefix]
+
+
+def _parts(layout: Packing | Tails) -> Iterator[_Part]:
+    everything = slice(None)
+    for number, group in enumerate(layout.groups):
+        if isinstance(layout, Tails):
+            yield _Part(group.tails, everything, False, 2 * number + 2)
+            continue
+        yield _Part(group.prefix, group.prefix, True, 0)
         if group.tails.stop > group.tails.start:
-            yield group.tails, False, group.prefix
+            yield _Part(group.tails, group.prefix, False, 0)
 
 
 def _gather(packed: Tensor, index: Tensor) -> Tensor:
@@ -160,17 +222,27 @@ def _statistics_dtype(query: Tensor) -> torch.dtype:
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float
+    query: Tensor,
+    own: tuple[Tensor, Tensor],
+    layout: Packing | Tails,
+    layer: int,
+    scale: float,
 ) -> Tensor:
     """Attend from every token of a packed row (1, N, T, D) to what it may see: (1, N, T, D).
 
     Args:
         query (`Tensor`): (1, N, T, D).
-        key, value (`Tensor`): (1, K, T, D); N is a multiple of K.
-        packing (`Packing`): where prefixes and tails are.
+        own (`tuple[Tensor, Tensor]`): keys and values (1, K, T, D) of the row; N is a multiple of
+            K.
+        layout (`Packing` or `Tails`): where prefixes and tails are.
+        layer (`int`): index of the layer.
         scale (`float`): of the products of queries and keys.
     """
-    return _PackedAttention.apply(query, key, value, packing, scale)
+    more = layout.prefixes(layer) if isinstance(layout, Tails) else []
+    if isinstance(layout, Packing) and layout.kept is not None:
+        # Not again when activations are recomputed.
+        layout.kept.setdefault(layer, own)
+    return _PackedAttention.apply(layout, scale, query, *own, *more)
 
 
 def decoding_attention(
@@ -222,7 +294,7 @@ def self_test(device: torch.device, dtype: torch.dtype) -> None:
         )
 
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        ours = packed_attention(inputs[0], inputs[1], inputs[2], packing, 0.3)
+        ours = packed_attention(inputs[0], (inputs[1], inputs[2]), packing, 0, 0.3)
         plain = masked(inputs[0], inputs[1], inputs[2])
         found = [ours, *torch.autograd.grad(ours, inputs, upstream)]
         wanted = [plain, *torch.autograd.grad(plain, inputs, upstream)]
@@ -272,7 +344,7 @@ def _aware(original: Any) -> Any:
         if isinstance(layout, Decoding):
             found = decoding_attention(query, (key, value), layout, module.layer_idx, scale)
         else:
-            found = packed_attention(query, key, value, layout, scale)
+            found = packed_attention(query, (key, value), layout, module.layer_idx, scale)
         return found.transpose(1, 2).contiguous(), None
 
     attention.trl_original = original  # type: ignore[attr-defined]

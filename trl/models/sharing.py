@@ -120,7 +120,7 @@ class Sharing:
         two = batch.select(two_longest(batch))
         try:
             self_test(self._device, causal.dtype)
-            plain = self._one_by_one(model, head, two)
+            plain = plain_log_probs(model, head, two, self._pad_id)
             shared = quiet_log_probs(model, head, packed_layout(two, self._device))
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             if isinstance(error, torch.OutOfMemoryError):
@@ -132,15 +132,6 @@ class Sharing:
             return None
         self.enabled = False
         return f"log-probabilities differed by {difference:.2g} nats in a trial"
-
-    def _one_by_one(self, model: nn.Module, head: OutputHead, batch: Rollout) -> Tensor:
-        """Score rows alone, which takes no padding and no mask: (B, C)."""
-        found = torch.zeros(batch.loss_mask.shape, device=self._device)
-        for row in range(len(batch)):
-            layout = plain_layout(batch.select([row]), self._pad_id, self._device)
-            logps = quiet_log_probs(model, head, layout)
-            found[row, : logps.shape[1]] = logps[0]
-        return found
 
 
 def disagreement(first: Tensor, second: Tensor, dtype: torch.dtype) -> float | None:
@@ -163,6 +154,17 @@ def quiet_log_probs(model: nn.Module, head: OutputHead, layout: Layout) -> Tenso
         hidden = causal.base_model(**layout.inputs, use_cache=False)[0]
         logps, _ = head.log_probs(hidden.flatten(0, 1)[layout.sources], layout.targets)
     return layout.scatter(logps)
+
+
+def plain_log_probs(model: nn.Module, head: OutputHead, batch: Rollout, pad_id: int) -> Tensor:
+    """Score rows alone, which takes no padding, no mask and little memory: (B, C)."""
+    device = next(model.parameters()).device
+    found = torch.zeros(batch.loss_mask.shape, device=device)
+    for row in range(len(batch)):
+        layout = plain_layout(batch.select([row]), pad_id, device)
+        logps = quiet_log_probs(model, head, layout)
+        found[row, : logps.shape[1]] = logps[0]
+    return found
 
 
 def two_longest(batch: Rollout) -> list[int]:

@@ -45,7 +45,9 @@ class LogitTransform:
         if self.scale != 1.0:
             products.mul_(self.scale)
         if self.softcap is not None:
-            products.div_(self.softcap).tanh_().mul_(self.softcap)
+            capped = products.div_(self.softcap).tanh_()
+            # The gradient of tanh reads its result.
+            products = (capped.mul if capped.requires_grad else capped.mul_)(self.softcap)
         return products.div_(self.temperature) if self.temperature != 1.0 else products
 
     def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
@@ -77,13 +79,14 @@ class _Tiles:
     transform: LogitTransform
     chunk: int
     dtype: torch.dtype
+    with_entropy: bool
 
     @classmethod
-    def of(cls, tiling: Tiling, weight: Tensor) -> _Tiles:
+    def of(cls, tiling: Tiling, weight: Tensor, with_entropy: bool) -> _Tiles:
         chunk = default_chunk(weight.device) if tiling.chunk is None else tiling.chunk
         if chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {chunk}.")
-        return cls(tiling.transform, chunk, tiling.dtype or weight.dtype)
+        return cls(tiling.transform, chunk, tiling.dtype or weight.dtype, with_entropy)
 
     def tokens(self, count: int) -> list[slice]:
         step = max(1, min(TOKENS_IN_TILE, self.chunk // 64))
@@ -106,7 +109,7 @@ def linear_log_probs(
     weight: Tensor,
     ids: Tensor,
     bias: Tensor | None = None,
-    tiling: Tiling = Tiling(),  # noqa: B008 - frozen
+    tiling: Tiling = Tiling(),
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each id under softmax(transform(hidden @ weight.T + bias)).
@@ -126,10 +129,10 @@ def linear_log_probs(
     Raises:
         ValueError: if `temperature` is not greater than 0, or `chunk` is below 1.
     """
-    tiles = _Tiles.of(tiling, weight)
+    tiles = _Tiles.of(tiling, weight, with_entropy)
     # Each cast to the dtype of the products is explicit.
     with torch.autocast(hidden.device.type, enabled=False):
-        logps, entropies = _LinearLogProbs.apply(hidden, weight, bias, ids, tiles, with_entropy)
+        logps, entropies = _LinearLogProbs.apply(hidden, weight, bias, ids, tiles)
     return logps, entropies
 
 
@@ -168,30 +171,17 @@ class _Running:
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        ids: Tensor,
-        tiles: _Tiles,
-        with_entropy: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, tiles: _Tiles
     ) -> tuple[Tensor, Tensor | None]:
         wide = torch.promote_types(tiles.dtype, torch.float32)
         chosen = hidden.new_zeros(len(hidden), dtype=wide)
-        running = _Running(chosen, with_entropy)
-        cast = hidden.to(tiles.dtype)
-        for entries in tiles.vocabulary(len(weight), len(hidden)):
-            part = weight[entries].to(tiles.dtype)
-            shift = None if bias is None else bias[entries].to(tiles.dtype)
-            for rows in tiles.tokens(len(hidden)):
-                logits = tiles.logits(cast[rows], part, shift)
-                place, inside = _places(ids[rows], entries)
-                found = logits.gather(1, place).squeeze(1)
-                chosen[rows] = torch.where(inside, found, chosen[rows])
-                running.add(rows, logits)
-        entropies = None
-        if running.mean is not None:
-            entropies = running.normalizer - running.mean
+        running = _Running(chosen, tiles.with_entropy)
+        for tile in _walk(hidden, weight, bias, tiles):
+            place, inside = _places(ids[tile.rows], tile.entries)
+            found = tile.logits.gather(1, place).squeeze(1)
+            chosen[tile.rows] = torch.where(inside, found, chosen[tile.rows])
+            running.add(tile.rows, tile.logits)
+        entropies = None if running.mean is None else running.normalizer - running.mean
         ctx.save_for_backward(hidden, weight, bias, ids, running.normalizer, entropies)
         ctx.tiles = tiles
         ctx.set_materialize_grads(False)
@@ -201,56 +191,89 @@ class _LinearLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, bias, ids, normalizer, entropies = ctx.saved_tensors
-        tiles, (for_hidden, for_weight, for_bias) = ctx.tiles, ctx.needs_input_grad[:3]
-        wide = normalizer.dtype
-        grad_hidden = torch.zeros_like(hidden, dtype=wide) if for_hidden else None
-        grad_weight = torch.empty_like(weight) if for_weight else None
-        grad_bias = torch.empty_like(bias) if for_bias else None
-        cast = hidden.to(tiles.dtype)
-        for entries in tiles.vocabulary(len(weight), len(hidden)):
-            part = weight[entries].to(tiles.dtype)
-            shift = None if bias is None else bias[entries].to(tiles.dtype)
-            sums = _TileSums(part, wide, for_weight, for_bias)
-            for rows in tiles.tokens(len(hidden)):
-                logits = tiles.logits(cast[rows], part, shift)
-                upstream = tuple(None if grad is None else grad[rows] for grad in grads)
-                entropy = None if entropies is None else entropies[rows]
-                grad = _logit_gradient(logits, normalizer[rows], entropy, upstream)
-                if upstream[0] is not None:
-                    place, inside = _places(ids[rows], entries)
-                    grad.scatter_add_(1, place, (upstream[0] * inside)[:, None])
-                grad = tiles.transform.backward(grad, logits)
-                sums.add_bias(grad)
-                grad = grad.to(tiles.dtype)
-                if grad_hidden is not None:
-                    _add_product(grad_hidden[rows], grad, part)
-                sums.add_weight(grad, cast[rows])
-            sums.store(entries, grad_weight, grad_bias)
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        sums = _Sums((hidden, weight, bias), ctx.needs_input_grad, normalizer.dtype)
+        for tile in _walk(hidden, weight, bias, ctx.tiles):
+            rows = tile.rows
+            upstream = tuple(None if grad is None else grad[rows] for grad in grads)
+            entropy = None if entropies is None else entropies[rows]
+            grad = _logit_gradient(tile.logits, normalizer[rows], entropy, upstream)
+            if upstream[0] is not None:
+                place, inside = _places(ids[rows], tile.entries)
+                grad.scatter_add_(1, place, (upstream[0] * inside)[:, None])
+            sums.add(tile, ctx.tiles.transform.backward(grad, tile.logits))
+        return *sums.results(), None, None
 
 
-class _TileSums:
-    """Gradients of a tile of the weight and bias, summed over all tokens in float32."""
+@dataclass(frozen=True)
+class _Tile:
+    rows: slice
+    entries: slice  # of the vocabulary
+    hidden: Tensor
+    weight: Tensor
+    logits: Tensor
 
-    def __init__(self, part: Tensor, wide: torch.dtype, for_weight: bool, for_bias: bool):
-        self.weight = torch.zeros_like(part, dtype=wide) if for_weight else None
-        self.bias = part.new_zeros(len(part), dtype=wide) if for_bias else None
 
-    def add_bias(self, grad: Tensor) -> None:
-        if self.bias is not None:
-            self.bias.add_(grad.sum(0))
+def _walk(hidden: Tensor, weight: Tensor, bias: Tensor | None, tiles: _Tiles) -> Iterator[_Tile]:
+    """Compute all tiles one after the other; those of the same vocabulary entries in a row."""
+    cast = hidden.to(tiles.dtype)
+    for entries in tiles.vocabulary(len(weight), len(hidden)):
+        part = weight[entries].to(tiles.dtype)
+        shift = None if bias is None else bias[entries].to(tiles.dtype)
+        for rows in tiles.tokens(len(hidden)):
+            logits = tiles.logits(cast[rows], part, shift)
+            yield _Tile(rows, entries, cast[rows], part, logits)
 
-    def add_weight(self, grad: Tensor, hidden: Tensor) -> None:
-        if self.weight is not None:
-            _add_product(self.weight, grad.t(), hidden)
 
-    def store(self, entries: slice, weight: Tensor | None, bias: Tensor | None) -> None:
-        if weight is not None:
-            weight[entries] = self.weight
-        if bias is not None:
-            bias[entries] = self.bias
+class _Sums:
+    """Gradients of hidden states, weight and bias, where they are needed.
+
+    Those of the weight and bias are summed over all tokens in float32, a tile of the vocabulary at
+    a time, and rounded once.
+    """
+
+    def __init__(
+        self, inputs: tuple[Tensor | None, ...], needed: tuple[bool, ...], wide: torch.dtype
+    ):
+        hidden, weight, bias = inputs
+        shown = torch.as_tensor(hidden)
+        self._dtype = shown.dtype
+        self._hidden = torch.zeros_like(shown, dtype=wide) if needed[0] else None
+        self._totals = [
+            torch.empty_like(x) if x is not None and wanted else None
+            for x, wanted in zip((weight, bias), needed[1:3], strict=True)
+        ]
+        self._wide = wide
+        self._tile: list[Tensor | None] = [None, None]
+        self._entries: slice | None = None
+
+    def add(self, tile: _Tile, grad: Tensor) -> None:
+        """Add what the gradient (m, v) of the products of a tile says."""
+        if tile.entries != self._entries:
+            self._store()
+            self._entries = tile.entries
+            self._tile = [
+                None if total is None else torch.zeros_like(total[tile.entries], dtype=self._wide)
+                for total in self._totals
+            ]
+        of_weight, of_bias = self._tile
+        if of_bias is not None:
+            of_bias.add_(grad.sum(0))
+        grad = grad.to(tile.hidden.dtype)
+        if self._hidden is not None:
+            _add_product(self._hidden[tile.rows], grad, tile.weight)
+        if of_weight is not None:
+            _add_product(of_weight, grad.t(), tile.hidden)
+
+    def _store(self) -> None:
+        for total, part in zip(self._totals, self._tile, strict=True):
+            if total is not None and part is not None:
+                total[self._entries] = part.to(total.dtype)
+
+    def results(self) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden states, weight and bias."""
+        self._store()
+        hidden = None if self._hidden is None else self._hidden.to(self._dtype)
+        return hidden, *self._totals
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
