@@ -122,6 +122,12 @@ class Rollout:
                 changes[name] = value[:, :width] if value.dim() > 1 else value
         return self.replace(**changes)
 
+    @property
+    def slice_tokens(self) -> Tensor:
+        """Trained-on tokens () of the micro-batch, also when only a part of its rows is at hand."""
+        known = self.num_slice_tokens
+        return self.loss_mask.sum() if known is None else known
+
     def chunks(self, count: int) -> Iterator[Rollout]:
         """Cut into `count` runs of consecutive rows of equal length.
 

@@ -46,6 +46,7 @@ def config(folder, kind=RLOOConfig, **changes):
         "save_strategy": "no",
         "logging_steps": 1,
         "beta": 0.0,
+        "log_memory": False,
     }
     return kind(str(folder), **(settings | changes))
 

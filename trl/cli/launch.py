@@ -15,7 +15,7 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import Any, NoReturn
 
-from accelerate.commands.config.config_args import default_config_file
+from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -50,6 +50,9 @@ def launch(command: str, words: list[str]) -> None:
         parser.print_help()
         return
     try:
+        if parser.read(words)[0].get("plan"):
+            import_module("trl.scripts.memory_plan").main([*words, "--method", command])
+            return
         script, launcher = split(parser, words)
         options = [*launcher, "--module", f"trl.scripts.{command}", *script]
         logging.getLogger(ELASTIC).setLevel(logging.CRITICAL)
@@ -99,6 +102,14 @@ def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
     check_launch_options(parser, theirs)
     _parsed(theirs)
     return ours, _with_defaults(theirs, on_cpu="--cpu" in theirs or bool(given.get("use_cpu")))
+
+
+def num_processes(launcher: list[str]) -> int:
+    """How many processes the words for `accelerate launch` start."""
+    found = _parsed(launcher)
+    file = found.config_file or (default_config_file if os.path.isfile(default_config_file) else "")
+    configured = load_config_from_file(file).num_processes if file else 1
+    return found.num_processes or configured
 
 
 def check_launch_options(parser: TrlParser, words: list[str]) -> None:

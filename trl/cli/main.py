@@ -10,6 +10,7 @@ from ..wording import did_you_mean
 
 TRAINING = {"rloo": "train with RLOO", "grpo": "train with GRPO"}
 OTHERS = {
+    "memory-plan": "print how much memory a training command would take",
     "completions": "show the completions a run wrote",
     "env": "print versions for a bug report",
 }
@@ -30,7 +31,7 @@ def main(words: list[str] | None = None) -> None:
     elif command in TRAINING:
         import_module("trl.cli.launch").launch(command, rest)
     elif command in OTHERS:
-        import_module(f"trl.scripts.{command}").main(rest)
+        import_module(f"trl.scripts.{command.replace('-', '_')}").main(rest)
     else:
         _unknown(command)
 

@@ -7,7 +7,7 @@ a step, each with its own short cache; logits exist for a few rows at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,12 +90,20 @@ class Prefix:
 
 @dataclass
 class _Rows:
-    """Rows that are not finished, in the order of the batch."""
+    """What the rows of a batch wrote, and which of them go on."""
 
     prompts: list[tuple[int, ...]]
-    numbers: list[int]  # row in the batch
-    written: list[list[int]] = field(default_factory=list)
-    logps: list[list[float]] = field(default_factory=list)
+    numbers: list[int]  # rows that are not finished, in the order of the batch
+    written: list[list[int]]
+    logps: list[list[float]]
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]]) -> _Rows:
+        """All rows at their beginning."""
+        count = range(len(prompts))
+        return cls(
+            [tuple(ids) for ids in prompts], list(count), [[] for _ in count], [[] for _ in count]
+        )
 
     def groups(self) -> list[tuple[tuple[int, ...], slice]]:
         """Runs of rows with the same prompt."""
@@ -145,23 +153,17 @@ class SharedDecoder:
             Token ids of each row, stop token included, and the log-probability of each under the
             model at the sampling temperature, before filters.
         """
-        rows = _Rows([tuple(ids) for ids in prompts], list(range(len(prompts))))
-        rows.written = [[] for _ in prompts]
-        rows.logps = [[] for _ in prompts]
+        rows = _Rows.of(prompts)
         self._prefill(dict.fromkeys(rows.prompts))
-        draws = None if self._greedy else uniforms(seeds, self._sampling.max_tokens)
+        limit = self._sampling.max_tokens
+        draws = None if self._greedy else uniforms(seeds, limit)
         hidden = torch.stack([self._prefixes[prompt].hidden for prompt in rows.prompts])
         cache = GrowingCache()
-        for step in range(self._sampling.max_tokens):
+        for step in range(limit):
             tokens = self._choose(hidden, rows, None if draws is None else draws[:, step])
-            alive = self._advance(rows, tokens)
-            if not alive or step + 1 == self._sampling.max_tokens:
+            tokens = self._advance(rows, tokens, cache)
+            if not rows.numbers or step + 1 == limit:
                 break
-            if len(alive) < len(tokens):
-                places = torch.tensor(alive, device=self._device)
-                tokens = tokens[places]
-                cache.keep(places)
-                rows.numbers = [rows.numbers[place] for place in alive]
             hidden = self._forward(tokens, rows, cache, step)
         return rows.written, rows.logps
 
@@ -253,14 +255,19 @@ class SharedDecoder:
         parts = zip(seen, logits.split(1), strict=True)
         return torch.cat([process(self._tensor([ids]), part) for ids, part in parts])
 
-    def _advance(self, rows: _Rows, tokens: Tensor) -> list[int]:
-        """Append a token to each row; return the places of those that go on."""
+    def _advance(self, rows: _Rows, tokens: Tensor, cache: GrowingCache) -> Tensor:
+        """Append a token to each row, and drop those that end; returns the tokens of the others."""
         alive = []
         for place, token in enumerate(tokens.tolist()):
             rows.written[rows.numbers[place]].append(token)
             if token not in self._sampling.stop_ids:
                 alive.append(place)
-        return alive
+        if len(alive) == len(tokens):
+            return tokens
+        rows.numbers = [rows.numbers[place] for place in alive]
+        places = self._tensor(alive).long()
+        cache.keep(places)
+        return tokens[places]
 
     def _tensor(self, values: Any) -> Tensor:
         return torch.tensor(values, device=self._device)

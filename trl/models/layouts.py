@@ -92,15 +92,8 @@ def packed_layout(batch: Rollout, device: torch.device) -> Layout:
     """
     groups = [_GroupRows.of(batch, rows) for rows in _same_prompt(batch.prompt_ids)]
     packing = Packing.of([group.lengths for group in groups], device)
-    ids = [token for group in groups for token in group.prefix]
-    ids += [token for group in groups for tail in group.tails for token in tail]
-    positions = [i for group in groups for i in range(len(group.prefix))]
-    for group in groups:
-        for tail in group.tails:
-            positions += range(len(group.prefix), len(group.prefix) + len(tail))
-    predictions = _Predictions()
-    for group, places in zip(groups, packing.groups, strict=True):
-        predictions.add(group, places)
+    ids, positions = _tokens(groups)
+    predictions = _Predictions.of(groups, packing)
     width = batch.loss_mask.shape[1]
     lengths = torch.tensor([len(ids) for ids in batch.completion_ids])
     layout = Layout(
@@ -152,6 +145,18 @@ class _GroupRows:
         return len(self.prefix), [len(tail) for tail in self.tails]
 
 
+def _tokens(groups: Sequence[_GroupRows]) -> tuple[list[int], list[int]]:
+    """Ids and positions of all prefixes, then of all tails."""
+    runs = [(group.prefix, 0) for group in groups]
+    runs += [(tail, len(group.prefix)) for group in groups for tail in group.tails]
+    ids: list[int] = []
+    positions: list[int] = []
+    for run, first in runs:
+        ids += run
+        positions += range(first, first + len(run))
+    return ids, positions
+
+
 @dataclass
 class _Predictions:
     """Which place predicts which token, and which prediction each completion token is."""
@@ -159,6 +164,13 @@ class _Predictions:
     sources: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     slots: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, groups: Sequence[_GroupRows], packing: Packing) -> _Predictions:
+        found = cls()
+        for group, places in zip(groups, packing.groups, strict=True):
+            found.add(group, places)
+        return found
 
     def add(self, group: _GroupRows, places: Group) -> None:
         """Add the predictions of a group that lies at `places`."""

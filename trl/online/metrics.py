@@ -52,6 +52,16 @@ class MetricStore:
         """Keep the highest value."""
         self._extreme(name, "max", value)
 
+    def copy(self) -> MetricStore:
+        """Return a store with the same values, which changes on its own."""
+        means = {name: _Mean(mean.total, mean.weight) for name, mean in self._means.items()}
+        return MetricStore(means, dict(self._extremes))
+
+    def restore(self, copied: MetricStore) -> None:
+        """Go back to what was collected when `copied` was made."""
+        again = copied.copy()
+        self._means, self._extremes = again._means, again._extremes
+
     def flush(self, gather: Gather) -> dict[str, float | None]:
         """Combine over all ranks, forget everything, and return plain numbers.
 

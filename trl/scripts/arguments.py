@@ -33,3 +33,12 @@ class OnlineScriptArguments(ScriptArguments):
         "Reward functions: names from trl.rewards, dotted paths (package.module.function), or "
         "path/to/file.py:function.",
     )
+    plan: bool = option(
+        False, "Print how much memory the run would take, and stop before anything is loaded."
+    )
+    longest_prompt: int | None = option(
+        None, "For the memory plan: tokens of the longest prompt. None: 512 are assumed."
+    )
+    device_memory_gb: float | None = option(
+        None, "For the memory plan: memory of one device. None: that of this machine."
+    )

@@ -36,6 +36,8 @@ def run_online(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
     where they were found.
     """
     try:
+        if _shows_plan(parser):
+            return
         trainer, script, training = _prepare(parser, trainer_class)
     except USER_ERRORS as error:
         if os.environ.get("TRL_DEBUG") == "1":
@@ -47,6 +49,16 @@ def run_online(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
     trainer.accelerator.end_training()
+
+
+def _shows_plan(parser: TrlParser) -> bool:
+    """Print the memory plan instead, if `--plan` is given to workers."""
+    values = parser.read()[0]
+    if values.get("plan") and _rank() == 0:
+        from .memory_plan import describe
+
+        print(describe(parser, values, int(os.environ.get("WORLD_SIZE", "1"))))
+    return bool(values.get("plan"))
 
 
 def _report(program: str, error: Exception) -> None:

@@ -105,6 +105,10 @@ class GRPOTrainer(OnlineTrainer):
         """Neither the KL penalty in the loss nor entropies are multiples of the advantage."""
         return super().skips_zero_advantages and self.args.beta == 0.0 and not self.needs_entropy
 
+    def _undo_update(self) -> None:
+        super()._undo_update()
+        self._entropy_seen.clear()
+
     def compute_advantages(self, rewards: Tensor, table: RewardTable) -> Tensor:
         """Compare each completion with the mean of its group: (N,)."""
         if self.args.multi_objective_aggregation == "normalize_then_sum":
@@ -183,7 +187,7 @@ class GRPOTrainer(OnlineTrainer):
         if kind in ("grpo", "sapo"):
             return mean_of_sequence_means(losses, mask, rows)
         denominators = {
-            "bnpo": _slice_tokens(batch).clamp(min=1),
+            "bnpo": batch.slice_tokens.clamp(min=1),
             "dr_grpo": rows * self.args.max_completion_length,
             "luspo": rows,
         }
@@ -204,12 +208,6 @@ class GRPOTrainer(OnlineTrainer):
         clipped = (ratio > high) & (advantages > 0)
         clipped, mask = torch.broadcast_tensors(clipped, batch.loss_mask)
         self.store.mean("cispo_clip_ratio", (clipped & mask).sum(), mask.sum())
-
-
-def _slice_tokens(batch: Rollout) -> Tensor:
-    """Trained-on tokens () of the micro-batch, also when only a part of its rows is at hand."""
-    known = batch.num_slice_tokens
-    return batch.loss_mask.sum() if known is None else known
 
 
 class _EntropyCallback(TrainerCallback):

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ..data.sampler import RepeatIterableDataset, RepeatSampler
 from ..distributed import Ranks
+from ..memory.callback import MemoryCallback
 from ..online.completions import (
     CompletionLog,
     make_records,
@@ -51,6 +52,9 @@ class OnlineLoop(BaseTrainer):
         self._seconds = 0.0
         self._sampler: RepeatSampler | RepeatIterableDataset | None = None
         self.add_callback(_LoopCallback(self))
+        if args.log_memory:
+            meter = self.phases.meter
+            self.add_callback(MemoryCallback(meter, passes=False, metrics=False))
 
     @property
     def mode(self) -> str:
@@ -134,6 +138,7 @@ class OnlineLoop(BaseTrainer):
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         epochs, micro_steps = super()._init_training_state(*args, **kwargs)
         self._step, self._substep, self._seconds = micro_steps, 0, 0.0
+        self.phases.begin_update()
         self.completions.restart(self.state.global_step)
         return epochs, micro_steps
 
@@ -144,12 +149,16 @@ class OnlineLoop(BaseTrainer):
         started = time.perf_counter()
         model.train()
         loss = self.phases.train(
-            self._prepare_inputs(inputs), partial(super().training_step, model), model.zero_grad
+            self._prepare_inputs(inputs), partial(super().training_step, model), self._undo_update
         )
         self._step += 1
         self._substep += 1
         self._seconds += time.perf_counter() - started
         return loss
+
+    def _undo_update(self) -> None:
+        """Forget what the micro-batches of an update have left, which then run again."""
+        self.model.zero_grad()
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Look at the gradient before the optimizer does: the one place that waits for it."""

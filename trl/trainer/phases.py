@@ -51,7 +51,7 @@ class Phases:
         release_cached_blocks(self._empty_cache, self._device)
 
     def train(
-        self, batch: Rollout, step: Callable[[Rollout], Tensor], drop_gradients: Callable[[], None]
+        self, batch: Rollout, step: Callable[[Rollout], Tensor], undo: Callable[[], None]
     ) -> Tensor:
         """Run forward and backward on a micro-batch, in pieces if it does not fit.
 
@@ -61,7 +61,7 @@ class Phases:
         Args:
             batch (`Rollout`): the next micro-batch of the update.
             step: forward and backward of some of its rows; returns the loss.
-            drop_gradients: forgets the gradients of the update.
+            undo: forgets the gradients of the update, and what else its steps left.
 
         Returns:
             `Tensor` (): the loss of `batch`.
@@ -70,18 +70,23 @@ class Phases:
             self._random = RandomState()
         earlier = sum(map(len, self._done))
         self._done.append(batch)
+        metrics = self._store.copy()
 
         def work(rows: range) -> Tensor:
             loss = torch.zeros((), device=self._device)
             for micro_batch, part in self._located(rows):
+                known = self._store.copy()
                 with self.meter.phase("backward"):  # `step` measures its forward within it
                     value = step(micro_batch if len(part) == len(micro_batch) else part)
                 if micro_batch is batch:
                     loss += value
+                else:  # its metrics were recorded at the first time
+                    self._store.restore(known)
             return loss
 
         def reset() -> None:
-            drop_gradients()
+            undo()
+            self._store.restore(metrics)
             if self._random is not None:
                 self._random.restore()
 
@@ -96,6 +101,10 @@ class Phases:
             if start < stop:
                 yield micro_batch, micro_batch.select(range(start, stop))
             first += len(micro_batch)
+
+    def begin_update(self) -> None:
+        """Forget the micro-batches of an update that was not finished."""
+        self._done.clear()
 
     def end_update(self) -> None:
         """Forget the micro-batches of the update, and record the peaks of its phases."""

@@ -1,0 +1,202 @@
+"""How many bytes each phase of a training step holds, by arithmetic alone.
+
+Every rank holds the whole model: one process, or data parallelism. Each phase is the largest of the
+moments that can be its peak; the terms say what lives at that moment.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from .generating import Generation
+from .head import Head
+from .layer import FLOAT32, Layer
+from .model_size import ModelSize
+from .optimizers import state_bytes
+from .settings import Forward, Parts, RunSettings, largest
+
+PHASES = ("generation", "scoring", "forward + backward", "optimizer")
+
+
+class Estimate:
+    """The memory of a run.
+
+    Args:
+        model (`ModelSize`): what is trained.
+        run (`RunSettings`): how.
+    """
+
+    def __init__(self, model: ModelSize, run: RunSettings):
+        self.model = model
+        self.run = run
+        self.layer = Layer(model, run.weight_bytes, run.product_bytes, run.on_cpu)
+        self.head = Head(model, run.weight_bytes, run.product_bytes, run.logits_chunk, run.on_cpu)
+
+    @cached_property
+    def phases(self) -> dict[str, Parts]:
+        """What is held at the peak of each phase; phases that do not happen are left out."""
+        found = {"generation": self._generation()}
+        if self.run.reference or self.run.scores_policy:
+            found["scoring"] = self._scoring()
+        found["forward + backward"] = self._training()
+        found["optimizer"] = self._held(gradients=True)
+        return found
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the largest phase."""
+        return max(parts.total for parts in self.phases.values())
+
+    # --- What is always held ---
+
+    @property
+    def gradients(self) -> float:
+        """Bytes of all gradients, and of the buckets in which ranks exchange them."""
+        copies = 2 if self.run.processes > 1 else 1
+        return copies * self._trainable_bytes * self.model.trainable
+
+    @property
+    def _trainable_bytes(self) -> int:
+        """Adapters are float32 whatever the base model is."""
+        return FLOAT32 if self.model.frozen else self.run.weight_bytes
+
+    def _held(self, gradients: bool) -> Parts:
+        model, run = self.model, self.run
+        matrix_bytes = run.weight_bytes if run.matrix_bytes is None else run.matrix_bytes
+        ends = model.parameters - model.adapter - model.layer_matrices
+        weights = matrix_bytes * model.layer_matrices + run.weight_bytes * ends
+        states = (run.optimizer, run.optimizer_args, model, self._trainable_bytes)
+        return Parts(
+            weights=weights + FLOAT32 * model.adapter,
+            reference=weights if run.reference and not model.frozen else 0.0,
+            gradients=self.gradients if gradients else 0.0,
+            optimizer=state_bytes(*states),
+        )
+
+    @property
+    def _largest_cast(self) -> float:
+        """The copy that autocast makes of one weight for its product."""
+        return self.run.product_bytes * self.model.largest_matrix if self.run.autocast else 0.0
+
+    @property
+    def _all_casts(self) -> float:
+        return self.run.product_bytes * self.model.layer_matrices if self.run.autocast else 0.0
+
+    @property
+    def _cached_casts(self) -> float:
+        """Copies of weights that autocast keeps until a forward ends: those of trained ones."""
+        return self._largest_cast if self.model.frozen else self._all_casts
+
+    @property
+    def _saved_casts(self) -> float:
+        """Copies of weights that the graph of a forward keeps; a quantized weight has none."""
+        return self._all_casts if self.run.matrix_bytes is None else self._largest_cast
+
+    # --- Phases ---
+
+    def _generation(self) -> Parts:
+        held = self._held(self._gradients_while_generating)
+        casts = self._cached_casts + self.head.whole_cast
+        moments = Generation(self.model, self.run, self.layer, self.head).moments()
+        return largest(
+            [
+                held.plus(kv_cache=cache, head=head, activations=casts + working)
+                for cache, head, working in moments
+            ]
+        )
+
+    @property
+    def _gradients_while_generating(self) -> bool:
+        """Whether an update takes several rounds, so that one is generated amid its gradients."""
+        return self.run.accumulation > self.run.slices * self.run.passes
+
+    def _scoring(self) -> Parts:
+        run, layer = self.run, self.layer
+        forward, predicted = (
+            run.forward(run.micro_batch, cuts=True),
+            run.micro_batch * run.completion,
+        )
+        casts = self._cached_casts if run.scores_policy else self._largest_cast
+        held = self._held(self._gradients_while_generating).plus(activations=casts)
+        hidden = layer.stream * forward.tokens
+        end = held.plus(activations=hidden, head=self.head.whole_cast)
+        body = held.plus(activations=self._inference(forward) + self._kept_keys(forward))
+        # The hidden states of all tokens are held next to those that predict.
+        head = held.plus(activations=hidden, head=self.head.forward(predicted))
+        return largest([body, end, head])
+
+    def _inference(self, forward: Forward) -> float:
+        """The working set of the largest pass of a forward, above what earlier ones left."""
+        layer, done, sizes = self.layer, 0, []
+        for tokens, tails in forward.passes:
+            sizes.append(layer.stream * done + layer.once * tokens + layer.inference(tokens, tails))
+            # The last of several passes over tails comes behind the hidden states of all others.
+            done = forward.tokens - forward.passes[-1][0]
+        return max(sizes)
+
+    def _kept_keys(self, forward: Forward) -> float:
+        return self.layer.keys_and_values(shared=True) * self.model.layers * forward.kept
+
+    def _training(self) -> Parts:
+        run, layer = self.run, self.layer
+        forward = run.forward(run.micro_batch, cuts=run.gradient_checkpointing)
+        kept, again = self._kept(forward), self._again(forward)
+        accumulates = run.accumulation > 1
+        held = self._held(gradients=accumulates)
+        whole, own = self._held(gradients=True), self._layer_gradient
+        end = held.plus(activations=kept + self.head.whole_cast)
+        if run.gradient_checkpointing:
+            end = end.plus(activations=self._cached_casts + self._inference(forward))
+        # The last norm keeps what it multiplies, and its result.
+        at_head = held.plus(
+            activations=kept + 2 * layer.stream * forward.tokens,
+            head=self._head(run.micro_batch * run.completion),
+        )
+        last = held.plus(activations=kept + again, gradients=self.head.gradient)
+        first = whole.plus(
+            activations=layer.stream * forward.passes[0][0] + again,
+            gradients=0.0 if accumulates else -own - self._embedding,
+        )
+        embedding = whole.plus(gradients=self._second_embedding)
+        return largest([end, at_head, last, first, embedding])
+
+    def _kept(self, forward: Forward) -> float:
+        """Activations that a forward keeps for its backward pass."""
+        if self.run.gradient_checkpointing:
+            each, casts = self.layer.stream, 0.0
+        else:
+            # Under 4 bytes a norm keeps a float32 copy in place of the layer's input.
+            each, casts = self.layer.saved(self.run.weight_bytes == FLOAT32), self._saved_casts
+        tokens = (self.model.layers * each + self.layer.rotation) * forward.tokens
+        return tokens + casts + self._kept_keys(forward)
+
+    def _again(self, forward: Forward) -> float:
+        """What the backward pass of one layer of one pass adds."""
+        sizes = [self.layer.backward(tokens, tails) for tokens, tails in forward.passes]
+        # Gradients of keys and values of one layer for those behind, and of all that were kept.
+        prefix = 2 * self.layer.keys_and_values(shared=True) * forward.kept
+        needed = max(sizes[0], sizes[-1] + prefix) + self._kept_keys(forward)
+        if self.run.gradient_checkpointing:
+            return needed + self._saved_casts / self.model.layers
+        return needed - self.layer.saved() * forward.tokens
+
+    @property
+    def _layer_gradient(self) -> float:
+        """Gradients of one layer but for its last projection, which comes first."""
+        if self.model.frozen:
+            return 0.0
+        matrices = self.model.layer_matrices / self.model.layers
+        return self.run.weight_bytes * (matrices - self.model.hidden * self.model.intermediate)
+
+    @property
+    def _embedding(self) -> float:
+        """The gradient of an embedding of its own, which comes last."""
+        return 0.0 if self.model.tied else self.head.gradient
+
+    def _head(self, predicted: int) -> float:
+        return max(self.head.forward(predicted), self.head.backward(predicted))
+
+    @property
+    def _second_embedding(self) -> float:
+        """Gradients of the embedding that are not added up yet: its own, and that of a tied head."""
+        return self.head.gradient * (self.model.tied + (self.run.accumulation > 1))

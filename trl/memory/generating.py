@@ -1,0 +1,87 @@
+"""What generating a round takes, in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .head import Head
+from .layer import Layer
+from .model_size import ModelSize
+from .settings import RunSettings
+
+PREFILL_TOKENS = 4096  # of the prompts that are computed in one forward
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Generation of a round on one rank.
+
+    Args:
+        model (`ModelSize`): its widths.
+        run (`RunSettings`): lengths and bounds.
+        layer (`Layer`), head (`Head`): of the model.
+    """
+
+    model: ModelSize
+    run: RunSettings
+    layer: Layer
+    head: Head
+
+    def moments(self) -> list[tuple[float, float, float]]:
+        """What can be the peak: bytes of the cache, of the head, and of activations."""
+        rows, prompts = self.in_flight()
+        prompt_cache = self.token * prompts * self.run.prompt
+        written = self.capacity() * rows * self.token
+        together = prompts * self.run.prompt
+        if self.run.shared_prefix:
+            together = min(together, max(self.run.prompt, PREFILL_TOKENS))
+        growth = self._growth(prompt_cache, written)
+        return [
+            (prompt_cache, 0.0, self.layer.inference(together) + self.layer.once * together),
+            (prompt_cache + written + growth, 0.0, self.layer.inference(rows)),
+            (prompt_cache + written, self._drawing(rows), 0.0),
+        ]
+
+    @property
+    def token(self) -> float:
+        """Bytes of the keys and values of one token."""
+        return self.layer.keys_and_values(self.run.shared_prefix) * self.model.layers
+
+    def capacity(self) -> int:
+        """Tokens a completion has room for in the cache; its last one is never looked at."""
+        needed = self.run.completion - 1
+        if not self.run.shared_prefix or needed <= 1:
+            return needed
+        room = 16
+        while room < needed:
+            room = 2 * (room + 1)
+        return room
+
+    def in_flight(self) -> tuple[int, int]:
+        """Rows that decode together, and copies of prompts that they read."""
+        run = self.run
+        rows = min(run.rows, run.generation_rows or run.rows)
+        if run.generation_kv_gb is not None:
+            rows = self._within(rows, run.generation_kv_gb * 1e9 / self.token)
+        return rows, min(rows, run.groups(rows)) if run.shared_prefix else rows
+
+    def _within(self, rows: int, tokens: float) -> int:
+        """The most rows whose prompts and completions are no more than so many tokens."""
+        run = self.run
+        while rows > 1:
+            prompts = run.groups(rows) if run.shared_prefix else rows
+            if prompts * run.prompt + rows * run.completion <= tokens:
+                break
+            rows -= 1
+        return rows
+
+    def _growth(self, prompts: float, written: float) -> float:
+        """What is held twice while keys or values of one layer move to a larger buffer."""
+        if self.run.shared_prefix:
+            return written / (2 * self.model.layers) / 2  # from a buffer of half the size
+        return (prompts + written) / (2 * self.model.layers)
+
+    def _drawing(self, rows: int) -> float:
+        if self.run.shared_prefix:
+            return self.head.sampling(rows)
+        return self.head.sampling_at_once(rows)

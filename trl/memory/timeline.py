@@ -1,0 +1,143 @@
+"""The memory of a run over time: one JSON line for each phase, and a chart of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from transformers.utils import logging
+
+from ..imports import require
+from .meter import PHASES, PhaseEvent
+
+logger = logging.get_logger(__name__)
+
+_MOST_SPANS = 1000  # of one phase in a chart
+
+
+class Timeline:
+    """Appends a JSON line for each phase that ends, at once, so a killed run leaves all of them.
+
+    A line has `step`, `phase`, `start` and `end` (seconds since the run began) and the figures of
+    `PhaseEvent.readable`. Lines of steps after `step` are dropped first, as a run that went further
+    wrote them; after the others, time goes on where it stopped.
+
+    Args:
+        path: the file, `memory.jsonl` in the output folder.
+        writes (`bool`): whether this process writes; True on the main process alone.
+        step (`int`): optimizer steps already made; 0 begins a new file.
+
+    Attributes:
+        step (`int`): written with the next lines.
+    """
+
+    def __init__(self, path: str | Path, writes: bool = True, step: int = 0):
+        self.path = Path(path)
+        self.step = step
+        self._writes = writes
+        self._seconds = _cut(self.path, step) if writes else 0.0
+        self._begun: float | None = None  # of the meter's clock
+        self._file: TextIO | None = None
+
+    def add(self, event: PhaseEvent) -> None:
+        """Write one phase."""
+        if not self._writes:
+            return
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8")
+        if self._begun is None:
+            self._begun = event.start
+        shift = self._seconds - self._begun
+        times = {"start": round(event.start + shift, 6), "end": round(event.end + shift, 6)}
+        line = {"step": self.step, "phase": event.phase} | times | event.readable()
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; a later `add` opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _cut(path: Path, step: int) -> float:
+    """Drop the lines of steps after `step`; return when the last of the others ended."""
+    if not path.exists():
+        return 0.0
+    size, seconds = 0, 0.0
+    with path.open("rb+") as file:
+        for line in file:
+            record = _parse(line)
+            if record is None or record["step"] > step:
+                break
+            size, seconds = size + len(line), max(seconds, record["end"])
+        file.truncate(size)
+    return seconds
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line, None for one that was cut off."""
+    try:
+        return json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+
+
+def read(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a timeline, without a last line that was cut off."""
+    with Path(path).open("rb") as file:
+        yield from (record for line in file if (record := _parse(line)) is not None)
+
+
+def draw(jsonl: str | Path, png: str | Path) -> bool:
+    """Draw the peak of each phase over time.
+
+    Args:
+        jsonl: what `Timeline` wrote.
+        png: the chart to write.
+
+    Returns:
+        `bool`: False if nothing was drawn, because matplotlib is not installed (a log line says how
+        to get it) or no phase has a peak.
+    """
+    try:
+        figure = require("matplotlib.figure", "The chart of memory over time").Figure((10, 5))
+    except ImportError as error:
+        logger.warning_once(str(error))
+        return False
+    found = spans(read(jsonl))
+    if not found:
+        return False
+    axes = figure.add_subplot()
+    for place, phase in enumerate(PHASES):
+        if phase in found:
+            starts, ends, peaks = zip(*found[phase], strict=True)
+            color = f"C{place}"
+            axes.hlines(peaks, starts, ends, color=color, linewidth=4, label=phase)
+            axes.plot(ends, peaks, color=color, linewidth=0.5, marker=".", markersize=3)
+    axes.set(xlabel="seconds", ylabel="peak, GB", title="Peak memory by phase", ylim=(0, None))
+    axes.legend(loc="lower right")
+    figure.savefig(png, dpi=120)
+    return True
+
+
+def spans(records: Iterator[dict[str, Any]]) -> dict[str, list[tuple[float, float, float]]]:
+    """Collect start, end (seconds) and peak (GB) of each phase.
+
+    Phases that ran very often have neighbors joined: first start, last end, largest peak.
+    """
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    for record in records:
+        if "peak_gb" in record:
+            span = (record["start"], record["end"], record["peak_gb"])
+            found.setdefault(record["phase"], []).append(span)
+    return {phase: _joined(items, _MOST_SPANS) for phase, items in found.items()}
+
+
+def _joined(items: list[tuple[float, float, float]], most: int) -> list[tuple[float, float, float]]:
+    size = -(-len(items) // most)
+    pieces = [items[i : i + size] for i in range(0, len(items), size)]
+    return [(p[0][0], p[-1][1], max(item[2] for item in p)) for p in pieces]
