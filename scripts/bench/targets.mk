@@ -1,0 +1,15 @@
+# Included by the Makefile: proofs and benchmarks. Results go to docs/benchmarks/.
+invariance: $(VENV)/.dev  ## show that no fast path changes the gradient
+	$(PY) tests/invariance/certificate.py $(ARGS)
+
+bench-memory:  ## peak memory against other trainers, each in its own environment
+bench-report:  ## tables and charts of what bench-memory measured
+bench-step:  ## time of a training step by phase, against another trainer
+bench-head:  ## log-probabilities in tiles against full logits
+bench-plan:  ## memory that `trl memory-plan` predicts against what is measured
+bench-gpu:  ## all of this on a GPU, if there is one
+BENCHES := bench-memory bench-report bench-step bench-head bench-plan bench-gpu
+$(BENCHES): $(VENV)/.dev
+	$(PY) scripts/bench/$(@:bench-%=%).py $(ARGS)
+
+.PHONY: invariance $(BENCHES)
