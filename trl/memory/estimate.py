@@ -6,6 +6,7 @@ moments that can be its peak; the terms say what lives at that moment.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 
 from .generating import Generation
@@ -130,8 +131,7 @@ class Estimate:
         layer, done, sizes = self.layer, 0, []
         for tokens, tails in forward.passes:
             sizes.append(layer.stream * done + layer.once * tokens + layer.inference(tokens, tails))
-            # The last of several passes over tails comes behind the hidden states of all others.
-            done = forward.tokens - forward.passes[-1][0]
+            done += tokens
         return max(sizes)
 
     def _kept_keys(self, forward: Forward) -> float:
@@ -140,45 +140,70 @@ class Estimate:
     def _training(self) -> Parts:
         run, layer = self.run, self.layer
         forward = run.forward(run.micro_batch, cuts=run.gradient_checkpointing)
-        kept, again = self._kept(forward), self._again(forward)
-        accumulates = run.accumulation > 1
-        held = self._held(gradients=accumulates)
-        whole, own = self._held(gradients=True), self._layer_gradient
+        held = self._held(gradients=run.accumulation > 1)
+        kept = self._kept(forward)
         end = held.plus(activations=kept + self.head.whole_cast)
         if run.gradient_checkpointing:
             end = end.plus(activations=self._cached_casts + self._inference(forward))
-        # The last norm keeps what it multiplies, and its result.
         at_head = held.plus(
-            activations=kept + 2 * layer.stream * forward.tokens,
+            activations=kept + (layer.last_norm + layer.stream) * forward.tokens,
             head=self._head(run.micro_batch * run.completion),
         )
-        last = held.plus(activations=kept + again, gradients=self.head.gradient)
-        first = whole.plus(
-            activations=layer.stream * forward.passes[0][0] + again,
-            gradients=0.0 if accumulates else -own - self._embedding,
-        )
-        embedding = whole.plus(gradients=self._second_embedding)
-        return largest([end, at_head, last, first, embedding])
+        embedding = self._held(gradients=True).plus(gradients=self._second_embedding)
+        return largest([end, at_head, *self._backward(forward, held), embedding])
+
+    @property
+    def _kept_of_layer(self) -> int:
+        """Bytes a token that a layer keeps for its backward pass."""
+        if self.run.gradient_checkpointing:
+            return self.layer.stream
+        # Under 4 bytes a norm keeps a float32 copy in place of the layer's input.
+        return self.layer.saved(self.run.weight_bytes == FLOAT32)
 
     def _kept(self, forward: Forward) -> float:
         """Activations that a forward keeps for its backward pass."""
-        if self.run.gradient_checkpointing:
-            each, casts = self.layer.stream, 0.0
-        else:
-            # Under 4 bytes a norm keeps a float32 copy in place of the layer's input.
-            each, casts = self.layer.saved(self.run.weight_bytes == FLOAT32), self._saved_casts
-        tokens = (self.model.layers * each + self.layer.rotation) * forward.tokens
-        return tokens + casts + self._kept_keys(forward)
+        casts = 0.0 if self.run.gradient_checkpointing else self._saved_casts
+        each = self.model.layers * self._kept_of_layer + self.layer.rotation
+        return each * forward.tokens + casts + self._kept_keys(forward)
 
-    def _again(self, forward: Forward) -> float:
+    def _backward(self, forward: Forward, held: Parts) -> Iterator[Parts]:
+        """The backward pass of each pass of a forward, at its last layer and at its first."""
+        layer, layers = self.layer, self.model.layers
+        accumulates, own = self.run.accumulation > 1, self._layer_gradient + self._embedding
+        casts = 0.0 if self.run.gradient_checkpointing else self._saved_casts
+        earlier = 0
+        for number, (tokens, tails) in enumerate(forward.passes):
+            always = casts + (layers * self._kept_of_layer + layer.last_norm) * earlier
+            if forward.is_cut:
+                # The gradient of all hidden states; kept keys and values, and their gradients.
+                always += layer.stream * forward.tokens + 2 * self._kept_keys(forward)
+            always += self._again(tokens, tails, forward.kept if number else 0)
+            # Gradients are added to what is held when the first pass, the last to be gone back
+            # through, is done; until then those of all passes are summed apart.
+            apart = 0.0 if accumulates and not forward.is_cut else self._new_gradients
+            is_first_back = number + 1 == len(forward.passes)
+            yield held.plus(
+                activations=always + layers * self._kept_of_layer * tokens,
+                gradients=self.head.gradient if is_first_back else apart,
+            )
+            yield held.plus(
+                activations=always + self._kept_of_layer * tokens,
+                gradients=apart - own if is_first_back and apart else apart,
+            )
+            earlier += tokens
+
+    @property
+    def _new_gradients(self) -> float:
+        return self._trainable_bytes * self.model.trainable
+
+    def _again(self, tokens: int, tails: int, prefix: int) -> float:
         """What the backward pass of one layer of one pass adds."""
-        sizes = [self.layer.backward(tokens, tails) for tokens, tails in forward.passes]
-        # Gradients of keys and values of one layer for those behind, and of all that were kept.
-        prefix = 2 * self.layer.keys_and_values(shared=True) * forward.kept
-        needed = max(sizes[0], sizes[-1] + prefix) + self._kept_keys(forward)
+        # For tails apart from their prefix: gradients of its keys and values, in two buffers.
+        keys = 2 * self.layer.keys_and_values(shared=True) * prefix
+        needed = self.layer.backward(tokens, tails) + keys
         if self.run.gradient_checkpointing:
             return needed + self._saved_casts / self.model.layers
-        return needed - self.layer.saved() * forward.tokens
+        return needed - self.layer.saved() * tokens
 
     @property
     def _layer_gradient(self) -> float:

@@ -50,6 +50,11 @@ class Layer:
         """Cosine and sine of a token's position."""
         return 2 * self.residual * self.model.queries // self.model.heads
 
+    @property
+    def last_norm(self) -> int:
+        """What the norm behind the last layer keeps: its input in float32, and its factor."""
+        return FLOAT32 * self.model.hidden + (0 if self.model.frozen else self.stream)
+
     def keys_and_values(self, shared: bool) -> int:
         """What the cache keeps: keys and values.
 

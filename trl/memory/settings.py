@@ -90,17 +90,15 @@ class RunSettings:
             cuts (`bool`): whether long forwards over shared prompts are made in passes.
         """
         if not self.shared_prefix:
-            tokens = rows * (self.prompt + self.completion)
-            return Forward(tokens, ((tokens, 0),))
+            return Forward(((rows * (self.prompt + self.completion), 0),))
         prefix = min(rows, self.groups(rows)) * self.prompt
         tail = self.completion - 1  # the last token of a completion predicts nothing
         tails = rows * tail
-        tokens = prefix + tails
-        if not cuts or tokens <= SHORTEST_PASS or not tails:
-            return Forward(tokens, ((tokens, tails),))
-        limit = max(SHORTEST_PASS, prefix // 2)
-        longest = min(tails, max(1, limit // tail) * tail)
-        return Forward(tokens, ((prefix, 0), (longest, longest)), prefix)
+        if not cuts or prefix + tails <= SHORTEST_PASS or not tails:
+            return Forward(((prefix + tails, tails),))
+        most = max(1, max(SHORTEST_PASS, prefix // 2) // tail) * tail
+        sizes = [most] * (tails // most) + [tails % most] * (tails % most > 0)
+        return Forward(((prefix, 0), *((size, size) for size in sizes)))
 
 
 @dataclass(frozen=True)
@@ -108,15 +106,26 @@ class Forward:
     """Tokens of one forward.
 
     Args:
-        tokens (`int`): all of them.
-        passes (`tuple`): tokens that are computed together, and those among them that attend to a
-            shared prompt; of passes of a kind the longest.
-        kept (`int`): tokens whose keys and values are kept for later passes.
+        passes (`tuple`): one pair for each pass, in order: tokens that are computed together, and
+            those among them that attend to a shared prompt.
     """
 
-    tokens: int
     passes: tuple[tuple[int, int], ...]
-    kept: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all passes."""
+        return sum(tokens for tokens, _ in self.passes)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there are several passes."""
+        return len(self.passes) > 1
+
+    @property
+    def kept(self) -> int:
+        """Tokens whose keys and values are kept for later passes: those of the first."""
+        return self.passes[0][0] if self.is_cut else 0
 
 
 @dataclass(frozen=True)

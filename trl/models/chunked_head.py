@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..ops.logprobs import token_log_probs, token_statistics
 
@@ -24,8 +26,8 @@ def module_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of ids under softmax(run(hidden)), a few tokens at a time.
 
-    Each chunk's logits are computed again in the backward pass. Gradients of the parameters are
-    summed over the chunks in float32 before they are rounded.
+    Each chunk's logits are computed again in the backward pass, with the same random numbers.
+    Gradients of the parameters are summed over the chunks in float32 before they are rounded.
 
     Args:
         run: maps hidden states (m, H) to logits (m, V).
@@ -51,6 +53,7 @@ class _ModuleLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, ids: Tensor, call: tuple[Run, int, bool], *parameters: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         run, step, with_entropy = call
+        ctx.random = torch.get_rng_state(), get_device_states(hidden)
         ctx.pieces = [slice(at, at + step) for at in range(0, len(hidden), step)]
         found = [_statistics(run(hidden[at]), ids[at], with_entropy) for at in ctx.pieces]
         ctx.save_for_backward(hidden, ids)
@@ -66,27 +69,37 @@ class _ModuleLogProbs(torch.autograd.Function):
         run, _, with_entropy = ctx.call
         grad_hidden = torch.zeros_like(hidden)
         sums = [torch.zeros_like(p, dtype=_wide(p)) for p in parameters]
-        for piece in ctx.pieces:
-            part = hidden[piece].detach().requires_grad_()
-            with torch.enable_grad():
-                found = _statistics(run(part), ids[piece], with_entropy)
-            used = [
-                (value, grad[piece])
-                for value, grad in zip(found, grads, strict=False)
-                if grad is not None
-            ]
-            results = torch.autograd.grad(
-                [value for value, _ in used],
-                [part, *parameters],
-                [grad for _, grad in used],
-                allow_unused=True,
-            )
-            grad_hidden[piece] = results[0]
-            for total, result in zip(sums, results[1:], strict=True):
-                if result is not None:
-                    total += result
+        with _random_numbers(*ctx.random):
+            for piece in ctx.pieces:
+                part = hidden[piece].detach().requires_grad_()
+                with torch.enable_grad():
+                    found = _statistics(run(part), ids[piece], with_entropy)
+                results = _gradients(found, grads, piece, [part, *parameters])
+                grad_hidden[piece] = results[0]
+                for total, result in zip(sums, results[1:], strict=True):
+                    if result is not None:
+                        total += result
         cast = [total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)]
         return grad_hidden, None, None, *cast
+
+
+def _gradients(
+    found: Sequence[Tensor], grads: Sequence[Tensor | None], piece: slice, inputs: list[Tensor]
+) -> tuple[Tensor, ...]:
+    pairs = zip(found, grads, strict=False)
+    used = [(value, grad[piece]) for value, grad in pairs if grad is not None]
+    return torch.autograd.grad(
+        [value for value, _ in used], inputs, [grad for _, grad in used], allow_unused=True
+    )
+
+
+@contextmanager
+def _random_numbers(state: Tensor, devices: tuple[list[int], list[Tensor]]) -> Iterator[None]:
+    """Draw inside what was drawn after these states, and go on outside as if nothing was."""
+    with torch.random.fork_rng(devices=devices[0]):
+        torch.set_rng_state(state)
+        set_device_states(*devices)
+        yield
 
 
 def _wide(parameter: Tensor) -> torch.dtype:

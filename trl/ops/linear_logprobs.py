@@ -22,6 +22,8 @@ from torch.autograd.function import once_differentiable
 CHUNK_ON_CPU = 2**20
 CHUNK_ON_ACCELERATOR = 2**27
 TOKENS_IN_TILE = 1024
+# A probability below this power of e is 0, so whatever finite number it is multiplied by.
+SMALLEST_LOG = -1e4
 
 
 @dataclass(frozen=True)
@@ -163,8 +165,10 @@ class _Running:
             weighted = weights.mul_(finite).sum(1)
         after = ((before - shift).exp() + total).log() + shift
         if self.mean is not None:
-            kept = (before - after).exp() * self.mean[rows]
-            self.mean[rows] = kept + weighted * (shift - after).exp()
+            # As above: the mean of none but impossible logits stays 0.
+            reached = after.masked_fill(after == -torch.inf, 0.0)
+            kept = (before - reached).exp() * self.mean[rows]
+            self.mean[rows] = kept + weighted * (shift - reached).exp()
         self.normalizer[rows] = after
 
 
@@ -239,7 +243,7 @@ class _Sums:
         self._dtype = shown.dtype
         self._hidden = torch.zeros_like(shown, dtype=wide) if needed[0] else None
         self._totals = [
-            torch.empty_like(x) if x is not None and wanted else None
+            torch.zeros_like(x) if x is not None and wanted else None
             for x, wanted in zip((weight, bias), needed[1:3], strict=True)
         ]
         self._wide = wide
@@ -307,8 +311,7 @@ def _logit_gradient(
         scale = torch.zeros_like(normalizer) if grad_logps is None else grad_logps
         return log_p.exp_().mul_(-scale[:, None])
     probabilities = log_p.exp()
-    floor = torch.finfo(log_p.dtype).min
-    terms = log_p.clamp_(min=floor).add_(torch.as_tensor(entropy)[:, None])
+    terms = log_p.clamp_(min=SMALLEST_LOG).add_(torch.as_tensor(entropy)[:, None])
     terms.mul_(grad_entropies[:, None])
     if grad_logps is not None:
         terms.add_(grad_logps[:, None])
