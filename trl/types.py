@@ -67,12 +67,12 @@ class Generations:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Generations]) -> Generations:
-        """Join the rows of parts that were generated in the same way."""
+        """Join the rows of parts that one engine generated; what a part lacks is known of none."""
         joined: dict[str, Any] = {}
         for field_ in dataclasses.fields(cls):
             values = [getattr(part, field_.name) for part in parts]
             joined[field_.name] = (
-                None if values[0] is None else [x for part in values for x in part]
+                None if any(part is None for part in values) else [x for v in values for x in v]
             )
         return cls(**joined)
 

@@ -1,8 +1,13 @@
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
+from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from trl.models import passes
+from trl.models.head import cast_head_to_float32
 from trl.models.scorer import Scorer
+from trl.models.shared_attention import KEYWORD
 from trl.types import Rollout
 
 PROMPTS = [[8, 9, 10], [11, 12], [13, 14, 15, 16, 17]]
@@ -23,9 +28,7 @@ def rollout(prompts=PROMPTS, completions=COMPLETIONS) -> Rollout:
 
 
 def scorer(pad_id=0, temperature=1.0, **options) -> Scorer:
-    return Scorer(
-        pad_id=pad_id, temperature=temperature, device=torch.device("cpu"), **options
-    )
+    return Scorer(pad_id=pad_id, temperature=temperature, device=torch.device("cpu"), **options)
 
 
 def row_by_row(model, batch, temperature=1.0):
@@ -45,7 +48,8 @@ def row_by_row(model, batch, temperature=1.0):
 def gradient(model, values):
     model.zero_grad()
     values.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()]).clone()
+    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return torch.cat(grads).clone()
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -103,3 +107,193 @@ def test_scoring_without_gradient_is_in_evaluation_mode():
     found = scorer().logps(model, batch)
     assert not found.requires_grad and model.training
     assert (found - whole).abs().max() < 1e-6
+
+
+# --- Groups that share a prompt ---
+
+GROUPS = (
+    [[8, 9, 10, 11]] * 4 + [[12, 13]] * 3 + [[14]] * 2,
+    [
+        *([20, 21, 22, 1], [20, 21, 23, 24, 25, 1], [20, 21], [20, 21, 22, 26]),
+        *([30, 1], [], [31, 32, 33, 34, 35, 36, 37, 1]),
+        *([40], [41]),
+    ],
+)
+# Prompts of 4, 2 and 1 tokens, a common beginning of 1, and what stands behind it.
+TOKENS = 4 + 2 + 1 + 1 + (2 + 4 + 0 + 2) + (1 + 0 + 7)
+
+
+def packed_forwards(model):
+    """Note for each forward of a decoder how many tokens it has, and whether they are packed."""
+    calls = []
+
+    def note(module, args, kwargs):
+        if "input_ids" in kwargs:
+            calls.append((KEYWORD in kwargs, kwargs["input_ids"].shape))
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    return calls
+
+
+def check_scores(model, score, reference=None, bound=5e-6):
+    """Values and gradients against one row at a time, from the model's own logits."""
+    batch = rollout(*GROUPS)
+    weights = torch.linspace(-1, 1, batch.loss_mask.numel()).view(batch.loss_mask.shape)
+    weights = weights * batch.loss_mask
+    source = model if reference is None else reference
+    expected, expected_entropies = row_by_row(source, batch, score.temperature)
+    wanted = gradient(source, (expected * weights + 0.1 * expected_entropies).sum())
+    scores = score(model, batch, with_entropy=True)
+    assert (scores.logps - expected).abs().max() < 1e-5
+    assert (scores.entropies - expected_entropies).abs().max() < 1e-5
+    found = gradient(model, (scores.logps * weights + 0.1 * scores.entropies).sum())
+    assert (found - wanted).norm() / wanted.norm() < bound
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("options", [{}, {"chunk": 300}, {"chunk": 0}, {"shared_prefix": False}])
+def test_groups_equal_single_rows(kind, options):
+    model = tiny_model(kind)
+    calls = packed_forwards(model)
+    check_scores(model, scorer(temperature=0.7, **options))
+    packed, shape = calls[-1]
+    assert packed is options.get("shared_prefix", True)
+    if packed:
+        assert shape == (1, TOKENS)
+    else:
+        assert shape == (9, 12)
+
+
+def test_groups_equal_single_rows_in_double_precision():
+    """Rotary tables are float32, so positions count at that level; nothing else does."""
+    model = tiny_model().double()
+    check_scores(model, scorer(), bound=1e-6)
+
+
+def test_a_group_that_is_cut_is_scored_the_same():
+    """Rows in pieces, as after running out of memory."""
+    model, batch, score = tiny_model(), rollout(*GROUPS), scorer()
+    whole = score(model, batch).logps
+    for start in range(0, 9, 2):
+        part = score(model, batch.select(range(start, min(start + 2, 9)))).logps
+        assert (part - whole[start : start + 2, : part.shape[1]]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_nothing(reentrant):
+    model, plain = tiny_model(), tiny_model()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    check_scores(model.train(), scorer(), plain)
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True])
+def test_passes_change_nothing(monkeypatch, checkpointing):
+    """A row that is long enough is cut, where layers are computed again or no gradient is kept."""
+    monkeypatch.setattr(passes, "SHORTEST_PASS", 3)
+    model, plain = tiny_model(), tiny_model()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+    calls = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    check_scores(model.train(), scorer(), plain)
+    assert (calls[-1] < TOKENS) == (checkpointing is False)
+    calls.clear()
+    batch = rollout(*GROUPS)
+    expected, _ = row_by_row(plain, batch)
+    assert (scorer().logps(model, batch) - expected).abs().max() < 1e-5
+    assert calls[-1] < TOKENS
+
+
+def test_adapters_and_their_gradients():
+    torch.manual_seed(0)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]
+    config = LoraConfig(target_modules=targets, init_lora_weights=False)
+    check_scores(get_peft_model(tiny_model(), config), scorer())
+
+
+def test_an_adapter_on_the_head():
+    torch.manual_seed(0)
+    config = LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    model = get_peft_model(tiny_model(), config)
+    check_scores(model, scorer(chunk=300))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_half_precision_with_a_float32_head(tied):
+    model = tiny_model(tie_word_embeddings=tied).to(torch.bfloat16)
+    cast_head_to_float32(model)
+    batch = rollout(*GROUPS)
+    expected, _ = row_by_row(model, batch)
+    found = scorer()(model, batch).logps
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().max() < 0.05
+
+
+def test_log_probabilities_under_autocast():
+    """As close to those of single rows as bfloat16 allows."""
+    model, batch = tiny_model(), rollout(*GROUPS)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, _ = row_by_row(model, batch)
+        found = scorer()(model, batch).logps
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().max() < 0.05
+
+
+# --- Models that cannot share ---
+
+
+def mixtral():
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 95,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    return MixtralForCausalLM(MixtralConfig(**sizes))
+
+
+def test_mixtures_of_experts_share_prompts_unless_their_router_is_trained():
+    """The load-balancing loss counts each row's own prompt."""
+    model, batch = mixtral(), rollout(*GROUPS)
+    calls = packed_forwards(model)
+    check_scores(model, scorer(), bound=1e-5)
+    assert calls[-1][0]
+    score = scorer(router_logits=True)
+    check_scores(model, score, bound=1e-5)
+    assert calls[-1] == (False, (9, 12))
+    found = score(model, batch).aux_loss
+    ids = torch.zeros(9, 12, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, (prompt, completion) in enumerate(zip(*GROUPS, strict=True)):
+        at = slice(4 - len(prompt), 4 + len(completion))
+        ids[row, at], mask[row, at] = torch.tensor(prompt + completion), 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    expected = model(ids, mask, positions, output_router_logits=True).aux_loss
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+class Unusual(LlamaForCausalLM):
+    """Does something to its logits that no configuration tells about."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = 2 * torch.sin(output.logits)
+        return output
+
+
+@pytest.mark.parametrize("multiple", [None, 8])
+def test_models_with_unusual_logits_are_scored_by_them(multiple):
+    model = Unusual(tiny_model().config)
+    calls = packed_forwards(model)
+    check_scores(model, scorer(temperature=0.7, pad_multiple=multiple))
+    assert not calls[-1][0]

@@ -180,7 +180,8 @@ class Estimate:
             always += self._again(tokens, tails, forward.kept if number else 0)
             # Gradients are added to what is held when the first pass, the last to be gone back
             # through, is done; until then those of all passes are summed apart.
-            apart = 0.0 if accumulates and not forward.is_cut else self._new_gradients
+            is_added = accumulates and not forward.is_cut
+            apart = 0.0 if is_added else self._summed_gradients(of_tails=number > 0)
             is_first_back = number + 1 == len(forward.passes)
             yield held.plus(
                 activations=always + layers * self._kept_of_layer * tokens,
@@ -192,8 +193,11 @@ class Estimate:
             )
             earlier += tokens
 
-    @property
-    def _new_gradients(self) -> float:
+    def _summed_gradients(self, of_tails: bool) -> float:
+        """Gradients of all weights; passes over tails share the casts of weights, and so sum those
+        of the casts."""
+        if of_tails and self.run.autocast and not self.model.frozen:
+            return self._all_casts + self.head.gradient
         return self._trainable_bytes * self.model.trainable
 
     def _again(self, tokens: int, tails: int, prefix: int) -> float:

@@ -18,7 +18,9 @@ from .layouts import Layout, packed_inputs
 from .parts import Capture, capture_hidden, causal_model
 from .shared_attention import KEYWORD, Group, Layers, Packing, Tails, make_buckets
 
-SHORTEST_PASS = 2048  # tokens; below this, passes cost more time than they save memory
+# Tokens; below these, passes cost more time than they save memory.
+SHORTEST_PASS = 2048
+SHORTEST_TAIL_PASS = 1536
 
 
 def wants_passes(model: nn.Module, layout: Layout) -> bool:
@@ -60,7 +62,7 @@ def run_passes(model: nn.Module, layout: Layout, options: dict[str, Any]) -> Cap
     decoder = causal_model(model).base_model
     device = layout.sources.device
     # Tails need more working memory a token than prefixes: those of unequal lengths are gathered.
-    limit = max(SHORTEST_PASS, prefix.stop // 2)
+    limit = max(SHORTEST_TAIL_PASS, prefix.stop // 2)
     with torch.autocast(device.type, dtype=capture.autocast, enabled=capture.autocast is not None):
         for at, tails in _tail_passes(packing, limit, kept, device):
             parts.append(decoder(**_cut(layout, at, tails), use_cache=False)[0])

@@ -136,6 +136,11 @@ class _PackedAttention(torch.autograd.Function):
         ctx: Any, layout: Packing | Tails, scale: float, query: Tensor, *keys: Tensor
     ) -> Tensor:
         kernel = choose_kernel(query)
+        ctx.layout, ctx.scale = layout, scale
+        if _is_one_prefix(layout):
+            output, normalizer = kernel.forward(query, keys[0], keys[1], True, scale)
+            ctx.save_for_backward(output, normalizer, query, *keys)
+            return output
         output = torch.empty_like(query)
         normalizer = query.new_empty(query.shape[:3], dtype=_statistics_dtype(query))
         for part in _parts(layout):
@@ -148,14 +153,18 @@ class _PackedAttention(torch.autograd.Function):
             before = _gather(output, index), _gather(normalizer, index)
             _scatter_merged(output, normalizer, merge(before, own), (index, exists))
         ctx.save_for_backward(output, normalizer, query, *keys)
-        ctx.layout, ctx.scale = layout, scale
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         output, normalizer, query, *keys = ctx.saved_tensors
-        kernel, grad = choose_kernel(query), grad.contiguous()
+        kernel = choose_kernel(query)
+        if grad.stride(-1) != 1:
+            grad = grad.contiguous()
+        if _is_one_prefix(ctx.layout):
+            saved = (query, *keys, output, normalizer)
+            return None, None, *kernel.backward(grad, saved, True, ctx.scale)
         of_query, of_keys = torch.empty_like(query), [torch.zeros_like(key) for key in keys]
         for part in _parts(ctx.layout):
             at = part.queries
@@ -173,6 +182,11 @@ class _PackedAttention(torch.autograd.Function):
             for total, more in zip((of_query, *of_keys[:2]), found, strict=True):
                 total[0].index_add_(1, index[exists], more.transpose(0, 1)[:, exists])
         return None, None, of_query, *of_keys
+
+
+def _is_one_prefix(layout: Packing | Tails) -> bool:
+    """Whether a layout is plain causal attention, which needs no places."""
+    return isinstance(layout, Packing) and len(layout.groups) == 1 and not layout.buckets
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def why_not_shared(model: nn.Module, longest: int) -> str | None:
         "it reads images": hasattr(causal.config, "vision_config"),
         "it keeps a recurrent state": bool(layers - {*FULL_ATTENTION, *WINDOWED}),
         "its attention is soft-capped": bool(getattr(config, "attn_logit_softcapping", None)),
-        f"its attention window of {window} tokens is shorter than a row of {longest}": bool(
+        f"its attention window of {window} tokens is shorter than some rows": bool(
             windowed and window and window < longest
         ),
         "its attention has dropout": bool(dropout) and model.training,

@@ -1,0 +1,88 @@
+"""Charts of measured rows as PNG files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from tables import PHASES, Rows, of_a_step
+
+COLORS = dict(zip(PHASES, ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#bab0ac")))  # noqa: B905
+
+
+def _finish(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    # No date and no version in the file, so that the same figures give the same bytes.
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def peak_against_count(
+    rows: Rows, titles: dict[str, str], counts: Sequence[int], path: Path
+) -> None:
+    """Peak against the number of completions, both axes logarithmic, one panel a shape."""
+    shapes = ((3100, 53), (3100, 256), (512, 53), (512, 256))
+    figure, axes = plt.subplots(2, 2, figsize=(12, 9), sharex=True)
+    for axis, (prompt, completion) in zip(axes.flat, shapes, strict=True):
+        for name, title in titles.items():
+            shape = {"prompt": prompt, "completion": completion}
+            points = [(k, rows.peak(name, completions=k, **shape)) for k in counts]
+            points = [(k, peak / 1e6) for k, peak in points if peak is not None]
+            if points:
+                axis.plot(*zip(*points, strict=True), marker="o", label=title)
+        axis.set(xscale="log", yscale="log", xlabel="completions of a prompt (k)", ylabel="MB")
+        axis.set_title(f"prompt {prompt:,}, completion {completion}")
+        axis.set_xticks(counts, [str(k) for k in counts])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    if axes.flat[0].lines:
+        axes.flat[0].legend(fontsize=8)
+    _finish(figure, path)
+
+
+def memory_over_time(rows: Rows, titles: dict[str, str], path: Path, **work: int) -> None:
+    """Bytes held while two optimizer steps run, coloured by phase, one panel a setting."""
+    runs = {title: rows.run(name, **work) for name, title in titles.items()}
+    shown = {title: run for title, run in runs.items() if run and run.get("timeline")}
+    if not shown:
+        return
+    figure, axes = plt.subplots(len(shown), 1, figsize=(11, 2.2 * len(shown)), squeeze=False)
+    for axis, (title, run) in zip(axes[:, 0], shown.items(), strict=True):
+        _draw_timeline(axis, run["timeline"])
+        axis.set_title(f"{title}: peak {run['peak'] / 1e6:,.0f} MB", fontsize=10)
+        axis.set_ylabel("MB")
+        axis.set_ylim(bottom=0)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[phase]) for phase in PHASES]
+    axes[0, 0].legend(handles, PHASES, ncol=6, fontsize=7, loc="upper right")
+    axes[-1, 0].set_xlabel("seconds")
+    _finish(figure, path)
+
+
+def _draw_timeline(axis: Any, timeline: list[list[Any]]) -> None:
+    ends = [event[0] for event in timeline[1:]] + [timeline[-1][0]]
+    for (start, held, phase), end in zip(timeline, ends, strict=True):
+        axis.fill_between([start, end], held / 1e6, color=COLORS[phase], linewidth=0)
+
+
+def stacked(rows: Rows, titles: dict[str, str], what: str, path: Path, **work: int) -> None:
+    """Tokens or processor seconds of one optimizer step as bars stacked by phase."""
+    runs = {title: rows.run(name, **work) for name, title in titles.items()}
+    shown = {title: run for title, run in runs.items() if run}
+    figure, axis = plt.subplots(figsize=(10, 1 + 0.45 * len(shown)))
+    for place, run in enumerate(reversed(shown.values())):
+        left = 0.0
+        for phase in PHASES:
+            width = of_a_step(run, what).get(phase, 0)
+            axis.barh(place, width, left=left, color=COLORS[phase])
+            left += width
+    axis.set_yticks(range(len(shown)), list(reversed(shown)))
+    names = {"tokens": "tokens through the model", "cpu_seconds": "processor seconds"}
+    axis.set_xlabel(f"{names[what]}, one optimizer step")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[phase]) for phase in PHASES]
+    axis.legend(handles, PHASES, fontsize=7)
+    _finish(figure, path)

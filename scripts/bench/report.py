@@ -1,0 +1,254 @@
+"""Writes docs/benchmarks/*.md and the charts from the results that are there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import step_report
+from memory import COUNTS, GENERATION_ROWS, HEADLINE, SCALE, SETTINGS, SHAPES
+from runs import RESULTS, Work
+from tables import (
+    Rows,
+    divided,
+    growth_table,
+    markdown,
+    megabytes,
+    peak_table,
+    phase_table,
+    reduction_table,
+    times,
+)
+
+CELL = {"prompt": HEADLINE[0], "completion": HEADLINE[1], "completions": 8}
+REPORT_CELL = {"prompt": 3020, "completion": 100}
+BASES = {
+    "trl 0.20.0 (estimate)": ("old", float(SCALE)),
+    "trl 0.22.2": ("first", 1.0),
+    "trl 1.16.0 on a CPU": ("now", 1.0),
+    "trl 1.16.0, GPU path": ("now-gpu", 1.0),
+}
+
+
+def titles_in(rows: Rows, leave_out: tuple[str, ...] = ()) -> dict[str, str]:
+    """The settings that were measured and their names, in the order of the experiment."""
+    measured = rows.settings()
+    return {n: s.title for n, s in SETTINGS.items() if n in measured and n not in leave_out}
+
+
+def machine_lines(machine: dict[str, Any], rows: Rows) -> str:
+    """Machine and versions of every trainer."""
+    text = f"Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB, "
+    text += f"{machine['system']}, Python {machine['python']}.\n\n"
+    packages = ("trl", "torch", "transformers", "accelerate", "datasets")
+    lines = {}
+    for row in rows.all:
+        for run in row["runs"]:
+            if "versions" in run:
+                lines[row["work"]["trainer"]] = [run["versions"].get(p, "-") for p in packages]
+    return text + markdown(packages, [lines[name] for name in sorted(lines)])
+
+
+INTRODUCTION = f"""# Memory of one update
+
+Made by `make bench-memory` (measures, into `memory.json`) and `make bench-report` (writes this
+page).
+
+**The work.** One prompt, k completions, the whole group in one micro-batch, two optimizer steps
+of RLOO with a KL penalty (`beta=0.05`). The second step already holds the states of AdamW. The
+model is a random Qwen3: hidden size 8, two layers, four heads of width 128 on two key-value
+heads, vocabulary 151,936, untied head; it is small so that what grows with tokens and vocabulary
+is what is seen. Weights are float32, computation is bfloat16 by autocast, gradient checkpointing
+is on, AdamW is fused, one thread. Prompts and completions have exactly the stated numbers of
+tokens; no completion ends early. Rewards differ within the group, so every completion has an
+advantage.
+
+**The meter.** Peak means the most bytes that torch's CPU allocator holds above the start of
+`train()`, temporaries inside operations included: a preloaded library counts every block
+(`scripts/bench/cpumem.c`). Weights of policy and reference are loaded before and not counted. MB
+= 1e6 bytes.
+
+**The settings.** Each release runs in its own environment through its public interface.
+
+- *trl 0.20.0* works on token ids and holds logits of prompts and completions. At the full
+  vocabulary it needs up to 100 GB, so most of its cells have vocabulary {151_936 // SCALE:,},
+  scaled down by {SCALE}; {SCALE} times as much is an estimate for the full one. Cells measured
+  at both sizes show how close it is.
+- *trl 1.16.0 on a CPU* is what its CPU users have. *Its GPU path* is the same release with the
+  two kernels that it runs on a GPU replaced by functions that read a row at a time
+  (`scripts/bench/gpu_path.py`). Losses and gradient norms of both agree to four digits. It shows
+  the memory of GPU users; its time means nothing and is left out.
+- *This project* has each saving switched on in turn, each line with those above it: the bounded
+  head (`logits_chunk_size`), the shared prompt (`shared_prefix`), no scoring pass of the policy
+  and none for rows without signal (`reuse_sampling_logps`, `skip_zero_advantages`), and
+  generation of at most {GENERATION_ROWS} rows at once (`generation_max_rows`).
+
+In brackets: not run, because twice the peak of half as many completions is more than the limit; the
+number is that prediction. A dash: not measured.
+"""
+
+
+def peak_section(rows: Rows) -> str:
+    """Peaks of every shape."""
+    text = "## Peak\n"
+    for prompt, completion in SHAPES:
+        text += f"\n### Prompt {prompt:,}, completion {completion}\n\n"
+        shape = {"prompt": prompt, "completion": completion}
+        text += peak_table(rows, titles_in(rows), COUNTS, **shape) + "\n"
+    text += "\n![Peak against the number of completions](peak_against_k.png)\n\n"
+    text += "### Growth with the number of completions, prompt 3,100, completion 53\n\n"
+    shape = {"prompt": HEADLINE[0], "completion": HEADLINE[1]}
+    return text + growth_table(rows, titles_in(rows, ("old-full",)), **shape) + "\n"
+
+
+def reduction_section(rows: Rows) -> str:
+    """How many times less each setting holds."""
+    text = "## Reduction\n"
+    for work in (CELL, {"prompt": 512, "completion": 256, "completions": 8}):
+        shape = f"{work['prompt']:,}/{work['completion']}/{work['completions']}"
+        text += f"\nHow many times less than each peer, prompt/completion/k = {shape}:\n\n"
+        text += reduction_table(rows, titles_in(rows, ("old", "old-full")), BASES, **work) + "\n"
+    return text
+
+
+def phase_section(rows: Rows) -> str:
+    """Peaks, tokens and time by phase."""
+    shape = "prompt 3,100, completion 53, k = 8"
+    text = f"## Where the bytes are: peak by phase, {shape}, MB\n\n"
+    text += phase_table(rows, titles_in(rows), "phase_peaks", **CELL)
+    text += "\n\n![Memory over time by phase](memory_over_time.png)\n\n"
+    text += f"## Tokens through the model in one step, {shape}\n\n"
+    text += phase_table(rows, titles_in(rows), "tokens", **CELL)
+    text += "\n\n![Tokens through the model](tokens.png)\n\n"
+    text += f"## Processor seconds of one step, {shape}\n\n"
+    text += "One thread; the model is tiny, so this is mostly attention over prompts and the head. "
+    text += "For time on a model where computation dominates see `step.md`.\n\n"
+    text += phase_table(rows, titles_in(rows, ("now-gpu",)), "cpu_seconds", **CELL)
+    return text + "\n\n![Processor seconds](time_per_step.png)\n"
+
+
+def other_section(rows: Rows) -> str:
+    """One row at a time, and GRPO."""
+    text = "## One completion in each micro-batch\n\n"
+    lines = []
+    for name, title in titles_in(rows).items():
+        sizes = [{"prompt": p, "completion": 53, "completions": 8} for p in (512, 3100)]
+        if any(rows.peaks(name, micro_batch=1, **size) for size in sizes):
+            lines.append([title, *(rows.cell(name, micro_batch=1, **size) for size in sizes)])
+    text += markdown(["MB", "512/53/8", "3,100/53/8"], lines) + "\n\n"
+    text += "## GRPO\n\n"
+    grpo = [
+        [title, rows.cell(name, algorithm="GRPO", **CELL), rows.cell(name, **CELL)]
+        for name, title in titles_in(rows).items()
+        if rows.peaks(name, algorithm="GRPO", **CELL)
+    ]
+    return text + markdown(["MB, 3,100/53/8, beta 0.05", "GRPO", "RLOO"], grpo) + "\n"
+
+
+def change(value: float | None, base: float | None) -> str:
+    """How much less or more than a base, in percent and brackets; nothing where one is missing."""
+    share = divided(value, base)
+    return "" if share is None else f" ({round(100 * (share - 1)):+d} %)"
+
+
+def claim_section(rows: Rows) -> str:
+    """What the reduction reported for string-level repetition is made of."""
+    ways = ("tokens", "strings-1024", "strings")
+    lines = []
+    for name, count in (("old", 2), ("old", 4), ("old", 8), ("old-full", 2)):
+        work = {**REPORT_CELL, "completions": count}
+        peaks = [
+            rows.peak(name, **work, **({} if way == "tokens" else {"prompts": way})) for way in ways
+        ]
+        shown = [f"{megabytes(peak)}{change(peak, peaks[0])}" for peak in peaks[1:]]
+        lines.append([f"{count}, {SETTINGS[name].title}", megabytes(peaks[0]), *shown])
+    headers = ["k", "original", "proposal, cut at 1,024 tokens", "proposal, not cut"]
+    return f"""## What a reported reduction of 55-59 % is made of
+
+A proposal for trl 0.20.0 repeats prompts as strings and tokenizes them again, instead of
+repeating token ids, and reports 55-59 % less memory for prompts of about 3,020 tokens. It
+tokenizes with `truncation=True, max_length=1024`, so it cuts the prompts to a third. Here the
+same trainer is given its data in that way, with the cut and without it (`RepeatedStrings` in
+`scripts/bench/trainers.py`); 100 new tokens:
+
+{markdown(headers, lines)}
+
+The reduction comes from the cut. Repeated token ids take k x prompt x 8 bytes, {
+        8 * 3020 * 8 / 1e6:.1f} MB at k = 8; repeating strings ends in the same tensors.
+"""
+
+
+def blocks_section(rows: Rows) -> str:
+    """The largest blocks alive at the peak, by the operation that made them."""
+    text = "## What explains the bytes\n\nThe largest blocks alive at the peak, and the operation "
+    text += "that made each with the shape of its first large input.\n"
+    small = {"prompt": 512, "completion": 53, "completions": 2}
+    for name, setting in SETTINGS.items():
+        work = small if name == "now" else CELL
+        run = rows.run(f"{name}/blocks", **work)
+        if run is None:
+            continue
+        sizes = f"{work['prompt']:,}/{work['completion']}/{work['completions']}"
+        text += f"\n{setting.title}, {sizes}, peak {megabytes(run['peak'])} MB:\n\n"
+        lines = [
+            [f"`{block['operation']}`", block["phase"], f"{block['bytes'] / 1e6:,.1f}"]
+            for block in run["blocks"][:6]
+        ]
+        text += markdown(["operation", "phase", "MB"], lines) + "\n"
+    return text
+
+
+def spread_section(rows: Rows) -> str:
+    """How far repeated runs differ."""
+    lines = []
+    for row in rows.all:
+        peaks = [run["peak"] for run in row["runs"] if "peak" in run]
+        if len(peaks) < 3:
+            continue
+        work = Work(**row["work"])
+        sizes = f"{work.prompt:,}/{work.completion}/{work.completions}"
+        title = SETTINGS[row["setting"]].title
+        spread = times(100 * (max(peaks) / min(peaks) - 1))
+        lines.append([f"{title}, {sizes}", str(len(peaks)), megabytes(peaks[0]), f"{spread} %"])
+    text = "## Spread\n\nBytes hardly vary: every other cell is one run.\n\n"
+    return text + markdown(["cell", "runs", "MB", "highest over lowest"], lines) + "\n"
+
+
+def memory_report(results: Path) -> None:
+    """Write memory.md and its charts."""
+    import charts
+
+    data = json.loads((results / "memory.json").read_text(encoding="utf-8"))
+    rows = Rows(data["rows"])
+    sections = [INTRODUCTION + "\n" + machine_lines(data["machine"], rows) + "\n"]
+    parts = (peak_section, reduction_section, phase_section, other_section)
+    sections += [part(rows) for part in (*parts, claim_section, blocks_section, spread_section)]
+    (results / "memory.md").write_text("\n".join(sections), encoding="utf-8")
+    titles = titles_in(rows)
+    charts.peak_against_count(rows, titles, COUNTS, results / "peak_against_k.png")
+    charts.memory_over_time(rows, titles, results / "memory_over_time.png", **CELL)
+    charts.stacked(rows, titles, "tokens", results / "tokens.png", **CELL)
+    timed = titles_in(rows, ("now-gpu",))
+    charts.stacked(rows, timed, "cpu_seconds", results / "time_per_step.png", **CELL)
+
+
+def main() -> None:
+    """Write the pages whose results are there."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    results = parser.parse_args().results
+    writers = {
+        "memory": memory_report,
+        "step": step_report.step_page,
+        "gpu": step_report.gpu_page,
+    }
+    for name, write in writers.items():
+        if (results / f"{name}.json").exists():
+            write(results)
+            print(results / f"{name}.md")
+
+
+if __name__ == "__main__":
+    main()

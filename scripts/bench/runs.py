@@ -1,0 +1,188 @@
+"""What one measured piece of work is, how it is run in its environment, and where results stay."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import environments
+
+ROOT = environments.ROOT
+RESULTS = ROOT / "docs" / "benchmarks"
+VOCABULARY = 151_936
+
+
+@dataclass(frozen=True)
+class Work:
+    """One run of one trainer; lengths in tokens."""
+
+    trainer: str = field(default="this", metadata={"help": "this, or a peer such as trl-1.16.0"})
+    algorithm: str = field(default="RLOO", metadata={"help": "RLOO or GRPO"})
+    prompt: int = field(default=512, metadata={"help": "tokens of every prompt"})
+    completion: int = field(default=53, metadata={"help": "tokens of every completion"})
+    completions: int = field(default=2, metadata={"help": "completions of a prompt (k)"})
+    vocabulary: int = field(default=VOCABULARY, metadata={"help": "entries of the vocabulary"})
+    micro_batch: int = field(default=0, metadata={"help": "rows of a forward; 0: the whole group"})
+    steps: int = field(default=1, metadata={"help": "optimizer steps"})
+    shape: str = field(default="tiny", metadata={"help": "tiny, small, 0.5b or 1.5b"})
+    beta: float = field(default=0.05, metadata={"help": "coefficient of the KL penalty"})
+    prompts: str = field(
+        default="tokens", metadata={"help": "tokens; strings or strings-1024 (trl-0.20.0 alone)"}
+    )
+    gpu_path: bool = field(
+        default=False, metadata={"help": "trl-1.16.0 alone: hold what its kernels for GPUs hold"}
+    )
+    options: str = field(default="{}", metadata={"help": "more options of the trainer, as JSON"})
+    device: str = field(default="cpu", metadata={"help": "cpu or cuda"})
+    threads: int = field(default=1, metadata={"help": "threads of the CPU"})
+    timeline: bool = field(default=False, metadata={"help": "keep bytes over time"})
+    explain: bool = field(default=False, metadata={"help": "name the largest blocks at the peak"})
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this work from other work: all that is not the default."""
+        default = Work()
+        given = {k: v for k, v in asdict(self).items() if v != getattr(default, k)}
+        for key in ("timeline", "explain"):  # how closely it was watched
+            given.pop(key, None)
+        return {"trainer": self.trainer} | given
+
+    def arguments(self) -> list[str]:
+        """The command line that `work.py` reads."""
+        found: list[str] = []
+        for name, value in asdict(self).items():
+            flag = f"--{name.replace('_', '-')}"
+            found += ([flag] if value else []) if isinstance(value, bool) else [flag, str(value)]
+        return found
+
+
+def parse_work(arguments: list[str], description: str | None) -> Work:
+    """Read a piece of work from the command line."""
+    parser = argparse.ArgumentParser(description=description)
+    for part in fields(Work):
+        flag, default = f"--{part.name.replace('_', '-')}", part.default
+        if isinstance(default, bool):
+            parser.add_argument(flag, action="store_true", help=part.metadata["help"])
+        else:
+            text = f"{part.metadata['help']} (default {default})"
+            parser.add_argument(flag, type=type(default), default=default, help=text)
+    return Work(**vars(parser.parse_args(arguments)))
+
+
+def execute(work: Work, limit_gb: float = 0.0, timeout: float = 7200.0) -> dict[str, Any]:
+    """Run a piece of work in its own process and environment.
+
+    Args:
+        work (`Work`): what to run.
+        limit_gb (`float`): most memory of the process in GB; 0: no limit.
+        timeout (`float`): seconds after which it counts as failed.
+
+    Returns:
+        What `work.py` measured, or a dictionary with `error`.
+    """
+    command = [environments.interpreter(work.trainer), str(Path(__file__).with_name("work.py"))]
+    command += work.arguments()
+    settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    site = str(ROOT) if work.trainer == "this" else environments.site(work.trainer)
+    settings |= {"PYTHONPATH": site} if site else {}
+    settings |= {"OMP_NUM_THREADS": str(work.threads), "TOKENIZERS_PARALLELISM": "false"}
+    settings |= {"BENCH_LIMIT_GB": str(limit_gb), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    try:
+        done = subprocess.run(
+            command, env=settings, capture_output=True, text=True, timeout=timeout, cwd=ROOT
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"no result after {timeout:.0f} seconds"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"peak"')]
+    if lines:
+        return json.loads(lines[-1])
+    return {"error": " | ".join(done.stderr.strip().splitlines()[-3:]) or f"exit {done.returncode}"}
+
+
+class Store:
+    """Measured rows in a JSON file; each run is written as soon as it is there.
+
+    Args:
+        path (`Path`): the file; made when the first row is added.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows: `setting`, `work`, and `runs` or `skipped`."""
+        if not self.path.exists():
+            return []
+        return json.loads(self.path.read_text(encoding="utf-8"))["rows"]
+
+    def find(self, setting: str, work: Work) -> dict[str, Any] | None:
+        """The row of a setting and piece of work, if there is one."""
+        wanted = (setting, work.identity())
+        return next((r for r in self.rows() if (r["setting"], r["work"]) == wanted), None)
+
+    def add(self, setting: str, work: Work, run: dict[str, Any]) -> None:
+        """Append a run to its row; a later success replaces an error or a skipped row."""
+        with self._locked() as rows:
+            row = next(
+                (r for r in rows if (r["setting"], r["work"]) == (setting, work.identity())), None
+            )
+            if row is None:
+                row = {"setting": setting, "work": work.identity(), "runs": []}
+                rows.append(row)
+            row["runs"] = [r for r in row["runs"] if "peak" in r] + [run]
+
+    def drop(self, settings: set[str]) -> None:
+        """Forget all rows of some settings."""
+        with self._locked() as rows:
+            rows[:] = [row for row in rows if row["setting"] not in settings]
+
+    @contextmanager
+    def _locked(self) -> Iterator[list[dict[str, Any]]]:
+        environments.BENCH.mkdir(exist_ok=True)
+        with open(environments.BENCH / f"{self.path.stem}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            rows = self.rows()
+            yield rows
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            lines = ",\n".join(json.dumps(row) for row in rows)
+            fresh = self.path.with_suffix(".new")
+            machine_line = json.dumps(machine())
+            fresh.write_text(
+                f'{{"machine": {machine_line},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8"
+            )
+            fresh.replace(self.path)
+
+
+def peak_of(row: dict[str, Any] | None) -> int | None:
+    """The middle of a row's peaks in bytes, or None if it has none."""
+    peaks = [run["peak"] for run in (row or {}).get("runs", []) if "peak" in run]
+    return int(median(peaks)) if peaks else None
+
+
+def spread_of(values: list[float]) -> tuple[float, float, float]:
+    """Middle, lowest and highest of some values."""
+    return median(values), min(values), max(values)
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores and memory of this machine."""
+    name = platform.processor() or platform.machine()
+    cpu = Path("/proc/cpuinfo")
+    if cpu.exists():
+        lines = [x for x in cpu.read_text(encoding="utf-8").splitlines() if x[:10] == "model name"]
+        name = lines[0].split(":", 1)[1].strip() if lines else name
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    system = f"{platform.system()} {platform.machine()}"
+    python = ".".join(map(str, sys.version_info[:3]))
+    found = {"cpu": name, "cores": os.cpu_count(), "memory_gb": round(pages / 1e9)}
+    return found | {"system": system, "python": python}

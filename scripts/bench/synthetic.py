@@ -1,0 +1,74 @@
+"""Random models, a tokenizer and prompts of exact lengths; nothing is downloaded."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+# hidden, intermediate, layers, heads, key-value heads, head width, tied head
+SHAPES = {
+    "tiny": (8, 32, 2, 4, 2, 128, False),
+    "small": (256, 768, 4, 4, 2, 64, True),
+    "0.5b": (896, 4864, 24, 14, 2, 64, True),
+    "1.5b": (1536, 8960, 28, 12, 2, 128, True),
+}
+
+
+def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """One token for each word w0, w1, ...; its end token lies outside the model's vocabulary.
+
+    So no completion ends before its length limit, whatever is sampled.
+    """
+    words = {f"w{i}": i for i in range(vocabulary + 1)}
+    core = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="w0",
+        eos_token=f"w{vocabulary}",
+        padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def make_model(shape: str, vocabulary: int, positions: int, seed: int = 0) -> Qwen3ForCausalLM:
+    """A random Qwen3 in float32."""
+    hidden, intermediate, layers, heads, groups, width, tied = SHAPES[shape]
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=width,
+        max_position_embeddings=positions,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        eos_token_id=vocabulary,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def save(folder: Path, shape: str, vocabulary: int, positions: int) -> Path:
+    """Write model and tokenizer as a checkpoint, unless they are there."""
+    done = folder / ".complete"
+    if not done.exists():
+        make_model(shape, vocabulary, positions).save_pretrained(folder)
+        make_tokenizer(vocabulary).save_pretrained(folder)
+        done.touch()
+    return folder
+
+
+def prompts(count: int, length: int, vocabulary: int) -> list[str]:
+    """Different prompts of exactly `length` tokens."""
+    draw = random.Random(0)
+    return [
+        " ".join(f"w{draw.randrange(2, vocabulary)}" for _ in range(length)) for _ in range(count)
+    ]

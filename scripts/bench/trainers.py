@@ -1,0 +1,187 @@
+"""Builds each trainer for the same work, through its public interface alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+import synthetic
+import torch
+from datasets import Dataset
+from environments import BENCH
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+import trl
+
+if TYPE_CHECKING:
+    from meter import Meter
+    from runs import Work
+
+TRUNCATED_TO = 1024  # tokens, in the string-level proposal
+
+
+class StepMarks(TrainerCallback):
+    """Takes the meter's totals at the end of every optimizer step."""
+
+    def __init__(self, meter: Meter):
+        self._meter = meter
+        self._marks: list[dict[str, dict[str, float]]] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Remember the totals."""
+        self._marks.append(self._meter.totals())
+
+    def each(self) -> list[dict[str, dict[str, float]]]:
+        """Seconds, processor seconds, tokens and forward passes of each step, by phase."""
+        befores = [{name: {} for name in mark} for mark in self._marks[:1]] + self._marks
+        return [
+            {name: _difference(after[name], before[name]) for name in after}
+            for before, after in zip(befores, self._marks, strict=False)
+        ]
+
+
+def _difference(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    return {key: round(value - before.get(key, 0.0), 4) for key, value in after.items()}
+
+
+def reward(completions: Any, **_: Any) -> list[float]:
+    """A different reward for each completion, so that every row has an advantage."""
+    return [float(i) for i in range(len(completions))]
+
+
+def build(work: Work, meter: Meter) -> tuple[Any, dict[str, Any]]:
+    """Make the trainer of some work.
+
+    Returns:
+        The trainer, and the options of the work that its configuration knows.
+    """
+    if work.trainer == "this":
+        from trl.generation.transformers_backend import TransformersBackend
+
+        meter.watch_generation(TransformersBackend)
+    if work.gpu_path:
+        import gpu_path
+
+        gpu_path.install()
+    positions = work.prompt + work.completion + 8
+    name = f"{work.trainer}-{work.shape}-{work.vocabulary}-{positions}"
+    path = synthetic.save(BENCH / "models" / name, work.shape, work.vocabulary, positions)
+    groups = synthetic.prompts(work.steps, work.prompt, work.vocabulary)
+    make = token_level if work.trainer == "trl-0.20.0" else grouped
+    return make(work, str(path), groups)
+
+
+def shared_options(work: Work) -> dict[str, Any]:
+    """Options that every trainer takes; names that a release lacks are left out later."""
+    rows = work.micro_batch or work.completions
+    return {
+        "output_dir": tempfile.mkdtemp(prefix="bench-"),
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": work.completions // rows,
+        "learning_rate": 1e-6,
+        "bf16": True,
+        "use_cpu": work.device == "cpu",
+        "optim": "adamw_torch_fused",
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "temperature": 1.0,
+        "seed": 0,
+    }
+
+
+def known(config_class: type, options: dict[str, Any]) -> dict[str, Any]:
+    """Those options that a configuration has."""
+    names = {part.name for part in dataclasses.fields(config_class)}
+    return {name: value for name, value in options.items() if name in names}
+
+
+def grouped(work: Work, path: str, groups: list[str]) -> tuple[Any, dict[str, Any]]:
+    """A trainer that is given groups: trl 0.22 and later, and this project."""
+    config_class = getattr(trl, f"{work.algorithm}Config")
+    chosen = known(config_class, json.loads(work.options))
+    options = shared_options(work) | {
+        "max_steps": work.steps,
+        "num_generations": work.completions,
+        "max_prompt_length": None,  # the default of releases that have it cuts prompts at 512
+        "max_completion_length": work.completion,
+        "beta": work.beta,
+        "shuffle_dataset": False,
+    }
+    if work.trainer == "this":
+        options |= {"reward_dry_run": False}
+    trainer = getattr(trl, f"{work.algorithm}Trainer")(
+        model=path,
+        reward_funcs=reward,
+        args=config_class(**known(config_class, options | chosen)),
+        train_dataset=Dataset.from_dict({"prompt": groups}),
+        processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
+    )
+    return trainer, chosen
+
+
+def token_level(work: Work, path: str, groups: list[str]) -> tuple[Any, dict[str, Any]]:
+    """The trainer of trl 0.20, which is given token ids and repeats them."""
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    policy, reference = (AutoModelForCausalLM.from_pretrained(path) for _ in range(2))
+    chosen = known(trl.RLOOConfig, json.loads(work.options))
+    options = shared_options(work) | {
+        "total_episodes": work.completions * work.steps,
+        "rloo_k": work.completions,
+        "num_ppo_epochs": 1,  # one optimizer step for each rollout, as the others
+        "num_sample_generations": 0,
+        "response_length": work.completion,
+        "kl_coef": work.beta,
+    }
+    data = Dataset.from_dict({"input_ids": tokenizer(groups).input_ids})
+    collators = {
+        "tokens": None,
+        "strings": RepeatedStrings(tokenizer, work.completions, None),
+        "strings-1024": RepeatedStrings(tokenizer, work.completions, TRUNCATED_TO),
+    }
+    trainer = trl.RLOOTrainer(
+        config=trl.RLOOConfig(**known(trl.RLOOConfig, options | chosen)),
+        processing_class=tokenizer,
+        policy=policy,
+        ref_policy=reference,
+        reward_model=reward,
+        train_dataset=data,
+        eval_dataset=data,
+        data_collator=collators[work.prompts],
+    )
+    return trainer, chosen
+
+
+class RepeatedStrings:
+    """The proposal's way to repeat prompts: decode, repeat the strings, tokenize them again.
+
+    Args:
+        tokenizer: of the policy.
+        times (`int`): completions of a prompt.
+        longest (`int`, *optional*): where prompts are cut; the proposal cuts at 1024 tokens.
+    """
+
+    def __init__(self, tokenizer: Any, times: int, longest: int | None):
+        self._tokenizer, self._times, self._longest = tokenizer, times, longest
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Make a batch in which every prompt already stands `times` times."""
+        texts = self._tokenizer.batch_decode([row["input_ids"] for row in rows])
+        cut = {"truncation": True, "max_length": self._longest} if self._longest else {}
+        encoded = self._tokenizer(texts * self._times, padding=True, return_tensors="pt", **cut)
+        return {"input_ids": encoded.input_ids.as_subclass(AlreadyRepeated)}
+
+
+class AlreadyRepeated(torch.Tensor):
+    """Token ids that the trainer need not repeat."""
+
+    def repeat(self, *_: int) -> torch.Tensor:
+        """Return the ids as they are."""
+        return self.as_subclass(torch.Tensor)

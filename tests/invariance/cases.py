@@ -1,0 +1,236 @@
+"""What the certificate is about: tiny models, one scripted rollout, and losses."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [
+    str(path) for path in (TESTS.parent, TESTS, TESTS / "trainer", TESTS / "invariance")
+]
+
+from tiny import tiny_tokenizer  # noqa: E402
+
+from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
+from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402
+
+EOS = 1
+GROUP = 4  # completions of a prompt
+MOST_TOKENS = 16  # of a completion
+
+
+# --- Models ---
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A two-layer random model; its weights are large, so that attention and caps matter."""
+
+    config: type
+    model: type
+    shares: bool = True  # whether it can compute a prompt once for its completions
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> nn.Module:
+        """Make the model in float32, always with the same weights."""
+        settings = {
+            "vocab_size": len(tiny_tokenizer()),
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 256,
+            "initializer_range": 0.1,
+            "pad_token_id": 0,
+            "eos_token_id": EOS,
+            "bos_token_id": 2,
+            "tie_word_embeddings": False,
+        }
+        torch.manual_seed(0)
+        return self.model(self.config(**(settings | self.changes))).train()
+
+
+CAPS = {"query_pre_attn_scalar": 8, "final_logit_softcapping": 1.0, "tie_word_embeddings": True}
+MODELS = {
+    "Llama": Architecture(LlamaConfig, LlamaForCausalLM),
+    "Llama, tied head": Architecture(
+        LlamaConfig, LlamaForCausalLM, changes={"tie_word_embeddings": True}
+    ),
+    "Qwen3": Architecture(Qwen3Config, Qwen3ForCausalLM),
+    "Gemma2, soft-capped attention": Architecture(
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        shares=False,
+        changes=CAPS | {"attn_logit_softcapping": 0.5},
+    ),
+    "Gemma3, soft-capped logits": Architecture(
+        Gemma3TextConfig, Gemma3ForCausalLM, changes=CAPS | {"sliding_window": 256}
+    ),
+    "Gemma3, window of 8": Architecture(
+        Gemma3TextConfig, Gemma3ForCausalLM, shares=False, changes=CAPS | {"sliding_window": 8}
+    ),
+    "Cohere, logit scale": Architecture(
+        CohereConfig, CohereForCausalLM, changes={"logit_scale": 0.5, "tie_word_embeddings": True}
+    ),
+    "Granite, logits scaling": Architecture(
+        GraniteConfig, GraniteForCausalLM, changes={"logits_scaling": 2.0}
+    ),
+    "Phi, head bias": Architecture(PhiConfig, PhiForCausalLM),
+}
+
+
+# --- The rollout ---
+
+
+@dataclass(frozen=True)
+class Row:
+    """One completion and its reward."""
+
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+    reward: float
+
+
+# The tokenizer knows no "é": it becomes the padding token, as a real token of the text.
+TEXTS: dict[str, tuple[tuple[str, float], ...]] = {
+    "2+3=": (("5", 1.0), ("5 apples é, ok", 0.25), ("", -0.5), ("6", 0.0)),
+    # Completions that begin alike, that contain each other, and that are the same.
+    "Name the sum of four and three, then stop.": (
+        ("The sum is 7", 2.0),
+        ("The sum is 70", -1.0),
+        ("The sum", 0.5),
+        ("The sum is 7", 2.0),
+    ),
+    # Equal rewards: every advantage is exactly 0.
+    "éCount to three:": (("1 2 3", 1.0), ("one, two, three", 1.0), ("", 1.0), ("3", 1.0)),
+    # Two rewards equal the mean of the others; one completion is cut off at the token limit.
+    "ab é cd": (
+        ("efgh", 0.0),
+        ("Zz", 1.0),
+        ("efghijklmnopqrstuvwxyzABCDEFGH", 2.0),
+        ("efg", 1.0),
+    ),
+}
+ORDERS = ((0, 1, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0))  # of the groups
+
+
+@cache
+def groups(single_zeros: bool = True) -> tuple[tuple[Row, ...], ...]:
+    """The rollout, group by group.
+
+    Args:
+        single_zeros: False: advantages are 0 in a whole group or nowhere in it.
+    """
+    changed = {} if single_zeros else {"Zz": 1.5}
+    return tuple(
+        tuple(
+            Row(encode(prompt), completion(text), changed.get(text, reward))
+            for text, reward in rows
+        )
+        for prompt, rows in TEXTS.items()
+    )
+
+
+@cache
+def encode(text: str) -> tuple[int, ...]:
+    """Token ids of a text."""
+    return tuple(tiny_tokenizer()(text)["input_ids"])
+
+
+def completion(text: str) -> tuple[int, ...]:
+    """A text and the end token, or as much of the text as is generated."""
+    return (*encode(text), EOS)[:MOST_TOKENS]
+
+
+def script(order: int, junk: bool) -> Callable[[Sequence[int], int], list[int]]:
+    """What a backend replays; `order` also turns the completions of a group round."""
+    known = {rows[0].prompt: rows for rows in groups()}
+
+    def replay(ids: Sequence[int], place: int) -> list[int]:
+        written = known[tuple(ids)][(place + order) % GROUP].completion
+        ends = written[-1] == EOS
+        return [*written, *([50, 60, EOS, 0, 70] if junk and ends else [])]
+
+    return replay
+
+
+class Reward:
+    """Looks the reward of a row up by its tokens."""
+
+    __name__ = "scripted_reward"
+
+    def __init__(self, single_zeros: bool):
+        rows = [row for group in groups(single_zeros) for row in group]
+        self._known = {(row.prompt, row.completion): row.reward for row in rows}
+
+    def __call__(
+        self, prompts: list[str], completion_ids: list[list[int]], **others: Any
+    ) -> list[float]:
+        pairs = zip(prompts, completion_ids, strict=True)
+        return [self._known[encode(prompt), tuple(ids)] for prompt, ids in pairs]
+
+
+# --- Losses ---
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A trainer and its options."""
+
+    trainer: type
+    options: dict[str, Any] = field(default_factory=dict)
+    second_pass: bool = False  # the gradient is taken after the weights have moved once
+    learning_rate: float = 0.0  # of that move
+
+    @property
+    def family(self) -> str:
+        """`"RLOO"` or `"GRPO"`."""
+        return self.trainer.method.name
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """An option, for the reference."""
+        return self.options.get(name, default)
+
+
+LOSSES = {
+    "rloo": Loss(RLOOTrainer),
+    "rloo, KL": Loss(RLOOTrainer, {"beta": 0.1, "temperature": 0.7}),
+    "rloo, second pass": Loss(RLOOTrainer, {}, True, 3e-4),
+    "dapo": Loss(GRPOTrainer, {"loss_type": "dapo", "temperature": 0.7}),
+    "dr_grpo": Loss(GRPOTrainer, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    "grpo, KL": Loss(GRPOTrainer, {"loss_type": "grpo", "beta": 0.1}),
+    "dapo, entropy bonus": Loss(
+        GRPOTrainer, {"loss_type": "dapo", "entropy_coef": 0.05, "temperature": 0.7}
+    ),
+    "gspo, second pass": Loss(
+        GRPOTrainer,
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        True,
+        0.02,
+    ),
+}
+REFERENCE_SCALE = 0.9  # the reference policy: the initial weights times this

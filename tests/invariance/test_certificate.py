@@ -1,0 +1,204 @@
+"""The bounds of the certificate, one test for each variant."""
+
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import cases
+import one_row
+from cases import EOS, MOST_TOKENS
+from certificate import (
+    BOUND,
+    DEVIATION,
+    EXACT,
+    EXACT_ON_TWO,
+    HALF_PRECISION,
+    HALF_PRECISION_FACTOR,
+    ON_TWO,
+    RESIDUAL,
+    VARIANTS,
+    Line,
+    all_curves,
+    dropped_difference,
+    gradient_difference,
+    judged,
+    lines_of,
+    main,
+    plain_and_shared,
+)
+from trajectories import CLASSES, OPTIMIZERS, STEPS, compare
+from two_ranks import Job
+from variants import (
+    DIMENSIONS,
+    Variant,
+    difference,
+    measure,
+    pairs,
+    possible_pairs,
+    reference,
+    reference_in,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def job(request):
+    """Two processes that run beside the other tests, if a chosen test needs them."""
+    # Each training run collects garbage, which should not look at libraries.
+    gc.collect()
+    gc.freeze()
+    wanted = any("on_two" in getattr(item, "fixturenames", ()) for item in request.session.items)
+    started = Job() if wanted else None
+    yield started
+    if started is not None:
+        started.stop()
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def on_two(job):
+    """What the two processes found."""
+    return job.result()
+
+
+@pytest.fixture(scope="module")
+def curves(on_two):
+    """Loss curves by optimizer and class."""
+    return all_curves(on_two)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_gradient_is_that_of_single_rows(variant):
+    assert gradient_difference(variant) <= BOUND
+
+
+@pytest.mark.parametrize("variant", EXACT, ids=str)
+def test_rows_left_out_change_no_bit(variant):
+    assert dropped_difference(variant) == 0.0
+
+
+@pytest.mark.parametrize("variant", HALF_PRECISION, ids=str)
+def test_half_precision_is_as_good_as_single_rows(variant):
+    own = difference(reference_in(variant), reference(variant))
+    assert own > BOUND
+    for members in plain_and_shared(variant).values():
+        for member in members:
+            assert gradient_difference(member) <= HALF_PRECISION_FACTOR * own, str(member)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("variant", ON_TWO, ids=str)
+def test_two_processes_give_the_gradient_of_single_rows(on_two, variant):
+    assert difference(on_two[variant], reference(variant)) <= BOUND
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("variant", EXACT_ON_TWO, ids=str)
+def test_rows_left_out_change_no_bit_on_two_processes(on_two, variant):
+    assert torch.equal(on_two[variant], on_two[variant.but(skip=False)])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_loss_curves_stay_together(curves, optimizer):
+    members = curves[optimizer]
+    assert set(members) == set(CLASSES)
+    for losses in members.values():
+        assert losses.shape == (STEPS,) and losses[-1] < losses[0] - 1
+    deviation, residual, pair = compare(members)
+    assert deviation <= DEVIATION, pair
+    assert residual <= RESIDUAL
+
+
+# --- That the certificate can fail ---
+
+
+def test_a_wrong_denominator_is_seen():
+    # This loss divides by the tokens of a micro-batch, on purpose.
+    wrong = measure(Variant(loss="dapo"), loss_type="bnpo").gradient
+    assert difference(wrong, reference(Variant(loss="dapo"))) > 0.01
+
+
+def test_a_wrong_temperature_is_seen():
+    wrong = measure(Variant(), temperature=1.001).gradient
+    assert difference(wrong, reference(Variant())) > 10 * BOUND
+
+
+def test_the_reference_depends_on_what_a_round_has():
+    whole, halves = Variant(loss="dapo"), Variant(loss="dapo", rounds=2)
+    assert difference(reference(halves), reference(whole)) > 0.01
+    assert difference(reference(halves.but(order=1)), reference(halves)) > 0.01
+
+
+def test_an_unexpected_layout_is_seen():
+    plain = measure(Variant(shared=False))
+    assert judged(Variant(shared=False), plain) <= BOUND
+    assert not judged(Variant(), plain) <= BOUND
+
+
+def test_curves_that_part_are_seen():
+    straight = torch.linspace(4, 3, STEPS, dtype=torch.float64)
+    deviation, residual, pair = compare({"a": straight, "b": straight, "c": straight + 0.01})
+    assert deviation == pytest.approx(0.01) and residual == pytest.approx(0.01)
+    assert "c" in pair
+
+
+# --- What is covered ---
+
+
+def test_every_pair_of_values_occurs():
+    covered = set().union(*(pairs(variant, DIMENSIONS) for variant in VARIANTS))
+    assert possible_pairs(DIMENSIONS) <= covered
+    for name, values in DIMENSIONS.items():
+        assert {getattr(variant, name) for variant in VARIANTS} == set(values), name
+
+
+def test_the_rollout_has_the_rows_that_go_wrong():
+    groups = cases.groups()
+    rows = [row for group in groups for row in group]
+    assert len({len(row.prompt) for row in rows}) == len(groups)
+    assert any(row.completion == (EOS,) for row in rows)
+    assert any(row.completion[-1] != EOS and len(row.completion) == MOST_TOKENS for row in rows)
+    assert any(0 in row.prompt for row in rows) and any(0 in row.completion for row in rows)
+    alike = [row.completion for row in groups[1]]
+    assert len(set(alike)) < len(alike) and len({ids[:5] for ids in alike}) == 1
+    credit = [one_row.advantages(cases.LOSSES["rloo"], group, one_row.Known()) for group in groups]
+    assert credit[2] == [0.0] * 4
+    assert sum(a == 0.0 for a in credit[3]) == 2
+
+
+def test_junk_is_written_behind_the_end():
+    row = cases.groups()[0][0]
+    assert cases.script(0, junk=False)(row.prompt, 0) == list(row.completion)
+    written = cases.script(0, junk=True)(row.prompt, 0)
+    assert written[: len(row.completion)] == list(row.completion)
+    assert len(written) > len(row.completion)
+
+
+# --- The report ---
+
+
+@pytest.mark.parametrize(("values", "code"), [([1e-6, 4e-6], 0), ([1e-6, 6e-6], 1)])
+def test_the_report_names_what_is_broken(tmp_path, capsys, values, code):
+    family = ("Llama", "RLOO", "plain rows")
+    variants = [Variant(), Variant(micro_batch=1)]
+    found = [(family, v, value) for v, value in zip(variants, values, strict=True)]
+    file = tmp_path / "report.md"
+    arguments = ["--write", str(file)]
+    assert main(arguments, lambda: {"float32": list(lines_of(found, BOUND))}) == code
+    printed = capsys.readouterr().out
+    assert file.read_text() == printed
+    assert f"2 variants, {code} of 1 bounds broken." in printed
+    assert ("BROKEN: Llama | rloo | shared | micro_batch=1: 6.00e-06" in printed) == bool(code)
+
+
+def test_nan_breaks_a_bound():
+    family = ("Llama", "RLOO", "plain rows")
+    values = [float("nan"), 1.0]
+    [line] = lines_of([(family, Variant(), value) for value in values], 2.0)
+    assert line.variants == 2 and not line.holds
+    assert not Line(*family, 1, float("nan"), 2.0, "").holds

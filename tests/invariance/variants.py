@@ -1,0 +1,297 @@
+"""Every way of computing one and the same gradient, and the gradient that each of them gives."""
+
+import copy
+import dataclasses
+import io
+import itertools
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import cases
+import one_row
+import torch
+from cases import EOS, GROUP, LOSSES, MODELS, ORDERS, TEXTS
+from datasets import Dataset
+from online import config
+from tiny import tiny_tokenizer
+from torch import Tensor, nn
+from transformers import PrinterCallback, TrainerCallback
+
+from trl.generation.scripted import ScriptedBackend
+from trl.models.shared_attention import KEYWORD
+
+ROWS = GROUP * len(TEXTS)
+TILE = 1500  # logits: 23 tokens x 65 of the 95 vocabulary entries
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of computing the gradient of an update."""
+
+    model: str = "Llama"
+    loss: str = "rloo"
+    shared: bool = True  # prompts computed once
+    micro_batch: int = 4  # rows of one forward; the rest is accumulated
+    rounds: int = 1  # generation rounds of the update
+    chunk: int | None = None  # logits held at once
+    padding_side: str = "left"
+    pad_multiple: int | None = None
+    pad_is_eos: bool = False
+    junk: bool = False  # tokens behind the end of completions
+    order: int = 0  # of groups, and of rows in a group
+    skip: bool = True  # rows of zero advantage
+    checkpointing: bool = False
+    logs: bool = False  # entropies are computed for metrics
+    ranks: int = 1
+    precision: str = "float32"
+    single_zeros: bool = True  # single rows of zero advantage, besides a whole group
+
+    def __str__(self) -> str:
+        default = dataclasses.asdict(Variant())
+        changed = {k: v for k, v in dataclasses.asdict(self).items() if v != default[k]}
+        named = [self.model, self.loss, "shared" if self.shared else "plain"]
+        rest = [f"{k}={v}" for k, v in changed.items() if k not in ("model", "loss", "shared")]
+        return " | ".join(named + rest).replace("[", "").replace("]", "")
+
+    def but(self, **changes: Any) -> "Variant":
+        """The same with some changes."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of the update on one rank."""
+        return ROWS // self.micro_batch // self.ranks
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the update can be cut like that."""
+        if self.accumulation % self.rounds:
+            return False
+        return self.rounds == 1 or not LOSSES[self.loss].second_pass
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run gave, and how it got there."""
+
+    gradient: Tensor
+    forwards: int  # with gradient
+    shared: bool  # whether all of them had shared prompts
+
+
+class _Watch(TrainerCallback):
+    """Keeps the last gradient an optimizer was about to use, and looks at the forwards."""
+
+    def __init__(self, model: nn.Module):
+        self.gradient = torch.empty(0)
+        self.packed: list[bool] = []
+        model.register_forward_pre_hook(self._look, with_kwargs=True)
+
+    def _look(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            self.packed.append(kwargs.get(KEYWORD) is not None)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.gradient = flat_gradient(others["model"])
+
+
+def flat_gradient(model: nn.Module) -> Tensor:
+    """All gradients in a row, float32; 0 where there is none."""
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return torch.cat([grad.flatten().float() for grad in found])
+
+
+def measure(variant: Variant, **changes: Any) -> Measured:
+    """Train one update (two, if the loss has a second pass) and return its gradient.
+
+    Args:
+        changes: options of the trainer that are unlike those of the variant.
+    """
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+        trainer = make_trainer(variant, folder, **changes)
+        watch = _Watch(trainer.model)
+        trainer.add_callback(watch)
+        trainer.train()
+    return Measured(watch.gradient, len(watch.packed), all(watch.packed))
+
+
+def make_trainer(variant: Variant, folder: str, **changes: Any) -> Any:
+    """The real trainer of a variant, over scripted completions."""
+    loss = LOSSES[variant.loss]
+    prompts = [list(TEXTS)[i] for i in ORDERS[variant.order]]
+    trainer = loss.trainer(
+        model=initial(variant.model, variant.precision),
+        reward_funcs=cases.Reward(variant.single_zeros),
+        args=config(folder, loss.trainer.config_class, **(options(variant) | changes)),
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=tokenizer(variant),
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.backend = ScriptedBackend(
+        cases.script(variant.order, variant.junk), lambda count: trainer.ranks.rank * count
+    )
+    if trainer.reference is not None:
+        with torch.no_grad():
+            for parameter in trainer.reference.model.parameters():
+                parameter.mul_(cases.REFERENCE_SCALE)
+    return trainer
+
+
+def options(variant: Variant) -> dict[str, Any]:
+    """The options of a trainer that make a variant."""
+    loss = LOSSES[variant.loss]
+    passes = 2 if loss.second_pass else 1
+    return loss.options | {
+        "shared_prefix": variant.shared,
+        "per_device_train_batch_size": variant.micro_batch,
+        "gradient_accumulation_steps": variant.accumulation,
+        "steps_per_generation": variant.accumulation // variant.rounds,
+        "logits_chunk_size": variant.chunk,
+        "pad_to_multiple_of": variant.pad_multiple,
+        "skip_zero_advantages": variant.skip,
+        "gradient_checkpointing": variant.checkpointing,
+        "logging_steps": 1 if variant.logs else 1000,
+        "bf16": variant.precision == "bf16 autocast",
+        "num_generations": GROUP,
+        "max_completion_length": cases.MOST_TOKENS,
+        "num_iterations": passes,
+        "max_steps": passes,
+        "learning_rate": loss.learning_rate,
+        "log_memory": False,
+        "reward_dry_run": False,
+    }
+
+
+@cache
+def _built(model: str) -> nn.Module:
+    return MODELS[model].build()
+
+
+def initial(model: str, precision: str = "float32") -> nn.Module:
+    """A fresh copy of a model."""
+    fresh = copy.deepcopy(_built(model))
+    return fresh.bfloat16() if precision == "bf16 weights" else fresh
+
+
+def tokenizer(variant: Variant) -> Any:
+    """The tokenizer; its padding must not matter."""
+    found = tiny_tokenizer()
+    found.padding_side = variant.padding_side
+    if variant.pad_is_eos:
+        found.pad_token = found.convert_ids_to_tokens(EOS)
+    return found
+
+
+# --- The reference ---
+
+
+def reference(variant: Variant) -> Tensor:
+    """The gradient by definition, in float32 from the weights the variant has."""
+    return _reference(_Key.of(variant))
+
+
+def reference_in(variant: Variant) -> Tensor:
+    """The gradient by definition, computed in the variant's own precision."""
+    autocast = variant.precision == "bf16 autocast"
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return _Key.of(variant).gradient(initial(variant.model, variant.precision))
+
+
+@dataclass(frozen=True)
+class _Key:
+    """All that the gradient may depend on."""
+
+    model: str
+    loss: str
+    single_zeros: bool
+    rounds: tuple[tuple[int, ...], ...]  # groups of each
+    weights: str
+
+    @classmethod
+    def of(cls, variant: Variant) -> "_Key":
+        order = ORDERS[0 if variant.rounds == 1 else variant.order]
+        size = len(order) // variant.rounds
+        rounds = tuple(order[i : i + size] for i in range(0, len(order), size))
+        weights = "bf16 weights" if variant.precision == "bf16 weights" else "float32"
+        return cls(variant.model, variant.loss, variant.single_zeros, rounds, weights)
+
+    def gradient(self, model: nn.Module) -> Tensor:
+        groups = cases.groups(self.single_zeros)
+        parts = [[groups[i] for i in members] for members in self.rounds]
+        return one_row.gradient(model, LOSSES[self.loss], parts)
+
+
+@cache
+def _reference(key: _Key) -> Tensor:
+    return key.gradient(initial(key.model, key.weights).float())
+
+
+def difference(gradient: Tensor, expected: Tensor) -> float:
+    """||gradient - expected|| / ||expected||."""
+    return float((gradient - expected).norm() / expected.norm())
+
+
+# --- Which variants ---
+
+Dimensions = Mapping[str, Sequence[Any]]
+DIMENSIONS: Dimensions = {
+    "model": tuple(MODELS),
+    "loss": tuple(LOSSES),
+    "shared": (True, False),
+    "micro_batch": (1, 2, 4, 8, 16),
+    "rounds": (1, 2),
+    "chunk": (None, 0, TILE),
+    "padding_side": ("left", "right"),
+    "pad_multiple": (None, 8, 64),
+    "pad_is_eos": (False, True),
+    "junk": (False, True),
+    "order": (0, 1, 2),
+    "skip": (True, False),
+    "checkpointing": (False, True),
+    "logs": (False, True),
+}
+
+
+def possible_pairs(dimensions: Dimensions) -> set:
+    """All pairs of (dimension, value) that do not contradict each other."""
+    values = [[(name, value) for value in dimensions[name]] for name in dimensions]
+    every = (
+        pair
+        for one, other in itertools.combinations(values, 2)
+        for pair in itertools.product(one, other)
+    )
+    return {pair for pair in every if Variant(**dict(pair)).is_possible}
+
+
+def covering(dimensions: Dimensions, seed: int = 0) -> list[Variant]:
+    """Few variants among which every possible pair of values of two dimensions occurs."""
+    generator = random.Random(seed)
+    missing = possible_pairs(dimensions)
+    found: list[Variant] = []
+    while missing:
+        # Each candidate has one missing pair for certain.
+        wanted = sorted(missing, key=repr)
+        drawn = [draw(dimensions, generator, generator.choice(wanted)) for _ in range(60)]
+        candidates = [variant for variant in drawn if variant is not None]
+        if candidates:
+            found.append(max(candidates, key=lambda v: len(pairs(v, dimensions) & missing)))
+            missing -= pairs(found[-1], dimensions)
+    return found
+
+
+def pairs(variant: Variant, dimensions: Dimensions) -> set:
+    """All pairs of (dimension, value) of a variant."""
+    values = [(name, getattr(variant, name)) for name in dimensions]
+    return set(itertools.combinations(values, 2))
+
+
+def draw(dimensions: Dimensions, generator: random.Random, fixed: tuple = ()) -> Variant | None:
+    """A random variant with some values given; None if they contradict each other."""
+    chosen = {name: generator.choice(values) for name, values in dimensions.items()}
+    variant = Variant(**(chosen | dict(fixed)))
+    return variant if variant.is_possible else None

@@ -1,0 +1,201 @@
+"""The benchmark programs: what they compute from measurements, and that each one starts."""
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from workspace import ROOT
+
+BENCH = ROOT / "scripts" / "bench"
+PROGRAMS = ("environments", "work", "memory", "step", "gpu", "report")
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Import a module of scripts/bench; none of them stays behind under its short name."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(BENCH))
+    yield importlib.import_module
+    own = {path.stem for path in BENCH.glob("*.py")}
+    for name in own & (set(sys.modules) - before):
+        del sys.modules[name]
+
+
+def run(*peaks, **more):
+    return [{"peak": peak, "seconds": {}, "steps": []} | more for peak in peaks]
+
+
+def row(setting, runs, **work):
+    return {"setting": setting, "work": {"trainer": "this"} | work, "runs": runs}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_explains_itself(name):
+    shown = subprocess.run(
+        [sys.executable, BENCH / f"{name}.py", "--help"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "usage:" in shown.stdout
+
+
+def test_peaks_growth_and_reduction(load):
+    tables = load("tables")
+    shape = {"prompt": 3100, "completion": 53}
+    found = [
+        row("a", run(1_000_000, 3_000_000, 2_000_000), prompt=3100),  # 2 and 53 are the defaults
+        row("a", run(8_000_000), prompt=3100, completions=16),
+        row("b", run(500_000), prompt=3100, vocabulary=9),
+        row("b", [{"skipped": "why", "predicted": [7.5, 1.0]}], prompt=3100, completions=16),
+        row("c", [{"error": "why"}], prompt=3100),
+        row("d", run(1), prompt=3100, algorithm="GRPO"),
+    ]
+    rows = tables.Rows(found)
+    assert rows.settings() == {"a", "b", "d"}
+    peaks = tables.peak_table(rows, {"a": "A", "b": "B", "c": "C"}, (2, 16), **shape)
+    assert peaks.splitlines() == [
+        "| MB | k = 2 | k = 16 |",
+        "| --- | ---: | ---: |",
+        "| A | 2 | 8 |",
+        "| B | 0 | (about 7,500) |",
+    ]
+    growth = tables.growth_table(rows, {"a": "A", "b": "B"}, **shape).splitlines()
+    assert growth[2:] == ["| A | 4.00 | - |", "| B | - | - |"]
+    bases = {"a times eight": ("a", 8.0), "missing": ("d", 1.0)}
+    reduced = tables.reduction_table(rows, {"a": "A", "b": "B"}, bases, **shape, completions=2)
+    assert reduced.splitlines()[2:] == ["| A | 2 | 8.0x | - |", "| B | 0 | 32.0x | - |"]
+    assert rows.cell("c", **shape) == "failed"
+    assert rows.cell("d", **shape) == "-"
+    assert rows.cell("d", **shape, algorithm="GRPO") == "0"
+
+
+def test_phases_come_from_the_last_step_and_peaks_from_all(load):
+    tables = load("tables")
+    steps = [{"tokens": {"scoring": 70}}, {"tokens": {"generation": 1200, "scoring": 30}}]
+    peaks = {"generation": 5e6, "backward": 9e6}
+    rows = tables.Rows([row("a", run(9e6, steps=steps, phase_peaks=peaks))])
+    counted = tables.phase_table(rows, {"a": "A", "b": "B"}, "tokens").splitlines()
+    assert counted[2:] == ["| A | 1,200 | 30 | 0 | 1,230 |"]
+    held = tables.phase_table(rows, {"a": "A"}, "phase_peaks").splitlines()
+    assert held[2] == "| A | 5 | 0 | 0 | 9 | 0 | 0 | 9 |"
+
+
+def test_step_seconds_leave_out_the_first_step(load):
+    step, tables = load("step"), load("tables")
+    steps = [
+        {"seconds": {"generation": 90.0, "scoring": 9.0}},
+        {"seconds": {"generation": 1.0, "scoring": 2.0, "backward": 3.0}},
+        {"seconds": {"generation": 2.0, "forward": 4.0, "backward": 5.0}},
+    ]
+    seconds = step.phase_seconds({"steps": steps})
+    assert seconds == {
+        "generation": 1.5,
+        "scoring": 1.0,
+        "forward": 2.0,
+        "backward": 4.0,
+        "training": 7.0,
+        "total": 8.5,
+    }
+    assert tables.ratio_with_spread([1.0, 2.0, 4.0], [3.0, 4.0, 4.0]) == (2.0, 1.0, 3.0)
+
+
+def test_a_result_file_keeps_what_it_had(load, tmp_path):
+    runs = load("runs")
+    store = runs.Store(tmp_path / "bench-test.json")
+    work = runs.Work(completions=4, timeline=True)
+    store.add("a", work, {"error": "out of memory"})
+    store.add("a", work, {"peak": 3})
+    store.add("a", runs.Work(completions=4), {"peak": 5})  # watched less closely: the same work
+    store.add("b", work, {"peak": 7})
+    again = runs.Store(tmp_path / "bench-test.json")
+    assert [r["runs"] for r in again.rows()] == [[{"peak": 3}, {"peak": 5}], [{"peak": 7}]]
+    assert runs.peak_of(again.find("a", work)) == 4
+    assert again.find("a", runs.Work(completions=8)) is None
+    again.drop({"a"})
+    assert [r["setting"] for r in store.rows()] == ["b"]
+    (runs.environments.BENCH / "bench-test.lock").unlink()
+
+
+def test_a_cell_too_large_is_predicted_from_half_of_it(load, tmp_path):
+    memory, runs = load("memory"), load("runs")
+    store = runs.Store(tmp_path / "bench-test.json")
+    works = [memory.SETTINGS["first"].work(completions=count) for count in (2, 4, 8)]
+    store.add("first", works[0], {"peak": 3_000_000_000, "seconds": {"forward": 90.0}})
+    cell = memory.Cell("first", works[1])
+    assert memory.predicted(store, cell) == (6.0, 3.0)
+    limits = memory.argparse.Namespace(gb=5.0, minutes=60.0)
+    memory.run_cell(store, cell, limits)
+    assert store.find("first", works[1])["runs"][0]["skipped"].startswith("expected to take 6 GB")
+    assert memory.predicted(store, memory.Cell("first", works[2])) == (12.0, 6.0)
+    (runs.environments.BENCH / "bench-test.lock").unlink()
+
+
+def test_thinned_timelines_keep_the_peak(load):
+    meter = load("meter")
+    events = [(i / 1000, (i * 7919) % 1009, "forward") for i in range(1000)]
+    thinned = meter.thin(events, points=50)
+    assert len(thinned) <= 51
+    assert max(e[1] for e in thinned) == max(e[1] for e in events)
+    assert meter.thin([]) == []
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not shutil.which("gcc"), reason="needs Linux and a C compiler"
+)
+def test_the_meter_counts_every_byte():
+    code = """
+import meter; meter.preload()
+import torch
+memory = meter.CpuBytes()
+memory.reset()
+memory.enter("scoring")
+x = torch.empty(64, 4096)
+y = torch.logsumexp(x, -1)  # beside input and output: exp(x - max) of x's size, and the maximum
+del x, y
+memory.enter("forward")
+z = torch.empty(1000)
+print(memory.peak(), memory.phase_peaks()["forward"])
+"""
+    script = ROOT / ".bench" / f"count-{os.getpid()}.py"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(code)
+    try:
+        done = subprocess.run(
+            [sys.executable, script],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(BENCH)},
+        )
+    finally:
+        script.unlink()
+    assert done.stdout.split() == [str(2 * 64 * 4096 * 4 + 2 * 256), "4000"], done.stderr
+
+
+def test_the_report_is_written_from_results_alone(load, tmp_path):
+    report = load("report")
+    phases = {"generation": 1e6, "backward": 3e6}
+    steps = [{name: {"forward": 8} for name in ("tokens", "seconds", "cpu_seconds")}]
+    events = [[0.0, 5, "forward"], [1.0, 9, "backward"]]
+    full = {"phase_peaks": phases, "steps": steps, "versions": {"trl": "0"}, "timeline": events}
+    cell = {"prompt": 3100, "completions": 8}
+    machine = {"cpu": "C", "cores": 2, "memory_gb": 4, "system": "S", "python": "3"}
+    claims = {"prompt": 3020, "completion": 100}
+    rows = [
+        row("all", run(3_000_000, **full), **cell),
+        row("first", run(9_000_000, **full), **cell),
+        row("old", run(100_000_000), **claims),
+        row("old", run(38_000_000), **claims, prompts="strings-1024"),
+    ]
+    (tmp_path / "memory.json").write_text(json.dumps({"machine": machine, "rows": rows}))
+    report.memory_report(tmp_path)
+    text = (tmp_path / "memory.md").read_text()
+    assert "| + bounded generation: all on | 3 | - | 3.0x | - | - |" in text
+    assert "| 2, trl 0.20.0, vocabulary / 8 | 100 | 38 (-62 %) | - |" in text
+    charts = {path.name for path in tmp_path.glob("*.png")}
+    assert {"peak_against_k.png", "memory_over_time.png", "tokens.png"} <= charts
