@@ -28,7 +28,7 @@ ALLOWED = {
         *("generation", "online", "rewards"),
     },
     "cli": {"imports", "wording", "trainer", "data", "scripts", "rewards"},
-    "scripts": {"imports", "wording", "trainer", "data", "cli", "rewards"},
+    "scripts": {"imports", "wording", "trainer", "data", "cli", "rewards", "memory"},
     "__main__": {"cli"},
 }
 FACADES = {"data_utils"}

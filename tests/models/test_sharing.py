@@ -238,7 +238,7 @@ def test_refusals_are_said_once_for_each_reason(log):
         batch = group(3, length)
         assert (score(model, batch).logps - alone(model, batch)).abs().max() < 1e-5
     assert len(said(log)) == 1
-    assert "a row of 23" in said(log)[0] and "a row of 27" in said(log)[1]
+    assert "shorter than some rows" in said(log)[0]
     assert score.sharing.enabled, "short rows are shared"
 
 

@@ -106,10 +106,8 @@ class Layer:
         factors = (2 if model.gated else 1) * self.product * model.intermediate
         cast = self.product * model.hidden if self.autocast else 0
         mlp = self._saved_mlp() + self.stream + cast + factors
-        # The gradient of the result, in two layouts if tails are merged, and those of queries, keys
-        # and values.
-        copies = 2 if tails else 1
-        attention = self.product * ((copies + 1) * model.queries + 2 * model.keys)
+        # The gradients of the result, of queries, keys and values.
+        attention = self.product * 2 * (model.queries + model.keys)
         # For tails: copies of all that attention kept (the kernel copies the result once more) and
         # of the gradient of its result; and gradients, next to those of the attention to prefixes.
         merging = self.product * (6 * model.queries + 4 * model.keys)

@@ -6,7 +6,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 
-SHORTEST_PASS = 2048  # tokens; shorter forwards over shared prompts are not cut
+# Tokens: shorter forwards over shared prompts are not cut, nor shorter passes over tails.
+SHORTEST_PASS = 2048
+SHORTEST_TAIL_PASS = 1536
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class RunSettings:
         tails = rows * tail
         if not cuts or prefix + tails <= SHORTEST_PASS or not tails:
             return Forward(((prefix + tails, tails),))
-        most = max(1, max(SHORTEST_PASS, prefix // 2) // tail) * tail
+        most = max(1, max(SHORTEST_TAIL_PASS, prefix // 2) // tail) * tail
         sizes = [most] * (tails // most) + [tails % most] * (tails % most > 0)
         return Forward(((prefix, 0), *((size, size) for size in sizes)))
 
