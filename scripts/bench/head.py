@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trl.memory.tensor_bytes import TensorBytes
 from trl.ops.linear_logprobs import Tiling, linear_log_probs
 
 ROOT = Path(__file__).parents[2]
@@ -54,13 +55,12 @@ def measure(run: Callable[[], None], device: str) -> tuple[float, float]:
     return time.process_time() - started, float("nan")
 
 
-def peak_on_cpu(run: Callable[[], None]) -> float:
-    """Bytes at the peak of tensors that operations return."""
-    from trl.memory.tensor_bytes import TensorBytes
-
-    with TensorBytes() as counter:
+def peak_on_cpu(run: Callable[[], None], inputs: list[Tensor]) -> float:
+    """Bytes at the peak of tensors that operations return, above the inputs."""
+    for tensor in inputs:
+        tensor.grad = None
+    with TensorBytes(inputs) as counter:
         before = counter.live
-        counter.peak = before
         run()
     return counter.peak - before
 
@@ -90,7 +90,10 @@ def rows(device: str, dtype: torch.dtype, rounds: int) -> list[list[str]]:
                 seconds, peaks[chunk] = measure(run, device)
                 times[chunk].append(seconds)
         if device == "cpu":
-            peaks = {chunk: peak_on_cpu(run) for chunk, run in ways.items()}
+            peaks = {
+                chunk: peak_on_cpu(run, [hidden, weight, ids, upstream])
+                for chunk, run in ways.items()
+            }
         gradients = hidden.nbytes + weight.nbytes
         peaks = {chunk: peak - gradients for chunk, peak in peaks.items()}
         for chunk in CHUNKS[device]:

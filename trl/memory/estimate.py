@@ -174,9 +174,9 @@ class Estimate:
         earlier = 0
         for number, (tokens, tails) in enumerate(forward.passes):
             always = casts + (layers * self._kept_of_layer + layer.last_norm) * earlier
-            if forward.is_cut:
-                # The gradient of all hidden states; kept keys and values, and their gradients.
-                always += layer.stream * forward.tokens + 2 * self._kept_keys(forward)
+            # Kept keys and values, and their gradients; that of all hidden states, to the end.
+            always += 2 * self._kept_keys(forward)
+            always += layer.stream * forward.tokens if number else 0
             always += self._again(tokens, tails, forward.kept if number else 0)
             # Gradients are added to what is held when the first pass, the last to be gone back
             # through, is done; until then those of all passes are summed apart.
