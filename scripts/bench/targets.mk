@@ -6,9 +6,10 @@ bench-memory:  ## peak memory against other trainers, each in its own environmen
 bench-report:  ## tables and charts of what bench-memory measured
 bench-step:  ## time of a training step by phase, against another trainer
 bench-head:  ## log-probabilities in tiles against full logits
+bench-options:  ## what each option saves
 bench-plan:  ## memory that `trl memory-plan` predicts against what is measured
 bench-gpu:  ## all of this on a GPU, if there is one
-BENCHES := bench-memory bench-report bench-step bench-head bench-plan bench-gpu
+BENCHES := bench-memory bench-report bench-step bench-head bench-options bench-plan bench-gpu
 $(BENCHES): $(VENV)/.dev
 	$(PY) scripts/bench/$(@:bench-%=%).py $(ARGS)
 

@@ -1,0 +1,82 @@
+"""What each option that saves memory saves, and what time it costs: docs/benchmarks/options.md.
+
+One prompt with eight completions, two steps of RLOO; each line changes one option of the defaults
+and runs in its own process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from memory import OFF
+from runs import RESULTS, Work, execute
+from tables import markdown, megabytes
+
+SIZES: dict[str, Any] = {
+    "prompt": 1024,
+    "completion": 128,
+    "completions": 8,
+    "vocabulary": 32_000,
+    "shape": "small",
+    "steps": 2,
+}
+PHASES = ("generation", "scoring", "forward", "backward", "optimizer")
+# title, options of the configuration, other fields of the work
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("defaults", {}, {}),
+    ("shared_prefix=False", {"shared_prefix": False}, {}),
+    ("logits_chunk_size=0", {"logits_chunk_size": 0}, {}),
+    ("reuse_sampling_logps=False", {"reuse_sampling_logps": False}, {}),
+    ("gradient_checkpointing=False", {"gradient_checkpointing": False}, {}),
+    ("per_device_train_batch_size=2", {}, {"micro_batch": 2}),
+    ("generation_max_rows=2", {"generation_max_rows": 2}, {}),
+    ("beta=0", {}, {"beta": 0.0}),
+    ('optim="adafactor"', {"optim": "adafactor"}, {}),
+    ('optim="sgd"', {"optim": "sgd"}, {}),
+    ("all savings off", OFF | {"gradient_checkpointing": False}, {}),
+]
+
+
+def row(title: str, run: dict[str, Any]) -> list[str]:
+    """A line of the table; figures of the second step."""
+    if "peak" not in run:
+        return [title, run["error"], *["-"] * (len(PHASES) + 2)]
+    last = run["steps"][-1]
+    peaks = run["phase_peaks"]
+    seconds = sum(last["cpu_seconds"].values())
+    tokens = sum(last["tokens"].values())
+    phases = [megabytes(peaks.get(name)) for name in PHASES]
+    return [title, megabytes(run["peak"]), *phases, f"{seconds:.2f}", f"{tokens:,.0f}"]
+
+
+def main() -> None:
+    """Measure, print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=RESULTS / "options.md")
+    options = parser.parse_args()
+    lines = []
+    for title, chosen, fields in CASES:
+        work = Work(**SIZES | fields | {"options": json.dumps(chosen)})
+        lines.append(row(title, execute(work)))
+        print(" | ".join(lines[-1]), flush=True)
+    headers = ["", "peak", *PHASES, "CPU seconds", "tokens"]
+    text = (
+        "# What each option saves\n\n"
+        "One prompt of 1,024 tokens, eight completions of 128, two steps of RLOO with `beta=0.05`; "
+        "a random Qwen3 with four layers, hidden size 256 and a tied vocabulary of 32,000; "
+        "bfloat16 by autocast, one thread. Each line changes one option. Peaks in MB above the start of "
+        "`train()`, the most of two steps, by the meter of [this page](memory.md). Processor "
+        "seconds and tokens through the model are of the second step.\n\n"
+        f"Made by `make bench-options` on {platform.machine()}, torch {torch.__version__}.\n\n"
+        f"{markdown(headers, lines)}\n"
+    )
+    options.output.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
