@@ -16,7 +16,7 @@ COLORS = dict(zip(PHASES, ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2"
 
 
 def _finish(figure: Any, path: Path) -> None:
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.06 if figure.legends else 0, 1, 1))
     # No date and no version in the file, so that the same figures give the same bytes.
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)
@@ -29,19 +29,20 @@ def peak_against_count(
     shapes = ((3100, 53), (3100, 256), (512, 53), (512, 256))
     figure, axes = plt.subplots(2, 2, figsize=(12, 9), sharex=True)
     for axis, (prompt, completion) in zip(axes.flat, shapes, strict=True):
-        for name, title in titles.items():
+        for place, (name, title) in enumerate(titles.items()):
             shape = {"prompt": prompt, "completion": completion}
             points = [(k, rows.peak(name, completions=k, **shape)) for k in counts]
             points = [(k, peak / 1e6) for k, peak in points if peak is not None]
             if points:
-                axis.plot(*zip(*points, strict=True), marker="o", label=title)
+                axis.plot(*zip(*points, strict=True), f"C{place % 10}o-", label=title)
         axis.set(xscale="log", yscale="log", xlabel="completions of a prompt (k)", ylabel="MB")
         axis.set_title(f"prompt {prompt:,}, completion {completion}")
         axis.set_xticks(counts, [str(k) for k in counts])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    if axes.flat[0].lines:
-        axes.flat[0].legend(fontsize=8)
+    drawn = {line.get_label(): line for axis in axes.flat for line in axis.lines}
+    if drawn:
+        figure.legend(drawn.values(), drawn, fontsize=8, ncol=4, loc="lower center")
     _finish(figure, path)
 
 

@@ -40,6 +40,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Block *table;
 static int64_t live[KINDS], peak[KINDS], phase_peak[PHASES][KINDS];
 static int32_t phase, operation;
+static int apart;  // count what is taken now apart from tensors
 
 static Event *events;
 static int event_count, event_room;
@@ -99,7 +100,7 @@ static void keep_largest(void) {
 static void take(void *pointer, size_t bytes, uintptr_t caller) {
     pthread_mutex_lock(&lock);
     if (!table) table = calloc(SLOTS, sizeof(Block));
-    int kind = kind_of(caller);
+    int kind = apart ? 1 : kind_of(caller);
     uint32_t i = home((uintptr_t)pointer);
     for (uint32_t tried = 0; table[i].address && table[i].address != (uintptr_t)pointer; tried++) {
         if (tried == SLOTS) abort();  // a count that misses blocks would be worse than none
@@ -193,6 +194,8 @@ void cpumem_phase(int next) {
     record_event(1);
     pthread_mutex_unlock(&lock);
 }
+
+void cpumem_apart(int on) { apart = on; }
 
 void cpumem_operation(int next) { operation = next; }
 

@@ -5,10 +5,15 @@ same arithmetic with many temporaries of the tile's size. To compare memory with
 have, the two kernels are replaced by plain functions that read one row of a tile at a time. They
 are written from the kernels' argument names; their results equal those of the CPU path. They say
 nothing about speed.
+
+In its backward pass the release also makes float32 copies of each bfloat16 tile, to multiply
+matrices. It is not known here whether it does so on a GPU, which can multiply without them.
+`LeaveOutCopies` takes it that it does not, so the numbers are the least that it may hold.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,6 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+COLUMNS, ROWS = 4096, 32  # of a tile at least; no other matrix of the tiny model has as many
 
 
 class Launcher:
@@ -36,6 +44,33 @@ def install() -> None:
     kernels.triton = SimpleNamespace(cdiv=lambda size, block: -(-size // block))  # grids ask for it
     for name in ("trl.kernels.chunked_logprob", "trl.trainer.utils"):
         importlib.import_module(name)._use_triton = lambda device: True
+
+
+class LeaveOutCopies(TorchDispatchMode):
+    """Counts float32 copies of bfloat16 tiles apart from tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._library = ctypes.CDLL(None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and count what it makes apart if it copies a tile."""
+        kwargs = kwargs or {}
+        if not is_copy_of_tile(func, args, kwargs):
+            return func(*args, **kwargs)
+        self._library.cpumem_apart(1)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._library.cpumem_apart(0)
+
+
+def is_copy_of_tile(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation turns a matrix with a tile's columns from bfloat16 into float32."""
+    if func is not torch.ops.aten._to_copy.default or kwargs.get("dtype") is not torch.float32:
+        return False
+    rows, columns = sorted(args[0].shape) if args[0].dim() == 2 else (0, 0)  # or transposed
+    return args[0].dtype is torch.bfloat16 and columns >= COLUMNS and rows >= ROWS
 
 
 def _scaled(row: Tensor, columns: int, options: dict[str, Any]) -> Tensor:

@@ -11,13 +11,14 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from trl.memory.tensor_bytes import TensorBytes
-from trl.ops.linear_logprobs import Tiling, linear_log_probs
+from trl.ops.linear_logprobs import Tiling, default_chunk, linear_log_probs
 
 ROOT = Path(__file__).parents[2]
 # tokens, hidden size, vocabulary
@@ -28,12 +29,15 @@ SHAPES = {
 CHUNKS = {"cpu": [2**18, 2**20, 2**22, 2**24], "cuda": [2**24, 2**25, 2**26, 2**27, 2**28]}
 
 
+Way = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
 def full_logits(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     """The plain way: logits, log-softmax in float32, and the chosen entries."""
     return (hidden @ weight.t()).float().log_softmax(-1).gather(1, ids[:, None]).squeeze(1)
 
 
-def bounded(chunk: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def bounded(chunk: int) -> Way:
     """The bounded head that holds `chunk` logits at once."""
     return lambda hidden, weight, ids: linear_log_probs(
         hidden, weight, ids, None, Tiling(chunk=chunk)
@@ -65,50 +69,67 @@ def peak_on_cpu(run: Callable[[], None], inputs: list[Tensor]) -> float:
     return counter.peak - before
 
 
-def rows(device: str, dtype: torch.dtype, rounds: int) -> list[list[str]]:
-    """One line of the table for each shape and chunk."""
-    found = []
-    for tokens, size, vocabulary in SHAPES[device]:
-        hidden = torch.randn(tokens, size, device=device, dtype=dtype, requires_grad=True)
-        weight = torch.randn(vocabulary, size, device=device).mul_(size**-0.5).to(dtype)
-        weight.requires_grad_()
-        ids = torch.randint(vocabulary, (tokens,), device=device)
-        upstream = torch.randn(tokens, device=device)
+@dataclass
+class Inputs:
+    """Hidden states, weight, ids and upstream gradient of one shape."""
 
-        def step(function: Callable[..., Tensor]) -> Callable[[], None]:
-            def run() -> None:
-                hidden.grad = weight.grad = None
-                function(hidden, weight, ids).backward(upstream)
+    hidden: Tensor
+    weight: Tensor
+    ids: Tensor
+    upstream: Tensor
 
-            return run
+    @classmethod
+    def of(cls, shape: tuple[int, int, int], device: str) -> Inputs:
+        """Random inputs in float32."""
+        tokens, size, vocabulary = shape
+        weight = torch.randn(vocabulary, size, device=device).mul_(size**-0.5)
+        return cls(
+            torch.randn(tokens, size, device=device, requires_grad=True),
+            weight.requires_grad_(),
+            torch.randint(vocabulary, (tokens,), device=device),
+            torch.randn(tokens, device=device),
+        )
 
-        ways = {0: step(full_logits)} | {chunk: step(bounded(chunk)) for chunk in CHUNKS[device]}
-        times: dict[int, list[float]] = {chunk: [] for chunk in ways}
-        peaks = {}
-        for _ in range(rounds):
-            for chunk, run in ways.items():
-                seconds, peaks[chunk] = measure(run, device)
-                times[chunk].append(seconds)
-        if device == "cpu":
-            peaks = {
-                chunk: peak_on_cpu(run, [hidden, weight, ids, upstream])
-                for chunk, run in ways.items()
-            }
-        gradients = hidden.nbytes + weight.nbytes
-        peaks = {chunk: peak - gradients for chunk, peak in peaks.items()}
-        for chunk in CHUNKS[device]:
-            ratios = [a / b for a, b in zip(times[chunk], times[0], strict=True)]
-            found.append(
-                [
-                    f"{tokens} x {size} x {vocabulary:,}",
-                    f"{chunk:,}",
-                    f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-                    f"{peaks[chunk] / 1e6:,.0f}",
-                    f"{peaks[0] / 1e6:,.0f}",
-                    f"{peaks[0] / peaks[chunk]:.1f}",
-                ]
-            )
-    return found
+    def step(self, function: Way) -> Callable[[], None]:
+        """A forward and a backward pass."""
+
+        def run() -> None:
+            self.hidden.grad = self.weight.grad = None
+            function(self.hidden, self.weight, self.ids).backward(self.upstream)
+
+        return run
+
+
+def shape_rows(shape: tuple[int, int, int], device: str, rounds: int) -> list[list[str]]:
+    """The lines of one shape, one for each chunk."""
+    inputs = Inputs.of(shape, device)
+    ways = {0: inputs.step(full_logits)}
+    ways |= {chunk: inputs.step(bounded(chunk)) for chunk in CHUNKS[device]}
+    times: dict[int, list[float]] = {chunk: [] for chunk in ways}
+    peaks: dict[int, float] = {}
+    for _ in range(rounds):
+        for chunk, run in ways.items():
+            seconds, peaks[chunk] = measure(run, device)
+            times[chunk].append(seconds)
+    if device == "cpu":
+        known = [inputs.hidden, inputs.weight, inputs.ids, inputs.upstream]
+        peaks = {chunk: peak_on_cpu(run, known) for chunk, run in ways.items()}
+    gradients = inputs.hidden.nbytes + inputs.weight.nbytes
+    peaks = {chunk: peak - gradients for chunk, peak in peaks.items()}
+    ratios = {chunk: [a / b for a, b in zip(times[chunk], times[0], strict=True)] for chunk in ways}
+    tokens, size, vocabulary = shape
+    return [
+        [
+            f"{tokens} x {size} x {vocabulary:,}",
+            f"{chunk:,}",
+            f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})",
+            f"{peaks[chunk] / 1e6:,.0f}",
+            f"{peaks[0] / 1e6:,.0f}",
+            f"{peaks[0] / peaks[chunk]:.1f}",
+        ]
+        for chunk, found in ratios.items()
+        if chunk
+    ]
 
 
 def main() -> None:
@@ -120,17 +141,21 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    table = rows(device, torch.float32, options.rounds)
+    parts = [shape_rows(shape, device, options.rounds) for shape in SHAPES[device]]
+    table = [line for part in parts for line in part]
     names = ["tokens x hidden x vocabulary", "logits held", "time / full logits"]
     names += ["peak, MB", "full logits, MB", "full / bounded"]
     lines = [names, ["---"] * len(names), *table]
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {options.threads} thread"
     text = (
         "# Bounded head against full logits\n\n"
-        "Forward and backward pass of log-probabilities in float32. Peaks are beyond the inputs and "
-        "their gradients, which both must hold. Times are process time on a CPU and wall time on a GPU; "
-        f"ratios are the median of {options.rounds} alternating rounds, with their range.\n\n"
-        f"Made by `make bench-head` on {name}, {platform.machine()}, torch {torch.__version__}.\n\n"
+        "Forward and backward pass of log-probabilities in float32. Peaks are beyond the inputs "
+        "and their gradients, which both must hold. Times are process time on a CPU and wall time "
+        "on a "
+        f"GPU; ratios are the median of {options.rounds} alternating rounds, with their range. The "
+        f"default of `logits_chunk_size` is {default_chunk(torch.device(device)):,} here.\n\n"
+        f"Made by `make bench-head` on {name}, {platform.machine()}, "
+        f"torch {torch.__version__}.\n\n"
         + "\n".join("| " + " | ".join(line) + " |" for line in lines)
         + "\n"
     )

@@ -78,8 +78,9 @@ advantage.
   at both sizes show how close it is.
 - *trl 1.16.0 on a CPU* is what its CPU users have. *Its GPU path* is the same release with the
   two kernels that it runs on a GPU replaced by functions that read a row at a time
-  (`scripts/bench/gpu_path.py`). Losses and gradient norms of both agree to four digits. It shows
-  the memory of GPU users; its time means nothing and is left out.
+  (`scripts/bench/gpu_path.py`). Losses and gradient norms of both agree to four digits. Float32
+  copies of its tiles are not counted, as a GPU may do without them: it is the least that its GPU
+  users hold. Its time means nothing and is left out.
 - *This project* has each saving switched on in turn, each line with those above it: the bounded
   head (`logits_chunk_size`), the shared prompt (`shared_prefix`), no scoring pass of the policy
   and none for rows without signal (`reuse_sampling_logps`, `skip_zero_advantages`), and

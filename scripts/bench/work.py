@@ -51,7 +51,7 @@ def measure(work: Work) -> dict[str, Any]:
     watch = memory.watch() if work.explain and work.device == "cpu" else None
     gc.collect()
     meter.start()
-    with watch or contextlib.nullcontext():
+    with watch or contextlib.nullcontext(), leave_out(work):
         trainer.train()
     totals = meter.totals()
     result = {"peak": memory.peak(), "phase_peaks": memory.phase_peaks()} | rounded(totals)
@@ -62,6 +62,15 @@ def measure(work: Work) -> dict[str, Any]:
     if watch is not None:
         result["blocks"] = watch.blocks()[:16]
     return result | {"versions": versions(work)}
+
+
+def leave_out(work: Work) -> contextlib.AbstractContextManager[Any]:
+    """What is not counted: copies that a GPU may not make, where its path is shown on a CPU."""
+    if not work.gpu_path:
+        return contextlib.nullcontext()
+    import gpu_path
+
+    return gpu_path.LeaveOutCopies()
 
 
 def rounded(totals: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:

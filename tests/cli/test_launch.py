@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from tiny import save_tiny
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from trl.cli import launch
@@ -288,3 +289,37 @@ def test_debugging_shows_where(monkeypatch):
     monkeypatch.setenv("TRL_DEBUG", "1")
     with pytest.raises(ValueError, match="You can only use one of"):
         launch.launch("rloo", STRATEGIES)
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        (["--num_processes", "3"], 3),
+        (["--accelerate_config", "multi_cpu"], 2),
+        (["--accelerate_config", "multi_cpu", "--num_processes", "5"], 5),
+        ([], max(1, torch.cuda.device_count())),
+    ],
+)
+def test_how_many_processes_will_start(words, count):
+    _, theirs = launch.split(rloo.make_parser(), ["--use_cpu", *words])
+    assert launch.num_processes(theirs) == count
+
+
+def test_the_default_configuration_says_how_many_start(monkeypatch, tmp_path):
+    path = write(tmp_path / "default.yaml", num_processes=7, distributed_type="MULTI_GPU")
+    monkeypatch.setattr(launch, "default_config_file", path)
+    assert launch.num_processes([]) == 7
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_plan_starts_nothing(started, tmp_path, capsys, in_file):
+    model = save_tiny(tmp_path / "model")
+    words = ["--model_name_or_path", model, "--use_cpu", "--num_processes", "2"]
+    path = write(tmp_path / "c.yaml", plan=True, longest_prompt=9)
+    words += ["--config", path] if in_file else ["--plan", "--longest_prompt", "9"]
+    launch.launch("grpo", [*words, "--loss_type", "grpo"])
+    shown = capsys.readouterr().out
+    assert started == []
+    assert "Peak: " in shown
+    assert "8 for each prompt of up to 9 tokens" in shown
+    assert "Every rank holds the whole model" in shown

@@ -1,9 +1,12 @@
 """A packed forward in passes: the same numbers, fewer tokens at once."""
 
+import gc
+
 import pytest
 import torch
 from tiny import tiny_model
 
+from trl.memory.tensor_bytes import TensorBytes
 from trl.models import passes
 from trl.models.layouts import packed_layout
 from trl.models.scorer import Scorer
@@ -40,7 +43,7 @@ def checkpointed(kind="llama", reentrant=False):
 
 
 def widths(model) -> list[int]:
-    """Tokens of each forward of the decoder, from now on; those of trials excluded by the caller."""
+    """Tokens of each forward of the decoder, from now on."""
     seen = []
     model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
@@ -96,3 +99,38 @@ def test_inference_is_cut_without_checkpointing(short):
     layout = packed_layout(rollout(), CPU)
     with torch.no_grad():
         assert passes.wants_passes(tiny_model().eval(), layout)
+
+
+def test_a_step_leaves_nothing_behind(short):
+    model, batch, score = checkpointed(), rollout(), scorer()
+
+    def step(with_backward=True):
+        model.zero_grad()
+        loss = score(model, batch).logps.sum()
+        if with_backward:
+            loss.backward()
+        del loss
+        score.forget()
+        gc.collect()
+
+    step()
+    with TensorBytes() as counter:
+        step()
+        held = counter.live
+        step()
+        assert counter.live == held
+        step(with_backward=False)
+        step(with_backward=False)
+        step()
+        assert counter.live == held
+
+
+def test_gradients_that_are_there_weigh_against_passes(short):
+    model = checkpointed()
+    layout = packed_layout(rollout(), CPU)
+    assert passes.gradient_bytes(model) == 0
+    assert passes.wants_passes(model, layout)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    assert passes.gradient_bytes(model) == sum(p.nbytes for p in model.parameters())
+    assert not passes.wants_passes(model, layout)

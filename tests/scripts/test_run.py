@@ -180,6 +180,16 @@ def test_a_misspelled_key_of_the_file_is_reported_by_workers_too(inputs, monkeyp
     assert "num_processes" not in line
 
 
+@pytest.mark.parametrize(("rank", "prints"), [(0, True), (1, False)])
+def test_workers_told_to_plan_do_not_train(inputs, monkeypatch, capsys, rank, prints):
+    monkeypatch.setattr("sys.argv", command(inputs, plan="true", reward_funcs=None))
+    monkeypatch.setenv("RANK", str(rank))
+    run_online(rloo.make_parser(), RLOOTrainer)
+    shown = capsys.readouterr().out
+    assert ("Peak: " in shown) is prints
+    assert not (inputs / "out").exists()
+
+
 def test_debugging_shows_where(inputs, monkeypatch):
     monkeypatch.setattr("sys.argv", command(inputs, reward_funcs=None))
     monkeypatch.setenv("TRL_DEBUG", "1")

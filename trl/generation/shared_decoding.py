@@ -25,10 +25,15 @@ SMALLEST_CAPACITY = 16
 
 
 class GrowingCache(Cache):
-    """Keys and values of each layer in buffers that double, so that appending copies little."""
+    """Keys and values of each layer in buffers that double, so that appending copies little.
 
-    def __init__(self) -> None:
+    Args:
+        limit (`int`, *optional*): most tokens there will be.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
         super().__init__(layers=[])
+        self._limit = limit
         self._buffers: list[list[Tensor]] = []
         self._lengths: list[int] = []
 
@@ -51,6 +56,7 @@ class GrowingCache(Cache):
             held = self._buffers[layer][place]
             if start + count > held.shape[2]:
                 capacity = max(SMALLEST_CAPACITY, 2 * (start + count))
+                capacity = max(start + count, min(capacity, self._limit or capacity))
                 grown = held.new_empty(*held.shape[:2], capacity, held.shape[3])
                 grown[:, :, :start] = held[:, :, :start]
                 held = self._buffers[layer][place] = grown
@@ -158,7 +164,7 @@ class SharedDecoder:
         limit = self._sampling.max_tokens
         draws = None if self._greedy else uniforms(seeds, limit)
         hidden = torch.stack([self._prefixes[prompt].hidden for prompt in rows.prompts])
-        cache = GrowingCache()
+        cache = GrowingCache(limit)
         for step in range(limit):
             tokens = self._choose(hidden, rows, None if draws is None else draws[:, step])
             tokens = self._advance(rows, tokens, cache)

@@ -30,7 +30,8 @@ class Estimate:
     def __init__(self, model: ModelSize, run: RunSettings):
         self.model = model
         self.run = run
-        self.layer = Layer(model, run.weight_bytes, run.product_bytes, run.on_cpu)
+        repeats = run.shared_prefix and not run.on_cpu
+        self.layer = Layer(model, run.weight_bytes, run.product_bytes, run.on_cpu, repeats)
         self.head = Head(model, run.weight_bytes, run.product_bytes, run.logits_chunk, run.on_cpu)
 
     @cached_property
@@ -113,17 +114,15 @@ class Estimate:
 
     def _scoring(self) -> Parts:
         run, layer = self.run, self.layer
-        forward, predicted = (
-            run.forward(run.micro_batch, cuts=True),
-            run.micro_batch * run.completion,
-        )
+        forward = run.forward(run.micro_batch, cuts=True)
         casts = self._cached_casts if run.scores_policy else self._largest_cast
         held = self._held(self._gradients_while_generating).plus(activations=casts)
         hidden = layer.stream * forward.tokens
         end = held.plus(activations=hidden, head=self.head.whole_cast)
         body = held.plus(activations=self._inference(forward) + self._kept_keys(forward))
         # The hidden states of all tokens are held next to those that predict.
-        head = held.plus(activations=hidden, head=self.head.forward(predicted))
+        predicted = self.head.forward(run.micro_batch * run.completion)
+        head = held.plus(activations=hidden, head=predicted)
         return largest([body, end, head])
 
     def _inference(self, forward: Forward) -> float:
@@ -194,8 +193,7 @@ class Estimate:
             earlier += tokens
 
     def _summed_gradients(self, of_tails: bool) -> float:
-        """Gradients of all weights; passes over tails share the casts of weights, and so sum those
-        of the casts."""
+        """Gradients of all weights; passes over tails share their casts, and sum those of casts."""
         if of_tails and self.run.autocast and not self.model.frozen:
             return self._all_casts + self.head.gradient
         return self._trainable_bytes * self.model.trainable
@@ -227,5 +225,5 @@ class Estimate:
 
     @property
     def _second_embedding(self) -> float:
-        """Gradients of the embedding that are not added up yet: its own, and that of a tied head."""
+        """Gradients of the embedding that wait to be added: its own, and that of a tied head."""
         return self.head.gradient * (self.model.tied + (self.run.accumulation > 1))

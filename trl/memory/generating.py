@@ -62,18 +62,18 @@ class Generation:
         run = self.run
         rows = min(run.rows, run.generation_rows or run.rows)
         if run.generation_kv_gb is not None:
-            rows = self._within(rows, run.generation_kv_gb * 1e9 / self.token)
+            # The bound is kept as if keys and values had the precision of the weights.
+            token = 2 * run.weight_bytes * self.model.keys * self.model.layers
+            rows = max(1, min(rows, self._within(int(run.generation_kv_gb * 1e9 / token))))
         return rows, min(rows, run.groups(rows)) if run.shared_prefix else rows
 
-    def _within(self, rows: int, tokens: float) -> int:
+    def _within(self, tokens: int) -> int:
         """The most rows whose prompts and completions are no more than so many tokens."""
         run = self.run
-        while rows > 1:
-            prompts = run.groups(rows) if run.shared_prefix else rows
-            if prompts * run.prompt + rows * run.completion <= tokens:
-                break
-            rows -= 1
-        return rows
+        if not run.shared_prefix:
+            return tokens // (run.prompt + run.completion)
+        groups, rest = divmod(tokens, run.prompt + run.group_size * run.completion)
+        return groups * run.group_size + max(0, rest - run.prompt) // run.completion
 
     def _growth(self, prompts: float, written: float) -> float:
         """What is held twice while keys or values of one layer move to a larger buffer."""

@@ -1,7 +1,7 @@
 """What the output projection and the log-probabilities take, in bytes.
 
-The logits of M tokens exist one tile of tokens x vocabulary entries at a time, or all at once if the
-chunk is 0.
+The logits of M tokens exist one tile of tokens x vocabulary entries at a time, or all at once if
+the chunk is 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Head:
         if self.chunk == 0:
             logits = tokens * self.model.vocabulary
             # Products next to float32 logits; then blocks of scaled ones and of probabilities.
-            working = max(self.product * logits, 2 * FLOAT32 * min(logits, BLOCK_ELEMENTS))
+            working = max(self.product * logits, self._blocks(logits, 2))
             return kept + self.whole_cast + FLOAT32 * logits + working
         rows, entries = self._tile(tokens)
         # Products become float32 next to the logits of the tile before.
@@ -52,12 +52,11 @@ class Head:
         kept = self.weight * tokens * self.model.hidden
         if self.chunk == 0:
             logits = tokens * self.model.vocabulary
-            # Of a block: probabilities, their gradient, and the term of the entropy.
-            blocks = 3 * FLOAT32 * min(logits, BLOCK_ELEMENTS)
-            product = self._narrow * logits + self.gradient
-            return (
-                kept + self.whole_cast + FLOAT32 * logits + max(FLOAT32 * logits + blocks, product)
-            )
+            # Their gradient, made in blocks from scaled logits, probabilities and a gradient; then
+            # the gradients of the products and of the weight.
+            first = FLOAT32 * logits + self._blocks(logits, 3)
+            then = self._narrow * logits + self.gradient
+            return kept + self.whole_cast + FLOAT32 * logits + max(first, then)
         rows, entries = self._tile(tokens)
         gradient = FLOAT32 * tokens * self.model.hidden + self.gradient
         # The same next to logits and gradient of the tile before.
@@ -80,6 +79,11 @@ class Head:
     def whole_cast(self) -> float:
         """Bytes of the copy of the whole weight that autocast makes when the module is called."""
         return self._cast * self.model.head
+
+    def _blocks(self, logits: int, count: int) -> int:
+        """Bytes of so many tensors of a block of logits; of the block before, one is held too."""
+        count += logits > BLOCK_ELEMENTS
+        return count * FLOAT32 * min(logits, BLOCK_ELEMENTS)
 
     @property
     def _default(self) -> int:

@@ -1,7 +1,7 @@
 """What one token costs in one decoder layer, in bytes.
 
-The layer is that of Llama and its descendants: norm, attention, residual, norm, gated MLP, residual.
-Each term names a tensor that autograd keeps or that lives at the moment of the peak.
+The layer is that of Llama and its descendants: norm, attention, residual, norm, gated MLP,
+residual. Each term names a tensor that autograd keeps or that lives at the moment of the peak.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ class Layer:
         product (`int`): bytes of an entry that matrix products read and write. It differs from
             `residual` under autocast.
         on_cpu (`bool`): dropout keeps a mask of its input's dtype there, and booleans elsewhere.
+        repeats (`bool`): keys and values are copied for every query head that reads them, as
+            attention to shared prompts does on GPUs.
     """
 
     model: ModelSize
     residual: int
     product: int
     on_cpu: bool = False
+    repeats: bool = False
 
     @property
     def autocast(self) -> bool:
@@ -48,7 +51,7 @@ class Layer:
     @property
     def rotation(self) -> int:
         """Cosine and sine of a token's position."""
-        return 2 * self.residual * self.model.queries // self.model.heads
+        return 2 * self.residual * self.model.head_size
 
     @property
     def last_norm(self) -> int:
@@ -89,6 +92,7 @@ class Layer:
         rotation += (self._projected + self.product) * model.keys
         attention = 2 * self.stream + self.product * 2 * (model.queries + model.keys)
         attention += wide * (model.queries + model.keys) if self.autocast else 0
+        attention += self._repeated
         # Copies of queries, keys and values; results over the prefix and over the tail; and while
         # they are averaged the weighted one, and the sum before and after.
         merging = self.product * (7 * model.queries + 2 * model.keys)
@@ -107,12 +111,18 @@ class Layer:
         cast = self.product * model.hidden if self.autocast else 0
         mlp = self._saved_mlp() + self.stream + cast + factors
         # The gradients of the result, of queries, keys and values.
-        attention = self.product * 2 * (model.queries + model.keys)
+        attention = self.product * 2 * (model.queries + model.keys) + 2 * self._repeated
         # For tails: copies of all that attention kept (the kernel copies the result once more) and
         # of the gradient of its result; and gradients, next to those of the attention to prefixes.
         merging = self.product * (6 * model.queries + 4 * model.keys)
         always = (self.stream + self._saved_attention()) * tokens
         return always + max(mlp * tokens, (self.stream + attention) * tokens + merging * tails)
+
+    @property
+    def _repeated(self) -> int:
+        """Keys and values as wide as queries; in the backward pass, gradients of that size too."""
+        shares = self.model.queries > self.model.keys
+        return 2 * self.product * self.model.queries if self.repeats and shares else 0
 
     @property
     def _projected(self) -> int:
@@ -124,11 +134,14 @@ class Layer:
         model = self.model
         kept = self._norm(model.hidden) + self._inputs(("q_proj", "k_proj", "v_proj"), model.hidden)
         if model.norms_heads:
-            kept += FLOAT32 * (model.queries + model.keys)
+            normed = model.queries + model.keys
+            kept += FLOAT32 * (normed + normed // model.head_size)
             kept += 0 if model.frozen else self.product * (model.queries + model.keys)
         # Queries, keys, values and the result, with one log-normalizer a head.
         kept += self.product * 2 * (model.queries + model.keys) + FLOAT32 * model.heads
-        return kept + self._adapter(("o_proj",), model.queries)
+        # The input of the last projection is that result, unless dropout or a cast makes another.
+        copied = model.dropout or self.autocast
+        return kept + (self._adapter(("o_proj",), model.queries) if copied else 0)
 
     def _saved_mlp(self) -> int:
         model = self.model
@@ -141,9 +154,9 @@ class Layer:
         return kept + self.product * model.intermediate
 
     def _norm(self, width: int) -> int:
-        """An RMS norm: its input if that had to be cast, and what its weight multiplies."""
+        """An RMS norm: its input if that had to be cast, its scale, what its weight multiplies."""
         copy = 0 if self.residual == FLOAT32 else FLOAT32 * width
-        return copy + (0 if self.model.frozen else self.residual * width)
+        return copy + FLOAT32 + (0 if self.model.frozen else self.residual * width)
 
     def _inputs(self, names: tuple[str, ...], width: int) -> int:
         """What linear layers that read the same tensor keep of it: each its own cast of it."""

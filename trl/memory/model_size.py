@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,11 @@ class ModelSize:
     dropout: bool = False  # of the adapter's input
 
     @property
+    def head_size(self) -> int:
+        """Entries of one attention head."""
+        return self.queries // self.heads
+
+    @property
     def frozen(self) -> bool:
         """Whether the base model is frozen because an adapter is trained."""
         return self.adapter > 0
@@ -56,7 +62,8 @@ def model_size(
         peft_config (`peft.PeftConfig`, *optional*): adapter to train instead of all weights.
         trust_remote_code (`bool`): whether code shipped with the model may run.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of peft, about names of transformers
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=trust_remote_code
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -11,7 +11,8 @@ from .model_size import ModelSize
 from .settings import RunSettings
 
 HEADROOM = 0.1  # share of a device left to its driver, to fragments and to the plan's own error
-MOST = 2**20  # no longer sequence, and no larger group, is looked for
+MOST = 2**20  # tokens: no longer sequence is looked for
+MOST_IN_GROUP = 2**14
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,25 @@ class Change:
     def peak(self) -> float:
         """Bytes of the largest phase with it."""
         return max(self.phases.values())
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The largest value of an option that fits a device.
+
+    Args:
+        option (`str`): its name.
+        now (`int`): the value planned.
+        largest (`int`, *optional*): None: not even the smallest fits.
+        bound (`int`): the largest value that was tried.
+        words (`str`): what that bound is.
+    """
+
+    option: str
+    now: int
+    largest: int | None
+    bound: int
+    words: str
 
 
 @dataclass(frozen=True)
@@ -71,33 +91,48 @@ class Plan:
         """Whether other settings fit the device."""
         return Estimate(self.model, run).peak <= self.budget
 
-    def limits(self) -> dict[str, int | None]:
-        """The largest value of each of these that fits while the others stay; None: none does."""
+    def limits(self) -> list[Limit]:
+        """The largest value of four options that fits while the others stay as they are."""
+        run, context = self.run, self.model.context or MOST
+        return [
+            self._largest_group(),
+            self._longest("prompt", "tokens of a prompt", context - run.completion),
+            self._longest("completion", "max_completion_length", context - run.prompt),
+            self._largest_micro_batch(),
+        ]
+
+    def _largest_group(self) -> Limit:
+        """Whole micro-batches hold the groups of as many prompts as now."""
         run = self.run
-        context = self.model.context or MOST
         prompts = max(1, run.rows // run.group_size)
-        step = run.micro_batch // math.gcd(prompts, run.micro_batch)
-        groups = largest_fitting(
-            lambda count: self.fits_with(with_group_size(run, count * step, prompts)),
-            range(math.ceil(2 / step), max(MOST // step, 2)),
+        sizes = group_sizes(run.micro_batch, prompts)
+        place = largest_fitting(
+            lambda place: self.fits_with(with_group_size(run, sizes[place], prompts)),
+            range(len(sizes)),
+            bisect_right(sizes, run.group_size) - 1,
         )
-        divisors = [size for size in range(1, run.rows + 1) if run.rows % size == 0]
-        micro = largest_fitting(
-            lambda place: self.fits_with(with_micro_batch(run, divisors[place])),
-            range(len(divisors)),
+        found = None if place is None else sizes[place]
+        return Limit("num_generations", run.group_size, found, sizes[-1], "no limit")
+
+    def _longest(self, field: str, option: str, most: int) -> Limit:
+        found = largest_fitting(
+            lambda count: self.fits_with(self.run.replace(**{field: count})),
+            range(1, max(1, most) + 1),
+            getattr(self.run, field),
         )
-        return {
-            "num_generations": None if groups is None else groups * step,
-            "prompt tokens": largest_fitting(
-                lambda count: self.fits_with(run.replace(prompt=count)),
-                range(1, max(2, context - run.completion + 1)),
-            ),
-            "max_completion_length": largest_fitting(
-                lambda count: self.fits_with(run.replace(completion=count)),
-                range(1, max(2, context - run.prompt + 1)),
-            ),
-            "per_device_train_batch_size": None if micro is None else divisors[micro],
-        }
+        bound = "no limit" if self.model.context is None else "the model's context"
+        return Limit(option, getattr(self.run, field), found, most, bound)
+
+    def _largest_micro_batch(self) -> Limit:
+        """A divisor of the round, so that the gradient stays the same."""
+        run = self.run
+        sizes = [size for size in range(1, run.rows + 1) if run.rows % size == 0]
+        place = largest_fitting(
+            lambda place: self.fits_with(with_micro_batch(run, sizes[place])), range(len(sizes))
+        )
+        found = None if place is None else sizes[place]
+        option = "per_device_train_batch_size"
+        return Limit(option, run.micro_batch, found, run.rows, "the whole round")
 
     def changes(self) -> list[Change]:
         """What other values of the options that save memory would make of each phase."""
@@ -133,7 +168,7 @@ class Plan:
         """Changes after which something else is trained, or in another precision."""
         model, run = self.model, self.run
         if run.reference:
-            free = run.replace(reference=False, scores_policy=False)
+            free = run.replace(reference=False, scores_policy=not run.is_on_policy)
             yield "beta", "0", model, free, "no KL penalty"
         if run.weight_bytes == 4:
             half = run.replace(weight_bytes=2, product_bytes=2)
@@ -153,6 +188,17 @@ def _word(value: bool) -> str:
     return str(value).lower()
 
 
+def group_sizes(micro_batch: int, prompts: int) -> list[int]:
+    """Completions of a prompt with which no micro-batch cuts more groups than it must.
+
+    Divisors of the micro-batch, as far as the groups of the prompts fill whole micro-batches, and
+    its multiples.
+    """
+    divisors = range(2, micro_batch)
+    whole = [n for n in divisors if micro_batch % n == 0 and prompts * n % micro_batch == 0]
+    return whole + [n for n in range(micro_batch, MOST_IN_GROUP + 1, micro_batch) if n > 1]
+
+
 def with_group_size(run: RunSettings, group_size: int, prompts: int) -> RunSettings:
     """The same prompts a round with another number of completions; micro-batches stay as large."""
     slices = max(1, prompts * group_size // run.micro_batch)
@@ -169,18 +215,22 @@ def _resliced(run: RunSettings, micro_batch: int, slices: int) -> RunSettings:
     return run.replace(micro_batch=micro_batch, slices=slices, accumulation=accumulation)
 
 
-def largest_fitting(fits: Callable[[int], bool], values: range) -> int | None:
+def largest_fitting(fits: Callable[[int], bool], values: range, now: int = 0) -> int | None:
     """Find the largest value that fits by bisection.
 
     Args:
-        fits: true up to some value, false beyond it.
+        fits: true up to some value, false beyond it. If it is not, a value that fits is found, but
+            a larger one may too.
         values (`range`): where to look, in steps of one.
+        now (`int`): the search begins here if this is one of the values, and fits.
 
     Returns:
-        `int` or `None`: None if not even the first value fits.
+        `int` or `None`: None if nothing that was tried fits.
     """
     low, high = values.start, values.stop
-    if low >= high or not fits(low):
+    if now in values and fits(now):
+        low = now
+    elif low >= high or not fits(low):
         return None
     while high - low > 1:
         middle = (low + high) // 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-from .plan import HEADROOM, MOST, Plan
+from .plan import HEADROOM, Plan
 from .settings import Parts
 
 HEADINGS = {"kv_cache": "KV cache"}
@@ -76,34 +76,21 @@ def _verdict(plan: Plan) -> str:
 
 def _limits(plan: Plan) -> str:
     rows = [["largest value that fits, all else as it is", "now", "largest"]]
-    run = plan.run
-    now = {
-        "num_generations": run.group_size,
-        "prompt tokens": run.prompt,
-        "max_completion_length": run.completion,
-        "per_device_train_batch_size": run.micro_batch,
-    }
-    notes = {"per_device_train_batch_size": (run.rows, "the whole round")}
-    if plan.model.context is not None:
-        for name, other in (("prompt tokens", run.completion), (NAME_OF_LENGTH, run.prompt)):
-            notes[name] = (plan.model.context - other, "the model's context")
-    for name, value in plan.limits().items():
-        limit, words = notes.get(name, (MOST - 1, "no limit"))
-        found = "none" if value is None else f"{value}"
-        rows.append([name, str(now[name]), found + (f" ({words})" if value == limit else "")])
+    for limit in plan.limits():
+        found = "none fits" if limit.largest is None else str(limit.largest)
+        words = f" ({limit.words})" if limit.largest == limit.bound else ""
+        rows.append([limit.option, str(limit.now), found + words])
     return table(rows)
-
-
-NAME_OF_LENGTH = "max_completion_length"
 
 
 def _changes(plan: Plan) -> str:
     phases = plan.estimate.phases
-    rows = [["what other options would change", "peak", *phases, ""]]
+    rows = [["what another value would change", "peak", *phases, ""]]
     for change in plan.changes():
         cells = [_difference(change.peak - plan.estimate.peak)]
         for name, parts in phases.items():
-            cells.append(_difference(change.phases.get(name, 0.0) - parts.total))
+            other = change.phases.get(name)
+            cells.append("gone" if other is None else _difference(other - parts.total))
         rows.append([f"{change.option}={change.value}", *cells, change.note])
     return table(rows)
 

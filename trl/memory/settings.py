@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-
 # Tokens: shorter forwards over shared prompts are not cut, nor shorter passes over tails.
 SHORTEST_PASS = 2048
 SHORTEST_TAIL_PASS = 1536
@@ -71,6 +70,11 @@ class RunSettings:
     def rows(self) -> int:
         """Rows of a round on one rank."""
         return self.micro_batch * self.slices
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether the weights never move between generating a round and training on it."""
+        return self.accumulation % (self.slices * self.passes) == 0
 
     @property
     def autocast(self) -> bool:

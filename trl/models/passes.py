@@ -26,9 +26,33 @@ SHORTEST_TAIL_PASS = 1536
 def wants_passes(model: nn.Module, layout: Layout) -> bool:
     """Whether cutting a packed forward saves memory: there are tails, and layers are not kept."""
     packing: Packing = layout.inputs[KEYWORD]
-    if layout.inputs["input_ids"].shape[1] <= SHORTEST_PASS or not packing.buckets:
+    tokens = layout.inputs["input_ids"].shape[1]
+    if tokens <= SHORTEST_PASS or not packing.buckets:
         return False
-    return not torch.is_grad_enabled() or recomputes(causal_model(model))
+    if not torch.is_grad_enabled():
+        return True
+    causal = causal_model(model)
+    rest = min(tokens - packing.groups[-1].prefix.stop, tokens // 2)
+    return recomputes(causal) and rest * working_bytes(causal) >= gradient_bytes(causal)
+
+
+def gradient_bytes(causal: Any) -> int:
+    """Bytes of gradients that are there from earlier micro-batches.
+
+    A weight's gradients from several passes are added up before they are added to these, so
+    passes hold as much again.
+    """
+    gradients = (parameter.grad for parameter in causal.parameters())
+    return sum(gradient.nbytes for gradient in gradients if gradient is not None)
+
+
+def working_bytes(causal: Any) -> int:
+    """Bytes that a layer needs for a token, roughly: of its norms, attention and gated MLP."""
+    config = causal.config.get_text_config()
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return 4 * (6 * config.hidden_size + 6 * width + 3 * inner)
 
 
 def recomputes(causal: Any) -> bool:
@@ -40,16 +64,17 @@ def recomputes(causal: Any) -> bool:
     return bool(layers) and causal.training and not reentrant
 
 
-def run_passes(model: nn.Module, layout: Layout, options: dict[str, Any]) -> Capture:
+def run_passes(model: nn.Module, layout: Layout, options: dict[str, Any], kept: Layers) -> Capture:
     """Run a packed layout in passes: hidden states (1, T, H) as of one forward.
 
     Args:
         model: a causal language model, wrapped or not; the prefixes go through its wrapper.
         layout (`Layout`): from `packed_layout`.
         options: more keyword arguments of the model.
+        kept (`Layers`): empty; takes the keys and values of the prefixes, which must stay there
+            until the backward pass is done.
     """
     packing: Packing = layout.inputs[KEYWORD]
-    kept: Layers = {}
     prefix = slice(0, packing.groups[-1].prefix.stop)
     alone = Packing(
         tuple(Group(group.prefix, slice(prefix.stop, prefix.stop)) for group in packing.groups),

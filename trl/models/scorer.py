@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ..types import Rollout, TokenScores
 from .layouts import Layout, packed_layout, plain_layout
 from .parts import Capture, HeadFinder, OutputHead, capture_hidden, evaluating
 from .passes import run_passes, wants_passes
+from .shared_attention import Layers
 from .sharing import Sharing
 
 
@@ -50,6 +52,7 @@ class Scorer:
         self.router_logits = router_logits
         self.heads = HeadFinder(temperature, chunk)
         self.sharing = Sharing(shared_prefix and not router_logits, pad_id, device)
+        self._kept: list[weakref.ref[Layers]] = []
 
     def __call__(self, model: nn.Module, batch: Rollout, with_entropy: bool = False) -> TokenScores:
         """Score every completion token of `batch` under `model`.
@@ -76,7 +79,10 @@ class Scorer:
         none = torch.empty(0, dtype=torch.long, device=self.device) if head.is_plain else 1
         options = {"use_cache": False, "logits_to_keep": none}
         if layout.is_packed and wants_passes(model, layout):
-            return run_passes(model, layout, options), None
+            kept = Layers()
+            self._kept = [known for known in self._kept if known() is not None]
+            self._kept.append(weakref.ref(kept))
+            return run_passes(model, layout, options, kept), None
         with capture_hidden(model) as capture:
             output = model(**self._inputs(layout), logits_to_keep=none)
         return capture, output
@@ -86,6 +92,14 @@ class Scorer:
         """Score without gradient, in evaluation mode: (B, C)."""
         with evaluating(model):
             return self(model, batch).logps
+
+    def forget(self) -> None:
+        """Let go of forwards whose backward pass failed: they hold what they kept, and it them."""
+        for reference in self._kept:
+            kept = reference()
+            if kept is not None:
+                kept.clear()
+        self._kept.clear()
 
     def _layout(self, model: nn.Module, batch: Rollout, head: OutputHead | None) -> Layout:
         if self.sharing.allows(model, batch, head):

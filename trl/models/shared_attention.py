@@ -11,7 +11,7 @@ tails, which read them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -25,7 +25,10 @@ KEYWORD = "trl_shared_prefix"
 
 
 Buckets = tuple[tuple[Tensor, Tensor], ...]
-Layers = dict[int, tuple[Tensor, Tensor]]  # keys and values (1, K, T, D) by index of the layer
+
+
+class Layers(dict[int, tuple[Tensor, Tensor]]):
+    """Keys and values (1, K, T, D) by index of the layer."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +259,9 @@ def packed_attention(
     if isinstance(layout, Packing) and layout.kept is not None:
         # Not again when activations are recomputed.
         layout.kept.setdefault(layer, own)
-    return _PackedAttention.apply(layout, scale, query, *own, *more)
+    # A graph that held `kept` would hold itself, since the kept tensors hold the graph.
+    places = replace(layout, kept=Layers())
+    return _PackedAttention.apply(places, scale, query, *own, *more)
 
 
 def decoding_attention(

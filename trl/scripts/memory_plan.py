@@ -41,7 +41,7 @@ class PlanArguments:
 def main(words: list[str] | None = None) -> None:
     """Print the plan of the training command that the options describe."""
     words = list(sys.argv[1:] if words is None else words)
-    parser = TrlParser(PlanArguments, prog="trl memory-plan")
+    parser = TrlParser(PlanArguments, prog="trl memory-plan", add_help=False)
     try:
         parser = make_parser(parser.read(words)[0].get("method", "rloo"))
         if {"-h", "--help"} & set(words):
@@ -110,23 +110,24 @@ def make_plan(script: OnlineScriptArguments, training: Any, model_args: ModelCon
     config = load_config(
         model_args.model_name_or_path or "", init_kwargs["revision"], training.trust_remote_code
     )
-    adapter = model_size(config, _adapter(model_args), training.trust_remote_code)
-    plain = adapter if model_args.use_peft else model_size(config)
-    run = settings(script, training, model_args, config)
+    trusted = training.trust_remote_code
     device = script.device_memory_gb
     return Plan(
-        model=adapter if model_args.use_peft else plain,
-        run=run,
+        model=model_size(config, get_peft_config(model_args), trusted),
+        run=settings(script, training, model_args, config),
         device_bytes=device_bytes() if device is None else device * 1e9,
-        adapter=None if model_args.use_peft or not adapter.frozen else adapter,
+        adapter=None if model_args.use_peft else _with_adapter(config, model_args, trusted),
     )
 
 
-def _adapter(model_args: ModelConfig) -> Any:
-    """The adapter that is trained, or could be."""
-    if not model_args.use_peft and not is_available("peft"):
+def _with_adapter(config: Any, model_args: ModelConfig, trusted: bool) -> ModelSize | None:
+    """The model with the adapter that `use_peft` would train, if there is one for it."""
+    if not is_available("peft"):
         return None
-    return get_peft_config(replace(model_args, use_peft=True))
+    try:
+        return model_size(config, get_peft_config(replace(model_args, use_peft=True)), trusted)
+    except ValueError:
+        return None
 
 
 def settings(

@@ -52,13 +52,17 @@ def run_online(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
 
 
 def _shows_plan(parser: TrlParser) -> bool:
-    """Print the memory plan instead, if `--plan` is given to workers."""
+    """Print the memory plan instead, if workers are told so by `--plan`."""
     values = parser.read()[0]
-    if values.get("plan") and _rank() == 0:
-        from .memory_plan import describe
+    if not values.get("plan"):
+        return False
+    from .memory_plan import describe
 
-        print(describe(parser, values, int(os.environ.get("WORLD_SIZE", "1"))))
-    return bool(values.get("plan"))
+    # Configurations find the other workers, so that all of them make the plan.
+    plan = describe(parser, values, int(os.environ.get("WORLD_SIZE", "1")))
+    if _rank() == 0:
+        print(plan)
+    return True
 
 
 def _report(program: str, error: Exception) -> None:

@@ -126,6 +126,10 @@ class OnlineScoring(OnlineLoop):
             record_entropy(self.store, scores.entropies.detach(), part.loss_mask)
         return scores if part is batch else scores.spread(rows, _constant_logps(batch))
 
+    def _undo_update(self) -> None:
+        super()._undo_update()
+        self.scorer.forget()
+
     def _rows_to_score(self, batch: Rollout) -> list[int]:
         rows = range(len(batch))
         if batch.has_gradient is None:

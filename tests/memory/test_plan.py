@@ -1,0 +1,164 @@
+"""The search, against trying every value; and the changes, against estimates made by hand."""
+
+import pytest
+from peft import LoraConfig
+from tiny import tiny_model
+
+from trl.memory.estimate import Estimate
+from trl.memory.model_size import model_size
+from trl.memory.plan import (
+    HEADROOM,
+    Plan,
+    group_sizes,
+    largest_fitting,
+    with_group_size,
+    with_micro_batch,
+)
+from trl.memory.settings import RunSettings
+
+SIZE = model_size(tiny_model("llama", max_position_embeddings=4096).config)
+RUN = RunSettings(4, 200, 50, 4, slices=2, accumulation=2, on_cpu=True)
+
+
+def plan(share=1.0, **changes):
+    """A plan for a device with that share of the memory the run needs, headroom on top."""
+    run = RUN.replace(**changes)
+    needed = Estimate(SIZE, run).peak
+    return Plan(SIZE, run, share * needed / (1 - HEADROOM) + 1)
+
+
+def largest(found, option):
+    return next(limit.largest for limit in found.limits() if limit.option == option)
+
+
+def test_fits_up_to_the_device_less_the_headroom():
+    assert plan(1.0).fits
+    assert not plan(0.99).fits
+
+
+@pytest.mark.parametrize("border", [3, 4, 5, 17, 99, 100])
+def test_bisection_finds_the_border(border):
+    tried = []
+
+    def fits(value):
+        tried.append(value)
+        return value <= border
+
+    assert largest_fitting(fits, range(3, 100)) == min(border, 99)
+    assert len(tried) <= 8
+
+
+def test_the_search_goes_on_from_a_value_that_fits():
+    """Small values need not fit where larger ones do."""
+    assert largest_fitting(lambda value: 10 <= value <= 30, range(1, 100), 12) == 30
+    assert largest_fitting(lambda value: 10 <= value <= 30, range(1, 100), 40) is None
+    assert largest_fitting(lambda value: value <= 30, range(1, 100), 40) == 30
+
+
+def test_bisection_without_anything_that_fits():
+    assert largest_fitting(lambda value: False, range(1, 10)) is None
+    assert largest_fitting(lambda value: True, range(1, 1)) is None
+
+
+@pytest.mark.parametrize("share", [0.8, 1.0, 1.5, 4.0])
+@pytest.mark.parametrize(
+    ("option", "field"),
+    [("tokens of a prompt", "prompt"), ("max_completion_length", "completion")],
+)
+def test_largest_lengths(share, option, field):
+    found = plan(share)
+    length = largest(found, option)
+    fitting = [n for n in range(1, 1000) if found.fits_with(RUN.replace(**{field: n}))]
+    if not fitting or fitting[-1] < 999:
+        assert length == max(fitting, default=None)
+    else:
+        assert length >= 999
+
+
+def test_lengths_end_with_the_context():
+    prompt, completion = plan(1e6).limits()[1:3]
+    assert (prompt.largest, prompt.words) == (4096 - RUN.completion, "the model's context")
+    assert completion.largest == completion.bound == 4096 - RUN.prompt
+
+
+@pytest.mark.parametrize("share", [0.9, 1.0, 2.0, 3.0])
+def test_largest_group(share):
+    found = plan(share)
+    fitting = [n for n in (2, *range(4, 400, 4)) if found.fits_with(with_group_size(RUN, n, 2))]
+    assert largest(found, "num_generations") == max(fitting, default=None)
+
+
+def test_group_sizes():
+    assert group_sizes(8, 4)[:5] == [2, 4, 8, 16, 24]
+    assert group_sizes(8, 2)[:3] == [4, 8, 16]
+    assert group_sizes(8, 1)[:2] == [8, 16]
+    assert group_sizes(1, 3)[:3] == [2, 3, 4]
+    for rows, prompts in ((6, 3), (12, 4), (5, 5)):
+        assert all(prompts * n % rows == 0 for n in group_sizes(rows, prompts))
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 1.0, 2.0])
+def test_largest_micro_batch_divides_the_round(share):
+    found = plan(share)
+    fitting = [n for n in (1, 2, 4, 8) if found.fits_with(with_micro_batch(RUN, n))]
+    assert largest(found, "per_device_train_batch_size") == max(fitting, default=None)
+
+
+def test_other_splits_are_the_same_update():
+    smaller = with_micro_batch(RUN, 2)
+    assert (smaller.micro_batch, smaller.slices, smaller.accumulation) == (2, 4, 4)
+    assert smaller.rows == RUN.rows
+    larger = with_group_size(RUN, 16, 2)
+    assert (larger.rows, larger.micro_batch) == (32, 4)
+    assert larger.accumulation == larger.slices == 8
+
+
+def changes(found):
+    return {change.option: change for change in found.changes()}
+
+
+def test_each_change_is_the_estimate_with_it():
+    run = RUN.replace(reference=True, scores_policy=True, optimizer="adamw_torch")
+    adapter = model_size(tiny_model("llama").config, LoraConfig(target_modules=["q_proj"]))
+    found = changes(Plan(SIZE, run, 1e9, adapter))
+    expected = {
+        "gradient_checkpointing": (SIZE, run.replace(gradient_checkpointing=False)),
+        "shared_prefix": (SIZE, run.replace(shared_prefix=False)),
+        "logits_chunk_size": (SIZE, run.replace(logits_chunk=0)),
+        "per_device_train_batch_size": (SIZE, with_micro_batch(run, 1)),
+        "generation_max_rows": (SIZE, run.replace(generation_rows=4)),
+        "beta": (SIZE, run.replace(reference=False, scores_policy=False)),
+        "dtype": (SIZE, run.replace(weight_bytes=2, product_bytes=2)),
+        "optim": (SIZE, run.replace(optimizer="adamw_8bit")),
+        "use_peft": (adapter, run),
+    }
+    assert found.keys() == expected.keys()
+    for option, (model, other) in expected.items():
+        assert found[option].peak == Estimate(model, other).peak
+    peaks = [change.peak for change in Plan(SIZE, run, 1e9, adapter).changes()]
+    assert peaks == sorted(peaks)
+
+
+def test_changes_that_are_made_already_are_shown_the_other_way():
+    lean = RUN.replace(
+        gradient_checkpointing=False,
+        shared_prefix=False,
+        logits_chunk=0,
+        micro_batch=1,
+        weight_bytes=2,
+        product_bytes=2,
+        optimizer="sgd",
+        generation_rows=2,
+    )
+    found = changes(Plan(SIZE, lean, 1e9))
+    values = {option: change.value for option, change in found.items()}
+    assert values == {
+        "gradient_checkpointing": "true",
+        "shared_prefix": "true",
+        "logits_chunk_size": "none",
+    }
+
+
+def test_off_policy_scoring_stays_without_a_reference():
+    run = RUN.replace(reference=True, scores_policy=True, accumulation=1)
+    assert "scoring" in changes(Plan(SIZE, run, 1e9))["beta"].phases

@@ -1,0 +1,212 @@
+"""From the options of a run to its plan."""
+
+import json
+from argparse import Namespace
+
+import pytest
+import torch
+from tiny import tiny_model
+from workspace import write_inputs
+
+from trl.memory.estimate import Estimate
+from trl.memory.model_size import load_config, model_size
+from trl.memory.settings import RunSettings
+from trl.scripts import memory_plan
+from trl.scripts.memory_plan import ASSUMED_PROMPT, device_bytes, main, make_parser
+
+BASE = {"num_generations": 4, "max_completion_length": 8, "use_cpu": "true", "bf16": "false"}
+OPTIONS = BASE | {"output_dir": "out", "report_to": "none", "gradient_accumulation_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def words(folder, **changes):
+    options = {"model_name_or_path": folder / "tiny-model"} | OPTIONS | changes
+    return [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+
+
+def planned(folder, method="rloo", processes=1, **changes):
+    """The plan of a run, as the command makes it."""
+    parser = make_parser(method)
+    built = memory_plan._build(parser, parser.read(words(folder, **changes))[0], processes)
+    _, script, training, model, _ = built
+    return memory_plan.make_plan(script, training, model)
+
+
+def test_options_become_numbers(folder):
+    run = planned(folder, longest_prompt=100, optim="sgd", optim_args="momentum=0.9").run
+    assert run == RunSettings(
+        group_size=4,
+        prompt=100,
+        completion=8,
+        micro_batch=8,
+        slices=2,
+        accumulation=2,
+        optimizer="sgd",
+        optimizer_args="momentum=0.9",
+        reference=True,  # RLOO's default beta
+        on_cpu=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"beta": 0}, {"reference": False}),
+        ({"reuse_sampling_logps": "false"}, {"scores_policy": True}),
+        ({"steps_per_generation": 4}, {"slices": 4, "scores_policy": True}),
+        ({"num_iterations": 2}, {"passes": 2, "scores_policy": True}),
+        ({"shared_prefix": "false"}, {"shared_prefix": False}),
+        ({"attn_implementation": "eager"}, {"shared_prefix": False}),
+        ({"logits_chunk_size": 0}, {"logits_chunk": 0}),
+        ({"generation_max_rows": 3}, {"generation_rows": 3}),
+        ({"generation_max_kv_gb": 0.5}, {"generation_kv_gb": 0.5}),
+        ({"gradient_checkpointing": "false"}, {"gradient_checkpointing": False}),
+        ({"bf16": "true"}, {"product_bytes": 2}),
+        ({"bf16": "none"}, {"product_bytes": 2}),
+        ({"dtype": "bfloat16"}, {"weight_bytes": 2, "product_bytes": 2}),
+        ({"dtype": "auto"}, {}),
+        ({"model_init_kwargs": '{"dtype": "float16"}'}, {"weight_bytes": 2, "product_bytes": 2}),
+        ({"load_in_8bit": "true"}, {"matrix_bytes": 1.0}),
+        ({"load_in_4bit": "true"}, {"matrix_bytes": 0.5625}),
+        ({"device_memory_gb": 80}, {"on_cpu": False}),
+    ],
+)
+def test_each_option_counts(folder, changes, fields):
+    if "bits" in str(changes):
+        pytest.importorskip("bitsandbytes")
+    assert planned(folder, **changes).run == planned(folder).run.replace(**fields)
+
+
+def test_the_penalty_of_grpo_needs_no_score_of_the_policy(folder):
+    assert not planned(folder, "grpo", beta=0.1, reuse_sampling_logps="false").run.scores_policy
+
+
+def test_processes_share_a_round(folder):
+    run = planned(folder, processes=4).run
+    assert (run.processes, run.rows) == (4, 16)
+    # A group may span ranks, as far as the round holds whole groups.
+    assert planned(folder, processes=2, num_generations=32).run.group_size == 32
+    with pytest.raises(ValueError, match="num_generations=32"):
+        planned(folder, processes=1, num_generations=32)
+
+
+def test_the_model_is_that_of_its_configuration(folder):
+    plan = planned(folder)
+    assert plan.model == model_size(load_config(str(folder / "tiny-model")))
+    assert plan.model.parameters == sum(p.numel() for p in tiny_model().parameters())
+    assert plan.adapter.adapted == {"q_proj", "v_proj"}
+
+
+def test_an_adapter(folder):
+    plan = planned(folder, use_peft="true", lora_r=2, lora_target_modules="all-linear")
+    assert {"q_proj", "down_proj"} < plan.model.adapted
+    assert plan.adapter is None
+
+
+def test_without_an_adapter_for_the_model_none_is_proposed(folder):
+    assert planned(folder, lora_target_modules="absent").adapter is None
+
+
+@pytest.mark.parametrize(("given", "expected"), [(24, 24e9), (None, device_bytes())])
+def test_the_device(folder, given, expected):
+    changes = {} if given is None else {"device_memory_gb": given}
+    assert planned(folder, **changes).device_bytes == expected
+
+
+def test_without_a_gpu_half_precision_can_be_planned_for_one(folder):
+    run = planned(folder, use_cpu="false", bf16="true", device_memory_gb=80).run
+    assert run.product_bytes == 2
+
+
+def test_the_command_prints_the_plan(folder, capsys):
+    main(words(folder, longest_prompt=64, device_memory_gb=1))
+    shown = capsys.readouterr().out
+    peak = planned(folder, longest_prompt=64, device_memory_gb=1).estimate.peak
+    assert f"Peak: {peak / 1e6:.3g} MB, in " in shown
+    assert "fits 900 MB of a device of 1 GB" in shown
+    assert "Note:" not in shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"longest_prompt": None}, f"up to {ASSUMED_PROMPT} tokens"),
+        ({"optim": "lomo"}, "What lomo keeps is not known"),
+        ({"reward_model_name_or_path": "some/model"}, "The reward model is not counted."),
+        ({"num_processes": 2}, "Every rank holds the whole model"),
+    ],
+)
+def test_what_the_plan_leaves_out_is_said(folder, capsys, changes, note):
+    options = {"longest_prompt": 64} | changes
+    main(words(folder, **{k: v for k, v in options.items() if v is not None}))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "Note:" in line]
+    assert note in line
+
+
+def test_options_stand_in_a_file(folder, tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    options = {"model_name_or_path": str(folder / "tiny-model"), "method": "grpo", "beta": 0.1}
+    options |= BASE | {"loss_type": "grpo", "num_processes": 2, "per_device_train_batch_size": 2}
+    path.write_text(json.dumps(options | {"use_cpu": True, "bf16": False}))
+    main(["--config", str(path)])
+    shown = capsys.readouterr().out
+    assert "Round on a rank: 2 completions of up to 8 tokens, 4 for each prompt" in shown
+    assert "reference" in shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"num_generations": 3}, "num_generations=3"),
+        ({"betta": 1}, "unknown option --betta (closest: --beta"),
+        ({"method": "ppo"}, "--method: 'ppo' is none of rloo, grpo."),
+        ({"loss_type": "dapo"}, "unknown option --loss_type"),
+        ({"model_name_or_path": "absent"}, "--model_name_or_path absent: "),
+        ({"config": "absent.yaml"}, "absent.yaml: there is no such file"),
+    ],
+)
+def test_mistakes_are_one_line(folder, capsys, changes, part):
+    with pytest.raises(SystemExit) as end:
+        main(words(folder, **changes))
+    lines = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2
+    assert lines[-1].startswith("trl memory-plan: error: ")
+    assert part in lines[-1]
+
+
+def test_a_model_is_required(capsys):
+    with pytest.raises(SystemExit):
+        main(["--output_dir", "out"])
+    assert "--model_name_or_path is required." in capsys.readouterr().err
+
+
+def test_debugging_shows_where(folder, monkeypatch):
+    monkeypatch.setenv("TRL_DEBUG", "1")
+    with pytest.raises(ValueError, match="num_generations=3"):
+        main(words(folder, num_generations=3))
+
+
+def test_help_has_the_options_of_the_method(capsys):
+    main(["--help", "--method", "grpo"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: trl memory-plan ")
+    assert all(name in shown for name in ("--method", "--loss_type", "--device_memory_gb"))
+
+
+def test_the_first_gpu_is_the_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = Namespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert device_bytes() == 80 * 2**30
+
+
+def test_nothing_is_loaded(folder, monkeypatch):
+    """Not even where the files of the weights are empty."""
+    for file in (folder / "tiny-model").glob("*.safetensors"):
+        file.write_bytes(b"")
+    plan = planned(folder)
+    assert Estimate(plan.model, plan.run).peak == plan.estimate.peak > 0
