@@ -42,7 +42,7 @@ BOUND = 5e-6  # of the relative difference in float32
 HALF_PRECISION_FACTOR = 1.3  # times the error of single rows in the same precision
 DEVIATION = 5e-5  # of two loss curves, as a share of their range
 RESIDUAL = 5e-6  # the same, averaged over the steps
-SAMPLES = 24
+SAMPLES = 12
 
 # Every pair of values, and a sample of all combinations.
 _generator = random.Random(1)
