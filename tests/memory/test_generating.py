@@ -73,7 +73,7 @@ def test_peak_of_a_round(changes):
 
 @pytest.mark.parametrize("completion", [1, 2, 3, 17, 18, 35, 36, 100, 1000])
 def test_room_in_the_cache(completion):
-    cache = GrowingCache()
+    cache = GrowingCache(completion)
     for _ in range(completion - 1):  # the last token is never looked at
         cache.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), 0)
     room = cache._buffers[0][0].shape[2] if completion > 1 else 0

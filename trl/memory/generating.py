@@ -52,10 +52,14 @@ class Generation:
         needed = self.run.completion - 1
         if not self.run.shared_prefix or needed <= 1:
             return needed
-        room = 16
-        while room < needed:
-            room = 2 * (room + 1)
-        return room
+        return self._rooms()[1]
+
+    def _rooms(self) -> tuple[int, int]:
+        """Sizes of the last two buffers of a growing cache; none exceeds the longest completion."""
+        before, room = 0, min(16, self.run.completion)
+        while room < self.run.completion - 1:
+            before, room = room, min(2 * (room + 1), self.run.completion)
+        return before, room
 
     def in_flight(self) -> tuple[int, int]:
         """Rows that decode together, and copies of prompts that they read."""
@@ -78,7 +82,8 @@ class Generation:
     def _growth(self, prompts: float, written: float) -> float:
         """What is held twice while keys or values of one layer move to a larger buffer."""
         if self.run.shared_prefix:
-            return written / (2 * self.model.layers) / 2  # from a buffer of half the size
+            before, room = self._rooms()
+            return written / (2 * self.model.layers) * before / max(1, room)
         return (prompts + written) / (2 * self.model.layers)
 
     def _drawing(self, rows: int) -> float:
