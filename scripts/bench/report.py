@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import goals
 import step_report
 from memory import COUNTS, GENERATION_ROWS, HEADLINE, SCALE, SETTINGS, SHAPES
 from runs import RESULTS, Work
@@ -249,6 +250,8 @@ def main() -> None:
         if (results / f"{name}.json").exists():
             write(results)
             print(results / f"{name}.md")
+    goals.goals_page(results)
+    print(results / "goals.md")
 
 
 if __name__ == "__main__":

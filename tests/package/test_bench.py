@@ -199,3 +199,35 @@ def test_the_report_is_written_from_results_alone(load, tmp_path):
     assert "| 2, trl 0.20.0, vocabulary / 8 | 100 | 38 (-62 %) | - |" in text
     charts = {path.name for path in tmp_path.glob("*.png")}
     assert {"peak_against_k.png", "memory_over_time.png", "tokens.png"} <= charts
+
+
+def test_goals_are_judged_by_the_worst_cell_and_never_without_one(load, tmp_path):
+    goals = load("goals")
+    tokens = [{"steps": [{"tokens": {"forward": n}}]} for n in (10, 100)]
+    rows = [
+        row("default", run(90_000_000, **tokens[0]), prompt=3100, completions=8),
+        row("default", run(50_000_000), completions=16),
+        row("now-gpu", run(300_000_000, **tokens[1]), prompt=3100, completions=8),
+        row("now-gpu", run(40_000_000), completions=16),
+    ]
+    seconds = [{"seconds": {"forward": 9.0}}, {"seconds": {"forward": 2.0}}]
+    slow = [{"seconds": {"forward": 9.0}}, {"seconds": {"forward": 3.0}}]
+    counted = {"tokens": {"forward": 1}}
+    steps = [
+        row(name, [{"peak": 1, "steps": [a, b | counted]}], prompt=128, completion=128)
+        for name, (a, b) in (("this", seconds), (load("step").PEER, slow))
+    ]
+    (tmp_path / "memory.json").write_text(json.dumps({"rows": rows}))
+    (tmp_path / "step.json").write_text(json.dumps({"rows": steps}))
+    goals.goals_page(tmp_path)
+    lines = (tmp_path / "goals.md").read_text().splitlines()
+    assert "| peak(k=16) / peak(k=2), 3,100/53 | <= 1.1 | - | not measured |" in lines
+    assert "| peak at 3,100/53/8, MB | <= 100 | 90 | met |" in lines
+    assert (
+        "| peak over trl 1.16.0, its GPU path: worst of 2 cells | <= 1 | 1.25 | missed |" in lines
+    )
+    large = "| the same, prompts of 3,100 tokens and k >= 8: worst of 1 | <= 0.333 | 0.3 | met |"
+    assert large in lines
+    assert "| tokens of an update at 3,100/53/8, over trl 1.16.0 | <= 0.125 | 0.1 | met |" in lines
+    fast = "RLOO, scoring + training at 512/512/8, lengths / 4: times as fast"
+    assert f"| {fast} | >= 1.5 | 1.5 | met |" in lines

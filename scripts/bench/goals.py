@@ -1,0 +1,168 @@
+"""Compares what was measured with the goals of the project: docs/benchmarks/goals.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from memory import COUNTS, HEADLINE, SCALE, SHAPES
+from runs import Work
+from step import PEER, phase_seconds
+from step import SHAPES as STEP_SHAPES
+from step_report import pairs
+from tables import Rows, divided, markdown
+
+OURS = "default"
+PEER_PATHS = ("now", "now-gpu")  # the current peer as it runs on a CPU, and what its GPU path holds
+CELL = {"prompt": HEADLINE[0], "completion": HEADLINE[1], "completions": 8}
+LONG_PROMPT, LARGE_GROUP = 3100, 8
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure and its bound.
+
+    Args:
+        what: the figure in words.
+        bound: what it should be at most or at least.
+        value: what was measured; None: it was not.
+        at_least: whether the bound is a lower one.
+    """
+
+    what: str
+    bound: float
+    value: float | None
+    at_least: bool = False
+
+    def line(self) -> list[str]:
+        """A line of the table."""
+        if self.value is None:
+            return [self.what, self._bound(), "-", "not measured"]
+        met = self.value >= self.bound if self.at_least else self.value <= self.bound
+        return [self.what, self._bound(), f"{self.value:,.3g}", "met" if met else "missed"]
+
+    def _bound(self) -> str:
+        return f"{'>=' if self.at_least else '<='} {self.bound:,.3g}"
+
+
+def growth(rows: Rows) -> Iterator[Goal]:
+    """Peak against the number of completions."""
+    shape = {"prompt": HEADLINE[0], "completion": HEADLINE[1]}
+    peaks = {k: rows.peak(OURS, completions=k, **shape) for k in COUNTS}
+    for count, bound in ((16, 1.10), (64, 1.15)):
+        value = divided(peaks[count], peaks[2])
+        yield Goal(f"peak(k={count}) / peak(k=2), 3,100/53", bound, value)
+
+
+def sizes(rows: Rows) -> Iterator[Goal]:
+    """Peak of the headline cell, alone and against the peers."""
+    own = rows.peak(OURS, **CELL)
+    yield Goal("peak at 3,100/53/8, MB", 100, divided(own, 1e6))
+    peer = rows.peak("now-gpu", **CELL)
+    yield Goal("the same, over the GPU path of trl 1.16.0", 1 / 4, divided(own, peer))
+    old = rows.peak("old", **CELL)
+    estimate = None if old is None else SCALE * old
+    yield Goal("the same, over trl 0.20.0 (estimate)", 1 / 500, divided(own, estimate))
+
+
+def against_peer(rows: Rows) -> Iterator[Goal]:
+    """The worst ratio to the current peer, over all cells that both have."""
+    for path, name in zip(PEER_PATHS, ("on a CPU", "its GPU path"), strict=True):
+        found = {
+            (prompt, completion, count): divided(rows.peak(OURS, **cell), rows.peak(path, **cell))
+            for prompt, completion in SHAPES
+            for count in COUNTS
+            for cell in [{"prompt": prompt, "completion": completion, "completions": count}]
+        }
+        known = {cell: ratio for cell, ratio in found.items() if ratio is not None}
+        yield Goal(
+            f"peak over trl 1.16.0, {name}: worst of {len(known)} cells",
+            1.0,
+            max(known.values(), default=None),
+        )
+        large = [r for (p, _, k), r in known.items() if p == LONG_PROMPT and k >= LARGE_GROUP]
+        yield Goal(
+            f"the same, prompts of 3,100 tokens and k >= 8: worst of {len(large)}",
+            1 / 3,
+            max(large, default=None),
+        )
+
+
+def tokens(rows: Rows, steps: list[Any]) -> Iterator[Goal]:
+    """Tokens through the model of one update, against the current peer."""
+    counted = [_tokens(rows.run(name, **CELL)) for name in (OURS, "now-gpu")]
+    yield Goal("tokens of an update at 3,100/53/8, over trl 1.16.0", 1 / 8, divided(*counted))
+    for work, ours, theirs in steps:
+        if work.algorithm == "RLOO" and STEP_SHAPES.index(full_shape(work)) == 0:
+            training = ("scoring", "forward")
+            ratio = divided(_tokens(ours[0], training), _tokens(theirs[0], training))
+            yield Goal(f"tokens of scoring and training at {named(work)}", 1 / 4, ratio)
+
+
+def _tokens(run: Any, phases: tuple[str, ...] = ()) -> float | None:
+    if run is None:
+        return None
+    counted = run["steps"][-1]["tokens"]
+    return float(sum(count for name, count in counted.items() if not phases or name in phases))
+
+
+def speed(steps: list[Any]) -> Iterator[Goal]:
+    """Time of scoring and training, against the current peer."""
+    bounds = dict(zip(STEP_SHAPES, (3.0, 1.5, 1.0), strict=True))
+    for work, ours, theirs in steps:
+        ratios = [
+            phase_seconds(b)["training"] / phase_seconds(a)["training"]
+            for a, b in zip(ours, theirs, strict=False)
+        ]
+        what = f"{work.algorithm}, scoring + training at {named(work)}: times as fast"
+        yield Goal(what, bounds[full_shape(work)], median(ratios), at_least=True)
+
+
+def full_shape(work: Work) -> tuple[int, int, int]:
+    """The shape that a scaled one stands for."""
+    ratios = {shape[1] / shape[0]: shape for shape in STEP_SHAPES}
+    return ratios[work.completion / work.prompt]
+
+
+def named(work: Work) -> str:
+    """The full shape and by how much it was scaled."""
+    shape = full_shape(work)
+    return f"{'/'.join(map(str, shape))}, lengths / {shape[0] // work.prompt}"
+
+
+def goals_page(results: Path) -> None:
+    """Write goals.md from the results that are there."""
+    rows = Rows(_rows(results / "memory.json"))
+    steps = [
+        pair for pair in pairs(_rows(results / "step.json")) if pair[0].vocabulary > MANY_ENTRIES
+    ]
+    goals = [*growth(rows), *sizes(rows), *against_peer(rows), *tokens(rows, steps), *speed(steps)]
+    headers = ["figure", "goal", "measured", ""]
+    table = markdown(headers, [goal.line() for goal in goals])
+    (results / "goals.md").write_text(f"{INTRODUCTION}\n{table}\n{NOTES}", encoding="utf-8")
+
+
+MANY_ENTRIES = 1000  # of a vocabulary: below, the head costs next to nothing
+INTRODUCTION = f"""# Goals and what was measured
+
+Made by `make bench-report` from [memory](memory.md) and [step](step.md), which tell how everything
+was measured. Shapes are prompt/completion/completions of a prompt; the peer is
+{PEER.replace("-", " ")}.
+"""
+NOTES = """
+Gradients of all variants against the plain one: [certificate](invariance.md). Predicted against
+measured peaks: [plan](plan.md). Bounded head against full logits: [head](head.md).
+
+Not measured, for want of a GPU: time and memory of the head at 8K tokens and 128K entries, what
+returning cached blocks saves, real running out of memory, and the ratios above on a GPU.
+`make bench-gpu` measures them where there is one; until then the peer's GPU path is what its
+release would hold there at the least.
+"""
+
+
+def _rows(path: Path) -> list[Any]:
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
