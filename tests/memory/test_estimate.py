@@ -117,7 +117,8 @@ def test_what_is_held_in_every_phase(size):
         assert (parts.weights, parts.reference, parts.optimizer) == (weights, weights, 2 * weights)
     # A round is generated and scored while the first of two updates' gradients wait.
     assert [parts.gradients for parts in phases.values()][:2] == [weights, weights]
-    assert phases["optimizer"] == Parts(weights, weights, weights, 2 * weights)
+    expected = Parts(weights, weights, gradients=weights, optimizer=2 * weights)
+    assert phases["optimizer"] == expected
 
 
 def test_phases_that_do_not_happen_are_left_out(size):

@@ -15,6 +15,7 @@ from trl.memory.plan import (
     with_micro_batch,
 )
 from trl.memory.settings import RunSettings
+from trl.memory.sharding import Sharding
 
 SIZE = model_size(tiny_model("llama", max_position_embeddings=4096).config)
 RUN = RunSettings(4, 200, 50, 4, slices=2, accumulation=2, on_cpu=True)
@@ -162,3 +163,18 @@ def test_changes_that_are_made_already_are_shown_the_other_way():
 def test_off_policy_scoring_stays_without_a_reference():
     run = RUN.replace(reference=True, scores_policy=True, accumulation=1)
     assert "scoring" in changes(Plan(SIZE, run, 1e9))["beta"].phases
+
+
+def test_other_engines_are_proposed_to_several_ranks():
+    run = RUN.replace(processes=4, sharding=Sharding(ranks=4), product_bytes=2)
+    found = [c for c in Plan(SIZE, run, 1e9).changes() if c.option == "accelerate_config"]
+    assert {change.value for change in found} == {"zero1", "zero2", "zero3"}
+    second = next(change for change in found if change.value == "zero2")
+    zero = Sharding("zero", 2, 4, syncs=True)
+    other = run.replace(sharding=zero, weight_bytes=2, loaded_bytes=4)
+    assert second.peak == Estimate(SIZE, other).peak
+    fsdp = changes(Plan(SIZE, run.replace(sharding=Sharding("fsdp2", 3, 4)), 1e9))
+    assert {"fsdp_offload_params", "ds3_gather_for_generation"} < fsdp.keys()
+    assert "accelerate_config" not in fsdp
+    assert "ds3_gather_for_generation" not in changes(Plan(SIZE, other, 1e9))
+    assert "offload_optimizer_device" in changes(Plan(SIZE, other, 1e9))

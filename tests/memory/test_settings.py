@@ -11,6 +11,7 @@ from trl.memory.settings import (
     RunSettings,
     largest,
 )
+from trl.memory.sharding import Sharding
 from trl.models import passes
 from trl.models.layouts import packed_layout, plain_layout
 from trl.models.shared_attention import KEYWORD
@@ -99,3 +100,11 @@ def test_parts_add_up():
     assert parts == Parts(weights=1, kv_cache=5, head=0.5)
     assert parts.total == 6.5
     assert largest([Parts(head=1), parts, Parts(weights=6)]) is parts
+
+
+def test_a_forward_over_sharded_weights_is_one_pass():
+    run = RunSettings(8, 2000, 600, 8)
+    assert run.forward(8, cuts=True).is_cut
+    whole = run.replace(sharding=Sharding("zero", 2, 2)).forward(8, cuts=True)
+    shards = run.replace(sharding=Sharding("fsdp2", 3, 2)).forward(8, cuts=True)
+    assert whole.is_cut and not shards.is_cut

@@ -1,20 +1,21 @@
 """How many bytes each phase of a training step holds, by arithmetic alone.
 
-Every rank holds the whole model: one process, or data parallelism. Each phase is the largest of the
-moments that can be its peak; the terms say what lives at that moment.
+Each phase is the largest of the moments that can be its peak; the terms say what lives at that
+moment. What the ranks divide among themselves is counted by `Shares`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 
 from .generating import Generation
 from .head import Head
 from .layer import FLOAT32, Layer
 from .model_size import ModelSize
-from .optimizers import state_bytes
 from .settings import Forward, Parts, RunSettings, largest
+from .shares import Shares
 
 PHASES = ("generation", "scoring", "forward + backward", "optimizer")
 
@@ -30,6 +31,7 @@ class Estimate:
     def __init__(self, model: ModelSize, run: RunSettings):
         self.model = model
         self.run = run
+        self.shares = Shares(model, run)
         repeats = run.shared_prefix and not run.on_cpu
         self.layer = Layer(model, run.weight_bytes, run.product_bytes, run.on_cpu, repeats)
         self.head = Head(model, run.weight_bytes, run.product_bytes, run.logits_chunk, run.on_cpu)
@@ -41,7 +43,7 @@ class Estimate:
         if self.run.reference or self.run.scores_policy:
             found["scoring"] = self._scoring()
         found["forward + backward"] = self._training()
-        found["optimizer"] = self._held(gradients=True)
+        found["optimizer"] = self._held(self.shares.gradients, buffers=self.shares.update)
         return found
 
     @property
@@ -51,29 +53,16 @@ class Estimate:
 
     # --- What is always held ---
 
-    @property
-    def gradients(self) -> float:
-        """Bytes of all gradients, and of the buckets in which ranks exchange them."""
-        copies = 2 if self.run.processes > 1 else 1
-        return copies * self._trainable_bytes * self.model.trainable
+    def _held(self, gradients: float = 0.0, gathered: float = 0.0, buffers: float = 0.0) -> Parts:
+        held = self.shares.held(gradients, gathered, buffers)
+        asleep = self.run.engine_sleeps or self.run.engine_bytes is None
+        return held if asleep else held.plus(vllm=self.run.engine_bytes or 0.0)
 
     @property
-    def _trainable_bytes(self) -> int:
-        """Adapters are float32 whatever the base model is."""
-        return FLOAT32 if self.model.frozen else self.run.weight_bytes
-
-    def _held(self, gradients: bool) -> Parts:
-        model, run = self.model, self.run
-        matrix_bytes = run.weight_bytes if run.matrix_bytes is None else run.matrix_bytes
-        ends = model.parameters - model.adapter - model.layer_matrices
-        weights = matrix_bytes * model.layer_matrices + run.weight_bytes * ends
-        states = (run.optimizer, run.optimizer_args, model, self._trainable_bytes)
-        return Parts(
-            weights=weights + FLOAT32 * model.adapter,
-            reference=weights if run.reference and not model.frozen else 0.0,
-            gradients=self.gradients if gradients else 0.0,
-            optimizer=state_bytes(*states),
-        )
+    def _waiting(self) -> float:
+        """Gradients that are there already when the next round of an update is generated."""
+        several = self.run.accumulation > self.run.slices * self.run.passes
+        return self.shares.waiting if several else 0.0
 
     @property
     def _largest_cast(self) -> float:
@@ -97,7 +86,12 @@ class Estimate:
     # --- Phases ---
 
     def _generation(self) -> Parts:
-        held = self._held(self._gradients_while_generating)
+        shares = self.shares
+        if self.run.engine_bytes is not None:
+            sent = self._held(self._waiting, shares.largest)  # weights reach it one at a time
+            return replace(sent, vllm=self.run.engine_bytes)
+        gathered = shares.whole if self.run.gathers else shares.layerwise
+        held = self._held(self._waiting, gathered)
         casts = self._cached_casts + self.head.whole_cast
         moments = Generation(self.model, self.run, self.layer, self.head).moments()
         return largest(
@@ -107,16 +101,11 @@ class Estimate:
             ]
         )
 
-    @property
-    def _gradients_while_generating(self) -> bool:
-        """Whether an update takes several rounds, so that one is generated amid its gradients."""
-        return self.run.accumulation > self.run.slices * self.run.passes
-
     def _scoring(self) -> Parts:
         run, layer = self.run, self.layer
         forward = run.forward(run.micro_batch, cuts=True)
         casts = self._cached_casts if run.scores_policy else self._largest_cast
-        held = self._held(self._gradients_while_generating).plus(activations=casts)
+        held = self._held(self._waiting, self.shares.layerwise).plus(activations=casts)
         hidden = layer.stream * forward.tokens
         end = held.plus(activations=hidden, head=self.head.whole_cast)
         body = held.plus(activations=self._inference(forward) + self._kept_keys(forward))
@@ -139,7 +128,11 @@ class Estimate:
     def _training(self) -> Parts:
         run, layer = self.run, self.layer
         forward = run.forward(run.micro_batch, cuts=run.gradient_checkpointing)
-        held = self._held(gradients=run.accumulation > 1)
+        shares = self.shares
+        # Shares of gradients fill up while the first micro-batch runs already.
+        before = shares.gradients if run.sharding.stage else 0.0
+        before = shares.waiting if run.accumulation > 1 else before
+        held = self._held(before, shares.training, shares.first_buckets)
         kept = self._kept(forward)
         end = held.plus(activations=kept + self.head.whole_cast)
         if run.gradient_checkpointing:
@@ -148,7 +141,8 @@ class Estimate:
             activations=kept + (layer.last_norm + layer.stream) * forward.tokens,
             head=self._head(run.micro_batch * run.completion),
         )
-        embedding = self._held(gradients=True).plus(gradients=self._second_embedding)
+        last = self._held(max(before, shares.gradients), shares.training, shares.first_buckets)
+        embedding = last.plus(gradients=self._second_embedding)
         return largest([end, at_head, *self._backward(forward, held), embedding])
 
     @property
@@ -168,7 +162,6 @@ class Estimate:
     def _backward(self, forward: Forward, held: Parts) -> Iterator[Parts]:
         """The backward pass of each pass of a forward, at its last layer and at its first."""
         layer, layers = self.layer, self.model.layers
-        accumulates, own = self.run.accumulation > 1, self._layer_gradient + self._embedding
         casts = 0.0 if self.run.gradient_checkpointing else self._saved_casts
         earlier = 0
         for number, (tokens, tails) in enumerate(forward.passes):
@@ -177,10 +170,7 @@ class Estimate:
             always += 2 * self._kept_keys(forward)
             always += layer.stream * forward.tokens if number else 0
             always += self._again(tokens, tails, forward.kept if number else 0)
-            # Gradients are added to what is held when the first pass, the last to be gone back
-            # through, is done; until then those of all passes are summed apart.
-            is_added = accumulates and not forward.is_cut
-            apart = 0.0 if is_added else self._summed_gradients(of_tails=number > 0)
+            apart, own = self._gradients_apart(forward, of_tails=number > 0)
             is_first_back = number + 1 == len(forward.passes)
             yield held.plus(
                 activations=always + layers * self._kept_of_layer * tokens,
@@ -192,11 +182,22 @@ class Estimate:
             )
             earlier += tokens
 
+    def _gradients_apart(self, forward: Forward, of_tails: bool) -> tuple[float, float]:
+        """Gradients beside those held, and how many of them the first layer is still to add."""
+        if self.run.sharding.stage:
+            return self.shares.in_flight, 0.0
+        # Gradients are added to what is held when the first pass, the last to be gone back
+        # through, is done; until then those of all passes are summed apart.
+        own = self._layer_gradient + self._embedding
+        if self.run.accumulation > 1 and not forward.is_cut:
+            return 0.0, own
+        return self._summed_gradients(of_tails), own
+
     def _summed_gradients(self, of_tails: bool) -> float:
         """Gradients of all weights; passes over tails share their casts, and sum those of casts."""
         if of_tails and self.run.autocast and not self.model.frozen:
             return self._all_casts + self.head.gradient
-        return self._trainable_bytes * self.model.trainable
+        return self.shares.trained * self.model.trainable
 
     def _again(self, tokens: int, tails: int, prefix: int) -> float:
         """What the backward pass of one layer of one pass adds."""

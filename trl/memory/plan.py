@@ -178,6 +178,46 @@ class Plan:
             yield "optim", "adamw_8bit", model, small, "needs bitsandbytes"
         if self.adapter is not None:
             yield "use_peft", "true", self.adapter, run, "trains an adapter"
+        yield from self._other_engines()
+
+    def _other_engines(self) -> Iterator[tuple[str, str, ModelSize, RunSettings, str]]:
+        """Other ways for ranks to divide the model."""
+        model, run = self.model, self.run
+        sharding = run.sharding
+        if sharding.divides_weights and run.engine_bytes is None:
+            other = run.replace(gathers=not run.gathers)
+            note = "each token gathers all weights" if run.gathers else ""
+            yield "ds3_gather_for_generation", _word(not run.gathers), model, other, note
+        for stage in {1, 2, 3} - {sharding.stage}:
+            if run.processes > 1 and not sharding.is_fsdp:
+                yield (
+                    "accelerate_config",
+                    f"zero{stage}",
+                    model,
+                    _zero(run, stage),
+                    "needs deepspeed",
+                )
+        yield from self._offloaded()
+
+    def _offloaded(self) -> Iterator[tuple[str, str, ModelSize, RunSettings, str]]:
+        """What the memory of the host could hold."""
+        model, run = self.model, self.run
+        sharding = run.sharding
+        if sharding.is_zero and not sharding.offloads_optimizer:
+            other = run.replace(sharding=sharding.replace(offloads_optimizer=True))
+            yield "offload_optimizer_device", "cpu", model, other, "slower updates"
+        if sharding.is_fsdp and not sharding.offloads_weights:
+            moved = sharding.replace(offloads_optimizer=True, offloads_weights=True)
+            other = run.replace(sharding=moved)
+            yield "fsdp_offload_params", "true", model, other, "slower passes and updates"
+
+
+def _zero(run: RunSettings, stage: int) -> RunSettings:
+    """The same run under DeepSpeed, which casts the weights themselves instead of autocasting."""
+    sharding = run.sharding.replace(engine="zero", stage=stage, syncs=True)
+    if run.autocast:
+        run = run.replace(weight_bytes=run.product_bytes, loaded_bytes=run.weight_bytes)
+    return run.replace(sharding=sharding)
 
 
 def _totals(estimate: Estimate) -> dict[str, float]:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from .plan import HEADROOM, Plan
 from .settings import Parts
 
-HEADINGS = {"kv_cache": "KV cache"}
+HEADINGS = {"kv_cache": "KV cache", "vllm": "vLLM"}
 NAMES = [field.name for field in fields(Parts)]
 
 
@@ -49,7 +49,19 @@ def _header(plan: Plan) -> str:
         f"{run.group_size} for each prompt of up to {run.prompt} tokens\n"
         f"Micro-batch: {run.micro_batch} completions, "
         f"{run.forward(run.micro_batch, cuts=False).tokens} tokens in one forward"
+        f"{_ranks(plan)}"
     )
+
+
+def _ranks(plan: Plan) -> str:
+    """How the model is divided, and what of it is on the host."""
+    sharding, host = plan.run.sharding, plan.estimate.shares.host
+    if plan.run.processes == 1:
+        return ""
+    words = f"\nRanks: {plan.run.processes}, {sharding.name}"
+    if sharding.stage and sharding.ranks < plan.run.processes:
+        words += f"; each {sharding.ranks} of them hold one copy"
+    return words + (f"; {size(host)} of each in the memory of the host" if host else "")
 
 
 def _count(parameters: int) -> str:

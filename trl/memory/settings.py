@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from .sharding import Sharding
+
 # Tokens: shorter forwards over shared prompts are not cut, nor shorter passes over tails.
 SHORTEST_PASS = 2048
 SHORTEST_TAIL_PASS = 1536
@@ -24,7 +26,7 @@ class RunSettings:
         slices (`int`): micro-batches of a round on a rank.
         accumulation (`int`): micro-batches of an optimizer step.
         passes (`int`): times a round is trained on.
-        processes (`int`): ranks; each holds the whole model.
+        processes (`int`): ranks.
         weight_bytes (`int`): of a weight, and of an entry of the residual stream.
         product_bytes (`int`): of an entry that matrix products read and write; 2 under autocast.
         matrix_bytes (`float`, *optional*): of a quantized weight of the layers.
@@ -38,6 +40,14 @@ class RunSettings:
         generation_rows (`int`, *optional*): most rows generated at once.
         generation_kv_gb (`float`, *optional*): most gigabytes of key-value cache at once.
         on_cpu (`bool`): whether a CPU trains; defaults differ.
+        sharding (`Sharding`): what each of the ranks holds.
+        loaded_bytes (`int`, *optional*): of a weight as it was loaded, where the engine casts it:
+            DeepSpeed and FSDP in half precision.
+        divides_quantized (`bool`): the engine can divide quantized weights.
+        gathers (`bool`): all weights are gathered for generation from shards.
+        engine_bytes (`float`, *optional*): of a generation engine on the same device, weights and
+            cache; 0 if it runs elsewhere. None: the policy itself generates.
+        engine_sleeps (`bool`): the engine gives them back outside generation.
     """
 
     group_size: int
@@ -61,6 +71,12 @@ class RunSettings:
     generation_rows: int | None = None
     generation_kv_gb: float | None = None
     on_cpu: bool = False
+    sharding: Sharding = Sharding()
+    loaded_bytes: int | None = None
+    divides_quantized: bool = True
+    gathers: bool = True
+    engine_bytes: float | None = None
+    engine_sleeps: bool = False
 
     def replace(self, **changes: Any) -> RunSettings:
         """Return a copy with fields changed."""
@@ -100,6 +116,8 @@ class RunSettings:
         prefix = min(rows, self.groups(rows)) * self.prompt
         tail = self.completion - 1  # the last token of a completion predicts nothing
         tails = rows * tail
+        # With sharded weights a forward is always one pass, so that all ranks run as many.
+        cuts = cuts and not self.sharding.divides_weights
         if not cuts or prefix + tails <= SHORTEST_PASS or not tails:
             return Forward(((prefix + tails, tails),))
         most = max(1, max(SHORTEST_TAIL_PASS, prefix // 2) // tail) * tail
@@ -140,8 +158,11 @@ class Parts:
 
     weights: float = 0.0
     reference: float = 0.0
+    gathered: float = 0.0
     gradients: float = 0.0
+    buffers: float = 0.0
     optimizer: float = 0.0
+    vllm: float = 0.0
     kv_cache: float = 0.0
     head: float = 0.0
     activations: float = 0.0

@@ -1,0 +1,152 @@
+"""Bytes a rank holds, against sums written out by hand for each engine.
+
+`tests/distributed/test_held_bytes.py` compares them with what real engines hold.
+"""
+
+import pytest
+from peft import LoraConfig
+from tiny import tiny_model
+
+from trl.memory.estimate import Estimate
+from trl.memory.model_size import model_size
+from trl.memory.settings import RunSettings
+from trl.memory.sharding import Sharding
+from trl.memory.shares import Shares
+
+SIZE = model_size(tiny_model("llama").config)
+N = SIZE.parameters
+R = 4
+HALF = {"weight_bytes": 2, "product_bytes": 2, "loaded_bytes": 4}
+
+
+def run(engine, stage=0, half=True, **changes):
+    fields = {"group_size": 4, "prompt": 30, "completion": 9, "micro_batch": 4, "processes": R}
+    fields |= {"optimizer": "adamw_torch", "accumulation": 2} | (HALF if half else {})
+    own = {k: changes.pop(k) for k in tuple(changes) if k in Sharding.__dataclass_fields__}
+    sharding = Sharding(engine, stage, R if stage else 1, **({"bucket": 100} | own))
+    return RunSettings(**(fields | changes), sharding=sharding)
+
+
+def shares(*args, size=SIZE, **changes):
+    return Shares(size, run(*args, **changes))
+
+
+# Bytes a parameter, R ranks: weights, gradients at the update, states (two moments and masters).
+@pytest.mark.parametrize(
+    ("engine", "stage", "weights", "gradients", "optimizer"),
+    [
+        ("zero", 1, 2, 2 / R, 12 / R),
+        ("zero", 2, 2, 2 / R, 12 / R),
+        ("zero", 3, 2 / R, 2 / R, 12 / R),
+        ("fsdp1", 3, 4 / R, 4 / R, 8 / R),
+        ("fsdp2", 3, 4 / R, 4 / R, 8 / R),
+    ],
+)
+def test_half_precision(engine, stage, weights, gradients, optimizer):
+    found = shares(engine, stage)
+    assert found.weights == pytest.approx(weights * N)
+    assert found.gradients == pytest.approx(gradients * N)
+    assert found.optimizer == pytest.approx(optimizer * N)
+
+
+def test_full_precision():
+    assert shares("zero", 2, half=False).optimizer == pytest.approx(12 * N / R)
+    found = shares("fsdp2", 3, half=False)
+    assert (found.weights, found.gradients) == (4 * N / R, 4 * N / R)
+    assert found.optimizer == 8 * N / R
+    alone = shares("ddp", half=False)
+    assert (alone.weights, alone.gradients, alone.optimizer) == (4 * N, 2 * 4 * N, 8 * N)
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "syncs", "expected"),
+    [
+        ("zero", 1, True, 2 * N + 2 * 100),
+        ("zero", 2, True, 2 * N / R),
+        ("zero", 3, True, 2 * N / R),
+        ("fsdp2", 3, False, 2 * N),
+        ("fsdp2", 3, True, 4 * N / R),
+    ],
+)
+def test_gradients_between_micro_batches(engine, stage, syncs, expected):
+    assert shares(engine, stage, syncs=syncs).waiting == pytest.approx(expected)
+
+
+def test_the_reference_is_divided_with_the_policy():
+    assert shares("zero", 2, reference=True).reference == 2 * N
+    assert shares("zero", 3, reference=True).reference == 2 * N / R
+    assert shares("fsdp2", 3, reference=True).reference == 4 * N / R  # as it was loaded
+    assert shares("fsdp2", 3).reference == 0
+
+
+def test_weights_gathered_for_generation():
+    matrices, layers = SIZE.layer_matrices, SIZE.layers
+    ends = N - matrices
+    assert shares("zero", 2).whole == shares("ddp").layerwise == 0
+    assert shares("zero", 3).whole == shares("fsdp2", 3).whole == 2 * N
+    assert shares("fsdp1", 3).whole == 4 * N
+    assert shares("zero", 3).layerwise == pytest.approx(2 * (ends + matrices / layers))
+    assert shares("fsdp2", 3).layerwise == pytest.approx(2 * (ends + 2 * matrices / layers))
+
+
+def test_weights_gathered_for_training():
+    assert shares("zero", 3).training == 2 * N  # fewer than may stay
+    assert shares("zero", 3, live=1000).training == 2 * 1000
+    assert shares("fsdp2", 3, keeps_weights=True).training == 2 * N
+    ends, layer = N - SIZE.layer_matrices, SIZE.layer_matrices / SIZE.layers
+    assert shares("fsdp2", 3).training == pytest.approx(2 * (ends + 3 * layer))
+
+
+def test_what_stays_on_the_device_always():
+    assert shares("zero", 3).held().gradients == 2 * N / R
+    assert shares("zero", 3).held().buffers == 2 * 100
+    assert shares("fsdp1", 3).held().gradients == 4 * N / R
+    assert shares("fsdp2", 3).held().gradients == shares("zero", 2).held().gradients == 0
+    assert shares("zero", 2).held().buffers == 0
+    assert shares("zero", 2, double=True).first_buckets == 2 * 2 * 100
+    assert shares("zero", 1, accumulation=1).first_buckets == 2 * 100
+    assert shares("zero", 1).first_buckets == shares("zero", 3).first_buckets == 0
+
+
+def test_offloading_moves_bytes_to_the_host():
+    states = shares("zero", 2, offloads_optimizer=True)
+    held = states.held(states.gradients)
+    assert (held.weights, held.gradients, held.optimizer) == (2 * N, 0, 0)
+    assert states.host == pytest.approx((12 + 4 + 2) * N / R)
+    third = shares("zero", 3, offloads_optimizer=True, offloads_weights=True)
+    assert third.held().weights == 0
+    assert third.host == pytest.approx((2 + 12 + 4) * N / R)
+    fsdp = shares("fsdp2", 3, offloads_optimizer=True, offloads_weights=True)
+    assert (fsdp.held(fsdp.gradients).total, fsdp.host) == (0, pytest.approx(16 * N / R))
+    assert shares("zero", 2).host == 0
+
+
+def test_an_adapter_leaves_the_base_without_states():
+    size = model_size(tiny_model("llama").config, LoraConfig(r=4, target_modules=["q_proj"]))
+    base, adapter = size.parameters - size.adapter, size.adapter
+    zero = shares("zero", 3, size=size)
+    assert zero.weights == pytest.approx(2 * (base + adapter) / R)
+    assert zero.optimizer == pytest.approx(12 * adapter / R)
+    fsdp = shares("fsdp2", 3, size=size, loaded_bytes=2)
+    assert fsdp.weights == pytest.approx((2 * base + 4 * adapter) / R)
+    assert fsdp.optimizer == pytest.approx(8 * adapter / R)
+    alone = shares("ddp", size=size, half=False, weight_bytes=2, product_bytes=2)
+    assert alone.weights == 2 * base + 4 * adapter
+
+
+def test_quantized_weights():
+    size = model_size(tiny_model("llama").config, LoraConfig(r=4, target_modules=["q_proj"]))
+    ends = size.parameters - size.adapter - size.layer_matrices
+    for divides, share in ((True, 1 / R), (False, 1)):
+        found = shares("fsdp2", 3, size=size, matrix_bytes=0.5, divides_quantized=divides)
+        quantized = 0.5 * size.layer_matrices * share
+        assert found.weights == pytest.approx(quantized + 4 * (ends + size.adapter) / R)
+
+
+@pytest.mark.parametrize(("engine", "stage"), [("zero", 1), ("zero", 2), ("zero", 3), ("fsdp2", 3)])
+def test_more_ranks_never_need_more(engine, stage):
+    few = Estimate(SIZE, run(engine, stage))
+    wider = few.run.sharding.replace(ranks=2 * R)
+    many = Estimate(SIZE, few.run.replace(sharding=wider, processes=2 * R))
+    for name, parts in many.phases.items():
+        assert parts.total < few.phases[name].total

@@ -1,0 +1,93 @@
+"""How much memory a generation engine on the device of the training process may have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .estimate import Estimate
+from .plan import Plan
+
+SMALLEST_CACHE = 16 * 2**20
+BATCHED_TOKENS = 4096  # that one step of the engine computes
+
+
+@dataclass(frozen=True)
+class EngineNeeds:
+    """What an engine holds, in bytes of one rank.
+
+    Args:
+        weights (`float`): its own copy.
+        token (`float`): keys and values of one token in all layers.
+        tokens (`int`): of all prompts and completions of a round; more cache would be idle.
+        context (`int`): most tokens of one prompt with its completion.
+        entry (`int`): of a number.
+        rows (`int`): completions that decode together.
+    """
+
+    weights: float
+    token: float
+    tokens: int
+    context: int
+    entry: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """What an engine is given.
+
+    Args:
+        cache (`int`): bytes for keys and values.
+        context (`int`): most tokens of one prompt with its completion that they hold.
+        total (`float`): bytes with weights and working memory.
+    """
+
+    cache: int
+    context: int
+    total: float
+
+
+def engine_memory(plan: Plan, needs: EngineNeeds, sleeps: bool, shortest: int) -> EngineMemory:
+    """Divide what training leaves of the device between the weights and the cache of an engine.
+
+    An engine that sleeps shares the device with what is held while nothing is computed; one that
+    does not, with the largest phase.
+
+    Args:
+        plan (`Plan`): of the run, whose engine is counted as empty here.
+        needs (`EngineNeeds`): what the engine holds.
+        sleeps (`bool`): whether it gives its memory back outside generation.
+        shortest (`int`): fewest tokens that a context must have.
+
+    Raises:
+        ValueError: if not one prompt with its completion fits, in numbers.
+    """
+    empty = Estimate(plan.model, plan.run.replace(engine_bytes=0.0, engine_sleeps=sleeps))
+    phases = {name: parts.total for name, parts in empty.phases.items()}
+    phase = "generation" if sleeps else max(phases, key=lambda name: phases[name])
+    fixed = needs.weights + working_bytes(plan, needs)
+    left = plan.budget - phases[phase] - fixed
+    context = min(needs.context, int(left // needs.token))
+    if context < shortest:
+        advice = "Lower max_completion_length" if sleeps else "Set vllm_enable_sleep_mode=True"
+        raise ValueError(
+            f"The vLLM engine does not fit beside training. Of {_gb(plan.budget)} that may be "
+            f"filled, {phase} takes {_gb(phases[phase])} and the engine itself {_gb(fixed)}; a "
+            f"prompt with its completion needs {_gb(shortest * needs.token)} more. {advice}, or "
+            "spread the engine over ranks with vllm_tensor_parallel_size, or set "
+            "vllm_gpu_memory_utilization to try it anyway."
+        )
+    cache = max(SMALLEST_CACHE, needs.token * max(needs.tokens, context))
+    cache = min(cache, max(left, SMALLEST_CACHE))
+    return EngineMemory(int(cache), context, fixed + cache)
+
+
+def working_bytes(plan: Plan, needs: EngineNeeds) -> float:
+    """Activations of one step of the engine, and logits in float32 with what sampling adds."""
+    model = plan.model
+    activations = needs.entry * BATCHED_TOKENS * (4 * model.hidden + 3 * model.intermediate)
+    return activations + 4 * 3 * needs.rows * model.vocabulary
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3g} GB"

@@ -1,0 +1,191 @@
+"""How ranks divide weights, gradients and optimizer states: data parallelism, ZeRO and FSDP.
+
+The defaults are those of DeepSpeed's `zero_optimization`, and of FSDP as accelerate sets it up
+(`FullyShardedDataParallelPlugin`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+WHOLE, OPTIMIZER, GRADIENTS, WEIGHTS = range(4)  # what is divided: that, and all before it
+
+# FSDP_RESHARD_AFTER_FORWARD and fsdp_sharding_strategy, in the words of both versions.
+STRATEGIES = {
+    "full_shard": (WEIGHTS, False, False),
+    "shard_grad_op": (WEIGHTS, True, False),
+    "no_shard": (WHOLE, True, False),
+    "hybrid_shard": (WEIGHTS, False, True),
+    "hybrid_shard_zero2": (WEIGHTS, True, True),
+    "true": (WEIGHTS, False, False),
+    "false": (WEIGHTS, True, False),
+}
+NUMBERS = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard"}
+NUMBERS |= {"5": "hybrid_shard_zero2"}
+
+# Names of entries of `zero_optimization`, and of the fields they set.
+ENTRIES = {
+    "reduce_bucket_size": "bucket",
+    "stage3_max_live_parameters": "live",
+    "stage3_prefetch_bucket_size": "prefetch",
+    "sub_group_size": "sub_group",
+}
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Who holds what.
+
+    Args:
+        engine (`str`): "ddp", "zero" (DeepSpeed), "fsdp1" or "fsdp2".
+        stage (`int`): what is divided: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights
+            too, which is what FSDP does.
+        ranks (`int`): that divide one copy among them; fewer than all under hybrid sharding.
+        keeps_weights (`bool`): gathered weights stay until the backward pass is done.
+        offloads_optimizer (`bool`), offloads_weights (`bool`): to the memory of the host.
+        syncs (`bool`): gradients are reduced after each micro-batch; if not, FSDP sums whole ones.
+        bucket (`int`): entries of the buffer in which gradients are reduced.
+        double (`bool`): whether there are two of them.
+        live (`int`): entries of weights that ZeRO-3 keeps gathered.
+        prefetch (`int`): entries that it gathers ahead.
+        sub_group (`int`): entries that it updates at a time.
+    """
+
+    engine: str = "ddp"
+    stage: int = WHOLE
+    ranks: int = 1
+    keeps_weights: bool = False
+    offloads_optimizer: bool = False
+    offloads_weights: bool = False
+    syncs: bool = False
+    bucket: int = 500_000_000
+    double: bool = False
+    live: int = 1_000_000_000
+    prefetch: int = 50_000_000
+    sub_group: int = 1_000_000_000
+
+    def replace(self, **changes: Any) -> Sharding:
+        """Return a copy with fields changed."""
+        return replace(self, **changes)
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether DeepSpeed trains."""
+        return self.engine == "zero"
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether FSDP trains."""
+        return self.engine.startswith("fsdp")
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether a rank holds a part of each weight only."""
+        return self.stage >= WEIGHTS
+
+    def share(self, what: int) -> float:
+        """The part of it that one rank holds: 1 or 1 / ranks."""
+        return 1 / self.ranks if self.stage >= what else 1.0
+
+    @property
+    def name(self) -> str:
+        """As people call it."""
+        if self.is_zero:
+            return f"ZeRO-{self.stage}"
+        if not self.is_fsdp:
+            return "DDP"
+        kept = ", weights kept until the backward pass" if self.keeps_weights else ""
+        return f"{self.engine.upper()}{kept if self.stage else ', nothing divided'}"
+
+
+def read_sharding(options: Mapping[str, Any], ranks: int, machines: int = 1) -> Sharding:
+    """What the options of `accelerate launch` mean.
+
+    Args:
+        options: under their names there, such as `zero_stage`; also those of the `fsdp_config` and
+            the `deepspeed_config` of a configuration file. `use_deepspeed` or `use_fsdp` chooses.
+        ranks (`int`): of all machines.
+        machines (`int`): nodes.
+
+    Raises:
+        ValueError: for a sharding strategy that is not known.
+        OSError: if the file of DeepSpeed's own options cannot be read.
+    """
+    if options.get("use_deepspeed"):
+        return _zero(options, ranks)
+    if options.get("use_fsdp"):
+        return _fsdp(options, ranks, machines)
+    return Sharding(ranks=ranks)
+
+
+def _zero(options: Mapping[str, Any], ranks: int) -> Sharding:
+    file = options.get("deepspeed_config_file")
+    own: dict[str, Any] = {}
+    if file not in (None, "none"):
+        own = json.loads(Path(str(file)).read_text(encoding="utf-8")).get("zero_optimization", {})
+    fields: dict[str, Any] = {
+        field: int(own[entry])
+        for entry, field in ENTRIES.items()
+        if isinstance(own.get(entry), int | float)
+    }
+    stage = int(own.get("stage", options.get("zero_stage") or 2))
+    return Sharding(
+        engine="zero",
+        stage=stage,
+        ranks=ranks,
+        offloads_optimizer=_offloads(options, own, "optimizer"),
+        offloads_weights=stage == WEIGHTS and _offloads(options, own, "param"),
+        syncs=True,
+        double=stage < WEIGHTS and bool(own.get("overlap_comm")),
+        **fields,
+    )
+
+
+def _offloads(options: Mapping[str, Any], own: Mapping[str, Any], what: str) -> bool:
+    chosen = own.get(f"offload_{what}", {}).get("device")
+    return (chosen or options.get(f"offload_{what}_device") or "none") != "none"
+
+
+def _fsdp(options: Mapping[str, Any], ranks: int, machines: int) -> Sharding:
+    version = str(options.get("fsdp_version") or 1)
+    given = options.get("fsdp_reshard_after_forward")
+    if version == "1":
+        given = options.get("fsdp_sharding_strategy") or given
+    word = str("full_shard" if given is None else given).lower()
+    word = NUMBERS.get(word, word)
+    if word not in STRATEGIES:
+        raise ValueError(f"fsdp_sharding_strategy={given}: choose from {', '.join(STRATEGIES)}.")
+    stage, keeps, is_hybrid = STRATEGIES[word]
+    offloads = str(options.get("fsdp_offload_params", "false")).lower() == "true"
+    return Sharding(
+        engine=f"fsdp{version}",
+        stage=stage,
+        ranks=max(1, ranks // machines) if is_hybrid else ranks,
+        keeps_weights=keeps,
+        offloads_optimizer=offloads,
+        offloads_weights=offloads,
+    )
+
+
+def options_of_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The options of `read_sharding` that `accelerate launch` hands to its workers."""
+    names = {
+        "use_deepspeed": "ACCELERATE_USE_DEEPSPEED",
+        "use_fsdp": "ACCELERATE_USE_FSDP",
+        "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+        "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+        "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+        "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+        "fsdp_version": "FSDP_VERSION",
+        "fsdp_sharding_strategy": "FSDP_SHARDING_STRATEGY",
+        "fsdp_reshard_after_forward": "FSDP_RESHARD_AFTER_FORWARD",
+        "fsdp_offload_params": "FSDP_OFFLOAD_PARAMS",
+    }
+    found: dict[str, Any] = {k: environment[v] for k, v in names.items() if v in environment}
+    for name in ("use_deepspeed", "use_fsdp"):
+        found[name] = str(found.get(name, "false")).lower() == "true"
+    return found
