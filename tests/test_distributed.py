@@ -2,13 +2,15 @@
 
 import os
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
-from trl.distributed import Ranks
+from trl.distributed import RankError, Ranks
 
 
 class Place:
@@ -28,11 +30,49 @@ def test_one_process_gets_back_what_it_gave():
     assert torch.equal(ranks.local(rows), rows)
 
 
+def test_one_process_fails_as_it_would_alone():
+    ranks = Ranks()
+    assert (ranks.rank, ranks.count, ranks.share_weights) == (0, 1, False)
+    assert ranks.all(True) and not ranks.all(False)
+    with pytest.raises(KeyError) as found, ranks.ending_together(), ranks.together("this"):
+        raise KeyError("mine")
+    assert not hasattr(found.value, "__notes__")
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "shared"),
+    [
+        (DistributedType.NO, None, False),
+        (DistributedType.MULTI_CPU, None, False),
+        (DistributedType.MULTI_GPU, None, False),
+        (DistributedType.DEEPSPEED, 2, False),
+        (DistributedType.DEEPSPEED, 3, True),
+        (DistributedType.FSDP, None, True),
+    ],
+)
+def test_engines_that_share_weights(kind, stage, shared):
+    place = Place(0, 2)
+    place.distributed_type = kind
+    place.state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
+    assert Ranks(place).share_weights is shared
+
+
 @pytest.mark.parametrize(("rank", "rows"), [(0, [0, 1]), (1, [2, 3]), (2, [4, 5])])
 def test_local_is_the_share_of_the_rank(rank, rows):
     gathered = torch.arange(6)[:, None] * torch.ones(1, 3, dtype=torch.long)
     found = Ranks(Place(rank, 3)).local(gathered)
     assert found.tolist() == [[row] * 3 for row in rows]
+
+
+def failure(ranks, rank):
+    """What a rank hears when one has failed: the error, and what is added to it."""
+    try:
+        with ranks.ending_together(), ranks.ending_together(), ranks.together("a try"):
+            if ranks.rank == rank:
+                raise KeyError("mine")
+    except (KeyError, RankError) as error:
+        return repr(error), list(getattr(error, "__notes__", []))
+    return None
 
 
 def work(rank: int, port: int, folder: str) -> None:
@@ -55,6 +95,8 @@ def work(rank: int, port: int, folder: str) -> None:
         "objects": ranks.gather_objects({"rank": rank, "texts": ["a"] * (rank + 1)}),
         "empty": ranks.gather_objects([]),
         "local": ranks.local(gathered).nan_to_num(-1.0).tolist(),
+        "all": [ranks.all(True), ranks.all(rank == 1)],
+        "failures": [failure(ranks, 0), failure(ranks, None), failure(ranks, 1)],
     }
     torch.save(found, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
@@ -71,6 +113,9 @@ def test_two_processes(tmp_path):
     for rank, found in enumerate(both):
         assert found.pop("place") == (rank, 2)
         assert found.pop("local") == rows[rank]
+        own = ("KeyError('mine')", [f"This was rank {rank} of 2."])
+        heard = (f"""RankError("Rank {1 - rank} failed in a try: KeyError: 'mine'")""", [])
+        assert found.pop("failures") == ([own, None, heard] if rank == 0 else [heard, None, own])
     assert both[0] == both[1]
     assert both[0] == {
         "rows": rows[0] + rows[1],
@@ -80,4 +125,5 @@ def test_two_processes(tmp_path):
         "scalar": 1.5,
         "objects": [{"rank": 0, "texts": ["a"]}, {"rank": 1, "texts": ["a", "a"]}],
         "empty": [[], []],
+        "all": [True, False],
     }

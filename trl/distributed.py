@@ -1,37 +1,79 @@
-"""The few collectives a training step needs, over accelerate."""
+"""The few collectives a training step needs, over accelerate, and how ranks fail together."""
 
 from __future__ import annotations
 
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedType, gather_object
 from torch import Tensor
+
+PATIENCE = 5.0  # seconds in which a launcher meets the rank that failed before those it took along
+
+# How the backends of torch.distributed report that another rank is gone or silent.
+_LOST = re.compile(r"gloo/|NCCL|c10d")
+_KEY = "trl/failed"
+
+
+class RankError(Exception):
+    """Another rank failed. No `RuntimeError`, so that nothing takes it for a failure of its own."""
 
 
 class Ranks:
-    """Gathers per-row values and Python objects over all processes.
+    """Gathers per-row values and Python objects over all processes, and spreads failures.
 
     Args:
-        accelerator (`Accelerator`): the trainer's accelerator.
+        accelerator (`Accelerator`, *optional*): the trainer's accelerator. None: one process.
     """
 
-    def __init__(self, accelerator: Accelerator):
-        self._accelerator = accelerator
-        self.rank: int = accelerator.process_index
-        self.count: int = accelerator.num_processes
+    def __init__(self, accelerator: Accelerator | None = None):
+        self._accelerator: Any = accelerator
+        self.rank: int = 0 if accelerator is None else accelerator.process_index
+        self.count: int = 1 if accelerator is None else accelerator.num_processes
+        self._is_watched = False
+
+    @property
+    def share_weights(self) -> bool:
+        """Whether each rank holds only a part of the weights: FSDP, or DeepSpeed ZeRO-3."""
+        if self._accelerator is None:
+            return False
+        kind = self._accelerator.distributed_type
+        if kind == DistributedType.DEEPSPEED:
+            return bool(self._accelerator.state.deepspeed_plugin.zero_stage == 3)
+        return bool(kind == DistributedType.FSDP)
 
     def gather(self, rows: Tensor) -> Tensor:
         """Concatenate per-row values (B, ...) of all ranks in rank order: (N, ...)."""
         if self.count == 1:
             return rows
-        return self._accelerator.gather(rows.to(self._accelerator.device).contiguous())
+        gathered: Tensor = self._accelerator.gather(rows.to(self._accelerator.device).contiguous())
+        return gathered
 
     def sum(self, value: Tensor) -> Tensor:
         """Add a tensor up over all ranks."""
         if self.count == 1:
             return value
-        return self._accelerator.reduce(value.to(self._accelerator.device), reduction="sum")
+        total: Tensor = self._accelerator.reduce(
+            value.to(self._accelerator.device), reduction="sum"
+        )
+        return total
+
+    def all(self, flag: bool) -> bool:
+        """Whether something holds on every rank."""
+        return int(self.sum(torch.tensor(int(flag)))) == self.count
+
+    def largest(self, value: float) -> float:
+        """The largest of the numbers that the ranks give; NaN if one of them is."""
+        if self.count == 1:
+            return value
+        numbers = self.gather(torch.tensor([value], dtype=torch.float64))
+        return float(numbers.max())
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return one picklable object from each rank, in rank order, on every rank."""
@@ -41,3 +83,110 @@ class Ranks:
         """Return this rank's share (B, ...) of gathered rows (N, ...)."""
         size = rows.shape[0] // self.count
         return rows[self.rank * size : (self.rank + 1) * size]
+
+    # --- Failures ---
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Fail on every rank if the work inside, which must not communicate, fails on one.
+
+        Args:
+            what (`str`): names the work in messages.
+
+        Raises:
+            RankError: on ranks that did not fail themselves; the others raise their own error.
+        """
+        failure = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        self.raise_together(failure, what)
+
+    def raise_together(self, failure: Exception | None, what: str) -> None:
+        """Raise on every rank if there is a failure on one; all must call this.
+
+        Args:
+            failure (`Exception`, *optional*): of this rank.
+            what (`str`): names the work in messages.
+
+        Raises:
+            RankError: on ranks that did not fail themselves; the others raise their own error.
+        """
+        messages = self.gather_objects(None if failure is None else _words(failure))
+        if failure is not None:
+            raise failure
+        for rank, message in enumerate(messages):
+            if message is not None:
+                raise RankError(f"Rank {rank} failed in {what}: {message}")
+
+    @contextmanager
+    def ending_together(self) -> Iterator[None]:
+        """Name the rank in an error that ends this process, and what took it along.
+
+        The end of a process makes the collectives of the others fail, at once or when
+        `ddp_timeout` is over. They then wait a moment, for a launcher to meet the first failure
+        first and to end them, and raise an error that names it.
+
+        Raises:
+            RankError: instead of the error of a collective that another rank left.
+        """
+        if self._is_watched or self.count == 1:
+            yield
+            return
+        self._is_watched = True
+        try:
+            yield
+        except RankError:
+            _let_the_launcher_act()
+            raise
+        except Exception as error:
+            if _is_lost(error):
+                _let_the_launcher_act()
+                raise RankError(f"Rank {self.rank} lost another one: {_told()}") from error
+            _tell(f"rank {self.rank} failed: {_words(error)}")
+            error.add_note(f"This was rank {self.rank} of {self.count}.")
+            raise
+        finally:
+            self._is_watched = False
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether an error, or one that led to it, comes from a collective."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, torch.distributed.DistError):
+            return True
+        if isinstance(link, RuntimeError) and _LOST.search(str(link)):
+            return True
+        link = link.__cause__ or link.__context__
+    return False
+
+
+def _let_the_launcher_act() -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(PATIENCE)
+
+
+def _tell(words: str) -> None:
+    """Leave a word for the others where the ranks met; it may be gone."""
+    try:
+        store = torch.distributed.distributed_c10d._get_default_store()
+        store.set(_KEY, words)
+    except (RuntimeError, ValueError):
+        pass
+
+
+def _told() -> str:
+    """What the last rank that failed has said."""
+    try:
+        store = torch.distributed.distributed_c10d._get_default_store()
+        if store.check([_KEY]):
+            return str(store.get(_KEY).decode())
+    except (RuntimeError, ValueError):
+        pass
+    return "it ended without a word, or did not answer in time; see its own messages."

@@ -100,6 +100,24 @@ def test_heads_that_are_called_equal_full_logits(kind, step):
     assert close(gradients((spread * weights).sum(), hidden, module), alone, 1e-10)
 
 
+@pytest.mark.parametrize("kind", ["lora", "bias", "plain"])
+@pytest.mark.parametrize("step", STEPS)
+def test_heads_of_sharded_weights_are_called_once(kind, step):
+    """In one call, in which the weight is whole; the calls of submodules are theirs."""
+    module, calls = MODULES[kind]().double(), []
+    hidden, ids = data()
+    logps, entropies = definition(module, hidden, ids)
+    weights = torch.linspace(-1, 1, TOKENS).double()
+    expected = gradients((logps * weights + 0.3 * entropies).sum(), hidden, module)
+    module.register_forward_hook(lambda *args: calls.append(len(args[1][0])))
+    head = OutputHead(module, TRANSFORM, VOCABULARY, step * VOCABULARY, sharded=True)
+    ours, spread = head.log_probs(hidden, ids, with_entropy=True)
+    assert calls == [TOKENS] and "forward" not in vars(module)
+    assert (ours - logps).abs().max() < 1e-10 and (spread - entropies).abs().max() < 1e-10
+    got = gradients((ours * weights + 0.3 * spread).sum(), hidden, module)
+    assert close(got, expected, 1e-10)
+
+
 def test_only_so_many_tokens_are_projected_at_once():
     sizes = []
     module = hooked_head()

@@ -6,9 +6,16 @@ import pytest
 import torch
 from online import dataset, make_trainer
 from safetensors.torch import load_file
-from tiny import tiny_model
+from tiny import save_tiny, tiny_model
+from transformers import AutoModelForCausalLM
 
-from trl.models.peft import add_adapter
+from trl.models.peft import (
+    adapter_base,
+    add_adapter,
+    continue_adapter,
+    is_adapter,
+    load_adapter,
+)
 
 peft = pytest.importorskip("peft")
 
@@ -48,10 +55,28 @@ def test_a_second_adapter_is_refused():
         add_adapter(model, lora(), False)
 
 
-@pytest.mark.parametrize("targets", ["lm_head", ["q_proj", "lm_head"]])
-def test_the_head_is_refused(targets):
-    with pytest.raises(ValueError, match="lm_head is not supported"):
-        add_adapter(tiny_model(), lora(target_modules=targets), False)
+def test_a_frozen_adapter_is_refused():
+    model = peft.get_peft_model(tiny_model(), lora(inference_mode=True))
+    with pytest.raises(ValueError, match="loaded for inference. .* is_trainable=True"):
+        continue_adapter(model, checkpointing=False)
+
+
+def test_a_stored_adapter_is_found_with_its_model(tmp_path):
+    base = save_tiny(tmp_path / "base")
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora())
+    model.save_pretrained(tmp_path / "adapter")
+    name = str(tmp_path / "adapter")
+    assert (is_adapter(name), is_adapter(base), is_adapter(str(tmp_path))) == (True, False, False)
+    assert adapter_base(name) == (base, None)
+    loaded = load_adapter(AutoModelForCausalLM.from_pretrained(base), name)
+    assert same(parts(loaded)[0], parts(model)[0])
+    assert {n for n, p in loaded.named_parameters() if p.requires_grad} == set(parts(model)[0])
+
+
+def test_an_adapter_that_does_not_say_its_model(tmp_path):
+    peft.get_peft_model(tiny_model(), lora()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="does not say which model it belongs to"):
+        adapter_base(str(tmp_path))
 
 
 def parts(model):

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
@@ -31,6 +32,16 @@ def move(model):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+def test_a_copy_that_has_moved_is_restored_bit_by_bit():
+    moved, again = FrozenCopy(tiny_model()), FrozenCopy(tiny_model())
+    with torch.no_grad():
+        for parameter in moved.model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    again.load_state_dict(moved.state_dict())
+    assert torch.equal(logits(again.model), logits(moved.model))
+    assert not torch.equal(logits(again.model), logits(tiny_model()))
 
 
 def test_the_copy_is_of_the_object_passed_in():
@@ -83,7 +94,7 @@ def test_the_trained_adapter_is_back_even_after_an_error(brought):
     model = adapted()
     trainable, policy = trainable_names(model), logits(model)
     reference = make_reference(model, brought_adapter=brought)
-    assert reference.to(torch.device("cpu")) is reference
+    assert reference.prepare(Accelerator(cpu=True)) is reference
     with pytest.raises(KeyError), reference.active():
         raise KeyError
     assert trainable_names(model) == trainable

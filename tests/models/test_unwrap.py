@@ -1,15 +1,12 @@
 """The policy as generation needs it."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from tiny import tiny_model
 from torch import nn
 
-from trl.models.unwrap import check_engine, policy_for_inference
+from trl.models.unwrap import policy_for_inference
 
 
 @pytest.fixture
@@ -48,32 +45,3 @@ def test_dropout_is_off(accelerator):
         assert torch.equal(policy(ids).logits, policy(ids).logits)
     with torch.no_grad():
         assert not torch.equal(model(ids).logits, model(ids).logits)
-
-
-def engine(kind, stage=None):
-    plugin = SimpleNamespace(zero_stage=stage)
-    return SimpleNamespace(
-        distributed_type=kind, state=SimpleNamespace(deepspeed_plugin=plugin if stage else None)
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "stage"), [(DistributedType.FSDP, None), (DistributedType.DEEPSPEED, 3)]
-)
-def test_sharded_weights_are_refused(kind, stage):
-    with pytest.raises(ValueError, match=f"sharded by {kind.value} is not available"):
-        check_engine(engine(kind, stage))
-
-
-@pytest.mark.parametrize(
-    ("kind", "stage"),
-    [
-        (DistributedType.NO, None),
-        (DistributedType.MULTI_CPU, None),
-        (DistributedType.MULTI_GPU, None),
-        (DistributedType.DEEPSPEED, 1),
-        (DistributedType.DEEPSPEED, 2),
-    ],
-)
-def test_whole_weights_are_fine(kind, stage):
-    assert check_engine(engine(kind, stage)) is None

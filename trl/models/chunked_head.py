@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import get_device_states, set_device_states
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from ..ops.logprobs import token_log_probs, token_statistics
 
@@ -39,6 +39,25 @@ def module_log_probs(
     """
     call = (run, step, with_entropy)
     return _ModuleLogProbs.apply(hidden, ids, call, *parameters)
+
+
+def checkpointed_log_probs(
+    run: Run, hidden: Tensor, ids: Tensor, step: int, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """As `module_log_probs`, for modules whose own hooks must see the backward pass.
+
+    Gradients of the parameters are summed in their own precision, as autograd does it.
+    """
+
+    def piece(hidden: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        return _statistics(run(hidden), ids, with_entropy)
+
+    found = [
+        checkpoint(piece, hidden[at : at + step], ids[at : at + step], use_reentrant=False)
+        for at in range(0, len(hidden), step)
+    ]
+    logps, *entropies = (torch.cat(part) for part in zip(*found, strict=True))
+    return logps, entropies[0] if entropies else None
 
 
 def _statistics(logits: Tensor, ids: Tensor, with_entropy: bool) -> tuple[Tensor, ...]:

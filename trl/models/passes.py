@@ -8,7 +8,7 @@ working memory is that of the longest pass, whatever the number of completions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -64,13 +64,13 @@ def recomputes(causal: Any) -> bool:
     return bool(layers) and causal.training and not reentrant
 
 
-def run_passes(model: nn.Module, layout: Layout, options: dict[str, Any], kept: Layers) -> Capture:
+def run_passes(model: nn.Module, layout: Layout, run: Callable[..., Any], kept: Layers) -> Capture:
     """Run a packed layout in passes: hidden states (1, T, H) as of one forward.
 
     Args:
-        model: a causal language model, wrapped or not; the prefixes go through its wrapper.
+        model: a causal language model, wrapped or not.
         layout (`Layout`): from `packed_layout`.
-        options: more keyword arguments of the model.
+        run: calls the model, for the prefixes; the tails go to its decoder.
         kept (`Layers`): empty; takes the keys and values of the prefixes, which must stay there
             until the backward pass is done.
     """
@@ -82,7 +82,7 @@ def run_passes(model: nn.Module, layout: Layout, options: dict[str, Any], kept: 
         kept,
     )
     with capture_hidden(model) as capture:
-        model(**_cut(layout, prefix, alone), **options)
+        run(**_cut(layout, prefix, alone))
     parts = [torch.as_tensor(capture.hidden)]
     decoder = causal_model(model).base_model
     device = layout.sources.device

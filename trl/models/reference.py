@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from accelerate import Accelerator
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..imports import is_available, require
+from .frozen import copy_weights, load_weights, spread, whole_weights
 
 REFERENCE_ADAPTER = "ref"
+# Values of init_lora_weights that take what the adapter starts with out of the base weights.
+CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def is_peft_model(model: nn.Module) -> bool:
@@ -25,9 +29,10 @@ def is_peft_model(model: nn.Module) -> bool:
 def create_reference_model(model: PreTrainedModel) -> PreTrainedModel:
     """Return a frozen copy of `model` in evaluation mode.
 
-    The copy is of the object passed in, edits in memory included; nothing is loaded again.
+    The copy is of the object passed in, edits in memory included; nothing is loaded again. Weights
+    that ZeRO-3 has partitioned stay so, and every process must call this.
     """
-    reference = copy.deepcopy(model)
+    reference = copy_weights(model)
     reference.requires_grad_(False)
     return reference.eval()
 
@@ -42,13 +47,26 @@ class FrozenCopy:
     def __init__(self, model: PreTrainedModel):
         self.model = create_reference_model(model)
 
-    def to(self, device: torch.device) -> FrozenCopy:
-        self.model.to(device)
+    def prepare(self, accelerator: Accelerator) -> FrozenCopy:
+        """Move the copy to where the policy will train, sharded as the policy will be."""
+        self.model = spread(self.model, accelerator)
         return self
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all weights in main memory, on the main process at least; all must call it."""
+        return dict(whole_weights(self.model))
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over what `state_dict` returned; every process has it."""
+        load_weights(self.model, state)
+
     @contextmanager
-    def active(self) -> Iterator[nn.Module]:
-        """Yield the model to score with."""
+    def active(self, policy: nn.Module | None = None) -> Iterator[nn.Module]:
+        """Yield the model to score with.
+
+        Args:
+            policy (*optional*): the policy as it was prepared for training.
+        """
         yield self.model
 
 
@@ -64,23 +82,40 @@ class AdapterOff:
         self.model = model
         self.adapter = adapter
 
-    def to(self, device: torch.device) -> AdapterOff:
+    def prepare(self, accelerator: Accelerator) -> AdapterOff:
         return self
 
     @contextmanager
-    def active(self) -> Iterator[nn.Module]:
-        """Yield the model to score with; the trained adapter is back afterwards."""
-        if self.adapter is None:
-            with self.model.disable_adapter():
-                yield self.model
-            return
-        trained = self.model.active_adapter
-        self.model.set_adapter(self.adapter)
-        try:
-            yield self.model
-        finally:
-            # This also makes the trained adapter trainable, and the reference frozen, again.
-            self.model.set_adapter(trained)
+    def active(self, policy: nn.Module | None = None) -> Iterator[nn.Module]:
+        """Yield the model to score with; the trained adapter is back afterwards.
+
+        Args:
+            policy (*optional*): the policy as it was prepared for training; None: as it was before.
+        """
+        outer = self.model if policy is None else policy
+        with _same_trainable(self.model):
+            if self.adapter is None:
+                with self.model.disable_adapter():
+                    yield outer
+                return
+            trained = self.model.active_adapter
+            self.model.set_adapter(self.adapter, inference_mode=True)
+            try:
+                yield outer
+            finally:
+                self.model.set_adapter(trained)
+
+
+@contextmanager
+def _same_trainable(model: nn.Module) -> Iterator[None]:
+    """Switching adapters makes all of the active one trainable; leave what was frozen so."""
+    known = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, flag in known:
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
 
 
 ReferencePolicy = FrozenCopy | AdapterOff
@@ -93,20 +128,52 @@ def make_reference(model: nn.Module, brought_adapter: bool) -> ReferencePolicy:
         model: the policy, before it is wrapped for training.
         brought_adapter (`bool`): whether the caller passed a model that already had an adapter;
             its weights then belong to the reference, so they are copied into a frozen adapter.
+            So are those of an adapter whose initialization has changed the base weights.
+
+    Raises:
+        ValueError: if the adapter trains weights that are not its own, or its name is taken.
     """
     if not is_peft_model(model):
         return FrozenCopy(model)
-    if not brought_adapter:
+    _check_bias(model)
+    if not brought_adapter and not _changed_base(model):
         return AdapterOff(model)
-    trained = model.active_adapter
-    model.add_adapter(REFERENCE_ADAPTER, model.peft_config[trained])
-    states = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, parameter in states.items():
-            if f".{REFERENCE_ADAPTER}." in name or name.endswith(f".{REFERENCE_ADAPTER}"):
-                parameter.copy_(states[_swap_adapter(name, trained)])
-                parameter.requires_grad_(False)
+    if REFERENCE_ADAPTER in model.peft_config:
+        raise ValueError(
+            f"The model has an adapter named {REFERENCE_ADAPTER!r}, the name of the frozen copy "
+            "that is the reference: remove it with model.delete_adapter, or give it another name."
+        )
+    config = copy.copy(model.peft_config[model.active_adapter])
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # not one that changes the base weights once more
+    with _same_trainable(model):
+        model.add_adapter(REFERENCE_ADAPTER, config)
+        with torch.no_grad():
+            for frozen, current in frozen_pairs(model):
+                frozen.copy_(current).requires_grad_(False)
     return AdapterOff(model, REFERENCE_ADAPTER)
+
+
+def frozen_pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """Each weight of the frozen copy of an adapter, with the trained weight it is a copy of."""
+    states = dict(model.named_parameters())
+    for name, parameter in states.items():
+        if REFERENCE_ADAPTER in name.split("."):
+            yield parameter, states[_swap_adapter(name, model.active_adapter)]
+
+
+def _check_bias(model: nn.Module) -> None:
+    bias = getattr(model.peft_config[model.active_adapter], "bias", "none")
+    if bias != "none":
+        raise ValueError(
+            f"bias={bias!r} trains biases of the base model, so no reference is left for the KL "
+            "penalty: use bias='none' in the adapter's configuration, or beta=0."
+        )
+
+
+def _changed_base(model: nn.Module) -> bool:
+    start = getattr(model.peft_config[model.active_adapter], "init_lora_weights", True)
+    return isinstance(start, str) and start.startswith(CHANGING_STARTS)
 
 
 def _swap_adapter(name: str, adapter: str) -> str:

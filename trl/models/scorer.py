@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +13,21 @@ from torch import Tensor, nn
 from ..ops.logprobs import token_log_probs, token_statistics
 from ..types import Rollout, TokenScores
 from .layouts import Layout, packed_layout, plain_layout
-from .parts import Capture, HeadFinder, OutputHead, capture_hidden, evaluating
+from .parts import (
+    Capture,
+    HeadFinder,
+    OutputHead,
+    capture_hidden,
+    causal_model,
+    evaluating,
+    run_inside,
+)
 from .passes import run_passes, wants_passes
+from .shards import is_sharded, release
 from .shared_attention import Layers
 from .sharing import Sharing
+
+Forward = Callable[..., Any]
 
 
 class Scorer:
@@ -69,22 +82,43 @@ class Scorer:
         layout = self._layout(model, batch, head)
         if head is None:
             return self._from_logits(model, layout, with_entropy)
-        capture, output = self._hidden(model, layout, head)
-        hidden = torch.as_tensor(capture.hidden).flatten(0, 1)[layout.sources]
-        logps, entropies = head.log_probs(hidden, layout.targets, capture.autocast, with_entropy)
-        return self._scores(layout, logps, entropies, output)
 
-    def _hidden(self, model: nn.Module, layout: Layout, head: OutputHead) -> tuple[Capture, Any]:
-        """Run the model for its last hidden states, not for logits; also return its output."""
+        def work(forward: Forward, inputs: dict[str, Any]) -> tuple[Tensor | None, ...]:
+            run = self._decoder(model, forward, head)
+            capture, output = self._hidden(model, layout, run, inputs)
+            width = layout.inputs["input_ids"].shape[1]
+            hidden = torch.as_tensor(capture.hidden)[:, -width:]  # without virtual tokens
+            hidden = hidden.flatten(0, 1)[layout.sources]
+            found = head.log_probs(hidden, layout.targets, capture.autocast, with_entropy)
+            return *found, output.aux_loss if self.router_logits else None
+
+        # What hooks of wrappers must see of the graph is what comes out here.
+        logps, entropies, aux_loss = run_inside(model, self._inputs(layout), work)
+        if head.sharded and not torch.is_grad_enabled():
+            release(model)
+        return self._scores(layout, logps, entropies, aux_loss)
+
+    def _decoder(self, model: nn.Module, forward: Forward, head: OutputHead) -> Forward:
+        """What to call for hidden states; where there is a choice, without calling the head."""
+        causal = causal_model(model)
+        if head.sharded and not self.router_logits:
+            return causal.base_model
         none = torch.empty(0, dtype=torch.long, device=self.device) if head.is_plain else 1
-        options = {"use_cache": False, "logits_to_keep": none}
-        if layout.is_packed and wants_passes(model, layout):
+        return partial(forward, logits_to_keep=none)
+
+    def _hidden(
+        self, model: nn.Module, layout: Layout, run: Forward, inputs: dict[str, Any]
+    ) -> tuple[Capture, Any]:
+        """Run the model for its last hidden states, not for logits; also return its output."""
+        # In passes, ranks would gather weights at different times.
+        if layout.is_packed and not is_sharded(model) and wants_passes(model, layout):
             kept = Layers()
             self._kept = [known for known in self._kept if known() is not None]
             self._kept.append(weakref.ref(kept))
-            return run_passes(model, layout, options, kept), None
+            return run_passes(model, layout, partial(run, use_cache=False), kept), None
+        given = {name: value for name, value in inputs.items() if value is not None}
         with capture_hidden(model) as capture:
-            output = model(**self._inputs(layout), logits_to_keep=none)
+            output = run(**given)
         return capture, output
 
     @torch.no_grad()
@@ -92,6 +126,10 @@ class Scorer:
         """Score without gradient, in evaluation mode: (B, C)."""
         with evaluating(model):
             return self(model, batch).logps
+
+    def agree(self, model: nn.Module, batch: Rollout, largest: Callable[[float], float]) -> None:
+        """Let ranks decide together about what `batch` needs; see `Sharing.agree`."""
+        self.sharing.agree(model, batch, self.heads.find(model), largest)
 
     def forget(self) -> None:
         """Let go of forwards whose backward pass failed: they hold what they kept, and it them."""
@@ -115,19 +153,20 @@ class Scorer:
         rows = len(layout.inputs["input_ids"])
         columns = len(layout.targets) // rows
         output = model(**self._inputs(layout), logits_to_keep=columns + 1)
+        aux_loss = output.aux_loss if self.router_logits else None
         logits = output.logits[:, -(columns + 1) : -1]
         targets = layout.targets.view(rows, columns)
         if with_entropy:
             logps, entropies = token_statistics(logits, targets, self.temperature)
-            return self._scores(layout, logps.flatten(), entropies.flatten(), output)
+            return self._scores(layout, logps.flatten(), entropies.flatten(), aux_loss)
         logps = token_log_probs(logits, targets, self.temperature)
-        return self._scores(layout, logps.flatten(), None, output)
+        return self._scores(layout, logps.flatten(), None, aux_loss)
 
     def _scores(
-        self, layout: Layout, logps: Tensor, entropies: Tensor | None, output: Any
+        self, layout: Layout, logps: Tensor, entropies: Tensor | None, aux_loss: Tensor | None
     ) -> TokenScores:
         return TokenScores(
             logps=layout.scatter(logps),
             entropies=None if entropies is None else layout.scatter(entropies),
-            aux_loss=output.aux_loss if self.router_logits else None,
+            aux_loss=aux_loss,
         )

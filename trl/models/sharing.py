@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,9 @@ from transformers.utils import logging
 
 from ..types import Rollout
 from .layouts import Layout, packed_layout, plain_layout
-from .parts import OutputHead, causal_model, evaluating
+from .parts import OutputHead, causal_model, evaluating, run_inside
+from .quantized import working_precision
+from .shards import is_sharded
 from .shared_attention import install, self_test
 
 logger = logging.get_logger(__name__)
@@ -21,6 +24,7 @@ WINDOWED = ("sliding_attention", "chunked_attention")
 # 135M parameters and on random ones, with a margin of ten.
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3}
 HALF_PRECISION_TOLERANCE = 0.1  # of the mean difference
+ELSEWHERE = "it did not pass a trial on another rank"
 
 
 def why_not_shared(model: nn.Module, longest: int) -> str | None:
@@ -79,25 +83,61 @@ class Sharing:
         self._pad_id = pad_id
         self._device = device
         self._checked_length = 0
+        self._agreed = False  # whether ranks decide together
         self._said: set[str] = set()
 
     def allows(self, model: nn.Module, batch: Rollout, head: OutputHead | None) -> bool:
         """Whether the rows of `batch` may share their prompts.
 
         At the first use, and whenever rows are twice as long as what was checked, two rows are
-        scored both ways and must agree.
+        scored both ways and must agree. Ranks that decide together do that in `agree` alone.
         """
         if not self.enabled:
             return False
-        longest = max(map(_row_length, batch.prompt_ids, batch.completion_ids))
-        reason = "its output projection is unusual" if head is None else None
-        reason = reason or why_not_shared(model, longest)
+        longest = longest_row(batch)
+        reason = self._objection(model, longest, head)
+        if self._agreed or is_sharded(model):
+            return reason is None and longest <= 2 * self._checked_length
         if reason is None and head is not None and longest > 2 * self._checked_length:
-            reason = self._check(model, batch, head)
+            reason = self._judge(self._check(model, batch, head))
             self._checked_length = longest
         if reason is not None:
             self.say(model, reason)
         return reason is None
+
+    def agree(
+        self,
+        model: nn.Module,
+        batch: Rollout,
+        head: OutputHead | None,
+        largest: Callable[[float], float],
+    ) -> None:
+        """Decide together with the other ranks, which must call this as well.
+
+        From then on only rows up to twice the length of those that some rank has shown to this
+        method share their prompts.
+
+        Args:
+            batch (`Rollout`): rows of this rank.
+            largest: the largest of the values that the ranks give it.
+        """
+        self._agreed = True
+        if not self.enabled:
+            return
+        longest = int(largest(longest_row(batch)))
+        reason = self._objection(model, longest, head)
+        if reason is None and head is not None and longest > 2 * self._checked_length:
+            difference, words = self._check(model, batch, head)
+            worst = largest(difference)
+            reason = self._judge((worst, words if worst == difference else ELSEWHERE))
+            self._checked_length = longest
+        if reason is not None:
+            self.say(model, reason)
+
+    def _objection(self, model: nn.Module, longest: int, head: OutputHead | None) -> str | None:
+        if head is None:
+            return "its output projection is unusual"
+        return why_not_shared(model, longest)
 
     def refuse(self, model: nn.Module, reason: str) -> None:
         """Switch sharing off for good, saying why."""
@@ -114,24 +154,29 @@ class Sharing:
                 f"because {reason}. Results are the same, memory and time are not."
             )
 
-    def _check(self, model: nn.Module, batch: Rollout, head: OutputHead) -> str | None:
+    def _check(self, model: nn.Module, batch: Rollout, head: OutputHead) -> tuple[float, str]:
+        """The difference in a trial, 0 if rounding explains it, and words about it."""
         causal = causal_model(model)
         install(causal.config.get_text_config()._attn_implementation)
         two = batch.select(two_longest(batch))
         try:
             self_test(self._device, causal.dtype)
             plain = plain_log_probs(model, head, two, self._pad_id)
-            shared = quiet_log_probs(model, head, packed_layout(two, self._device))
+            shared, dtype = _scored(model, head, packed_layout(two, self._device))
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            self.enabled = False
-            return f"the trial failed ({error})"
-        difference = disagreement(plain, shared, causal.dtype)
-        if difference is None:
+            return float("inf"), f"the trial failed ({error})"
+        difference = disagreement(plain, shared, dtype) or 0.0
+        return difference, f"log-probabilities differed by {difference:.2g} nats in a trial"
+
+    def _judge(self, finding: tuple[float, str]) -> str | None:
+        """Switch sharing off after a bad trial, and return why."""
+        difference, words = finding
+        if difference == 0.0:
             return None
         self.enabled = False
-        return f"log-probabilities differed by {difference:.2g} nats in a trial"
+        return words
 
 
 def disagreement(first: Tensor, second: Tensor, dtype: torch.dtype) -> float | None:
@@ -147,24 +192,51 @@ def disagreement(first: Tensor, second: Tensor, dtype: torch.dtype) -> float | N
 
 
 @torch.no_grad()
-def quiet_log_probs(model: nn.Module, head: OutputHead, layout: Layout) -> Tensor:
-    """Score a layout by the decoder itself, without wrappers, dropout or autocast: (B, C)."""
+def _scored(model: nn.Module, head: OutputHead, layout: Layout) -> tuple[Tensor, torch.dtype]:
+    """Score a layout by the decoder itself, without dropout or autocast: (B, C).
+
+    Wrappers take part only if they have to, to put sharded weights together.
+
+    Returns:
+        Log-probabilities, and the precision they were computed in.
+    """
     causal = causal_model(model)
-    with evaluating(causal), torch.autocast(layout.sources.device.type, enabled=False):
+
+    def work(*ignored: Any) -> tuple[Tensor, Tensor]:
         hidden = causal.base_model(**layout.inputs, use_cache=False)[0]
         logps, _ = head.log_probs(hidden.flatten(0, 1)[layout.sources], layout.targets)
-    return layout.scatter(logps)
+        return logps, hidden
+
+    quiet = torch.autocast(layout.sources.device.type, enabled=False)
+    outer = model if is_sharded(model) else causal
+    with evaluating(outer), quiet:
+        logps, hidden = run_inside(outer, layout.inputs, work)
+    return layout.scatter(logps), _coarser(hidden.dtype, working_precision(causal))
+
+
+def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def plain_log_probs(model: nn.Module, head: OutputHead, batch: Rollout, pad_id: int) -> Tensor:
-    """Score rows alone, which takes no padding, no mask and little memory: (B, C)."""
+    """Score rows alone, which takes no padding, no mask and little memory: (B, C).
+
+    Rows of sharded weights are padded and scored at once, for every rank to do the same.
+    """
     device = next(model.parameters()).device
+    if is_sharded(model):
+        return _scored(model, head, plain_layout(batch, pad_id, device))[0]
     found = torch.zeros(batch.loss_mask.shape, device=device)
     for row in range(len(batch)):
         layout = plain_layout(batch.select([row]), pad_id, device)
-        logps = quiet_log_probs(model, head, layout)
+        logps, _ = _scored(model, head, layout)
         found[row, : logps.shape[1]] = logps[0]
     return found
+
+
+def longest_row(batch: Rollout) -> int:
+    """Tokens of the longest prompt with its completion."""
+    return max(map(_row_length, batch.prompt_ids, batch.completion_ids))
 
 
 def two_longest(batch: Rollout) -> list[int]:

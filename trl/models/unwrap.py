@@ -1,4 +1,4 @@
-"""The policy as generation needs it: without distributed wrappers, in evaluation mode."""
+"""The policy as generation needs it: without distributed wrappers, whole, in evaluation mode."""
 
 from __future__ import annotations
 
@@ -7,35 +7,27 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 
 from .parts import evaluating
-
-
-def check_engine(accelerator: Accelerator) -> None:
-    """Refuse sharded training, whose weights generation cannot see yet.
-
-    Raises:
-        ValueError: under FSDP or DeepSpeed ZeRO-3.
-    """
-    kind = accelerator.distributed_type
-    sharded = kind == DistributedType.FSDP
-    if kind == DistributedType.DEEPSPEED:
-        sharded = accelerator.state.deepspeed_plugin.zero_stage == 3
-    if sharded:
-        raise ValueError(
-            f"Generation from weights sharded by {kind.value} is not available in this release; "
-            "use one process, or data parallelism (--accelerate_config multi_gpu)."
-        )
+from .shards import gathered
 
 
 @contextmanager
-def policy_for_inference(model: nn.Module, accelerator: Accelerator) -> Iterator[Any]:
+def policy_for_inference(
+    model: nn.Module, accelerator: Accelerator, at_once: bool = True
+) -> Iterator[Any]:
     """Yield the bare policy in evaluation mode and under the autocast of training.
 
     Evaluation mode switches dropout and activation recomputation off, so that completions come
-    from the policy itself.
+    from the policy itself. Sharded weights are gathered; then all ranks must enter and leave
+    together, even after an error.
+
+    Args:
+        model: the policy as it was prepared for training.
+        accelerator (`Accelerator`): that prepared it.
+        at_once (`bool`): False: a layer is gathered while it runs; see `shards.gathered`.
     """
-    with evaluating(accelerator.unwrap_model(model)) as bare, accelerator.autocast():
+    bare = accelerator.unwrap_model(model)
+    with gathered(model, at_once), evaluating(bare), accelerator.autocast():
         yield bare

@@ -1,0 +1,203 @@
+"""The weights of a policy: whole, merged with its adapter, under the names of its base model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..imports import is_available, require
+from .parts import causal_model
+from .quantized import is_quantized
+from .reference import is_peft_model
+from .shards import FSDP1, FSDP2, sharded_engine, whole
+
+# Modules that only hold another one, by the attribute in which they do.
+WRAPPING = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "token_adapter")
+Weights = Iterator[tuple[str, Tensor]]
+
+
+def full_weights(model: nn.Module) -> Weights:
+    """Yield each weight of the policy as it computes: name and whole tensor.
+
+    Names are those of the base model's state dict, persistent buffers included; of tied weights the
+    first is yielded. Active adapters are merged into copies of one layer at a time, so the policy
+    never changes, whenever iteration ends. An adapter that is switched off is left out.
+
+    Sharded weights are gathered module by module (FSDP1: unit by unit), so all ranks must go
+    through all of them; a rank that stops early leaves the others waiting.
+
+    Args:
+        model: plain, or as it was prepared for training with DDP, FSDP1, FSDP2 or DeepSpeed.
+
+    Yields:
+        `tuple[str, Tensor]`: a tensor is valid until the next one is asked for; do not write to it.
+
+    Raises:
+        ValueError: at once, for a quantized base model or an adapter that is no change of weights.
+    """
+    causal = causal_model(model)
+    if is_quantized(causal):
+        raise ValueError(
+            "The base model is quantized (bitsandbytes): its weights do not exist in full, and an "
+            "adapter cannot be merged into them without rounding. Load it without quantization."
+        )
+    _check_adapter(model)
+    return _stream(model, causal)
+
+
+def _check_adapter(model: nn.Module) -> None:
+    wrapper: Any = next((m for m in model.modules() if is_peft_model(m)), None)
+    if wrapper is not None and wrapper.active_peft_config.is_prompt_learning:
+        kind = wrapper.active_peft_config.peft_type.value
+        raise ValueError(
+            f"An adapter of type {kind} adds tokens and cannot be merged into weights."
+        )
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A module with its own weights, or a layer with an adapter and all that is in it."""
+
+    name: str  # in the base model; ends with a dot, or is empty
+    module: nn.Module
+    adapted: bool = False
+
+    def modules(self) -> list[nn.Module]:
+        return list(self.module.modules()) if self.adapted else [self.module]
+
+
+def _stream(model: nn.Module, causal: nn.Module) -> Weights:
+    seen: set[int] = set()
+    for gathered, blocks in _spans(model, list(_blocks(causal, ""))):
+        with gathered:
+            for block in blocks:
+                yield from _merged(block) if block.adapted else _own(block, seen)
+
+
+def _spans(
+    model: nn.Module, blocks: list[_Block]
+) -> Iterator[tuple[AbstractContextManager[Any], list[_Block]]]:
+    """Blocks whose weights are gathered together, and what gathers them."""
+    engine = sharded_engine(model)
+    if isinstance(engine, FSDP1):
+        owners = _owners(model)
+        for owner, run in groupby(blocks, lambda block: owners[block.module]):
+            span = list(run)
+            inner = [m for block in span if block.adapted for m in block.modules()]
+            yield engine.gather([owner, *inner]), span
+        return
+    for block in blocks:
+        # FSDP2 gathers a parameter at a time, and there is no engine where weights are whole.
+        if engine is None or isinstance(engine, FSDP2):
+            yield nullcontext(), [block]
+        else:
+            yield engine.gather(block.modules()), [block]
+
+
+def _owners(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """For each module, the innermost FSDP1 unit it belongs to."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as Unit
+
+    owners: dict[nn.Module, nn.Module] = {}
+    for unit in (module for module in model.modules() if isinstance(module, Unit)):
+        owners |= dict.fromkeys(unit.modules(), unit)  # inner units come later
+    return owners
+
+
+def _blocks(module: nn.Module, name: str) -> Iterator[_Block]:
+    module = _chosen(module)
+    if _is_adapted(module):
+        # The first of tied layers brings the adapter of all.
+        if getattr(module, "tied_adapter", None) is None:
+            yield _Block(name, module, adapted=True)
+        return
+    yield _Block(name, module)
+    for child_name, child in module.named_children():
+        yield from _blocks(child, name if child_name in WRAPPING else f"{name}{child_name}.")
+
+
+def _chosen(module: nn.Module) -> nn.Module:
+    """What computes in the place of a module that an adapter wraps, if one thing does."""
+    wrapper: Any = module
+    if _is_adapted(module) and wrapper.disable_adapters:
+        return _chosen(wrapper.get_base_layer())
+    if not _is_saved_whole(module):
+        return module
+    active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
+    if wrapper.disable_adapters or not active:
+        return _chosen(wrapper.original_module)
+    chosen: nn.Module = wrapper.modules_to_save[active[0]]
+    return chosen
+
+
+def _is_saved_whole(module: nn.Module) -> bool:
+    """Whether an adapter trains copies of the whole module (`modules_to_save`)."""
+    if not is_available("peft"):
+        return False
+    return isinstance(module, require("peft.utils", "adapters").ModulesToSaveWrapper)
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    if not is_available("peft"):
+        return False
+    return isinstance(module, require("peft.tuners.tuners_utils", "adapters").BaseTunerLayer)
+
+
+def _own(block: _Block, seen: set[int]) -> Weights:
+    for name, parameter in block.module.named_parameters(recurse=False):
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield block.name + name, whole(parameter)
+    yield from _buffers(block.module, block.name)
+
+
+def _buffers(module: nn.Module, name: str) -> Weights:
+    for own_name, buffer in module.named_buffers(recurse=False):
+        if own_name not in module._non_persistent_buffers_set:
+            yield name + own_name, buffer
+
+
+@torch.no_grad()
+def _merged(block: _Block) -> Weights:
+    layers: list[Any] = [m for m in block.module.modules() if _is_adapted(m)]
+    base: nn.Module = layers[0].get_base_layer()
+    states = [(layer, list(layer.merged_adapters)) for layer in layers]
+    with _copies(block.module):
+        try:
+            for layer in reversed(layers):  # the innermost holds the weights
+                layer.merge()
+            found = [(block.name + n, p.detach()) for n, p in base.named_parameters()]
+        finally:
+            for layer, merged in states:
+                layer.merged_adapters[:] = merged
+    yield from found
+    for name, module in base.named_modules():
+        yield from _buffers(module, block.name + (f"{name}." if name else ""))
+
+
+@contextmanager
+def _copies(module: nn.Module) -> Iterator[None]:
+    """Whole copies of all weights in the place of the weights themselves, for `merge` to change."""
+    places = [
+        (owner._parameters, name, parameter)
+        for owner in module.modules()
+        for name, parameter in list(owner._parameters.items())
+        if parameter is not None
+    ]
+    copies = {
+        id(parameter): nn.Parameter(whole(parameter).clone(), requires_grad=False)
+        for _, _, parameter in places
+    }
+    try:
+        for holder, name, parameter in places:
+            holder[name] = copies[id(parameter)]
+        yield
+    finally:
+        for holder, name, parameter in places:
+            holder[name] = parameter
