@@ -11,3 +11,6 @@ def test_messages_are_lines():
     messages = [{"role": "user", "content": "hi"}, {"role": "tool"}]
     assert as_text(messages) == "user: hi\ntool: None"
     assert as_text("plain") == "plain"
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [{"role": "assistant", "content": "so", "tool_calls": [call, call["function"]]}]
+    assert as_text(messages) == "assistant: so add({'a': 1}) add({'a': 1})"

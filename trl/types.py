@@ -55,15 +55,36 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generations:
-    """What an engine returned. Completions end with, and include, their first stop token."""
+    """What an engine returned. Each turn of the policy ends with, and includes, its stop token."""
 
     completion_ids: list[list[int]]  # B ragged
     finish: list[FinishReason]  # B
     sampling_logps: list[list[float]] | None = None  # B ragged: log-prob of each sampled token
     trainable: list[list[bool]] | None = None  # B ragged: False on tokens the policy did not write
+    prompt_ids: list[list[int]] | None = None  # B ragged: prompts that replace the encoded ones
+    messages: list[list[dict[str, Any]]] | None = None  # B: turns, where there may be several
+    columns: list[dict[str, Any]] | None = None  # B: added to the rows for reward functions
+    tool_calls: list[tuple[int, int]] | None = None  # B: calls made, and those that failed
 
     def __len__(self) -> int:
         return len(self.completion_ids)
+
+    def prompts(self, encoded: Prompts) -> Prompts:
+        """The prompts that were completed: as they were encoded, unless the engine chose others."""
+        if self.prompt_ids is None:
+            return encoded
+        return dataclasses.replace(encoded, token_ids=self.prompt_ids)
+
+    def rows(self, given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The dataset rows with what the engine adds to them."""
+        added = self.columns or [{}] * len(given)
+        return [row | columns for row, columns in zip(given, added, strict=True)]
+
+    def trained_lengths(self) -> list[int]:
+        """Tokens of each completion that the policy wrote."""
+        if self.trainable is None:
+            return list(map(len, self.completion_ids))
+        return list(map(sum, self.trainable))
 
     @classmethod
     def concatenate(cls, parts: Sequence[Generations]) -> Generations:

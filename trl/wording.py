@@ -26,4 +26,10 @@ def as_text(value: Any) -> str:
     """Render a prompt or completion, a string or messages, as text for a person."""
     if isinstance(value, str):
         return value
-    return "\n".join(f"{message['role']}: {message.get('content')}" for message in value)
+    return "\n".join(_line(message) for message in value)
+
+
+def _line(message: dict[str, Any]) -> str:
+    functions = [call.get("function", call) for call in message.get("tool_calls") or []]
+    calls = [f"{function.get('name')}({function.get('arguments')})" for function in functions]
+    return " ".join([f"{message['role']}: {message.get('content')}", *calls])

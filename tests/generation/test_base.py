@@ -1,4 +1,49 @@
-from trl.generation.base import cut_at_stop, row_seeds
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from backend_contract import BackendContract, model_logps
+from tiny import tiny_model
+
+from trl.generation.base import cut_at_stop, kept_awake, row_seeds
+from trl.generation.continuous_backend import ContinuousBackend
+from trl.generation.scripted import ScriptedBackend
+from trl.generation.transformers_backend import TransformersBackend
+
+
+class ModelContract(BackendContract):
+    model = tiny_model(eos_token_id=None).eval()
+
+    def policy(self):
+        return nullcontext(self.model)
+
+    def logps(self, prompt, completion, temperature):
+        return model_logps(self.model, prompt, completion, temperature)
+
+
+class TestTransformers(ModelContract):
+    @pytest.fixture(params=[True, False], ids=["shared", "padded"])
+    def backend(self, request):
+        return TransformersBackend(
+            self.policy, pad_id=0, device=torch.device("cpu"), shared_prefix=request.param
+        )
+
+
+class TestContinuous(ModelContract):
+    @pytest.fixture
+    def backend(self):
+        return ContinuousBackend(self.policy, pad_id=0)
+
+
+class TestScripted(BackendContract):
+    scripted = True
+
+    @pytest.fixture
+    def backend(self):
+        def script(ids, place):
+            return [2 + (7 * sum(ids) + 11 * place + 5 * n + n * n) % 90 for n in range(40)]
+
+        return ScriptedBackend(script)
 
 
 def test_seeds_do_not_depend_on_how_rows_are_dealt():
@@ -25,3 +70,21 @@ def test_cut_behind_the_first_stop_token():
     assert cut_at_stop([5, 6, 7], (7,), 2) == ([5, 6], "length")
     assert cut_at_stop([5, 6, 7], (7,), 3) == ([5, 6, 7], "stop")
     assert cut_at_stop([], (7,), 3) == ([], "length")
+
+
+def test_engines_that_sleep_are_kept_awake():
+    class Sleeper:
+        is_awake = False
+
+        @contextmanager
+        def awake(self):
+            self.is_awake = True
+            yield
+            self.is_awake = False
+
+    engine = Sleeper()
+    with kept_awake(engine):
+        assert engine.is_awake
+    assert not engine.is_awake
+    with kept_awake(ScriptedBackend(lambda ids, place: ids)):
+        pass

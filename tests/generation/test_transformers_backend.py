@@ -101,7 +101,11 @@ def test_extra_options_win():
 
 @pytest.mark.parametrize(
     ("extra", "words"),
-    [({"temprature": 1}, "Did you mean temperature"), ({"num_beams": 2}, "cannot be used")],
+    [
+        ({"temprature": 1}, "Did you mean temperature"),
+        ({"num_beams": 2}, "cannot be used"),
+        ({"stop_strings": ["a"]}, "cannot be used"),
+    ],
 )
 def test_unknown_and_refused_options(extra, words):
     with pytest.raises(ValueError, match=words):

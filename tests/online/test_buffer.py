@@ -42,3 +42,44 @@ def test_never_serves_another_round():
     buffer.fill(0, rollout(0))
     with pytest.raises(RuntimeError, match="micro-step 2"):
         buffer.at(2)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5])
+def test_a_round_continues_in_another_process(tmp_path, step):
+    """Saved before any micro-step of a round but its first, and read without unpickling code."""
+    buffer = Buffer(slices=2, passes=2)
+    first = step // 4 * 4
+    filled = rollout(0).replace(
+        advantages=torch.arange(4.0), old_logps=torch.rand(4, 1), has_gradient=[True] * 4
+    )
+    buffer.fill(first, filled)
+    torch.save(buffer.state(step), tmp_path / "state.pt")
+    again = Buffer(slices=2, passes=2)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    again.restore(step, state, torch.device("cpu"))
+    for later in range(step, first + 4):
+        found, expected = again.at(later), buffer.at(later)
+        for name in Rollout.__slots__:
+            ours, theirs = getattr(found, name), getattr(expected, name)
+            same = torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
+            assert same, name
+    assert again.is_stale(first + 4)
+
+
+def test_between_rounds_there_is_nothing_to_save():
+    buffer = Buffer(slices=2, passes=2)
+    assert buffer.state(0) is None
+    buffer.fill(0, rollout(0))
+    assert buffer.state(4) is None
+    buffer.clear()
+    assert buffer.is_stale(0) and buffer.state(1) is None
+
+
+def test_a_loop_that_begins_at_a_round_takes_no_old_one():
+    buffer = Buffer(slices=2, passes=2)
+    buffer.fill(0, rollout(0))
+    state = buffer.state(2)
+    buffer.restore(0, state, torch.device("cpu"))
+    assert buffer.is_stale(0)
+    buffer.restore(2, None, torch.device("cpu"))
+    assert buffer.is_stale(2)

@@ -57,3 +57,21 @@ def test_gradients_are_not_kept():
     store = MetricStore()
     store.mean("x", torch.ones((), requires_grad=True) * 2, 1)
     assert not store._means["x"].total.requires_grad
+
+
+def test_what_is_not_logged_yet_goes_on_in_another_process(tmp_path):
+    store = MetricStore()
+    store.mean("x", torch.tensor(6.0), 3)
+    store.value("y", math.nan)
+    store.minimum("low", torch.tensor(2.0))
+    store.maximum("high", 5.0)
+    torch.save(store.state(), tmp_path / "state.pt")
+    again = MetricStore()
+    again.load(torch.load(tmp_path / "state.pt", weights_only=True))
+    for each in (store, again):
+        each.mean("x", 12.0, 1)
+        each.value("y", 4.0)
+        each.minimum("low", 3.0)
+        each.maximum("high", 7.0)
+    found = again.flush(alone)
+    assert found == store.flush(alone) == {"x": 4.5, "y": 4.0, "low": 2.0, "high": 7.0}

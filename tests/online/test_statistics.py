@@ -4,12 +4,29 @@ import pytest
 import torch
 
 from trl.online.metrics import MetricStore
-from trl.online.statistics import record_clipping, record_entropy, record_lengths, record_rewards
+from trl.online.statistics import (
+    record_clipping,
+    record_entropy,
+    record_lengths,
+    record_rewards,
+    record_tools,
+)
 from trl.types import RewardTable
 
 
 def flushed(store):
     return store.flush(lambda value: [value])
+
+
+def test_tool_calls_by_hand():
+    store = MetricStore()
+    record_tools(store, None)
+    assert flushed(store) == {}
+    record_tools(store, [(0, 0), (3, 1)])
+    record_tools(store, [(1, 0), (0, 0)])
+    assert flushed(store) == {"tools/call_frequency": 1.0, "tools/failure_frequency": 0.25}
+    record_tools(store, [(0, 0)])
+    assert flushed(store) == {"tools/call_frequency": 0.0, "tools/failure_frequency": None}
 
 
 def test_rewards_by_hand():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from ..types import FinishReason, Generations, Prompts, Sampling
@@ -31,6 +32,12 @@ class GenerationBackend(Protocol):
             `Generations`: B completions in the order of the rows.
         """
         ...
+
+
+def kept_awake(backend: GenerationBackend) -> AbstractContextManager[None]:
+    """Keep an engine that sleeps outside generation awake for several generations in a row."""
+    awake: Callable[[], AbstractContextManager[None]] = getattr(backend, "awake", nullcontext)
+    return awake()
 
 
 def row_seeds(key: Sequence[object], first_row: int, count: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,18 +10,21 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
-from ..models.parts import HeadFinder
+from ..distributed import Ranks
+from ..models.parts import HeadFinder, causal_model
 from ..models.sharing import Sharing
 from ..ops.masking import pad_ragged
 from ..types import Generations, Prompts, Sampling
 from ..wording import did_you_mean
 from .base import cut_at_stop
+from .lockstep import Lockstep
 from .pieces import Limits
 from .sampler import RowSampler
 from .shared_decoding import SharedDecoder
 from .trial import DecodingTrial
 
 Complete = Callable[[Prompts, Sampling], Generations]
+Attempt = Callable[[int, Callable[[range], Generations]], list[Generations]]
 
 NAMED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # They change how tokens are drawn, or hide how long a completion is.
@@ -78,6 +82,10 @@ class TransformersBackend:
         shared_prefix (`bool`): False: padded rows.
         chunk (`int`, *optional*): logits held at once. None: a measured default; 0: all rows'.
         limits (`Limits`, *optional*): rows and cache bytes held at once.
+        ranks (`Ranks`, *optional*): all processes, which then fail together.
+        in_step (`bool`): whether all ranks must run the policy's layers equally often.
+        attempt (*optional*): called with a number of rows and what completes some of them; returns
+            what that returned, in the order of the rows. May cut the rows, and try again.
     """
 
     reports_policy_logps = True
@@ -92,6 +100,9 @@ class TransformersBackend:
         shared_prefix: bool = True,
         chunk: int | None = None,
         limits: Limits | None = None,
+        ranks: Ranks | None = None,
+        in_step: bool = False,
+        attempt: Attempt = lambda count, complete: [complete(range(count))] if count else [],
     ):
         self._policy = policy
         self._pad_id = pad_id
@@ -99,6 +110,9 @@ class TransformersBackend:
         self._cache_implementation = cache_implementation
         self._limits = limits or Limits()
         self._heads = HeadFinder(1.0, chunk)
+        self._ranks = ranks or Ranks()
+        self._lockstep = Lockstep(self._ranks, device) if in_step else None
+        self._attempt = attempt
         self._trial = DecodingTrial(Sharing(shared_prefix, pad_id, device), pad_id, device)
 
     def sync_weights(self, step: int) -> None:
@@ -107,20 +121,37 @@ class TransformersBackend:
     @torch.no_grad()
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
         """Complete every row; see `GenerationBackend`."""
+        sampling = _seeded(sampling, len(prompts))
+        with self._policy() as model, self._with_others(model):
+
+            def complete(rows: range) -> Generations:
+                return self._complete(model, prompts.select(rows), _seeds(sampling, rows))
+
+            found = Generations.concatenate(self._attempt(len(prompts), complete))
+        if not self._ranks.all(found.sampling_logps is not None):
+            # What is computed from them is computed on all ranks or on none.
+            found = dataclasses.replace(found, sampling_logps=None)
+        return found
+
+    def _with_others(self, model: Any) -> AbstractContextManager[None]:
+        if self._lockstep is None:
+            return self._ranks.together("generation")
+        return self._lockstep.over(causal_model(model).base_model)
+
+    def _complete(self, model: Any, prompts: Prompts, sampling: Sampling) -> Generations:
         sampling, rest = merge_extra(sampling)
         greedy = not rest.pop("do_sample", True)
-        sampling = _seeded(sampling, len(prompts))
-        with self._policy() as model:
-            head = self._heads.find(model)
-            shared = not rest and self._cache_implementation is None
-            shared = shared and self._trial.allows(model, head, prompts, sampling)
-            if shared and head is not None:
-                complete = self._shared(SharedDecoder(model, head, sampling, greedy))
-            else:
-                complete = self._padded(model, self._config(sampling, rest), greedy)
-            pieces = self._limits.cut(prompts.token_ids, sampling.max_tokens, model, shared)
-            found = [complete(prompts.select(rows), _seeds(sampling, rows)) for rows in pieces]
-        return Generations.concatenate(found)
+        head = self._heads.find(model)
+        shared = not rest and self._cache_implementation is None
+        shared = shared and self._trial.allows(model, head, prompts, sampling)
+        if shared and head is not None:
+            complete = self._shared(SharedDecoder(model, head, sampling, greedy))
+        else:
+            complete = self._padded(model, self._config(sampling, rest), greedy)
+        pieces = self._limits.cut(prompts.token_ids, sampling.max_tokens, model, shared)
+        return Generations.concatenate(
+            [complete(prompts.select(rows), _seeds(sampling, rows)) for rows in pieces]
+        )
 
     def _shared(self, decode: SharedDecoder) -> Complete:
         def complete(prompts: Prompts, sampling: Sampling) -> Generations:

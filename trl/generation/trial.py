@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..models.parts import HeadFinder, OutputHead, causal_model, evaluating
+from ..models.quantized import working_precision
 from ..models.shared_attention import install, self_test
 from ..models.sharing import Sharing, disagreement, plain_log_probs, why_not_shared
 from ..ops.masking import length_mask
@@ -79,7 +80,7 @@ class DecodingTrial:
         found = torch.zeros_like(wanted)
         for row, values in enumerate(logps):
             found[row, : len(values)] = torch.tensor(values, dtype=wanted.dtype)
-        return disagreement(found, wanted, causal.dtype)
+        return disagreement(found, wanted, working_precision(causal))
 
 
 def _as_rollout(prompts: list[list[int]], completions: list[list[int]]) -> Rollout:

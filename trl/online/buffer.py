@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from ..types import Rollout
 
 
@@ -37,3 +43,29 @@ class Buffer:
         if self.is_stale(step):
             raise RuntimeError(f"The buffer does not hold the round of micro-step {step}.")
         return self._chunks[step % self._slices]
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        self._round, self._chunks = None, []
+
+    def state(self, step: int) -> list[dict[str, Any]] | None:
+        """Return the slices that micro-step `step` needs, as tensors and lists in main memory.
+
+        None if that step begins a round.
+        """
+        if self.is_stale(step):
+            return None
+        return [_moved(chunk, torch.device("cpu")) for chunk in self._chunks]
+
+    def restore(self, step: int, state: list[dict[str, Any]] | None, device: torch.device) -> None:
+        """Hold what `state` returned when micro-step `step` was the next one."""
+        self.clear()
+        # A loop that was told to skip no consumed rows is at another place of its round.
+        if state is not None and step % self._period:
+            self._round = step // self._period
+            self._chunks = [Rollout(**_moved(Rollout(**fields), device)) for fields in state]
+
+
+def _moved(rollout: Rollout, device: torch.device) -> dict[str, Any]:
+    fields = {field.name: getattr(rollout, field.name) for field in dataclasses.fields(rollout)}
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in fields.items()}

@@ -81,9 +81,11 @@ class CompletionLog:
         for path in self._folder.glob("*.jsonl"):
             # The evaluation of a step comes before its checkpoint, its training rounds after.
             last = step + 1 if path.stem == "eval" else step
-            with path.open(encoding="utf-8") as file:  # splits where splitlines would not: at \n
-                kept = [line for line in file if _step_of(line) < last]
-            path.write_text("".join(kept), encoding="utf-8")
+            kept = path.with_suffix(".kept")  # the file is whole at any instant
+            with path.open(encoding="utf-8") as old, kept.open("w", encoding="utf-8") as new:
+                # Iteration splits where splitlines would not: at \n alone.
+                new.writelines(line for line in old if _step_of(line) < last)
+            kept.replace(path)
 
     def take(self, mode: str) -> list[dict[str, Any]]:
         """Return the records of the latest round not yet taken."""

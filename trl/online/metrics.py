@@ -62,6 +62,17 @@ class MetricStore:
         again = copied.copy()
         self._means, self._extremes = again._means, again._extremes
 
+    def state(self) -> dict[str, Any]:
+        """Return what was collected, as numbers and tensors in main memory."""
+        means = {name: (_stored(m.total), _stored(m.weight)) for name, m in self._means.items()}
+        extremes = {name: (kind, _stored(x)) for name, (kind, x) in self._extremes.items()}
+        return {"means": means, "extremes": extremes}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned."""
+        self._means = {name: _Mean(*pair) for name, pair in state["means"].items()}
+        self._extremes = dict(state["extremes"])
+
     def flush(self, gather: Gather) -> dict[str, float | None]:
         """Combine over all ranks, forget everything, and return plain numbers.
 
@@ -85,6 +96,10 @@ class MetricStore:
             choose = torch.minimum if kind == "min" else torch.maximum
             value = choose(held, torch.as_tensor(value, dtype=held.dtype, device=held.device))
         self._extremes[name] = (kind, value)
+
+
+def _stored(value: float | Tensor) -> float | Tensor:
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _detached(value: float | Tensor) -> float | Tensor:

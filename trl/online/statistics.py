@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,19 @@ def record_lengths(store: MetricStore, lengths: Tensor, stopped: Tensor) -> None
         store.value(f"completions/min_{kind}length", some.min())
         store.value(f"completions/max_{kind}length", some.max())
     store.value("completions/clipped_ratio", (~stopped).float().mean())
+
+
+def record_tools(store: MetricStore, calls: Sequence[tuple[int, int]] | None) -> None:
+    """Record tool calls a completion, and the share of them that failed.
+
+    Args:
+        calls: calls made by each completion of this rank, and those that failed.
+    """
+    if calls is None:
+        return
+    made, failed = sum(pair[0] for pair in calls), sum(pair[1] for pair in calls)
+    store.mean("tools/call_frequency", made, len(calls))
+    store.mean("tools/failure_frequency", failed, made)
 
 
 def record_entropy(store: MetricStore, entropies: Tensor, mask: Tensor) -> None:

@@ -1,0 +1,98 @@
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from trl.distributed import Ranks
+from trl.generation.function_backend import FunctionBackend
+from trl.types import Prompts, Sampling
+
+PROMPTS = Prompts(messages=["a", "b"], token_ids=[[10], [11]])
+GOOD = {
+    "prompt_ids": [[20, 21], [22]],
+    "completion_ids": [[30, 31, 1], [32]],
+    "logprobs": [[-0.1, -0.2, -0.3], [-0.4]],
+}
+TRAINER = SimpleNamespace()
+
+
+def generate(found):
+    backend = FunctionBackend(lambda prompts, trainer: found, TRAINER, SimpleNamespace(), Ranks())
+    return backend.generate(PROMPTS, Sampling(max_tokens=4, stop_ids=(1,)), 2)
+
+
+def test_the_function_gets_prompts_and_trainer():
+    seen = []
+
+    def function(prompts, trainer):
+        seen.append((prompts, trainer))
+        return GOOD
+
+    engine = SimpleNamespace(sync_weights=lambda step: seen.append(step))
+    backend = FunctionBackend(function, TRAINER, engine, Ranks())
+    backend.sync_weights(7)
+    found = backend.generate(PROMPTS, Sampling(max_tokens=4, stop_ids=(1,)), 2)
+    assert seen == [7, (["a", "b"], TRAINER)]
+    assert (found.prompt_ids, found.completion_ids) == (GOOD["prompt_ids"], GOOD["completion_ids"])
+    assert found.sampling_logps == GOOD["logprobs"] and found.trainable is None
+    assert found.finish == ["stop", "length"] and found.columns == [{}, {}]
+    assert found.prompts(PROMPTS).token_ids == GOOD["prompt_ids"]
+    assert not backend.reports_policy_logps
+
+
+def test_masks_and_columns():
+    found = generate(GOOD | {"env_mask": [[1, 0, 1], [1]], "score": [0.5, None], "level": "hard"})
+    assert found.trainable == [[True, False, True], [True]]
+    assert found.rows([{"x": 1, "score": 9}, {"x": 2}]) == [
+        {"x": 1, "score": 0.5, "level": "hard"},
+        {"x": 2, "score": None, "level": "hard"},
+    ]
+
+
+def test_arrays_and_tensors_are_lists():
+    found = generate(
+        {
+            "prompt_ids": [np.array([20, 21]), torch.tensor([22])],
+            "completion_ids": [torch.tensor([30, 31, 1]), [np.int64(32)]],
+            "logprobs": [np.array([-0.5, -0.25, -1.0]), torch.tensor([-0.5])],
+            "score": torch.tensor([1.0, 2.0]),
+        }
+    )
+    assert found.completion_ids == GOOD["completion_ids"]
+    assert {type(token) for row in found.completion_ids for token in row} == {int}
+    assert found.sampling_logps == [[-0.5, -0.25, -1.0], [-0.5]]
+    assert found.columns == [{"score": 1.0}, {"score": 2.0}]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"logprobs": None}, "returned no logprobs; it must return .* and has prompt_ids"),
+        ({"completion_ids": [[30]]}, "completion_ids has 1 rows for 2 prompts"),
+        ({"completion_ids": 5}, "completion_ids is a int; it must be a list with 2 rows"),
+        ({"prompt_ids": [[20], []]}, "prompt_ids of row 1 is empty"),
+        ({"completion_ids": [[30, 31, 1], ["x"]]}, "completion_ids of row 1 holds 'x'"),
+        ({"completion_ids": [[30, 31, 1], [-1]]}, "completion_ids of row 1 holds -1"),
+        ({"completion_ids": [[30, 31, 1], 4]}, "completion_ids of row 1 'int' object"),
+        ({"logprobs": [[-0.1, -0.2], [-0.4]]}, "logprobs of row 0 has 2 entries for 3"),
+        ({"logprobs": [[-0.1, -0.2, [-0.3]], [-0.4]]}, "logprobs of row 0 holds \\[-0.3\\]"),
+        ({"env_mask": [[1, 1, 1], [2]]}, "env_mask of row 1 holds 2"),
+        ({"env_mask": [[1, 1, 1], []]}, "env_mask of row 1 has 0 entries for 1"),
+        ({"score": [1.0]}, "score has 1 rows for 2 prompts"),
+    ],
+)
+def test_mistakes_name_key_and_row(change, words):
+    with pytest.raises(ValueError, match=f"rollout_func.* {words}|rollout_func {words}"):
+        generate(GOOD | change)
+
+
+def test_the_result_must_be_a_dictionary():
+    with pytest.raises(ValueError, match="returned a list; it must be a dictionary"):
+        generate([1])
+
+
+def test_its_own_errors_pass_through():
+    backend = FunctionBackend(lambda prompts, trainer: 1 / 0, TRAINER, SimpleNamespace(), Ranks())
+    with pytest.raises(ZeroDivisionError):
+        backend.generate(PROMPTS, Sampling(max_tokens=4), 2)

@@ -1,0 +1,121 @@
+"""One real vLLM engine on the CPU for all tests of a process, since starting it takes seconds."""
+
+from functools import cache
+
+import pytest
+import torch
+from tiny import tiny_model, tiny_tokenizer
+
+from trl.generation.vllm_colocate import Policy, VLLMColocateBackend
+from trl.generation.vllm_engine import EngineSettings, VLLMEngine, start_engine
+from trl.imports import is_available
+
+needs_vllm = pytest.mark.skipif(
+    not is_available("vllm"), reason="vLLM is not installed: make test installs its CPU build"
+)
+# vLLM's attention on the CPU has no kernel for the heads of 8 of other tests.
+SHAPE = {"head_dim": 32, "hidden_size": 64}
+EOS = 1
+
+
+def policy_model(seed: int = 0, **changes):
+    return tiny_model(seed=seed, **(SHAPE | changes)).eval()
+
+
+def fresh_engine(model, **changes) -> VLLMEngine:
+    """An engine of its own, for a model of another shape."""
+    settings = {"context": 128, "rows": 64, "dtype": torch.float32, "cache_bytes": 16 * 2**20}
+    chosen = EngineSettings(**(settings | {"reads_text": True} | changes))
+    return start_engine(model, tiny_tokenizer(), chosen)
+
+
+@cache
+def shared_llm():
+    return fresh_engine(policy_model())._llm
+
+
+def engine(kind: type[VLLMEngine] = VLLMEngine, sleeps: bool = False) -> VLLMEngine:
+    """The shared engine, awake and with an empty cache."""
+    llm = shared_llm()
+    if llm.llm_engine.is_sleeping():  # where another wrapper left it
+        llm.wake_up()
+    for tensor in llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches:
+        tensor.zero_()
+    found = kind(llm, sleeps)
+    found.forget_prefixes()
+    return found
+
+
+def model_policy(model, **changes) -> Policy:
+    """What the backend reads of a plain model."""
+
+    def logps(prompt, completion):
+        with torch.no_grad():
+            every = model(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
+        places = torch.arange(len(prompt) - 1, len(prompt) + len(completion) - 1)
+        return every[places, torch.tensor(completion)].tolist()
+
+    parts = {
+        "weights": lambda: iter(model.named_parameters()),
+        "stamp": lambda: sum(p._version for p in model.parameters()),
+        "logps": logps,
+    }
+    return Policy(**(parts | changes))
+
+
+def backend(
+    model, kind=VLLMEngine, sleeps=False, policy=None, engine_=None, **options
+) -> VLLMColocateBackend:
+    """A backend over the shared engine, unless another is given."""
+    return VLLMColocateBackend(
+        engine_ or engine(kind, sleeps),
+        policy or model_policy(model),
+        **({"probe_syncs": 1} | options),
+    )
+
+
+def nudge(model, size: float = 0.1, seed: int = 5) -> None:
+    """Move all weights, as an optimizer step would."""
+    stream = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=stream) * size)
+
+
+class ForgetfulEngine(VLLMEngine):
+    """On a CPU vLLM's sleep frees nothing; here what sleeps becomes NaN, so that use shows.
+
+    `calls` lists what was done, in order.
+    """
+
+    def __init__(self, llm, sleeps=False):
+        super().__init__(llm, sleeps)
+        self.calls = []
+
+    def _caches(self):
+        runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        return runner.kv_caches
+
+    def wake(self, part):
+        if part not in self._awake:
+            self.calls.append(f"wake {part}")
+        super().wake(part)
+        if part == "kv_cache":
+            for cache_ in self._caches():
+                cache_.zero_()
+
+    def sleep(self):
+        if self._sleeps and self._awake:
+            self.calls.append("sleep")
+            for tensor in (*self.model.parameters(), *self._caches()):
+                tensor.detach().fill_(torch.nan)
+        super().sleep()
+
+    def load(self, name, weight):
+        super().load(name, weight)
+        if self.calls[-1:] != ["load"]:
+            self.calls.append("load")
+
+    def generate(self, requests, sampling):
+        self.calls.append("generate")
+        return super().generate(requests, sampling)

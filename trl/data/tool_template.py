@@ -1,0 +1,141 @@
+"""What a chat template writes around tool calls and their results."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+NAME, ARGUMENT, RESULT = "look_up", "needle", "found42"
+USER = {"role": "user", "content": "ask"}
+# Some templates refuse calls without an id, or with one that has not nine letters.
+CALL = {
+    "type": "function",
+    "id": "call00000",
+    "function": {"name": NAME, "arguments": {"word": ARGUMENT}},
+}
+# Templates that drop the reasoning of earlier turns keep a turn that states its own.
+ASSISTANTS: tuple[dict[str, Any], ...] = (
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "assistant", "content": "", "reasoning_content": "so", "tool_calls": [CALL]},
+)
+
+
+def tool_message(name: str, content: str) -> dict[str, Any]:
+    """The message that carries the result of a tool."""
+    return {"role": "tool", "name": name, "content": content}
+
+
+def supports_tool_calling(processing_class: PreTrainedTokenizerBase | ProcessorMixin) -> bool:
+    """Whether the chat template shows a call's name and argument, and a tool's result."""
+    try:
+        messages = [USER, ASSISTANTS[0], _sent(tool_message(NAME, RESULT))]
+        text = _render(processing_class, messages)
+    except Exception:  # a template may refuse by any error of its own
+        return False
+    return all(word in text for word in (NAME, ARGUMENT, RESULT))
+
+
+def rendered_call(tokenizer: PreTrainedTokenizerBase, **template_kwargs: Any) -> str:
+    """Return the text of an assistant turn that calls `NAME` with `word=ARGUMENT`."""
+    before = _render(tokenizer, [USER], add_generation_prompt=True, **template_kwargs)
+    whole = _render(tokenizer, [USER, ASSISTANTS[0]], **template_kwargs)
+    return whole.removeprefix(before)
+
+
+def _render(
+    processing_class: Any, messages: list[dict[str, Any]], tokenize: bool = False, **options: Any
+) -> Any:
+    # Templates may change what they are given.
+    return processing_class.apply_chat_template(
+        copy.deepcopy(messages), tokenize=tokenize, **options
+    )
+
+
+def _sent(message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"tool_call_id": CALL["id"]}
+
+
+class ToolTurns:
+    """The tokens that stand between a turn with tool calls and the next turn of the model.
+
+    What the model wrote is never rendered again: the tokens are those that the template puts behind
+    the end of an assistant turn in a conversation of its own.
+
+    Args:
+        tokenizer: the policy's tokenizer.
+        stop_ids: tokens that end a turn.
+        template_kwargs (`dict`, *optional*): extra arguments of every chat-template call.
+
+    Raises:
+        ValueError: if the template cannot show tool calls, or changes earlier turns when a tool's
+            result follows.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: Sequence[int],
+        template_kwargs: dict[str, Any] | None = None,
+    ):
+        self._tokenizer = tokenizer
+        self._stop_ids = frozenset(stop_ids)
+        self._options = template_kwargs or {}
+        if not tokenizer.chat_template:
+            raise ValueError("tools need a chat template; the tokenizer has none.")
+        if not supports_tool_calling(tokenizer):
+            raise ValueError(
+                "tools: the chat template of the tokenizer does not show tool calls and their "
+                "results. Use a model whose template does, or set tokenizer.chat_template."
+            )
+        self._assistant, self._length = self._find_assistant()
+
+    def after(self, results: Sequence[dict[str, Any]]) -> list[int]:
+        """Return the tokens of tool messages and of the beginning of the next turn.
+
+        Args:
+            results: messages as of `tool_message`, at least one.
+        """
+        return self._ids(self._assistant, results)[self._length :]
+
+    def _find_assistant(self) -> tuple[dict[str, Any], int]:
+        """Choose an assistant turn that stays as it is, and say where it ends."""
+        for assistant in ASSISTANTS:
+            alone = self._ids(assistant, [])
+            user = self._ids(None, [])
+            length = self._end(alone, len(user))
+            followed = self._ids(assistant, [tool_message(NAME, RESULT)])
+            if followed[:length] == alone[:length]:
+                return assistant, length
+        place = next(
+            (i for i, pair in enumerate(zip(alone, followed, strict=False)) if pair[0] != pair[1]),
+            min(len(alone), len(followed)),
+        )
+        raise ValueError(
+            "tools: the chat template is not prefix-preserving: a tool's result changes the turns "
+            f"before it, from token {place} of {alone!r:.200}: "
+            f"{self._tokenizer.decode(alone[place:])!r:.80} becomes "
+            f"{self._tokenizer.decode(followed[place:])!r:.80}. Change tokenizer.chat_template so "
+            "that a turn is rendered alike whatever follows it."
+        )
+
+    def _end(self, ids: list[int], least: int) -> int:
+        """Where the last turn ends: behind its stop token, or at the end of the text."""
+        stops = [place for place, token in enumerate(ids) if token in self._stop_ids]
+        return stops[-1] + 1 if stops and stops[-1] >= least else len(ids)
+
+    def _ids(
+        self, assistant: dict[str, Any] | None, results: Sequence[dict[str, Any]]
+    ) -> list[int]:
+        messages = [USER, *([assistant] if assistant else []), *map(_sent, results)]
+        found = _render(
+            self._tokenizer,
+            messages,
+            tokenize=True,
+            return_dict=True,
+            add_generation_prompt=bool(results),
+            **self._options,
+        )
+        return list(found["input_ids"])

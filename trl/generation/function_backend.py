@@ -1,0 +1,181 @@
+"""Completions from a function of the user."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..distributed import RankError, Ranks
+from ..types import FinishReason, Generations, Prompts, Sampling
+from .base import GenerationBackend
+
+REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+RolloutFunction = Callable[[list[Any], Any], Mapping[str, Any]]
+
+
+class FunctionBackend:
+    """Lets a function make the completions: agents, environments, engines of one's own.
+
+    The function is called once a round on each rank, as `rollout_func(prompts, trainer)`, with one
+    prompt for each row: those of a group follow each other. It returns a dictionary of lists with
+    one entry for each row:
+
+    - `prompt_ids`, `completion_ids`: token ids; the stop token included.
+    - `logprobs`: for each completion token the log-probability with which it was drawn.
+    - `env_mask` (optional): for each completion token 1, or 0 if the policy did not write it; such
+      tokens do not train.
+    - anything else: a column for reward functions. A single value goes to every row.
+
+    Args:
+        function: the rollout function.
+        trainer: passed on to it.
+        engine (`GenerationBackend`): the engine the trainer has otherwise, which the function may
+            use as `trainer.backend.engine`.
+        ranks (`Ranks`): all processes, which fail together.
+    """
+
+    reports_policy_logps = False
+
+    def __init__(
+        self, function: RolloutFunction, trainer: Any, engine: GenerationBackend, ranks: Ranks
+    ):
+        self.engine = engine
+        self._function = function
+        self._trainer = trainer
+        self._ranks = ranks
+
+    def sync_weights(self, step: int) -> None:
+        """Sync those of the engine."""
+        self.engine.sync_weights(step)
+
+    def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
+        """Call the function and check what it returns; see `GenerationBackend`.
+
+        Raises:
+            ValueError: if something is missing, has the wrong length or the wrong kind; the message
+                names the key and the row.
+            RankError: if the function failed on another rank.
+        """
+        found = self._call(prompts)
+        finish: list[FinishReason] = [
+            "stop" if ids and ids[-1] in sampling.stop_ids else "length"
+            for ids in found["completion_ids"]
+        ]
+        return Generations(
+            completion_ids=found["completion_ids"],
+            finish=finish,
+            sampling_logps=found["logprobs"],
+            trainable=found["env_mask"],
+            prompt_ids=found["prompt_ids"],
+            columns=found["columns"],
+        )
+
+    def _call(self, prompts: Prompts) -> dict[str, Any]:
+        found, failure = {}, None
+        try:
+            found = _checked(self._function(list(prompts.messages), self._trainer), len(prompts))
+        except RankError:  # from the engine, which the function may use: all ranks know
+            raise
+        except Exception as error:
+            failure = error
+        self._ranks.raise_together(failure, "rollout_func")
+        return found
+
+
+def _checked(found: Any, count: int) -> dict[str, Any]:
+    """Turn what a rollout function returned into plain lists, or say what is wrong with it."""
+    if not isinstance(found, Mapping):
+        kind = type(found).__name__
+        raise ValueError(f"rollout_func returned a {kind}; it must be a dictionary.")
+    missing = [name for name in REQUIRED if found.get(name) is None]
+    if missing:
+        raise ValueError(
+            f"rollout_func returned no {', '.join(missing)}; it must return {', '.join(REQUIRED)}, "
+            f"and has {', '.join(map(str, found)) or 'nothing'}."
+        )
+    checked: dict[str, Any] = dict.fromkeys(KINDS) | {
+        name: _each(name, _rows(name, found[name], count), KINDS[name])
+        for name in KINDS
+        if found.get(name) is not None
+    }
+    for row, ids in enumerate(checked["prompt_ids"]):
+        if not ids:
+            raise ValueError(f"rollout_func: prompt_ids of row {row} is empty.")
+    for name in ("logprobs", "env_mask"):
+        _check_lengths(name, checked[name], checked["completion_ids"])
+    others = {name: value for name, value in found.items() if name not in KINDS}
+    return checked | {"columns": _columns(others, count)}
+
+
+def _columns(others: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    columns = {
+        name: _rows(name, value, count) if _is_listed(value) else [value] * count
+        for name, value in others.items()
+    }
+    return [{name: values[row] for name, values in columns.items()} for row in range(count)]
+
+
+def _is_listed(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) > 0
+
+
+def _rows(name: str, values: Any, count: int) -> list[Any]:
+    if hasattr(values, "tolist"):  # tensors and arrays
+        values = values.tolist()
+    if not isinstance(values, (list, tuple)):
+        kind = type(values).__name__
+        raise ValueError(f"rollout_func: {name} is a {kind}; it must be a list with {count} rows.")
+    if len(values) != count:
+        raise ValueError(
+            f"rollout_func: {name} has {len(values)} rows for {count} prompts; return one for each "
+            "prompt, in their order."
+        )
+    return list(values)
+
+
+def _each(name: str, rows: Sequence[Any], convert: Callable[[Any], Any]) -> list[list[Any]]:
+    """Convert the entries of each row."""
+    converted = []
+    for row, values in enumerate(rows):
+        values = values.tolist() if hasattr(values, "tolist") else values
+        try:
+            converted.append([convert(value) for value in values])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"rollout_func: {name} of row {row} {error}.") from None
+    return converted
+
+
+def _token(value: Any) -> int:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"holds {value!r:.60}, which is no token id")
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, numbers.Real):
+        raise ValueError(f"holds {value!r:.60}; it must be one number for each token")
+    return float(value)
+
+
+def _flag(value: Any) -> bool:
+    if value not in (0, 1):
+        raise ValueError(f"holds {value!r:.60}; it must be 0 or 1 for each token")
+    return bool(value)
+
+
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "prompt_ids": _token,
+    "completion_ids": _token,
+    "logprobs": _number,
+    "env_mask": _flag,
+}
+
+
+def _check_lengths(name: str, rows: Sequence[Any] | None, completions: Sequence[Any]) -> None:
+    for row, (values, ids) in enumerate(zip(rows or completions, completions, strict=True)):
+        if len(values) != len(ids):
+            raise ValueError(
+                f"rollout_func: {name} of row {row} has {len(values)} entries for {len(ids)} "
+                "completion tokens."
+            )

@@ -1,0 +1,194 @@
+"""Proof that an engine holds the weights it was sent.
+
+An engine may cut a weight, fuse it with others or convert it. So the copies that loading makes are
+watched once for each weight; from then on the parts of what is sent and the places they belong to
+are known, and their fingerprints must agree after every sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CHUNK = 2**22  # entries that a fingerprint looks at together
+ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 / golden ratio, as a signed number
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class WeightSyncError(RuntimeError):
+    """The engine does not hold the weights of the policy."""
+
+
+def fingerprint(values: Tensor) -> Tensor:
+    """Two numbers (2,) that tell tensors apart: one of all bits in their order, and the norm.
+
+    The first is a sum of bit patterns, each times a number that depends on its place, in integers
+    modulo 2**64. It is exact, and a transposed or permuted tensor has another.
+    """
+    flat = values.detach().reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    squares = torch.zeros((), dtype=torch.float64, device=flat.device)
+    for start in range(0, len(flat), CHUNK):
+        part = flat[start : start + CHUNK].contiguous()
+        places = torch.arange(start, start + len(part), device=flat.device)
+        total += (part.view(_BITS[part.itemsize]).long() * (places * ODD | 1)).sum()
+        squares += part.double().square().sum()
+    return torch.stack([total, squares.sqrt().view(torch.int64)])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part of a weight goes.
+
+    Args:
+        source: size, strides and offset of the part in the weight; None if it was converted.
+        target (`Tensor`): the part of a parameter of the engine.
+    """
+
+    source: tuple[tuple[int, ...], tuple[int, ...], int] | None
+    target: Tensor
+
+    def part(self, weight: Tensor) -> Tensor | None:
+        """The part of another value of the weight, as the engine would hold it."""
+        if self.source is None:
+            return None
+        size, stride, offset = self.source
+        part = weight.as_strided(size, stride, weight.storage_offset() + offset)
+        return part.to(self.target.dtype).expand(self.target.shape)
+
+
+class CopyWatch(TorchDispatchMode):
+    """Notes what is written to the parameters of an engine.
+
+    Args:
+        storages: addresses of their storages.
+        weight (`Tensor`): what is loaded.
+    """
+
+    def __init__(self, storages: set[int], weight: Tensor):
+        super().__init__()
+        self._storages = storages
+        self._weight = weight
+        self.places: list[Place] = []
+        self.filled: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation, and note it if it writes."""
+        if func is torch.ops.aten.copy_.default and self._is_held(args[0]):
+            self.places.append(Place(self._source(args[1]), args[0].detach()))
+        elif func is torch.ops.aten.fill_.Scalar and self._is_held(args[0]):
+            self.filled.append(args[0].detach())
+        return func(*args, **(kwargs or {}))
+
+    def _is_held(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._storages
+
+    def _source(self, part: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+        weight = self._weight
+        same = part.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+        if not same or part.dtype != weight.dtype:
+            return None
+        offset = part.storage_offset() - weight.storage_offset()
+        return tuple(part.shape), tuple(part.stride()), offset
+
+
+class WeightProof:
+    """Loads weights into a model of an engine, and proves that they arrived.
+
+    Args:
+        model (`nn.Module`): the engine's model, each of whose parameters must be sent.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._places: dict[str, list[Place]] = {}
+        self._sent: dict[str, list[Tensor]] = {}
+        self._covered: dict[int, set[tuple[Any, ...]]] = {}
+        self.unproven: list[str] = []  # weights that the engine converts while loading
+
+    def load(self, name: str, weight: Tensor, load: Callable[[str, Tensor], None]) -> None:
+        """Load one weight by calling `load(name, weight)`, and note what the engine must hold."""
+        if name in self._places:
+            load(name, weight)
+        else:
+            self._places[name] = self._watch(name, weight, load)
+        parts = [(place.part(weight), place.target) for place in self._places[name]]
+        self._sent[name] = [fingerprint(part) for part, _ in parts if part is not None]
+
+    def _watch(self, name: str, weight: Tensor, load: Callable[[str, Tensor], None]) -> list[Place]:
+        with CopyWatch(set(self._held()), weight) as watch:
+            load(name, weight)
+        for target in (*(place.target for place in watch.places), *watch.filled):
+            where = (target.storage_offset(), tuple(target.shape), tuple(target.stride()))
+            address = target.untyped_storage().data_ptr()
+            self._covered.setdefault(address, set()).add(where)
+        if any(place.source is None for place in watch.places):
+            self.unproven.append(name)
+        return watch.places
+
+    def _held(self) -> dict[int, tuple[str, Tensor]]:
+        named = self._model.named_parameters()
+        return {p.untyped_storage().data_ptr(): (name, p) for name, p in named}
+
+    def problem(self) -> str | None:
+        """What is wrong after a sync, in words; None if the engine holds all that was sent.
+
+        Forgets what was sent, so that each sync is proven by itself.
+        """
+        sent, self._sent = self._sent, {}
+        found = self._missing(sent) or self._different(sent)
+        if found is not None:
+            # What was learned from a sync that failed is not relied on.
+            self._places.clear()
+            self._covered.clear()
+        return found
+
+    def _missing(self, sent: dict[str, list[Tensor]]) -> str | None:
+        skipped = [name for name in self._places if name not in sent]
+        if skipped:
+            return f"{_listed(skipped)} not sent, unlike at earlier syncs"
+        for address, (name, parameter) in self._held().items():
+            covered = sum(_count(shape) for _, shape, _ in self._covered.get(address, ()))
+            if covered < parameter.numel():
+                return (
+                    f"{parameter.numel() - covered} of {parameter.numel()} entries of the engine's "
+                    f"{name} were not loaded"
+                )
+        return None
+
+    def _different(self, sent: dict[str, list[Tensor]]) -> str | None:
+        names, pairs = [], []
+        for name, fingerprints in sent.items():
+            known = [place for place in self._places[name] if place.source is not None]
+            for place, expected in zip(known, fingerprints, strict=True):
+                names.append(name)
+                pairs.append(torch.stack([expected, fingerprint(place.target)]))
+        if not pairs:
+            return None
+        table = torch.stack(pairs)
+        wrong = (table[:, 0, 0] != table[:, 1, 0]).nonzero().flatten().tolist()
+        if not wrong:
+            return None
+        first = table[wrong[0]][:, 1].contiguous().cpu().view(torch.float64).tolist()
+        words = "the same numbers in another order" if first[0] == first[1] else "other numbers"
+        return (
+            f"{_listed([names[row] for row in wrong])} not what was sent: {names[wrong[0]]} has "
+            f"{words} (norm {first[1]:.9g}, sent {first[0]:.9g})"
+        )
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _listed(names: list[str]) -> str:
+    unique = list(dict.fromkeys(names))
+    more = f" and {len(unique) - 3} more" if len(unique) > 3 else ""
+    return f"{', '.join(unique[:3])}{more} {'was' if len(unique) == 1 else 'were'}"
