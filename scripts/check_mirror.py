@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 # Tests of what is no single module: folders, and files.
-OTHER_FOLDERS = ("distributed", "docs", "examples", "invariance", "package")
+OTHER_FOLDERS = (
+    *("adapters", "distributed", "docs", "examples", "invariance", "package", "vllm_cpu"),
+)
 OTHER_FILES = (
     *("cli/test_end_to_end.py", "ops/test_estimators.py", "ops/test_imports.py"),
     "ops/test_properties.py",

@@ -23,6 +23,7 @@ _MODULES = {
         "maybe_unpair_preference_dataset",
         "unpair_preference_dataset",
     ),
+    "data.tool_template": ("supports_tool_calling",),
     "memory.callback": ("MemoryCallback",),
     "models.reference": ("create_reference_model",),
     "scripts.arguments": ("ScriptArguments",),

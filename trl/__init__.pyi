@@ -33,6 +33,7 @@ from .data.preference import (
 from .data.preference import (
     unpair_preference_dataset as unpair_preference_dataset,
 )
+from .data.tool_template import supports_tool_calling as supports_tool_calling
 from .memory.callback import MemoryCallback as MemoryCallback
 from .models.reference import create_reference_model as create_reference_model
 from .scripts.arguments import ScriptArguments as ScriptArguments

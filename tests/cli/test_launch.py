@@ -255,7 +255,7 @@ def test_an_unusable_file_is_one_line(tmp_path, capsys, started, text):
     assert started == []
 
 
-@pytest.mark.parametrize("status", [2, 3, -9])
+@pytest.mark.parametrize("status", [2, 3, -9, -15])
 @pytest.mark.parametrize("workers", ["one", "several"])
 def test_the_status_of_workers_is_passed_on(monkeypatch, capsys, workers, status):
     one = subprocess.CalledProcessError(status, "worker")
@@ -267,10 +267,18 @@ def test_the_status_of_workers_is_passed_on(monkeypatch, capsys, workers, status
     monkeypatch.setattr(launch, "launch_command", fail)
     with pytest.raises(SystemExit) as end:
         launch.launch("rloo", ["--output_dir", "out"])
-    assert end.value.code == status
     rank = 0 if workers == "one" else 1
-    message = f"trl rloo: error: process {rank} ended with status {status}.\n"
-    assert capsys.readouterr().err == ("" if status == 2 else message)
+    code, words = {
+        2: (2, ""),
+        3: (3, f"trl rloo: error: process {rank} ended with status 3.\n"),
+        -9: (
+            128 + 9,
+            f"trl rloo: error: process {rank} was ended by SIGKILL; the system does that when main "
+            "memory runs out.\n",
+        ),
+        -15: (128 + 15, f"trl rloo: error: process {rank} was ended by SIGTERM.\n"),
+    }[status]
+    assert (end.value.code, capsys.readouterr().err) == (code, words)
 
 
 STRATEGIES = ["--output_dir", "out", "--use_deepspeed", "--use_fsdp"]
@@ -323,3 +331,37 @@ def test_a_plan_starts_nothing(started, tmp_path, capsys, in_file):
     assert "Peak: " in shown
     assert "8 for each prompt of up to 9 tokens" in shown
     assert "Every rank holds the whole model" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--accelerate_config", "zero3"], {"use_deepspeed": True, "zero_stage": 3}),
+        (
+            ["--accelerate_config", "zero3", "--zero_stage", "2", "--num_machines", "2"],
+            {"use_deepspeed": True, "zero_stage": 2, "num_processes": 8, "num_machines": 2},
+        ),
+        (
+            ["--accelerate_config", "fsdp2", "--fsdp_offload_params", "true"],
+            {"use_fsdp": True, "fsdp_version": 2, "fsdp_offload_params": "true"},
+        ),
+        (
+            ["--accelerate_config", "zero3", "--use_fsdp"],
+            {"use_fsdp": True, "use_deepspeed": False},
+        ),
+        (["--num_processes", "3"], {"use_fsdp": False, "num_processes": 3}),
+    ],
+)
+def test_what_the_launcher_was_told(words, expected):
+    _, theirs = launch.split(rloo.make_parser(), ["--use_cpu", *words])
+    found = launch.launch_options(theirs)
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_a_plan_may_have_the_time_of_a_step(capsys, tmp_path):
+    model = save_tiny(tmp_path / "model")
+    words = ["--model_name_or_path", model, "--use_cpu", "--plan", "--step_time", "h100"]
+    launch.launch("rloo", [*words, "--accelerate_config", "zero3", "--num_processes", "2"])
+    shown = capsys.readouterr().out
+    assert "Ranks: 2, ZeRO-3" in shown
+    assert "989 TFLOP/s" in shown

@@ -1,47 +1,102 @@
-"""One RLOO step on however many processes run this; writes the gradient it used.
+"""Two RLOO updates and an evaluation, under each engine in turn: `one_step.py FOLDER`."""
 
-accelerate launch --multi_gpu --num_processes 2 one_step.py OUT ROWS GROUP BETA
-"""
-
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "trainer")]
-
-from online import dataset, make_trainer, weights  # noqa: E402
+from engines import ENGINES, finish, report, use
+from online import dataset, make_trainer
+from peft import LoraConfig
+from tiny import tiny_model
 
 MANY = [f"{chr(97 + i)}{i}" for i in range(8)]
+# Groups of 4 lie within ranks, groups of 8 on both.
+CELLS: dict[str, dict[str, Any]] = {
+    "plain": {"num_generations": 4},
+    "reference": {
+        "num_generations": 8,
+        "beta": 0.1,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 1,
+        "ref_model_mixup_alpha": 0.5,
+    },
+    "lora": {"num_generations": 8, "beta": 0.1},
+    "skip": {"num_generations": 4, "non_finite": "skip"},
+}
 
 
-def main(folder: str, rows: int, group: int, beta: float) -> None:
+def run(cell: str, folder: Path, rows: int, **changes: Any) -> dict[str, Any]:
+    """Train a cell with `rows` in a micro-batch; the first rank says what it did."""
+    if cell == "lora":
+        changes["peft_config"] = LoraConfig(
+            r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False
+        )
     trainer = make_trainer(
         folder,
         script=None,
+        model=tiny_model(tie_word_embeddings=cell == "reference"),
         data=dataset(MANY),
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=2,
-        num_generations=group,
         shuffle_dataset=True,
-        beta=beta,
         max_steps=2,
         eval_dataset=dataset(MANY),
         per_device_eval_batch_size=rows,
+        **(CELLS[cell] | changes),
     )
-    if trainer.reference is not None:
-        with torch.no_grad():
-            for parameter in trainer.reference.model.parameters():
-                parameter.mul_(0.9)
-    before = weights(trainer.model)
+    if cell == "skip":
+        spoil(trainer)
+    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
     trainer.evaluate()
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    reference = getattr(trainer.reference, "model", trainer.model)
+    found = {"held": [held(model) for model in (trainer.model, reference)]}
     if trainer.is_world_process_zero():
-        moved = (before - weights(trainer.model)) / trainer.args.learning_rate
-        history = trainer.state.log_history
-        torch.save({"moved": moved, "history": history}, Path(folder) / "step.pt")
+        found |= {
+            "weights": torch.cat([state[name].flatten() for name in sorted(trained)]),
+            "history": trainer.state.log_history,
+            "train": _records(folder, "train"),
+            "eval": _records(folder, "eval"),
+        }
+    return found
+
+
+def spoil(trainer: Any) -> None:
+    """Let the last rank have a gradient of NaN in the first update."""
+    right = trainer.policy_loss
+
+    def policy_loss(*args: Any) -> torch.Tensor:
+        last = trainer.ranks.rank == trainer.ranks.count - 1
+        wrong = trainer.model.training and trainer.state.global_step == 0 and last
+        return right(*args) * (torch.nan if wrong else 1.0)
+
+    trainer.policy_loss = policy_loss
+
+
+def held(model: torch.nn.Module) -> int:
+    """How many numbers of a model's weights this rank holds."""
+    parts = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    parts += [p.ds_tensor for p in parts if hasattr(p, "ds_tensor")]
+    return sum(part.numel() for part in parts)
+
+
+def _records(folder: Path, mode: str) -> list[dict[str, Any]]:
+    lines = (folder / "completions" / f"{mode}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def main(folder: str) -> None:
+    found: dict[Any, Any] = {}
+    for engine in ENGINES:
+        for cell in CELLS:
+            use(engine)
+            found[engine, cell] = run(cell, Path(folder, engine, cell), 4, use_cpu=False)
+            report(found)
+    finish()
 
 
 if __name__ == "__main__":
-    out, rows, group, beta = sys.argv[1:]
-    main(out, int(rows), int(group), float(beta))
+    main(sys.argv[1])

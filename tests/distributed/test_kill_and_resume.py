@@ -1,49 +1,41 @@
-"""A process killed in the middle of an update, and the run that continues after it."""
+"""Runs killed at any instant end with the weights, completions and logs of one left alone."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-import torch
-from online import weights
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from endless_run import LAST, digit_sum, trainer_in
-
-SCRIPT = Path(__file__).with_name("endless_run.py")
+SCRIPT = Path(__file__).with_name("killed_runs.py")
 
 
-def completions(folder):
-    """What was written, without the name of the reward function."""
-    with (folder / "completions" / "train.jsonl").open() as file:
-        records = [json.loads(line) for line in file if line.endswith("}\n")]
-    return [{k: v for k, v in record.items() if k != "rewards"} for record in records]
+def killed(folder, *words):
+    """What differs, for each run that was killed and resumed."""
+    command = [sys.executable, str(SCRIPT), str(folder), *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, **pipes, text=True, start_new_session=True)
+    try:
+        shown, errors = process.communicate(timeout=280)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # its forked runs too
+        raise
+    assert shown, errors[-3000:]
+    return json.loads(shown.splitlines()[-1])
 
 
 @pytest.mark.distributed
-def test_continues_at_the_same_step_with_the_same_data(tmp_path):
-    whole = trainer_in(tmp_path / "whole", digit_sum)
-    whole.train()
+def test_one_process(tmp_path):
+    """In a buffered round, in the next epoch, while saving, and between complete and named."""
+    points = ["generate:4", "backward:8", "save:6", "seal:6", "rotate:9"]
+    assert killed(tmp_path, "--at", *points) == {point: [] for point in points}
 
-    killed = tmp_path / "killed"
-    process = subprocess.Popen([sys.executable, str(SCRIPT), str(killed)])
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        file = killed / "completions" / "train.jsonl"
-        if file.exists() and any(record["step"] == 4 for record in completions(killed)):
-            break
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(30) == -signal.SIGKILL
-    assert [path.name for path in killed.glob("checkpoint-*")] == ["checkpoint-3"]
 
-    resumed = trainer_in(killed, digit_sum)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == LAST
-    assert completions(killed) == completions(tmp_path / "whole")
-    assert torch.equal(weights(resumed.model), weights(whole.model))
+@pytest.mark.distributed
+@pytest.mark.covers(engine="ddp", saving=["resume", "num_iterations"])
+def test_two_processes(tmp_path):
+    """The last rank dies, or while it saves its own state, and the launcher ends the other."""
+    points = ["backward:5", "state:6"]
+    assert killed(tmp_path, "--processes", "2", "--at", *points) == {point: [] for point in points}

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import transformers
 from cases import LOSSES, MODELS
-from trajectories import CLASSES, OPTIMIZERS, STEPS, compare, curve
+from trajectories import CLASSES, OPTIMIZERS, STEPS, STEPS_ON_ENGINES, compare, curve
 from two_ranks import EXACT as EXACT_ON_TWO
+from two_ranks import ON_ENGINES, result, start
 from two_ranks import VARIANTS as ON_TWO
-from two_ranks import Job
 from variants import (
     DIMENSIONS,
     TILE,
@@ -33,6 +33,7 @@ from variants import (
     covering,
     difference,
     draw,
+    is_as_expected,
     measure,
     reference,
     reference_in,
@@ -130,7 +131,7 @@ def gradient_difference(variant: Variant) -> float:
 
 def judged(variant: Variant, measured: Measured) -> float:
     """Relative difference from the definition; NaN if the layout is not the expected one."""
-    if measured.shared != (variant.shared and MODELS[variant.model].shares):
+    if not is_as_expected(variant, measured):
         return math.nan
     return difference(measured.gradient, reference(variant))
 
@@ -161,10 +162,12 @@ def dropped_lines() -> Iterator[Line]:
 
 def rank_lines(found: dict) -> Iterator[Line]:
     """Two processes; `found` has their gradients."""
-    near = [(v, difference(found[v], reference(v))) for v in ON_TWO]
+    near = [(v, difference(found[v], reference(v))) for v in ON_TWO + ON_ENGINES]
     same = [(v, largest(found[v], found[v.but(skip=False)])) for v in EXACT_ON_TWO]
     for values, words, bound in ((near, "", BOUND), (same, ", rows left out", 0.0)):
-        named = (((v.model, v.loss, "2 processes" + words), v, value) for v, value in values)
+        named = (
+            ((v.model, v.loss, f"2 processes, {v.engine}{words}"), v, value) for v, value in values
+        )
         yield from lines_of(named, bound)
 
 
@@ -196,7 +199,7 @@ def trajectory_lines(curves: dict[str, dict[str, torch.Tensor]]) -> Iterator[Lin
     for optimizer, members in curves.items():
         deviation, residual, pair = compare(members)
         count = len(members) * (len(members) - 1) // 2
-        name = f"{STEPS} updates, {optimizer}"
+        name = f"{STEPS} or {STEPS_ON_ENGINES} updates, {optimizer}"
         yield Line("Llama", name, "largest deviation", count, deviation, DEVIATION, pair)
         yield Line("Llama", name, "mean residual", count, residual, RESIDUAL, "")
 
@@ -269,13 +272,13 @@ def run() -> Sections:
     logging.getLogger("trl").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     gc.freeze()  # each training run collects garbage, which should not look at libraries
-    job = Job()
+    job = start()
     sections = {
         "float32": list(float32_lines()),
         "dropped": list(dropped_lines()),
         "bf16": list(half_precision_lines()),
     }
-    found = job.result()
+    found = result(job)
     sections["ranks"] = list(rank_lines(found))
     sections["curves"] = list(trajectory_lines(all_curves(found)))
     return {key: sections[key] for key in SECTIONS}

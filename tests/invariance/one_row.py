@@ -29,6 +29,7 @@ def gradient(model: nn.Module, loss: Loss, rounds: Sequence[Round]) -> Tensor:
         loss: the objective.
         rounds: what the update trains on.
     """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rows = {row for groups in rounds for group in groups for row in group}
     known = Known()
     if loss.option("beta"):
@@ -38,10 +39,10 @@ def gradient(model: nn.Module, loss: Loss, rounds: Sequence[Round]) -> Tensor:
     accumulate(model, loss, rounds, known)
     if loss.second_pass:
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in trained:
                 parameter -= loss.learning_rate * parameter.grad
         accumulate(model, loss, rounds, known, moved=True)
-    return torch.cat([p.grad.flatten().float() for p in model.parameters()])
+    return torch.cat([p.grad.flatten().float() for p in trained])
 
 
 def scaled(model: nn.Module, factor: float) -> nn.Module:

@@ -31,8 +31,8 @@ from certificate import (
     main,
     plain_and_shared,
 )
-from trajectories import CLASSES, OPTIMIZERS, STEPS, compare
-from two_ranks import Job
+from trajectories import CLASSES, OPTIMIZERS, STEPS, compare, steps_of
+from two_ranks import ON_ENGINES, result, start
 from variants import (
     DIMENSIONS,
     Variant,
@@ -52,7 +52,7 @@ def job(request):
     gc.collect()
     gc.freeze()
     wanted = any("on_two" in getattr(item, "fixturenames", ()) for item in request.session.items)
-    started = Job() if wanted else None
+    started = start() if wanted else None
     yield started
     if started is not None:
         started.stop()
@@ -62,7 +62,7 @@ def job(request):
 @pytest.fixture(scope="module")
 def on_two(job):
     """What the two processes found."""
-    return job.result()
+    return result(job)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_half_precision_is_as_good_as_single_rows(variant):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("variant", ON_TWO, ids=str)
+@pytest.mark.parametrize("variant", ON_TWO + ON_ENGINES, ids=str)
 def test_two_processes_give_the_gradient_of_single_rows(on_two, variant):
     assert difference(on_two[variant], reference(variant)) <= BOUND
 
@@ -107,8 +107,8 @@ def test_rows_left_out_change_no_bit_on_two_processes(on_two, variant):
 def test_loss_curves_stay_together(curves, optimizer):
     members = curves[optimizer]
     assert set(members) == set(CLASSES)
-    for losses in members.values():
-        assert losses.shape == (STEPS,) and losses[-1] < losses[0] - 1
+    for name, losses in members.items():
+        assert losses.shape == (steps_of(name),) and losses[-1] < losses[0] - 0.3
     deviation, residual, pair = compare(members)
     assert deviation <= DEVIATION, pair
     assert residual <= RESIDUAL

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from variants import TILE, Variant, make_trainer
 
 STEPS = 50
+STEPS_ON_ENGINES = 20
 ROWS = 8  # of an update: two prompts
 PLAIN = Variant(shared=False, chunk=0)
 CLASSES = {
@@ -23,6 +24,9 @@ CLASSES = {
     "prefix": PLAIN.but(shared=True, micro_batch=4),  # one prompt with its completions
     "fused": PLAIN.but(chunk=TILE, micro_batch=8),  # logits a tile at a time
     "2 ranks": Variant(micro_batch=4, ranks=2),  # all savings on
+} | {
+    f"2 ranks, {engine}": Variant(micro_batch=4, ranks=2, engine=engine)
+    for engine in ("fsdp1", "fsdp2", "zero2", "zero3")
 }
 OPTIMIZERS = {"sgd": 3e-4, "adamw_torch": 1e-3}  # and learning rates
 
@@ -55,8 +59,13 @@ class _Curve(TrainerCallback):
         return float(-(self.credit * torch.stack(sums)).mean())
 
 
+def steps_of(name: str) -> int:
+    """How many updates a class makes."""
+    return STEPS if CLASSES[name].engine == "ddp" else STEPS_ON_ENGINES
+
+
 def curve(name: str, optimizer: str) -> Tensor:
-    """Train a class and return its losses (STEPS,)."""
+    """Train a class and return its losses, one for each update."""
     variant = CLASSES[name]
     accumulation = ROWS // variant.micro_batch // variant.ranks
     changes = {
@@ -64,7 +73,7 @@ def curve(name: str, optimizer: str) -> Tensor:
         "steps_per_generation": accumulation,
         "optim": optimizer,
         "learning_rate": OPTIMIZERS[optimizer],
-        "max_steps": STEPS,
+        "max_steps": steps_of(name),
     }
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
         trainer = make_trainer(variant, folder, **changes)
@@ -81,10 +90,11 @@ def compare(curves: dict[str, Tensor]) -> tuple[float, float, str]:
         The deviation, the absolute value of the mean residual, and the pair of the deviation.
     """
     scale = max(float(c.max() - c.min()) for c in curves.values())
-    residuals = {
-        f"{one} - {other}": (curves[one] - curves[other]) / scale
-        for one, other in itertools.combinations(curves, 2)
-    }
+    residuals: dict[str, Tensor] = {}
+    for one, other in itertools.combinations(curves, 2):
+        steps = min(len(curves[one]), len(curves[other]))
+        residual = (curves[one][:steps] - curves[other][:steps]) / scale
+        residuals[f"{one} - {other}"] = residual
     worst = max(residuals, key=lambda pair: float(residuals[pair].abs().max()))
     means = max(abs(float(residual.mean())) for residual in residuals.values())
     return float(residuals[worst].abs().max()), means, worst

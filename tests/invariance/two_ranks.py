@@ -1,18 +1,18 @@
-"""Gradients and loss curves of two real processes: `two_ranks.py FILE`, with a rank's variables."""
+"""Gradients and loss curves of two real processes under each engine: `two_ranks.py`."""
 
-import os
-import socket
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
 import transformers
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+
+from engines import ENGINES, Job, finish, report, use
 from trajectories import CLASSES, OPTIMIZERS, curve
-from variants import Variant, measure
+from variants import TILE, Variant, is_as_expected, measure
 
 TWO = Variant(ranks=2)
 VARIANTS = [
@@ -25,80 +25,63 @@ VARIANTS = [
     TWO.but(model="Gemma3, soft-capped logits", loss="rloo, second pass", micro_batch=2, logs=True),
     TWO.but(model="Phi, head bias", loss="gspo, second pass", shared=False, chunk=0),
 ]
+OTHERS = [engine for engine in ENGINES if engine != "ddp"]
+# What engines may do differently: gather weights, keep gradients, recompute.
+EVERYWHERE = [
+    TWO.but(loss="rloo, KL", micro_batch=2, chunk=TILE),
+    TWO.but(model="Llama, tied head", loss="dapo, entropy bonus", checkpointing=True),
+    TWO.but(model="Gemma3, soft-capped logits", loss="dapo", shared=False, logs=True),
+    TWO.but(model="Phi, head bias", micro_batch=1, chunk=0),
+    TWO.but(lora=True, checkpointing=True, micro_batch=2),
+]
+ON_ENGINES = [variant.but(engine=engine) for engine in OTHERS for variant in EVERYWHERE]
 # One rank has a micro-batch without signal.
 EXACT = [TWO.but(single_zeros=False), TWO.but(single_zeros=False, shared=False)]
-TRAJECTORIES = [name for name in CLASSES if CLASSES[name].ranks == 2]
 
 
-class Job:
+def start() -> Job:
     """Both ranks, running beside what this process does."""
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
-        self._ranks = [self._start(rank, port) for rank in range(2)]
-
-    def _start(self, rank: int, port: int) -> subprocess.Popen:
-        variables = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": 2,
-            "LOCAL_WORLD_SIZE": 2,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "ACCELERATE_USE_CPU": "true",
-            "OMP_NUM_THREADS": 1,
-        }
-        return subprocess.Popen(
-            [sys.executable, __file__, str(self._file)],
-            env=os.environ | {name: str(value) for name, value in variables.items()},
-            stdout=subprocess.DEVNULL,
-            stderr=Path(self._folder.name, f"{rank}.txt").open("w"),
-        )
-
-    @property
-    def _file(self) -> Path:
-        return Path(self._folder.name, "found.pt")
-
-    def result(self, timeout: float = 240) -> dict[Any, Any]:
-        """Gradients of variants, and curves of (class, optimizer).
-
-        Raises:
-            RuntimeError: if a rank failed.
-        """
-        with self._folder:
-            codes = [process.wait(timeout) for process in self._ranks]
-            if any(codes):
-                words = [Path(self._folder.name, f"{rank}.txt").read_text() for rank in range(2)]
-                raise RuntimeError(
-                    f"Ranks ended with {codes}: {words[0][-2000:]} {words[1][-2000:]}"
-                )
-            return torch.load(self._file, weights_only=False)
-
-    def stop(self) -> None:
-        """End what is still running."""
-        for process in self._ranks:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+    return Job(__file__, "ddp")
 
 
-def main(file: str) -> None:
-    """What each rank does; the first one writes."""
+def result(job: Job, timeout: float = 300) -> dict[Any, Any]:
+    """Gradients of variants, and curves of (class, optimizer).
+
+    Raises:
+        RuntimeError: if a rank failed.
+    """
+    return job.result(timeout)[0]
+
+
+def gradient(variant: Variant) -> torch.Tensor:
+    """That of a variant; NaN if prompts were not shared as they should be."""
+    measured = measure(variant)
+    return measured.gradient if is_as_expected(variant, measured) else measured.gradient * torch.nan
+
+
+def run(engine: str) -> dict[Any, Any]:
+    """All that is measured under an engine."""
+    use(engine)
+    variants = [variant for variant in ON_ENGINES if variant.engine == engine]
+    if engine == "ddp":
+        variants = VARIANTS + [v.but(skip=skip) for v in EXACT for skip in (True, False)]
+    found: dict[Any, Any] = {variant: gradient(variant) for variant in variants}
+    for name, variant in CLASSES.items():
+        if variant.ranks == 2 and variant.engine == engine:
+            found |= {(name, optimizer): curve(name, optimizer) for optimizer in OPTIMIZERS}
+    return found
+
+
+def main() -> None:
+    """What each rank does."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    exact = [variant.but(skip=skip) for variant in EXACT for skip in (True, False)]
-    found: dict[Any, Any] = {v: measure(v).gradient for v in VARIANTS + exact}
-    for name in TRAJECTORIES:
-        for optimizer in OPTIMIZERS:
-            found[name, optimizer] = curve(name, optimizer)
-    if torch.distributed.get_rank() == 0:
-        torch.save(found, file)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    found: dict[Any, Any] = {}
+    for engine in ENGINES:
+        found |= run(engine)
+        report(found)
+    finish()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

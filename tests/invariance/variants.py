@@ -14,6 +14,7 @@ from typing import Any
 
 import cases
 import one_row
+import peft
 import torch
 from cases import EOS, GROUP, LOSSES, MODELS, ORDERS, TEXTS
 from datasets import Dataset
@@ -48,6 +49,8 @@ class Variant:
     checkpointing: bool = False
     logs: bool = False  # entropies are computed for metrics
     ranks: int = 1
+    engine: str = "ddp"  # of several ranks
+    lora: bool = False
     precision: str = "float32"
     single_zeros: bool = True  # single rows of zero advantage, besides a whole group
 
@@ -84,11 +87,15 @@ class Measured:
     shared: bool  # whether all of them had shared prompts
 
 
+LARGE = 1e3  # a learning rate at which weights before an update are lost in rounding
+
+
 class _Watch(TrainerCallback):
     """Keeps the last gradient an optimizer was about to use, and looks at the forwards."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, keeps: bool):
         self.gradient = torch.empty(0)
+        self.keeps = keeps
         self.packed: list[bool] = []
         model.register_forward_pre_hook(self._look, with_kwargs=True)
 
@@ -97,12 +104,14 @@ class _Watch(TrainerCallback):
             self.packed.append(kwargs.get(KEYWORD) is not None)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self.gradient = flat_gradient(others["model"])
+        if self.keeps:
+            self.gradient = flat_gradient(others["model"])
 
 
 def flat_gradient(model: nn.Module) -> Tensor:
     """All gradients in a row, float32; 0 where there is none."""
-    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
     return torch.cat([grad.flatten().float() for grad in found])
 
 
@@ -112,12 +121,29 @@ def measure(variant: Variant, **changes: Any) -> Measured:
     Args:
         changes: options of the trainer that are unlike those of the variant.
     """
+    applied = variant.ranks > 1 and variant.engine != "ddp"
+    if applied:
+        changes = {"learning_rate": LARGE} | changes
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
         trainer = make_trainer(variant, folder, **changes)
-        watch = _Watch(trainer.model)
+        watch = _Watch(trainer.model, keeps=not applied)
         trainer.add_callback(watch)
         trainer.train()
-    return Measured(watch.gradient, len(watch.packed), all(watch.packed))
+    gradient = applied_gradient(trainer, variant) if applied else watch.gradient
+    return Measured(gradient, len(watch.packed), all(watch.packed))
+
+
+def applied_gradient(trainer: Any, variant: Variant) -> Tensor:
+    """The gradient of an update by plain SGD, from what it did to the weights.
+
+    Engines keep gradients in places of their own. Empty on all ranks but the first.
+    """
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if not trainer.is_world_process_zero():
+        return torch.empty(0)
+    before = initial(variant.model, variant.precision, variant.lora).named_parameters()
+    moved = [(p.detach() - state[name]).flatten() for name, p in before if p.requires_grad]
+    return torch.cat(moved).float() / trainer.args.learning_rate
 
 
 def make_trainer(variant: Variant, folder: str, **changes: Any) -> Any:
@@ -125,7 +151,7 @@ def make_trainer(variant: Variant, folder: str, **changes: Any) -> Any:
     loss = LOSSES[variant.loss]
     prompts = [list(TEXTS)[i] for i in ORDERS[variant.order]]
     trainer = loss.trainer(
-        model=initial(variant.model, variant.precision),
+        model=initial(variant.model, variant.precision, variant.lora),
         reward_funcs=cases.Reward(variant.single_zeros),
         args=config(folder, loss.trainer.config_class, **(options(variant) | changes)),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
@@ -136,9 +162,9 @@ def make_trainer(variant: Variant, folder: str, **changes: Any) -> Any:
         cases.script(variant.order, variant.junk), lambda count: trainer.ranks.rank * count
     )
     if trainer.reference is not None:
-        with torch.no_grad():
-            for parameter in trainer.reference.model.parameters():
-                parameter.mul_(cases.REFERENCE_SCALE)
+        state = trainer.reference.state_dict()
+        scaled = {name: weight * cases.REFERENCE_SCALE for name, weight in state.items()}
+        trainer.reference.load_state_dict(scaled)
     return trainer
 
 
@@ -157,6 +183,7 @@ def options(variant: Variant) -> dict[str, Any]:
         "gradient_checkpointing": variant.checkpointing,
         "logging_steps": 1 if variant.logs else 1000,
         "bf16": variant.precision == "bf16 autocast",
+        "use_cpu": variant.ranks == 1,  # else the engine says
         "num_generations": GROUP,
         "max_completion_length": cases.MOST_TOKENS,
         "num_iterations": passes,
@@ -172,10 +199,16 @@ def _built(model: str) -> nn.Module:
     return MODELS[model].build()
 
 
-def initial(model: str, precision: str = "float32") -> nn.Module:
-    """A fresh copy of a model."""
+def initial(model: str, precision: str = "float32", lora: bool = False) -> nn.Module:
+    """A fresh copy of a model, with an adapter if asked for."""
     fresh = copy.deepcopy(_built(model))
-    return fresh.bfloat16() if precision == "bf16 weights" else fresh
+    fresh = fresh.bfloat16() if precision == "bf16 weights" else fresh
+    if not lora:
+        return fresh
+    torch.manual_seed(1)
+    return peft.get_peft_model(
+        fresh, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    )
 
 
 def tokenizer(variant: Variant) -> Any:
@@ -199,7 +232,8 @@ def reference_in(variant: Variant) -> Tensor:
     """The gradient by definition, computed in the variant's own precision."""
     autocast = variant.precision == "bf16 autocast"
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        return _Key.of(variant).gradient(initial(variant.model, variant.precision))
+        model = initial(variant.model, variant.precision, variant.lora)
+        return _Key.of(variant).gradient(model)
 
 
 @dataclass(frozen=True)
@@ -211,6 +245,7 @@ class _Key:
     single_zeros: bool
     rounds: tuple[tuple[int, ...], ...]  # groups of each
     weights: str
+    lora: bool
 
     @classmethod
     def of(cls, variant: Variant) -> "_Key":
@@ -218,7 +253,7 @@ class _Key:
         size = len(order) // variant.rounds
         rounds = tuple(order[i : i + size] for i in range(0, len(order), size))
         weights = "bf16 weights" if variant.precision == "bf16 weights" else "float32"
-        return cls(variant.model, variant.loss, variant.single_zeros, rounds, weights)
+        return cls(variant.model, variant.loss, variant.single_zeros, rounds, weights, variant.lora)
 
     def gradient(self, model: nn.Module) -> Tensor:
         groups = cases.groups(self.single_zeros)
@@ -228,7 +263,12 @@ class _Key:
 
 @cache
 def _reference(key: _Key) -> Tensor:
-    return key.gradient(initial(key.model, key.weights).float())
+    return key.gradient(initial(key.model, key.weights, key.lora).float())
+
+
+def is_as_expected(variant: Variant, measured: Measured) -> bool:
+    """Whether prompts were shared where the variant and its model say so."""
+    return measured.shared == (variant.shared and MODELS[variant.model].shares)
 
 
 def difference(gradient: Tensor, expected: Tensor) -> float:

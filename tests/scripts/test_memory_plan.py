@@ -8,9 +8,11 @@ import torch
 from tiny import tiny_model
 from workspace import write_inputs
 
+from trl.cli.launch import launch_options, split
 from trl.memory.estimate import Estimate
 from trl.memory.model_size import load_config, model_size
 from trl.memory.settings import RunSettings
+from trl.memory.sharding import Sharding, read_sharding
 from trl.scripts import memory_plan
 from trl.scripts.memory_plan import ASSUMED_PROMPT, device_bytes, main, make_parser
 
@@ -25,7 +27,9 @@ def folder(tmp_path_factory):
 
 def words(folder, **changes):
     options = {"model_name_or_path": folder / "tiny-model"} | OPTIONS | changes
-    return [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    return [
+        str(word) for name, value in options.items() for word in (f"--{name}", value) if word != ""
+    ]
 
 
 def planned(folder, method="rloo", processes=1, **changes):
@@ -138,6 +142,7 @@ def test_the_command_prints_the_plan(folder, capsys):
         ({"optim": "lomo"}, "What lomo keeps is not known"),
         ({"reward_model_name_or_path": "some/model"}, "The reward model is not counted."),
         ({"num_processes": 2}, "Every rank holds the whole model"),
+        ({"use_fsdp": "", "num_processes": 2}, "FSDP sums whole gradients"),
     ],
 )
 def test_what_the_plan_leaves_out_is_said(folder, capsys, changes, note):
@@ -145,6 +150,84 @@ def test_what_the_plan_leaves_out_is_said(folder, capsys, changes, note):
     main(words(folder, **{k: v for k, v in options.items() if v is not None}))
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "Note:" in line]
     assert note in line
+
+
+def divided(folder, *launcher, **changes):
+    """The plan of a run under an engine, as the command makes it."""
+    parser = make_parser("rloo")
+    script, rest = split(parser, [*words(folder, **changes), *launcher])
+    return memory_plan.plan_of(parser, parser.read(script)[0], launch_options(rest))
+
+
+ZERO3 = ("--accelerate_config", "zero3", "--num_processes", "2")
+FSDP2 = ("--accelerate_config", "fsdp2", "--num_processes", "2")
+
+
+def test_the_engine_divides_the_model(folder):
+    found = divided(folder, *ZERO3).plan.run
+    assert found.sharding == Sharding("zero", 3, 2, syncs=True)
+    assert (found.weight_bytes, found.loaded_bytes, found.gathers) == (4, None, True)
+    half = divided(folder, *FSDP2, bf16="true").plan.run
+    assert half.sharding == Sharding("fsdp2", 3, 2)
+    assert (half.weight_bytes, half.product_bytes, half.loaded_bytes) == (2, 2, 4)
+    alone = divided(folder, bf16="true").plan.run
+    assert (alone.weight_bytes, alone.loaded_bytes) == (4, None)
+
+
+def test_options_that_matter_under_an_engine(folder):
+    layerwise = divided(folder, *ZERO3, ds3_gather_for_generation="false").plan
+    assert not layerwise.run.gathers
+    syncs = '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'
+    assert divided(folder, *FSDP2, accelerator_config=syncs).plan.run.sharding.syncs
+    quantized = {"load_in_4bit": "true", "use_peft": "true"}
+    assert not divided(folder, *FSDP2, **quantized).plan.run.divides_quantized
+    stored = quantized | {"bnb_4bit_quant_storage": "bfloat16"}
+    assert divided(folder, *FSDP2, **stored).plan.run.divides_quantized
+
+
+def test_the_text_names_the_engine_and_what_others_would_change(folder):
+    offload = ("--offload_optimizer_device", "cpu")
+    shown = divided(folder, *ZERO3, *offload).text
+    assert "Ranks: 2, ZeRO-3; " in shown
+    assert "in the memory of the host" in shown
+    assert "ds3_gather_for_generation=false" in shown
+    assert "accelerate_config=zero2" in shown
+    assert "fsdp_offload_params=true" in divided(folder, *FSDP2).text
+    assert "accelerate_config" not in divided(folder).text
+
+
+def test_a_generation_engine_on_the_same_device(folder):
+    changes = {"use_vllm": "true", "device_memory_gb": 10, "vllm_gpu_memory_utilization": 0.5}
+    awake = divided(folder, **changes)
+    phases = awake.plan.estimate.phases
+    assert {parts.vllm for parts in phases.values()} == {5e9}
+    assert phases["generation"].kv_cache == 0
+    assert any("vLLM generates: " in note and "cache of" in note for note in awake.notes)
+    computed = divided(folder, **changes | {"vllm_gpu_memory_utilization": "none"}).plan
+    assert computed.run.engine_bytes > 2 * computed.model.parameters
+    assert computed.fits
+    sleeps = divided(folder, **changes, vllm_enable_sleep_mode="true").plan.estimate.phases
+    assert [parts.vllm for parts in sleeps.values()] == [5e9, 0, 0, 0]
+    server = divided(folder, **changes, vllm_mode="server").plan.estimate.phases
+    assert {parts.vllm for parts in server.values()} == {0}
+    with pytest.raises(ValueError, match="leaves no room for .* of weights on each GPU"):
+        divided(folder, **changes | {"vllm_gpu_memory_utilization": 0.000001})
+
+
+def test_the_time_of_a_step(folder, capsys):
+    main([*words(folder, longest_prompt=64, step_time="a100", hardware='{"mfu": 0.5}'), *ZERO3])
+    shown = capsys.readouterr().out
+    assert "predicted seconds of" in shown
+    assert "312 TFLOP/s at an MFU of 50%" in shown
+    assert "within a machine of 2 GPUs" in shown
+
+
+def test_workers_plan_what_was_launched(folder):
+    environment = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}
+    found = memory_plan.options_of_worker(environment)
+    assert (found["num_processes"], found["num_machines"]) == (4, 2)
+    assert read_sharding(found, 4).engine == "fsdp1"
+    assert memory_plan.options_of_worker({})["num_processes"] == 1
 
 
 def test_options_stand_in_a_file(folder, tmp_path, capsys):

@@ -136,10 +136,12 @@ def inputs(tmp_path_factory):
         ({"num_generations": "four"}, "--num_generations: 'four' is no integer."),
         ({"num_generations": 3}, "num_generations=3"),
         ({"load_in_4bit": "true", "load_in_8bit": "true"}, "exclude each other"),
+        ({"resume_from_checkpoint": "true"}, "There is no checkpoint there."),
+        ({"resume_from_checkpoint": "absent"}, "'absent': there is no such folder."),
     ],
 )
-def test_mistakes_are_one_line(inputs, monkeypatch, capsys, changes, part):
-    monkeypatch.setattr("sys.argv", command(inputs, **changes))
+def test_mistakes_are_one_line(inputs, tmp_path, monkeypatch, capsys, changes, part):
+    monkeypatch.setattr("sys.argv", command(inputs, output_dir=tmp_path, **changes))
     with pytest.raises(SystemExit) as end:
         run_online(rloo.make_parser(), RLOOTrainer)
     lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
@@ -147,6 +149,25 @@ def test_mistakes_are_one_line(inputs, monkeypatch, capsys, changes, part):
     assert len(lines) == 1
     assert lines[0].startswith("trl rloo: error: ")
     assert part in lines[0]
+
+
+def test_resuming_from_the_newest_checkpoint_or_a_path(inputs, tmp_path, monkeypatch, capsys):
+    def train(**changes):
+        options = {"output_dir": tmp_path, "save_strategy": "steps", "save_steps": 1} | changes
+        options |= {"num_generations": 2, "per_device_train_batch_size": 2}
+        monkeypatch.setattr("sys.argv", command(inputs, **options))
+        run_online(rloo.make_parser(), RLOOTrainer)
+
+    train()
+    train(max_steps=2, resume_from_checkpoint="true")
+    steps = [json.loads(line)["step"] for line in (tmp_path / "completions/train.jsonl").open()]
+    assert sorted(set(steps)) == [0, 1]
+    train(max_steps=3, resume_from_checkpoint=tmp_path / "checkpoint-1")
+    assert (tmp_path / "checkpoint-3").is_dir()
+    with pytest.raises(SystemExit):
+        train(temperature=0.5, resume_from_checkpoint="true")
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "temperature: 1.0 in the checkpoint, 0.5 now" in error and "Traceback" not in error
 
 
 def test_other_processes_leave_reporting_to_the_main_one(inputs, monkeypatch, capsys):

@@ -56,7 +56,7 @@ def make_trainer(folder, kind=RLOOTrainer, model=None, reward=token_sum, data=No
     chosen = changes.pop("script", script)
     others = {
         name: changes.pop(name)
-        for name in ("callbacks", "eval_dataset", "peft_config")
+        for name in ("callbacks", "eval_dataset", "peft_config", "quantization_config")
         if name in changes
     }
     trainer = kind(

@@ -34,6 +34,7 @@ def test_one_target_is_no_list(given, kept):
         ({"load_in_8bit": True, "load_in_4bit": True}, "exclude each other"),
         ({"dtype": "float23"}, "dtype='float23' must be one of auto, bfloat16, float16, float32"),
         ({"bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type='int4' must be nf4 or fp4"),
+        ({"lora_target_parameters": ["w"]}, r"with lora_dropout=0.05: .* Set lora_dropout=0"),
     ],
 )
 def test_contradictions(changes, words):
@@ -47,7 +48,7 @@ def test_every_adapter_option_reaches_peft():
         use_peft=True,
         lora_r=3,
         lora_alpha=5,
-        lora_dropout=0.25,
+        lora_dropout=0.0,
         lora_target_modules=["q_proj", "v_proj"],
         lora_target_parameters=["experts.gate_up_proj"],
         lora_modules_to_save=["norm"],
@@ -57,7 +58,7 @@ def test_every_adapter_option_reaches_peft():
     )
     found = get_peft_config(config)
     assert isinstance(found, peft.LoraConfig)
-    assert (found.r, found.lora_alpha, found.lora_dropout) == (3, 5, 0.25)
+    assert (found.r, found.lora_alpha, found.lora_dropout) == (3, 5, 0.0)
     assert found.target_modules == {"q_proj", "v_proj"}
     assert found.target_parameters == ["experts.gate_up_proj"]
     assert found.modules_to_save == ["norm"]
@@ -67,6 +68,7 @@ def test_every_adapter_option_reaches_peft():
 
 def test_default_adapter():
     pytest.importorskip("peft")
+    assert get_peft_config(ModelConfig(use_peft=True, lora_dropout=0.25)).lora_dropout == 0.25
     found = get_peft_config(ModelConfig(use_peft=True, use_dora=True))
     assert (found.r, found.lora_alpha, found.lora_dropout) == (16, 32, 0.05)
     assert (found.target_modules, found.target_parameters) == (None, None)

@@ -108,3 +108,9 @@ def test_batches_that_break_groups_are_refused():
 def test_split_sequences_are_refused():
     with pytest.raises(ValueError, match="context or sequence parallelism"):
         make(parallelism_config=ParallelismConfig(cp_size=2))
+
+
+def test_generation_from_shards_is_not_for_vllm():
+    assert make(ds3_gather_for_generation=False).ds3_gather_for_generation is False
+    with pytest.raises(ValueError, match="ds3_gather_for_generation=False cannot be used with use"):
+        make(ds3_gather_for_generation=False, use_vllm=True)

@@ -334,11 +334,6 @@ def test_bad_prompts_name_the_row(tmp_path, data, words):
         make_trainer(tmp_path, data=dataset(data)).train()
 
 
-def test_unavailable_features_say_so(tmp_path):
-    with pytest.raises(NotImplementedError, match="use_vllm=True"):
-        make_trainer(tmp_path, use_vllm=True)
-
-
 def test_missing_pad_token_falls_back_to_eos(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = None

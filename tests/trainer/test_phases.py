@@ -1,17 +1,20 @@
 """Running out of memory in any phase gives the result of a run that had smaller pieces at once."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
-from online import dataset, make_trainer, relative, token_sum, weights
+from online import config, dataset, make_trainer, relative, token_sum, weights
 from tiny import tiny_model
 from transformers.utils import logging
 
 from trl.memory.recovery import RowTooLargeError
 from trl.models.shared_attention import KEYWORD
+from trl.online.metrics import MetricStore
 from trl.online.rewards import RewardError
 from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.phases import Phases
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -299,3 +302,15 @@ def test_nothing_is_measured_if_not_asked_to(tmp_path):
     names = {name for entry in trainer.state.log_history for name in entry}
     assert not [name for name in names if name.startswith("memory")]
     assert not (tmp_path / "memory.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("shards", "gather", "recovers"),
+    [(False, False, (True, True)), (True, True, (True, False)), (True, False, (False, False))],
+)
+def test_no_rank_goes_back_alone_where_others_need_its_weights(tmp_path, shards, gather, recovers):
+    ranks = SimpleNamespace(count=2, share_weights=shards)
+    phases = Phases(config(tmp_path, ds3_gather_for_generation=gather), ranks, MetricStore())
+    assert (not phases.generation.disabled, not phases.scoring.disabled) == recovers
+    assert phases.training.disabled
+    assert phases.layers_are_shared == (shards and not gather)

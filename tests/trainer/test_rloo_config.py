@@ -18,7 +18,7 @@ def test_defaults_of_the_contract():
         "repetition_penalty": 1.0, "gradient_checkpointing": True, "bf16": True,
         "logging_steps": 10, "remove_unused_columns": False, "shuffle_dataset": True,
         "disable_dropout": False, "ds3_gather_for_generation": True, "use_vllm": False,
-        "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "vllm_group_port": 51216,
+        "vllm_mode": "colocate", "vllm_gpu_memory_utilization": None, "vllm_group_port": 51216,
         "mask_truncated_completions": False, "normalize_advantages": False,
         "reward_clip_range": None, "reward_weights": None, "sync_ref_model": False,
         "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512, "log_completions": False,

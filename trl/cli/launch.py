@@ -10,6 +10,7 @@ import argparse
 import difflib
 import logging
 import os
+import signal
 import subprocess
 from importlib import import_module, resources
 from pathlib import Path
@@ -69,9 +70,15 @@ def launch(command: str, words: list[str]) -> None:
 
 
 def _end(parser: TrlParser, rank: int, status: int) -> NoReturn:
-    """End with the status of a worker; 2 means that it has said why."""
-    message = f"{parser.prog}: error: process {rank} ended with status {status}.\n"
-    parser.exit(status, message if status != MISTAKE else None)
+    """End with the status of a worker, as shells write it; 2 means that it has said why."""
+    if status == MISTAKE:
+        parser.exit(status)
+    if status >= 0:
+        parser.exit(status, f"{parser.prog}: error: process {rank} ended with status {status}.\n")
+    name = signal.Signals(-status).name
+    hint = "; the system does that when main memory runs out" if name == "SIGKILL" else ""
+    message = f"{parser.prog}: error: process {rank} was ended by {name}{hint}.\n"
+    parser.exit(128 - status, message)
 
 
 def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
@@ -104,12 +111,38 @@ def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
     return ours, _with_defaults(theirs, on_cpu="--cpu" in theirs or bool(given.get("use_cpu")))
 
 
-def num_processes(launcher: list[str]) -> int:
-    """How many processes the words for `accelerate launch` start."""
+def launch_options(launcher: list[str]) -> dict[str, Any]:
+    """What words for `accelerate launch` and the configuration file they name come to.
+
+    Returns:
+        Options by name: those of the file, its `fsdp_config` and `deepspeed_config` among them,
+        then those that the words give. `use_deepspeed` and `use_fsdp` are always there, and so are
+        `num_processes` and `num_machines`, counted over all machines.
+    """
     found = _parsed(launcher)
     file = found.config_file or (default_config_file if os.path.isfile(default_config_file) else "")
-    configured = load_config_from_file(file).num_processes if file else 1
-    return found.num_processes or configured
+    options = _options_of_config(load_config_from_file(file)) if file else {}
+    given = {_name(word) for word, _ in _groups(launcher)} & vars(found).keys()
+    if given & STRATEGIES:
+        options |= dict.fromkeys(STRATEGIES, False)
+    options |= {name: getattr(found, name) for name in given}
+    for name in ("num_processes", "num_machines"):
+        options[name] = int(options.get(name) or 1)
+    return {"use_deepspeed": False, "use_fsdp": False} | options
+
+
+def _options_of_config(config: Any) -> dict[str, Any]:
+    kind = config.distributed_type.value
+    options = {name: value for name, value in vars(config).items() if not isinstance(value, dict)}
+    for name, values in vars(config).items():
+        if name in ("deepspeed_config", "fsdp_config") and values:
+            options |= values
+    return options | {"use_deepspeed": kind == "DEEPSPEED", "use_fsdp": kind == "FSDP"}
+
+
+def num_processes(launcher: list[str]) -> int:
+    """How many processes the words for `accelerate launch` start, on all machines."""
+    return int(launch_options(launcher)["num_processes"])
 
 
 def check_launch_options(parser: TrlParser, words: list[str]) -> None:

@@ -39,12 +39,13 @@ def run_online(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
         if _shows_plan(parser):
             return
         trainer, script, training = _prepare(parser, trainer_class)
+        checkpoint = trainer.find_checkpoint(_resume(training.resume_from_checkpoint))
     except USER_ERRORS as error:
         if os.environ.get("TRL_DEBUG") == "1":
             raise
         _report(parser.prog, error)
         raise SystemExit(2) from None
-    trainer.train(resume_from_checkpoint=_resume(training.resume_from_checkpoint))
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(training.output_dir)
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
@@ -56,10 +57,10 @@ def _shows_plan(parser: TrlParser) -> bool:
     values = parser.read()[0]
     if not values.get("plan"):
         return False
-    from .memory_plan import describe
+    from .memory_plan import describe, options_of_worker
 
     # Configurations find the other workers, so that all of them make the plan.
-    plan = describe(parser, values, int(os.environ.get("WORLD_SIZE", "1")))
+    plan = describe(parser, values, options_of_worker(os.environ))
     if _rank() == 0:
         print(plan)
     return True

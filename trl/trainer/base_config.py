@@ -38,6 +38,10 @@ class BaseConfig(TrainingArguments):
         None, "Extra arguments of the learning-rate scheduler (JSON)."
     )
 
+    resume_with_changes: bool = option(
+        False, "Resume from a checkpoint although settings differ from those of its run."
+    )
+
     def __post_init__(self) -> None:
         if self.bf16 is None:
             # On a machine without a fitting GPU, transformers refuses bf16 unless told use_cpu.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..imports import require
+from ..models.reference import frozen_pairs
+from ..models.shards import local_shard, release
 
 
 class SyncRefModelCallback(TrainerCallback):
@@ -35,10 +38,29 @@ class SyncRefModelCallback(TrainerCallback):
         """Blend the weights if a sync is due."""
         if state.global_step % args.ref_model_sync_steps:
             return
-        policy = dict(self.accelerator.unwrap_model(kwargs["model"]).named_parameters())
-        for name, parameter in self.ref_model.named_parameters():
-            source = policy[name].detach().to(parameter.dtype)
-            parameter.lerp_(source.to(parameter.device), args.ref_model_mixup_alpha)
+        # Both are sharded alike, so each rank blends its own parts.
+        for model in (kwargs["model"], self.ref_model):
+            release(model)
+        for parameter, source in self._pairs(self.accelerator.unwrap_model(kwargs["model"])):
+            target, wanted = local_shard(parameter), local_shard(source)
+            target.lerp_(wanted.to(target.device, target.dtype), args.ref_model_mixup_alpha)
+
+    def _pairs(self, policy: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Each weight of the reference, with that of the policy."""
+        weights = dict(policy.named_parameters())
+        reference = self.accelerator.unwrap_model(self.ref_model)
+        for name, parameter in reference.named_parameters():
+            yield parameter, weights[name]
+
+
+class SyncRefAdapterCallback(SyncRefModelCallback):
+    """The same where the reference is a frozen copy of an adapter, which is part of the policy.
+
+    The factors of the adapters are blended, not the changes of weights that they stand for.
+    """
+
+    def _pairs(self, policy: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        return frozen_pairs(policy)
 
 
 class RichProgressCallback(TrainerCallback):

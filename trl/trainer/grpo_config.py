@@ -63,11 +63,6 @@ class GRPOConfig(OnlineConfig):
     entropy_coef_delta: float = option(0.005, "Change of entropy_coef at each update.")
     entropy_target: float = option(0.2, "Entropy, in nats a token, to hold.")
 
-    # --- Tools ---
-    max_tool_calling_iterations: int | None = option(
-        None, "Most tool-calling turns of a completion. None: no limit."
-    )
-
     # --- Mismatch between engine and trainer ---
     vllm_importance_sampling_correction: bool = option(
         True, "Weight the loss by the ratio of trainer to engine probabilities."

@@ -52,6 +52,11 @@ class ModelConfig:
             raise ValueError(
                 f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} must be nf4 or fp4."
             )
+        if self.lora_target_parameters and self.lora_dropout:
+            raise ValueError(
+                f"lora_target_parameters cannot be used with lora_dropout={self.lora_dropout}: "
+                "what enters a parameter cannot be dropped. Set lora_dropout=0."
+            )
         targets = self.lora_target_modules
         if isinstance(targets, list) and len(targets) == 1:
             self.lora_target_modules = targets[0]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-from .base_config import BaseConfig
+from .agent_config import AgentConfig
 from .batch_math import BatchPlan, check_eval_groups, check_groups, resolve_rounds
 from .options import option
 
 
 @dataclass
-class OnlineConfig(BaseConfig):
+class OnlineConfig(AgentConfig):
     """Configuration of the online skeleton: sampling, rewards, batching, reference policy."""
 
     _VALID_DICT_FIELDS = [
-        *BaseConfig._VALID_DICT_FIELDS,
+        *AgentConfig._VALID_DICT_FIELDS,
         "generation_kwargs",
         "chat_template_kwargs",
         "transformers_continuous_batching_config",
@@ -106,7 +106,7 @@ class OnlineConfig(BaseConfig):
     )
     cache_implementation: str | None = option(None, "Kind of key-value cache for generation.")
     ds3_gather_for_generation: bool = option(
-        True, "ZeRO-3: gather all weights once for generation; False generates from the shards."
+        True, "ZeRO-3, FSDP: gather all weights once for generation; False: one layer at a time."
     )
     use_transformers_continuous_batching: bool = option(
         False, "Generate with the continuous batching of transformers."
@@ -121,7 +121,9 @@ class OnlineConfig(BaseConfig):
     vllm_mode: str = option(
         "colocate", "Run vLLM in this process or on a server.", choices=("colocate", "server")
     )
-    vllm_model_impl: str = option("vllm", "Model implementation vLLM uses: vllm or transformers.")
+    vllm_model_impl: str = option(
+        "vllm", "Model implementation that vLLM uses.", choices=("vllm", "transformers")
+    )
     vllm_enable_sleep_mode: bool = option(
         False, "Free the memory of the vLLM engine outside generation."
     )
@@ -133,13 +135,16 @@ class OnlineConfig(BaseConfig):
     vllm_server_port: int = option(8000, "Port of the vLLM server.")
     vllm_server_timeout: float = option(240.0, "Seconds to wait for the vLLM server.")
     vllm_group_port: int = option(51216, "Port over which weights are sent to the vLLM server.")
-    vllm_gpu_memory_utilization: float = option(
-        0.3, "Share of the GPU memory that a colocated engine may use."
+    vllm_gpu_memory_utilization: float | None = option(
+        None, "Share of the GPU memory for a colocated engine. None: what training leaves of it."
     )
     vllm_max_model_length: int | None = option(
         None, "Context length of a colocated engine. None: from the model."
     )
     vllm_tensor_parallel_size: int = option(1, "Ranks over which a colocated engine is split.")
+    vllm_probe_syncs: int = option(
+        50, "Compare log-probabilities with vLLM at one of so many weight syncs; 0: never."
+    )
 
     # --- Policy objective ---
     beta: float = option(0.0, "Coefficient of the KL penalty; 0 needs no reference policy.")
@@ -230,6 +235,11 @@ class OnlineConfig(BaseConfig):
                 "per_device_train_batch_size and raise gradient_accumulation_steps instead: the "
                 "gradient stays the same."
             )
+        if self.use_vllm and not self.ds3_gather_for_generation:
+            raise ValueError(
+                "ds3_gather_for_generation=False cannot be used with use_vllm=True: it says how "
+                "transformers generates. Leave one of them out."
+            )
         parallelism = self.parallelism_config
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
             raise ValueError(
@@ -271,6 +281,20 @@ class OnlineConfig(BaseConfig):
             ),
             "non_finite": (self.non_finite in ("raise", "skip"), "raise or skip"),
             "vllm_mode": (self.vllm_mode in ("colocate", "server"), "colocate or server"),
+            "vllm_model_impl": (
+                self.vllm_model_impl in ("vllm", "transformers"),
+                "vllm or transformers",
+            ),
+            "vllm_gpu_memory_utilization": (
+                self.vllm_gpu_memory_utilization is None
+                or 0 < self.vllm_gpu_memory_utilization <= 1,
+                "above 0 and at most 1",
+            ),
+            "vllm_max_model_length": (
+                _is_unset_or_at_least(self.vllm_max_model_length, 1),
+                "at least 1",
+            ),
+            "vllm_probe_syncs": (self.vllm_probe_syncs >= 0, "0 (never) or more"),
         }
         for name, (holds, legal) in rules.items():
             if not holds:

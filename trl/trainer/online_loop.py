@@ -26,17 +26,17 @@ from ..online.completions import (
 )
 from ..online.guard import FiniteGuard, NonFiniteError
 from ..online.metrics import MetricStore
-from ..online.statistics import record_lengths, record_rewards
+from ..online.statistics import record_lengths, record_rewards, record_tools
 from ..types import Generations, Prompts, RewardTable
-from .base_trainer import BaseTrainer
 from .batch_math import check_eval_groups
+from .loop_state import StatefulLoop, random_numbers_kept
 from .phases import Phases
 from .trackers import log_table
 
 logger = logging.get_logger(__name__)
 
 
-class OnlineLoop(BaseTrainer):
+class OnlineLoop(StatefulLoop):
     """Loaders that repeat prompts, step counting, the finite check, evaluation and reports."""
 
     def _build_loop(self) -> None:
@@ -46,10 +46,8 @@ class OnlineLoop(BaseTrainer):
         self.guard = FiniteGuard(self.ranks.rank, self.ranks.gather_objects)
         self.phases = Phases(args, self.ranks, self.metrics["train"])
         self.completions = CompletionLog(args.output_dir, self.is_world_process_zero())
-        self._step = 0  # micro-steps since the start of the epoch in which training (re)started
-        self._substep = 0  # micro-steps since the last update
+        self._reset_counts()
         self._eval_batch = 0
-        self._seconds = 0.0
         self._sampler: RepeatSampler | RepeatIterableDataset | None = None
         self.add_callback(_LoopCallback(self))
         if args.log_memory:
@@ -135,12 +133,15 @@ class OnlineLoop(BaseTrainer):
 
     # --- Training ---
 
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        epochs, micro_steps = super()._init_training_state(*args, **kwargs)
-        self._step, self._substep, self._seconds = micro_steps, 0, 0.0
-        self.phases.begin_update()
+    def _init_training_state(self, *args: Any) -> tuple[int, int]:
+        place = super()._init_training_state(*args)
         self.completions.restart(self.state.global_step)
-        return epochs, micro_steps
+        return place
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; if this process fails, its error names its rank, and the others end with it."""
+        with self.ranks.ending_together():
+            return super().train(*args, **kwargs)
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
@@ -155,10 +156,6 @@ class OnlineLoop(BaseTrainer):
         self._substep += 1
         self._seconds += time.perf_counter() - started
         return loss
-
-    def _undo_update(self) -> None:
-        """Forget what the micro-batches of an update have left, which then run again."""
-        self.model.zero_grad()
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Look at the gradient before the optimizer does: the one place that waits for it."""
@@ -186,7 +183,8 @@ class OnlineLoop(BaseTrainer):
             if self.args.non_finite == "raise":
                 raise
             logger.warning(f"{error} This update is skipped.")
-        model.zero_grad(set_to_none=True)
+        if not self.is_deepspeed_enabled:  # it has left such an update out by itself
+            model.zero_grad(set_to_none=True)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Rows have no token count before they are encoded, so nothing is counted."""
@@ -200,7 +198,9 @@ class OnlineLoop(BaseTrainer):
             self.args.per_device_eval_batch_size, self.ranks.count, self.args.eval_group_size
         )
         self._eval_batch = 0
-        return super().evaluate(*args, **kwargs)
+        # Training goes on as if nothing had been evaluated.
+        with self.ranks.ending_together(), random_numbers_kept():
+            return super().evaluate(*args, **kwargs)
 
     def prediction_step(
         self,
@@ -236,6 +236,7 @@ class OnlineLoop(BaseTrainer):
         table, extras, advantages = credit
         self._count_tokens(prompts, generations)
         record_rewards(self.store, table)
+        record_tools(self.store, generations.tool_calls)
         first = self.ranks.rank * len(generations)
         rows = range(first, first + len(generations))
         records = make_records(
@@ -257,8 +258,9 @@ class OnlineLoop(BaseTrainer):
 
     def _count_tokens(self, prompts: Prompts, generations: Generations) -> None:
         """Record the lengths of all ranks' completions, and add up the tokens trained on."""
-        rows = zip(prompts.token_ids, generations.completion_ids, generations.finish, strict=True)
-        local = [[len(ids), reason == "stop", len(prompt)] for prompt, ids, reason in rows]
+        lengths = generations.trained_lengths()
+        rows = zip(prompts.token_ids, lengths, generations.finish, strict=True)
+        local = [[length, reason == "stop", len(prompt)] for prompt, length, reason in rows]
         counts = self.ranks.gather(torch.tensor(local, device=self.args.device)).cpu()
         record_lengths(self.store, counts[:, 0], counts[:, 1].bool())
         if self.model.training:
@@ -304,6 +306,7 @@ class _LoopCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._trainer._restore()
         if state.is_world_process_zero:
             print(args.batch_plan.describe(), flush=True)
 
@@ -311,7 +314,12 @@ class _LoopCallback(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self._trainer._sampler is not None:
-            self._trainer._sampler.set_epoch(int(state.epoch or 0))
+            self._trainer._sampler.set_epoch(self._trainer._epoch)
+
+    def on_epoch_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._trainer._end_epoch(stays=control.should_training_stop)
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers.utils import logging
 
@@ -58,12 +59,14 @@ class OnlineScoring(OnlineLoop):
         Returns:
             The batch, and whether all of them are finite on every rank.
         """
+        if self.ranks.count > 1:
+            self.scorer.agree(self.model, batch, self.ranks.largest)
         policy_is_scored = self.needs_old_logps
         if policy_is_scored:
             batch = batch.replace(old_logps=self._policy_logps(batch))
             self.guard.watch("log-probability of the policy", batch.old_logps, batch)
         if self.reference is not None:
-            with self.reference.active() as reference:
+            with self.reference.active(self.model) as reference:
                 batch = batch.replace(ref_logps=self._logps(reference, batch))
             self.guard.watch("log-probability of the reference", batch.ref_logps, batch)
         try:
@@ -135,7 +138,7 @@ class OnlineScoring(OnlineLoop):
         if batch.has_gradient is None:
             return list(rows)
         chosen = [row for row in rows if batch.has_gradient[row]]
-        if not chosen and self.ranks.count > 1:
+        if not chosen and self.accelerator.distributed_type != DistributedType.NO:
             # Every rank runs a forward and a backward pass, for the others wait for its gradient.
             chosen = [min(rows, key=lambda row: len(batch.completion_ids[row]))]
         return chosen

@@ -8,25 +8,6 @@ from datasets import Dataset, IterableDataset
 
 from .online_config import OnlineConfig
 
-NOT_YET = {
-    "use_vllm": "generation with vLLM",
-    "use_transformers_continuous_batching": "continuous batching",
-}
-
-
-def refuse_unavailable(args: OnlineConfig) -> None:
-    """Refuse options whose feature is not part of this release.
-
-    Raises:
-        NotImplementedError: naming the option.
-    """
-    for name, feature in NOT_YET.items():
-        if getattr(args, name):
-            raise NotImplementedError(
-                f"{name}=True: {feature} is not available in this release; leave the option out "
-                "to generate with transformers."
-            )
-
 
 def check_datasets(train: Any, evaluation: Any, args: OnlineConfig) -> None:
     """Check kind, columns and size of the datasets.

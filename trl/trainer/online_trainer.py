@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -11,12 +12,11 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ..generation.base import GenerationBackend, row_seeds
-from ..generation.pieces import Limits
-from ..generation.transformers_backend import TransformersBackend, merge_extra
+from ..generation.function_backend import RolloutFunction
 from ..models.loading import context_length, stop_token_ids
 from ..models.reference import FrozenCopy, ReferencePolicy, make_reference
 from ..models.scorer import Scorer
-from ..models.unwrap import check_engine, policy_for_inference
+from ..models.unwrap import policy_for_inference
 from ..online.buffer import Buffer
 from ..online.prompts import PromptEncoder
 from ..online.reward_sources import resolve_rewards
@@ -24,11 +24,14 @@ from ..online.rewards import RewardInputs, RewardSuite
 from ..ops.masking import length_mask, pad_ragged
 from ..ops.policy_losses import RatioLevel, importance_ratio
 from ..types import Generations, Prompts, RewardTable, Rollout, Sampling, TokenScores
-from .callbacks import SyncRefModelCallback
+from .agents import Agents
+from .callbacks import SyncRefAdapterCallback, SyncRefModelCallback
+from .engines import chosen_engine, make_engine
 from .online_config import OnlineConfig
 from .online_scoring import OnlineScoring
-from .online_setup import check_datasets, refuse_unavailable
+from .online_setup import check_datasets
 from .policy import check_devices, init_options, prepare_policy, router_coefficient
+from .run_settings import fingerprint
 
 
 class OnlineTrainer(OnlineScoring):
@@ -51,6 +54,9 @@ class OnlineTrainer(OnlineScoring):
         optimizers (`tuple`): optimizer and scheduler, as in `transformers.Trainer`.
         quantization_config (*optional*): how to quantize a model given by name.
         peft_config (`peft.PeftConfig`, *optional*): train an adapter instead of all weights.
+        tools (`list`, *optional*): functions the policy may call, see `ToolRunner`.
+        rollout_func (*optional*): makes the completions itself, see `FunctionBackend`.
+        environment_factory: refused.
     """
 
     config_class: ClassVar[type[OnlineConfig]]
@@ -69,11 +75,15 @@ class OnlineTrainer(OnlineScoring):
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        tools: list[Callable[..., Any]] | None = None,
+        rollout_func: RolloutFunction | None = None,
+        environment_factory: Any = None,
     ):
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = self.config_class(f"{name.rstrip('/').split('/')[-1]}-{self.method.name}")
-        refuse_unavailable(args)
+        chosen_engine(args).check(args)
+        self._agents = Agents.of(args, tools, rollout_func, environment_factory)
         check_devices(args)
         check_datasets(train_dataset, eval_dataset, args)
         sources = resolve_rewards(
@@ -95,7 +105,6 @@ class OnlineTrainer(OnlineScoring):
         )
         # `compute_loss` returns the mean of a micro-batch; the Trainer divides by accumulation.
         self.model_accepts_loss_kwargs = False
-        check_engine(self.accelerator)
         self.model.add_model_tags(["trl", self.method.tag])
         self._build_loop()
         self._build_stages(sources, policy.brought_adapter)
@@ -108,9 +117,9 @@ class OnlineTrainer(OnlineScoring):
         plan = args.batch_plan
         self.buffer = Buffer(plan.slices, plan.iterations)
         self.encode = PromptEncoder(
-            tokenizer, args.chat_template_kwargs, context_length(self.model)
+            tokenizer, self._agents.template_kwargs(args), context_length(self.model)
         )
-        self.sampling = Sampling(
+        drawing = Sampling(
             max_tokens=args.max_completion_length,
             temperature=args.temperature,
             top_p=args.top_p,
@@ -120,19 +129,12 @@ class OnlineTrainer(OnlineScoring):
             stop_ids=stop_token_ids(self.model, tokenizer),
             extra=args.generation_kwargs or {},
         )
-        self.backend: GenerationBackend = TransformersBackend(
-            partial(policy_for_inference, self.model, self.accelerator),
-            pad_id=tokenizer.pad_token_id,
-            device=args.device,
-            cache_implementation=args.cache_implementation,
-            shared_prefix=args.shared_prefix,
-            chunk=args.logits_chunk_size,
-            limits=Limits(args.generation_max_rows, args.generation_max_kv_bytes),
-        )
+        self.sampling = chosen_engine(args).settle(args, drawing)
+        self.backend: GenerationBackend = self._agents.backend(self, make_engine(self))
         self.router_coefficient = router_coefficient(self.model, args)
         self.scorer = Scorer(
             pad_id=tokenizer.pad_token_id,
-            temperature=merge_extra(self.sampling)[0].temperature,
+            temperature=self.sampling.temperature,
             device=args.device,
             pad_multiple=args.pad_to_multiple_of,
             router_logits=self.router_coefficient != 0.0,
@@ -147,15 +149,31 @@ class OnlineTrainer(OnlineScoring):
     def _make_reference(self, brought_adapter: bool) -> ReferencePolicy | None:
         if self.args.beta == 0.0:
             return None
-        reference = make_reference(self.model, brought_adapter).to(self.args.device)
+        reference = make_reference(self.model, brought_adapter).prepare(self.accelerator)
         if self.args.sync_ref_model:
-            if not isinstance(reference, FrozenCopy):
-                raise NotImplementedError(
-                    "sync_ref_model=True cannot be used with an adapter: the reference is the "
-                    "policy without it."
-                )
-            self.add_callback(SyncRefModelCallback(reference.model, self.accelerator))
+            self.add_callback(self._follower(reference))
         return reference
+
+    def _follower(self, reference: ReferencePolicy) -> TrainerCallback:
+        """What moves the reference towards the policy."""
+        if isinstance(reference, FrozenCopy):
+            return SyncRefModelCallback(reference.model, self.accelerator)
+        if reference.adapter is None:
+            raise NotImplementedError(
+                "sync_ref_model=True: the reference is the base model, which has no weights of its "
+                "own that could move. Leave the option out, or pass a model that already has an "
+                "adapter: its reference is a copy of that."
+            )
+        return SyncRefAdapterCallback(reference.model, self.accelerator)
+
+    def describe_run(self) -> dict[str, Any]:
+        """Add where rewards come from, and the weights that a reference copied and keeps."""
+        settings = super().describe_run()
+        settings["reward functions"] = [source.name for source in self.rewards.sources]
+        if isinstance(self.reference, FrozenCopy) and not self.args.sync_ref_model:
+            weights = dict(self.model.named_parameters())  # the copy may be sharded
+            settings["the reference's weights (fingerprint)"] = fingerprint(weights)
+        return settings
 
     # --- What an algorithm says ---
 
@@ -185,10 +203,14 @@ class OnlineTrainer(OnlineScoring):
     @torch.no_grad()
     def collect(self, rows: list[dict[str, Any]]) -> Rollout:
         """Generate completions for the rows, reward them and give them credit."""
-        prompts = self.encode(rows)
+        with self.ranks.together("reading prompts"):
+            prompts = self.encode(rows)
         with self.phases.inference("generation"):
             generations = self.generate(prompts)
-        completions = self.encode.completions(prompts, generations.completion_ids)
+        prompts, rows = generations.prompts(prompts), generations.rows(rows)
+        completions = generations.messages or self.encode.completions(
+            prompts, generations.completion_ids
+        )
         with self.phases.inference("scoring"):
             batch, healthy = self.score(self.assemble(prompts, generations))
         inputs = RewardInputs.from_rows(rows, completions, generations.completion_ids, self.state)
@@ -224,15 +246,16 @@ class OnlineTrainer(OnlineScoring):
     # --- Stages ---
 
     def generate(self, prompts: Prompts) -> Generations:
-        """Complete every row; after running out of memory, in smaller calls."""
+        """Complete every row."""
         self.backend.sync_weights(self.state.global_step)
-        seeds = self._row_seeds(len(prompts))
+        sampling = self.sampling.replace(seeds=self._row_seeds(len(prompts)))
+        return self.backend.generate(prompts, sampling, self.group_size)
 
-        def complete(rows: range) -> Generations:
-            sampling = self.sampling.replace(seeds=seeds[rows.start : rows.stop])
-            return self.backend.generate(prompts.select(rows), sampling, self.group_size)
-
-        return Generations.concatenate(self.phases.generation.run(len(prompts), complete))
+    def _policy_for_inference(self) -> AbstractContextManager[Any]:
+        # Engines that shard weights replace `self.model` when training begins.
+        return policy_for_inference(
+            self.model, self.accelerator, at_once=not self.phases.layers_are_shared
+        )
 
     def per_micro_batch(self, total: Tensor, batch: Rollout) -> Tensor:
         """Turn a total over all ranks and slices into the denominator of one micro-batch.

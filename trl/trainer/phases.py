@@ -21,17 +21,23 @@ class Phases:
     """Wraps what a step does in its phases.
 
     Args:
-        args (`OnlineConfig`): `log_memory`, `empty_cache`, `recover_from_oom`.
+        args (`OnlineConfig`): `log_memory`, `empty_cache`, `recover_from_oom`,
+            `ds3_gather_for_generation`.
         ranks (`Ranks`): all processes.
         store (`MetricStore`): where peaks go.
+
+    Attributes:
+        layers_are_shared (`bool`): whether generation gathers the weights of one layer at a time.
     """
 
     def __init__(self, args: OnlineConfig, ranks: Ranks, store: MetricStore):
         fixed = not args.recover_from_oom
+        self.layers_are_shared = ranks.share_weights and not args.ds3_gather_for_generation
         self.meter = PhaseMeter(args.device, enabled=args.log_memory)
-        self.generation = Piece("generation", disabled=fixed)
-        self.scoring = Piece("scoring", disabled=fixed)
-        # Other ranks wait for the gradient of a failed pass, so its process cannot go back alone.
+        # A process cannot go back alone while others wait for its part of the weights, or for the
+        # gradient of a failed pass.
+        self.generation = Piece("generation", disabled=fixed or self.layers_are_shared)
+        self.scoring = Piece("scoring", disabled=fixed or ranks.share_weights)
         self.training = Piece("training", disabled=fixed or ranks.count > 1)
         self._store = store
         self._empty_cache = args.empty_cache

@@ -18,7 +18,14 @@ from ..models.loading import (
     load_tokenizer,
     settle_pad_token,
 )
-from ..models.peft import add_adapter
+from ..models.peft import (
+    adapter_base,
+    add_adapter,
+    continue_adapter,
+    is_adapter,
+    load_adapter,
+)
+from ..models.quantized import is_quantized, keep_trainable
 from ..models.reference import is_peft_model
 from .online_config import OnlineConfig
 
@@ -48,29 +55,71 @@ def prepare_policy(
         ValueError: for options that contradict each other.
     """
     init_kwargs = init_options(args)
+    set_seed(args.seed)  # for what is drawn: weights of a new head, factors of a new adapter
     if isinstance(model, str):
-        set_seed(args.seed)
         name = model
-        model = load_policy(
-            name,
-            init_kwargs,
-            args.trust_remote_code,
-            quantization_config,
-            distributed=args.world_size > 1,
-        )
+        model = _load(name, args, init_kwargs, quantization_config, peft_config)
     else:
         name = _check_instance(model, init_kwargs, quantization_config)
     _check_precision(model)
     tokenizer = _settle_tokenizer(tokenizer, name, args, init_kwargs)
     settle_pad_token(model, tokenizer)
     brought_adapter = is_peft_model(model)
+    if is_quantized(model):
+        keep_trainable(model)
     if args.cast_lm_head_to_fp32:
         cast_head_to_float32(model)
     if peft_config is not None:
         model = add_adapter(model, peft_config, bool(args.gradient_checkpointing))
+    elif brought_adapter:
+        continue_adapter(model, bool(args.gradient_checkpointing))
     if args.disable_dropout:
         disable_dropout_in_model(model)
+    if is_peft_model(model):
+        _advise_learning_rate(args)
     return Policy(model, tokenizer, brought_adapter)
+
+
+def _load(
+    name: str,
+    args: OnlineConfig,
+    init_kwargs: dict[str, Any],
+    quantization_config: Any,
+    peft_config: Any,
+) -> nn.Module:
+    """Load a model, or an adapter and the model below it."""
+    revision = init_kwargs.get("revision")
+    adapter = name if is_adapter(name, revision) else None
+    if adapter is not None:
+        if peft_config is not None:
+            raise ValueError(
+                f"{name!r} is an adapter, which is trained further: leave out peft_config "
+                "(--use_peft), or give the model below it."
+            )
+        name, init_kwargs["revision"] = adapter_base(name, revision)
+    quantization = quantization_config or init_kwargs.get("quantization_config")
+    if quantization is not None and peft_config is None and adapter is None:
+        raise ValueError(
+            "Quantized weights cannot be trained: add an adapter with peft_config (--use_peft), "
+            "or leave the quantization out."
+        )
+    model = load_policy(
+        name,
+        init_kwargs,
+        args.trust_remote_code,
+        quantization_config,
+        distributed=args.world_size > 1,
+    )
+    return model if adapter is None else load_adapter(model, adapter, revision)
+
+
+def _advise_learning_rate(args: OnlineConfig) -> None:
+    default = type(args).__dataclass_fields__["learning_rate"].default
+    if args.learning_rate == default:
+        logger.warning(
+            f"learning_rate={args.learning_rate:g} is the default for training all weights. "
+            "Adapters usually learn with ten times as much or more; see docs/peft.md."
+        )
 
 
 def init_options(args: OnlineConfig) -> dict[str, Any]:

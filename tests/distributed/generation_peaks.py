@@ -1,0 +1,78 @@
+"""Bytes that a rank holds while it generates; run it to measure the table of the documentation.
+
+OMP_NUM_THREADS=1 python tests/distributed/generation_peaks.py [ENGINE...]
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "trainer")]
+
+from engines import SHARDED, finish, launch, report, use  # noqa: E402
+from held_bytes import config_file, live_bytes  # noqa: E402
+from online import dataset, make_trainer  # noqa: E402
+from tiny import tiny_model  # noqa: E402
+
+from trl.models.parts import causal_model  # noqa: E402
+
+SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12}
+
+
+class Peak:
+    """The bytes of all tensors of this process, looked at in the last layer as it first runs.
+
+    Args:
+        trainer: whose policy generates.
+        before: bytes that were there before it was made.
+    """
+
+    def __init__(self, trainer, before):
+        self.bytes, self._before = 0, before
+        layer = causal_model(trainer.model).base_model.layers[-1]
+        layer.mlp.register_forward_hook(self._look)
+
+    def _look(self, *args):
+        self.bytes = self.bytes or live_bytes() - self._before
+
+
+def measure(engine, folder, gather):
+    use(engine)
+    if engine == "zero3":  # whose buffers for gradients would hide the weights
+        os.environ.update(config_file(engine, folder))
+    before = live_bytes()
+    trainer = make_trainer(
+        folder,
+        model=tiny_model(**SHAPE),
+        script=None,
+        use_cpu=False,
+        data=dataset(["ab", "cd", "ef", "gh"]),
+        ds3_gather_for_generation=gather,
+        shared_prefix=False,  # whose trial looks first
+        max_completion_length=2,
+    )
+    peak = Peak(trainer, before)
+    trainer.train()
+    return peak.bytes
+
+
+def main(folder):
+    if "RANK" in os.environ:
+        both = {e: [measure(e, folder, choice) for choice in (True, False)] for e in sys.argv[1:]}
+        report(both)
+        finish()
+        return
+    engines = sys.argv[1:] or SHARDED
+    model = tiny_model(**SHAPE)
+    weights = sum(p.nbytes for p in model.parameters())
+    layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+    print(f"Weights {weights / 1e6:.1f} MB, a layer {layer / 1e6:.1f} MB, 2 ranks\n")
+    print("| engine | `ds3_gather_for_generation=True` | `False` |\n| --- | --- | --- |")
+    for engine, (once, layerwise) in launch(__file__, "ddp", *engines, timeout=900)[0].items():
+        print(f"| {engine} | {once / 1e6:.1f} MB | {layerwise / 1e6:.1f} MB |")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        main(scratch)

@@ -1,0 +1,86 @@
+"""Ranks that decide together whether prompts may be shared."""
+
+import pytest
+import torch
+from tiny import tiny_model
+from transformers.utils import logging
+
+from trl.models.scorer import Scorer
+from trl.types import Rollout
+
+PROMPT = [8, 9, 10]
+
+
+@pytest.fixture
+def log(caplog):
+    logging.enable_propagation()
+    yield caplog
+    logging.disable_propagation()
+
+
+def rollout(length: int) -> Rollout:
+    rows = [[20 + i % 30 for i in range(length)], [50, 51]]
+    mask = torch.tensor([[True] * length, [True] * 2 + [False] * (length - 2)])
+    return Rollout(
+        prompt_ids=[PROMPT, PROMPT],
+        completion_ids=rows,
+        row_ids=[0, 1],
+        loss_mask=mask,
+        num_loss_tokens=mask.sum(),
+        num_loss_rows=torch.tensor(2),
+    )
+
+
+def scorer() -> Scorer:
+    return Scorer(pad_id=0, temperature=1.0, device=torch.device("cpu"))
+
+
+def other_rank(*numbers):
+    """What `largest` gives if another rank has these numbers, one for each exchange."""
+    left = iter(numbers)
+    return lambda mine: max(mine, next(left))
+
+
+def shares(score, model, length) -> bool:
+    batch = rollout(length)
+    return score.sharing.allows(model, batch, score.heads.find(model))
+
+
+def test_nothing_is_tried_after_ranks_agreed():
+    model, score, calls = tiny_model(), scorer(), []
+    score.agree(model, rollout(9), other_rank(0, 0.0))
+    model.model.register_forward_hook(lambda *args: calls.append(1))
+    assert shares(score, model, 9) and shares(score, model, 20)
+    assert not shares(score, model, 40), "longer than twice what was tried"
+    assert not calls and score.sharing.enabled
+
+
+def test_the_longest_row_of_all_ranks_counts():
+    model, score = tiny_model(), scorer()
+    score.agree(model, rollout(9), other_rank(30, 0.0))
+    assert shares(score, model, 50)
+    exchanges = iter([12])  # one more would be an error: nothing is tried again
+    score.agree(model, rollout(9), lambda mine: max(mine, next(exchanges)))
+
+
+def test_a_trial_that_fails_elsewhere_counts_here(log):
+    model, score = tiny_model(), scorer()
+    score.agree(model, rollout(9), other_rank(0, float("inf")))
+    assert not score.sharing.enabled and not shares(score, model, 9)
+    assert "did not pass a trial on another rank" in log.text
+
+
+def test_a_trial_that_fails_here_is_told_to_the_others(log, monkeypatch):
+    from trl.models import sharing
+
+    told = []
+    monkeypatch.setattr(sharing, "TOLERANCES", {torch.float32: -1.0})
+    model, score = tiny_model(), scorer()
+    score.agree(model, rollout(9), lambda mine: told.append(mine) or mine)
+    assert len(told) == 2 and told[1] > 0.0
+    assert "in a trial" in log.text and not score.sharing.enabled
+
+
+def test_ranks_that_do_not_share_exchange_nothing():
+    score = Scorer(pad_id=0, temperature=1.0, device=torch.device("cpu"), shared_prefix=False)
+    score.agree(tiny_model(), rollout(9), None)

@@ -1,0 +1,111 @@
+"""A failure of one rank ends all of them, with its error."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from workspace import run_trl, write_inputs
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from engines import Job
+
+SCRIPT = Path(__file__).with_name("failing_run.py")
+DEADLINE = 150  # with room for slow machines; `ddp_timeout` is 20
+JOBS = {
+    "whole weights": ("ddp", "empty prompt", "long prompt", "reward", "sampling", "loss"),
+    "shards": ("zero3", "sampling", "layerwise sampling", "layerwise forward"),
+    "checkpoint": ("ddp", "checkpoint"),
+}
+PLANNED = "a planned failure"
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """For each job: exit codes, what ranks heard before the last failure, and their last words."""
+    running = {
+        name: Job(SCRIPT, engine, tmp_path_factory.mktemp("run"), *places)
+        for name, (engine, *places) in JOBS.items()
+    }
+    found = {}
+    try:
+        for name, job in running.items():
+            codes = job.wait(DEADLINE)
+            files = [job._file(rank, "pt") for rank in range(2)]
+            heard = [torch.load(file) if file.exists() else {} for file in files]
+            found[name] = codes, heard, [job.words(rank) for rank in range(2)]
+    finally:
+        for job in running.values():
+            job.stop()
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("job", "where", "kind", "words", "stage"),
+    [
+        ("whole weights", "empty prompt", "ValueError", "has no tokens.", "reading prompts"),
+        ("whole weights", "long prompt", "ValueError", "such prompts.", "reading prompts"),
+        ("whole weights", "sampling", "Mistake", PLANNED, "generation"),
+        ("shards", "sampling", "Mistake", PLANNED, "generation"),
+        ("shards", "layerwise sampling", "Mistake", PLANNED, "generation"),
+    ],
+)
+def test_all_ranks_hear_of_a_failure_between_collectives(ended, job, where, kind, words, stage):
+    other, failed = (heard[where] for heard in ended[job][1])
+    assert failed[0] == kind and failed[1].endswith(words)
+    assert failed[2] == ["This was rank 1 of 2."]
+    assert other[:2] == ("RankError", f"Rank 1 failed in {stage}: {kind}: {failed[1]}")
+
+
+@pytest.mark.distributed
+def test_all_ranks_hear_of_a_reward_that_failed(ended):
+    for heard in ended["whole weights"][1]:
+        kind, message, _ = heard["reward"]
+        assert kind == "RewardError"
+        assert message.endswith(f"failed: Mistake: {PLANNED}. (on rank 1)")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("job", "rank"), [("whole weights", 1), ("shards", 1), ("checkpoint", 0)], ids=JOBS
+)
+def test_a_failure_amid_collectives_ends_all_ranks(ended, job, rank):
+    codes, _, words = ended[job]
+    assert codes == [1, 1]
+    assert f"Mistake: {PLANNED}" in words[rank]
+    assert f"This was rank {rank} of 2." in words[rank]
+    last = f"RankError: Rank {1 - rank} lost another one: rank {rank} failed: Mistake: {PLANNED}"
+    assert last in words[1 - rank]
+
+
+REWARD = """
+import os, signal
+
+def deadly(completions, **kwargs):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.mark.distributed
+def test_the_launcher_names_a_killed_process_and_ends_the_others(tmp_path):
+    write_inputs(tmp_path)
+    (tmp_path / "rewards.py").write_text(REWARD)
+    started = time.monotonic()
+    done = run_trl(
+        [
+            *("rloo", "--accelerate_config", "multi_cpu", "--use_cpu", "--output_dir", "out"),
+            *("--model_name_or_path", "tiny-model", "--dataset_name", "prompts.jsonl"),
+            *("--reward_funcs", "rewards.deadly", "--reward_dry_run", "false"),
+            *("--max_completion_length", "4", "--max_steps", "1", "--report_to", "none"),
+        ],
+        tmp_path,
+    )
+    assert time.monotonic() - started < DEADLINE
+    assert done.returncode == 128 + 9, done.stderr[-2000:]
+    last = done.stderr.rstrip().splitlines()[-1]
+    assert last.startswith("trl rloo: error: process 1 was ended by SIGKILL;")

@@ -1,0 +1,58 @@
+"""`trl rloo --accelerate_config NAME` on two processes, for what shards the weights."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from workspace import environment, write_inputs
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from engines import SHARDED, python_path
+
+WORDS = (
+    *("rloo", "--model_name_or_path", "tiny-model", "--dataset_name", "prompts.jsonl"),
+    *("--reward_funcs", "rewards.exact", "--output_dir", "out", "--max_steps", "2"),
+    *("--num_generations", "4", "--max_completion_length", "6", "--report_to", "none"),
+    *("--beta", "0.1", "--learning_rate", "0.01", "--bf16", "false", "--save_strategy", "no"),
+    *("--num_processes", "2", "--mixed_precision", "no"),
+)
+# Both need a device that is not the CPU.
+ONLY_ON_DEVICES = {
+    "fsdp1": ("--fsdp_cpu_ram_efficient_loading", "false", "--fsdp_sync_module_states", "false"),
+    "fsdp2": ("--fsdp_cpu_ram_efficient_loading", "false"),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", SHARDED)
+def test_training_by_the_command_line(tmp_path, engine):
+    folder = write_inputs(tmp_path)
+    variables = environment(folder) | {"CPU_ENGINES": "1", "PYTHONPATH": python_path()}
+    words = [*WORDS, "--accelerate_config", engine, *ONLY_ON_DEVICES.get(engine, ())]
+    done = subprocess.run(
+        [sys.executable, "-m", "trl", *words],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = (folder / "out" / "completions" / "train.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert sorted(set(steps)) == [0, 1] and len(steps) % 2 == 0
+    saved, loaded = (
+        safe_open(folder / name / "model.safetensors", "pt") for name in ("out", "tiny-model")
+    )
+    assert set(saved.keys()) == set(loaded.keys())
+    moved = 0.0
+    for name in loaded.keys():  # noqa: SIM118
+        before, after = loaded.get_tensor(name), saved.get_tensor(name)
+        assert before.shape == after.shape, name
+        moved += float((after - before).abs().sum())
+    assert moved > 0.0

@@ -1,0 +1,143 @@
+"""Options that are checked without an engine; tests/vllm_cpu trains with a real one."""
+
+import pytest
+import torch
+from online import config, dataset, make_trainer
+from tiny import tiny_model
+
+from trl.generation import vllm_engine
+from trl.imports import is_available
+from trl.trainer import vllm_colocate
+from trl.trainer.vllm_colocate import (
+    Sizing,
+    check_options,
+    check_prompts,
+    compute_dtype,
+    rows_of,
+)
+
+needs_vllm = pytest.mark.skipif(
+    not is_available("vllm"), reason="vLLM is not installed: make test installs its CPU build"
+)
+
+
+def vllm_config(folder, **changes):
+    return config(folder, use_vllm=True, **changes)
+
+
+@pytest.mark.skipif(is_available("vllm"), reason="vLLM is installed")
+def test_a_missing_package_is_named(tmp_path):
+    with pytest.raises(ImportError, match=r"needs the package `vllm`.*trl\[vllm\]"):
+        make_trainer(tmp_path, use_vllm=True)
+
+
+def test_a_server_is_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(NotImplementedError, match="use vllm_mode='colocate'"):
+        make_trainer(tmp_path, model="no-such-model", use_vllm=True, vllm_mode="server")
+
+
+@needs_vllm
+def test_sleep_on_a_cpu_is_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(ValueError, match="no sleep mode on this platform .cpu."):
+        make_trainer(tmp_path, model="no-such-model", use_vllm=True, vllm_enable_sleep_mode=True)
+
+
+@needs_vllm
+def test_unknown_sampling_options_are_refused_before_the_engine_starts(tmp_path):
+    with pytest.raises(ValueError, match="'num_beams'. is no sampling option of vLLM"):
+        make_trainer(tmp_path, use_vllm=True, generation_kwargs={"num_beams": 2})
+
+
+@pytest.fixture
+def no_platform(monkeypatch):
+    monkeypatch.setattr(vllm_colocate, "check_platform", lambda sleeps: None)
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "legal"), [(2, 1, "1"), (3, 4, "1 or 2 or 4"), (0, 2, "1 or 2")]
+)
+def test_the_ranks_of_an_engine_divide_all_ranks(tmp_path, no_platform, size, ranks, legal):
+    args = vllm_config(tmp_path, vllm_tensor_parallel_size=size)
+    kind = type("Config", (type(args),), {"world_size": ranks})
+    args.__class__ = kind
+    words = f"vllm_tensor_parallel_size={size} must divide .* {ranks}: choose {legal}"
+    with pytest.raises(ValueError, match=words):
+        check_options(args)
+
+
+@pytest.mark.parametrize("context", [4, 8])
+def test_the_context_has_room_for_a_prompt(tmp_path, no_platform, context):
+    check_options(vllm_config(tmp_path, vllm_max_model_length=9))
+    with pytest.raises(ValueError, match=f"sees {context} tokens, but max_completion_length=8"):
+        check_options(vllm_config(tmp_path, vllm_max_model_length=context))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "legal"),
+    [
+        ("vllm_model_impl", "torch", "vllm or transformers"),
+        ("vllm_gpu_memory_utilization", 0, "above 0 and at most 1"),
+        ("vllm_gpu_memory_utilization", 30, "above 0 and at most 1"),
+        ("vllm_max_model_length", 0, "at least 1"),
+        ("vllm_probe_syncs", -1, "0 .never. or more"),
+    ],
+)
+def test_values_out_of_range(tmp_path, option, value, legal):
+    with pytest.raises(ValueError, match=f"{option}={value!r} must be {legal}"):
+        vllm_config(tmp_path, **{option: value})
+
+
+def test_the_engine_computes_as_the_policy_does(tmp_path):
+    args, model = vllm_config(tmp_path), tiny_model()
+    assert compute_dtype(args, model) is torch.float32
+    assert compute_dtype(args, model.half()) is torch.float16
+    args.bf16 = True
+    assert compute_dtype(args, model) is torch.bfloat16
+
+
+def test_rows_are_those_of_a_round_or_an_evaluation(tmp_path):
+    rounds = {"steps_per_generation": 3, "gradient_accumulation_steps": 3}
+    assert rows_of(vllm_config(tmp_path, **rounds)) == 24
+    assert rows_of(vllm_config(tmp_path, per_device_eval_batch_size=64)) == 64
+    assert rows_of(vllm_config(tmp_path, per_device_train_batch_size=4096)) == 1024
+
+
+def test_the_memory_of_an_engine_that_shares_a_large_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_colocate, "device_bytes", lambda device: 80e9)
+    args, model = vllm_config(tmp_path, max_completion_length=100), tiny_model()
+    found = Sizing(args, model, torch.float32, 256).memory(torch.device("cpu"))
+    assert found.context == 256 and found.cache == 16 * 2**20
+    wide = Sizing(args, tiny_model(num_hidden_layers=64, head_dim=256), torch.float32, 256)
+    per_token = 2 * 64 * 2 * 256 * 4
+    assert wide.memory(torch.device("cpu")).cache == 8 * 256 * per_token
+
+
+def test_a_small_device_is_refused_in_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_colocate, "device_bytes", lambda device: 1e6)
+    with pytest.raises(ValueError, match="The vLLM engine does not fit beside training"):
+        Sizing(vllm_config(tmp_path), tiny_model(), torch.float32, 256).memory(torch.device("cpu"))
+
+
+def prompts_trainer(folder, lengths):
+    data = dataset(["a" * length for length in lengths])
+    return make_trainer(folder, data=data, max_completion_length=8)
+
+
+def test_long_prompts_are_found_at_the_start(tmp_path, caplog):
+    trainer = prompts_trainer(tmp_path, [3, 20, 9, 4])
+    vllm_colocate.logger.propagate = True
+
+    def warnings():
+        return [text for text in caplog.messages if "train_dataset" in text]
+
+    check_prompts(trainer, 28)
+    assert warnings() == []
+    check_prompts(trainer, 27)
+    (message,) = warnings()
+    assert "row 1 of train_dataset has 20 tokens" in message and "cut earlier" in message
+    with pytest.raises(ValueError, match="row 1 .* than the 20 .* leaves no room"):
+        check_prompts(trainer, 20)
+
+
+def test_the_module_says_which_releases_it_is_for():
+    assert (vllm_engine.OLDEST, vllm_engine.NEWEST) == ("0.26", "0.33")

@@ -1,0 +1,180 @@
+"""Whole training runs over a real engine."""
+
+import json
+import re
+
+import pytest
+import torch
+from datasets import Dataset
+from online import dataset, make_trainer, token_sum
+from shared_vllm import ForgetfulEngine, engine, fresh_engine, needs_vllm, policy_model
+from tiny import tiny_tokenizer
+
+from examples.quickstart import copying
+from trl.trainer import vllm_colocate
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.rloo_trainer import RLOOTrainer
+
+pytestmark = [needs_vllm, pytest.mark.vllm]
+TRAINERS = pytest.mark.parametrize("kind", [RLOOTrainer, GRPOTrainer])
+
+
+@pytest.fixture
+def running(monkeypatch):
+    """Trainers take the engine that runs already; the fixture gives what they asked for."""
+    asked = []
+
+    def start(model, tokenizer, settings):
+        asked.append(settings)
+        found = engine(ForgetfulEngine, settings.sleeps)
+        asked.append(found)
+        return found
+
+    monkeypatch.setattr(vllm_colocate, "start_engine", start)
+    return asked
+
+
+@pytest.fixture
+def can_sleep(monkeypatch):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_sleep_mode_available", lambda self: True)
+
+
+def trainer_of(folder, kind=RLOOTrainer, **changes):
+    settings = {"script": None, "use_vllm": True, "max_steps": 2, "vllm_probe_syncs": 1}
+    settings |= {"model": policy_model(), "optim": "adamw_torch", "learning_rate": 1e-2}
+    return make_trainer(folder, kind, **(settings | changes))
+
+
+def completions(folder, mode="train"):
+    lines = (folder / "completions" / f"{mode}.jsonl").read_text().splitlines()
+    return [json.loads(line)["completion_ids"] for line in lines]
+
+
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def share_of_digits(completions, **kwargs):
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+
+
+@pytest.mark.slow
+def test_copying_is_learned_by_an_engine_that_the_options_start(tmp_path):
+    """The task of the quickstart; chance gives 0.01 of the digits, out of 95 symbols."""
+    rows = [copying.row(f"{n:04d}") for n in range(0, 10000, 13)]
+    trainer = trainer_of(
+        tmp_path,
+        reward=lambda completions, answer, **kwargs: [
+            len(set(text) & set(right)) / len(set(right))
+            for text, right in zip(completions, answer, strict=True)
+        ],
+        data=Dataset.from_list(rows),
+        per_device_train_batch_size=128,
+        num_generations=8,
+        max_completion_length=4,
+        max_steps=20,
+        vllm_probe_syncs=5,
+    )
+    trainer.train()
+    rewards = logged(trainer, "reward")
+    assert sum(rewards[-3:]) / 3 > 3 * sum(rewards[:3]) / 3, rewards
+    gaps = logged(trainer, "vllm/logp_gap")
+    assert len(gaps) == 4 and max(gaps) <= 1e-4
+    assert len(logged(trainer, "vllm/sync_seconds")) == 20
+
+
+@TRAINERS
+def test_the_reward_rises(tmp_path, running, kind):
+    trainer = trainer_of(
+        tmp_path,
+        kind,
+        reward=share_of_digits,
+        max_steps=20,
+        per_device_train_batch_size=32,
+        num_generations=8,
+    )
+    trainer.train()
+    rewards = logged(trainer, "reward")
+    assert sum(rewards[:3]) / 3 < 0.3 and sum(rewards[-3:]) / 3 > 0.6, rewards
+
+
+def test_same_seed_same_completions(tmp_path, running):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        torch.manual_seed(len(name) + seed)
+        trainer_of(tmp_path / name, seed=seed).train()
+    assert completions(tmp_path / "a") == completions(tmp_path / "b")
+    assert completions(tmp_path / "a") != completions(tmp_path / "c")
+
+
+@TRAINERS
+def test_sleeping_changes_nothing_but_memory(tmp_path, running, can_sleep, kind):
+    """Two rounds and an evaluation in each optimizer step; all weights are NaN in between."""
+    rounds = {"gradient_accumulation_steps": 2, "steps_per_generation": 1}
+    for name, sleeps in (("awake", False), ("asleep", True)):
+        trainer = trainer_of(
+            tmp_path / name,
+            kind,
+            vllm_enable_sleep_mode=sleeps,
+            vllm_probe_syncs=0,
+            eval_dataset=dataset(),
+            eval_strategy="steps",
+            eval_steps=1,
+            per_device_eval_batch_size=8,
+            num_generations_eval=2,
+            **rounds,
+        )
+        trainer.train()
+    for mode in ("train", "eval"):
+        assert completions(tmp_path / "awake", mode) == completions(tmp_path / "asleep", mode)
+    calls = running[-1].calls
+    assert calls == ["sleep"] + ["wake weights", "load", "wake kv_cache", "generate", "sleep"] * 6
+    assert running[1].calls.count("load") == 3, "once a step, and after the last"
+
+
+def test_merged_adapters_are_sent(tmp_path, running):
+    from peft import LoraConfig
+
+    targets = ["q_proj", "down_proj"]
+    adapter = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    trainer = trainer_of(tmp_path, peft_config=adapter, learning_rate=0.05, max_steps=3)
+    trainer.train()
+    gaps = logged(trainer, "vllm/logp_gap")
+    assert len(gaps) == 3 and max(gaps) <= 1e-4
+    assert not any(layer.merged for layer in trainer.model.modules() if hasattr(layer, "lora_A"))
+
+
+def test_completions_match_the_regular_expression(tmp_path, running):
+    trainer_of(tmp_path, vllm_structured_outputs_regex="[0-9]{3}", max_steps=1).train()
+    tokenizer = tiny_tokenizer()
+    for ids in completions(tmp_path):
+        assert re.fullmatch("[0-9]{3}", tokenizer.decode(ids, skip_special_tokens=True))
+    assert running[0].reads_text
+
+
+def test_the_reported_log_probabilities_do_not_replace_the_policys(tmp_path, running):
+    trainer = trainer_of(tmp_path, beta=0.1, max_steps=1)
+    assert not trainer.backend.reports_policy_logps
+    batch = trainer.collect([{"prompt": "ab"}] * 8)
+    assert batch.sampling_logps is not None
+    assert batch.sampling_logps.shape == batch.ref_logps.shape
+
+
+def test_the_engine_is_as_large_as_the_round_needs(tmp_path, running):
+    trainer_of(tmp_path, steps_per_generation=2, gradient_accumulation_steps=2, reward=token_sum)
+    settings = running[0]
+    assert (settings.rows, settings.context, settings.dtype) == (16, 256, torch.float32)
+    assert settings.cache_bytes >= 16 * 2**20 and not settings.reads_text
+
+
+@pytest.mark.slow
+def test_vllm_itself_accepts_sleep_mode_and_its_calls(tmp_path, can_sleep, monkeypatch):
+    """With an engine of its own, built with `enable_sleep_mode=True`."""
+    found = fresh_engine(policy_model(), sleeps=True)
+    monkeypatch.setattr(
+        vllm_colocate, "start_engine", lambda *args: ForgetfulEngine(found._llm, sleeps=True)
+    )
+    trainer = trainer_of(tmp_path, vllm_enable_sleep_mode=True)
+    trainer.train()
+    assert max(logged(trainer, "vllm/logp_gap")) <= 1e-4

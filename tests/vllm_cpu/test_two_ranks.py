@@ -1,0 +1,28 @@
+"""Two processes: an engine that both hold together, and weights that both divide."""
+
+from pathlib import Path
+
+import pytest
+from distributed.engines import launch
+from shared_vllm import needs_vllm, policy_model
+
+pytestmark = [needs_vllm, pytest.mark.vllm, pytest.mark.distributed, pytest.mark.slow]
+HERE = Path(__file__).parent
+
+
+def test_two_ranks_hold_one_engine():
+    found = launch(HERE / "two_ranks.py", "ddp", timeout=240)
+    for rank in found:
+        assert max(step["gap"] for step in rank["steps"]) <= 1e-4
+        assert rank["steps"][0]["ids"] != rank["steps"][1]["ids"]
+    assert found[0]["steps"][0]["ids"][0] != found[1]["steps"][0]["ids"][0], "other seeds"
+    whole = sum(p.numel() for p in policy_model().parameters())
+    assert found[0]["entries"] < 0.7 * whole
+    assert "self_attn.q_proj.weight was not what was sent" in found[1]["error"]
+    assert found[0]["error"].startswith("RankError: Rank 1 failed in sending weights to vLLM")
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_divided_weights_reach_the_engine(tmp_path, engine):
+    for found in launch(HERE / "sharded_run.py", engine, tmp_path, timeout=240):
+        assert len(found) == 2 and max(found) <= 1e-4

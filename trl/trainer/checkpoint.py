@@ -1,0 +1,183 @@
+"""Checkpoint folders: complete under their name or not there, and what is wrong with damaged ones.
+
+A checkpoint is written below `unfinished/`, sealed by a manifest with the size and SHA-256 of each
+file, and then renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "trl_manifest.json"
+UNFINISHED = "unfinished"
+_FREE = (MANIFEST, "README.md")  # files that a user may edit, and the manifest itself
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def checkpoints_in(folder: str | Path) -> list[Path]:
+    """The checkpoints in an output folder, newest step first."""
+    found = [path for path in Path(folder).glob("checkpoint-*") if path.is_dir()]
+    return sorted((p for p in found if _NAME.fullmatch(p.name)), key=step_of, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint folder."""
+    match = _NAME.fullmatch(checkpoint.name)
+    return int(match[1]) if match else -1
+
+
+def seal(folder: Path, facts: dict[str, Any]) -> None:
+    """Write the manifest, when everything else in `folder` is written, and flush all to the disk.
+
+    Args:
+        facts: JSON values to keep with the checksums.
+    """
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = [path for path in files if path.name not in _FREE]
+    with ThreadPoolExecutor(4) as pool:
+        sums = dict(zip(files, pool.map(_flushed_sum, files), strict=True))
+    described = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sums[path]}
+        for path in files
+    }
+    content = {"facts": facts, "files": described}
+    text = json.dumps({"content": content, "sha256": _text_sum(content)}, indent=1)
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
+    _flushed_sum(folder / MANIFEST)
+    _flush_folder(folder)
+
+
+def facts_of(folder: Path) -> dict[str, Any] | None:
+    """What `seal` was given; None for a folder without a manifest, written by another program.
+
+    Raises:
+        ValueError: if the manifest is damaged.
+    """
+    content = _content(folder)
+    return None if content is None else content["facts"]
+
+
+def find_fault(folder: Path) -> str | None:
+    """Say what is wrong with a checkpoint, after reading all of it; None if nothing is."""
+    if not (folder / "trainer_state.json").is_file():
+        return "trainer_state.json is missing"
+    try:
+        content = _content(folder)
+    except ValueError as error:
+        return str(error)
+    if content is None:
+        ours = sorted(path.name for path in folder.glob("trl_state_*.pt"))
+        return f"{MANIFEST} is missing, though {ours[0]} is there" if ours else None
+    with ThreadPoolExecutor(4) as pool:
+        checks = [
+            pool.submit(_fault_of, folder / name, expected)
+            for name, expected in content["files"].items()
+        ]
+    return next((fault for check in checks if (fault := check.result())), None)
+
+
+def publish(staged: Path, final: Path) -> None:
+    """Give a sealed checkpoint its name, in place of what had it."""
+    replaced = staged.with_name(f"replaced-{final.name}")
+    if final.exists():
+        _remove(replaced)
+        final.rename(replaced)
+    staged.rename(final)
+    _flush_folder(final.parent)
+    _remove(replaced)
+    _remove_if_empty(staged.parent)
+
+
+def settle(folder: str | Path) -> None:
+    """Finish or remove what a run left in the output folder that was killed while saving."""
+    unfinished = Path(folder) / UNFINISHED
+    for staged in checkpoints_in(unfinished):
+        if (staged / MANIFEST).exists() and find_fault(staged) is None:
+            publish(staged, Path(folder) / staged.name)
+    _remove(unfinished)
+
+
+def rotate(folder: str | Path, limit: int | None, keep: list[Path]) -> None:
+    """Remove the oldest checkpoints until `limit` are left, but none of `keep`.
+
+    Args:
+        limit (`int`, *optional*): None or 0: remove none.
+        keep: the checkpoint just written, and the best one.
+    """
+    if not limit or limit < 0:
+        return
+    kept = {path.resolve() for path in keep}
+    others = [path for path in checkpoints_in(folder) if path.resolve() not in kept]
+    others.sort(key=lambda path: (path.stat().st_mtime, step_of(path)))
+    for path in others[: max(0, len(others) + len(kept) - max(limit, len(kept)))]:
+        doomed = Path(folder) / UNFINISHED / f"replaced-{path.name}"
+        doomed.parent.mkdir(exist_ok=True)
+        _remove(doomed)
+        path.rename(doomed)  # at once, so that no half of it is found under its name
+        _remove(doomed)
+        _remove_if_empty(doomed.parent)
+
+
+def _content(folder: Path) -> dict[str, Any] | None:
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        intact = manifest["sha256"] == _text_sum(manifest["content"])
+    except (ValueError, KeyError, TypeError):
+        intact = False
+    if not intact:
+        raise ValueError(f"{MANIFEST} is damaged")
+    return manifest["content"]
+
+
+def _fault_of(path: Path, expected: dict[str, Any]) -> str | None:
+    if not path.is_file():
+        return f"{path.name} is missing"
+    size = path.stat().st_size
+    if size != expected["bytes"]:
+        return f"{path.name} has {size} bytes, not {expected['bytes']}"
+    if _sum(path) != expected["sha256"]:
+        return f"{path.name} is not what was written: its checksum differs"
+    return None
+
+
+def _text_sum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flushed_sum(path: Path) -> str:
+    """The checksum of a file whose bytes are on the disk, not only on their way to it."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return _sum(path)
+
+
+def _flush_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()

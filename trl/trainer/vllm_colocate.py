@@ -1,0 +1,301 @@
+"""What a vLLM engine in the training process needs of a trainer: its options, and its weights."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import IterableDataset
+from torch import nn
+from transformers.utils import logging
+
+from ..generation.pieces import cache_bytes_per_token
+from ..generation.vllm_colocate import Policy, VLLMColocateBackend
+from ..generation.vllm_engine import (
+    CPU_BLOCK,
+    EngineSettings,
+    check_platform,
+    sampling_fields,
+    start_engine,
+    undivided_models,
+)
+from ..generation.vllm_sampling import merge_options, needs_text
+from ..memory.engine import EngineMemory, EngineNeeds, engine_memory
+from ..memory.model_size import model_size
+from ..memory.plan import Plan
+from ..memory.settings import RunSettings
+from ..memory.sharding import options_of_environment, read_sharding
+from ..models.loading import context_length
+from ..models.parts import causal_model
+from ..models.quantized import is_quantized
+from ..models.weights import full_weights
+from ..ops.masking import length_mask
+from ..types import Rollout, Sampling
+from .online_config import OnlineConfig
+
+logger = logging.get_logger(__name__)
+
+MOST_ROWS = 1024  # completions that decode together; vLLM lets the others wait
+SEARCHED_ROWS = 100_000  # of the dataset, for a long prompt
+ASSUMED_PROMPT = 512  # tokens, where only the device bounds the cache
+
+
+def check_options(args: OnlineConfig) -> None:
+    """Check what can be known before anything is loaded.
+
+    Raises:
+        ImportError: if vLLM is not installed.
+        NotImplementedError: for `vllm_mode="server"`.
+        ValueError: for options that contradict each other or the platform.
+    """
+    if args.vllm_mode == "server":
+        raise NotImplementedError(
+            "vllm_mode='server' is not available in this release; use vllm_mode='colocate'."
+        )
+    size, ranks = args.vllm_tensor_parallel_size, args.world_size
+    if size < 1 or ranks % size:
+        legal = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
+        raise ValueError(
+            f"vllm_tensor_parallel_size={size} must divide the number of processes, which is "
+            f"{ranks}: choose {' or '.join(legal)}."
+        )
+    check_context(args, args.vllm_max_model_length)
+    check_platform(args.vllm_enable_sleep_mode)
+
+
+def check_context(args: OnlineConfig, context: int | None) -> None:
+    """Refuse an engine that has no room for a completion.
+
+    Raises:
+        ValueError: naming the options.
+    """
+    completion = args.max_completion_length or 0
+    if context is not None and context <= completion:
+        raise ValueError(
+            f"The vLLM engine sees {context} tokens, but max_completion_length={completion} leaves "
+            f"no room for a prompt: set vllm_max_model_length to {completion} and the longest "
+            f"prompt, or max_completion_length below {context}."
+        )
+
+
+def settle_sampling(args: OnlineConfig, sampling: Sampling) -> Sampling:
+    """Sampling as the engine takes it.
+
+    Raises:
+        ValueError: for an option in `generation_kwargs` that vLLM does not know.
+    """
+    extra = dict(sampling.extra)
+    if args.vllm_structured_outputs_regex is not None:
+        extra["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
+    return merge_options(sampling.replace(extra=extra), sampling_fields())
+
+
+def make_backend(trainer: Any) -> VLLMColocateBackend:
+    """Start an engine for the policy of a trainer.
+
+    Args:
+        trainer (`OnlineTrainer`): whose policy generates.
+
+    Raises:
+        NotImplementedError: for a quantized policy.
+        ValueError: if the engine does not fit beside training, or has no room for completions.
+    """
+    args, causal = trainer.args, causal_model(trainer.model)
+    if is_quantized(causal):
+        raise NotImplementedError(
+            "use_vllm=True: the weights of a quantized policy cannot be sent to vLLM; load the "
+            "model without quantization."
+        )
+    settings = engine_settings(trainer, causal)
+    check_context(args, settings.context)
+    check_prompts(trainer, settings.context)
+    engine = start_engine(causal, trainer.processing_class, settings)
+    trainer.accelerator.wait_for_everyone()
+    return VLLMColocateBackend(
+        engine,
+        policy_of(trainer),
+        ranks=trainer.ranks,
+        tensor_parallel=args.vllm_tensor_parallel_size,
+        probe_syncs=args.vllm_probe_syncs,
+        report=lambda name, value: trainer.store.value(name, value),
+    )
+
+
+def check_prompts(trainer: Any, context: int) -> None:
+    """Look at the prompt with the most characters, before time is spent on the others.
+
+    Raises:
+        ValueError: if the engine has no room for it and one more token.
+    """
+    dataset, completion = trainer.train_dataset, trainer.args.max_completion_length
+    if isinstance(dataset, IterableDataset):
+        return
+    prompts = dataset.select_columns("prompt")[:SEARCHED_ROWS]["prompt"]
+    place = max(range(len(prompts)), key=lambda row: len(str(prompts[row])))
+    length = len(trainer.encode([dataset[place]]).token_ids[0])
+    words = (
+        f"The prompt of row {place} of train_dataset has {length} tokens. With "
+        f"max_completion_length={completion} that is more than the {context} that the vLLM engine "
+        "sees"
+    )
+    if length >= context:
+        raise ValueError(
+            f"{words}, and leaves no room for a completion: raise vllm_max_model_length or leave "
+            "out such prompts."
+        )
+    if length + completion > context:
+        logger.warning(f"{words}: its completions are cut earlier.")
+
+
+def policy_of(trainer: Any) -> Policy:
+    """The weights and log-probabilities of a trainer's policy, whatever wraps it by then."""
+
+    def stamp() -> int:
+        return sum(p._version for p in trainer.model.parameters())
+
+    def logps(prompt: list[int], completion: list[int]) -> list[float]:
+        mask = length_mask(torch.tensor([len(completion)]), len(completion))
+        batch = Rollout(
+            prompt_ids=[prompt],
+            completion_ids=[completion],
+            row_ids=[0],
+            loss_mask=mask.to(trainer.args.device),
+            num_loss_tokens=mask.sum(),
+            num_loss_rows=mask.any(1).sum(),
+        )
+        if trainer.ranks.count > 1:
+            trainer.scorer.agree(trainer.model, batch, trainer.ranks.largest)
+        with trainer.accelerator.autocast():
+            return trainer.scorer.logps(trainer.model, batch)[0].tolist()
+
+    return Policy(
+        weights=lambda: full_weights(trainer.model),
+        stamp=stamp,
+        logps=logps,
+        temperature=lambda: trainer.scorer.temperature,
+    )
+
+
+# --- Size ---
+
+
+def engine_settings(trainer: Any, causal: nn.Module) -> EngineSettings:
+    """How large the engine is: what the options say, else what training leaves of the device."""
+    args = trainer.args
+    dtype = compute_dtype(args, causal)
+    context = args.vllm_max_model_length or context_length(causal)
+    if context is None:
+        raise ValueError(
+            "The model's configuration does not say how many tokens it sees: set "
+            "vllm_max_model_length."
+        )
+    share, cache = args.vllm_gpu_memory_utilization, None
+    if share is None:
+        memory = Sizing(args, causal, dtype, context).memory(trainer.args.device)
+        if memory.context < context:
+            logger.info(f"The vLLM engine has room for contexts of {memory.context} tokens.")
+        context, cache = memory.context, memory.cache
+        share = min(0.95, memory.total / device_bytes(args.device))
+    return EngineSettings(
+        context=context,
+        rows=rows_of(args),
+        dtype=dtype,
+        cache_bytes=cache,
+        memory_share=share,
+        tensor_parallel=args.vllm_tensor_parallel_size,
+        ranks=trainer.ranks.count,
+        rank=trainer.ranks.rank,
+        local_rank=max(0, args.local_process_index),
+        sleeps=args.vllm_enable_sleep_mode,
+        reads_text=needs_text(trainer.sampling),
+        implementation=args.vllm_model_impl,
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def compute_dtype(args: OnlineConfig, causal: nn.Module) -> torch.dtype:
+    """The precision in which the policy computes, so that the engine does too."""
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float16 if args.fp16 else causal.dtype  # type: ignore[return-value]
+
+
+def rows_of(args: OnlineConfig) -> int:
+    """Completions that decode together: those of a round, on all ranks that share an engine."""
+    train = args.per_device_train_batch_size * args.batch_plan.slices
+    rows = max(train, args.per_device_eval_batch_size) * args.vllm_tensor_parallel_size
+    return min(MOST_ROWS, rows)
+
+
+def device_bytes(device: torch.device) -> float:
+    """Memory of the device, or of the machine if it is a CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """The memory of an engine beside training.
+
+    Args:
+        args (`OnlineConfig`): the run.
+        causal (`nn.Module`): what is trained, without wrappers.
+        dtype (`torch.dtype`): of the engine.
+        context (`int`): most tokens it is to see.
+    """
+
+    args: OnlineConfig
+    causal: Any
+    dtype: torch.dtype
+    context: int
+
+    def memory(self, device: torch.device) -> EngineMemory:
+        """What the engine is given; see `engine_memory`."""
+        args = self.args
+        with undivided_models():
+            size = model_size(self.causal.config, None, args.trust_remote_code)
+        plan = Plan(size, self.run(device), device_bytes(device))
+        shares = args.vllm_tensor_parallel_size
+        entry = self.dtype.itemsize
+        token = cache_bytes_per_token(self.causal) * entry / self.causal.dtype.itemsize
+        rows = rows_of(args)
+        longest = min(self.context, plan.run.prompt + plan.run.completion)
+        blocks = -(-longest // CPU_BLOCK) * CPU_BLOCK
+        needs = EngineNeeds(
+            weights=entry * size.parameters / shares,
+            token=token / shares,
+            tokens=rows * blocks,
+            context=self.context,
+            entry=entry,
+            rows=rows,
+        )
+        return engine_memory(plan, needs, args.vllm_enable_sleep_mode, plan.run.completion + 1)
+
+    def run(self, device: torch.device) -> RunSettings:
+        """The run as the memory plan takes it; the whole model counts as trained."""
+        args, batches = self.args, self.args.batch_plan
+        completion = args.max_completion_length or 1
+        return RunSettings(
+            micro_batch=batches.micro_batch,
+            group_size=batches.group_size,
+            completion=completion,
+            prompt=max(1, min(ASSUMED_PROMPT, self.context - completion)),
+            reference=args.beta != 0.0,
+            on_cpu=device.type == "cpu",
+            slices=batches.slices,
+            passes=batches.iterations,
+            accumulation=batches.accumulation,
+            processes=args.world_size,
+            sharding=read_sharding(options_of_environment(os.environ), args.world_size),
+            weight_bytes=self.causal.dtype.itemsize,
+            product_bytes=self.dtype.itemsize,
+            optimizer=str(getattr(args.optim, "value", args.optim)),
+            optimizer_args=args.optim_args,
+            shared_prefix=args.shared_prefix,
+            scores_policy=not batches.is_on_policy,
+            gradient_checkpointing=bool(args.gradient_checkpointing),
+            logits_chunk=args.logits_chunk_size,
+        )
