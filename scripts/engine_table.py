@@ -36,9 +36,12 @@ INTRODUCTION = """# Engines, savings and adapters
 
 Made from the tests by `make engine-table`. *yes*: a test runs it on several processes and compares
 the result with that of one process, or of the run without the saving. *refused*: a test shows the
-error; the number leads to the reason. *-*: no test. What holds on one process is in the
+error; the number leads to the reason. *same*: each rank has whole weights, so the option changes
+nothing. *-*: no test. `recover_from_oom` is shown for generation; on several processes a training
+pass that runs out of memory is an error. What holds on one process is in the
 [certificate](invariance.md).
 """
+SHARDED = ("zero3", "fsdp1", "fsdp2")  # engines for which `ds3_gather_for_generation` matters
 
 
 @dataclass(frozen=True)
@@ -163,16 +166,23 @@ def _table(
     rows = [["", *AXES["engine"]]]
     for saving in AXES["saving"]:
         cells = [(engine, saving, adapter) for engine in AXES["engine"]]
-        words = [
-            "yes"
-            if cell in works
-            else f"refused ({reasons.index(refused[cell]) + 1})"
-            if cell in refused
-            else "-"
-            for cell in cells
-        ]
+        words = [_word(cell, works, refused, reasons) for cell in cells]
         rows.append([f"`{saving}`" if saving != "training" else "training itself", *words])
     return _markdown(rows)
+
+
+def _word(
+    cell: tuple[str, ...],
+    works: set[tuple[str, ...]],
+    refused: Mapping[tuple[str, ...], str],
+    reasons: list[str],
+) -> str:
+    engine, saving, _ = cell
+    if cell in works:
+        return "yes"
+    if cell in refused:
+        return f"refused ({reasons.index(refused[cell]) + 1})"
+    return "same" if saving.startswith("ds3_") and engine not in SHARDED else "-"
 
 
 def _tests(tests: Mapping[str, set[tuple[str, ...]]]) -> str:

@@ -113,7 +113,8 @@ def test_resuming_goes_on_with_the_next_prompts(folder, first, resumed):
 def test_a_mistake_is_one_line(folder, first):
     done = run_trl([*WORDS, "--num_generations", "3"], folder)
     assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    # Importing bitsandbytes says that a kernel is missing.
+    (line,) = [x for x in done.stderr.splitlines() if "gemm_4bit_forward" not in x]
     assert line.startswith("trl rloo: error: ")
     assert "num_generations=3" in line
     assert "Nearest legal" in line

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from engines import ENGINES, finish, report, use
 from online import dataset, make_trainer
-from peft import LoraConfig
 from tiny import tiny_model
 
 MANY = [f"{chr(97 + i)}{i}" for i in range(8)]
@@ -22,17 +21,12 @@ CELLS: dict[str, dict[str, Any]] = {
         "ref_model_sync_steps": 1,
         "ref_model_mixup_alpha": 0.5,
     },
-    "lora": {"num_generations": 8, "beta": 0.1},
     "skip": {"num_generations": 4, "non_finite": "skip"},
 }
 
 
 def run(cell: str, folder: Path, rows: int, **changes: Any) -> dict[str, Any]:
     """Train a cell with `rows` in a micro-batch; the first rank says what it did."""
-    if cell == "lora":
-        changes["peft_config"] = LoraConfig(
-            r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False
-        )
     trainer = make_trainer(
         folder,
         script=None,

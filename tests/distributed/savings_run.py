@@ -1,40 +1,127 @@
-"""Updates with savings that `one_step` leaves off, under each engine: `savings_run.py FOLDER`."""
+"""All savings at once, resuming, layerwise generation: `savings_run.py FOLDER [ENGINE...]`.
 
+Two updates on one round, so that the checkpoint after the first lies within the round.
+"""
+
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from engines import ENGINES, finish, report, use
-from one_step import run
+import torch
+from engines import ENGINES, SHARDED, finish, report, use
+from one_step import MANY
+from online import dataset, make_trainer
+from tiny import tiny_model
 
-CELLS = {"none": "reference", "lora": "lora"}
+sys.path.insert(0, str(Path(__file__).parents[1] / "adapters"))
+
+from kinds import KINDS
+
+ADAPTERS = {"none": None, "lora": "lora", "qlora": "4-bit"}
 ON: dict[str, Any] = {
     "generation_max_rows": 3,
     "gradient_checkpointing": True,
+    "logits_chunk_size": 200,
+    "recover_from_oom": True,
     "reuse_sampling_logps": True,
+    "shared_prefix": True,
+    "skip_zero_advantages": True,
 }
 OFF: dict[str, Any] = {
     "generation_max_rows": None,
     "gradient_checkpointing": False,
+    "logits_chunk_size": 0,
+    "recover_from_oom": False,
     "reuse_sampling_logps": False,
     "shared_prefix": False,
-    "logits_chunk_size": 0,
     "skip_zero_advantages": False,
 }
-BOTH = {"num_iterations": 2}  # both updates of a round
+TWICE = {"num_iterations": 2, "max_steps": 2}
+# Log-probabilities are reused where the weights that sampled are those that train.
+ONCE = {"num_iterations": 1, "max_steps": 1}
 
 
-def main(folder: str) -> None:
-    """Train each kind of policy under each engine."""
+def bases(folder: Path) -> None:
+    """Write what the ranks load; they would write it at the same time."""
+    KINDS["4-bit"].load(folder / "base")
+
+
+def run(adapter: str, base: Path, folder: Path, resume: bool = False, **changes: Any) -> Any:
+    """Train, from the first checkpoint if `resume`: the trained weights and all completions."""
+    kind = KINDS[ADAPTERS[adapter] or "lora"]
+    model = tiny_model(tie_word_embeddings=True) if adapter == "none" else kind.load(base / "base")
+    trainer = make_trainer(
+        folder,
+        script=None,
+        model=model,
+        data=dataset(MANY),
+        gradient_accumulation_steps=2,
+        shuffle_dataset=True,
+        num_generations=8,
+        beta=0.1,
+        optim="adamw_torch",
+        adam_epsilon=1.0,  # so large that rounding is not amplified
+        learning_rate=1.0,
+        save_strategy="steps",
+        save_steps=1,
+        **({} if adapter == "none" else {"peft_config": kind.config}),
+        **TWICE | changes,
+    )
+    if trainer.args.recover_from_oom and trainer.ranks.rank == trainer.ranks.count - 1:
+        run_out_of_memory(trainer.backend)
+    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-1" if resume else None)
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if not trainer.is_world_process_zero():
+        return None
+    lines = (folder / "completions" / "train.jsonl").read_text().splitlines()
+    completions = [json.loads(line)["completion_ids"] for line in lines]
+    return torch.cat([state[name].flatten() for name in sorted(trained)]), completions
+
+
+def run_out_of_memory(backend: Any) -> None:
+    """Let calls for more than two rows fail."""
+    right = backend._complete
+
+    def complete(model: Any, prompts: Any, sampling: Any) -> Any:
+        if len(prompts) > 2:
+            raise torch.OutOfMemoryError("more than two rows")
+        return right(model, prompts, sampling)
+
+    backend._complete = complete
+
+
+def measure(engine: str, adapter: str, folder: Path) -> dict[str, Any]:
+    """What an engine makes of a kind of policy."""
+    options = {"use_cpu": False, "per_device_train_batch_size": 4}
     found = {}
-    for engine in ENGINES:
-        for adapter, cell in CELLS.items():
-            use(engine)
-            place = Path(folder, engine, adapter)
-            found[engine, adapter] = run(cell, place, 4, use_cpu=False, **ON, **BOTH)
+    for name, changes in {
+        "at once": ON,
+        "resumed": ON | {"resume": True},
+        "on-policy": ON | ONCE,
+        "layerwise": ON | {"ds3_gather_for_generation": False, "recover_from_oom": False},
+    }.items():
+        if name == "layerwise" and engine not in SHARDED:
+            continue
+        use(engine)
+        place = folder / engine / adapter / ("once" if name == "resumed" else name.split()[-1])
+        try:
+            found[name] = run(adapter, folder, place, **options, **changes)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def main(folder: Path) -> None:
+    """Each kind of policy under each engine."""
+    found = {}
+    for engine in sys.argv[2:] or ENGINES:
+        for adapter in ADAPTERS:
+            found[engine, adapter] = measure(engine, adapter, folder)
             report(found)
     finish()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(Path(sys.argv[1]))

@@ -4,40 +4,95 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engines import ENGINES, launch
-from one_step import run
-from savings_run import BOTH, CELLS, OFF, ON
+from engines import ENGINES, SHARDED, launch
+from savings_run import ADAPTERS, OFF, ON, ONCE, bases, run
 
 SCRIPT = Path(__file__).with_name("savings_run.py")
+GATHERED = "ds3_gather_for_generation"
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory):
     """What each engine made of each kind of policy."""
-    return launch(SCRIPT, "ddp", tmp_path_factory.mktemp("two"), timeout=280)[0]
+    folder = tmp_path_factory.mktemp("two")
+    bases(folder)
+    return launch(SCRIPT, "ddp", folder, timeout=280)[0]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """One process without savings: its micro-batches of 8 rows are 4 on each of two ranks."""
     folder = tmp_path_factory.mktemp("one")
+    bases(folder)
+    options = {"use_cpu": True, "per_device_train_batch_size": 8} | OFF
     return {
-        adapter: run(cell, folder / adapter, 8, use_cpu=True, **OFF, **BOTH)
-        for adapter, cell in CELLS.items()
+        (name, kind): run(name, folder, folder / kind / name, **options | changes)
+        for name in ADAPTERS
+        for kind, changes in {"at once": {}, "on-policy": ONCE}.items()
     }
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.covers(engine="$engine", saving=[*ON, "num_iterations"], adapter="$adapter")
-@pytest.mark.parametrize("adapter", CELLS)
-@pytest.mark.parametrize("engine", ENGINES)
+def check(one, two, bound):
+    assert two[1] == one[1]  # completions
+    assert (one[0] - two[0]).norm() < bound * one[0].norm()
+
+
+REUSED = "reuse_sampling_logps"
+EVERY = ["training", "reference", "num_iterations", *(set(ON) - {REUSED})]
+# FSDP1 divides no quantized weights, and restores no adapter.
+CELLS = [(e, a) for e in ENGINES for a in ADAPTERS if (e, a) != ("fsdp1", "qlora")]
+RESUMED = [cell for cell in CELLS if cell != ("fsdp1", "lora")]
+
+
+@pytest.mark.covers(engine="$engine", saving=EVERY, adapter="$adapter")
+@pytest.mark.parametrize(("engine", "adapter"), CELLS)
 def test_savings_change_nothing(alone, on_two, engine, adapter):
-    one, two = alone[adapter], on_two[engine, adapter]
-    for name in ("completion_ids", "reward", "step"):
-        assert [r[name] for r in one["train"]] == [r[name] for r in two["train"]], name
-    difference = (one["weights"] - two["weights"]).norm() / one["weights"].norm()
-    assert difference < 2e-6
+    check(alone[adapter, "at once"], on_two[engine, adapter]["at once"], 2e-6)
+
+
+@pytest.mark.covers(engine="$engine", saving=REUSED, adapter="$adapter")
+@pytest.mark.parametrize(("engine", "adapter"), CELLS)
+def test_the_log_probabilities_of_sampling_serve_again(alone, on_two, engine, adapter):
+    check(alone[adapter, "on-policy"], on_two[engine, adapter]["on-policy"], 2e-6)
+
+
+@pytest.mark.covers(engine="$engine", saving="resume", adapter="$adapter")
+@pytest.mark.parametrize(("engine", "adapter"), RESUMED)
+def test_a_run_resumed_within_a_round_ends_the_same(on_two, engine, adapter):
+    found = on_two[engine, adapter]
+    assert torch.equal(found["at once"][0], found["resumed"][0])
+    assert found["at once"][1] == found["resumed"][1]
+
+
+@pytest.mark.covers(
+    engine="$engine", saving=[f"{GATHERED}=true", f"{GATHERED}=false"], adapter="$adapter"
+)
+@pytest.mark.parametrize(("engine", "adapter"), [c for c in CELLS if c[0] in SHARDED])
+def test_one_layer_at_a_time_is_the_same(alone, on_two, engine, adapter):
+    check(alone[adapter, "at once"], on_two[engine, adapter]["layerwise"], 2e-6)
+    check(alone[adapter, "at once"], on_two[engine, adapter]["at once"], 2e-6)
+
+
+@pytest.mark.covers(
+    engine="fsdp1", saving="resume", adapter="lora", refused="peft cannot restore it"
+)
+def test_an_adapter_is_not_restored_under_fsdp1(on_two):
+    message = on_two["fsdp1", "lora"]["resumed"]
+    assert "an adapter cannot be restored under FSDP1" in message and "fsdp2" in message
+
+
+@pytest.mark.covers(
+    engine="fsdp1",
+    saving=[*EVERY, REUSED, "resume", f"{GATHERED}=true", f"{GATHERED}=false"],
+    adapter="qlora",
+    refused="FSDP1 divides floating-point weights only",
+)
+def test_quantized_weights_are_not_divided_by_fsdp1(on_two):
+    for message in on_two["fsdp1", "qlora"].values():
+        assert "4 bits cannot be divided by FSDP1" in message

@@ -69,13 +69,6 @@ def test_a_reference_that_follows_the_policy(alone, on_two, engine):
 
 
 @pytest.mark.distributed
-@pytest.mark.covers(engine="$engine", saving=[*SAVINGS, "reference"], adapter="lora")
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_adapter(alone, on_two, engine):
-    check(alone["lora"], on_two[0][engine, "lora"])
-
-
-@pytest.mark.distributed
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_gradient_of_nan_on_one_rank_changes_no_weight(alone, on_two, engine):
     check(alone["skip"], on_two[0][engine, "skip"])

@@ -69,8 +69,7 @@ def test_the_launcher_is_legal_shell():
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("fails", [False, True], ids=["trains", "one machine fails"])
-def test_two_machines(tmp_path, free_port, fails):
+def test_two_machines(tmp_path, free_port):
     write_inputs(tmp_path)
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -80,7 +79,7 @@ def test_two_machines(tmp_path, free_port, fails):
     config = {
         "model_name_or_path": "tiny-model",
         "dataset_name": "prompts.jsonl",
-        "reward_funcs": ["rewards.absent" if fails else "rewards.exact"],
+        "reward_funcs": ["rewards.exact"],
         "output_dir": "output",
         "num_generations": 4,
         "per_device_train_batch_size": 4,
@@ -104,10 +103,6 @@ def test_two_machines(tmp_path, free_port, fails):
         timeout=240,
     )
     second = Path(tmp_path, "second.log").read_text()
-    if fails:
-        assert done.returncode != 0
-        assert "rewards.absent" in done.stderr
-        return
     assert done.returncode == 0, done.stderr[-2000:] + second[-2000:]
     state = yaml.safe_load((tmp_path / "output" / "completions" / "train.jsonl").open().readline())
     assert state["step"] == 0

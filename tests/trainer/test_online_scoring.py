@@ -32,15 +32,22 @@ def little_garbage():
 
 
 class Calls:
-    """Counts the forwards of a model as a whole, and the tokens in them."""
+    """The tokens of each forward that trains a model, and the rows of each that scores it."""
 
-    def __init__(self, model):
+    def __init__(self, trainer):
         self.training, self.scoring = [], []
-        model.register_forward_pre_hook(self._note, with_kwargs=True)
+        self._model, self._logps = trainer.model, trainer.scorer.logps
+        trainer.scorer.logps = self._score
+        trainer.model.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _score(self, model, batch):
+        if model is self._model:
+            self.scoring.append(len(batch))
+        return self._logps(model, batch)
 
     def _note(self, module, args, kwargs):
-        calls = self.training if torch.is_grad_enabled() else self.scoring
-        calls.append(kwargs["input_ids"].numel())
+        if torch.is_grad_enabled():  # trials and probes have no gradient
+            self.training.append(kwargs["input_ids"].numel())
 
 
 def adam(folder, reward, kind=RLOOTrainer, **changes):
@@ -55,7 +62,7 @@ def adam(folder, reward, kind=RLOOTrainer, **changes):
         "log_memory": False,
     }
     trainer = make_trainer(folder, kind, reward=reward, **(settings | changes))
-    calls = Calls(trainer.model)
+    calls = Calls(trainer)
     trainer.train()
     return trainer, calls
 
@@ -170,7 +177,7 @@ def sampled(folder, kind=RLOOTrainer, **changes):
     with torch.no_grad():
         for parameter in trainer.reference.model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape))
-    return trainer, Calls(trainer.model)
+    return trainer, Calls(trainer)
 
 
 @pytest.mark.parametrize("changes", [{}, {"generation_max_rows": 3}, {"logits_chunk_size": 200}])

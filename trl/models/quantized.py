@@ -13,6 +13,25 @@ def is_quantized(model: nn.Module) -> bool:
     return bool(getattr(model, "is_quantized", False))
 
 
+def check_sharding(model: nn.Module, accelerator: Any) -> None:
+    """Refuse quantized weights that an engine cannot divide.
+
+    Raises:
+        ValueError: under FSDP1, which flattens floating-point weights only, and for 8 bits under
+            FSDP2.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None or not is_quantized(model):
+        return
+    eight = bool(getattr(model, "is_loaded_in_8bit", False))
+    if plugin.fsdp_version == 1 or eight:
+        raise ValueError(
+            f"A base model in {8 if eight else 4} bits cannot be divided by "
+            f"FSDP{plugin.fsdp_version}. Use 4 bits under FSDP2 (--accelerate_config fsdp2), or "
+            "ZeRO-3 (--accelerate_config zero3)."
+        )
+
+
 def keep_trainable(model: nn.Module) -> None:
     """Stop bitsandbytes from converting 4-bit weights for inference when the model evaluates.
 

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from ..generation.base import GenerationBackend, row_seeds
 from ..generation.function_backend import RolloutFunction
 from ..models.loading import context_length, stop_token_ids
+from ..models.quantized import check_sharding
 from ..models.reference import FrozenCopy, ReferencePolicy, make_reference
 from ..models.scorer import Scorer
 from ..models.unwrap import policy_for_inference
@@ -105,6 +106,7 @@ class OnlineTrainer(OnlineScoring):
         )
         # `compute_loss` returns the mean of a micro-batch; the Trainer divides by accumulation.
         self.model_accepts_loss_kwargs = False
+        check_sharding(self.model, self.accelerator)
         self.model.add_model_tags(["trl", self.method.tag])
         self._build_loop()
         self._build_stages(sources, policy.brought_adapter)

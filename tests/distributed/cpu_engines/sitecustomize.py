@@ -35,11 +35,10 @@ def _leave_full_states_where_they_are():
     """Offloading tensors that are on the CPU already would read freed memory."""
     from torch.distributed.fsdp import FullStateDictConfig
 
-    def build(self, offload_to_cpu=False, rank0_only=False):
-        self._use_dtensor = False
-        self.offload_to_cpu, self.rank0_only = False, rank0_only
+    def assign(self, name, value):
+        object.__setattr__(self, name, value and name != "offload_to_cpu")
 
-    FullStateDictConfig.__init__ = build
+    FullStateDictConfig.__setattr__ = assign
 
 
 class _Patch(importlib.abc.MetaPathFinder):
