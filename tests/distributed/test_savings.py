@@ -45,21 +45,21 @@ def check(one, two, bound):
 
 REUSED = "reuse_sampling_logps"
 EVERY = ["training", "reference", "num_iterations", *(set(ON) - {REUSED})]
-# FSDP1 divides no quantized weights, and restores no adapter.
+# FSDP1 divides no quantized weights, and does not restore states of the optimizer.
 CELLS = [(e, a) for e in ENGINES for a in ADAPTERS if (e, a) != ("fsdp1", "qlora")]
-RESUMED = [cell for cell in CELLS if cell != ("fsdp1", "lora")]
+RESUMED = [cell for cell in CELLS if cell[0] != "fsdp1"]
 
 
 @pytest.mark.covers(engine="$engine", saving=EVERY, adapter="$adapter")
 @pytest.mark.parametrize(("engine", "adapter"), CELLS)
 def test_savings_change_nothing(alone, on_two, engine, adapter):
-    check(alone[adapter, "at once"], on_two[engine, adapter]["at once"], 2e-6)
+    check(alone[adapter, "at once"], on_two[engine, adapter]["at once"], 5e-6)
 
 
 @pytest.mark.covers(engine="$engine", saving=REUSED, adapter="$adapter")
 @pytest.mark.parametrize(("engine", "adapter"), CELLS)
 def test_the_log_probabilities_of_sampling_serve_again(alone, on_two, engine, adapter):
-    check(alone[adapter, "on-policy"], on_two[engine, adapter]["on-policy"], 2e-6)
+    check(alone[adapter, "on-policy"], on_two[engine, adapter]["on-policy"], 5e-6)
 
 
 @pytest.mark.covers(engine="$engine", saving="resume", adapter="$adapter")
@@ -75,16 +75,20 @@ def test_a_run_resumed_within_a_round_ends_the_same(on_two, engine, adapter):
 )
 @pytest.mark.parametrize(("engine", "adapter"), [c for c in CELLS if c[0] in SHARDED])
 def test_one_layer_at_a_time_is_the_same(alone, on_two, engine, adapter):
-    check(alone[adapter, "at once"], on_two[engine, adapter]["layerwise"], 2e-6)
-    check(alone[adapter, "at once"], on_two[engine, adapter]["at once"], 2e-6)
+    check(alone[adapter, "at once"], on_two[engine, adapter]["layerwise"], 5e-6)
+    check(alone[adapter, "at once"], on_two[engine, adapter]["at once"], 5e-6)
 
 
 @pytest.mark.covers(
-    engine="fsdp1", saving="resume", adapter="lora", refused="peft cannot restore it"
+    engine="fsdp1",
+    saving="resume",
+    adapter=["none", "lora"],
+    refused="FSDP1 does not restore the states of the optimizer as they were",
 )
-def test_an_adapter_is_not_restored_under_fsdp1(on_two):
-    message = on_two["fsdp1", "lora"]["resumed"]
-    assert "an adapter cannot be restored under FSDP1" in message and "fsdp2" in message
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_nothing_is_resumed_under_fsdp1(on_two, adapter):
+    message = on_two["fsdp1", adapter]["resumed"]
+    assert "cannot be resumed exactly" in message and "fsdp2" in message
 
 
 @pytest.mark.covers(

@@ -41,21 +41,6 @@ def storing_adapters_only(model: nn.Module) -> Iterator[None]:
         del vars(model)["save_pretrained"]
 
 
-def check_engine(model: nn.Module, accelerator: Any) -> None:
-    """Refuse to restore an adapter where peft cannot load one.
-
-    Raises:
-        ValueError: under FSDP1, where peft would read one wrapped module without the others.
-    """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.fsdp_version == 1 and is_peft_model(model):
-        raise ValueError(
-            "resume_from_checkpoint: an adapter cannot be restored under FSDP1. Train it under "
-            "FSDP2 (--accelerate_config fsdp2), or load the adapter's folder as "
-            "model_name_or_path to go on from its weights."
-        )
-
-
 def check_adapters(model: nn.Module, folder: str | Path) -> None:
     """Refuse a checkpoint whose adapters are not exactly those of the model.
 

@@ -131,6 +131,11 @@ class Scorer:
         """Let ranks decide together about what `batch` needs; see `Sharing.agree`."""
         self.sharing.agree(model, batch, self.heads.find(model), largest)
 
+    @property
+    def has_agreed(self) -> bool:
+        """Whether ranks have decided together before."""
+        return self.sharing.has_agreed
+
     def forget(self) -> None:
         """Let go of forwards whose backward pass failed: they hold what they kept, and it them."""
         for reference in self._kept:

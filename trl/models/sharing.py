@@ -83,7 +83,7 @@ class Sharing:
         self._pad_id = pad_id
         self._device = device
         self._checked_length = 0
-        self._agreed = False  # whether ranks decide together
+        self.has_agreed = False  # whether ranks decide together
         self._said: set[str] = set()
 
     def allows(self, model: nn.Module, batch: Rollout, head: OutputHead | None) -> bool:
@@ -96,7 +96,7 @@ class Sharing:
             return False
         longest = longest_row(batch)
         reason = self._objection(model, longest, head)
-        if self._agreed or is_sharded(model):
+        if self.has_agreed or is_sharded(model):
             return reason is None and longest <= 2 * self._checked_length
         if reason is None and head is not None and longest > 2 * self._checked_length:
             reason = self._judge(self._check(model, batch, head))
@@ -121,7 +121,7 @@ class Sharing:
             batch (`Rollout`): rows of this rank.
             largest: the largest of the values that the ranks give it.
         """
-        self._agreed = True
+        self.has_agreed = True
         if not self.enabled:
             return
         longest = int(largest(longest_row(batch)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 import torch
@@ -43,6 +44,13 @@ class Buffer:
         if self.is_stale(step):
             raise RuntimeError(f"The buffer does not hold the round of micro-step {step}.")
         return self._chunks[step % self._slices]
+
+    def longest(self) -> Rollout:
+        """Return the slice with the longest row."""
+        return max(
+            self._chunks,
+            key=lambda c: max(map(len, map(operator.add, c.prompt_ids, c.completion_ids))),
+        )
 
     def clear(self) -> None:
         """Hold nothing."""

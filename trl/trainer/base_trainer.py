@@ -16,10 +16,10 @@ from safetensors import SafetensorError
 from transformers import Trainer
 
 from ..distributed import Ranks
-from ..models.adapter_checkpoint import check_adapters, check_engine, storing_adapters_only
+from ..models.adapter_checkpoint import check_adapters, storing_adapters_only
 from .checkpoint import UNFINISHED, checkpoints_in, publish, rotate, seal
 from .model_card import Method, render_model_card
-from .resuming import choose_checkpoint
+from .resuming import check_engine, choose_checkpoint
 from .run_settings import describe_dataset, describe_model, describe_options
 
 
@@ -55,11 +55,11 @@ class BaseTrainer(Trainer):
 
         Raises:
             ValueError: if there is no checkpoint, the named one is damaged, or the settings are
-                not those of the run that wrote it and `resume_with_changes` is not set; and for an
-                adapter under FSDP1.
+                not those of the run that wrote it and `resume_with_changes` is not set; and under
+                FSDP1.
         """
         if wanted:
-            check_engine(self.model, self.accelerator)
+            check_engine(self.accelerator)
         if self._chosen is not None and str(wanted) == self._chosen:
             return self._chosen
         ranks = Ranks(self.accelerator)

@@ -200,6 +200,9 @@ class OnlineTrainer(OnlineScoring):
             return self.collect(rows)
         if self.buffer.is_stale(self._step):
             self.buffer.fill(self._step, self.collect(rows))
+        elif self.ranks.count > 1 and not self.scorer.has_agreed:
+            # The round comes from a checkpoint: this process has scored nothing yet.
+            self.agree_on(self.buffer.longest())
         return self.buffer.at(self._step)
 
     @torch.no_grad()

@@ -38,6 +38,21 @@ def choose_checkpoint(
     return str(found), None
 
 
+def check_engine(accelerator: Any) -> None:
+    """Refuse an engine that does not restore what was saved.
+
+    Raises:
+        ValueError: under FSDP1, where states of the optimizer came back changed.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 1:
+        raise ValueError(
+            "resume_from_checkpoint: a run under FSDP1 cannot be resumed exactly. Train under "
+            "FSDP2 (--accelerate_config fsdp2), or begin a new run with the checkpoint as "
+            "model_name_or_path."
+        )
+
+
 def _newest_intact(folder: str) -> Path:
     problems: list[str] = []
     for checkpoint in checkpoints_in(folder):
