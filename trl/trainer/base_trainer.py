@@ -55,11 +55,11 @@ class BaseTrainer(Trainer):
 
         Raises:
             ValueError: if there is no checkpoint, the named one is damaged, or the settings are
-                not those of the run that wrote it and `resume_with_changes` is not set; and under
-                FSDP1.
+                not those of the run that wrote it and `resume_with_changes` is not set; and for an
+                adapter under FSDP1.
         """
         if wanted:
-            check_engine(self.accelerator)
+            check_engine(self.model, self.accelerator)
         if self._chosen is not None and str(wanted) == self._chosen:
             return self._chosen
         ranks = Ranks(self.accelerator)

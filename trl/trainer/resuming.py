@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ..models.reference import is_peft_model
 from .checkpoint import checkpoints_in, facts_of, find_fault, settle
 from .run_settings import differences
 
@@ -38,16 +39,16 @@ def choose_checkpoint(
     return str(found), None
 
 
-def check_engine(accelerator: Any) -> None:
-    """Refuse an engine that does not restore what was saved.
+def check_engine(model: Any, accelerator: Any) -> None:
+    """Refuse an adapter where peft cannot load one.
 
     Raises:
-        ValueError: under FSDP1, where states of the optimizer came back changed.
+        ValueError: under FSDP1, where peft would read one wrapped module without the others.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.fsdp_version == 1:
+    if plugin is not None and plugin.fsdp_version == 1 and is_peft_model(model):
         raise ValueError(
-            "resume_from_checkpoint: a run under FSDP1 cannot be resumed exactly. Train under "
+            "resume_from_checkpoint: an adapter cannot be restored under FSDP1. Train it under "
             "FSDP2 (--accelerate_config fsdp2), or begin a new run with the checkpoint as "
             "model_name_or_path."
         )

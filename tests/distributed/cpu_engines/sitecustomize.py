@@ -33,12 +33,12 @@ def _choose_backend(self, cpu=False, sagemaker_dp=False, backend=None):
 
 def _leave_full_states_where_they_are():
     """Offloading tensors that are on the CPU already would read freed memory."""
-    from torch.distributed.fsdp import FullStateDictConfig
+    from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 
     def assign(self, name, value):
         object.__setattr__(self, name, value and name != "offload_to_cpu")
 
-    FullStateDictConfig.__setattr__ = assign
+    FullStateDictConfig.__setattr__ = FullOptimStateDictConfig.__setattr__ = assign
 
 
 class _Patch(importlib.abc.MetaPathFinder):
