@@ -14,6 +14,8 @@ ROWS = [[20, 21, 22, 1], [23, 24, 1]]
 
 @pytest.fixture
 def process_group(tmp_path):
+    if torch.distributed.is_initialized():  # by a test before, in the same process
+        torch.distributed.destroy_process_group()
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
     )

@@ -157,7 +157,7 @@ def test_configurations_hold_options_of_the_right_types(path, tmp_path):
     script, training, *_ = rloo.make_parser().parse_args_and_config(words)
     assert script.dataset_name == config["dataset_name"]
     assert training.learning_rate == config["learning_rate"]
-    assert training.max_steps == config["max_steps"]
+    assert training.max_steps == config.get("max_steps", -1)
 
 
 def test_configurations_fit_their_tasks():
