@@ -15,3 +15,16 @@ def small_rollout(rows: list[int]) -> Rollout:
         num_loss_tokens=torch.tensor(2 * len(rows)),
         num_loss_rows=torch.tensor(len(rows)),
     )
+
+
+def rollout_of(rows: list[tuple[list[int], list[int]]]) -> Rollout:
+    """Rows of prompt and completion ids, all of whose tokens are trained on."""
+    lengths = torch.tensor([len(ids) for _, ids in rows])
+    return Rollout(
+        prompt_ids=[prompt for prompt, _ in rows],
+        completion_ids=[ids for _, ids in rows],
+        row_ids=list(range(len(rows))),
+        loss_mask=torch.arange(int(lengths.max())) < lengths[:, None],
+        num_loss_tokens=lengths.sum(),
+        num_loss_rows=torch.tensor(len(rows)),
+    )

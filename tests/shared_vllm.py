@@ -24,8 +24,10 @@ def policy_model(seed: int = 0, **changes):
 
 def fresh_engine(model, **changes) -> VLLMEngine:
     """An engine of its own, for a model of another shape."""
-    settings = {"context": 128, "rows": 64, "dtype": torch.float32, "cache_bytes": 16 * 2**20}
-    chosen = EngineSettings(**(settings | {"reads_text": True} | changes))
+    settings = {"context": 128, "rows": 64, "batched": 4096, "dtype": torch.float32}
+    chosen = EngineSettings(
+        **(settings | {"cache_bytes": 16 * 2**20, "reads_text": True} | changes)
+    )
     return start_engine(model, tiny_tokenizer(), chosen)
 
 

@@ -1,6 +1,5 @@
 """The collectives of a training step."""
 
-import os
 import socket
 from types import SimpleNamespace
 
@@ -9,6 +8,7 @@ import torch
 import torch.multiprocessing as mp
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from joined import join_two
 
 from trl.distributed import RankError, Ranks
 
@@ -77,11 +77,7 @@ def failure(ranks, rank):
 
 def work(rank: int, port: int, folder: str) -> None:
     """One of two processes; writes what its collectives returned."""
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    ranks = Ranks(Accelerator(cpu=True))
+    ranks = join_two(rank, port)
     mine = torch.tensor([[1.5, 2.0], [3.0, float("nan")]]) + 10 * rank
     gathered = ranks.gather(mine)
     found = {

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
 from torch import Tensor
+from transformers.integrations import deepspeed
 
 PATIENCE = 5.0  # seconds in which a launcher meets the rank that failed before those it took along
 
@@ -149,6 +150,23 @@ class Ranks:
             raise
         finally:
             self._is_watched = False
+
+
+def fsdp_version(accelerator: Accelerator) -> int | None:
+    """1 or 2; None without FSDP."""
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    return None if plugin is None else int(plugin.fsdp_version)
+
+
+@contextmanager
+def undivided_models() -> Iterator[None]:
+    """Models that are built inside are whole, though ZeRO-3 would divide those of training."""
+    known = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = known
 
 
 def _words(error: BaseException) -> str:

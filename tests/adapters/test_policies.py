@@ -10,9 +10,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from kinds import GROUP, KINDS, PROMPTS, dense, independent, same, trained, trainer_of
 from online import completion_logps, rows_of
+from rollouts import rollout_of
 
 from trl.trainer import policy
-from trl.types import Prompts, Rollout
+from trl.types import Prompts
 
 MOVED = ["lora", "dora", "target_parameters", "modules_to_save", "head", "4-bit", "8-bit"]
 NOISE = {"8-bit": 0.1}  # nats: bitsandbytes rounds the activations of each layer to 8 bits
@@ -21,16 +22,7 @@ STEPS = {"beta": 0.5, "max_steps": 2, "learning_rate": 0.1}
 
 def probe(rows=None):
     """Rows to score; by default those of the script."""
-    rows = rows_of(PROMPTS, GROUP) if rows is None else rows
-    lengths = torch.tensor([len(ids) for _, ids in rows])
-    return Rollout(
-        prompt_ids=[prompt for prompt, _ in rows],
-        completion_ids=[ids for _, ids in rows],
-        row_ids=list(range(len(rows))),
-        loss_mask=torch.arange(int(lengths.max())) < lengths[:, None],
-        num_loss_tokens=lengths.sum(),
-        num_loss_rows=torch.tensor(len(rows)),
-    )
+    return rollout_of(rows_of(PROMPTS, GROUP) if rows is None else rows)
 
 
 def reference_logps(trainer):

@@ -10,9 +10,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "adapters"))
 
 from kinds import KINDS, dataset, trainer_of
 from online import rows_of
+from rollouts import rollout_of
 
 from trl.models.shards import gathered
-from trl.types import Rollout
 
 PROMPTS = ["ab", "cdefghijk", "lmn", "opqrstu"]
 RATE = 10.0  # large, so that the gradient can be read from how far weights move
@@ -38,18 +38,8 @@ def whole(trainer):
 
 
 def reference_logps(trainer):
-    rows = rows_of(PROMPTS, 1)
-    lengths = torch.tensor([len(ids) for _, ids in rows])
-    batch = Rollout(
-        prompt_ids=[prompt for prompt, _ in rows],
-        completion_ids=[ids for _, ids in rows],
-        row_ids=list(range(len(rows))),
-        loss_mask=torch.arange(int(lengths.max())) < lengths[:, None],
-        num_loss_tokens=lengths.sum(),
-        num_loss_rows=torch.tensor(len(rows)),
-    )
     with trainer.reference.active(trainer.model) as reference:
-        return trainer.scorer.logps(reference, batch)
+        return trainer.scorer.logps(reference, rollout_of(rows_of(PROMPTS, 1)))
 
 
 class Start:

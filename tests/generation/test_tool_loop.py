@@ -1,11 +1,10 @@
-import os
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.multiprocessing as mp
-from accelerate import Accelerator
+from joined import join_two
 from tiny import tiny_model, tiny_tokenizer
 from tool_chat import END, STOPS, add, call, fail, ids, spell, tool_tokenizer, user
 
@@ -213,11 +212,7 @@ def engine_seeds(found, seed) -> Sampling:
 
 def work(rank: int, port: int, folder: str) -> None:
     """One of two processes: on rank 0 tools are called, and fail; on rank 1 there is no call."""
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    ranks = Ranks(Accelerator(cpu=True))
+    ranks = join_two(rank, port)
     script = says(ASK, call("fail", '{"why": "no"}'), "ok") if rank == 0 else says("ok")
     engine = ScriptedBackend(script)
     backend = loop(Together(engine, ranks), ranks=ranks)

@@ -74,6 +74,23 @@ def test_every_stop_id_ends_a_completion():
         assert found.finish[row] == ("stop" if ends else "length")
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_model_does_not_choose_what_ends_a_completion(shared):
+    """Its own end-of-sequence token counts only if it is among the stop ids."""
+    model = tiny_model()
+    engine = TransformersBackend(
+        lambda: nullcontext(model.eval()),
+        pad_id=0,
+        device=torch.device("cpu"),
+        shared_prefix=shared,
+    )
+    wanted = engine.generate(PROMPTS, sampling(stop_ids=()), 2)
+    model.generation_config.eos_token_id = wanted.completion_ids[0][2]
+    found = engine.generate(PROMPTS, sampling(stop_ids=()), 2)
+    assert found.completion_ids == wanted.completion_ids
+    assert found.finish == ["length"] * 4
+
+
 def test_pad_equal_to_eos_changes_nothing():
     model = tiny_model()
     usual = backend(model).generate(PROMPTS, sampling(), 2)

@@ -62,7 +62,7 @@ def test_sleep_mode_needs_a_platform_that_has_it(installed):
 
 
 def arguments(on_cpu=False, **changes):
-    settings = {"context": 64, "rows": 8, "dtype": torch.bfloat16}
+    settings = {"context": 64, "rows": 8, "batched": 512, "dtype": torch.bfloat16}
     return EngineSettings(**(settings | changes)).arguments(on_cpu)
 
 

@@ -57,11 +57,11 @@ def test_options_of_accelerate(options, expected):
 def test_the_file_of_deepspeed_wins(tmp_path):
     path = tmp_path / "ds.json"
     own = {"stage": 3, "reduce_bucket_size": 1e6, "stage3_max_live_parameters": 2e6}
-    own |= {"stage3_prefetch_bucket_size": "auto", "offload_optimizer": {"device": "nvme"}}
+    own |= {"sub_group_size": "auto", "offload_optimizer": {"device": "nvme"}}
     path.write_text(json.dumps({"zero_optimization": own}))
     found = read_sharding(ZERO | {"zero_stage": 2, "deepspeed_config_file": str(path)}, 4)
     assert (found.stage, found.bucket, found.live) == (3, 1_000_000, 2_000_000)
-    assert found.prefetch == Sharding.prefetch
+    assert found.sub_group == Sharding.sub_group
     assert found.offloads_optimizer
     own |= {"stage": 2, "overlap_comm": True}
     path.write_text(json.dumps({"zero_optimization": own}))

@@ -2,7 +2,6 @@ import asyncio
 import copy
 import functools
 import math
-import os
 import threading
 import time
 import warnings
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from accelerate import Accelerator
+from joined import join_two
 from tiny import tiny_model, tiny_tokenizer
 from transformers import LlamaForSequenceClassification
 
@@ -495,17 +495,13 @@ def test_the_trial_warns_of_nan(values):
 
 def work(rank: int, port: int, folder: str) -> None:
     """One of two processes: a round of rewards, then one in which rank 1 fails."""
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
 
     def judge(prompts, **kwargs):
         if rank == 1 and prompts[0] == "bad":
             raise KeyError("lost")
         return [rank + 0.5, None]
 
-    ranks = Ranks(Accelerator(cpu=True))
+    ranks = join_two(rank, port)
     rewards = RewardSuite(resolve_rewards(judge), [2.0], None, ranks)
     warnings.simplefilter("ignore")
     table, _ = rewards(inputs(), 2, print)

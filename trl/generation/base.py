@@ -40,6 +40,12 @@ def kept_awake(backend: GenerationBackend) -> AbstractContextManager[None]:
     return awake()
 
 
+def context_of(backend: GenerationBackend) -> int | None:
+    """Most tokens that an engine sees of a prompt with its completion; None: as the policy."""
+    context: int | None = getattr(backend, "context", None)
+    return context
+
+
 def row_seeds(key: Sequence[object], first_row: int, count: int) -> tuple[int, ...]:
     """Derive one 63-bit seed for each row from what identifies the round.
 

@@ -38,6 +38,7 @@ REFUSED = (
     "stop_strings",
     "return_dict_in_generate",
 )
+NO_TOKEN = -1
 
 
 def merge_extra(sampling: Sampling) -> tuple[Sampling, dict[str, Any]]:
@@ -180,7 +181,7 @@ class TransformersBackend:
             max_new_tokens=sampling.max_tokens,
             do_sample=False,
             pad_token_id=self._pad_id,
-            eos_token_id=list(sampling.stop_ids) or None,
+            eos_token_id=list(sampling.stop_ids) or [NO_TOKEN],  # None: those of the model
             repetition_penalty=sampling.repetition_penalty,
             cache_implementation=self._cache_implementation,
             use_cache=True,

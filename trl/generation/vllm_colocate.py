@@ -90,6 +90,11 @@ class VLLMColocateBackend:
         self._depth = 0
         engine.sleep()
 
+    @property
+    def context(self) -> int:
+        """Most tokens that the engine sees of a prompt with its completion."""
+        return self._engine.context
+
     def sync_weights(self, step: int) -> None:
         """Note which weights are to generate next; they are loaded once the engine is awake."""
         self._wanted = step

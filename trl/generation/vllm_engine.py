@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import re
-import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
@@ -15,17 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations import deepspeed
 from transformers.utils import logging
 
+from ..distributed import undivided_models
 from ..imports import require
+from ..random_numbers import random_numbers_kept
 from ..types import Sampling
 from .vllm_sampling import Request, parameters
 
 logger = logging.get_logger(__name__)
 
 OLDEST, NEWEST = "0.26", "0.33"  # releases this module is written for
-BATCHED_TOKENS = 4096  # that one step of the engine computes
 CPU_BLOCK = 32  # tokens; vLLM's default of 128 would share few prompts
 PARTS = ("weights", "kv_cache")
 _warned: set[str] = set()
@@ -70,6 +68,7 @@ class EngineSettings:
     Args:
         context (`int`): most tokens of a prompt with its completion.
         rows (`int`): completions that decode together.
+        batched (`int`): tokens that one step computes.
         dtype (`torch.dtype`): of weights, activations and cache.
         cache_bytes (`int`, *optional*): for keys and values. None: what `memory_share` leaves.
         memory_share (`float`, *optional*): part of the device that the engine may fill.
@@ -85,6 +84,7 @@ class EngineSettings:
 
     context: int
     rows: int
+    batched: int
     dtype: torch.dtype
     cache_bytes: int | None = None
     memory_share: float | None = None
@@ -110,7 +110,7 @@ class EngineSettings:
             "dtype": str(self.dtype).removeprefix("torch."),
             "max_model_len": self.context,
             "max_num_seqs": self.rows,
-            "max_num_batched_tokens": max(BATCHED_TOKENS, self.rows),
+            "max_num_batched_tokens": max(self.batched, self.rows),
             "tensor_parallel_size": self.tensor_parallel,
             "distributed_executor_backend": "external_launcher" if self.ranks > 1 else "uni",
             "seed": self.rank // self.tensor_parallel,
@@ -296,17 +296,6 @@ def _uncompiled(on_cpu: bool) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def undivided_models() -> Iterator[None]:
-    """Models that are built inside are whole, though DeepSpeed would divide those of training."""
-    known = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = known
-
-
-@contextmanager
 def unchanged_process() -> Iterator[None]:
     """Give back what vLLM changes for the whole process.
 
@@ -316,16 +305,10 @@ def unchanged_process() -> Iterator[None]:
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     precision = torch.get_float32_matmul_precision()
     environment = dict(os.environ)
-    numpy = sys.modules.get("numpy")
-    streams = random.getstate(), None if numpy is None else numpy.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
+    with random_numbers_kept():
         try:
             yield
         finally:
-            random.setstate(streams[0])
-            if numpy is not None:
-                numpy.random.set_state(streams[1])
             torch.set_num_threads = set_threads
             set_threads(threads)
             torch.set_float32_matmul_precision(precision)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from ..distributed import undivided_models
 from ..imports import require
 
 
@@ -62,7 +63,7 @@ def model_size(
         peft_config (`peft.PeftConfig`, *optional*): adapter to train instead of all weights.
         trust_remote_code (`bool`): whether code shipped with the model may run.
     """
-    with torch.device("meta"), warnings.catch_warnings():
+    with torch.device("meta"), undivided_models(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of peft, about names of transformers
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=trust_remote_code

@@ -11,6 +11,8 @@ from typing import TypeVar
 import torch
 from transformers.utils import logging
 
+from ..random_numbers import RandomState
+
 logger = logging.get_logger(__name__)
 
 T = TypeVar("T")
@@ -181,20 +183,6 @@ class Piece:
             f"Out of memory in {self.phase} with one row (number {row}) alone{least}. What may "
             f"help: {self._advice}. The allocator said: {error}"
         )
-
-
-class RandomState:
-    """The state of torch's random numbers at a point."""
-
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-    def restore(self) -> None:
-        """Go back to that point."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
 
 
 def _free() -> None:

@@ -31,7 +31,6 @@ NUMBERS |= {"5": "hybrid_shard_zero2"}
 ENTRIES = {
     "reduce_bucket_size": "bucket",
     "stage3_max_live_parameters": "live",
-    "stage3_prefetch_bucket_size": "prefetch",
     "sub_group_size": "sub_group",
 }
 
@@ -51,7 +50,6 @@ class Sharding:
         bucket (`int`): entries of the buffer in which gradients are reduced.
         double (`bool`): whether there are two of them.
         live (`int`): entries of weights that ZeRO-3 keeps gathered.
-        prefetch (`int`): entries that it gathers ahead.
         sub_group (`int`): entries that it updates at a time.
     """
 
@@ -65,7 +63,6 @@ class Sharding:
     bucket: int = 500_000_000
     double: bool = False
     live: int = 1_000_000_000
-    prefetch: int = 50_000_000
     sub_group: int = 1_000_000_000
 
     def replace(self, **changes: Any) -> Sharding:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..imports import is_available, require
+from .quantized import is_quantized
 from .reference import is_peft_model
 
 
@@ -60,7 +61,7 @@ def continue_adapter(model: nn.Module, checkpointing: bool) -> None:
 
 def prepare_base(model: PreTrainedModel) -> PreTrainedModel:
     """Freeze a quantized base model and widen what is not quantized, as peft advises."""
-    if not getattr(model, "is_quantized", False):
+    if not is_quantized(model):
         return model
     prepare = require("peft", "peft_config").prepare_model_for_kbit_training
     return prepare(model, use_gradient_checkpointing=False)

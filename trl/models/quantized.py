@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..distributed import fsdp_version
+
 
 def is_quantized(model: nn.Module) -> bool:
     """Whether a transformers model, or the one below an adapter, holds quantized weights."""
@@ -20,14 +22,14 @@ def check_sharding(model: nn.Module, accelerator: Any) -> None:
         ValueError: under FSDP1, which flattens floating-point weights only, and for 8 bits under
             FSDP2.
     """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is None or not is_quantized(model):
+    version = fsdp_version(accelerator)
+    if version is None or not is_quantized(model):
         return
     eight = bool(getattr(model, "is_loaded_in_8bit", False))
-    if plugin.fsdp_version == 1 or eight:
+    if version == 1 or eight:
         raise ValueError(
             f"A base model in {8 if eight else 4} bits cannot be divided by "
-            f"FSDP{plugin.fsdp_version}. Use 4 bits under FSDP2 (--accelerate_config fsdp2), or "
+            f"FSDP{version}. Use 4 bits under FSDP2 (--accelerate_config fsdp2), or "
             "ZeRO-3 (--accelerate_config zero3)."
         )
 

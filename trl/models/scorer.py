@@ -23,7 +23,7 @@ from .parts import (
     run_inside,
 )
 from .passes import run_passes, wants_passes
-from .shards import is_sharded, release
+from .shards import release
 from .shared_attention import Layers
 from .sharing import Sharing
 
@@ -85,12 +85,15 @@ class Scorer:
 
         def work(forward: Forward, inputs: dict[str, Any]) -> tuple[Tensor | None, ...]:
             run = self._decoder(model, forward, head)
-            capture, output = self._hidden(model, layout, run, inputs)
+            # In passes, ranks would gather weights at different times.
+            in_passes = layout.is_packed and not head.sharded and wants_passes(model, layout)
+            hidden_of = self._in_passes if in_passes else self._at_once
+            capture, output = hidden_of(model, layout, run, inputs)
             width = layout.inputs["input_ids"].shape[1]
             hidden = torch.as_tensor(capture.hidden)[:, -width:]  # without virtual tokens
             hidden = hidden.flatten(0, 1)[layout.sources]
             found = head.log_probs(hidden, layout.targets, capture.autocast, with_entropy)
-            return *found, output.aux_loss if self.router_logits else None
+            return *found, getattr(output, "aux_loss", None) if self.router_logits else None
 
         # What hooks of wrappers must see of the graph is what comes out here.
         logps, entropies, aux_loss = run_inside(model, self._inputs(layout), work)
@@ -106,16 +109,19 @@ class Scorer:
         none = torch.empty(0, dtype=torch.long, device=self.device) if head.is_plain else 1
         return partial(forward, logits_to_keep=none)
 
-    def _hidden(
+    def _in_passes(
+        self, model: nn.Module, layout: Layout, run: Forward, inputs: dict[str, Any]
+    ) -> tuple[Capture, None]:
+        """Last hidden states in several passes; see `run_passes`."""
+        kept = Layers()
+        self._kept = [known for known in self._kept if known() is not None]
+        self._kept.append(weakref.ref(kept))
+        return run_passes(model, layout, partial(run, use_cache=False), kept), None
+
+    def _at_once(
         self, model: nn.Module, layout: Layout, run: Forward, inputs: dict[str, Any]
     ) -> tuple[Capture, Any]:
-        """Run the model for its last hidden states, not for logits; also return its output."""
-        # In passes, ranks would gather weights at different times.
-        if layout.is_packed and not is_sharded(model) and wants_passes(model, layout):
-            kept = Layers()
-            self._kept = [known for known in self._kept if known() is not None]
-            self._kept.append(weakref.ref(kept))
-            return run_passes(model, layout, partial(run, use_cache=False), kept), None
+        """Last hidden states of one forward, and its output."""
         given = {name: value for name, value in inputs.items() if value is not None}
         with capture_hidden(model) as capture:
             output = run(**given)

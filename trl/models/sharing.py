@@ -96,7 +96,7 @@ class Sharing:
             return False
         longest = longest_row(batch)
         reason = self._objection(model, longest, head)
-        if self.has_agreed or is_sharded(model):
+        if self.has_agreed or (head is not None and head.sharded):
             return reason is None and longest <= 2 * self._checked_length
         if reason is None and head is not None and longest > 2 * self._checked_length:
             reason = self._judge(self._check(model, batch, head))

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..data.formats import is_conversational
 from ..data.tool_template import ToolTurns
-from ..generation.base import GenerationBackend
+from ..generation.base import GenerationBackend, context_of
 from ..generation.function_backend import FunctionBackend, RolloutFunction
 from ..generation.tool_calls import CallParser
 from ..generation.tool_loop import ToolLimits, ToolLoop
@@ -74,8 +74,8 @@ class Agents:
         args, tokenizer = trainer.args, trainer.processing_class
         options: Any = args.chat_template_kwargs
         turns = ToolTurns(tokenizer, trainer.sampling.stop_ids, self.template_kwargs(args))
-        known = (args.vllm_max_model_length if args.use_vllm else None,)
-        bounds = [n for n in (*known, context_length(trainer.model)) if n is not None]
+        contexts = (context_of(engine), context_length(trainer.model))
+        bounds = [context for context in contexts if context is not None]
         return ToolLoop(
             engine,
             self.tools,

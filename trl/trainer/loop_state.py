@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset as TorchIterableDataset
 from transformers.utils import logging
 
 from ..distributed import Ranks
-from ..memory.recovery import RandomState
 from ..models.reference import AdapterOff, ReferencePolicy
 from ..online.buffer import Buffer
 from ..online.metrics import MetricStore
@@ -141,15 +136,3 @@ class StatefulLoop(BaseTrainer):
 
 def _read(path: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=True)
-
-
-@contextmanager
-def random_numbers_kept() -> Iterator[None]:
-    """Give the numbers that follow as if those drawn inside had not been drawn."""
-    python, numpy, tensors = random.getstate(), np.random.get_state(), RandomState()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        tensors.restore()

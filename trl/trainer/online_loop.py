@@ -27,9 +27,10 @@ from ..online.completions import (
 from ..online.guard import FiniteGuard, NonFiniteError
 from ..online.metrics import MetricStore
 from ..online.statistics import record_lengths, record_rewards, record_tools
+from ..random_numbers import random_numbers_kept
 from ..types import Generations, Prompts, RewardTable
 from .batch_math import check_eval_groups
-from .loop_state import StatefulLoop, random_numbers_kept
+from .loop_state import StatefulLoop
 from .phases import Phases
 from .trackers import log_table
 

@@ -59,8 +59,7 @@ class OnlineScoring(OnlineLoop):
         Returns:
             The batch, and whether all of them are finite on every rank.
         """
-        if self.ranks.count > 1:
-            self.agree_on(batch)
+        self.agree_on(batch)
         policy_is_scored = self.needs_old_logps
         if policy_is_scored:
             batch = batch.replace(old_logps=self._policy_logps(batch))
@@ -82,7 +81,8 @@ class OnlineScoring(OnlineLoop):
     @torch.no_grad()
     def agree_on(self, batch: Rollout) -> None:
         """Let all ranks decide together in which layout rows up to this length are scored."""
-        self.scorer.agree(self.model, batch, self.ranks.largest)
+        if self.ranks.count > 1:
+            self.scorer.agree(self.model, batch, self.ranks.largest)
 
     def _policy_logps(self, batch: Rollout) -> Tensor:
         """Those computed while generating, where only the KL penalty reads them; else a pass.

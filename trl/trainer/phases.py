@@ -11,8 +11,9 @@ from torch import Tensor
 from ..distributed import Ranks
 from ..memory.fragmentation import release_cached_blocks
 from ..memory.meter import PhaseMeter
-from ..memory.recovery import Piece, RandomState
+from ..memory.recovery import Piece
 from ..online.metrics import MetricStore
+from ..random_numbers import RandomState
 from ..types import Rollout
 from .online_config import OnlineConfig
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ..distributed import fsdp_version
 from ..models.reference import is_peft_model
 from .checkpoint import checkpoints_in, facts_of, find_fault, settle
 from .run_settings import differences
@@ -45,8 +46,7 @@ def check_engine(model: Any, accelerator: Any) -> None:
     Raises:
         ValueError: under FSDP1, where peft would read one wrapped module without the others.
     """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.fsdp_version == 1 and is_peft_model(model):
+    if fsdp_version(accelerator) == 1 and is_peft_model(model):
         raise ValueError(
             "resume_from_checkpoint: an adapter cannot be restored under FSDP1. Train it under "
             "FSDP2 (--accelerate_config fsdp2), or begin a new run with the checkpoint as "

@@ -19,10 +19,9 @@ from ..generation.vllm_engine import (
     check_platform,
     sampling_fields,
     start_engine,
-    undivided_models,
 )
 from ..generation.vllm_sampling import merge_options, needs_text
-from ..memory.engine import EngineMemory, EngineNeeds, engine_memory
+from ..memory.engine import BATCHED_TOKENS, EngineMemory, EngineNeeds, engine_memory
 from ..memory.model_size import model_size
 from ..memory.plan import Plan
 from ..memory.settings import RunSettings
@@ -165,8 +164,7 @@ def policy_of(trainer: Any) -> Policy:
             num_loss_tokens=mask.sum(),
             num_loss_rows=mask.any(1).sum(),
         )
-        if trainer.ranks.count > 1:
-            trainer.scorer.agree(trainer.model, batch, trainer.ranks.largest)
+        trainer.agree_on(batch)
         with trainer.accelerator.autocast():
             return trainer.scorer.logps(trainer.model, batch)[0].tolist()
 
@@ -201,6 +199,7 @@ def engine_settings(trainer: Any, causal: nn.Module) -> EngineSettings:
     return EngineSettings(
         context=context,
         rows=rows_of(args),
+        batched=BATCHED_TOKENS,
         dtype=dtype,
         cache_bytes=cache,
         memory_share=share,
@@ -255,8 +254,7 @@ class Sizing:
     def memory(self, device: torch.device) -> EngineMemory:
         """What the engine is given; see `engine_memory`."""
         args = self.args
-        with undivided_models():
-            size = model_size(self.causal.config, None, args.trust_remote_code)
+        size = model_size(self.causal.config, None, args.trust_remote_code)
         plan = Plan(size, self.run(device), device_bytes(device))
         shares = args.vllm_tensor_parallel_size
         entry = self.dtype.itemsize

@@ -1,0 +1,27 @@
+"""What is drawn inside leaves no trace outside."""
+
+import random
+
+import numpy as np
+import torch
+
+from trl.random_numbers import random_numbers_kept
+
+
+def draw():
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_all_streams_go_on_as_if_nothing_was_drawn():
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    expected = [draw(), draw()]
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    found = [draw()]
+    with random_numbers_kept():
+        assert draw() == expected[1]
+    found.append(draw())
+    assert found == expected
