@@ -13,10 +13,13 @@ BENCHES := bench-memory bench-report bench-step bench-head bench-options bench-p
 $(BENCHES): $(VENV)/.dev
 	$(PY) scripts/bench/$(@:bench-%=%).py $(ARGS)
 
+bench-siblings: $(VENV)/.smollm2  ## what completions of a prompt have in common
+	$(PY) scripts/bench/siblings.py $(ARGS)
+
 engine-table: $(VENV)/.dev  ## which saving works on which engine, from the tests
 	$(PY) scripts/engine_table.py $(ARGS)
 
 big-plans: $(VENV)/.dev  ## memory and time of runs on 8 and 64 GPUs, predicted
 	$(PY) scripts/big_plans.py $(ARGS)
 
-.PHONY: invariance engine-table big-plans $(BENCHES)
+.PHONY: invariance bench-siblings engine-table big-plans $(BENCHES)
