@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trl.types import Generations, Prompts, RewardTable, Rollout
+from trl.types import Generations, Prompts, RewardTable, Rollout, TokenScores
 
 
 def make() -> Rollout:
@@ -15,6 +15,7 @@ def make() -> Rollout:
         num_loss_tokens=lengths.sum(),
         num_loss_rows=torch.tensor(4),
         old_logps=torch.arange(16.0).view(4, 4),
+        log_mass=-torch.arange(16.0).view(4, 4),
         advantages=torch.tensor([1.0, 2.0, 3.0, 4.0]),
     )
 
@@ -44,8 +45,20 @@ def test_select_keeps_rows_and_cuts_to_the_longest():
     assert picked.row_ids == [2, 0] and picked.prompt_ids == [[5], [0]]
     assert picked.loss_mask.tolist() == [[True, True], [True, False]]
     assert picked.old_logps.tolist() == [[8.0, 9.0], [0.0, 1.0]]
+    assert torch.equal(picked.log_mass, -picked.old_logps)
     assert picked.advantages.tolist() == [3.0, 1.0]
     assert picked.num_loss_tokens == 10, "totals belong to the round"
+
+
+def test_scores_of_some_rows_among_others():
+    ones = torch.ones(1, 2)
+    found = TokenScores(logps=-ones, entropies=ones, log_mass=-2 * ones).spread(
+        [1], torch.full((2, 3), -5.0)
+    )
+    assert found.logps.tolist() == [[-5.0, -5.0, -5.0], [-1.0, -1.0, 0.0]]
+    assert found.entropies.tolist() == [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
+    assert found.log_mass.tolist() == [[0.0, 0.0, 0.0], [-2.0, -2.0, 0.0]]
+    assert TokenScores(logps=ones).spread([0], torch.zeros(1, 2)).log_mass is None
 
 
 def test_chunks_keep_neighbors_together():

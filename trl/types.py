@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
+ROW_TENSORS = ("loss_mask", "old_logps", "ref_logps", "sampling_logps", "log_mass", "advantages")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +118,7 @@ class Rollout:
     old_logps: Tensor | None = None  # (B, C) under the policy that generated
     ref_logps: Tensor | None = None  # (B, C) under the reference policy
     sampling_logps: Tensor | None = None  # (B, C) as reported by the engine
+    log_mass: Tensor | None = None  # (B, C) of the sampler's filters, with `old_logps`
     advantages: Tensor | None = None  # (B,) or (B, C)
     num_slice_tokens: Tensor | None = None  # () trained-on tokens of the micro-batch
     has_gradient: list[bool] | None = None  # B; False: the row's gradient is exactly zero
@@ -136,7 +138,7 @@ class Rollout:
             if getattr(self, name) is not None
         }
         rows = torch.as_tensor(list(index), dtype=torch.long, device=self.loss_mask.device)
-        for name in ("loss_mask", "old_logps", "ref_logps", "sampling_logps", "advantages"):
+        for name in ROW_TENSORS:
             value = getattr(self, name)
             if value is not None:
                 value = value[rows]
@@ -188,6 +190,7 @@ class TokenScores:
 
     logps: Tensor  # (B, C); 0 beyond a completion's end
     entropies: Tensor | None = None  # (B, C) nats; 0 beyond a completion's end
+    log_mass: Tensor | None = None  # (B, C) of a sampler's filters; 0 beyond a completion's end
     aux_loss: Tensor | None = None  # () load-balancing loss of mixture-of-experts models
 
     def spread(self, rows: Sequence[int], logps: Tensor) -> TokenScores:
@@ -198,11 +201,14 @@ class TokenScores:
             logps (`Tensor` (B, C)): log-probabilities of the rows that were not scored.
         """
         places = torch.as_tensor(list(rows), device=logps.device)
+
+        def among_zeros(values: Tensor | None) -> Tensor | None:
+            return None if values is None else _put(torch.zeros_like(logps), places, values)
+
         return TokenScores(
             logps=_put(logps, places, self.logps),
-            entropies=None
-            if self.entropies is None
-            else _put(torch.zeros_like(logps), places, self.entropies),
+            entropies=among_zeros(self.entropies),
+            log_mass=among_zeros(self.log_mass),
             aux_loss=self.aux_loss,
         )
 

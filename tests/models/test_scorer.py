@@ -1,6 +1,9 @@
+import math
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from slow_support import kept_mass
 from tiny import tiny_model
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
@@ -8,6 +11,7 @@ from trl.models import passes
 from trl.models.head import cast_head_to_float32
 from trl.models.scorer import Scorer
 from trl.models.shared_attention import KEYWORD
+from trl.ops.support import Support
 from trl.types import Rollout
 
 PROMPTS = [[8, 9, 10], [11, 12], [13, 14, 15, 16, 17]]
@@ -43,6 +47,19 @@ def row_by_row(model, batch, temperature=1.0):
             logps[row, place] = every[token]
             entropies[row, place] = -(every.exp() * every).sum()
     return logps, entropies
+
+
+def row_masses(model, batch, temperature):
+    """What top-p leaves at each token, as logarithms."""
+    masses = torch.zeros(batch.loss_mask.shape)
+    rows = zip(batch.prompt_ids, batch.completion_ids, strict=True)
+    for row, (prompt, completion) in enumerate(rows):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + completion])).logits[0] / temperature
+        for place, token in enumerate(completion):
+            values = logits[len(prompt) + place - 1].tolist()
+            masses[row, place] = math.log(kept_mass(values, token, top_p=0.8))
+    return masses
 
 
 def gradient(model, values):
@@ -143,7 +160,9 @@ def check_scores(model, score, reference=None, bound=5e-6):
     source = model if reference is None else reference
     expected, expected_entropies = row_by_row(source, batch, score.temperature)
     wanted = gradient(source, (expected * weights + 0.1 * expected_entropies).sum())
-    scores = score(model, batch, with_entropy=True)
+    masses = row_masses(source, batch, score.temperature)
+    scores = score(model, batch, with_entropy=True, support=Support(top_p=0.8))
+    assert (scores.log_mass - masses).abs().max() < 1e-4 and masses.min() < -0.1
     assert (scores.logps - expected).abs().max() < 1e-5
     assert (scores.entropies - expected_entropies).abs().max() < 1e-5
     found = gradient(model, (scores.logps * weights + 0.1 * scores.entropies).sum())

@@ -8,7 +8,9 @@ from trl.online.statistics import (
     record_clipping,
     record_entropy,
     record_lengths,
+    record_ratio,
     record_rewards,
+    record_sampling,
     record_tools,
 )
 from trl.types import RewardTable
@@ -96,3 +98,43 @@ def test_clipping_counts_marked_places_only():
             "clip_ratio/high_max": 1.0,
         }
     )
+
+
+MASK = torch.tensor([[True, True, False], [True, False, False]])
+GAPS = torch.tensor([[0.3, -0.5, torch.nan], [0.1, 9.0, 9.0]])
+NONE = torch.zeros(2, 3, dtype=torch.bool)
+
+
+def test_differences_of_log_probabilities_by_hand():
+    store = MetricStore()
+    mass = torch.tensor([[0.5, 0.25, torch.nan], [0.75, 9.0, 9.0]]).log()
+    record_sampling(store, GAPS, GAPS / 2, mass, MASK)
+    expected = {
+        "sampling_logp_difference/mean": 0.3,
+        "sampling_logp_difference/max": 0.5,
+        "replayed_logp_difference/mean": 0.15,
+        "replayed_logp_difference/max": 0.25,
+        "kept_mass": 0.5,
+    }
+    assert flushed(store) == pytest.approx({f"sampling/{k}": v for k, v in expected.items()})
+    record_sampling(store, GAPS, GAPS, None, MASK)
+    assert len(flushed(store)) == 2
+
+
+def test_ratios_by_hand():
+    store = MetricStore()
+    record_ratio(store, GAPS, GAPS > 0.2, MASK)
+    expected = {"min": -0.5, "mean": -0.1 / 3, "max": 0.3}
+    found = flushed(store)
+    assert found.pop("sampling/frac_out_of_bounds") == pytest.approx(1 / 3)
+    assert found == pytest.approx(
+        {f"sampling/importance_sampling_ratio/{k}": v for k, v in expected.items()}
+    )
+
+
+def test_without_tokens_there_is_no_extreme():
+    """Nor with rows that have no column."""
+    for mask in (NONE, NONE[:, :0]):
+        store = MetricStore()
+        record_ratio(store, GAPS[:, : mask.shape[1]], mask, mask)
+        assert set(flushed(store).values()) == {None}

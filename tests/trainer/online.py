@@ -1,7 +1,11 @@
 """Helpers for tests of whole training steps: a tiny model and scripted completions."""
 
+import dataclasses
+import math
+
 import torch
 from datasets import Dataset
+from slow_support import kept_mass
 from tiny import tiny_model, tiny_tokenizer
 
 from trl.generation.scripted import ScriptedBackend
@@ -74,13 +78,42 @@ def make_trainer(folder, kind=RLOOTrainer, model=None, reward=token_sum, data=No
     return trainer
 
 
+class ReportingBackend(ScriptedBackend):
+    """Also reports with which log-probabilities its tokens would be drawn from a model.
+
+    Args:
+        off: called as `off(row, place)`; nats by which the one of a token is off.
+    """
+
+    def __init__(self, model, off=lambda row, place: 0.0, chosen=script):
+        super().__init__(chosen)
+        self.model, self.off = model, off
+
+    def generate(self, prompts, sampling, group_size):
+        found = super().generate(prompts, sampling, group_size)
+        rows = zip(prompts.token_ids, found.completion_ids, strict=True)
+        logps = [
+            [logp + self.off(row, place) for place, logp in enumerate(self._drawn(*ids, sampling))]
+            for row, ids in enumerate(rows)
+        ]
+        return dataclasses.replace(found, sampling_logps=logps)
+
+    def _drawn(self, prompt, completion, sampling):
+        filters = (sampling.top_p, sampling.top_k, sampling.min_p or 0.0)
+        with torch.no_grad():
+            logits = self.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        for row, token in zip(logits / sampling.temperature, completion, strict=True):
+            mass = kept_mass(row.tolist(), token, *filters)
+            yield float(row.log_softmax(-1)[token]) - math.log(mass)
+
+
 def weights(model) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
 
 
-def completion_logps(model, prompt, completion) -> torch.Tensor:
+def completion_logps(model, prompt, completion, temperature=1.0) -> torch.Tensor:
     """Log-probabilities of one completion, from one unpadded forward."""
-    logits = model(torch.tensor([prompt + completion])).logits[0]
+    logits = model(torch.tensor([prompt + completion])).logits[0] / temperature
     every = logits.log_softmax(-1)
     places = torch.arange(len(prompt) - 1, len(prompt) + len(completion) - 1)
     return every[places, torch.tensor(completion)]

@@ -3,7 +3,8 @@ import warnings
 
 import pytest
 
-from trl.trainer.grpo_config import LOSS_TYPES, SAMPLING_MODES, GRPOConfig
+from trl.ops.mismatch import MODES
+from trl.trainer.grpo_config import LOSS_TYPES, GRPOConfig
 
 
 def make(**changes) -> GRPOConfig:
@@ -52,7 +53,6 @@ def test_spellings_of_scale_rewards(given, settled):
         ("loss_type", LOSS_TYPES),
         ("importance_sampling_level", ("token", "sequence")),
         ("multi_objective_aggregation", ("sum_then_normalize", "normalize_then_sum")),
-        ("vllm_importance_sampling_mode", SAMPLING_MODES),
         ("scale_rewards", ("group", "batch", "none")),
     ],
 )
@@ -79,10 +79,6 @@ def test_the_command_line_offers_the_names_the_check_accepts(name):
             {"entropy_coef_min": 0.5, "entropy_coef_max": 0.4},
             "entropy_coef_min=0.5 must not exceed entropy_coef_max=0.4",
         ),
-        (
-            {"vllm_importance_sampling_clip_min": 3.0},
-            "clip_min=3.0 must be below vllm_importance_sampling_clip_max=3.0",
-        ),
         ({"log_completions_hub_repo": "me/rows"}, "needs log_completions=True"),
         ({"num_generations": 1}, "num_generations=1"),
         ({"num_generations": 3}, "num_generations=2 or 4"),
@@ -93,23 +89,17 @@ def test_errors_name_option_and_remedy(changes, words):
         make(**changes)
 
 
-@pytest.mark.parametrize("mode", SAMPLING_MODES)
-def test_truncation_needs_a_bound_and_masking_does_not(mode):
-    bounds = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": None}
-    if mode.endswith("_mask"):
-        assert make(**bounds).vllm_importance_sampling_clip_max is None
+@pytest.mark.parametrize("mode", MODES)
+def test_vespo_is_corrected_by_tokens(mode):
+    """With the default mode an engine that is not corrected, or none, can be used."""
+    chosen = {"loss_type": "vespo", "vllm_importance_sampling_mode": mode}
+    make(**chosen)
+    make(**chosen, use_vllm=True, vllm_importance_sampling_correction=False)
+    if mode.startswith("token"):
+        make(**chosen, use_vllm=True)
         return
-    with pytest.raises(ValueError, match="needs a bound: set vllm_importance_sampling_clip_max"):
-        make(**bounds)
-    make(**bounds, vllm_importance_sampling_correction=False)
-    assert make(**bounds, vllm_importance_sampling_clip_min=0.5).vllm_importance_sampling_mode
-
-
-def test_cap_is_an_old_name_of_the_upper_bound():
-    with pytest.warns(FutureWarning, match="is now vllm_importance_sampling_clip_max"):
-        config = make(vllm_importance_sampling_cap=2.0)
-    assert config.vllm_importance_sampling_clip_max == 2.0
-    assert config.vllm_importance_sampling_cap is None
+    with pytest.raises(ValueError, match=f"set it to 'token_{mode.split('_')[1]}'"):
+        make(**chosen, use_vllm=True)
 
 
 def test_sleep_option_is_an_old_name():

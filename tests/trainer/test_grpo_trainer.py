@@ -441,6 +441,8 @@ def test_far_completions_of_negative_advantage_are_dropped(tmp_path, kind):
 class EngineWithLogps:
     """Replays completions and reports log-probabilities like an engine with its own rounding."""
 
+    reports_policy_logps = False
+
     def __init__(self, model, gaps):
         self.model, self.gaps = model, gaps
 
@@ -468,7 +470,11 @@ def test_the_log_probabilities_of_the_engine_decide_what_is_dropped(tmp_path):
     gaps = [9.0, 0.6, 9.0, 0.4, 9.0, math.nan, 9.0, -9.0]
     recorder = Recorder()
     trainer = make_trainer(
-        tmp_path, GRPOTrainer, callbacks=[recorder], off_policy_mask_threshold=0.5
+        tmp_path,
+        GRPOTrainer,
+        callbacks=[recorder],
+        off_policy_mask_threshold=0.5,
+        vllm_importance_sampling_correction=False,
     )
     trainer.backend = EngineWithLogps(tiny_model(), gaps)
     trainer.train()

@@ -25,6 +25,25 @@ def test_batch_plan():
     assert make(per_device_train_batch_size=4, generation_batch_size=12).steps_per_generation == 3
 
 
+@pytest.mark.parametrize(
+    ("changes", "in_reward", "expected"),
+    [
+        ({}, True, False),
+        ({"use_vllm": True}, True, True),
+        ({"use_transformers_continuous_batching": True}, True, True),
+        ({"reuse_sampling_logps": False}, True, True),
+        ({"use_vllm": True, "beta": 0.0}, True, False),
+        ({"use_vllm": True}, False, False),
+        ({"num_iterations": 2}, False, True),
+    ],
+)
+def test_the_policy_is_scored_where_its_log_probabilities_are_not_known(
+    monkeypatch, changes, in_reward, expected
+):
+    monkeypatch.setattr(OnlineConfig, "kl_in_reward", in_reward)
+    assert make(**({"num_generations": 4, "beta": 0.1} | changes)).scores_policy is expected
+
+
 def test_group_sizes():
     config = make(num_generations=4)
     assert (config.group_size, config.eval_group_size) == (4, 4)

@@ -36,14 +36,14 @@ class Calls:
 
     def __init__(self, trainer):
         self.training, self.scoring = [], []
-        self._model, self._logps = trainer.model, trainer.scorer.logps
-        trainer.scorer.logps = self._score
+        self._model, self._scores = trainer.model, trainer.scorer.frozen_scores
+        trainer.scorer.frozen_scores = self._score
         trainer.model.register_forward_pre_hook(self._note, with_kwargs=True)
 
-    def _score(self, model, batch):
+    def _score(self, model, batch, support):
         if model is self._model:
             self.scoring.append(len(batch))
-        return self._logps(model, batch)
+        return self._scores(model, batch, support)
 
     def _note(self, module, args, kwargs):
         if torch.is_grad_enabled():  # trials and probes have no gradient

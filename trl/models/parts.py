@@ -9,15 +9,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
 from ..ops.linear_logprobs import LogitTransform, Tiling, default_chunk, linear_log_probs
 from ..ops.logprobs import token_log_probs, token_statistics
+from ..ops.support import Support
 from .chunked_head import checkpointed_log_probs, module_log_probs
 from .head import Float32Linear
 from .reference import is_peft_model
-from .shards import is_sharded, original_class, replaced_forward
+from .shards import is_sharded, original_class, replaced_forward, unwrapped
 
 PROBE_TOKENS = 4
 PROBE_TOLERANCE = 64  # rounding errors of the largest logit
@@ -25,7 +25,7 @@ PROBE_TOLERANCE = 64  # rounding errors of the largest logit
 
 def causal_model(model: nn.Module) -> Any:
     """The model below wrappers for distributed training, compilation and adapters."""
-    bare = extract_model_from_parallel(model, keep_torch_compile=False)
+    bare = unwrapped(model)
     return bare.get_base_model() if is_peft_model(bare) else bare
 
 
@@ -136,7 +136,7 @@ class OutputHead:
     @property
     def _inner(self) -> nn.Module:
         """The module below a wrapper of its own."""
-        return extract_model_from_parallel(self.module) if self.sharded else self.module
+        return unwrapped(self.module) if self.sharded else self.module
 
     def logits(self, hidden: Tensor, autocast: torch.dtype | None) -> Tensor:
         """Logits (M, V) of hidden states (M, H), in float32 at least."""
@@ -162,18 +162,42 @@ class OutputHead:
         Args:
             autocast (`torch.dtype`, *optional*): precision of autocast in the model's forward.
         """
+        return self.scores(hidden, ids, autocast, with_entropy)[:2]
+
+    def scores(
+        self,
+        hidden: Tensor,
+        ids: Tensor,
+        autocast: torch.dtype | None = None,
+        with_entropy: bool = False,
+        support: Support | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As `log_probs`, and the logarithm of the mass (M,) of a support if one is given."""
         if self.chunk == 0:
-            logits = self.logits(hidden, autocast)
-            if with_entropy:
-                return token_statistics(logits, ids)
-            return token_log_probs(logits, ids), None
+            return scores_of_logits(self.logits(hidden, autocast), ids, with_entropy, support)
         if self.sharded:
-            return self._sharded_log_probs(hidden, ids, autocast, with_entropy)
-        if self.is_plain:
-            return self._tiled_log_probs(hidden, ids, autocast, with_entropy)
+            return self._sharded_scores(hidden, ids, autocast, with_entropy, support)
         run = partial(self._logits, self.module, autocast=autocast)
+        mass = self._log_mass(run, hidden, ids, support)
+        if self.is_plain:
+            return *self._tiled_log_probs(hidden, ids, autocast, with_entropy), mass
         parameters = [p for p in self.module.parameters() if p.requires_grad]
-        return module_log_probs(run, parameters, hidden, ids, self._step(hidden), with_entropy)
+        step = self._step(hidden)
+        return *module_log_probs(run, parameters, hidden, ids, step, with_entropy), mass
+
+    @torch.no_grad()
+    def _log_mass(
+        self,
+        run: Callable[[Tensor], Tensor],
+        hidden: Tensor,
+        ids: Tensor,
+        support: Support | None,
+    ) -> Tensor | None:
+        """Filters look at the whole vocabulary at once, so this is by tokens, not by tiles."""
+        if support is None:
+            return None
+        pieces = zip(hidden.split(step := self._step(hidden)), ids.split(step), strict=True)
+        return torch.cat([support.log_mass(run(part), places) for part, places in pieces])
 
     def _step(self, hidden: Tensor) -> int:
         return max(1, (self.chunk or default_chunk(hidden.device)) // self.vocabulary)
@@ -190,31 +214,46 @@ class OutputHead:
         tiling = Tiling(self.transform, self.chunk, dtype)
         return linear_log_probs(hidden, weight, ids, bias, tiling, with_entropy)
 
-    def _sharded_log_probs(
-        self, hidden: Tensor, ids: Tensor, autocast: torch.dtype | None, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def _sharded_scores(
+        self,
+        hidden: Tensor,
+        ids: Tensor,
+        autocast: torch.dtype | None,
+        with_entropy: bool,
+        support: Support | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Call the module once, which makes its weight whole meanwhile."""
         run = partial(self._logits, self._inner.forward, autocast=autocast)
-        made: list[tuple[Tensor, Tensor | None]] = []
+        made: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
 
-        def inside(hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        def inside(hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
             if self.is_plain:
                 found = self._tiled_log_probs(hidden, ids, autocast, with_entropy)
             else:
                 found = checkpointed_log_probs(run, hidden, ids, self._step(hidden), with_entropy)
-            made.append(found)
-            return found
+            made.append((*found, self._log_mass(run, hidden, ids, support)))
+            return made[-1]
 
         with replaced_forward(self._inner, inside):
             returned = self.module(hidden)
-        logps, entropies = as_made(made[-1], returned)
-        return logps, entropies
+        logps, entropies, mass = as_made(made[-1], returned)
+        return logps, entropies, mass
 
     def _as_input(self, hidden: Tensor, autocast: torch.dtype | None) -> Tensor:
         """Hidden states in the dtype of a plain projection; the others convert by themselves."""
         plain = self._kind is nn.Linear and autocast is None
         weight: Any = self._inner.weight if plain else None
         return hidden.to(weight.dtype) if plain else hidden
+
+
+def scores_of_logits(
+    logits: Tensor, ids: Tensor, with_entropy: bool, support: Support | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What `OutputHead.scores` returns, from logits (M, V) at the temperature."""
+    mass = None if support is None else support.log_mass(logits.detach(), ids)
+    if with_entropy:
+        return *token_statistics(logits, ids), mass
+    return token_log_probs(logits, ids), None, mass
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.logprobs import token_log_probs, token_statistics
+from ..ops.support import Support
 from ..types import Rollout, TokenScores
 from .layouts import Layout, packed_layout, plain_layout
 from .parts import (
@@ -67,13 +68,20 @@ class Scorer:
         self.sharing = Sharing(shared_prefix and not router_logits, pad_id, device)
         self._kept: list[weakref.ref[Layers]] = []
 
-    def __call__(self, model: nn.Module, batch: Rollout, with_entropy: bool = False) -> TokenScores:
+    def __call__(
+        self,
+        model: nn.Module,
+        batch: Rollout,
+        with_entropy: bool = False,
+        support: Support | None = None,
+    ) -> TokenScores:
         """Score every completion token of `batch` under `model`.
 
         Args:
             model: a causal language model, wrapped for distributed training or not.
             batch (`Rollout`): B rows; only its token ids are read.
             with_entropy (`bool`): also return the entropy of each next-token distribution.
+            support (`Support`, *optional*): also return the mass that these filters leave of it.
 
         Returns:
             `TokenScores`: (B, C) tensors, 0 beyond a completion's end.
@@ -81,7 +89,7 @@ class Scorer:
         head = self.heads.find(model)
         layout = self._layout(model, batch, head)
         if head is None:
-            return self._from_logits(model, layout, with_entropy)
+            return self._from_logits(model, layout, with_entropy, support)
 
         def work(forward: Forward, inputs: dict[str, Any]) -> tuple[Tensor | None, ...]:
             run = self._decoder(model, forward, head)
@@ -92,14 +100,14 @@ class Scorer:
             width = layout.inputs["input_ids"].shape[1]
             hidden = torch.as_tensor(capture.hidden)[:, -width:]  # without virtual tokens
             hidden = hidden.flatten(0, 1)[layout.sources]
-            found = head.log_probs(hidden, layout.targets, capture.autocast, with_entropy)
+            found = head.scores(hidden, layout.targets, capture.autocast, with_entropy, support)
             return *found, getattr(output, "aux_loss", None) if self.router_logits else None
 
         # What hooks of wrappers must see of the graph is what comes out here.
-        logps, entropies, aux_loss = run_inside(model, self._inputs(layout), work)
+        *found, aux_loss = run_inside(model, self._inputs(layout), work)
         if head.sharded and not torch.is_grad_enabled():
             release(model)
-        return self._scores(layout, logps, entropies, aux_loss)
+        return self._scores(layout, found, aux_loss)
 
     def _decoder(self, model: nn.Module, forward: Forward, head: OutputHead) -> Forward:
         """What to call for hidden states; where there is a choice, without calling the head."""
@@ -130,8 +138,15 @@ class Scorer:
     @torch.no_grad()
     def logps(self, model: nn.Module, batch: Rollout) -> Tensor:
         """Score without gradient, in evaluation mode: (B, C)."""
+        return self.frozen_scores(model, batch).logps
+
+    @torch.no_grad()
+    def frozen_scores(
+        self, model: nn.Module, batch: Rollout, support: Support | None = None
+    ) -> TokenScores:
+        """Score without gradient, in evaluation mode; arguments as for a call."""
         with evaluating(model):
-            return self(model, batch).logps
+            return self(model, batch, support=support)
 
     def agree(self, model: nn.Module, batch: Rollout, largest: Callable[[float], float]) -> None:
         """Let ranks decide together about what `batch` needs; see `Sharing.agree`."""
@@ -159,7 +174,9 @@ class Scorer:
         options = {"output_router_logits": True} if self.router_logits else {}
         return layout.inputs | {"use_cache": False} | options
 
-    def _from_logits(self, model: nn.Module, layout: Layout, with_entropy: bool) -> TokenScores:
+    def _from_logits(
+        self, model: nn.Module, layout: Layout, with_entropy: bool, support: Support | None
+    ) -> TokenScores:
         """Score plain rows by the model's own logits of the completions."""
         rows = len(layout.inputs["input_ids"])
         columns = len(layout.targets) // rows
@@ -167,17 +184,26 @@ class Scorer:
         aux_loss = output.aux_loss if self.router_logits else None
         logits = output.logits[:, -(columns + 1) : -1]
         targets = layout.targets.view(rows, columns)
+        mass = None if support is None else self._log_mass(logits.detach(), targets, support)
         if with_entropy:
             logps, entropies = token_statistics(logits, targets, self.temperature)
-            return self._scores(layout, logps.flatten(), entropies.flatten(), aux_loss)
+            return self._scores(layout, (logps.flatten(), entropies.flatten(), mass), aux_loss)
         logps = token_log_probs(logits, targets, self.temperature)
-        return self._scores(layout, logps.flatten(), None, aux_loss)
+        return self._scores(layout, (logps.flatten(), None, mass), aux_loss)
+
+    def _log_mass(self, logits: Tensor, targets: Tensor, support: Support) -> Tensor:
+        """Mass of the support (B * C,), a row's logits in float32 at a time."""
+        rows = zip(logits, targets, strict=True)
+        masses = [support.log_mass(row.float() / self.temperature, ids) for row, ids in rows]
+        return torch.cat(masses)
 
     def _scores(
-        self, layout: Layout, logps: Tensor, entropies: Tensor | None, aux_loss: Tensor | None
+        self, layout: Layout, found: Sequence[Tensor | None], aux_loss: Tensor | None
     ) -> TokenScores:
+        logps, entropies, mass = found
         return TokenScores(
-            logps=layout.scatter(logps),
+            logps=layout.scatter(torch.as_tensor(logps)),
             entropies=None if entropies is None else layout.scatter(entropies),
+            log_mass=None if mass is None else layout.scatter(mass),
             aux_loss=aux_loss,
         )

@@ -80,3 +80,49 @@ def record_clipping(store: MetricStore, low: Tensor, high: Tensor, mask: Tensor)
     shares_high = masked_mean(high.float(), mask, dim=1).masked_fill(~rows, -torch.inf)
     store.minimum("clip_ratio/low_min", shares_low.min())
     store.maximum("clip_ratio/high_max", shares_high.max())
+
+
+def record_sampling(
+    store: MetricStore, gaps: Tensor, replayed: Tensor, log_mass: Tensor | None, mask: Tensor
+) -> None:
+    """Record how far the log-probabilities of trainer and engine are apart, in nats.
+
+    Args:
+        gaps (`Tensor` (B, C)): their differences, those of the trainer over the whole vocabulary.
+        replayed (`Tensor` (B, C)): the differences after replaying the filters of the engine.
+        log_mass (`Tensor` (B, C), *optional*): log-probability of what the filters leave, if any.
+        mask (`Tensor` (B, C)): which tokens count.
+    """
+    kinds = {"sampling_logp_difference": gaps}
+    if log_mass is not None:
+        kinds["replayed_logp_difference"] = replayed
+        store.mean("sampling/kept_mass", masked_sum(log_mass.exp(), mask), mask.sum())
+    for name, values in kinds.items():
+        _spread(store, f"sampling/{name}", values.abs(), mask, ("mean", "max"))
+
+
+def record_ratio(store: MetricStore, ratio: Tensor, beyond: Tensor, mask: Tensor) -> None:
+    """Record the ratio of the probabilities of trainer and engine, before it is bounded.
+
+    Args:
+        ratio (`Tensor` (B, C) or (B, 1)): for each token, or for each completion.
+        beyond (`Tensor`, same shape): where it is outside the bounds.
+        mask (`Tensor`, same shape): which entries count.
+    """
+    _spread(store, "sampling/importance_sampling_ratio", ratio, mask, ("min", "mean", "max"))
+    store.mean("sampling/frac_out_of_bounds", (beyond & mask).sum(), mask.sum())
+
+
+def _spread(
+    store: MetricStore, name: str, values: Tensor, mask: Tensor, kinds: tuple[str, ...]
+) -> None:
+    if "min" in kinds:
+        store.minimum(f"{name}/min", -_largest(-values, mask))
+    store.mean(f"{name}/mean", masked_sum(values, mask), mask.sum())
+    store.maximum(f"{name}/max", _largest(values, mask))
+
+
+def _largest(values: Tensor, mask: Tensor) -> Tensor:
+    """The largest marked value; -inf if there is none."""
+    counted = values.masked_fill(~mask, -torch.inf).flatten()
+    return torch.cat([counted, values.new_full((1,), -torch.inf)]).max()

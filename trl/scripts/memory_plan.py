@@ -219,7 +219,7 @@ def settings(
         optimizer_args=training.optim_args,
         gradient_checkpointing=bool(training.gradient_checkpointing),
         reference=training.beta != 0.0,
-        scores_policy=_scores_policy(training),
+        scores_policy=training.scores_policy,
         shared_prefix=getattr(training, "shared_prefix", False) and shares,
         logits_chunk=getattr(training, "logits_chunk_size", 0),
         generation_rows=getattr(training, "generation_max_rows", None),
@@ -278,13 +278,6 @@ def _division(
         # The engine casts the weights themselves, so that no operator has to.
         found |= {"loaded_bytes": run.weight_bytes, "weight_bytes": 2}
     return found
-
-
-def _scores_policy(training: Any) -> bool:
-    """Whether the policy is scored without gradient: off-policy, or for a penalty in the reward."""
-    penalized = training.beta != 0.0 and hasattr(training, "reward_clip_range")
-    reused = getattr(training, "reuse_sampling_logps", False)
-    return not training.batch_plan.is_on_policy or (penalized and not reused)
 
 
 def _trains_on_cpu(training: Any) -> bool:

@@ -11,7 +11,6 @@ from .options import option
 
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 SCALES = ("group", "batch", "none")
-SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 @accepts_legacy_options(SLEEP_OPTION)
@@ -63,19 +62,6 @@ class GRPOConfig(OnlineConfig):
     entropy_coef_delta: float = option(0.005, "Change of entropy_coef at each update.")
     entropy_target: float = option(0.2, "Entropy, in nats a token, to hold.")
 
-    # --- Mismatch between engine and trainer ---
-    vllm_importance_sampling_correction: bool = option(
-        True, "Weight the loss by the ratio of trainer to engine probabilities."
-    )
-    vllm_importance_sampling_mode: str = option(
-        "sequence_mask", "How that ratio is bounded.", choices=SAMPLING_MODES
-    )
-    vllm_importance_sampling_clip_max: float | None = option(3.0, "Upper bound of that ratio.")
-    vllm_importance_sampling_clip_min: float | None = option(None, "Lower bound of that ratio.")
-    vllm_importance_sampling_cap: float | None = option(
-        None, "Deprecated: vllm_importance_sampling_clip_max."
-    )
-
     log_completions_hub_repo: str | None = option(
         None, "Hub dataset to which completions are uploaded."
     )
@@ -86,8 +72,7 @@ class GRPOConfig(OnlineConfig):
         self._check_names()
         self._warn_unusual_levels()
         self._check_entropy()
-        self._settle_cap()
-        self._check_sampling_bounds()
+        self._check_vespo()
         if self.log_completions_hub_repo is not None and not self.log_completions:
             raise ValueError("log_completions_hub_repo needs log_completions=True.")
 
@@ -107,7 +92,6 @@ class GRPOConfig(OnlineConfig):
             "loss_type": LOSS_TYPES,
             "importance_sampling_level": ("token", "sequence"),
             "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-            "vllm_importance_sampling_mode": SAMPLING_MODES,
         }.items():
             if getattr(self, name) not in legal:
                 raise ValueError(
@@ -137,29 +121,13 @@ class GRPOConfig(OnlineConfig):
                 f"entropy_coef_max={self.entropy_coef_max}."
             )
 
-    def _settle_cap(self) -> None:
-        cap = self.vllm_importance_sampling_cap
-        if cap is not None:
-            warnings.warn(
-                "vllm_importance_sampling_cap is now vllm_importance_sampling_clip_max.",
-                FutureWarning,
-                stacklevel=4,
-            )
-            self.vllm_importance_sampling_clip_max = cap
-            self.vllm_importance_sampling_cap = None
-
-    def _check_sampling_bounds(self) -> None:
-        low = self.vllm_importance_sampling_clip_min
-        high = self.vllm_importance_sampling_clip_max
-        if low is not None and high is not None and low >= high:
+    def _check_vespo(self) -> None:
+        """Its weight of a completion is made of the ratios of tokens, those of the engine too."""
+        by_sequence = self.vllm_importance_sampling_mode.startswith("sequence")
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        if self.loss_type == "vespo" and corrects and by_sequence:
+            mode = self.vllm_importance_sampling_mode
             raise ValueError(
-                f"vllm_importance_sampling_clip_min={low} must be below "
-                f"vllm_importance_sampling_clip_max={high}."
-            )
-        truncates = self.vllm_importance_sampling_mode.endswith("_truncate")
-        if self.vllm_importance_sampling_correction and truncates and low is None and high is None:
-            raise ValueError(
-                "vllm_importance_sampling_mode="
-                f"{self.vllm_importance_sampling_mode!r} needs a bound: set "
-                "vllm_importance_sampling_clip_max, such as 3.0."
+                f"loss_type='vespo' cannot be used with vllm_importance_sampling_mode={mode!r}: "
+                f"set it to {mode.replace('sequence', 'token')!r}."
             )

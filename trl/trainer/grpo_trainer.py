@@ -80,6 +80,7 @@ class GRPOTrainer(OnlineTrainer):
             )
         by_sequence = self.args.importance_sampling_level == "sequence"
         self.ratio_level = "sequence_mean" if by_sequence else "token"
+        self.mismatch.in_ratio = self.args.loss_type == "vespo"
         self.entropy = EntropyController.from_args(self.args)
         self._entropy_seen: list[tuple[Tensor, Tensor]] = []
         if self.entropy.is_used:

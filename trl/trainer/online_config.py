@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import ClassVar
 
-from .agent_config import AgentConfig
 from .batch_math import BatchPlan, check_eval_groups, check_groups, resolve_rounds
+from .mismatch_config import MismatchConfig
 from .options import option
 
 
 @dataclass
-class OnlineConfig(AgentConfig):
+class OnlineConfig(MismatchConfig):
     """Configuration of the online skeleton: sampling, rewards, batching, reference policy."""
 
     _VALID_DICT_FIELDS = [
-        *AgentConfig._VALID_DICT_FIELDS,
+        *MismatchConfig._VALID_DICT_FIELDS,
         "generation_kwargs",
         "chat_template_kwargs",
         "transformers_continuous_batching_config",
     ]
+    kl_in_reward: ClassVar[bool] = False  # otherwise the KL penalty is part of the loss
 
     # --- Optimization ---
     learning_rate: float = option(1e-6, "Initial learning rate.")
@@ -145,6 +147,9 @@ class OnlineConfig(AgentConfig):
     vllm_probe_syncs: int = option(
         50, "Compare log-probabilities with vLLM at one of so many weight syncs; 0: never."
     )
+    vllm_sync_adapter_only: bool = option(
+        False, "Send base weights to a colocated engine once, and then only the LoRA adapter."
+    )
 
     # --- Policy objective ---
     beta: float = option(0.0, "Coefficient of the KL penalty; 0 needs no reference policy.")
@@ -215,6 +220,14 @@ class OnlineConfig(AgentConfig):
             iterations=self.num_iterations,
         )
 
+    @property
+    def scores_policy(self) -> bool:
+        """Whether the policy is scored without gradient: off-policy, or for a KL in the reward."""
+        own_engine = not (self.use_vllm or self.use_transformers_continuous_batching)
+        is_known = own_engine and self.reuse_sampling_logps
+        penalized = self.kl_in_reward and self.beta != 0.0
+        return not self.batch_plan.is_on_policy or (penalized and not is_known)
+
     def _resolve_aliases(self) -> None:
         if self.use_transformers_paged:
             warnings.warn(
@@ -240,12 +253,24 @@ class OnlineConfig(AgentConfig):
                 "ds3_gather_for_generation=False cannot be used with use_vllm=True: it says how "
                 "transformers generates. Leave one of them out."
             )
+        self._check_adapter_sync()
         parallelism = self.parallelism_config
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
             raise ValueError(
                 "parallelism_config with context or sequence parallelism cannot be "
                 "used by trainers that generate completions."
             )
+
+    def _check_adapter_sync(self) -> None:
+        reasons = {
+            "vllm_enable_sleep_mode=True: base weights that sleep would be sent again each time": (
+                self.vllm_enable_sleep_mode
+            ),
+            "vllm_tensor_parallel_size above 1": self.vllm_tensor_parallel_size > 1,
+        }
+        found = [reason for reason, holds in reasons.items() if holds]
+        if self.use_vllm and self.vllm_sync_adapter_only and found:
+            raise ValueError(f"vllm_sync_adapter_only=True cannot be used with {found[0]}.")
 
     def _check_ranges(self) -> None:
         rules = {

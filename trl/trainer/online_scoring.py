@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
@@ -12,7 +14,10 @@ from ..models.reference import ReferencePolicy
 from ..models.scorer import Scorer
 from ..online.guard import NonFiniteError
 from ..online.statistics import record_entropy
+from ..ops.policy_losses import RatioLevel
+from ..ops.support import Support
 from ..types import Rollout, TokenScores
+from .mismatch import SamplerMismatch
 from .online_loop import OnlineLoop
 
 logger = logging.get_logger(__name__)
@@ -23,8 +28,10 @@ class OnlineScoring(OnlineLoop):
 
     backend: GenerationBackend
     scorer: Scorer
+    mismatch: SamplerMismatch
     reference: ReferencePolicy | None
     router_coefficient: float
+    ratio_level: RatioLevel
 
     # --- What is needed ---
 
@@ -62,11 +69,11 @@ class OnlineScoring(OnlineLoop):
         self.agree_on(batch)
         policy_is_scored = self.needs_old_logps
         if policy_is_scored:
-            batch = batch.replace(old_logps=self._policy_logps(batch))
+            batch = self._with_policy_logps(batch)
             self.guard.watch("log-probability of the policy", batch.old_logps, batch)
         if self.reference is not None:
             with self.reference.active(self.model) as reference:
-                batch = batch.replace(ref_logps=self._logps(reference, batch))
+                batch = batch.replace(ref_logps=self._frozen_scores(reference, batch).logps)
             self.guard.watch("log-probability of the reference", batch.ref_logps, batch)
         try:
             if policy_is_scored or self.reference is not None:
@@ -84,7 +91,7 @@ class OnlineScoring(OnlineLoop):
         if self.ranks.count > 1:
             self.scorer.agree(self.model, batch, self.ranks.largest)
 
-    def _policy_logps(self, batch: Rollout) -> Tensor:
+    def _with_policy_logps(self, batch: Rollout) -> Rollout:
         """Those computed while generating, where only the KL penalty reads them; else a pass.
 
         A ratio of probabilities is formed from the same computation on both sides, so that rounding
@@ -92,25 +99,33 @@ class OnlineScoring(OnlineLoop):
         """
         known = batch.sampling_logps
         reuses = self.args.reuse_sampling_logps and self.backend.reports_policy_logps
-        if known is None or not reuses or not self.is_on_policy:
-            return self._logps(self.model, batch)
-        return known
+        if known is not None and reuses and self.is_on_policy:
+            return batch.replace(old_logps=known)
+        filters = None if self.is_on_policy else self._filters(batch)
+        scores = self._frozen_scores(self.model, batch, filters)
+        return batch.replace(old_logps=scores.logps, log_mass=scores.log_mass)
 
-    def _logps(self, model: nn.Module, batch: Rollout) -> Tensor:
-        """Log-probabilities (B, C) without gradient, a few rows at a time."""
+    def _frozen_scores(
+        self, model: nn.Module, batch: Rollout, support: Support | None = None
+    ) -> TokenScores:
+        """Score without gradient, a few rows at a time."""
         args = self.args
         size = args.per_device_train_batch_size
         if not self.model.training:
             size = args.per_device_eval_batch_size
-        result = torch.zeros(batch.loss_mask.shape, device=args.device)
+        logps = torch.zeros(batch.loss_mask.shape, device=args.device)
+        log_mass = None if support is None else torch.zeros_like(logps)
 
         def score(rows: range) -> None:
-            found = self.scorer.logps(model, batch.select(rows))
-            result[rows.start : rows.stop, : found.shape[1]] = found
+            found = self.scorer.frozen_scores(model, batch.select(rows), support)
+            place = slice(rows.start, rows.stop), slice(found.logps.shape[1])
+            logps[place] = found.logps
+            if log_mass is not None:
+                log_mass[place] = torch.as_tensor(found.log_mass)
 
         with self.accelerator.autocast():
             self.phases.scoring.run(len(batch), score, most=size)
-        return result
+        return TokenScores(logps=logps, log_mass=log_mass)
 
     def rows_with_gradient(self, batch: Rollout, advantages: Tensor) -> list[bool] | None:
         """Mark the rows whose gradient is not exactly zero; None if that cannot be said."""
@@ -128,7 +143,9 @@ class OnlineScoring(OnlineLoop):
         part = batch if len(rows) == len(batch) else batch.select(rows)
         if not rows:
             return self._no_scores(model, batch)
-        scores = self.scorer(model, part, with_entropy)
+        # What was scored once a round, with the weights that generated, is known by now.
+        support = self._filters(batch) if batch.old_logps is None else None
+        scores = self.scorer(model, part, with_entropy, support)
         self.guard.watch("log-probability", scores.logps, part)
         if scores.entropies is not None:
             record_entropy(self.store, scores.entropies.detach(), part.loss_mask)
@@ -137,6 +154,37 @@ class OnlineScoring(OnlineLoop):
     def _undo_update(self) -> None:
         super()._undo_update()
         self.scorer.forget()
+        self.mismatch.forget()
+
+    # --- Mismatch of trainer and engine ---
+
+    def corrected(self, scores: TokenScores, batch: Rollout) -> tuple[Rollout, Tensor]:
+        """Weight a micro-batch for an engine that computes other probabilities than the trainer.
+
+        Returns:
+            The batch for the loss, and the log-probabilities (B, C) to form its ratio of.
+        """
+        if not self._is_comparable(batch):
+            return batch, scores.logps
+        return self.mismatch.correct(scores, batch, self.ratio_level, self.store)
+
+    def _is_comparable(self, batch: Rollout) -> bool:
+        return batch.sampling_logps is not None and not self.backend.reports_policy_logps
+
+    def _filters(self, batch: Rollout) -> Support | None:
+        """The filters of the engine, if what it reported is to be compared with the policy."""
+        return self.mismatch.support if self._is_comparable(batch) else None
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        self.mismatch.check(self.state.global_step + 1)
+        return norm
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
+        """Evaluate one batch, and compare its log-probabilities with those of the engine."""
+        found = super().prediction_step(*args, **kwargs)
+        self.mismatch.check(self.state.global_step)
+        return found
 
     def _rows_to_score(self, batch: Rollout) -> list[int]:
         rows = range(len(batch))

@@ -28,6 +28,7 @@ from ..types import Generations, Prompts, RewardTable, Rollout, Sampling, TokenS
 from .agents import Agents
 from .callbacks import SyncRefAdapterCallback, SyncRefModelCallback
 from .engines import chosen_engine, make_engine
+from .mismatch import SamplerMismatch
 from .online_config import OnlineConfig
 from .online_scoring import OnlineScoring
 from .online_setup import check_datasets
@@ -133,6 +134,7 @@ class OnlineTrainer(OnlineScoring):
         )
         self.sampling = chosen_engine(args).settle(args, drawing)
         self.backend: GenerationBackend = self._agents.backend(self, make_engine(self))
+        self.mismatch = SamplerMismatch(args, self.sampling, self.guard, self.ranks)
         self.router_coefficient = router_coefficient(self.model, args)
         self.scorer = Scorer(
             pad_id=tokenizer.pad_token_id,
@@ -241,7 +243,8 @@ class OnlineTrainer(OnlineScoring):
             scores = self.current_scores(model, inputs)
         current = scores.logps.detach()
         old_logps = current if inputs.old_logps is None else inputs.old_logps
-        ratio = importance_ratio(scores.logps, old_logps, inputs.loss_mask, self.ratio_level)
+        inputs, logps = self.corrected(scores, inputs)
+        ratio = importance_ratio(logps, old_logps, inputs.loss_mask, self.ratio_level)
         loss = self.policy_loss(scores, ratio, inputs)
         if scores.aux_loss is not None:
             loss = loss + self.router_coefficient * scores.aux_loss

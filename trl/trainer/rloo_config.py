@@ -19,6 +19,7 @@ class RLOOConfig(OnlineConfig):
     """
 
     legacy_options = legacy_names(RLOO_OPTIONS)
+    kl_in_reward = True
 
     beta: float = option(
         0.05, "Coefficient of the KL penalty inside the reward; 0 needs no reference policy."

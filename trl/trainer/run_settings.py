@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..models.shards import local_shard
 
+PROCESSES = "number of processes"
 # Options that change where a run ends, what it shows and keeps, or how its memory is used, but
 # not the mathematics of its steps.
 FREE = {
@@ -31,7 +32,7 @@ FREE = {
     *("reward_timeout", "reward_dry_run", "num_completions_to_print"),
     *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"),
     *("vllm_group_port", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"),
-    *("vllm_tensor_parallel_size", "vllm_probe_syncs"),
+    *("vllm_tensor_parallel_size", "vllm_probe_syncs", "vllm_sync_adapter_only"),
 }
 FREE_PREFIXES = ("logging_", "log_", "save_", "eval_", "hub_", "trackio_", "dataloader_")
 
