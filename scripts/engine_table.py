@@ -24,10 +24,10 @@ FOLDERS = ("distributed", "adapters", "invariance")
 AXES: dict[str, tuple[str, ...]] = {
     "engine": ("ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"),
     "saving": (
-        *("training", "reference", "shared_prefix", "logits_chunk_size", "skip_zero_advantages"),
-        *("reuse_sampling_logps", "generation_max_rows", "gradient_checkpointing"),
-        *("num_iterations", "recover_from_oom", "ds3_gather_for_generation=true"),
-        *("ds3_gather_for_generation=false", "resume"),
+        *("training", "reference", "sync_ref_model", "shared_prefix", "logits_chunk_size"),
+        *("skip_zero_advantages", "reuse_sampling_logps", "generation_max_rows"),
+        *("gradient_checkpointing", "num_iterations", "recover_from_oom"),
+        *("ds3_gather_for_generation=true", "ds3_gather_for_generation=false", "resume"),
     ),
     "adapter": ("none", "lora", "qlora"),
 }
@@ -38,8 +38,9 @@ Made from the tests by `make engine-table`. *yes*: a test runs it on several pro
 the result with that of one process, or of the run without the saving. *refused*: a test shows the
 error; the number leads to the reason. *same*: each rank has whole weights, so the option changes
 nothing. *-*: no test. `recover_from_oom` is shown for generation; on several processes a training
-pass that runs out of memory is an error. What holds on one process is in the
-[certificate](invariance.md).
+pass that runs out of memory is an error. With an adapter, `sync_ref_model` is shown for one that
+was brought: the reference of a new one is the base model, which cannot follow. What holds on one
+process is in the [certificate](invariance.md).
 """
 SHARDED = ("zero3", "fsdp1", "fsdp2")  # engines for which `ds3_gather_for_generation` matters
 

@@ -16,7 +16,9 @@ In the script, which imports what tests import (`online`, `tiny`, `engines`):
     report({"weights": ...})  # any value that `torch.save` takes; the last one counts
     finish()
 
-A script may go through several engines in one process: `use("zero2")` before each trainer.
+A script may go through several engines in one process: `use("zero2")` before each trainer. The
+processes are forked from one that has imported everything (`cpu_engines/preloaded.py`) and run the
+script as its own program.
 `environment(engine)` are the variables that `accelerate launch` would set, with the choice of a CPU
 engine; `launcher(engine)` is a real `accelerate launch` command with a configuration file.
 """
@@ -25,12 +27,13 @@ from __future__ import annotations
 
 import gc
 import os
+import runpy
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, get_context
 from pathlib import Path
 from typing import Any
 
@@ -95,28 +98,25 @@ class Job:
         variables: Mapping[str, Any] | None = None,
     ):
         self._folder = tempfile.TemporaryDirectory()
-        command = [sys.executable, str(script), *map(str, arguments)]
         shared = environment(engine) | {
-            "CPU_ENGINES": "1",
-            "PYTHONPATH": python_path(),
             "WORLD_SIZE": str(processes),
             "LOCAL_WORLD_SIZE": str(processes),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
-            "OMP_NUM_THREADS": "1",
             "ENGINE_REPORTS": self._folder.name,
+            **_FORKING,
         }
         shared |= {name: str(value) for name, value in (variables or {}).items()}
         kept = {name: value for name, value in os.environ.items() if name not in _ALL}
-        self.processes = [
-            subprocess.Popen(
-                command,
-                env=kept | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=self._file(rank, "txt").open("w"),
-                stderr=subprocess.STDOUT,
-            )
-            for rank in range(processes)
-        ]
+        command = [str(script), *map(str, arguments)]
+        context = _forking()
+        self.processes = []
+        for rank in range(processes):
+            own = kept | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self._file(rank, "txt").touch()
+            given = (command, own, self._file(rank, "txt"))
+            self.processes.append(context.Process(target=_begin, args=given, daemon=True))
+            self.processes[-1].start()
 
     def _file(self, rank: int, kind: str) -> Path:
         return Path(self._folder.name, f"{rank}.{kind}")
@@ -134,11 +134,11 @@ class Job:
         """
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
-            codes = [process.poll() for process in self.processes]
+            codes = [process.exitcode for process in self.processes]
             if None not in codes or (until_one_fails and any(codes)):
                 break
             time.sleep(0.02)
-        codes = [process.poll() for process in self.processes]
+        codes = [process.exitcode for process in self.processes]
         self.stop()
         return codes
 
@@ -160,9 +160,36 @@ class Job:
     def stop(self) -> None:
         """Kill the ranks that still run."""
         for process in self.processes:
-            if process.poll() is None:
+            if process.exitcode is None:
                 process.kill()
-            process.wait()
+            process.join()
+
+
+def _forking() -> Any:
+    """What forks processes from one that has imported what ranks need, and ends with this one."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    before = {name: os.environ.get(name) for name in _FORKING}
+    os.environ.update(_FORKING)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+        for name in (name for name, value in before.items() if value is None):
+            del os.environ[name]
+    return context
+
+
+def _begin(command: list[str], variables: dict[str, str], words: Path) -> None:
+    """Be a rank: run a script as if it was started with these variables."""
+    file = os.open(words, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv[:] = command
+    sys.path[:0] = [str(Path(command[0]).parent), *python_path().split(os.pathsep)]
+    runpy.run_path(command[0], run_name="__main__")
 
 
 def launch(script: str | Path, engine: str, *arguments: Any, **options: Any) -> list[Any]:
@@ -208,6 +235,11 @@ def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
+
+
+# What the process that ranks are forked from needs at its start.
+_FORKING = {"CPU_ENGINES": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
+_FORKING |= {"ACCELERATE_TORCH_DEVICE": "cpu", "DS_ACCELERATOR": "cpu"}
 
 
 # --- In scripts ---

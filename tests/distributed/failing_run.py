@@ -1,6 +1,7 @@
 """Failures of one rank; `failing_run.py FOLDER WHERE...`, run by `engines`.
 
-Failures that all ranks hear of are reported; others end the process, so they must come last.
+Failures that all ranks hear of are reported, with metrics; others end the process, so they must
+come last.
 """
 
 import os
@@ -8,13 +9,20 @@ import sys
 
 import torch
 from engines import finish, report
-from online import dataset, make_trainer, token_sum
+from online import ReportingBackend, dataset, make_trainer, token_sum
+from tiny import tiny_model
 
 from trl.models.parts import causal_model
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 RANK = int(os.environ["RANK"])
 PROMPTS = ["ab", "cde", "f", "ghij"]
+MISMATCH = {
+    "top_p": 0.8,
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_max_logp_gap": 0.1,
+    "skip_zero_advantages": False,
+}
 
 
 class Mistake(ValueError):
@@ -59,8 +67,11 @@ def trainer_for(where, folder):
         "ddp_timeout": 20,
         "save_strategy": "steps" if where == "checkpoint" else "no",
         "save_steps": 1,
+        **(MISMATCH if where == "mismatch" else {}),
     }
     trainer = make_trainer(folder, script=None, use_cpu=False, **options)
+    if where == "mismatch":  # of 0.4 nats, on rank 1 alone
+        trainer.backend = ReportingBackend(tiny_model(), lambda row, place: 0.4 * RANK)
     if where == "checkpoint" and RANK == 0:  # the others wait for the checkpoint to be complete
         trainer._save = fail
     decoder = causal_model(trainer.model).base_model
@@ -80,6 +91,8 @@ def main(folder, places):
         except Exception as error:
             notes = getattr(error, "__notes__", [])
             heard[where] = (type(error).__name__, str(error), list(notes))
+            if where == "mismatch":
+                heard["metrics"] = trainer.metrics["train"].flush(trainer.ranks.gather_objects)
             if where == places[-1]:
                 raise
         torch.distributed.barrier()

@@ -4,8 +4,10 @@ OMP_NUM_THREADS=1 python tests/distributed/generation_peaks.py [ENGINE...]
 """
 
 import os
+import platform
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "trainer")]
@@ -67,7 +69,10 @@ def main(folder):
     model = tiny_model(**SHAPE)
     weights = sum(p.nbytes for p in model.parameters())
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
-    print(f"Weights {weights / 1e6:.1f} MB, a layer {layer / 1e6:.1f} MB, 2 ranks\n")
+    packages = ("torch", "transformers", "accelerate", "deepspeed")
+    print(f"Weights {weights / 1e6:.1f} MB, a layer {layer / 1e6:.1f} MB, 2 ranks")
+    found = ", ".join(f"{name} {version(name)}" for name in packages)
+    print(f"{platform.platform()}, Python {platform.python_version()}, {found}\n")
     print("| engine | `ds3_gather_for_generation=True` | `False` |\n| --- | --- | --- |")
     for engine, (once, layerwise) in launch(__file__, "ddp", *engines, timeout=900)[0].items():
         print(f"| {engine} | {once / 1e6:.1f} MB | {layerwise / 1e6:.1f} MB |")

@@ -58,6 +58,7 @@ class Record(TrainerCallback):
         self.look("rest")
 
     def look(self, moment):
+        torch.distributed.barrier()  # what is being sent is held until it has arrived
         self.found[moment] = live_bytes()
 
 

@@ -8,6 +8,7 @@ made before it. The last line is JSON: for each resumed run, what differs from t
 """
 
 import argparse
+import gc
 import hashlib
 import json
 import os
@@ -257,6 +258,7 @@ def main():
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     os.environ["KILLED_ENGINE"] = given.engine
+    gc.freeze()  # otherwise each run has all that was imported looked through
     report = {}
     if given.at:
         report |= at_points(given.out, given.processes, given.at)

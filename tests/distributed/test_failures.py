@@ -1,11 +1,13 @@
 """A failure of one rank ends all of them, with its error."""
 
+import math
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from online import rows_of
 from workspace import run_trl, write_inputs
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -15,8 +17,16 @@ from engines import Job
 SCRIPT = Path(__file__).with_name("failing_run.py")
 DEADLINE = 150  # with room for slow machines; `ddp_timeout` is 20
 JOBS = {
-    "whole weights": ("ddp", "empty prompt", "long prompt", "reward", "sampling", "loss"),
-    "shards": ("zero3", "sampling", "layerwise sampling", "layerwise forward"),
+    "whole weights": (
+        "ddp",
+        "mismatch",
+        "empty prompt",
+        "long prompt",
+        "reward",
+        "sampling",
+        "loss",
+    ),
+    "shards": ("zero3", "mismatch", "sampling", "layerwise sampling", "layerwise forward"),
     "checkpoint": ("ddp", "checkpoint"),
 }
 PLANNED = "a planned failure"
@@ -91,6 +101,26 @@ def deadly(completions, **kwargs):
         os.kill(os.getpid(), signal.SIGKILL)
     return [0.0] * len(completions)
 """
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("job", ["whole weights", "shards"])
+def test_ranks_stop_together_at_the_mean_mismatch_of_all(ended, job):
+    """Rank 0 has none; the bound of 0.1 is exceeded by the mean over the tokens of both."""
+    counts = [sum(len(ids) for _, ids in rows_of([prompt], 4)) for prompt in ("ab", "cde")]
+    mean, ratio = 0.4 * counts[1] / sum(counts), math.exp(-0.4)
+    for heard in ended[job][1]:
+        kind, words, _ = heard["mismatch"]
+        assert kind == "MismatchError" and f"differ by {mean:.3g} nats" in words
+        expected = {
+            "replayed_logp_difference/mean": mean,
+            "replayed_logp_difference/max": 0.4,
+            "importance_sampling_ratio/min": ratio,
+            "importance_sampling_ratio/mean": (counts[0] + ratio * counts[1]) / sum(counts),
+            "importance_sampling_ratio/max": 1.0,
+        }
+        found = {name: heard["metrics"][f"sampling/{name}"] for name in expected}
+        assert found == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.distributed

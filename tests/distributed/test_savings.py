@@ -75,7 +75,8 @@ def test_a_run_resumed_within_a_round_ends_the_same(on_two, engine, adapter):
 )
 @pytest.mark.parametrize(("engine", "adapter"), [c for c in CELLS if c[0] in SHARDED])
 def test_one_layer_at_a_time_is_the_same(alone, on_two, engine, adapter):
-    check(alone[adapter, "at once"], on_two[engine, adapter]["layerwise"], 5e-6)
+    """It generates on-policy, where the log-probabilities of sampling serve again."""
+    check(alone[adapter, "on-policy"], on_two[engine, adapter]["on-policy"], 5e-6)
     check(alone[adapter, "at once"], on_two[engine, adapter]["at once"], 5e-6)
 
 

@@ -61,7 +61,7 @@ def test_ranks_and_engines_change_nothing(alone, on_two, engine):
 
 
 @pytest.mark.distributed
-@pytest.mark.covers(engine="$engine", saving="reference")
+@pytest.mark.covers(engine="$engine", saving=["reference", "sync_ref_model"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_reference_that_follows_the_policy(alone, on_two, engine):
     check(alone["reference"], on_two[0][engine, "reference"])

@@ -256,7 +256,7 @@ def report(sections: Sections, seconds: float) -> str:
         "",
         f"`make invariance`, {time.strftime('%Y-%m-%d')}: Python {platform.python_version()}, "
         f"torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"{os.cpu_count()} cores, {seconds:.0f} s.",
+        f"{os.cpu_count()} cores at a load of {os.getloadavg()[0]:.0f}, {seconds:.0f} s.",
     ]
     for key, members in sections.items():
         text += ["", f"## {SECTIONS[key]}", "", table(members)]

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from variants import TILE, Variant, make_trainer
 
 STEPS = 50
-STEPS_ON_ENGINES = 20
+STEPS_ON_ENGINES = 10
 ROWS = 8  # of an update: two prompts
 PLAIN = Variant(shared=False, chunk=0)
 CLASSES = {

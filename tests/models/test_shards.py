@@ -14,6 +14,7 @@ from trl.models.shards import (
     layers_of,
     replaced_forward,
     sharded_engine,
+    unwrapped,
     whole,
 )
 
@@ -97,3 +98,12 @@ def test_hooks_of_one_package_are_away_for_a_while():
     calls.clear()
     module(torch.zeros(1, 2))
     assert calls == ["engine", "user"] * 2
+
+
+def test_wrappers_around_a_model_are_left_out():
+    """Those of DeepSpeed and FSDP1 are met in `tests/distributed`."""
+    model = nn.Linear(2, 2)
+    assert unwrapped(model) is model
+    for outer in (nn.DataParallel(model), torch.compile(model, backend="eager")):
+        assert unwrapped(outer) is model
+    assert unwrapped(torch.compile(nn.DataParallel(model), backend="eager")) is model

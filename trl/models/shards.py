@@ -6,6 +6,7 @@ are off, so that nothing communicates but what is written here.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
@@ -203,6 +204,25 @@ def whole(parameter: Tensor) -> Tensor:
     return full
 
 
+def unwrapped(model: nn.Module) -> Any:
+    """The module below those of DDP, FSDP1, DeepSpeed and `torch.compile` around it.
+
+    What accelerate has for this reads the metadata of packages at each call, which takes as long as
+    the forward of a small model.
+    """
+    around: tuple[type, ...] = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        around += (FullyShardedDataParallel,)
+    if "deepspeed" in sys.modules:  # otherwise nothing can be wrapped by it
+        around += (require("deepspeed", "DeepSpeed").DeepSpeedEngine,)
+    found: Any = model
+    while isinstance(found, around) or hasattr(found, "_orig_mod"):
+        found = getattr(found, "module" if isinstance(found, around) else "_orig_mod")
+    return found
+
+
 def is_fsdp1(model: nn.Module) -> bool:
     """Whether `model` is a wrapper of the old FSDP."""
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -230,8 +250,10 @@ def release(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-        elif isinstance(module, FullyShardedDataParallel) and module._has_params:
-            _reshard(module, module._handle, True)
+        elif isinstance(module, FullyShardedDataParallel):
+            handle = module._handle
+            if handle is not None and handle.uses_sharded_strategy:  # it is not on one process
+                _reshard(module, handle, True)
 
 
 def local_shard(parameter: Any) -> Tensor:

@@ -20,7 +20,7 @@ from ..models.adapter_checkpoint import check_adapters, storing_adapters_only
 from .checkpoint import UNFINISHED, checkpoints_in, publish, rotate, seal
 from .model_card import Method, render_model_card
 from .resuming import check_engine, choose_checkpoint
-from .run_settings import describe_dataset, describe_model, describe_options
+from .run_settings import PROCESSES, describe_dataset, describe_model, describe_options
 
 
 class BaseTrainer(Trainer):
@@ -80,7 +80,7 @@ class BaseTrainer(Trainer):
         """Collect the settings that a resumed run must share."""
         return {
             "trainer": type(self).__name__,
-            "number of processes": self.args.world_size,
+            PROCESSES: self.args.world_size,
             **describe_options(self.args),
             **describe_dataset(self.train_dataset),
             **describe_model(self.model),

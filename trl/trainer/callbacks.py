@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..distributed import fsdp_version
 from ..imports import require
 from ..models.reference import frozen_pairs
 from ..models.shards import local_shard, release
@@ -57,7 +58,19 @@ class SyncRefAdapterCallback(SyncRefModelCallback):
     """The same where the reference is a frozen copy of an adapter, which is part of the policy.
 
     The factors of the adapters are blended, not the changes of weights that they stand for.
+
+    Raises:
+        ValueError: under FSDP1, which cuts trained and frozen weights at different places.
     """
+
+    def __init__(self, ref_model: nn.Module, accelerator: Accelerator):
+        super().__init__(ref_model, accelerator)
+        if fsdp_version(accelerator) == 1:
+            raise ValueError(
+                "sync_ref_model=True: FSDP1 divides the copy of an adapter in another way than the "
+                "adapter, so the copy cannot follow it. Train under FSDP2 (--accelerate_config "
+                "fsdp2) or ZeRO-3 (--accelerate_config zero3), or leave the option out."
+            )
 
     def _pairs(self, policy: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         return frozen_pairs(policy)

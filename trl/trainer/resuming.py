@@ -10,7 +10,7 @@ from transformers.utils import logging
 from ..distributed import fsdp_version
 from ..models.reference import is_peft_model
 from .checkpoint import checkpoints_in, facts_of, find_fault, settle
-from .run_settings import differences
+from .run_settings import PROCESSES, differences
 
 logger = logging.get_logger(__name__)
 
@@ -34,7 +34,7 @@ def choose_checkpoint(
         return None, None
     try:
         found = _newest_intact(args.output_dir) if wanted is True else _named(Path(wanted))
-        _compare(found, args.resume_with_changes, settings)
+        _compare(found, args, settings)
     except ValueError as error:
         return None, str(error)
     return str(found), None
@@ -91,7 +91,7 @@ def _why_not(checkpoint: Path) -> str | None:
     return fault
 
 
-def _compare(checkpoint: Path, accepts: bool, settings: dict[str, Any]) -> None:
+def _compare(checkpoint: Path, args: Any, settings: dict[str, Any]) -> None:
     facts = facts_of(checkpoint)
     if facts is None:
         logger.warning(
@@ -103,7 +103,15 @@ def _compare(checkpoint: Path, accepts: bool, settings: dict[str, Any]) -> None:
     if not changes:
         return
     listed = "".join(f"\n  - {change}" for change in changes)
-    if not accepts:
+    written = facts["settings"].get(PROCESSES, settings[PROCESSES])
+    if written != settings[PROCESSES] and args.deepspeed_plugin is not None:
+        raise ValueError(
+            f"{checkpoint} was written by a run with other settings:{listed}\nDeepSpeed divides "
+            f"optimizer states by the number of processes and cannot divide them anew: resume with "
+            f"--num_processes {written}, or begin a new run with the checkpoint as "
+            "model_name_or_path."
+        )
+    if not args.resume_with_changes:
         raise ValueError(
             f"{checkpoint} was written by a run with other settings:{listed}\nRestore them, or "
             "accept the changes with resume_with_changes=True."
