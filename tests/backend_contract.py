@@ -13,6 +13,7 @@ class BackendContract:
     """Subclass it and give the fixture `backend`; `logps` for one that reports them."""
 
     scripted = False  # completions depend on prompt and place, not on seeds
+    rounding = 0.0  # by which log-probabilities of the same rows may differ
 
     @pytest.fixture
     def backend(self):
@@ -36,6 +37,12 @@ class BackendContract:
 
     def groups(self):
         return self.prompts(((20, 21, 22), 4), ((30,), 4), ((40, 41), 4))
+
+    def same(self, one, other):
+        """Whether generations are the same."""
+        pairs = zip(one.sampling_logps or (), other.sampling_logps or (), strict=True)
+        near = all(pytest.approx(a, abs=self.rounding, rel=0) == b for a, b in pairs)
+        return near and (one.completion_ids, one.finish) == (other.completion_ids, other.finish)
 
     def test_each_row_is_completed_up_to_the_limit(self, backend):
         for size in (1, 7):
@@ -74,7 +81,7 @@ class BackendContract:
         first = backend.generate(self.groups(), self.sampling(12), 4)
         assert torch.equal(torch.get_rng_state(), state)
         torch.manual_seed(99)
-        assert backend.generate(self.groups(), self.sampling(12), 4) == first
+        assert self.same(backend.generate(self.groups(), self.sampling(12), 4), first)
         other = self.sampling(12, seeds=tuple(range(500, 512)))
         differs = backend.generate(self.groups(), other, 4).completion_ids != first.completion_ids
         assert differs != self.scripted
@@ -102,7 +109,7 @@ class BackendContract:
         backend.sync_weights(0)
         first = backend.generate(self.groups(), self.sampling(12), 4)
         backend.sync_weights(1)
-        assert backend.generate(self.groups(), self.sampling(12), 4) == first
+        assert self.same(backend.generate(self.groups(), self.sampling(12), 4), first)
 
 
 def model_logps(model, prompt, completion, temperature):

@@ -4,9 +4,12 @@ from functools import cache
 
 import pytest
 import torch
+from peft import LoraConfig
 from tiny import tiny_model, tiny_tokenizer
+from transformers import BitsAndBytesConfig
 
-from trl.generation.vllm_colocate import Policy, VLLMColocateBackend
+from trl.generation.vllm_backend import Policy
+from trl.generation.vllm_colocate import VLLMColocateBackend
 from trl.generation.vllm_engine import EngineSettings, VLLMEngine, start_engine
 from trl.imports import is_available
 
@@ -22,13 +25,26 @@ def policy_model(seed: int = 0, **changes):
     return tiny_model(seed=seed, **(SHAPE | changes)).eval()
 
 
-def fresh_engine(model, **changes) -> VLLMEngine:
+def fresh_engine(model, kind=VLLMEngine, **changes) -> VLLMEngine:
     """An engine of its own, for a model of another shape."""
     settings = {"context": 128, "rows": 64, "batched": 4096, "dtype": torch.float32}
     chosen = EngineSettings(
         **(settings | {"cache_bytes": 16 * 2**20, "reads_text": True} | changes)
     )
-    return start_engine(model, tiny_tokenizer(), chosen)
+    return start_engine(model, tiny_tokenizer(), chosen, kind)
+
+
+def four_bits(folder, **lora):
+    """Options of a trainer whose policy is an adapter on a base model in 4 bits."""
+    policy_model().save_pretrained(folder)
+    targets = ["q_proj", "down_proj"]
+    return {
+        "model": str(folder),
+        "quantization_config": BitsAndBytesConfig(load_in_4bit=True),
+        "model_init_kwargs": {"dtype": "float32"},
+        "peft_config": LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **lora),
+        "learning_rate": 0.05,
+    }
 
 
 @cache

@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 SHAPES = {
     "tiny": (8, 32, 2, 4, 2, 128, False),
     "small": (256, 768, 4, 4, 2, 64, True),
+    "57m": (576, 1536, 8, 9, 3, 64, True),
+    "135m": (576, 1536, 30, 9, 3, 64, True),
     "0.5b": (896, 4864, 24, 14, 2, 64, True),
     "1.5b": (1536, 8960, 28, 12, 2, 128, True),
 }

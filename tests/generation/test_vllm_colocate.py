@@ -5,7 +5,8 @@ import sys
 
 from workspace import ROOT
 
-from trl.generation.vllm_colocate import BOUNDS, VLLMColocateBackend
+from trl.generation.vllm_backend import BOUNDS
+from trl.generation.vllm_colocate import VLLMColocateBackend
 
 SCRIPT = """
 import sys, trl.generation.vllm_colocate, trl.trainer.engines

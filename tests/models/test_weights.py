@@ -1,11 +1,14 @@
 """One stream of whole weights, merged with the adapter, that never changes the policy."""
 
+import weakref
+
 import pytest
 import torch
 from accelerate import Accelerator
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from tiny import tiny_model
 from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from trl.models.unwrap import policy_for_inference
 from trl.models.weights import full_weights
@@ -127,10 +130,63 @@ def test_the_reference_adapter_is_left_out():
     assert same(dict(full_weights(model)), wanted)
 
 
-def test_a_quantized_base_is_refused():
+def in_4_bits(folder, **options):
+    """A model whose layers bitsandbytes holds in 4 bits, and its own function to read them."""
+    functional = pytest.importorskip("bitsandbytes").functional
+    tiny_model(hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(folder)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
+    base = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    torch.manual_seed(3)
+    settings = {"target_modules": ["q_proj"], "init_lora_weights": False} | options
+    model = get_peft_model(base, LoraConfig(**settings))
+    return model, lambda layer: functional.dequantize_4bit(layer.weight, layer.weight.quant_state)
+
+
+def test_a_hundred_times_4_bits_with_their_adapter(tmp_path):
+    model, dense = in_4_bits(tmp_path)
+    before, first = state(model), dict(full_weights(model))
+    for _ in range(99):
+        assert same(dict(full_weights(model)), first)
+    assert same(state(model), before)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert {n: v.shape for n, v in first.items()} == {n: v.shape for n, v in plain.items()}
+    layer = model.base_model.model.model.layers[0]
+    q = layer.self_attn.q_proj
+    change = q.lora_B["default"].weight @ q.lora_A["default"].weight * q.scaling["default"]
+    found = first["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.allclose(found, dense(q.base_layer) + change, atol=1e-7)
+    assert torch.equal(first["model.layers.0.mlp.up_proj.weight"], dense(layer.mlp.up_proj))
+
+
+def test_one_layer_of_4_bits_is_held_in_full_at_a_time(tmp_path):
+    model, _ = in_4_bits(tmp_path, target_modules=["q_proj", "down_proj"])
+    seen = weakref.WeakSet()
+    for name, weight in full_weights(model):
+        if name.endswith("_proj.weight"):
+            seen.add(weight)
+        del weight
+        assert len(seen) <= 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"is_loaded_in_8bit": True}, r"in 8 bits, which round the inputs .*\(--load_in_4bit\)"),
+        ({}, "The base model is quantized, so that .* without quantization"),
+    ],
+)
+def test_other_quantized_bases_are_refused(flags, words):
     model = tiny_model()
-    model.is_quantized = True
-    with pytest.raises(ValueError, match="quantized.*Load it without"):
+    for name, value in ({"is_quantized": True} | flags).items():
+        setattr(model, name, value)
+    with pytest.raises(ValueError, match=words):
+        full_weights(model)
+
+
+def test_other_adapters_on_4_bits_are_refused(tmp_path):
+    base = in_4_bits(tmp_path)[0].unload()
+    model = get_peft_model(base, IA3Config(target_modules=["v_proj"], feedforward_modules=[]))
+    with pytest.raises(ValueError, match="type IA3 cannot be merged into quantized weights"):
         full_weights(model)
 
 

@@ -231,3 +231,15 @@ def test_goals_are_judged_by_the_worst_cell_and_never_without_one(load, tmp_path
     assert "| tokens of an update at 3,100/53/8, over trl 1.16.0 | <= 0.125 | 0.1 | met |" in lines
     fast = "RLOO, scoring + training at 512/512/8, lengths / 4: times as fast"
     assert f"| {fast} | >= 1.5 | 1.5 | met |" in lines
+
+
+def test_engines_are_compared_within_a_round(load):
+    generation = load("generation")
+
+    def timed(*seconds):
+        return [{"generations": {"8": {"seconds": s, "processor": 2 * s}}} for s in seconds]
+
+    runs = {"transformers": timed(1, 10), "vLLM server": timed(0.5, 2)}
+    plain, server = generation.speed_rows(runs, 8, {"completion": 25})
+    assert plain == ["transformers", "110", "20", "200", "1.00", "55", "10", "100", "1.00"]
+    assert server == ["vLLM server", "250", "100", "400", "3.50", "125", "50", "200", "3.50"]

@@ -10,7 +10,8 @@ from workspace import ROOT
 
 TARGETS = {"quickstart", "quickstart-tiny", "test", "lint", "format", "docs", "clean", "help"}
 TARGETS |= {"invariance", "bench-memory", "bench-report", "bench-step", "bench-head", "bench-plan"}
-TARGETS |= {"bench-gpu", "bench-siblings", "bench-options", "engine-table", "big-plans"}
+TARGETS |= {"bench-gpu", "bench-siblings", "bench-options", "bench-generation", "engine-table"}
+TARGETS |= {"big-plans"}
 
 
 @pytest.fixture

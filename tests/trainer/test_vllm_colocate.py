@@ -3,6 +3,7 @@
 import pytest
 import torch
 from online import config, dataset, make_trainer
+from shared_vllm import four_bits, policy_model
 from tiny import tiny_model
 
 from trl.generation import vllm_engine
@@ -29,11 +30,6 @@ def vllm_config(folder, **changes):
 def test_a_missing_package_is_named(tmp_path):
     with pytest.raises(ImportError, match=r"needs the package `vllm`.*trl\[vllm\]"):
         make_trainer(tmp_path, use_vllm=True)
-
-
-def test_a_server_is_refused_before_anything_is_loaded(tmp_path):
-    with pytest.raises(NotImplementedError, match="use vllm_mode='colocate'"):
-        make_trainer(tmp_path, model="no-such-model", use_vllm=True, vllm_mode="server")
 
 
 @needs_vllm
@@ -116,6 +112,23 @@ def test_a_small_device_is_refused_in_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_colocate, "device_bytes", lambda device: 1e6)
     with pytest.raises(ValueError, match="The vLLM engine does not fit beside training"):
         Sizing(vllm_config(tmp_path), tiny_model(), torch.float32, 256).memory(torch.device("cpu"))
+
+
+def test_a_quantized_policy_needs_an_engine_with_whole_weights(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(vllm_colocate, "engine_memory", lambda *parts: seen.extend(parts[:2]))
+    pytest.importorskip("bitsandbytes")
+    options = four_bits(tmp_path / "base")
+    trainer = make_trainer(tmp_path, **options)
+    args, causal = vllm_config(tmp_path), trainer.model.get_base_model()
+    adapter = trainer.model.active_peft_config
+    Sizing(args, causal, torch.bfloat16, 256, adapter).memory(torch.device("cpu"))
+    plan, needs = seen
+    factors = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    whole = sum(p.numel() for p in policy_model().parameters())
+    assert needs.weights == 2 * (whole + 2 * factors)
+    assert plan.model.trainable == factors
+    assert plan.run.matrix_bytes == 0.5 + 4 / 64  # bits, and a float32 scale for 64 of them
 
 
 def prompts_trainer(folder, lengths):

@@ -7,8 +7,10 @@ import pytest
 import torch
 from datasets import Dataset
 from online import dataset, make_trainer, token_sum
-from shared_vllm import ForgetfulEngine, engine, fresh_engine, needs_vllm, policy_model
+from peft import LoraConfig
+from shared_vllm import ForgetfulEngine, engine, four_bits, fresh_engine, needs_vllm, policy_model
 from tiny import tiny_tokenizer
+from transformers import BitsAndBytesConfig
 
 from examples.quickstart import copying
 from trl.trainer import vllm_colocate
@@ -24,7 +26,7 @@ def running(monkeypatch):
     """Trainers take the engine that runs already; the fixture gives what they asked for."""
     asked = []
 
-    def start(model, tokenizer, settings):
+    def start(model, tokenizer, settings, kind):
         asked.append(settings)
         found = engine(ForgetfulEngine, settings.sleeps)
         asked.append(found)
@@ -134,8 +136,6 @@ def test_sleeping_changes_nothing_but_memory(tmp_path, running, can_sleep, kind)
 
 
 def test_merged_adapters_are_sent(tmp_path, running):
-    from peft import LoraConfig
-
     targets = ["q_proj", "down_proj"]
     adapter = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
     trainer = trainer_of(tmp_path, peft_config=adapter, learning_rate=0.05, max_steps=3)
@@ -143,6 +143,36 @@ def test_merged_adapters_are_sent(tmp_path, running):
     gaps = logged(trainer, "vllm/logp_gap")
     assert len(gaps) == 3 and max(gaps) <= 1e-4
     assert not any(layer.merged for layer in trainer.model.modules() if hasattr(layer, "lora_A"))
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_weights_of_4_bits_are_sent_with_their_adapter(tmp_path, running, dora):
+    """What the engine holds of a layer is the dequantized weight with the change by the adapter."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    trainer = trainer_of(tmp_path, **four_bits(tmp_path / "base", use_dora=dora), max_steps=3)
+    trainer.train()
+    gaps = logged(trainer, "vllm/logp_gap")
+    assert len(gaps) == 3 and max(gaps) <= 1e-4
+    trainer.generate(trainer.encode([{"prompt": "ab"}] * 4))
+    layer = trainer.model.base_model.model.model.layers[1].mlp.down_proj
+    packed = layer.base_layer.weight
+    base = bitsandbytes.functional.dequantize_4bit(packed.data, packed.quant_state)
+    a, b = (part["default"].weight for part in (layer.lora_A, layer.lora_B))
+    wanted = base + b @ a * layer.scaling["default"]
+    if dora:
+        size = layer.lora_magnitude_vector["default"].weight
+        wanted = wanted * (size / wanted.norm(dim=1))[:, None]
+    held = running[-1].model.model.layers[1].mlp.down_proj.weight
+    assert (held - wanted).abs().max() <= 1e-6 < (held - base).abs().max()
+
+
+def test_8_bits_are_refused_before_the_engine_starts(tmp_path, running):
+    pytest.importorskip("bitsandbytes")
+    settings = four_bits(tmp_path / "base")
+    settings["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+    with pytest.raises(ValueError, match=r"in 8 bits, which round the inputs.*\(--load_in_4bit\)"):
+        trainer_of(tmp_path, **settings)
+    assert running == []
 
 
 def test_completions_match_the_regular_expression(tmp_path, running):

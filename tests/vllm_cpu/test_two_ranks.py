@@ -22,7 +22,7 @@ def test_two_ranks_hold_one_engine():
     assert found[0]["error"].startswith("RankError: Rank 1 failed in sending weights to vLLM")
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
-def test_divided_weights_reach_the_engine(tmp_path, engine):
-    for found in launch(HERE / "sharded_run.py", engine, tmp_path, timeout=240):
+@pytest.mark.parametrize(("engine", "kind"), [("fsdp2", "whole"), ("zero3", "apart")])
+def test_divided_weights_reach_the_engine(tmp_path, engine, kind):
+    for found in launch(HERE / "sharded_run.py", engine, tmp_path, kind, timeout=240):
         assert len(found) == 2 and max(found) <= 1e-4

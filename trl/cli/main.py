@@ -11,6 +11,7 @@ from ..wording import did_you_mean
 TRAINING = {"rloo": "train with RLOO", "grpo": "train with GRPO"}
 OTHERS = {
     "memory-plan": "print how much memory a training command would take",
+    "vllm-serve": "serve a model with vLLM for vllm_mode='server'",
     "completions": "show the completions a run wrote",
     "env": "print versions for a bug report",
 }

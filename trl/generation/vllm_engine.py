@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import tempfile
@@ -80,6 +81,8 @@ class EngineSettings:
         reads_text (`bool`): whether it needs the tokenizer.
         implementation (`str`): `vllm_model_impl`.
         trust_remote_code (`bool`): whether code shipped with the model may run.
+        adapter_rank (`int`): largest rank of an adapter beside the weights; 0: there is none.
+        adapter_layers (`tuple[str, ...]`): last names of the layers that it changes.
     """
 
     context: int
@@ -96,6 +99,8 @@ class EngineSettings:
     reads_text: bool = False
     implementation: str = "vllm"
     trust_remote_code: bool = False
+    adapter_rank: int = 0
+    adapter_layers: tuple[str, ...] = ()
 
     def arguments(self, on_cpu: bool) -> dict[str, Any]:
         """Keyword arguments of `vllm.LLM`, without the model's."""
@@ -106,6 +111,9 @@ class EngineSettings:
             memory["gpu_memory_utilization"] = self.memory_share
         if on_cpu:
             memory |= {"enforce_eager": True, "block_size": CPU_BLOCK}
+        if self.adapter_rank:
+            memory |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": self.adapter_rank}
+            memory["lora_target_modules"] = list(self.adapter_layers)
         return memory | {
             "dtype": str(self.dtype).removeprefix("torch."),
             "max_model_len": self.context,
@@ -192,7 +200,9 @@ class VLLMEngine:
         wanted = [_sampling_params(sampling, request) for request in requests]
         with unchanged_process(), _uncompiled(self.on_cpu):
             try:
-                return self._llm.generate(prompts, wanted, use_tqdm=False)
+                return self._llm.generate(
+                    prompts, wanted, use_tqdm=False, **self._request_options()
+                )
             except torch.OutOfMemoryError as error:
                 # Fewer requests would not help: the engine bounds what it computes by itself.
                 raise RuntimeError(
@@ -201,6 +211,10 @@ class VLLMEngine:
                 ) from error
             finally:
                 self._drop_unfinished()
+
+    def _request_options(self) -> dict[str, Any]:
+        """More of what `generate` is called with."""
+        return {}
 
     def _drop_unfinished(self) -> None:
         """After an error or an interrupt, requests must not go on in the next call."""
@@ -231,13 +245,16 @@ def sampling_fields() -> tuple[str, ...]:
     return tuple(name for name in found if not name.startswith("_"))
 
 
-def start_engine(model: Any, tokenizer: Any, settings: EngineSettings) -> VLLMEngine:
+def start_engine(
+    model: Any, tokenizer: Any, settings: EngineSettings, kind: type[VLLMEngine] = VLLMEngine
+) -> VLLMEngine:
     """Start an engine for a policy; its weights are random until they are loaded.
 
     Args:
         model (`PreTrainedModel`): the policy, of which only the configuration is read.
         tokenizer: of the policy; only read if `settings.reads_text`.
         settings (`EngineSettings`): how.
+        kind: what wraps it.
     """
     with unchanged_process(), tempfile.TemporaryDirectory() as folder:
         _launch_environment(settings)
@@ -245,14 +262,22 @@ def start_engine(model: Any, tokenizer: Any, settings: EngineSettings) -> VLLMEn
         on_cpu = require("vllm.platforms", "use_vllm=True").current_platform.is_cpu()
         if on_cpu:
             _keep_weights_unpacked()
-        model.config.architectures = model.config.architectures or [type(model).__name__]
-        model.config.save_pretrained(folder)
+        _dense_config(model).save_pretrained(folder)
         if settings.reads_text:
             tokenizer.save_pretrained(folder)
         with _uncompiled(on_cpu), undivided_models():
             llm = vllm.LLM(folder, **settings.arguments(on_cpu))
     _keep_process_groups(llm)
-    return VLLMEngine(llm, settings.sleeps)
+    return kind(llm, settings.sleeps)
+
+
+def _dense_config(model: Any) -> Any:
+    """The configuration of a model with whole weights, which is what the engine holds."""
+    config = copy.deepcopy(model.config)
+    config.architectures = config.architectures or [type(model).__name__]
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
 
 
 def _keep_process_groups(llm: Any) -> None:

@@ -95,6 +95,25 @@ class Request:
     seed: int
 
 
+def completion_body(request: Request, sampling: Sampling, context: int) -> dict[str, Any]:
+    """What `/v1/completions` of a server is asked for.
+
+    Args:
+        request (`Request`): the prompt.
+        sampling (`Sampling`): merged by `merge_options`.
+        context (`int`): most tokens that the engine sees; a server refuses to be asked for more.
+    """
+    body = parameters(sampling, request.count, request.seed)
+    del body["detokenize"]  # servers always do
+    room = context - len(request.token_ids)
+    return body | {
+        "prompt": request.token_ids,
+        "max_tokens": min(body["max_tokens"], room),
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+
+
 def make_requests(token_ids: Sequence[list[int]], seeds: Sequence[int]) -> list[Request]:
     """One request for each run of rows with the same prompt.
 
@@ -108,6 +127,13 @@ def make_requests(token_ids: Sequence[list[int]], seeds: Sequence[int]) -> list[
         requests.append(Request(ids, count, seeds[start]))
         start += count
     return requests
+
+
+def requests_of_all(shares: Sequence[tuple[list[list[int]], Sequence[int]]]) -> list[Request]:
+    """Requests for the rows of several ranks: prompts and seeds of each, in rank order."""
+    every_id = [ids for share, _ in shares for ids in share]
+    every_seed = [seed for _, share in shares for seed in share]
+    return make_requests(every_id, every_seed)
 
 
 def row_seeds_of(sampling: Sampling, count: int) -> tuple[int, ...]:
@@ -130,8 +156,26 @@ def check_lengths(prompts: Prompts, context: int) -> None:
         if len(ids) >= context:
             raise ValueError(
                 f"The prompt of row {row} ({shown}) has {len(ids)} tokens, but the engine sees "
-                f"only {context} with the completion: raise vllm_max_model_length or shorten it."
+                f"only {context} with the completion: raise vllm_max_model_length (of a server: "
+                "--max_model_len) or shorten it."
             )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A completion as an engine gives it.
+
+    Args:
+        place (`int`): among those of its prompt.
+        token_ids (`list[int]`): of the completion.
+        reason (`str`, *optional*): for which it ended.
+        logps (`list[float]`): one for each token.
+    """
+
+    place: int
+    token_ids: list[int]
+    reason: str | None
+    logps: list[float]
 
 
 def read_outputs(requests: Sequence[Request], outputs: Sequence[Any]) -> Generations:
@@ -140,20 +184,38 @@ def read_outputs(requests: Sequence[Request], outputs: Sequence[Any]) -> Generat
     Raises:
         RuntimeError: if vLLM gave up on a request.
     """
-    rows: list[Any] = []
-    for request, output in zip(requests, outputs, strict=True):
-        found = sorted(output.outputs, key=lambda row: row.index)
+
+    def read(row: Any) -> Row:
+        pairs = zip(row.token_ids, row.logprobs, strict=True)
+        logps = [float(found[token].logprob) for token, found in pairs]
+        return Row(row.index, list(row.token_ids), row.finish_reason, logps)
+
+    return _joined(requests, [[read(row) for row in output.outputs] for output in outputs])
+
+
+def read_answers(requests: Sequence[Request], answers: Sequence[Any]) -> Generations:
+    """Turn a server's answers to `completion_body`, in the order of the requests, into rows.
+
+    Raises:
+        RuntimeError: if vLLM gave up on a request.
+    """
+
+    def read(row: Any) -> Row:
+        logps = row["logprobs"]["token_logprobs"]
+        return Row(row["index"], row["token_ids"], row["finish_reason"], logps)
+
+    return _joined(requests, [[read(row) for row in answer["choices"]] for answer in answers])
+
+
+def _joined(requests: Sequence[Request], groups: Sequence[list[Row]]) -> Generations:
+    rows: list[Row] = []
+    for request, group in zip(requests, groups, strict=True):
+        found = sorted(group, key=lambda row: row.place)
         rows += found * (request.count // len(found))  # of greedy ones there is one
     return Generations(
-        completion_ids=[list(row.token_ids) for row in rows],
-        finish=[_reason(row.finish_reason) for row in rows],
-        sampling_logps=[
-            [
-                float(found[token].logprob)
-                for token, found in zip(row.token_ids, row.logprobs, strict=True)
-            ]
-            for row in rows
-        ],
+        completion_ids=[row.token_ids for row in rows],
+        finish=[_reason(row.reason) for row in rows],
+        sampling_logps=[row.logps for row in rows],
     )
 
 

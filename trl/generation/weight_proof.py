@@ -122,6 +122,16 @@ class WeightProof:
         parts = [(place.part(weight), place.target) for place in self._places[name]]
         self._sent[name] = [fingerprint(part) for part, _ in parts if part is not None]
 
+    @property
+    def doubt(self) -> str | None:
+        """What is not proven, in words; None if all is."""
+        if not self.unproven:
+            return None
+        return (
+            f"vLLM converts {len(self.unproven)} weights while loading, such as "
+            f"{self.unproven[0]}; only log-probabilities prove that they arrived."
+        )
+
     def _watch(self, name: str, weight: Tensor, load: Callable[[str, Tensor], None]) -> list[Place]:
         with CopyWatch(set(self._held()), weight) as watch:
             load(name, weight)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..distributed import fsdp_version
+from ..imports import require
 
 
 def is_quantized(model: nn.Module) -> bool:
@@ -70,3 +71,54 @@ def working_precision(causal: Any) -> torch.dtype:
     if getattr(config, "load_in_4bit", False) and config.bnb_4bit_compute_dtype is not None:
         return config.bnb_4bit_compute_dtype
     return causal.dtype
+
+
+def check_dense(causal: Any) -> None:
+    """Refuse a model that computes something else than its weights say in full precision.
+
+    Raises:
+        ValueError: for any quantization but the 4 bits of bitsandbytes.
+    """
+    if is_quantized(causal) and not getattr(causal, "is_loaded_in_4bit", False):
+        eight = getattr(causal, "is_loaded_in_8bit", False)
+        kind = "in 8 bits, which round the inputs of its layers as well" if eight else "quantized"
+        raise ValueError(
+            f"The base model is {kind}, so that whole weights cannot stand for it. Load it "
+            "in 4 bits (--load_in_4bit), or without quantization."
+        )
+
+
+def quantization_of(module: nn.Module) -> Any:
+    """How bitsandbytes holds the weight of a module in 4 bits; None if it does not."""
+    held = getattr(getattr(module, "weight", None), "quant_state", None)
+    # Engines that shard weights put their own parameters in the place of those of bitsandbytes.
+    return held if held is not None else getattr(module, "quant_state", None)
+
+
+def dequantized(values: Tensor, state: Any) -> Tensor:
+    """The weight that layers multiply with.
+
+    Args:
+        values (`Tensor`): packed, as bitsandbytes holds it.
+        state: what `quantization_of` found.
+
+    Returns:
+        `Tensor`: in the precision in which it was loaded.
+    """
+    if values.dtype != torch.uint8:
+        values = values.contiguous().view(torch.uint8)
+    bitsandbytes = require("bitsandbytes", "a quantized model")
+    dense: Tensor = bitsandbytes.functional.dequantize_4bit(values.reshape(-1, 1), state)
+    return dense
+
+
+def bytes_of_weight(causal: nn.Module) -> float | None:
+    """Mean bytes of a weight in 4 bits with its share of the scales; None if there is none."""
+    held = entries = 0
+    for module in causal.modules():
+        state = quantization_of(module)
+        if state is not None:
+            nested = state.state2.absmax.nbytes if state.nested else 0
+            held += module.weight.nbytes + state.absmax.nbytes + nested  # type: ignore[operator]
+            entries += state.shape.numel()
+    return held / entries if entries else None

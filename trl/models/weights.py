@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..imports import is_available, require
 from .parts import causal_model
-from .quantized import is_quantized
+from .quantized import check_dense, dequantized, is_quantized, quantization_of
 from .reference import is_peft_model
 from .shards import FSDP1, FSDP2, sharded_engine, whole
 
@@ -27,7 +27,8 @@ def full_weights(model: nn.Module) -> Weights:
 
     Names are those of the base model's state dict, persistent buffers included; of tied weights the
     first is yielded. Active adapters are merged into copies of one layer at a time, so the policy
-    never changes, whenever iteration ends. An adapter that is switched off is left out.
+    never changes, whenever iteration ends. An adapter that is switched off is left out. Weights
+    that bitsandbytes holds in 4 bits are dequantized, and merged in float32.
 
     Sharded weights are gathered module by module (FSDP1: unit by unit), so all ranks must go
     through all of them; a rank that stops early leaves the others waiting.
@@ -39,24 +40,33 @@ def full_weights(model: nn.Module) -> Weights:
         `tuple[str, Tensor]`: a tensor is valid until the next one is asked for; do not write to it.
 
     Raises:
-        ValueError: at once, for a quantized base model or an adapter that is no change of weights.
+        ValueError: at once, as `check_weights`.
+    """
+    check_weights(model)
+    return _stream(model, causal_model(model))
+
+
+def check_weights(model: nn.Module) -> None:
+    """Check that whole weights can stand for the policy.
+
+    Raises:
+        ValueError: for a base model in 8 bits, or an adapter that is no change of weights.
     """
     causal = causal_model(model)
-    if is_quantized(causal):
-        raise ValueError(
-            "The base model is quantized (bitsandbytes): its weights do not exist in full, and an "
-            "adapter cannot be merged into them without rounding. Load it without quantization."
-        )
-    _check_adapter(model)
-    return _stream(model, causal)
-
-
-def _check_adapter(model: nn.Module) -> None:
+    check_dense(causal)
     wrapper: Any = next((m for m in model.modules() if is_peft_model(m)), None)
-    if wrapper is not None and wrapper.active_peft_config.is_prompt_learning:
-        kind = wrapper.active_peft_config.peft_type.value
+    if wrapper is None:
+        return
+    config = wrapper.active_peft_config
+    if config.is_prompt_learning:
         raise ValueError(
-            f"An adapter of type {kind} adds tokens and cannot be merged into weights."
+            f"An adapter of type {config.peft_type.value} adds tokens and cannot be merged into "
+            "weights."
+        )
+    if is_quantized(causal) and config.peft_type.value != "LORA":
+        raise ValueError(
+            f"An adapter of type {config.peft_type.value} cannot be merged into quantized weights; "
+            "use LoRA or DoRA, or load the base model without quantization."
         )
 
 
@@ -70,6 +80,17 @@ class _Block:
 
     def modules(self) -> list[nn.Module]:
         return list(self.module.modules()) if self.adapted else [self.module]
+
+
+def adapted_layers(causal: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Each layer with an adapter that is switched on, and its name in the base model.
+
+    Args:
+        causal: without the wrappers around the whole model.
+    """
+    for block in _blocks(causal, ""):
+        if block.adapted:
+            yield block.name.removesuffix("."), block.module
 
 
 def _stream(model: nn.Module, causal: nn.Module) -> Weights:
@@ -153,8 +174,13 @@ def _own(block: _Block, seen: set[int]) -> Weights:
     for name, parameter in block.module.named_parameters(recurse=False):
         if id(parameter) not in seen:
             seen.add(id(parameter))
-            yield block.name + name, whole(parameter)
+            yield block.name + name, _dense(block.module, name, parameter)
     yield from _buffers(block.module, block.name)
+
+
+def _dense(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
+    state = quantization_of(module) if name == "weight" else None
+    return whole(parameter) if state is None else dequantized(whole(parameter), state)
 
 
 def _buffers(module: nn.Module, name: str) -> Weights:
@@ -168,10 +194,12 @@ def _merged(block: _Block) -> Weights:
     layers: list[Any] = [m for m in block.module.modules() if _is_adapted(m)]
     base: nn.Module = layers[0].get_base_layer()
     states = [(layer, list(layer.merged_adapters)) for layer in layers]
+    # What bitsandbytes' own layers merge they quantize again.
+    merge = None if quantization_of(base) is None else _lora_layer().merge
     with _copies(block.module):
         try:
             for layer in reversed(layers):  # the innermost holds the weights
-                layer.merge()
+                layer.merge() if merge is None else merge(layer)
             found = [(block.name + n, p.detach()) for n, p in base.named_parameters()]
         finally:
             for layer, merged in states:
@@ -181,23 +209,30 @@ def _merged(block: _Block) -> Weights:
         yield from _buffers(module, block.name + (f"{name}." if name else ""))
 
 
+def _lora_layer() -> Any:
+    return require("peft.tuners.lora.layer", "adapters").Linear
+
+
 @contextmanager
 def _copies(module: nn.Module) -> Iterator[None]:
     """Whole copies of all weights in the place of the weights themselves, for `merge` to change."""
     places = [
-        (owner._parameters, name, parameter)
+        (owner, name, parameter)
         for owner in module.modules()
         for name, parameter in list(owner._parameters.items())
         if parameter is not None
     ]
-    copies = {
-        id(parameter): nn.Parameter(whole(parameter).clone(), requires_grad=False)
-        for _, _, parameter in places
-    }
+    copies = {id(p): nn.Parameter(_copy(owner, n, p), False) for owner, n, p in places}
     try:
-        for holder, name, parameter in places:
-            holder[name] = copies[id(parameter)]
+        for owner, name, parameter in places:
+            owner._parameters[name] = copies[id(parameter)]
         yield
     finally:
-        for holder, name, parameter in places:
-            holder[name] = parameter
+        for owner, name, parameter in places:
+            owner._parameters[name] = parameter
+
+
+def _copy(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
+    dense = _dense(module, name, parameter)
+    quantized = name == "weight" and quantization_of(module) is not None
+    return dense.float() if quantized else dense.clone()

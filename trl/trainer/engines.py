@@ -11,7 +11,7 @@ from ..generation.continuous_backend import ContinuousBackend
 from ..generation.pieces import Limits
 from ..generation.transformers_backend import TransformersBackend, merge_extra
 from ..types import Sampling
-from . import vllm_colocate
+from . import vllm_colocate, vllm_server
 from .online_config import OnlineConfig
 
 
@@ -33,9 +33,8 @@ class Engine:
 def chosen_engine(args: OnlineConfig) -> Engine:
     """The engine that the options ask for."""
     if args.use_vllm:
-        return Engine(
-            vllm_colocate.check_options, vllm_colocate.settle_sampling, vllm_colocate.make_backend
-        )
+        module = vllm_server if args.vllm_mode == "server" else vllm_colocate
+        return Engine(module.check_options, vllm_colocate.settle_sampling, module.make_backend)
     if args.use_transformers_continuous_batching:
         return Engine(_accept, _settle_transformers, _make_continuous)
     return Engine(_accept, _settle_transformers, _make_transformers)

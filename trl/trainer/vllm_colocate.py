@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,13 @@ from torch import nn
 from transformers.utils import logging
 
 from ..generation.pieces import cache_bytes_per_token
-from ..generation.vllm_colocate import Policy, VLLMColocateBackend
+from ..generation.vllm_adapter import AdapterBackend, AdapterEngine
+from ..generation.vllm_backend import Policy
+from ..generation.vllm_colocate import VLLMColocateBackend
 from ..generation.vllm_engine import (
     CPU_BLOCK,
     EngineSettings,
+    VLLMEngine,
     check_platform,
     sampling_fields,
     start_engine,
@@ -28,11 +31,13 @@ from ..memory.settings import RunSettings
 from ..memory.sharding import options_of_environment, read_sharding
 from ..models.loading import context_length
 from ..models.parts import causal_model
-from ..models.quantized import is_quantized
-from ..models.weights import full_weights
+from ..models.quantized import bytes_of_weight, working_precision
+from ..models.reference import is_peft_model
+from ..models.weights import check_weights, full_weights
 from ..ops.masking import length_mask
 from ..types import Rollout, Sampling
 from .online_config import OnlineConfig
+from .vllm_adapter import adapter_policy, adapter_settings
 
 logger = logging.get_logger(__name__)
 
@@ -46,13 +51,8 @@ def check_options(args: OnlineConfig) -> None:
 
     Raises:
         ImportError: if vLLM is not installed.
-        NotImplementedError: for `vllm_mode="server"`.
         ValueError: for options that contradict each other or the platform.
     """
-    if args.vllm_mode == "server":
-        raise NotImplementedError(
-            "vllm_mode='server' is not available in this release; use vllm_mode='colocate'."
-        )
     size, ranks = args.vllm_tensor_parallel_size, args.world_size
     if size < 1 or ranks % size:
         legal = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
@@ -98,23 +98,24 @@ def make_backend(trainer: Any) -> VLLMColocateBackend:
         trainer (`OnlineTrainer`): whose policy generates.
 
     Raises:
-        NotImplementedError: for a quantized policy.
-        ValueError: if the engine does not fit beside training, or has no room for completions.
+        ValueError: for a policy for which whole weights cannot stand, or if the engine does not
+            fit beside training, or has no room for completions.
     """
     args, causal = trainer.args, causal_model(trainer.model)
-    if is_quantized(causal):
-        raise NotImplementedError(
-            "use_vllm=True: the weights of a quantized policy cannot be sent to vLLM; load the "
-            "model without quantization."
-        )
+    check_weights(trainer.model)
     settings = engine_settings(trainer, causal)
     check_context(args, settings.context)
     check_prompts(trainer, settings.context)
-    engine = start_engine(causal, trainer.processing_class, settings)
+    policy = policy_of(trainer)
+    kinds: tuple[Any, Any] = (VLLMEngine, VLLMColocateBackend)
+    if args.vllm_sync_adapter_only:
+        settings = adapter_settings(trainer, settings)
+        policy, kinds = adapter_policy(policy, trainer), (AdapterEngine, AdapterBackend)
+    engine = start_engine(causal, trainer.processing_class, settings, kinds[0])
     trainer.accelerator.wait_for_everyone()
-    return VLLMColocateBackend(
+    return kinds[1](
         engine,
-        policy_of(trainer),
+        policy,
         ranks=trainer.ranks,
         tensor_parallel=args.vllm_tensor_parallel_size,
         probe_syncs=args.vllm_probe_syncs,
@@ -141,8 +142,8 @@ def check_prompts(trainer: Any, context: int) -> None:
     )
     if length >= context:
         raise ValueError(
-            f"{words}, and leaves no room for a completion: raise vllm_max_model_length or leave "
-            "out such prompts."
+            f"{words}, and leaves no room for a completion: raise vllm_max_model_length (of a "
+            "server: --max_model_len) or leave out such prompts."
         )
     if length + completion > context:
         logger.warning(f"{words}: its completions are cut earlier.")
@@ -191,7 +192,8 @@ def engine_settings(trainer: Any, causal: nn.Module) -> EngineSettings:
         )
     share, cache = args.vllm_gpu_memory_utilization, None
     if share is None:
-        memory = Sizing(args, causal, dtype, context).memory(trainer.args.device)
+        adapter = trainer.model.active_peft_config if is_peft_model(trainer.model) else None
+        memory = Sizing(args, causal, dtype, context, adapter).memory(trainer.args.device)
         if memory.context < context:
             logger.info(f"The vLLM engine has room for contexts of {memory.context} tokens.")
         context, cache = memory.context, memory.cache
@@ -218,7 +220,7 @@ def compute_dtype(args: OnlineConfig, causal: nn.Module) -> torch.dtype:
     """The precision in which the policy computes, so that the engine does too."""
     if args.bf16:
         return torch.bfloat16
-    return torch.float16 if args.fp16 else causal.dtype  # type: ignore[return-value]
+    return torch.float16 if args.fp16 else working_precision(causal)
 
 
 def rows_of(args: OnlineConfig) -> int:
@@ -244,17 +246,19 @@ class Sizing:
         causal (`nn.Module`): what is trained, without wrappers.
         dtype (`torch.dtype`): of the engine.
         context (`int`): most tokens it is to see.
+        adapter (`peft.PeftConfig`, *optional*): what is trained of it.
     """
 
     args: OnlineConfig
     causal: Any
     dtype: torch.dtype
     context: int
+    adapter: Any = None
 
     def memory(self, device: torch.device) -> EngineMemory:
         """What the engine is given; see `engine_memory`."""
         args = self.args
-        size = model_size(self.causal.config, None, args.trust_remote_code)
+        size = model_size(self.causal.config, self._new_adapter(), args.trust_remote_code)
         plan = Plan(size, self.run(device), device_bytes(device))
         shares = args.vllm_tensor_parallel_size
         entry = self.dtype.itemsize
@@ -263,7 +267,9 @@ class Sizing:
         longest = min(self.context, plan.run.prompt + plan.run.completion)
         blocks = -(-longest // CPU_BLOCK) * CPU_BLOCK
         needs = EngineNeeds(
-            weights=entry * size.parameters / shares,
+            # Whole weights, also of a policy that is quantized. An adapter is merged into them, or
+            # held apart with as much again as room for its rank.
+            weights=entry * (size.parameters + size.adapter) / shares,
             token=token / shares,
             tokens=rows * blocks,
             context=self.context,
@@ -272,8 +278,14 @@ class Sizing:
         )
         return engine_memory(plan, needs, args.vllm_enable_sleep_mode, plan.run.completion + 1)
 
+    def _new_adapter(self) -> Any:
+        """An adapter as large, whose start is not computed from weights that are not there."""
+        if not hasattr(self.adapter, "init_lora_weights"):
+            return None  # of the other kinds the whole model counts as trained
+        return replace(self.adapter, init_lora_weights=True, inference_mode=False)
+
     def run(self, device: torch.device) -> RunSettings:
-        """The run as the memory plan takes it; the whole model counts as trained."""
+        """The run as the memory plan takes it."""
         args, batches = self.args, self.args.batch_plan
         completion = args.max_completion_length or 1
         return RunSettings(
@@ -289,11 +301,12 @@ class Sizing:
             processes=args.world_size,
             sharding=read_sharding(options_of_environment(os.environ), args.world_size),
             weight_bytes=self.causal.dtype.itemsize,
+            matrix_bytes=bytes_of_weight(self.causal),
             product_bytes=self.dtype.itemsize,
             optimizer=str(getattr(args.optim, "value", args.optim)),
             optimizer_args=args.optim_args,
             shared_prefix=args.shared_prefix,
-            scores_policy=not batches.is_on_policy,
+            scores_policy=args.scores_policy,
             gradient_checkpointing=bool(args.gradient_checkpointing),
             logits_chunk=args.logits_chunk_size,
         )

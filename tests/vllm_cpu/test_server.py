@@ -1,0 +1,280 @@
+"""Weights and requests that go to a real server, and what it says when something is wrong."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+from backend_contract import BackendContract, model_logps
+from shared_vllm import model_policy, needs_vllm, nudge, policy_model
+from vllm_server import CPU, fleet, free_port, server_backend, shared_server
+
+from trl.generation.vllm_client import ServerError
+from trl.generation.vllm_fleet import Fleet
+from trl.generation.weight_proof import WeightSyncError
+from trl.generation.weight_stream import TransferError, WeightGroup
+from trl.types import Prompts, Sampling
+
+pytestmark = [needs_vllm, pytest.mark.vllm]
+PROMPTS = Prompts(messages=["a"] * 4, token_ids=[[20 + n for n in range(40)]] * 4)
+Q, K, DOWN = (
+    f"model.layers.{place}.weight"
+    for place in ("0.self_attn.q_proj", "1.self_attn.k_proj", "1.mlp.down_proj")
+)
+
+
+def sampling(**changes):
+    return Sampling(**({"max_tokens": 12, "seeds": (1, 2, 3, 4)} | changes))
+
+
+def gap(model, found, temperature=1.0):
+    """Largest difference of a log-probability from the model's own."""
+    return max(
+        (torch.tensor(logps) - model_logps(model, PROMPTS.token_ids[0], ids, temperature))
+        .abs()
+        .max()
+        .item()
+        for ids, logps in zip(found.completion_ids, found.sampling_logps, strict=True)
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_fault():
+    yield
+    shared_server().fault()
+
+
+class TestServer(BackendContract):
+    model = policy_model(seed=3)
+    rounding = 1e-5  # requests come one by one, so the server batches them as it likes
+
+    @pytest.fixture
+    def backend(self):
+        return server_backend(self.model)
+
+    def logps(self, prompt, completion, temperature):
+        return model_logps(self.model, prompt, completion, temperature)
+
+
+# --- Requests ---
+
+
+def test_options_of_requests_are_followed():
+    model = policy_model()
+    found = server_backend(model)
+    greedy = found.generate(PROMPTS, sampling(extra={"do_sample": False}, max_tokens=3), 4)
+    ids = list(PROMPTS.token_ids[0])
+    for token in greedy.completion_ids[0]:
+        assert token == model(torch.tensor([ids])).logits[0, -1].argmax()
+        ids.append(token)
+    assert greedy.completion_ids == [greedy.completion_ids[0]] * 4 and len(ids) == 43
+    biased = found.generate(PROMPTS, sampling(extra={"logit_bias": {"33": 100.0}}), 4)
+    assert biased.completion_ids == [[33] * 12] * 4
+    digits = sampling(extra={"structured_outputs": {"regex": "[0-9]{3}"}}, stop_ids=(1,))
+    text = found.generate(PROMPTS, digits, 4)
+    assert {len(ids) for ids in text.completion_ids} == {4} and text.finish == ["stop"] * 4
+
+
+def test_filters_change_the_reported_log_probabilities_as_they_change_the_distribution():
+    model = policy_model()
+    found = server_backend(model).generate(PROMPTS, sampling(top_k=5, temperature=0.7), 4)
+    for ids, logps in zip(found.completion_ids, found.sampling_logps, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*PROMPTS.token_ids[0], *ids]])).logits[0, 39:-1] / 0.7
+        least = logits.topk(5).values[:, -1:]
+        kept = logits.masked_fill(logits < least, -torch.inf).log_softmax(-1)
+        expected = kept[torch.arange(len(ids)), torch.tensor(ids)]
+        assert torch.allclose(torch.tensor(logps), expected, atol=1e-4)
+
+
+def test_one_request_for_each_prompt_and_no_more_tokens_than_there_is_room_for(monkeypatch):
+    found, bodies = server_backend(policy_model(), probe_syncs=0), []
+    client = found._fleet.servers[0].client
+    ask = client.ask_again
+    monkeypatch.setattr(client, "ask_again", lambda *a: bodies.append(a[2]) or ask(*a))
+    rows = Prompts(messages=list("aaabbb"), token_ids=[[20] * 120] * 3 + [[21]] * 3)
+    drawn = found.generate(rows, sampling(seeds=tuple(range(6)), max_tokens=200), 3)
+    assert [len(ids) for ids in drawn.completion_ids] == [8] * 3 + [127] * 3
+    bodies.sort(key=lambda body: body["seed"])
+    assert [(body["prompt"], body["n"], body["seed"]) for body in bodies] == [
+        ([20] * 120, 3, 0),
+        ([21], 3, 3),
+    ]
+
+
+# --- Weights ---
+
+
+def test_text_changes_after_a_step_and_log_probabilities_follow():
+    """The prompt is longer than a block of the cache, which must be dropped with the weights."""
+    model = policy_model()
+    found = server_backend(model)
+    before = found.generate(PROMPTS, sampling(), 4)
+    assert gap(model, before) <= 1e-4
+    nudge(model)
+    found.sync_weights(1)
+    after = found.generate(PROMPTS, sampling(), 4)
+    assert after.completion_ids != before.completion_ids
+    assert gap(model, after) <= 1e-4 < gap(model, before)
+
+
+def test_weights_that_did_not_move_are_sent_once(monkeypatch):
+    found, sent = server_backend(policy_model()), []
+    transfer = Fleet.transfer
+    monkeypatch.setattr(Fleet, "transfer", lambda self, s: sent.append(s) or transfer(self, s))
+    for step in (4, 4, 5):
+        found.sync_weights(step)
+        with found.awake():
+            found.generate(PROMPTS, sampling(), 4)
+    assert sent == [4, 5]
+
+
+@pytest.mark.parametrize("name", [Q, K, DOWN])
+@pytest.mark.parametrize("fault", ["skip", "stale"])
+def test_a_weight_that_was_not_loaded_stops_training(fault, name):
+    model = policy_model()
+    shared_server().fault(fault, name, first=2)
+    found = server_backend(model, probe_syncs=0)
+    found.generate(PROMPTS, sampling(), 4)
+    nudge(model, 1e-6)  # far too little for log-probabilities to show
+    found.sync_weights(1)
+    with pytest.raises(WeightSyncError, match=rf"Step 1.*{name} was not what was sent.*norm"):
+        found.generate(PROMPTS, sampling(), 4)
+
+
+def test_a_transposed_weight_stops_training():
+    """A square one: the name is that of the projection after attention of a wider model."""
+    name = "model.layers.0.mlp.gate_proj.weight"
+    shared_server().fault("transposed", name, first=2)
+    found = server_backend(policy_model(), probe_syncs=0)
+    found.generate(PROMPTS, sampling(), 4)
+    found.sync_weights(1)
+    with pytest.raises(WeightSyncError, match=f"{name} has the same numbers in another order"):
+        found.generate(PROMPTS, sampling(), 4)
+
+
+def test_a_weight_that_is_not_sent_stops_training():
+    model, skipped = policy_model(), []
+    some = lambda: ((n, p) for n, p in model.named_parameters() if n not in skipped)  # noqa: E731
+    found = server_backend(model, policy=model_policy(model, weights=some))
+    found.generate(PROMPTS, sampling(), 4)
+    skipped.append(DOWN)
+    found.sync_weights(1)
+    with pytest.raises(WeightSyncError, match=f"{DOWN} was not sent, unlike at earlier syncs"):
+        found.generate(PROMPTS, sampling(), 4)
+
+
+def test_a_weight_that_changes_on_the_way_stops_training(monkeypatch):
+    send, found = WeightGroup._broadcast, server_backend(policy_model())
+
+    def changed(self, flat, alive):
+        if flat.numel() == 64 * 128 * 4:
+            flat = flat.clone()
+            flat[7] ^= 1
+        send(self, flat, alive)
+
+    monkeypatch.setattr(WeightGroup, "_broadcast", changed)
+    with pytest.raises(WeightSyncError, match="q_proj.weight did not arrive as it was sent"):
+        found.generate(PROMPTS, sampling(), 4)
+
+
+def test_old_weights_sent_as_new_ones_show_in_log_probabilities():
+    model, old = policy_model(), policy_model()
+    policy = dataclasses.replace(model_policy(model), weights=lambda: iter(old.named_parameters()))
+    found = server_backend(model, policy=policy)
+    found.generate(PROMPTS, sampling(), 4)
+    nudge(model)
+    found.sync_weights(1)
+    with pytest.raises(WeightSyncError, match="log-probabilities of a probe differ by"):
+        found.generate(PROMPTS, sampling(), 4)
+
+
+def test_a_weight_that_the_model_has_no_place_for_is_named():
+    shared_server().fault("refused", K)
+    words = f"{K} cannot be loaded .ValueError: no such place"
+    with pytest.raises(WeightSyncError, match=words):
+        server_backend(policy_model()).generate(PROMPTS, sampling(), 4)
+
+
+def test_training_can_go_on_after_a_sync_that_failed():
+    model, skipped = policy_model(), [Q]
+    some = lambda: ((n, p) for n, p in model.named_parameters() if n not in skipped)  # noqa: E731
+    found = server_backend(model, policy=model_policy(model, weights=some))
+    with pytest.raises(WeightSyncError, match="entries of the engine's"):
+        found.generate(PROMPTS, sampling(), 4)
+    skipped.clear()
+    assert gap(model, found.generate(PROMPTS, sampling(), 4)) <= 1e-4
+
+
+# --- Servers that are taken away, and such that hang ---
+
+
+def test_a_server_that_lost_its_weights_is_found_out():
+    found = server_backend(policy_model())
+    found.generate(PROMPTS, sampling(), 4)
+    shared_server().connect().client.call_workers("trl_test_zero")
+    with pytest.raises(WeightSyncError, match="does not hold the weights.*it was restarted or"):
+        found.generate(PROMPTS, sampling(), 4)
+
+
+def test_a_server_that_another_trainer_has_taken_is_not_used():
+    first, model = server_backend(policy_model()), policy_model(seed=1)
+    first.generate(PROMPTS, sampling(), 4)
+    second = server_backend(model)
+    with pytest.raises(WeightSyncError, match="serves another trainer"):
+        first.generate(PROMPTS, sampling(), 4)
+    first, third = server_backend(policy_model()), server_backend(model)
+    with pytest.raises(ServerError, match="Another trainer has connected to this server since"):
+        first.generate(PROMPTS, sampling(), 4)
+    with pytest.raises(ServerError, match="Another trainer has connected"):
+        second.generate(PROMPTS, sampling(), 4)
+    assert gap(model, third.generate(PROMPTS, sampling(), 4)) <= 1e-4
+
+
+def test_a_worker_that_hangs_while_weights_are_sent_ends_the_wait():
+    found = server_backend(policy_model(), fleet_=fleet(seconds=1.5))
+    shared_server().fault("slow", K)
+    started = time.monotonic()
+    words = r"While sending the weights of step 0, (at model|after the last).*: .* (1.5|.*gone)"
+    with pytest.raises(ServerError, match=words):
+        found.generate(PROMPTS, sampling(), 4)
+    assert time.monotonic() - started < 10
+
+
+def test_an_engine_that_hangs_while_generating_ends_the_wait(tmp_path):
+    found = server_backend(policy_model(), fleet_=fleet(seconds=1.5), probe_syncs=0)
+    with found.awake():
+        pass
+    file = tmp_path / "hangs"
+    file.touch()
+    shared_server().connect().client.call_workers("trl_test_hang", str(file))
+    started = time.monotonic()
+    try:
+        with pytest.raises(ServerError, match="While generating, with 0 of 1 prompts answered"):
+            found.generate(PROMPTS, sampling(), 4)
+        assert time.monotonic() - started < 10
+    finally:
+        file.unlink()
+
+
+def test_an_engine_that_is_slow_is_waited_for(tmp_path):
+    """Longer than the deadline, since it goes on with its work."""
+    found = server_backend(policy_model(), fleet_=fleet(seconds=0.6), probe_syncs=0)
+    with found.awake():
+        pass
+    client = shared_server().connect().client
+    client.call_workers("trl_test_pause", 0.15)
+    try:
+        started = time.monotonic()
+        found.generate(PROMPTS, sampling(), 4)
+        assert time.monotonic() - started > 1.5
+    finally:
+        client.call_workers("trl_test_pause", 0.0)
+
+
+def test_a_port_that_is_taken_is_named():
+    held, servers = fleet(), Fleet([shared_server().connect()])
+    port = held._group.meeting.port
+    with pytest.raises(TransferError, match=f"Port {port}.*choose another vllm_group_port"):
+        servers.meet(port, CPU)
+    assert servers._group is None and free_port() != port

@@ -1,0 +1,119 @@
+"""Real vLLM servers on the CPU, started by `trl vllm-serve`."""
+
+import atexit
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+from shared_vllm import model_policy, policy_model
+from tiny import tiny_tokenizer
+from workspace import ROOT, environment
+
+from trl.generation.vllm_fleet import Fleet, Server
+from trl.generation.vllm_server import VLLMServerBackend
+
+START = 240.0  # seconds: importing vLLM alone may take a minute on a machine that is busy
+SECONDS = 20.0  # in which a server that runs must answer
+CPU = torch.device("cpu")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class RunningServer:
+    """A server whose workers can be made to fail; `faulty_worker.py` says how."""
+
+    def __init__(self, port=None):
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.folder = Path(tempfile.mkdtemp())
+        words = ["vllm-serve", "--model", str(model_folder()), "--host", "127.0.0.1"]
+        words += ["--port", str(self.port), "--dtype", "float32", "--max_model_len", "128"]
+        words += ["--kv-cache-memory-bytes", str(16 * 2**20), "--disable-log-stats"]
+        words += ["--distributed_executor_backend", "uni"]
+        words += ["--worker-extension-cls", "vllm_cpu.faulty_worker.FaultyWorker"]
+        variables = {
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets a CPU do without a process for the worker
+        }
+        self.log = self.folder / "log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "trl", *words],
+                env=environment(self.folder) | variables,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        atexit.register(self.kill)
+
+    def connect(self, seconds=SECONDS) -> Server:
+        """Connect, once it has started."""
+        try:
+            Server.connect(self.url, START)
+        except ConnectionError as error:
+            raise AssertionError(f"{error}\n{self.log.read_text()[-3000:]}") from error
+        return Server.connect(self.url, seconds)
+
+    def kill(self):
+        """End it as `kill -9` does, with all its processes."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    @contextmanager
+    def stopped(self):
+        """Let none of its processes run."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self.process.pid, signal.SIGCONT)
+
+    def fault(self, kind="", name="", first=1):
+        """Let its workers do something wrong; without a kind, nothing."""
+        self.connect().client.call_workers("trl_test_fault", kind, name, first)
+
+
+@cache
+def model_folder() -> Path:
+    folder = Path(tempfile.mkdtemp())
+    policy_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@cache
+def shared_server() -> RunningServer:
+    """One for all tests of a process."""
+    return RunningServer()
+
+
+def fleet(*servers: RunningServer, seconds=SECONDS) -> Fleet:
+    """Servers that have met this process."""
+    found = Fleet([server.connect(seconds) for server in servers or (shared_server(),)])
+    found.meet(free_port(), CPU)
+    return found
+
+
+def server_backend(model, *, policy=None, fleet_=None, **options) -> VLLMServerBackend:
+    """A backend over the shared server, unless others are given."""
+    servers = fleet_ or fleet()
+    return VLLMServerBackend(
+        servers,
+        policy or model_policy(model),
+        servers.context,
+        torch.float32,
+        **({"probe_syncs": 1} | options),
+    )

@@ -1,0 +1,200 @@
+"""Talking to a vLLM server: waiting for it, its routes, and requests in the background."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any, TypeVar
+from urllib.parse import SplitResult, urlsplit
+
+from .weight_stream import Deadline
+
+BUSY = (500, 502, 503)  # statuses after which an idempotent request is sent again
+PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before each of these attempts
+LOOKS = 0.25  # seconds between two looks at a server that is starting
+HOW = "Start it with `trl vllm-serve`."
+
+Answer = TypeVar("Answer")
+
+
+class ServerError(ConnectionError):
+    """A vLLM server is gone, silent, or answered with an error.
+
+    Args:
+        words (`str`): what happened.
+        status (`int`, *optional*): of its answer, if there was one.
+    """
+
+    def __init__(self, words: str, status: int | None = None):
+        super().__init__(words)
+        self.status = status
+
+
+class VLLMClient:
+    """One vLLM server.
+
+    Args:
+        url (`str`): its address, such as http://localhost:8000.
+        seconds (`float`): in which it must answer.
+    """
+
+    def __init__(self, url: str, seconds: float):
+        parts, port = _parts(url)
+        self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+        self.host = "127.0.0.1" if parts.hostname == "0.0.0.0" else str(parts.hostname)
+        self.port = port
+        self.seconds = seconds
+        self._path = parts.path.rstrip("/")
+        self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self._open: set[HTTPConnection] = set()
+
+    # --- Requests ---
+
+    def ask(self, method: str, path: str, body: Any = None, seconds: float | None = None) -> Any:
+        """One request; returns what the answer's JSON holds, or None if it is empty.
+
+        Args:
+            method (`str`): GET or POST.
+            path (`str`): of the route.
+            body: for JSON.
+            seconds (`float`, *optional*): in which to answer. None: as usual; infinite: whoever
+                asks looks after the server by other means.
+
+        Raises:
+            ServerError: if there is no answer in time or its status is not 200.
+        """
+        status, text = self._exchange(method, path, body, seconds or self.seconds)
+        if status != 200:
+            raise ServerError(
+                f"The vLLM server {self.url} answered {method} {path} with status {status}: "
+                f"{_message(text)}",
+                status,
+            )
+        return json.loads(text) if text else None
+
+    def ask_again(
+        self, method: str, path: str, body: Any = None, seconds: float | None = None
+    ) -> Any:
+        """The same for a request that may be repeated, as it is while the server is busy.
+
+        Raises:
+            ServerError: as `ask`, after the last attempt.
+        """
+        deadline = Deadline(self.seconds)
+        for pause in PAUSES:
+            try:
+                return self.ask(method, path, body, seconds)
+            except ServerError as error:
+                if error.status not in BUSY or deadline.left <= pause:
+                    raise
+            time.sleep(pause)
+        return self.ask(method, path, body, seconds)
+
+    def forget_prefixes(self) -> None:
+        """Drop cached prompts, which were computed with other weights.
+
+        Raises:
+            ServerError: if requests hold them for too long.
+        """
+        deadline = Deadline(self.seconds)
+        while not (self.ask("POST", "/reset_prefix_cache") or {}).get("success", True):
+            if deadline.has_passed:
+                raise ServerError(
+                    f"The vLLM server {self.url} kept its prefix cache for {self.seconds:g} s: "
+                    "requests of others are running. A server trains with one trainer."
+                )
+            time.sleep(LOOKS)
+
+    def call_workers(self, method: str, *args: Any, seconds: float | None = None) -> list[Any]:
+        """Call a method of all workers.
+
+        Raises:
+            ServerError: if it fails on one.
+        """
+        body = {"method": method, "args": args}
+        return list(self.ask("POST", "/collective_rpc", body, seconds)["results"])
+
+    def wait_until_healthy(self) -> None:
+        """Wait for a server that may still be starting.
+
+        Raises:
+            ServerError: if it is not ready in time.
+        """
+        deadline, last = Deadline(self.seconds), ""
+        while not deadline.has_passed:
+            try:
+                self.ask("GET", "/health", seconds=max(LOOKS, deadline.left))
+                return
+            except ServerError as error:
+                last = str(error)
+            time.sleep(min(LOOKS, deadline.left))
+        raise ServerError(
+            f"No vLLM server was ready at {self.url} within vllm_server_timeout={self.seconds:g} "
+            f"s. {HOW} The last attempt: {last}"
+        )
+
+    def close(self) -> None:
+        """End all requests that are under way; the server then drops them too."""
+        for connection in list(self._open):
+            if connection.sock is not None:
+                with suppress(OSError):  # it may have ended by itself
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def _exchange(self, method: str, path: str, body: Any, seconds: float) -> tuple[int, str]:
+        timeout = None if math.isinf(seconds) else seconds
+        connection = self._kind(self.host, self.port, timeout=timeout)
+        content = None if body is None else json.dumps(body)
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        self._open.add(connection)
+        try:
+            connection.request(method, self._path + path, content, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(errors="replace")
+        except TimeoutError:
+            words = f"gave no answer within {seconds:.3g} s"
+        except (OSError, HTTPException, ValueError) as error:
+            words = f"cannot be reached or is gone ({type(error).__name__}: {error})"
+        finally:
+            self._open.discard(connection)
+            connection.close()
+        raise ServerError(f"The vLLM server {self.url} {words}, asked for {path}.")
+
+
+def _parts(url: str) -> tuple[SplitResult, int]:
+    """The parts of an address, and its port."""
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    try:
+        if parts.scheme in ("http", "https") and parts.hostname is not None:
+            return parts, parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:  # of the port
+        pass
+    raise ValueError(f"vllm_server_base_url: {url!r} is no address such as http://localhost:8000.")
+
+
+def _message(text: str) -> str:
+    """The words of an error as vLLM writes it, or the whole body."""
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return text[:1000]
+
+
+def in_background(work: Callable[[], Answer]) -> Future[Answer]:
+    """Do something in a thread that the end of the process does not wait for."""
+    future: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
