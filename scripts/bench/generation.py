@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from generation_run import ENGINES
+from engine_run import ENGINES
 from runs import RESULTS, ROOT, machine, spread_of
 from tables import markdown, times
 
@@ -38,7 +38,7 @@ CLOCKS = ("seconds", "processor")
 
 def run_once(work: dict[str, Any], threads: int) -> Run:
     """Measure one engine in a process of its own."""
-    script = str(Path(__file__).with_name("generation_run.py"))
+    script = str(Path(__file__).with_name("engine_run.py"))
     settings = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     settings |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, script, json.dumps(work)]

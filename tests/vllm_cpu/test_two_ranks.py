@@ -8,9 +8,23 @@ from shared_vllm import needs_vllm, policy_model
 
 pytestmark = [needs_vllm, pytest.mark.vllm, pytest.mark.distributed, pytest.mark.slow]
 HERE = Path(__file__).parent
+SHARED = Path("/dev/shm")
+LEFT_OVER = "-tp:0-[0-1]-cpushm_{}"  # what vLLM calls the memory of two ranks
 
 
-def test_two_ranks_hold_one_engine():
+@pytest.fixture
+def killed_run():
+    """The shared memory that a run which was killed has left."""
+    files = [SHARED / LEFT_OVER.format(rank) for rank in range(2)]
+    for file in files:
+        file.touch()
+    yield
+    assert not [file for file in SHARED.glob("*-cpushm_*") if file not in files], "left by this run"
+    for file in files:
+        file.unlink()
+
+
+def test_two_ranks_hold_one_engine(killed_run):
     found = launch(HERE / "two_ranks.py", "ddp", timeout=240)
     for rank in found:
         assert max(step["gap"] for step in rank["steps"]) <= 1e-4

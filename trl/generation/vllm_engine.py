@@ -6,10 +6,12 @@ import copy
 import os
 import re
 import tempfile
+import uuid
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -265,7 +267,8 @@ def start_engine(
         _dense_config(model).save_pretrained(folder)
         if settings.reads_text:
             tokenizer.save_pretrained(folder)
-        with _uncompiled(on_cpu), undivided_models():
+        shared = on_cpu and settings.tensor_parallel > 1
+        with _uncompiled(on_cpu), undivided_models(), _own_memory() if shared else nullcontext():
             llm = vllm.LLM(folder, **settings.arguments(on_cpu))
     _keep_process_groups(llm)
     return kind(llm, settings.sleeps)
@@ -307,6 +310,35 @@ def _launch_environment(settings: EngineSettings) -> None:
         os.environ["RANK"] = str(settings.rank)
         os.environ["LOCAL_RANK"] = str(settings.local_rank)
         os.environ["WORLD_SIZE"] = str(settings.ranks)
+
+
+@contextmanager
+def _own_memory() -> Iterator[None]:
+    """Inside, ranks on a CPU get memory in common that is not that of another run.
+
+    vLLM names it after the ranks alone. The files are removed once all ranks have opened them, so
+    that a run which is killed leaves none.
+    """
+    run = [uuid.uuid4().hex]
+    torch.distributed.broadcast_object_list(run, 0)
+    module: Any = require(
+        "vllm.distributed.device_communicators.cpu_communicator", "use_vllm=True"
+    )._CPUSHMDistributed
+    name_of, names = module.make_group_name, set()
+
+    def own_name(group: Any) -> str:
+        name = f"{run[0]}{name_of(group).lstrip('/')}"
+        names.add(name)
+        return name
+
+    module.make_group_name = staticmethod(own_name)
+    try:
+        yield
+    finally:
+        module.make_group_name = staticmethod(name_of)
+        for file in Path("/dev/shm").iterdir():
+            if file.name.startswith(tuple(names)):
+                file.unlink(missing_ok=True)
 
 
 def _keep_weights_unpacked() -> None:
