@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -272,13 +273,13 @@ def run() -> Sections:
     logging.getLogger("trl").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     gc.freeze()  # each training run collects garbage, which should not look at libraries
-    job = start()
+    in_background = ThreadPoolExecutor(1).submit(lambda: result(start()))
     sections = {
         "float32": list(float32_lines()),
         "dropped": list(dropped_lines()),
         "bf16": list(half_precision_lines()),
     }
-    found = result(job)
+    found = in_background.result()
     sections["ranks"] = list(rank_lines(found))
     sections["curves"] = list(trajectory_lines(all_curves(found)))
     return {key: sections[key] for key in SECTIONS}

@@ -26,7 +26,7 @@ CLASSES = {
     "2 ranks": Variant(micro_batch=4, ranks=2),  # all savings on
 } | {
     f"2 ranks, {engine}": Variant(micro_batch=4, ranks=2, engine=engine)
-    for engine in ("fsdp1", "fsdp2", "zero2", "zero3")
+    for engine in ("fsdp2", "zero2", "zero3")
 }
 OPTIMIZERS = {"sgd": 3e-4, "adamw_torch": 1e-3}  # and learning rates
 

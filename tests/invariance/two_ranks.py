@@ -10,7 +10,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
-from engines import ENGINES, Job, finish, report, use
+from engines import Job, finish, report, use
 from trajectories import CLASSES, OPTIMIZERS, curve
 from variants import TILE, Variant, is_as_expected, measure
 
@@ -25,7 +25,8 @@ VARIANTS = [
     TWO.but(model="Gemma3, soft-capped logits", loss="rloo, second pass", micro_batch=2, logs=True),
     TWO.but(model="Phi, head bias", loss="gspo, second pass", shared=False, chunk=0),
 ]
-OTHERS = [engine for engine in ENGINES if engine != "ddp"]
+# Beside DDP; the tests of `tests/distributed` go through all engines.
+OTHERS = ("fsdp2", "zero2", "zero3")
 # What engines may do differently: gather weights, keep gradients, recompute.
 EVERYWHERE = [
     TWO.but(loss="rloo, KL", micro_batch=2, chunk=TILE),
@@ -77,7 +78,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     found: dict[Any, Any] = {}
-    for engine in ENGINES:
+    for engine in ("ddp", *OTHERS):
         found |= run(engine)
         report(found)
     finish()
