@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 6, "head_dim": 16}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 320}
 BUCKET = 30_000  # entries: buffers that are small, but not small enough to be overlooked
+LOOKS, PAUSE = 5, 0.02  # seconds
 ZERO = {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}
 
 
@@ -31,6 +33,16 @@ def live_bytes():
             storage = local.untyped_storage()
             found[storage._cdata] = storage.nbytes()
     return sum(found.values())
+
+
+def pauses():
+    """A few moments: a thread of gloo lets go of what it has sent only when it next runs.
+
+    Nothing else changes meanwhile, so what is held for good is seen at each of them.
+    """
+    for _ in range(LOOKS):
+        yield
+        time.sleep(PAUSE)
 
 
 class Record(TrainerCallback):
@@ -59,7 +71,7 @@ class Record(TrainerCallback):
 
     def look(self, moment):
         torch.distributed.barrier()  # what is being sent is held until it has arrived
-        self.found[moment] = live_bytes()
+        self.found[moment] = min(live_bytes() for _ in pauses())
 
 
 def config_file(engine, folder):
