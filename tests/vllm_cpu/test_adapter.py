@@ -8,16 +8,14 @@ from online import make_trainer
 from peft import LoraConfig, get_peft_model
 from shared_vllm import four_bits, fresh_engine, model_policy, needs_vllm, policy_model
 from transformers import BitsAndBytesConfig
+from vllm_rows import PROMPTS, gap, sampling
 
 from trl.generation.vllm_adapter import AdapterBackend, AdapterEngine, AdapterPolicy
 from trl.generation.weight_proof import WeightSyncError
 from trl.models.low_rank import base_stamp, base_weights, low_rank_factors
 from trl.trainer import vllm_colocate
-from trl.types import Prompts, Sampling
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
-PROMPTS = Prompts(messages=["a"] * 4, token_ids=[[20 + n for n in range(40)]] * 4)
-SAMPLING = Sampling(max_tokens=12, seeds=(1, 2, 3, 4))
 LAYERS = ["q_proj", "v_proj", "down_proj"]  # a part of what vLLM fuses
 
 
@@ -77,16 +75,7 @@ def move(model, word="lora_"):
 
 def complete(found, step):
     found.sync_weights(step)
-    return found.generate(PROMPTS, SAMPLING, 4)
-
-
-def gap(model, drawn):
-    expected = model_policy(model).logps
-    return max(
-        abs(a - b)
-        for ids, logps in zip(drawn.completion_ids, drawn.sampling_logps, strict=True)
-        for a, b in zip(logps, expected(PROMPTS.token_ids[0], ids), strict=True)
-    )
+    return found.generate(PROMPTS, sampling(), 4)
 
 
 @pytest.mark.parametrize(

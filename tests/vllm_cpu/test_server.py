@@ -7,35 +7,16 @@ import pytest
 import torch
 from backend_contract import BackendContract, model_logps
 from shared_vllm import model_policy, needs_vllm, nudge, policy_model
+from vllm_rows import DOWN, PROMPTS, K, Q, gap, sampling
 from vllm_server import CPU, fleet, free_port, server_backend, shared_server
 
 from trl.generation.vllm_client import ServerError
 from trl.generation.vllm_fleet import Fleet
 from trl.generation.weight_proof import WeightSyncError
 from trl.generation.weight_stream import TransferError, WeightGroup
-from trl.types import Prompts, Sampling
+from trl.types import Prompts
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
-PROMPTS = Prompts(messages=["a"] * 4, token_ids=[[20 + n for n in range(40)]] * 4)
-Q, K, DOWN = (
-    f"model.layers.{place}.weight"
-    for place in ("0.self_attn.q_proj", "1.self_attn.k_proj", "1.mlp.down_proj")
-)
-
-
-def sampling(**changes):
-    return Sampling(**({"max_tokens": 12, "seeds": (1, 2, 3, 4)} | changes))
-
-
-def gap(model, found, temperature=1.0):
-    """Largest difference of a log-probability from the model's own."""
-    return max(
-        (torch.tensor(logps) - model_logps(model, PROMPTS.token_ids[0], ids, temperature))
-        .abs()
-        .max()
-        .item()
-        for ids, logps in zip(found.completion_ids, found.sampling_logps, strict=True)
-    )
 
 
 @pytest.fixture(autouse=True)

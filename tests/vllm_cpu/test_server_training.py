@@ -1,11 +1,10 @@
 """Whole training runs with a real server."""
 
-import json
-
 import pytest
 import torch
 from online import dataset, make_trainer
 from shared_vllm import needs_vllm, policy_model
+from vllm_runs import completions, logged, share_of_digits
 from vllm_server import free_port, shared_server
 
 from trl.trainer.grpo_trainer import GRPOTrainer
@@ -27,19 +26,6 @@ def trainer_of(folder, kind=RLOOTrainer, server=None, **changes):
 def started_server():
     shared_server().connect()
     return shared_server()
-
-
-def completions(folder, mode="train"):
-    lines = (folder / "completions" / f"{mode}.jsonl").read_text().splitlines()
-    return [json.loads(line)["completion_ids"] for line in lines]
-
-
-def logged(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
-
-
-def share_of_digits(completions, **kwargs):
-    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 
 
 @pytest.mark.parametrize("kind", [RLOOTrainer, GRPOTrainer])

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from backend_contract import model_logps
 from shared_vllm import (
     ForgetfulEngine,
     backend,
@@ -14,32 +13,12 @@ from shared_vllm import (
     nudge,
     policy_model,
 )
+from vllm_rows import DOWN, PROMPTS, K, Q, gap, sampling
 
 from trl.generation.vllm_engine import SleepingEngineError, VLLMEngine
 from trl.generation.weight_proof import WeightSyncError
-from trl.types import Prompts, Sampling
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
-PROMPTS = Prompts(messages=["a"] * 4, token_ids=[[20 + n for n in range(40)]] * 4)
-Q, K, DOWN = (
-    f"model.layers.{place}.weight"
-    for place in ("0.self_attn.q_proj", "1.self_attn.k_proj", "1.mlp.down_proj")
-)
-
-
-def sampling(**changes):
-    return Sampling(**({"max_tokens": 12, "seeds": (1, 2, 3, 4)} | changes))
-
-
-def gap(model, found, temperature=1.0):
-    """Largest difference of a log-probability from the model's own."""
-    return max(
-        (torch.tensor(logps) - model_logps(model, PROMPTS.token_ids[0], ids, temperature))
-        .abs()
-        .max()
-        .item()
-        for ids, logps in zip(found.completion_ids, found.sampling_logps, strict=True)
-    )
 
 
 @pytest.mark.parametrize(

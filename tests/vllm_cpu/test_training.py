@@ -1,6 +1,5 @@
 """Whole training runs over a real engine."""
 
-import json
 import re
 
 import pytest
@@ -11,6 +10,7 @@ from peft import LoraConfig
 from shared_vllm import ForgetfulEngine, engine, four_bits, fresh_engine, needs_vllm, policy_model
 from tiny import tiny_tokenizer
 from transformers import BitsAndBytesConfig
+from vllm_runs import completions, logged, share_of_digits
 
 from examples.quickstart import copying
 from trl.trainer import vllm_colocate
@@ -47,19 +47,6 @@ def trainer_of(folder, kind=RLOOTrainer, **changes):
     settings = {"script": None, "use_vllm": True, "max_steps": 2, "vllm_probe_syncs": 1}
     settings |= {"model": policy_model(), "optim": "adamw_torch", "learning_rate": 1e-2}
     return make_trainer(folder, kind, **(settings | changes))
-
-
-def completions(folder, mode="train"):
-    lines = (folder / "completions" / f"{mode}.jsonl").read_text().splitlines()
-    return [json.loads(line)["completion_ids"] for line in lines]
-
-
-def logged(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
-
-
-def share_of_digits(completions, **kwargs):
-    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 
 
 @pytest.mark.slow

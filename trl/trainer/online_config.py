@@ -221,12 +221,16 @@ class OnlineConfig(MismatchConfig):
         )
 
     @property
+    def penalizes_rewards(self) -> bool:
+        """Whether the KL penalty is part of the reward."""
+        return self.kl_in_reward and self.beta != 0.0
+
+    @property
     def scores_policy(self) -> bool:
         """Whether the policy is scored without gradient: off-policy, or for a KL in the reward."""
         own_engine = not (self.use_vllm or self.use_transformers_continuous_batching)
         is_known = own_engine and self.reuse_sampling_logps
-        penalized = self.kl_in_reward and self.beta != 0.0
-        return not self.batch_plan.is_on_policy or (penalized and not is_known)
+        return not self.batch_plan.is_on_policy or (self.penalizes_rewards and not is_known)
 
     def _resolve_aliases(self) -> None:
         if self.use_transformers_paged:

@@ -42,8 +42,11 @@ class OnlineScoring(OnlineLoop):
 
     @property
     def needs_old_logps(self) -> bool:
-        """Whether log-probabilities under the policy that generated must be known beforehand."""
-        return not self.is_on_policy
+        """Whether log-probabilities under the policy that generated must be known beforehand.
+
+        Off-policy ratios and a KL penalty in the reward need them.
+        """
+        return not self.is_on_policy or self.args.penalizes_rewards
 
     @property
     def needs_entropy(self) -> bool:

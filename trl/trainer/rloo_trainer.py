@@ -58,11 +58,6 @@ class RLOOTrainer(OnlineTrainer):
 }""",
     )
 
-    @property
-    def needs_old_logps(self) -> bool:
-        """Off-policy ratios and the KL penalty need them."""
-        return super().needs_old_logps or self.args.beta != 0.0
-
     def shape_rewards(self, table: RewardTable, batch: Rollout) -> Tensor:
         """Clip the task reward and subtract the KL penalty: (N,)."""
         rewards = table.total
