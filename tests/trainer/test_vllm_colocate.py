@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from online import config, dataset, make_trainer
+from online import config, make_trainer
 from shared_vllm import four_bits, policy_model
 from tiny import tiny_model
 
@@ -12,8 +12,6 @@ from trl.trainer import vllm_colocate
 from trl.trainer.vllm_colocate import (
     Sizing,
     check_options,
-    check_prompts,
-    compute_dtype,
     rows_of,
 )
 
@@ -36,12 +34,6 @@ def test_a_missing_package_is_named(tmp_path):
 def test_sleep_on_a_cpu_is_refused_before_anything_is_loaded(tmp_path):
     with pytest.raises(ValueError, match="no sleep mode on this platform .cpu."):
         make_trainer(tmp_path, model="no-such-model", use_vllm=True, vllm_enable_sleep_mode=True)
-
-
-@needs_vllm
-def test_unknown_sampling_options_are_refused_before_the_engine_starts(tmp_path):
-    with pytest.raises(ValueError, match="'num_beams'. is no sampling option of vLLM"):
-        make_trainer(tmp_path, use_vllm=True, generation_kwargs={"num_beams": 2})
 
 
 @pytest.fixture
@@ -83,14 +75,6 @@ def test_values_out_of_range(tmp_path, option, value, legal):
         vllm_config(tmp_path, **{option: value})
 
 
-def test_the_engine_computes_as_the_policy_does(tmp_path):
-    args, model = vllm_config(tmp_path), tiny_model()
-    assert compute_dtype(args, model) is torch.float32
-    assert compute_dtype(args, model.half()) is torch.float16
-    args.bf16 = True
-    assert compute_dtype(args, model) is torch.bfloat16
-
-
 def test_rows_are_those_of_a_round_or_an_evaluation(tmp_path):
     rounds = {"steps_per_generation": 3, "gradient_accumulation_steps": 3}
     assert rows_of(vllm_config(tmp_path, **rounds)) == 24
@@ -129,27 +113,6 @@ def test_a_quantized_policy_needs_an_engine_with_whole_weights(tmp_path, monkeyp
     assert needs.weights == 2 * (whole + 2 * factors)
     assert plan.model.trainable == factors
     assert plan.run.matrix_bytes == 0.5 + 4 / 64  # bits, and a float32 scale for 64 of them
-
-
-def prompts_trainer(folder, lengths):
-    data = dataset(["a" * length for length in lengths])
-    return make_trainer(folder, data=data, max_completion_length=8)
-
-
-def test_long_prompts_are_found_at_the_start(tmp_path, caplog):
-    trainer = prompts_trainer(tmp_path, [3, 20, 9, 4])
-    vllm_colocate.logger.propagate = True
-
-    def warnings():
-        return [text for text in caplog.messages if "train_dataset" in text]
-
-    check_prompts(trainer, 28)
-    assert warnings() == []
-    check_prompts(trainer, 27)
-    (message,) = warnings()
-    assert "row 1 of train_dataset has 20 tokens" in message and "cut earlier" in message
-    with pytest.raises(ValueError, match="row 1 .* than the 20 .* leaves no room"):
-        check_prompts(trainer, 20)
 
 
 def test_the_module_says_which_releases_it_is_for():

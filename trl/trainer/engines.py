@@ -13,6 +13,7 @@ from ..generation.transformers_backend import TransformersBackend, merge_extra
 from ..types import Sampling
 from . import vllm_colocate, vllm_server
 from .online_config import OnlineConfig
+from .vllm_policy import settle_sampling
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def chosen_engine(args: OnlineConfig) -> Engine:
     """The engine that the options ask for."""
     if args.use_vllm:
         module = vllm_server if args.vllm_mode == "server" else vllm_colocate
-        return Engine(module.check_options, vllm_colocate.settle_sampling, module.make_backend)
+        return Engine(module.check_options, settle_sampling, module.make_backend)
     if args.use_transformers_continuous_batching:
         return Engine(_accept, _settle_transformers, _make_continuous)
     return Engine(_accept, _settle_transformers, _make_transformers)

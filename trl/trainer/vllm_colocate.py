@@ -1,4 +1,4 @@
-"""What a vLLM engine in the training process needs of a trainer: its options, and its weights."""
+"""What a vLLM engine in the training process needs of a trainer: its options, and its size."""
 
 from __future__ import annotations
 
@@ -7,23 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from datasets import IterableDataset
 from torch import nn
 from transformers.utils import logging
 
 from ..generation.pieces import cache_bytes_per_token
 from ..generation.vllm_adapter import AdapterBackend, AdapterEngine
-from ..generation.vllm_backend import Policy
 from ..generation.vllm_colocate import VLLMColocateBackend
 from ..generation.vllm_engine import (
     CPU_BLOCK,
     EngineSettings,
     VLLMEngine,
     check_platform,
-    sampling_fields,
     start_engine,
 )
-from ..generation.vllm_sampling import merge_options, needs_text
+from ..generation.vllm_sampling import needs_text
 from ..memory.engine import BATCHED_TOKENS, EngineMemory, EngineNeeds, engine_memory
 from ..memory.model_size import model_size
 from ..memory.plan import Plan
@@ -31,18 +28,16 @@ from ..memory.settings import RunSettings
 from ..memory.sharding import options_of_environment, read_sharding
 from ..models.loading import context_length
 from ..models.parts import causal_model
-from ..models.quantized import bytes_of_weight, working_precision
+from ..models.quantized import bytes_of_weight
 from ..models.reference import is_peft_model
-from ..models.weights import check_weights, full_weights
-from ..ops.masking import length_mask
-from ..types import Rollout, Sampling
+from ..models.weights import check_weights
 from .online_config import OnlineConfig
 from .vllm_adapter import adapter_policy, adapter_settings
+from .vllm_policy import check_prompts, compute_dtype, policy_of
 
 logger = logging.get_logger(__name__)
 
 MOST_ROWS = 1024  # completions that decode together; vLLM lets the others wait
-SEARCHED_ROWS = 100_000  # of the dataset, for a long prompt
 ASSUMED_PROMPT = 512  # tokens, where only the device bounds the cache
 
 
@@ -79,18 +74,6 @@ def check_context(args: OnlineConfig, context: int | None) -> None:
         )
 
 
-def settle_sampling(args: OnlineConfig, sampling: Sampling) -> Sampling:
-    """Sampling as the engine takes it.
-
-    Raises:
-        ValueError: for an option in `generation_kwargs` that vLLM does not know.
-    """
-    extra = dict(sampling.extra)
-    if args.vllm_structured_outputs_regex is not None:
-        extra["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
-    return merge_options(sampling.replace(extra=extra), sampling_fields())
-
-
 def make_backend(trainer: Any) -> VLLMColocateBackend:
     """Start an engine for the policy of a trainer.
 
@@ -120,60 +103,6 @@ def make_backend(trainer: Any) -> VLLMColocateBackend:
         tensor_parallel=args.vllm_tensor_parallel_size,
         probe_syncs=args.vllm_probe_syncs,
         report=lambda name, value: trainer.store.value(name, value),
-    )
-
-
-def check_prompts(trainer: Any, context: int) -> None:
-    """Look at the prompt with the most characters, before time is spent on the others.
-
-    Raises:
-        ValueError: if the engine has no room for it and one more token.
-    """
-    dataset, completion = trainer.train_dataset, trainer.args.max_completion_length
-    if isinstance(dataset, IterableDataset):
-        return
-    prompts = dataset.select_columns("prompt")[:SEARCHED_ROWS]["prompt"]
-    place = max(range(len(prompts)), key=lambda row: len(str(prompts[row])))
-    length = len(trainer.encode([dataset[place]]).token_ids[0])
-    words = (
-        f"The prompt of row {place} of train_dataset has {length} tokens. With "
-        f"max_completion_length={completion} that is more than the {context} that the vLLM engine "
-        "sees"
-    )
-    if length >= context:
-        raise ValueError(
-            f"{words}, and leaves no room for a completion: raise vllm_max_model_length (of a "
-            "server: --max_model_len) or leave out such prompts."
-        )
-    if length + completion > context:
-        logger.warning(f"{words}: its completions are cut earlier.")
-
-
-def policy_of(trainer: Any) -> Policy:
-    """The weights and log-probabilities of a trainer's policy, whatever wraps it by then."""
-
-    def stamp() -> int:
-        return sum(p._version for p in trainer.model.parameters())
-
-    def logps(prompt: list[int], completion: list[int]) -> list[float]:
-        mask = length_mask(torch.tensor([len(completion)]), len(completion))
-        batch = Rollout(
-            prompt_ids=[prompt],
-            completion_ids=[completion],
-            row_ids=[0],
-            loss_mask=mask.to(trainer.args.device),
-            num_loss_tokens=mask.sum(),
-            num_loss_rows=mask.any(1).sum(),
-        )
-        trainer.agree_on(batch)
-        with trainer.accelerator.autocast():
-            return trainer.scorer.logps(trainer.model, batch)[0].tolist()
-
-    return Policy(
-        weights=lambda: full_weights(trainer.model),
-        stamp=stamp,
-        logps=logps,
-        temperature=lambda: trainer.scorer.temperature,
     )
 
 
@@ -214,13 +143,6 @@ def engine_settings(trainer: Any, causal: nn.Module) -> EngineSettings:
         implementation=args.vllm_model_impl,
         trust_remote_code=args.trust_remote_code,
     )
-
-
-def compute_dtype(args: OnlineConfig, causal: nn.Module) -> torch.dtype:
-    """The precision in which the policy computes, so that the engine does too."""
-    if args.bf16:
-        return torch.bfloat16
-    return torch.float16 if args.fp16 else working_precision(causal)
 
 
 def rows_of(args: OnlineConfig) -> int:

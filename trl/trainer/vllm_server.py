@@ -16,7 +16,7 @@ from ..models.weights import check_weights
 from ..types import Sampling
 from ..wording import did_you_mean
 from .online_config import OnlineConfig
-from .vllm_colocate import check_prompts, compute_dtype, policy_of
+from .vllm_policy import check_prompts, compute_dtype, policy_of
 
 # Options of an engine in the training process, and what `trl vllm-serve` calls them.
 ELSEWHERE = {
