@@ -1,7 +1,6 @@
 """From the options of a run to its plan."""
 
 import json
-from argparse import Namespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from trl.memory.model_size import load_config, model_size
 from trl.memory.settings import RunSettings
 from trl.memory.sharding import Sharding, read_sharding
 from trl.scripts import memory_plan
-from trl.scripts.memory_plan import ASSUMED_PROMPT, device_bytes, main, make_parser
+from trl.scripts.memory_plan import ASSUMED_PROMPT, main, make_parser
 
 BASE = {"num_generations": 4, "max_completion_length": 8, "use_cpu": "true", "bf16": "false"}
 OPTIONS = BASE | {"output_dir": "out", "report_to": "none", "gradient_accumulation_steps": 2}
@@ -115,9 +114,16 @@ def test_without_an_adapter_for_the_model_none_is_proposed(folder):
     assert planned(folder, lora_target_modules="absent").adapter is None
 
 
-@pytest.mark.parametrize(("given", "expected"), [(24, 24e9), (None, device_bytes())])
-def test_the_device(folder, given, expected):
+@pytest.mark.parametrize(
+    ("has_gpu", "given", "expected"),
+    [(False, 24, 24e9), (False, None, "cpu"), (True, None, "cuda:0")],
+)
+def test_the_device(folder, monkeypatch, has_gpu, given, expected):
+    monkeypatch.setattr(memory_plan, "device_bytes", str)
     changes = {} if given is None else {"device_memory_gb": given}
+    if has_gpu:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        changes["use_cpu"] = "true"
     assert planned(folder, **changes).device_bytes == expected
 
 
@@ -278,13 +284,6 @@ def test_help_has_the_options_of_the_method(capsys):
     shown = capsys.readouterr().out
     assert shown.startswith("usage: trl memory-plan ")
     assert all(name in shown for name in ("--method", "--loss_type", "--device_memory_gb"))
-
-
-def test_the_first_gpu_is_the_device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    properties = Namespace(total_memory=80 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    assert device_bytes() == 80 * 2**30
 
 
 def test_nothing_is_loaded(folder, monkeypatch):

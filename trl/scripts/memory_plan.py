@@ -25,11 +25,11 @@ from ..memory.sharding import Sharding, options_of_environment, read_sharding
 from ..memory.step_time import MACHINES, StepTime, render_time
 from ..trainer.model_config import ModelConfig, get_peft_config
 from ..trainer.options import option
+from ..trainer.planned_run import ASSUMED_PROMPT, device_bytes, planned_run
 from .arguments import OnlineScriptArguments
 from .run import USER_ERRORS
 
 METHODS = ("rloo", "grpo")
-ASSUMED_PROMPT = 512
 # Bytes of a quantized weight: its bits, and the float32 or nested scale of each block of 64.
 QUANTIZED = {8: 1.0, 4: 0.5 + 4 / 64}
 NESTED = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -170,18 +170,21 @@ def make_plan(
         model_args.model_name_or_path or "", init_kwargs["revision"], training.trust_remote_code
     )
     trusted = training.trust_remote_code
-    device = device_bytes() if script.device_memory_gb is None else script.device_memory_gb * 1e9
+    device = script.device_memory_gb
     run = settings(script, training, model_args, config)
-    run = run.replace(gathers=training.ds3_gather_for_generation)
     if sharding is not None:
         run = run.replace(**_division(training, model_args, run, sharding))
     plan = Plan(
         model=model_size(config, get_peft_config(model_args), trusted),
         run=run,
-        device_bytes=device,
+        device_bytes=device_bytes(_first_device()) if device is None else device * 1e9,
         adapter=None if model_args.use_peft else _with_adapter(config, model_args, trusted),
     )
     return _with_engine(plan, training)
+
+
+def _first_device() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _with_adapter(config: Any, model_args: ModelConfig, trusted: bool) -> ModelSize | None:
@@ -198,32 +201,17 @@ def settings(
     script: OnlineScriptArguments, training: Any, model_args: ModelConfig, config: Any
 ) -> RunSettings:
     """Turn options into the numbers of the estimate."""
-    batches = training.batch_plan
     prompt = script.longest_prompt or ASSUMED_PROMPT
-    completion = training.max_completion_length
     weight_bytes, product_bytes, matrix_bytes = _precision(training, model_args, config)
-    shares = shares_prompts(config, model_args.attn_implementation, prompt + completion)
-    return RunSettings(
-        group_size=batches.group_size,
+    longest = prompt + training.max_completion_length
+    shares = shares_prompts(config, model_args.attn_implementation, longest)
+    return planned_run(
+        training,
         prompt=prompt,
-        completion=completion,
-        micro_batch=batches.micro_batch,
-        slices=batches.slices,
-        accumulation=batches.accumulation,
-        passes=batches.iterations,
-        processes=batches.num_processes,
         weight_bytes=weight_bytes,
         product_bytes=product_bytes,
         matrix_bytes=matrix_bytes,
-        optimizer=str(getattr(training.optim, "value", training.optim)),
-        optimizer_args=training.optim_args,
-        gradient_checkpointing=bool(training.gradient_checkpointing),
-        reference=training.beta != 0.0,
-        scores_policy=training.scores_policy,
-        shared_prefix=getattr(training, "shared_prefix", False) and shares,
-        logits_chunk=getattr(training, "logits_chunk_size", 0),
-        generation_rows=getattr(training, "generation_max_rows", None),
-        generation_kv_gb=getattr(training, "generation_max_kv_gb", None),
+        shared_prefix=training.shared_prefix and shares,
         on_cpu=script.device_memory_gb is None and _trains_on_cpu(training),
     )
 
@@ -298,13 +286,6 @@ def _precision(
     if model_args.load_in_4bit:
         return 4, product, NESTED if model_args.use_bnb_nested_quant else QUANTIZED[4]
     return weight, product, None
-
-
-def device_bytes() -> float:
-    """Memory of the first GPU, or of the machine if it has none."""
-    if torch.cuda.is_available():
-        return float(torch.cuda.get_device_properties(0).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _notes(plan: Plan, script: OnlineScriptArguments, training: Any) -> list[str]:

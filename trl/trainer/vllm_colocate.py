@@ -32,13 +32,13 @@ from ..models.quantized import bytes_of_weight
 from ..models.reference import is_peft_model
 from ..models.weights import check_weights
 from .online_config import OnlineConfig
+from .planned_run import ASSUMED_PROMPT, device_bytes, planned_run
 from .vllm_adapter import adapter_policy, adapter_settings
 from .vllm_policy import check_prompts, compute_dtype, policy_of
 
 logger = logging.get_logger(__name__)
 
 MOST_ROWS = 1024  # completions that decode together; vLLM lets the others wait
-ASSUMED_PROMPT = 512  # tokens, where only the device bounds the cache
 
 
 def check_options(args: OnlineConfig) -> None:
@@ -152,13 +152,6 @@ def rows_of(args: OnlineConfig) -> int:
     return min(MOST_ROWS, rows)
 
 
-def device_bytes(device: torch.device) -> float:
-    """Memory of the device, or of the machine if it is a CPU."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
 @dataclass(frozen=True)
 class Sizing:
     """The memory of an engine beside training.
@@ -208,27 +201,13 @@ class Sizing:
 
     def run(self, device: torch.device) -> RunSettings:
         """The run as the memory plan takes it."""
-        args, batches = self.args, self.args.batch_plan
-        completion = args.max_completion_length or 1
-        return RunSettings(
-            micro_batch=batches.micro_batch,
-            group_size=batches.group_size,
-            completion=completion,
+        completion = self.args.max_completion_length or 1
+        return planned_run(
+            self.args,
             prompt=max(1, min(ASSUMED_PROMPT, self.context - completion)),
-            reference=args.beta != 0.0,
             on_cpu=device.type == "cpu",
-            slices=batches.slices,
-            passes=batches.iterations,
-            accumulation=batches.accumulation,
-            processes=args.world_size,
-            sharding=read_sharding(options_of_environment(os.environ), args.world_size),
+            sharding=read_sharding(options_of_environment(os.environ), self.args.world_size),
             weight_bytes=self.causal.dtype.itemsize,
             matrix_bytes=bytes_of_weight(self.causal),
             product_bytes=self.dtype.itemsize,
-            optimizer=str(getattr(args.optim, "value", args.optim)),
-            optimizer_args=args.optim_args,
-            shared_prefix=args.shared_prefix,
-            scores_policy=args.scores_policy,
-            gradient_checkpointing=bool(args.gradient_checkpointing),
-            logits_chunk=args.logits_chunk_size,
         )
