@@ -1,8 +1,11 @@
 """The rows that tests complete with a vLLM engine, and names of weights to tamper with."""
 
+import pytest
 import torch
 from backend_contract import model_logps
+from shared_vllm import model_policy, nudge, policy_model
 
+from trl.generation.weight_proof import WeightSyncError
 from trl.types import Prompts, Sampling
 
 PROMPTS = Prompts(messages=["a"] * 4, token_ids=[[20 + n for n in range(40)]] * 4)
@@ -25,3 +28,29 @@ def gap(model, found, temperature=1.0):
         .item()
         for ids, logps in zip(found.completion_ids, found.sampling_logps, strict=True)
     )
+
+
+def check_stop(backend, words):
+    """The sync before the next generation does not bring the policy's weights; training stops."""
+    backend.sync_weights(1)
+    with pytest.raises(WeightSyncError, match=words):
+        backend.generate(PROMPTS, sampling(), 4)
+
+
+def check_fault_is_found(make_backend, name):
+    """A weight that does not arrive at the second sync is found, however little it moved."""
+    model = policy_model()
+    found = make_backend(model, probe_syncs=0)
+    found.generate(PROMPTS, sampling(), 4)
+    nudge(model, 1e-6)  # far too little for log-probabilities to show
+    check_stop(found, rf"Step 1.*{name} was not what was sent.*norm")
+
+
+def check_missing_weight_is_found(make_backend):
+    """A policy that sends one weight less than before is found."""
+    model, skipped = policy_model(), []
+    some = lambda: ((n, p) for n, p in model.named_parameters() if n not in skipped)  # noqa: E731
+    found = make_backend(model, policy=model_policy(model, weights=some))
+    found.generate(PROMPTS, sampling(), 4)
+    skipped.append(DOWN)
+    check_stop(found, f"{DOWN} was not sent, unlike at earlier syncs")

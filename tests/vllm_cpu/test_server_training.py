@@ -1,10 +1,9 @@
 """Whole training runs with a real server."""
 
 import pytest
-import torch
 from online import dataset, make_trainer
 from shared_vllm import needs_vllm, policy_model
-from vllm_runs import completions, logged, share_of_digits
+from vllm_runs import check_reward_rises, check_seeds, completions, logged
 from vllm_server import free_port, shared_server
 
 from trl.trainer.grpo_trainer import GRPOTrainer
@@ -30,28 +29,14 @@ def started_server():
 
 @pytest.mark.parametrize("kind", [RLOOTrainer, GRPOTrainer])
 def test_the_reward_rises(tmp_path, kind):
-    trainer = trainer_of(
-        tmp_path,
-        kind,
-        reward=share_of_digits,
-        max_steps=20,
-        per_device_train_batch_size=32,
-        num_generations=8,
-    )
-    trainer.train()
-    rewards = logged(trainer, "reward")
-    assert sum(rewards[:3]) / 3 < 0.3 and sum(rewards[-3:]) / 3 > 0.6, rewards
+    trainer = check_reward_rises(trainer_of, tmp_path, kind)
     gaps = logged(trainer, "vllm/logp_gap")
     assert len(gaps) == 20 and max(gaps) <= 1e-4
     assert len(logged(trainer, "vllm/sync_seconds")) == 20
 
 
 def test_same_seed_same_completions(tmp_path):
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        torch.manual_seed(len(name) + seed)
-        trainer_of(tmp_path / name, seed=seed).train()
-    assert completions(tmp_path / "a") == completions(tmp_path / "b")
-    assert completions(tmp_path / "a") != completions(tmp_path / "c")
+    check_seeds(trainer_of, tmp_path)
 
 
 def test_evaluation_uses_the_same_server(tmp_path):

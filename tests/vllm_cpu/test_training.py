@@ -10,7 +10,7 @@ from peft import LoraConfig
 from shared_vllm import ForgetfulEngine, engine, four_bits, fresh_engine, needs_vllm, policy_model
 from tiny import tiny_tokenizer
 from transformers import BitsAndBytesConfig
-from vllm_runs import completions, logged, share_of_digits
+from vllm_runs import check_reward_rises, check_seeds, completions, logged
 
 from examples.quickstart import copying
 from trl.trainer import vllm_colocate
@@ -76,25 +76,11 @@ def test_copying_is_learned_by_an_engine_that_the_options_start(tmp_path):
 
 @TRAINERS
 def test_the_reward_rises(tmp_path, running, kind):
-    trainer = trainer_of(
-        tmp_path,
-        kind,
-        reward=share_of_digits,
-        max_steps=20,
-        per_device_train_batch_size=32,
-        num_generations=8,
-    )
-    trainer.train()
-    rewards = logged(trainer, "reward")
-    assert sum(rewards[:3]) / 3 < 0.3 and sum(rewards[-3:]) / 3 > 0.6, rewards
+    check_reward_rises(trainer_of, tmp_path, kind)
 
 
 def test_same_seed_same_completions(tmp_path, running):
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        torch.manual_seed(len(name) + seed)
-        trainer_of(tmp_path / name, seed=seed).train()
-    assert completions(tmp_path / "a") == completions(tmp_path / "b")
-    assert completions(tmp_path / "a") != completions(tmp_path / "c")
+    check_seeds(trainer_of, tmp_path)
 
 
 @TRAINERS
