@@ -5,10 +5,12 @@ from functools import partial
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from shared_vllm import (
     ForgetfulEngine,
     backend,
     engine,
+    fresh_engine,
     model_policy,
     needs_vllm,
     nudge,
@@ -27,7 +29,9 @@ from vllm_rows import (
 )
 
 from trl.generation.vllm_engine import SleepingEngineError, VLLMEngine
-from trl.generation.weight_proof import WeightSyncError
+from trl.generation.weight_proof import WeightSyncError, _factors
+from trl.memory.tensor_bytes import TensorBytes
+from trl.models.weights import full_weights
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
 
@@ -43,7 +47,7 @@ pytestmark = [needs_vllm, pytest.mark.vllm]
 )
 def test_every_entry_of_the_engine_is_traced(kind, changes):
     """The map from weights to the engine's fused parameters, for layouts that differ."""
-    from shared_vllm import SHAPE, fresh_engine
+    from shared_vllm import SHAPE
     from tiny import tiny_model
 
     model = tiny_model(kind, seed=1, **(SHAPE | changes)).eval()
@@ -65,6 +69,33 @@ def test_text_changes_after_a_step_and_log_probabilities_follow():
     after = found.generate(PROMPTS, sampling(), 4)
     assert after.completion_ids != before.completion_ids
     assert gap(model, after) <= 1e-4 < gap(model, before)
+
+
+def test_a_sync_needs_memory_for_one_layer():
+    """Above the policy and the engine: a merged copy of one layer, and what is made of it."""
+    model = policy_model(num_hidden_layers=24)
+    holder = fresh_engine(model)
+    options = {"target_modules": ["up_proj", "q_proj"], "init_lora_weights": False}
+    model = get_peft_model(model, LoraConfig(**options)).eval()
+    policy = model_policy(model, weights=lambda: full_weights(model))
+    found = backend(model, engine_=holder, policy=policy, probe_syncs=0)
+    found.generate(PROMPTS, sampling(max_tokens=1), 4)
+    nudge(model)
+    found.sync_weights(1)
+    held = [
+        *model.parameters(),
+        *model.buffers(),
+        *holder.model.parameters(),
+        *holder.model.buffers(),
+    ]
+    held.append(_factors(torch.device("cpu")))  # which stay from the first sync on
+    made = TensorBytes(held)
+    before = made.live
+    with made, found.awake():
+        pass
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    assert max(sizes) <= made.peak - before <= 10 * max(sizes) <= sum(sizes) / 5
+    assert found._held[0] == 1
 
 
 def test_weights_that_moved_without_a_step_are_sent():
@@ -154,8 +185,6 @@ def test_a_weight_that_is_skipped_from_the_beginning_stops_training():
 
 
 def test_a_transposed_weight_stops_training():
-    from shared_vllm import fresh_engine
-
     model = square_model()
     kind = faulty(fault="transposed", first=2)
     found = backend(model, engine_=kind(fresh_engine(model)._llm), probe_syncs=0)
