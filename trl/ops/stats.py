@@ -31,8 +31,3 @@ def nan_min(x: Tensor, dim: Dim = None, keepdim: bool = False) -> Tensor:
     absent = x.isnan()
     smallest = x.masked_fill(absent, torch.inf).amin(() if dim is None else dim, keepdim=keepdim)
     return smallest.masked_fill(absent.all(dim, keepdim=keepdim), torch.nan)
-
-
-def nan_max(x: Tensor, dim: Dim = None, keepdim: bool = False) -> Tensor:
-    """Largest entry that is not NaN; NaN where there are none."""
-    return -nan_min(-x, dim, keepdim)
