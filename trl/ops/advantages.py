@@ -89,18 +89,20 @@ def normalize_then_sum(per_function: Tensor, weights: Tensor, group_size: int) -
 
 
 def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Shift and scale the marked entries to mean 0 and standard deviation 1 (plus 1e-4).
+    """Scale the marked entries to standard deviation 1 (plus 1e-4).
+
+    Advantages compare a row with its group, so their mean is 0 already. Subtracting it would only
+    subtract its rounding, and with it make entries of exactly 0 differ from 0.
 
     Args:
-        advantages (`Tensor`): (N,) float.
+        advantages (`Tensor`): (N,) float, of mean 0 over the marked entries.
         mask (`Tensor`): (N,) bool; the entries it excludes are not read.
 
     Returns:
         `Tensor`: (N,), 0 at the excluded entries.
     """
     kept = advantages.masked_fill(~mask, torch.nan)
-    whitened = (kept - nan_mean(kept)) / (nan_std(kept) + STD_OFFSET)
-    return whitened.masked_fill(~mask, 0.0)
+    return (kept / (nan_std(kept) + STD_OFFSET)).masked_fill(~mask, 0.0)
 
 
 def _grouped(rewards: Tensor, group_size: int) -> Tensor:
