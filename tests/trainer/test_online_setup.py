@@ -54,16 +54,18 @@ def test_a_round_must_fit_into_the_dataset(tmp_path):
     assert check_datasets(dataset("abcdef"), {"few": dataset("a")}, args) is None
 
 
-def test_streams(tmp_path):
-    args = config(tmp_path, max_steps=3, dataloader_num_workers=2)
-    check_datasets(stream(), stream(), args)
-    assert args.accelerator_config.dispatch_batches is False
-    assert args.dataloader_num_workers == 0
+def test_streams_have_no_length(tmp_path):
+    assert check_datasets(stream(), stream(), config(tmp_path, max_steps=3)) is None
     with pytest.raises(ValueError, match="set max_steps above 0"):
         check_datasets(stream(), None, config(tmp_path, max_steps=-1))
-    dispatch = config(tmp_path, accelerator_config={"dispatch_batches": True})
-    with pytest.raises(ValueError, match="dispatch_batches=True cannot be used"):
-        check_datasets(stream(), None, dispatch)
+
+
+@pytest.mark.parametrize("name", ["dispatch_batches", "split_batches"])
+@pytest.mark.parametrize("train", [dataset(), stream()])
+def test_batches_of_text_are_not_sent_around(tmp_path, name, train):
+    args = config(tmp_path, max_steps=3, accelerator_config={name: True})
+    with pytest.raises(ValueError, match=rf"accelerator_config\.{name}=True cannot be used"):
+        check_datasets(train, None, args)
 
 
 def test_streams_of_unknown_columns_are_not_looked_into(tmp_path):

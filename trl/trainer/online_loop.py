@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,6 +33,7 @@ from ..random_numbers import random_numbers_kept
 from ..types import Generations, Prompts, RewardTable
 from .batch_math import check_eval_groups
 from .loop_state import StatefulLoop
+from .online_setup import check_dataset, reading_in_this_process
 from .phases import Phases
 from .trackers import log_table
 
@@ -42,6 +45,8 @@ class OnlineLoop(StatefulLoop):
 
     def _build_loop(self) -> None:
         args = self.args
+        # Otherwise rank 0 would read streams for all ranks, and send batches of text as tensors.
+        self.accelerator.dataloader_config.dispatch_batches = False
         self.ranks = Ranks(self.accelerator)
         self.metrics = {"train": MetricStore(), "eval": MetricStore()}
         self.guard = FiniteGuard(self.ranks.rank, self.ranks.gather_objects)
@@ -125,9 +130,21 @@ class OnlineLoop(StatefulLoop):
             eval_dataset = self.eval_dataset[eval_dataset]
         elif eval_dataset is None:
             eval_dataset = self.eval_dataset
+        if eval_dataset is not None:
+            check_dataset("eval_dataset", eval_dataset)
         if isinstance(eval_dataset, TorchIterableDataset):
             eval_dataset = RepeatIterableDataset(eval_dataset, self.args.eval_group_size, 1, 1)
         return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """Return the loader of `predict`: like that of an evaluation."""
+        return self.get_eval_dataloader(test_dataset)
+
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
+        if not isinstance(dataset, TorchIterableDataset):
+            return super()._get_dataloader(dataset, *args, **kwargs)
+        with reading_in_this_process(self.args):
+            return super()._get_dataloader(dataset, *args, **kwargs)
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["prompt", "chat_template_kwargs"]
@@ -195,13 +212,26 @@ class OnlineLoop(StatefulLoop):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as `transformers.Trainer` does, after checking that batches hold groups."""
+        with self._evaluating():
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate another dataset. Metrics, with rewards, are returned and not logged."""
+        with self._evaluating():
+            output = super().predict(*args, **kwargs)
+        self._add_collected(output.metrics)
+        self._show_completions("eval")
+        return output
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
         check_eval_groups(
             self.args.per_device_eval_batch_size, self.ranks.count, self.args.eval_group_size
         )
         self._eval_batch = 0
         # Training goes on as if nothing had been evaluated.
         with self.ranks.ending_together(), random_numbers_kept():
-            return super().evaluate(*args, **kwargs)
+            yield
 
     def prediction_step(
         self,
@@ -274,14 +304,19 @@ class OnlineLoop(StatefulLoop):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the collected metrics to `logs`, write them, and show completions if asked to."""
+        mode = self._add_collected(logs)
+        super().log(logs, start_time)
+        self._show_completions(mode)
+
+    def _add_collected(self, logs: dict[str, float]) -> str:
+        """Move what was collected in the mode that `logs` are of into them; returns the mode."""
         prefix = _eval_prefix(logs)
         mode = "eval" if prefix else "train"
         collected = self.metrics[mode].flush(self.ranks.gather_objects)
         if collected:
             logs.update({prefix + name: value for name, value in collected.items()})
             logs[prefix + "num_tokens"] = float(self.state.num_input_tokens_seen)
-        super().log(logs, start_time)
-        self._show_completions(mode)
+        return mode
 
     def _show_completions(self, mode: str) -> None:
         records = self.completions.take(mode)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -14,15 +16,15 @@ def check_datasets(train: Any, evaluation: Any, args: OnlineConfig) -> None:
 
     Raises:
         TypeError: if a dataset is none of the `datasets` library.
-        ValueError: if there is no training set, no `prompt` column, or too few rows.
+        ValueError: if there is no training set, no `prompt` column, or too few rows, or if
+            batches are to be loaded in a way that text cannot be.
     """
     if train is None:
         raise ValueError("train_dataset is required: a dataset with a 'prompt' column.")
     datasets = {"train_dataset": train} | _named(evaluation)
     for name, dataset in datasets.items():
-        _check_one(name, dataset)
-    if any(isinstance(dataset, IterableDataset) for dataset in datasets.values()):
-        _prepare_streams(args)
+        check_dataset(name, dataset)
+    _check_loading(args)
     if not isinstance(train, IterableDataset):
         _check_size(len(train), args)
     elif args.max_steps <= 0:
@@ -46,7 +48,8 @@ def _check_size(size: int, args: OnlineConfig) -> None:
         )
 
 
-def _check_one(name: str, dataset: Any) -> None:
+def check_dataset(name: str, dataset: Any) -> None:
+    """Check kind and columns of one dataset; `name` is what messages call it."""
     if not isinstance(dataset, (Dataset, IterableDataset)):
         raise TypeError(
             f"{name} must be a datasets.Dataset or IterableDataset, not {type(dataset).__name__}."
@@ -62,12 +65,27 @@ def _check_one(name: str, dataset: Any) -> None:
         )
 
 
-def _prepare_streams(args: OnlineConfig) -> None:
-    """Let each process read its own rows; batches of text cannot be broadcast as tensors."""
-    if args.accelerator_config.dispatch_batches:
-        raise ValueError(
-            "accelerator_config.dispatch_batches=True cannot be used with iterable datasets: "
-            "rows are text, so each process must read its own. Set it to False."
-        )
-    args.accelerator_config.dispatch_batches = False
-    args.dataloader_num_workers = 0
+def _check_loading(args: OnlineConfig) -> None:
+    """Each process reads its own rows: batches of text can be neither broadcast nor cut."""
+    for name in ("dispatch_batches", "split_batches"):
+        if getattr(args.accelerator_config, name):
+            raise ValueError(
+                f"accelerator_config.{name}=True cannot be used: rows are text, so each process "
+                "must read its own batches. Leave it out."
+            )
+
+
+@contextmanager
+def reading_in_this_process(args: OnlineConfig) -> Iterator[None]:
+    """Make loaders without workers: each would read the whole of a stream."""
+    alone = {
+        "dataloader_num_workers": 0,
+        "dataloader_persistent_workers": False,
+        "dataloader_prefetch_factor": None,
+    }
+    usual = {name: getattr(args, name) for name in alone}
+    try:
+        vars(args).update(alone)
+        yield
+    finally:
+        vars(args).update(usual)
