@@ -116,6 +116,37 @@ def test_extra_options_win():
     assert (merged.temperature, merged.top_k, rest) == (0.5, 3, {"no_repeat_ngram_size": 2})
 
 
+@pytest.mark.parametrize("eos", [5, [5, 7]])
+def test_end_tokens_by_generation_kwargs(eos):
+    """They end completions, and reach everything that asks what ended one."""
+    merged, rest = merge_extra(sampling(extra={"eos_token_id": eos}, stop_ids=(1,)))
+    ends = {eos} if isinstance(eos, int) else set(eos)
+    assert (set(merged.stop_ids), rest) == (ends, {})
+    found = backend(tiny_model()).generate(
+        PROMPTS, sampling(extra={"eos_token_id": eos}, stop_ids=(1,), max_tokens=64), 2
+    )
+    stopped = [ids for ids, why in zip(found.completion_ids, found.finish) if why == "stop"]
+    assert stopped and all(ids[-1] in ends for ids in stopped)
+    assert not any(ends & set(ids[:-1]) for ids in found.completion_ids)
+    assert merge_extra(sampling(extra={"eos_token_id": None}))[0].stop_ids == ()
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"use_cache": False},
+        {"cache_implementation": "dynamic"},
+        {"disable_compile": False},
+        {"pad_token_id": 3},
+    ],
+)
+def test_extra_options_win_over_those_that_are_always_given(extra):
+    model = tiny_model()
+    usual = backend(model).generate(PROMPTS, sampling(), 2)
+    found = backend(model).generate(PROMPTS, sampling(extra=extra), 2)
+    assert found.completion_ids == usual.completion_ids
+
+
 @pytest.mark.parametrize(
     ("extra", "words"),
     [

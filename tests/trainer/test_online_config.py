@@ -115,6 +115,13 @@ def test_mappings_may_be_json(name):
     assert getattr(make(**{name: '{"a": [1, true]}'}), name) == {"a": [1, True]}
 
 
+@pytest.mark.parametrize("text", ["do_sample", "{do_sample}", "[1]", "3"])
+@pytest.mark.parametrize("name", ["generation_kwargs", "model_init_kwargs"])
+def test_mappings_that_are_none(name, text):
+    with pytest.raises(ValueError, match=f"{name} must be a dictionary, or a JSON object"):
+        make(**{name: text})
+
+
 def test_batches_that_break_groups_are_refused():
     with pytest.raises(ValueError, match="auto_find_batch_size=True would break up groups"):
         make(auto_find_batch_size=True)

@@ -55,7 +55,15 @@ def merge_extra(sampling: Sampling) -> tuple[Sampling, dict[str, Any]]:
     named = {name: rest.pop(name) for name in NAMED if name in rest}
     if "max_new_tokens" in rest:
         named["max_tokens"] = rest.pop("max_new_tokens")
+    if "eos_token_id" in rest:
+        named["stop_ids"] = _stop_ids(rest.pop("eos_token_id"))
     return sampling.replace(extra={}, **named), rest
+
+
+def _stop_ids(eos: int | list[int] | None) -> tuple[int, ...]:
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
 
 
 def _check_names(options: Mapping[str, Any]) -> None:
@@ -177,17 +185,17 @@ class TransformersBackend:
         return complete
 
     def _config(self, sampling: Sampling, rest: dict[str, Any]) -> GenerationConfig:
-        return GenerationConfig(
-            max_new_tokens=sampling.max_tokens,
-            do_sample=False,
-            pad_token_id=self._pad_id,
-            eos_token_id=list(sampling.stop_ids) or [NO_TOKEN],  # None: those of the model
-            repetition_penalty=sampling.repetition_penalty,
-            cache_implementation=self._cache_implementation,
-            use_cache=True,
-            disable_compile=True,
-            **rest,
-        )
+        options = {
+            "max_new_tokens": sampling.max_tokens,
+            "do_sample": False,
+            "pad_token_id": self._pad_id,
+            "eos_token_id": list(sampling.stop_ids) or [NO_TOKEN],  # None: those of the model
+            "repetition_penalty": sampling.repetition_penalty,
+            "cache_implementation": self._cache_implementation,
+            "use_cache": True,
+            "disable_compile": True,
+        }
+        return GenerationConfig(**options | rest)
 
 
 def _finished(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
@@ -51,4 +52,22 @@ class BaseConfig(TrainingArguments):
         new: str = "activation_checkpointing"
         if new in names and getattr(self, new) is None:
             setattr(self, new, self.gradient_checkpointing)
+        self._check_mappings()
         super().__post_init__()
+
+    def _check_mappings(self) -> None:
+        """Text that is no JSON object would be taken apart into letters later on."""
+        for name in set(self._VALID_DICT_FIELDS) - set(TrainingArguments._VALID_DICT_FIELDS):
+            value = getattr(self, name)
+            if not isinstance(_from_json(value), dict | None):
+                raise ValueError(
+                    f'{name} must be a dictionary, or a JSON object such as \'{{"a": 1}}\', '
+                    f"not {value!r}."
+                )
+
+
+def _from_json(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        return value
