@@ -322,3 +322,12 @@ def test_defaults_for_options():
     parser = TrlParser((ModelConfig,))
     assert parser.set_defaults_with_config(lora_r=3, other=[1, 2]) == ["--other", "1", "2"]
     assert parser.parse_args_and_config([])[0].lora_r == 3
+
+
+def test_options_added_by_hand_come_in_a_namespace():
+    parser = TrlParser(ModelConfig, prog="trl")
+    parser.add_argument("--extra", type=int, default=3)
+    model, own = parser.parse_args_and_config(["--extra", "5", "--model_name_or_path", "m"])
+    assert (model.model_name_or_path, vars(own)) == ("m", {"extra": 5})
+    model, own, rest = parser.parse_args_and_config(["--left"], return_remaining_strings=True)
+    assert (vars(own), rest) == ({"extra": 3}, ["--left"])

@@ -76,7 +76,8 @@ class TrlParser(argparse.ArgumentParser):
                 left over as two lists.
 
         Returns:
-            `tuple`: one instance for each dataclass, then the remaining strings if asked for.
+            `tuple`: one instance for each dataclass; where options were added by `add_argument`,
+            an `argparse.Namespace` of them; then the remaining strings if asked for.
 
         Raises:
             ValueError: for unknown options.
@@ -91,6 +92,9 @@ class TrlParser(argparse.ArgumentParser):
         if unused and fail_with_unknown_args and not return_remaining_strings:
             raise ValueError(self.unknown(unused))
         built = self.build(values)
+        own = {name: value for name, value in values.items() if name not in self._types}
+        if own:
+            built = (*built, argparse.Namespace(**own))
         if not return_remaining_strings:
             return built
         return (*built, from_file, from_line) if separate_remaining_strings else (*built, unused)
@@ -125,7 +129,10 @@ class TrlParser(argparse.ArgumentParser):
         path = given.pop("config", None)
         from_file = self._take_defaults(read_config(path) if path else {})
         values = self._defaults_from_config | given
-        converted = {name: self._converted(name, value) for name, value in values.items()}
+        converted = {
+            name: self._converted(name, value) if name in self._types else value
+            for name, value in values.items()
+        }
         return converted, from_file, from_line
 
     def build(self, values: dict[str, Any]) -> tuple[Any, ...]:
