@@ -125,7 +125,9 @@ def test_end_tokens_by_generation_kwargs(eos):
     found = backend(tiny_model()).generate(
         PROMPTS, sampling(extra={"eos_token_id": eos}, stop_ids=(1,), max_tokens=64), 2
     )
-    stopped = [ids for ids, why in zip(found.completion_ids, found.finish) if why == "stop"]
+    stopped = [
+        ids for ids, why in zip(found.completion_ids, found.finish, strict=True) if why == "stop"
+    ]
     assert stopped and all(ids[-1] in ends for ids in stopped)
     assert not any(ends & set(ids[:-1]) for ids in found.completion_ids)
     assert merge_extra(sampling(extra={"eos_token_id": None}))[0].stop_ids == ()

@@ -5,6 +5,7 @@ from importlib import metadata
 import torch
 from workspace import ROOT
 
+from trl.scripts import env
 from trl.scripts.env import main, report, version
 
 ORDER = [
@@ -55,6 +56,11 @@ def test_a_checkout_adds_its_commit():
     is_checkout = (ROOT / ".git").exists() and found.returncode == 0
     commit = f"+{found.stdout.strip()}" if is_checkout else ""
     assert report()["TRL version"] == version("trl") + commit
+
+
+def test_a_package_under_another_name(monkeypatch):
+    monkeypatch.setattr(env, "OTHER_NAMES", {"no-such-package-here": ("torch",)})
+    assert version("no-such-package-here") == metadata.version("torch")
 
 
 def test_absent_packages():

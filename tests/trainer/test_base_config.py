@@ -63,3 +63,14 @@ def test_every_new_option_has_help():
     helps = {f.name: f.metadata.get("help") for f in dataclasses.fields(BaseConfig)}
     assert {"model_init_kwargs", "trust_remote_code", "bf16"} <= own
     assert all(helps[name] and helps[name].endswith((".", "(JSON).")) for name in own)
+
+
+def test_liger_kernels_are_those_of_layers():
+    """Its loss would give a forward without the log-probabilities of tokens."""
+    off = {"fused_linear_cross_entropy": False, "cross_entropy": False}
+    assert make(use_liger_kernel=True).liger_kernel_config == off
+    rope = make(use_liger_kernel=True, liger_kernel_config={"rope": False})
+    assert rope.liger_kernel_config == {"rope": False} | off
+    for name in off:
+        with pytest.raises(ValueError, match=f"'{name}': True}} cannot be used"):
+            make(use_liger_kernel=True, liger_kernel_config={name: True})

@@ -9,7 +9,10 @@ from trl.trainer.batch_math import (
     nearest_divisors,
     nearest_multiples,
     resolve_rounds,
+    smaller_round,
 )
+
+PER_DEVICE = "per_device_train_batch_size to {} and generation_batch_size to {}"
 
 
 def plan(**changes) -> BatchPlan:
@@ -82,6 +85,27 @@ def test_rounds(given, expected):
 def test_errors_name_the_nearest_legal_numbers(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize(
+    ("changes", "prompts", "words"),
+    [
+        ({}, 5, "generation_batch_size to 16"),
+        ({"micro_batch": 4}, 5, "generation_batch_size to 20"),
+        ({"micro_batch": 16}, 2, PER_DEVICE.format(8, 8)),
+        ({"num_processes": 4}, 1, PER_DEVICE.format(1, 4)),
+        ({"num_processes": 8}, 1, "the number of processes, 8"),
+    ],
+)
+def test_a_round_of_few_prompts(changes, prompts, words):
+    given = plan(**{"micro_batch": 8, "num_processes": 1, "slices": 8, "group_size": 4} | changes)
+    assert smaller_round(given, prompts) == words
+    if "generation_batch_size" in words:
+        rows = int(words.split()[-1])
+        micro = int(words.split()[2]) if "per_device" in words else given.micro_batch
+        resolve_rounds(micro * given.num_processes, 8, rows, None)
+        check_groups(rows, 4, micro * given.num_processes)
+        assert rows // 4 <= prompts
 
 
 def test_proposals_are_legal():

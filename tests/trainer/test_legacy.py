@@ -26,6 +26,8 @@ def make(kind=RLOOConfig, **changes):
         ("num_ppo_epochs", 4, "num_iterations", 4),
         ("response_length", 53, "max_completion_length", 53),
         ("vllm_sleep_enabled", True, "vllm_enable_sleep_mode", True),
+        ("vllm_guided_decoding_regex", "a+", "vllm_structured_outputs_regex", "a+"),
+        ("wandb_log_unique_prompts", True, "log_unique_prompts", True),
     ],
 )
 def test_renamed_options(old, value, new, expected):
@@ -83,9 +85,13 @@ def test_unset_old_options_are_silent():
         make(rloo_k=None)
 
 
-def test_sleep_has_another_name_everywhere():
-    with pytest.warns(FutureWarning):
-        assert make(GRPOConfig, vllm_sleep_enabled=True).vllm_enable_sleep_mode
+def test_what_both_trainers_had_is_known_to_both():
+    with pytest.warns(FutureWarning, match="use_liger_loss has no effect"):
+        assert make(GRPOConfig, use_liger_loss=True, wandb_log_unique_prompts=True)
+    with pytest.raises(TypeError, match="'max_prompt_length' any more: prompts are used whole"):
+        make(GRPOConfig, max_prompt_length=512)
+    make(GRPOConfig, max_prompt_length=None)
+    assert make(GRPOConfig, top_k=None).top_k == 0
 
 
 def test_tokenized_datasets_are_decoded(tmp_path):

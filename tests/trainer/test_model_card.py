@@ -46,6 +46,16 @@ def test_what_is_unknown_is_left_out(base, data, sentence):
     assert "None" not in text
 
 
+def test_paths_of_this_machine_are_left_out(tmp_path):
+    """The hub refuses a card with names that cannot be its own."""
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("{}")
+    text = card(str(tmp_path), str(data))
+    assert str(tmp_path) not in text
+    assert not {"base_model", "datasets"} & front_matter(text).keys()
+    assert "base_model" not in front_matter(card("/gone/model"))
+
+
 def test_method_is_cited():
     text = card()
     assert "\n# my-model\n" in text

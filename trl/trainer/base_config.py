@@ -54,6 +54,8 @@ class BaseConfig(TrainingArguments):
             setattr(self, new, self.gradient_checkpointing)
         self._check_mappings()
         super().__post_init__()
+        if self.use_liger_kernel:
+            self.liger_kernel_config = _layers_only(self.liger_kernel_config or {})
 
     def _check_mappings(self) -> None:
         """Text that is no JSON object would be taken apart into letters later on."""
@@ -61,9 +63,24 @@ class BaseConfig(TrainingArguments):
             value = getattr(self, name)
             if not isinstance(_from_json(value), dict | None):
                 raise ValueError(
-                    f'{name} must be a dictionary, or a JSON object such as \'{{"a": 1}}\', '
+                    f"{name} must be a dictionary, or a JSON object such as '{{\"a\": 1}}', "
                     f"not {value!r}."
                 )
+
+
+def _layers_only(kernels: dict[str, bool]) -> dict[str, bool]:
+    """Liger's kernels of layers; its loss would replace the forward that gives log-probabilities.
+
+    Raises:
+        ValueError: if the loss was asked for.
+    """
+    for name in ("fused_linear_cross_entropy", "cross_entropy"):
+        if kernels.get(name):
+            raise ValueError(
+                f"liger_kernel_config={{{name!r}: True}} cannot be used: the loss is computed from "
+                "log-probabilities, in tiles (logits_chunk_size). Leave it out."
+            )
+    return kernels | {"fused_linear_cross_entropy": False, "cross_entropy": False}
 
 
 def _from_json(value: Any) -> Any:

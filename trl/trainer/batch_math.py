@@ -81,6 +81,17 @@ def nearest_divisors(value: int, wanted: int) -> str:
     return " or ".join(str(d) for d in (below[-1:] + above[:1]))
 
 
+def smaller_round(plan: BatchPlan, prompts: int) -> str:
+    """Name the options, and their largest legal values, with which a round takes few prompts."""
+    most = prompts * plan.group_size
+    for rows in range(plan.micro_batch, 0, -1):
+        step = math.lcm(plan.group_size, rows * plan.num_processes)
+        if step <= most:
+            batch = f"per_device_train_batch_size to {rows} and " if rows < plan.micro_batch else ""
+            return f"{batch}generation_batch_size to {most // step * step}"
+    return f"the number of processes, {plan.num_processes}"
+
+
 def resolve_rounds(
     micro_batches: int, accumulation: int, round_rows: int | None, slices: int | None
 ) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-from .legacy import SLEEP_OPTION, accepts_legacy_options, legacy_names
+from .legacy import COMMON_OPTIONS, accepts_legacy_options, legacy_names
 from .online_config import OnlineConfig
 from .options import option
 
@@ -13,12 +13,12 @@ LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vesp
 SCALES = ("group", "batch", "none")
 
 
-@accepts_legacy_options(SLEEP_OPTION)
+@accepts_legacy_options(COMMON_OPTIONS)
 @dataclass
 class GRPOConfig(OnlineConfig):
     """Configuration of `GRPOTrainer`: the options of the online skeleton and its own."""
 
-    legacy_options = legacy_names(SLEEP_OPTION)
+    legacy_options = legacy_names(COMMON_OPTIONS)
 
     num_generations: int | None = option(8, "Completions for each prompt (G).")
 

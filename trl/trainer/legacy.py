@@ -20,7 +20,16 @@ class LegacyOption:
     removed: bool = False  # refused instead of ignored
 
 
-RLOO_OPTIONS: dict[str, LegacyOption] = {
+COMMON_OPTIONS: dict[str, LegacyOption] = {
+    "vllm_sleep_enabled": LegacyOption("vllm_enable_sleep_mode"),
+    "vllm_guided_decoding_regex": LegacyOption("vllm_structured_outputs_regex"),
+    "wandb_log_unique_prompts": LegacyOption("log_unique_prompts"),
+    "use_liger_loss": LegacyOption(None, "logits never exist at once, see logits_chunk_size"),
+    "max_prompt_length": LegacyOption(
+        None, "prompts are used whole; drop or cut long ones in the dataset", removed=True
+    ),
+}
+RLOO_OPTIONS: dict[str, LegacyOption] = COMMON_OPTIONS | {
     "rloo_k": LegacyOption("num_generations"),
     "cliprange": LegacyOption("epsilon"),
     "kl_coef": LegacyOption("beta"),
@@ -30,7 +39,6 @@ RLOO_OPTIONS: dict[str, LegacyOption] = {
     "num_mini_batches": LegacyOption("steps_per_generation"),
     "total_episodes": LegacyOption("max_steps"),
     "response_length": LegacyOption("max_completion_length"),
-    "vllm_sleep_enabled": LegacyOption("vllm_enable_sleep_mode"),
     "token_level_kl": LegacyOption(None, "the KL penalty is the sum over a completion's tokens"),
     "dataset_num_proc": LegacyOption(None, "prompts are tokenized batch by batch"),
     "local_rollout_forward_batch_size": LegacyOption(
@@ -51,7 +59,6 @@ RLOO_OPTIONS: dict[str, LegacyOption] = {
     "batch_size": LegacyOption(None, "use generation_batch_size", removed=True),
     "num_total_batches": LegacyOption(None, "use max_steps", removed=True),
 }
-SLEEP_OPTION = {"vllm_sleep_enabled": RLOO_OPTIONS["vllm_sleep_enabled"]}
 
 
 def legacy_names(table: Mapping[str, LegacyOption]) -> dict[str, str | None]:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import metadata, resources
+from pathlib import Path
 from string import Template
+
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,10 @@ def render_model_card(
     Args:
         method (`Method`): the trainer.
         model_name (`str`): name of the trained model.
-        base_model (`str`, *optional*): what was trained.
-        dataset_name (`str`, *optional*): on what.
+        base_model (`str`, *optional*): what was trained; left out where it is a local folder.
+        dataset_name (`str`, *optional*): on what; left out where it is a local file.
     """
+    base_model, dataset_name = _on_hub(base_model), _on_hub(dataset_name)
     template = (
         resources.files("trl").joinpath("templates").joinpath("model_card.md").read_text("utf-8")
     )
@@ -56,6 +61,17 @@ def render_model_card(
         citation=method.citation.strip(),
         versions=versions,
     )
+
+
+def _on_hub(name: str | None) -> str | None:
+    """`name` where it can be one of the hub: a path of this machine means nothing elsewhere."""
+    if not name or Path(name).exists():
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
 
 
 def _front_matter(fields: dict[str, str | None]) -> str:

@@ -95,7 +95,7 @@ class OnlineConfig(MismatchConfig):
     max_completion_length: int | None = option(512, "Most tokens of a completion.")
     temperature: float = option(1.0, "Sampling temperature; also divides the logits in training.")
     top_p: float = option(1.0, "Sample from the smallest set of tokens with this probability.")
-    top_k: int = option(0, "Sample from this many most likely tokens; 0 means all.")
+    top_k: int | None = option(0, "Sample from this many most likely tokens; 0 or None: all.")
     min_p: float | None = option(
         None, "Drop tokens less likely than this share of the most likely one."
     )
@@ -241,6 +241,7 @@ class OnlineConfig(MismatchConfig):
             )
             self.use_transformers_paged = False
             self.use_transformers_continuous_batching = True
+        self.top_k = self.top_k or 0
         if isinstance(self.pad_to_multiple_of, str):
             text = self.pad_to_multiple_of.lower()
             self.pad_to_multiple_of = None if text in ("auto", "none", "null") else int(text)

@@ -8,6 +8,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
+from .batch_math import smaller_round
 from .online_config import OnlineConfig
 
 
@@ -38,13 +39,12 @@ def _named(evaluation: Any) -> dict[str, Any]:
 
 
 def _check_size(size: int, args: OnlineConfig) -> None:
-    group_size = args.group_size
-    needed = args.batch_plan.round_rows // group_size
+    plan = args.batch_plan
+    needed = plan.round_rows // plan.group_size
     if size < needed:
         raise ValueError(
             f"train_dataset has {size} rows, but one generation round takes {needed} prompts x "
-            f"{group_size} completions. Add rows, or lower generation_batch_size to at most "
-            f"{size * group_size}."
+            f"{plan.group_size} completions. Add rows, or lower {smaller_round(plan, size)}."
         )
 
 

@@ -67,7 +67,7 @@ class OnlineTrainer(OnlineScoring):
     def __init__(
         self,
         model: str | nn.Module,
-        reward_funcs: Any,
+        reward_funcs: Any = None,
         args: OnlineConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Any = None,
