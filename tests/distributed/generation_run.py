@@ -2,14 +2,17 @@
 
 import json
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import torch
 from engines import finish, report, use
 from generation_peaks import Peak
 from held_bytes import live_bytes
-from online import dataset, make_trainer
-from tiny import tiny_model
+from online import dataset, make_trainer, token_sum
+from tiny import tiny_model, tiny_tokenizer
+from transformers import LlamaForSequenceClassification
 
 from trl.models.weights import full_weights
 
@@ -39,6 +42,18 @@ def adapted():
     return model
 
 
+@cache  # once there are ranks, only the first one saves
+def judge():
+    """A folder with a reward model."""
+    folder = Path(tempfile.mkdtemp()) / "judge"
+    config = tiny_model().config
+    config.num_labels = 1
+    torch.manual_seed(3)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
 def trained(folder, model=None, **changes):
     """A trainer after two updates, on the engine of the environment."""
     before = live_bytes()
@@ -46,6 +61,8 @@ def trained(folder, model=None, **changes):
         folder,
         model=policy() if model is None else model,
         script=None,
+        reward=[token_sum, judge()],
+        reward_weights=[1.0, 0.0],
         data=dataset(PROMPTS),
         max_completion_length=16,
         **({"max_steps": 2, "use_cpu": False, "per_device_train_batch_size": 8} | changes),
@@ -56,9 +73,10 @@ def trained(folder, model=None, **changes):
 
 
 def completions(folder):
-    """What all ranks have generated."""
+    """What all ranks have generated, and how the reward model likes it."""
     lines = (Path(folder) / "completions" / "train.jsonl").read_text().splitlines()
-    return [json.loads(line)["completion_ids"] for line in lines]
+    records = [json.loads(line) for line in lines]
+    return [r["completion_ids"] for r in records], [r["rewards"]["judge"] for r in records]
 
 
 def streamed(model):

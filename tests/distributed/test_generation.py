@@ -35,9 +35,11 @@ def alone(tmp_path_factory):
 )
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("engine", SHARDED)
-def test_completions_are_those_of_one_process(runs, alone, engine, gather):
-    assert runs[0][engine][gather][0] == alone[0]
-    lengths = [len(ids) for ids in alone[0]]
+def test_completions_and_their_rewards_are_those_of_one_process(runs, alone, engine, gather):
+    (ids, judged), (ids_alone, judged_alone) = runs[0][engine][gather][0], alone[0]
+    assert ids == ids_alone
+    assert judged == pytest.approx(judged_alone, abs=1e-5) and len(set(judged)) > 4
+    lengths = [len(ids) for ids in ids_alone]
     assert len(set(lengths)) > 4 and max(lengths[8:16]) != max(lengths[:8])
 
 

@@ -125,6 +125,25 @@ def test_a_model_scores_conversations():
     assert found == pytest.approx(by_hand(model, texts), abs=1e-6)
 
 
+def test_what_the_prompt_began_is_one_message_with_what_goes_on_with_it():
+    model = classifier()
+    (source,) = resolve_rewards(model, tiny_tokenizer())
+    begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "well, "}]
+    found = source.score([begun], [[{"role": "assistant", "content": "yo"}]])
+    assert found == pytest.approx(by_hand(model, ["<user>hi<end><assistant>well, yo<end>"]))
+    assert begun[1]["content"] == "well, "
+
+
+def test_chat_templates_of_reward_models_get_the_extra_arguments():
+    """Those of a row win over those of all rows."""
+    tokenizer, model = tiny_tokenizer(), classifier()
+    tokenizer.chat_template = "{{ mood }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (source,) = resolve_rewards(model, tokenizer, template_kwargs={"mood": "a"})
+    prompt, reply = [{"role": "user", "content": "hi"}], [{"role": "assistant", "content": "yo"}]
+    found = source.score([prompt] * 3, [reply] * 3, [None, {"mood": "b"}, {}])
+    assert found == pytest.approx(by_hand(model, ["ahiyo", "bhiyo", "ahiyo"]), abs=1e-6)
+
+
 def test_a_model_by_name(tmp_path):
     folder = tmp_path / "judge"
     classifier().save_pretrained(folder)

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from online import config, dataset, make_trainer, relative, token_sum, weights
-from tiny import tiny_model
+from tiny import tiny_model, tiny_tokenizer
+from torch import nn
 from transformers.utils import logging
 
 from trl.memory.recovery import RowTooLargeError
@@ -231,6 +232,42 @@ def test_scoring_goes_on_with_fewer_rows(tmp_path, spared, changes):
     spared += 0 if "shared_prefix" in changes else 4
     short, _ = check_equal(tmp_path, "scoring", ("scoring", most, spared), **changes)
     assert short.phases.scoring.size == 2
+
+
+class Judge(nn.Module):
+    """A reward model for which more than `most` rows are a shortage; padding changes nothing."""
+
+    def __init__(self, most=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 99))
+        self.most, self.failures, self.seen = most, 0, []
+
+    def forward(self, input_ids, attention_mask):
+        if self.most is not None and len(input_ids) > self.most:
+            self.failures += 1
+            raise torch.OutOfMemoryError(MESSAGE)
+        self.seen.append(len(input_ids))
+        scores = (self.weight[input_ids].double() * attention_mask).sum(1, keepdim=True)
+        return SimpleNamespace(logits=scores)
+
+
+def test_reward_models_score_a_micro_batch_at_once_and_go_on_with_fewer_rows(tmp_path):
+    """A round is 16 rows; the second round begins with the size that the first found."""
+    runs = []
+    for name, judge in (("usual", Judge()), ("short", Judge(most=3))):
+        model = tiny_model()
+        args = config(tmp_path / name, **{k: v for k, v in ACCUMULATED.items() if k != "data"})
+        trainer = RLOOTrainer(
+            model, judge, args, dataset(MANY), None, tiny_tokenizer(), tiny_tokenizer()
+        )
+        trainer.train()
+        runs.append((trainer, judge))
+    (usual, whole), (short, cut) = runs
+    assert whole.seen == [4] * 8
+    assert cut.failures == short.phases.rewards.failures == 1
+    assert cut.seen == [2] * 16
+    assert torch.equal(weights(short.model), weights(usual.model))
+    assert not torch.equal(weights(short.model), weights(tiny_model()))
 
 
 # --- What cannot be helped ---

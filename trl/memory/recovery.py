@@ -28,6 +28,7 @@ _EVERYWHERE = "a smaller max_completion_length, shorter prompts, bf16=True"
 OPTIONS: dict[str, tuple[str, str]] = {
     "generation": ("generation_max_rows", f"empty_cache='always', {_EVERYWHERE}"),
     "scoring": ("per_device_train_batch_size", f"logits_chunk_size, {_EVERYWHERE}"),
+    "rewards": ("per_device_train_batch_size", "a smaller reward model, shorter completions"),
     "training": (
         "per_device_train_batch_size",
         f"gradient_checkpointing=True, logits_chunk_size, an adapter, {_EVERYWHERE}",

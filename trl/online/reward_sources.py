@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+
+from ..distributed import undivided_models
 
 # What of the policy's loading options also makes sense for a reward model.
 SHARED_INIT_OPTIONS = ("dtype", "device_map", "trust_remote_code")
@@ -47,18 +49,38 @@ class AsyncReward:
 
 @dataclass(frozen=True)
 class ModelReward:
-    """A sequence classifier: its first logit on prompt and completion is the reward."""
+    """A sequence classifier: its first logit on prompt and completion is the reward.
+
+    Args:
+        name (`str`): of the column.
+        model (`nn.Module`): whole on every rank.
+        tokenizer (`PreTrainedTokenizerBase`): its own.
+        template_kwargs (`dict`): extra arguments of every chat-template call.
+    """
 
     name: str
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @torch.inference_mode()
-    def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-        """Score each completion with its prompt, strings or messages."""
+    def score(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        template_kwargs: Sequence[dict[str, Any] | None] | None = None,
+    ) -> list[float]:
+        """Score each completion with its prompt, strings or messages, in one forward pass.
+
+        Args:
+            prompts, completions: of each row.
+            template_kwargs (*optional*): of each row; they win over those of all rows.
+        """
         texts = [
-            self._text(prompt, completion)
-            for prompt, completion in zip(prompts, completions, strict=True)
+            self._text(prompt, completion, self.template_kwargs | (options or {}))
+            for prompt, completion, options in zip(
+                prompts, completions, template_kwargs or [None] * len(prompts), strict=True
+            )
         ]
         inputs = self.tokenizer(
             texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
@@ -70,10 +92,21 @@ class ModelReward:
         ).logits
         return logits[:, 0].float().tolist()
 
-    def _text(self, prompt: Any, completion: Any) -> str:
+    def _text(self, prompt: Any, completion: Any, template_kwargs: dict[str, Any]) -> str:
         if isinstance(prompt, str):
             return prompt + completion
-        return self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+        messages = _conversation(prompt, completion)
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
+
+
+def _conversation(
+    prompt: list[dict[str, Any]], completion: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """All messages; a reply that the prompt began and the completion goes on with is one."""
+    if not (prompt and completion) or prompt[-1]["role"] != completion[0]["role"]:
+        return [*prompt, *completion]
+    begun = prompt[-1]["content"] + (completion[0]["content"] or "")
+    return [*prompt[:-1], completion[0] | {"content": begun}, *completion[1:]]
 
 
 def resolve_rewards(
@@ -81,6 +114,7 @@ def resolve_rewards(
     processing_classes: Any = None,
     *,
     model_init_kwargs: dict[str, Any] | None = None,
+    template_kwargs: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[RewardSource, ...]:
     """Settle once what each reward is. Nothing given is modified.
@@ -90,6 +124,7 @@ def resolve_rewards(
         processing_classes: tokenizers of reward models; one, or a list with None elsewhere.
         model_init_kwargs (`dict`, *optional*): loading options of the policy; a reward model
             given by name takes those of `SHARED_INIT_OPTIONS`.
+        template_kwargs (`dict`, *optional*): extra arguments of reward models' chat templates.
         trust_remote_code (`bool`): whether code shipped with a reward model may run.
 
     Returns:
@@ -113,7 +148,10 @@ def resolve_rewards(
     sources: list[RewardSource] = []
     for place, (function, tokenizer) in enumerate(zip(functions, tokenizers, strict=True)):
         names.append(_unique(_name(function, place), names))
-        sources.append(_source(names[-1], function, tokenizer, options))
+        source = _source(names[-1], function, tokenizer, options)
+        if isinstance(source, ModelReward):
+            source = replace(source, template_kwargs=template_kwargs or {})
+        sources.append(source)
     return tuple(sources)
 
 
@@ -154,9 +192,10 @@ def _unique(name: str, taken: list[str]) -> str:
 
 def _source(name: str, function: Any, tokenizer: Any, options: dict[str, Any]) -> RewardSource:
     if isinstance(function, str):
-        model = AutoModelForSequenceClassification.from_pretrained(
-            function, num_labels=1, **options
-        )
+        with undivided_models():
+            model = AutoModelForSequenceClassification.from_pretrained(
+                function, num_labels=1, **options
+            )
         tokenizer = _tokenizer_for(name, tokenizer, function, options)
         return _model_source(name, model, tokenizer)
     if isinstance(function, nn.Module):

@@ -21,6 +21,7 @@ from .reward_sources import AsyncReward, ModelReward, RewardSource, SyncReward
 RESERVED = ("prompt", "completion", "completion_ids")
 LARGEST = torch.finfo(torch.float32).max
 LogMetric = Callable[[str, float], None]
+InPieces = Callable[[int, Callable[[range], list[float]]], list[list[float]]]
 # What a function may raise without ending the process before the other ranks know of it.
 FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 
@@ -90,6 +91,8 @@ class RewardSuite:
         weights (`list[float]`, *optional*): one for each source; None: all 1.
         timeout (`float`, *optional*): seconds a call may take.
         ranks (`Gatherer`): collectives.
+        in_pieces (*optional*): called with a number of rows and what scores some of them by a
+            model; returns what that returned, in the order of the rows.
 
     Raises:
         ValueError: if the number of weights differs from that of the sources.
@@ -101,6 +104,7 @@ class RewardSuite:
         weights: Sequence[float] | None,
         timeout: float | None,
         ranks: Gatherer,
+        in_pieces: InPieces = lambda count, score: [score(range(count))],
     ):
         if weights is not None and len(weights) != len(sources):
             names = ", ".join(source.name for source in sources)
@@ -112,6 +116,7 @@ class RewardSuite:
         self.weights = torch.tensor([1.0] * len(sources) if weights is None else list(weights))
         self._timeout = timeout
         self._ranks = ranks
+        self._in_pieces = in_pieces
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def to(self, device: torch.device) -> RewardSuite:
@@ -204,8 +209,8 @@ class RewardSuite:
         added: dict[str, dict[str, list[Any]]] = {source.name: {} for source in sources}
         for source in sources:
             if isinstance(source, ModelReward):
-                pair = {"prompts": inputs.prompts, "completions": inputs.completions}
-                results[source.name] = _guarded(source.name, source.score, pair, None)
+                given = {"source": source, "inputs": inputs}
+                results[source.name] = _guarded(source.name, self._scored, given, None)
             elif isinstance(source, SyncReward):
                 keywords = _keywords(inputs, added[source.name], log_metric)
                 results[source.name] = _guarded(
@@ -217,6 +222,16 @@ class RewardSuite:
             results |= self._call_at_once(waiting, calls)
         _add_columns(extras, added)
         return [_checked(s.name, results[s.name], inputs) for s in sources]
+
+    def _scored(self, source: ModelReward, inputs: RewardInputs) -> list[float]:
+        count = len(inputs.completions)
+        options = inputs.columns.get("chat_template_kwargs", [None] * count)
+
+        def score(rows: range) -> list[float]:
+            part = slice(rows.start, rows.stop)
+            return source.score(inputs.prompts[part], inputs.completions[part], options[part])
+
+        return [reward for piece in self._in_pieces(count, score) for reward in piece]
 
     def _call_at_once(
         self, sources: Sequence[AsyncReward], keywords: Sequence[dict[str, Any]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -92,6 +93,7 @@ class OnlineTrainer(OnlineScoring):
             reward_funcs,
             reward_processing_classes,
             model_init_kwargs=init_options(args),
+            template_kwargs=args.chat_template_kwargs,
             trust_remote_code=args.trust_remote_code,
         )
         policy = prepare_policy(model, args, processing_class, quantization_config, peft_config)
@@ -147,7 +149,11 @@ class OnlineTrainer(OnlineScoring):
         )
         self.reference = self._make_reference(brought_adapter)
         self.rewards = RewardSuite(
-            sources, args.reward_weights, args.reward_timeout, self.ranks
+            sources,
+            args.reward_weights,
+            args.reward_timeout,
+            self.ranks,
+            partial(self.phases.rewards.run, most=args.per_device_train_batch_size),
         ).to(args.device)
 
     def _make_reference(self, brought_adapter: bool) -> ReferencePolicy | None:

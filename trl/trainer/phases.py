@@ -39,6 +39,7 @@ class Phases:
         # gradient of a failed pass.
         self.generation = Piece("generation", disabled=fixed or self.layers_are_shared)
         self.scoring = Piece("scoring", disabled=fixed or ranks.share_weights)
+        self.rewards = Piece("rewards", disabled=fixed)  # of reward models, whole on each rank
         self.training = Piece("training", disabled=fixed or ranks.count > 1)
         self._store = store
         self._empty_cache = args.empty_cache
