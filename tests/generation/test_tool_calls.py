@@ -106,3 +106,5 @@ def test_response_templates_are_used():
     message, calls = parse(prompt, ids('so[{"name": "add", "arguments": {"a": 1, "b": 2}}]'))
     assert (message["content"], calls) == ("so", [ADD])
     assert "malformed" in parse(prompt, ids("[{]"))[1][0].problem
+    tokenizer.response_template["fields"]["data"] = {"open": "(", "close": ")", "content": "text"}
+    assert parse(prompt, ids("(2)4")) == ({"role": "assistant", "data": "2", "content": "4"}, [])

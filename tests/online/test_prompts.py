@@ -41,6 +41,18 @@ def test_completions_have_the_format_of_their_prompts():
     assert found == ["12", [{"role": "assistant", "content": "3"}]]
 
 
+def test_completions_are_parsed_where_the_tokenizer_knows_how():
+    tokenizer = tiny_tokenizer()
+    thought = {"open": "(", "close": ")", "content": "text"}
+    fields = {"reasoning_content": thought, "content": {"content": "text"}}
+    tokenizer.response_template = {"start_anchor": "<assistant>", "fields": fields}
+    encode = PromptEncoder(tokenizer)
+    prompts = encode([{"prompt": "a"}, {"prompt": [USER]}])
+    text, messages = encode.completions(prompts, [ids("(1)2"), [*ids("(1)2"), 1]])
+    assert text == "(1)2"
+    assert messages == [{"role": "assistant", "reasoning_content": "1", "content": "2"}]
+
+
 @pytest.mark.parametrize(
     ("row", "error", "words"),
     [

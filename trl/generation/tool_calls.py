@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..data.responses import read_response, reads_responses
 from ..data.tool_template import ARGUMENT, NAME, rendered_call
 
 TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -137,7 +138,7 @@ class CallParser:
         self._schemas = list(schemas)
         self._special = [token for token in tokenizer.all_special_tokens if token]
         self._reader: Reader | None = None
-        if getattr(tokenizer, "response_template", None) is None:
+        if not reads_responses(tokenizer):
             self._reader = self._find_reader(template_kwargs or {})
 
     def __call__(
@@ -152,26 +153,32 @@ class CallParser:
         Returns:
             The assistant message, and its calls in order.
         """
-        text = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         if self._reader is None:
-            message, calls = self._parse(list(prompt), text)
+            message, calls = self._parse(prompt, ids)
         else:
-            content, calls = self._reader(text, self._schemas)
-            message = {"content": self._plain(content)}
-        if not calls:
-            message["content"] = self._tokenizer.decode(list(ids), skip_special_tokens=True)
-            return {"role": "assistant"} | message, []
-        listed = [call.as_message() for call in calls]
-        return {"role": "assistant"} | message | {"tool_calls": listed}, calls
+            message, calls = self._read(self._reader, ids)
+        if calls:
+            message["tool_calls"] = [call.as_message() for call in calls]
+        return message, calls
 
-    def _parse(self, prompt: list[int], text: str) -> tuple[dict[str, Any], list[ToolCall]]:
-        before = self._tokenizer.decode(prompt)
+    def _read(self, reader: Reader, ids: Sequence[int]) -> tuple[dict[str, Any], list[ToolCall]]:
+        content, calls = reader(self._tokenizer.decode(list(ids)), self._schemas)
+        if calls:
+            content = self._plain(content)
+        else:
+            content = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return {"role": "assistant", "content": content}, calls
+
+    def _parse(
+        self, prompt: Sequence[int], ids: Sequence[int]
+    ) -> tuple[dict[str, Any], list[ToolCall]]:
         try:
-            message = dict(self._tokenizer.parse_response(text, prefix=before, tools=self._schemas))
+            message = read_response(self._tokenizer, prompt, ids, self._schemas)
         except Exception as error:  # whatever its parser raises at text it does not understand
-            return {"content": self._plain(text)}, [ToolCall.malformed(str(error), text)]
-        calls = [ToolCall.of(value) for value in message.pop("tool_calls", None) or []]
-        return {"content": message.pop("content", None) or ""} | message, calls
+            text = self._tokenizer.decode(list(ids))
+            call = ToolCall.malformed(str(error), text)
+            return {"role": "assistant", "content": self._plain(text)}, [call]
+        return message, [ToolCall.of(value) for value in message.pop("tool_calls", None) or []]
 
     def _plain(self, text: str) -> str:
         for token in self._special:

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..data.formats import is_conversational
+from ..data.responses import as_message
 from ..types import Prompts
 
 
@@ -50,13 +51,19 @@ class PromptEncoder:
         return Prompts(messages=[row["prompt"] for row in rows], token_ids=token_ids)
 
     def completions(self, prompts: Prompts, completion_ids: Sequence[Sequence[int]]) -> list[Any]:
-        """Decode completions into the format of their prompts: strings, or lists of messages."""
-        texts = self._tokenizer.batch_decode(
-            [list(ids) for ids in completion_ids], skip_special_tokens=True
-        )
+        """Decode completions into the format of their prompts: strings, or lists of messages.
+
+        A tokenizer with a `response_template` parses messages: reasoning and tool calls are then
+        apart from the content.
+        """
+        tokenizer = self._tokenizer
         return [
-            text if isinstance(message, str) else [{"role": "assistant", "content": text}]
-            for message, text in zip(prompts.messages, texts, strict=True)
+            tokenizer.decode(list(ids), skip_special_tokens=True)
+            if isinstance(message, str)
+            else [as_message(tokenizer, prompt, ids)]
+            for message, prompt, ids in zip(
+                prompts.messages, prompts.token_ids, completion_ids, strict=True
+            )
         ]
 
     def _checked(self, place: int, row: dict[str, Any]) -> list[int]:
