@@ -50,20 +50,18 @@ class Ranks:
         return bool(kind == DistributedType.FSDP)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Concatenate per-row values (B, ...) of all ranks in rank order: (N, ...)."""
-        if self.count == 1:
+        """Concatenate per-row values (B, ...) of all ranks in rank order: (N, ...), on the device."""
+        if self._accelerator is None:
             return rows
-        gathered: Tensor = self._accelerator.gather(rows.to(self._accelerator.device).contiguous())
-        return gathered
+        rows = rows.to(self._accelerator.device)
+        return rows if self.count == 1 else self._accelerator.gather(rows.contiguous())
 
     def sum(self, value: Tensor) -> Tensor:
-        """Add a tensor up over all ranks."""
-        if self.count == 1:
+        """Add a tensor up over all ranks: on the device."""
+        if self._accelerator is None:
             return value
-        total: Tensor = self._accelerator.reduce(
-            value.to(self._accelerator.device), reduction="sum"
-        )
-        return total
+        value = value.to(self._accelerator.device)
+        return value if self.count == 1 else self._accelerator.reduce(value, reduction="sum")
 
     def all(self, flag: bool) -> bool:
         """Whether something holds on every rank."""

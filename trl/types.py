@@ -121,6 +121,7 @@ class Rollout:
     log_mass: Tensor | None = None  # (B, C) of the sampler's filters, with `old_logps`
     advantages: Tensor | None = None  # (B,) or (B, C)
     num_slice_tokens: Tensor | None = None  # () trained-on tokens of the micro-batch
+    num_slice_rows: int | None = None  # rows of the micro-batch
     has_gradient: list[bool] | None = None  # B; False: the row's gradient is exactly zero
 
     def __len__(self) -> int:
@@ -151,6 +152,11 @@ class Rollout:
         known = self.num_slice_tokens
         return self.loss_mask.sum() if known is None else known
 
+    @property
+    def share_of_slice(self) -> float:
+        """Rows at hand, as a share of those of the micro-batch."""
+        return len(self) / (self.num_slice_rows or len(self))
+
     def chunks(self, count: int) -> Iterator[Rollout]:
         """Cut into `count` runs of consecutive rows of equal length.
 
@@ -162,7 +168,7 @@ class Rollout:
             raise ValueError(f"{len(self)} rows cannot be cut into {count} chunks of equal size.")
         for start in range(0, len(self), size):
             part = self.select(range(start, start + size))
-            yield part.replace(num_slice_tokens=part.loss_mask.sum())
+            yield part.replace(num_slice_tokens=part.loss_mask.sum(), num_slice_rows=size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -46,6 +46,16 @@ def test_tiles(precision, chunk):
     assert head.backward(512) == pytest.approx(backward, rel=0.1)
 
 
+@pytest.mark.parametrize("limit", [2**12, 2**24])
+def test_products_that_are_added_to_wider_sums(monkeypatch, limit):
+    """One tile of the whole vocabulary: products of its gradient exist a block at a time."""
+    for module in ("trl.ops.linear_logprobs", "trl.memory.head"):
+        monkeypatch.setattr(f"{module}.PRODUCT_ELEMENTS", limit)
+    head, real, autocast = build("bfloat16", 2**20)
+    _, backward = peaks(8, real, autocast)
+    assert head.backward(8) == pytest.approx(backward, rel=0.06)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("tokens", [512, 4096])
 def test_all_logits_at_once(precision, tokens):

@@ -323,4 +323,4 @@ def test_full_logits_would_be_seen():
 
 def test_the_default_chunk_is_larger_on_accelerators():
     assert default_chunk(torch.device("cpu")) == 2**20
-    assert default_chunk(torch.device("cuda")) == 2**27
+    assert default_chunk(torch.device("cuda")) == 2**25

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from online import config, dataset, make_trainer, relative, token_sum, weights
+from test_policy import mixture
 from tiny import tiny_model, tiny_tokenizer
 from torch import nn
 from transformers.utils import logging
@@ -232,6 +233,25 @@ def test_scoring_goes_on_with_fewer_rows(tmp_path, spared, changes):
     spared += 0 if "shared_prefix" in changes else 4
     short, _ = check_equal(tmp_path, "scoring", ("scoring", most, spared), **changes)
     assert short.phases.scoring.size == 2
+
+
+def test_the_load_balancing_loss_is_that_of_smaller_micro_batches(tmp_path):
+    """It looks at all rows of a forward pass; pieces of 2 rows are micro-batches of 2 rows."""
+    runs = []
+    for name, changes, size in (
+        ("pieces", {}, 2),
+        ("slices", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}, None),
+    ):
+        changes |= {"router_aux_loss_coef": 0.5}
+        trainer = make_trainer(tmp_path / name, model=mixture("qwen3"), **changes)
+        trainer.phases.training.size = size
+        trainer.train()
+        runs.append(trainer)
+    pieces, slices = (weights(trainer.model) - weights(mixture("qwen3")) for trainer in runs)
+    assert relative(pieces, slices) <= 5e-6 < relative(pieces, 0 * slices)
+    assert runs[0].state.log_history[0]["loss"] == pytest.approx(
+        runs[1].state.log_history[0]["loss"], rel=1e-4
+    )
 
 
 class Judge(nn.Module):

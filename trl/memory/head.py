@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..ops.linear_logprobs import CHUNK_ON_ACCELERATOR, CHUNK_ON_CPU, TOKENS_IN_TILE
+from ..ops.linear_logprobs import (
+    CHUNK_ON_ACCELERATOR,
+    CHUNK_ON_CPU,
+    PRODUCT_ELEMENTS,
+    TOKENS_IN_TILE,
+)
 from ..ops.logprobs import BLOCK_ELEMENTS
 from .layer import FLOAT32
 from .model_size import ModelSize
@@ -59,10 +64,12 @@ class Head:
             return kept + self.whole_cast + FLOAT32 * logits + max(first, then)
         rows, entries = self._tile(tokens)
         gradient = FLOAT32 * tokens * self.model.hidden + self.gradient
-        # The same next to logits and gradient of the tile before.
-        each = 3 * FLOAT32 + self._narrow
         sums = 0 if self.model.frozen else FLOAT32 * entries * self.model.hidden
-        return kept + gradient + sums + self._casts(tokens, entries) + rows * entries * each
+        # Next to logits and gradient of a tile: logits of the next one, or what is added to sums.
+        each = 2 * FLOAT32 + self._narrow
+        added = self._narrow * min(PRODUCT_ELEMENTS, max(rows, entries) * self.model.hidden)
+        working = rows * entries * each + max(FLOAT32 * rows * entries, added)
+        return kept + gradient + sums + self._casts(tokens, entries) + working
 
     def sampling(self, rows: int) -> float:
         """Bytes of drawing one token for each of so many rows, some rows at a time."""

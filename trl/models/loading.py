@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -54,10 +55,12 @@ def load_policy(
     """
     kwargs = _loading_options(init_kwargs or {}, quantization_config)
     kwargs.setdefault("trust_remote_code", trust_remote_code)
-    if distributed:
+    if distributed and kwargs.get("device_map") is not None:
+        warnings.warn(
+            "model_init_kwargs: device_map is left out, as each process has its own device.",
+            stacklevel=2,
+        )
         kwargs["device_map"] = None
-    elif torch.cuda.is_available():
-        kwargs.setdefault("device_map", "auto")
     return _architecture(name, kwargs).from_pretrained(name, **kwargs)
 
 

@@ -253,7 +253,8 @@ class OnlineTrainer(OnlineScoring):
         ratio = importance_ratio(logps, old_logps, inputs.loss_mask, self.ratio_level)
         loss = self.policy_loss(scores, ratio, inputs)
         if scores.aux_loss is not None:
-            loss = loss + self.router_coefficient * scores.aux_loss
+            # It is a mean over what one forward pass routes, not a sum over rows.
+            loss = loss + self.router_coefficient * scores.aux_loss * inputs.share_of_slice
             self.store.value("aux_loss", scores.aux_loss)
         return loss
 
