@@ -12,6 +12,7 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
@@ -106,6 +107,16 @@ def qwen(**changes):
     return build(Qwen2Config, Qwen2ForCausalLM, **changes)
 
 
+def rotating(kind, border):
+    """A model whose rotary frequencies change with the longest row, from a border on."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"original_max_position_embeddings": border}
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    limit = {"max_position_embeddings": border if kind == "dynamic" else 4 * border}
+    return build(LlamaConfig, LlamaForCausalLM, rope_parameters=rope, **limit)
+
+
 WINDOWED = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
 REFUSED = {
     "eager": (eager, "attention implementation is 'eager'"),
@@ -117,6 +128,8 @@ REFUSED = {
     "qwen": (lambda: qwen(**WINDOWED), "window of 16 tokens is shorter than some rows"),
     "gemma2": (gemma2, "its attention is soft-capped"),
     "dropout": (dropout, "its attention has dropout"),
+    "longrope": (lambda: rotating("longrope", 20), "depends on the longest row from 20 tokens"),
+    "dynamic": (lambda: rotating("dynamic", 20), "depends on the longest row from 20 tokens"),
     "prompt": (
         lambda: adapter(PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
         "virtual tokens",
@@ -134,6 +147,8 @@ ALLOWED = {
     "gemma3": lambda: build(Gemma3TextConfig, Gemma3ForCausalLM, sliding_window=20),
     "qwen off": lambda: qwen(**(WINDOWED | {"use_sliding_window": False})),
     "qwen late": lambda: qwen(**(WINDOWED | {"max_window_layers": 2})),
+    "longrope": lambda: rotating("longrope", 21),
+    "dynamic": lambda: rotating("dynamic", 21),
     "dropout off": lambda: dropout().eval(),
 }
 
@@ -294,7 +309,14 @@ def test_a_model_that_fails_in_the_trial_takes_plain_rows(log):
     assert len(said(log)) == 1 and "the trial failed (unexpected keyword)" in said(log)[0]
 
 
-def test_running_out_of_memory_in_the_trial_is_no_refusal():
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
+def test_running_out_of_memory_in_the_trial_is_no_refusal(error):
     class Large(LlamaForCausalLM):
         def __init__(self, config):
             super().__init__(config)
@@ -303,10 +325,10 @@ def test_running_out_of_memory_in_the_trial_is_no_refusal():
 
         def _look(self, module, args, kwargs):
             if KEYWORD in kwargs and kwargs["input_ids"].numel() > self.most:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
+                raise error
 
     model, score = Large(tiny_model().config), scorer()
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(type(error)):
         score(model, group())
     assert score.sharing.enabled
     model.most, batch = 100, group()

@@ -11,6 +11,7 @@ from ..models.quantized import working_precision
 from ..models.shared_attention import install, self_test
 from ..models.sharing import Sharing, disagreement, plain_log_probs, why_not_shared
 from ..ops.masking import length_mask
+from ..ops.shortage import is_out_of_memory
 from ..types import Prompts, Rollout, Sampling
 from .shared_decoding import SharedDecoder
 
@@ -58,9 +59,9 @@ class DecodingTrial:
         try:
             self_test(self._device, causal.dtype)
             difference = self._difference(causal, prompts, sampling)
-        except torch.OutOfMemoryError:
-            raise
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
             self._sharing.refuse(model, f"decoding failed in a trial ({error})")
             return
         if difference is not None:

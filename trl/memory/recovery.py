@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import traceback
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,17 +10,12 @@ from typing import TypeVar
 import torch
 from transformers.utils import logging
 
+from ..ops.shortage import is_out_of_memory
 from ..random_numbers import RandomState
 
 logger = logging.get_logger(__name__)
 
 T = TypeVar("T")
-
-_MESSAGES = re.compile(
-    r"(CUDA|HIP|XPU|MPS)( backend| error:| driver error:)? out of memory"
-    r"|DefaultCPUAllocator: (can't allocate|not enough) memory"
-    r"|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|HIPBLAS|MIOPEN)_STATUS_ALLOC_FAILED"
-)
 
 # For each phase: the option that sets its rows, and what else makes one row smaller.
 _EVERYWHERE = "a smaller max_completion_length, shorter prompts, bf16=True"
@@ -38,17 +32,6 @@ OPTIONS: dict[str, tuple[str, str]] = {
 
 class RowTooLargeError(torch.OutOfMemoryError):
     """One row alone does not fit, so there is no smaller piece to try."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be had, on a device or on the host.
-
-    True for `MemoryError`, `torch.OutOfMemoryError`, and a `RuntimeError` with which an allocator,
-    a driver, cuBLAS or cuDNN reports it. False for every other error.
-    """
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and bool(_MESSAGES.search(str(error)))
 
 
 class Piece:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from ..ops.shortage import is_out_of_memory
 from ..types import Rollout
 from .layouts import Layout, packed_layout, plain_layout
 from .parts import OutputHead, causal_model, evaluating, run_inside
@@ -20,6 +21,7 @@ logger = logging.get_logger(__name__)
 
 FULL_ATTENTION = ("full_attention", "attention")
 WINDOWED = ("sliding_attention", "chunked_attention")
+LENGTH_DEPENDENT = ("longrope", "dynamic")
 # Largest difference of log-probabilities, in nats, that rounding explains; measured on models of
 # 135M parameters and on random ones, with a margin of ten.
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3}
@@ -44,6 +46,7 @@ def why_not_shared(model: nn.Module, longest: int) -> str | None:
     windowed = layers & set(WINDOWED) or (
         not hasattr(config, "layer_types") and getattr(config, "use_sliding_window", True)
     )
+    border = _rotary_border(config)
     dropout = any(getattr(module, "attention_dropout", 0.0) for module in causal.modules())
     device = next(causal.parameters()).device.type
     findings = {
@@ -58,11 +61,26 @@ def why_not_shared(model: nn.Module, longest: int) -> str | None:
         f"its attention window of {window} tokens is shorter than some rows": bool(
             windowed and window and window < longest
         ),
+        f"its rotary embedding depends on the longest row from {border} tokens on": (
+            border is not None and longest >= border
+        ),
         "its attention has dropout": bool(dropout) and model.training,
         "its adapter adds virtual tokens": _has_virtual_tokens(model),
         f"devices of type {device} have no kernel for it": device not in ("cpu", "cuda"),
     }
     return next((words for words, holds in findings.items() if holds), None)
+
+
+def _rotary_border(config: Any) -> int | None:
+    """Tokens from which on rotary frequencies depend on what else is in a forward pass."""
+    given = getattr(config, "rope_parameters", None) or {}
+    kinds = [given] if "rope_type" in given else [x for x in given.values() if isinstance(x, dict)]
+    borders = [
+        kind.get("original_max_position_embeddings") or config.max_position_embeddings
+        for kind in kinds
+        if kind.get("rope_type") in LENGTH_DEPENDENT
+    ]
+    return min(borders, default=None)
 
 
 def _has_virtual_tokens(model: nn.Module) -> bool:
@@ -164,7 +182,7 @@ class Sharing:
             plain = plain_log_probs(model, head, two, self._pad_id)
             shared, dtype = _scored(model, head, packed_layout(two, self._device))
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if is_out_of_memory(error):
                 raise
             return float("inf"), f"the trial failed ({error})"
         difference = disagreement(plain, shared, dtype) or 0.0
