@@ -43,7 +43,7 @@ class StatefulLoop(BaseTrainer):
         self._checkpoint: str | None = None  # that training resumes from
         self._saved: dict[str, Any] | None = None  # what it says of this loop
         self._substep = 0  # micro-steps since the last update
-        self._seconds = 0.0
+        self._started = 0.0  # when the first of them began
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         epochs, micro_steps = super()._init_training_state(*args)
@@ -113,7 +113,7 @@ class StatefulLoop(BaseTrainer):
         return self.reference if moves else None
 
     def _begin_update(self) -> None:
-        self._substep, self._seconds = 0, 0.0
+        self._substep = 0
         self.phases.begin_update()
 
     def _undo_update(self) -> None:

@@ -165,14 +165,14 @@ class OnlineLoop(StatefulLoop):
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
         """Train on one micro-batch, counting steps and seconds."""
-        started = time.perf_counter()
+        if self._substep == 0:
+            self._started = time.perf_counter()
         model.train()
         loss = self.phases.train(
             self._prepare_inputs(inputs), partial(super().training_step, model), self._undo_update
         )
         self._step += 1
         self._substep += 1
-        self._seconds += time.perf_counter() - started
         return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -361,6 +361,7 @@ class _LoopCallback(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         trainer = self._trainer
-        trainer.metrics["train"].value("step_time", trainer._seconds)
-        trainer._substep, trainer._seconds = 0, 0.0
+        # Devices work behind: looking at the gradient's norm has waited for all of the backward.
+        trainer.metrics["train"].value("step_time", time.perf_counter() - trainer._started)
+        trainer._substep = 0
         trainer.phases.end_update()
