@@ -1,8 +1,11 @@
-"""Optional dependencies: imported where they are needed, or an error that says how to get them."""
+"""What is imported late: optional dependencies, and the public names of a part of the package."""
 
 import importlib
 import importlib.util
+import sys
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 EXTRAS = {
     "bitsandbytes": "quantization",
@@ -43,3 +46,20 @@ def require(module: str, feature: str) -> ModuleType:
             f"{feature} needs the package `{package}`, which is not installed. "
             f"Run: pip install 'trl[{extra}]'"
         ) from error
+
+
+def public_names(part: str) -> Callable[[str], Any]:
+    """Make the `__getattr__` of a part of the package, which finds what `trl` exports of it.
+
+    Args:
+        part (`str`): such as "trl.trainer".
+    """
+    package, _, inner = part.partition(".")
+
+    def find(name: str) -> Any:
+        root = sys.modules[package]
+        if root._HOME.get(name, "").startswith(f"{inner}."):
+            return getattr(root, name)
+        raise AttributeError(f"module {part!r} has no attribute {name!r}")
+
+    return find

@@ -59,3 +59,21 @@ def test_the_stub_declares_the_same_names():
     assert {name for _, name in declared} == set(trl.__all__)
     for module, name in declared:
         assert getattr(pydoc.locate(f"trl.{module}"), name) is getattr(trl, name)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "trl.trainer import RLOOTrainer, GRPOConfig, ModelConfig",
+        "trl.models import create_reference_model",
+        "trl.scripts import ScriptArguments",
+    ],
+)
+def test_parts_have_the_public_names_of_their_modules(words):
+    names: dict = {}
+    exec(f"from {words}", names)
+    found = {name: value for name, value in names.items() if name in trl.__all__}
+    assert found and all(value is getattr(trl, name) for name, value in found.items())
+    part = words.split()[0]
+    with pytest.raises(ImportError, match="cannot import name 'is_conversational'"):
+        exec(f"from {part} import is_conversational", {})

@@ -114,7 +114,7 @@ def resolve_rewards(
     processing_classes: Any = None,
     *,
     model_init_kwargs: dict[str, Any] | None = None,
-    template_kwargs: dict[str, Any] | None = None,
+    template_kwargs: Any = None,
     trust_remote_code: bool = False,
 ) -> tuple[RewardSource, ...]:
     """Settle once what each reward is. Nothing given is modified.

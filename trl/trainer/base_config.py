@@ -55,7 +55,8 @@ class BaseConfig(TrainingArguments):
         self._check_mappings()
         super().__post_init__()
         if self.use_liger_kernel:
-            self.liger_kernel_config = _layers_only(self.liger_kernel_config or {})
+            kernels: str = "liger_kernel_config"  # declared without a type that is known
+            setattr(self, kernels, _layers_only(getattr(self, kernels) or {}))
 
     def _check_mappings(self) -> None:
         """Text that is no JSON object would be taken apart into letters later on."""

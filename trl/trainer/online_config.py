@@ -285,7 +285,7 @@ class OnlineConfig(MismatchConfig):
                 "above 0 (for greedy decoding: generation_kwargs={'do_sample': False})",
             ),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "top_k": ((self.top_k or 0) >= 0, "0 (off) or more"),
             "min_p": (self.min_p is None or 0 <= self.min_p <= 1, "between 0 and 1"),
             "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
             "num_iterations": (self.num_iterations >= 1, "at least 1"),

@@ -85,7 +85,9 @@ def reading_in_this_process(args: OnlineConfig) -> Iterator[None]:
     }
     usual = {name: getattr(args, name) for name in alone}
     try:
-        vars(args).update(alone)
+        for name, value in alone.items():
+            setattr(args, name, value)
         yield
     finally:
-        vars(args).update(usual)
+        for name, value in usual.items():
+            setattr(args, name, value)
