@@ -57,6 +57,12 @@ def test_stream_has_the_order_of_the_sampler():
     assert [row["prompt"] for row in stream] == [str(i) for i in sampler]
 
 
+def test_a_stream_shorter_than_a_round_says_so():
+    stream = RepeatIterableDataset([{"prompt": "a"}] * 3, 2, batch_size=4)
+    with pytest.raises(ValueError, match="The stream has 3 rows, but one round takes 4 prompts"):
+        list(stream)
+
+
 def test_stream_passes_the_epoch_on():
     source = IterableDataset.from_generator(lambda: ({"x": i} for i in range(20)))
     stream = RepeatIterableDataset(source.shuffle(seed=1, buffer_size=20), 1)

@@ -1,6 +1,7 @@
 """Helpers for tests of whole training steps: a tiny model and scripted completions."""
 
 import dataclasses
+import json
 import math
 
 import torch
@@ -139,3 +140,17 @@ def step_direction(trainer) -> torch.Tensor:
     before = weights(trainer.model)
     trainer.train()
     return (before - weights(trainer.model)) / trainer.args.learning_rate
+
+
+def records(folder, mode="train"):
+    """What the completion log of a run holds."""
+    lines = (folder / "completions" / f"{mode}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def prompts_seen(folder):
+    """The prompts of each optimizer step, in order, once for each group."""
+    steps = {}
+    for record in records(folder):
+        steps.setdefault(record["step"], {})[record["group"]] = record["prompt"]
+    return {step: list(groups.values()) for step, groups in steps.items()}

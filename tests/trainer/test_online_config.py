@@ -140,3 +140,22 @@ def test_generation_from_shards_is_not_for_vllm():
     assert make(ds3_gather_for_generation=False).ds3_gather_for_generation is False
     with pytest.raises(ValueError, match="ds3_gather_for_generation=False cannot be used with use"):
         make(ds3_gather_for_generation=False, use_vllm=True)
+
+
+@pytest.mark.parametrize("given", [{"label_smoothing_factor": 0.1}, {"neftune_noise_alpha": 5.0}])
+def test_options_of_losses_on_labels_are_refused(given):
+    with pytest.raises(ValueError, match=f"{next(iter(given))}=.* cannot be used by trainers"):
+        make(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0 must be at least 1"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0 must be 0 or more"),
+        ({"beta": -0.1}, r"beta=-0.1 must be 0 \(no KL penalty\) or more"),
+    ],
+)
+def test_ranges_of_what_all_trainers_have(given, words):
+    with pytest.raises(ValueError, match=words):
+        make(**given)

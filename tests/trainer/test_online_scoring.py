@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from faulty_kernels import break_kernels
 from online import (
     completion_logps,
     dataset,
@@ -299,3 +300,14 @@ def test_a_micro_batch_without_gradient_has_zero_gradients(tmp_path):
     assert loss.item() == 0.0
     assert gradients(trainer.model).shape == weights(trainer.model).shape
     assert not gradients(trainer.model).any()
+
+
+def test_a_kernel_that_fails_in_half_precision_fails_no_step(tmp_path, monkeypatch):
+    """Rows are generated and trained on as if nothing were shared."""
+    settings = {"script": None, "bf16": True}
+    plain = make_trainer(tmp_path / "plain", shared_prefix=False, **settings)
+    expected = step_direction(plain)
+    break_kernels(monkeypatch, "error", torch.bfloat16)
+    trainer = make_trainer(tmp_path / "faulty", **settings)
+    assert torch.equal(step_direction(trainer), expected)
+    assert not trainer.scorer.sharing.enabled

@@ -1,6 +1,5 @@
 """The skeleton: loaders, resuming, evaluation, precision, adapters, failures."""
 
-import json
 import shutil
 
 import pytest
@@ -11,29 +10,18 @@ from online import (
     config,
     dataset,
     make_trainer,
+    prompts_seen,
+    records,
     script,
     step_direction,
     token_sum,
     weights,
 )
 from tiny import save_tiny, tiny_model, tiny_tokenizer
+from transformers.utils import logging
 
 from trl.online.guard import NonFiniteError
 from trl.trainer.rloo_trainer import RLOOTrainer
-
-
-def records(folder, mode="train"):
-    lines = (folder / "completions" / f"{mode}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def prompts_seen(folder):
-    """The prompts of each optimizer step, in order, once for each group."""
-    steps = {}
-    for record in records(folder):
-        steps.setdefault(record["step"], {})[record["group"]] = record["prompt"]
-    return {step: list(groups.values()) for step, groups in steps.items()}
-
 
 MANY = [f"{chr(97 + i)}{i}" for i in range(12)]
 
@@ -341,44 +329,31 @@ def test_missing_pad_token_falls_back_to_eos(tmp_path):
     assert trainer.scorer.pad_id == tokenizer.eos_token_id == trainer.model.config.pad_token_id
 
 
-def eval_stream():
-    return IterableDataset.from_generator(lambda: ({"prompt": p} for p in ("xy", "z", "w")))
+def test_the_first_row_is_tried_before_training(tmp_path):
+    """Its prompt, by the chat template; and rewards with the columns that training will pass."""
+    messages = [[{"role": "user", "content": p}] for p in PROMPTS]
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="chat_template is not set"):
+        RLOOTrainer(tiny_model(), token_sum, config(tmp_path), dataset(messages), None, tokenizer)
+
+    def needs(completions, answer, **kwargs):
+        return [1.0] * len(answer)
+
+    data = dataset(answer=["1"] * len(PROMPTS))
+    make_trainer(tmp_path, reward=needs, data=data)
+    with pytest.raises(ValueError, match="missing 1 required .* 'answer'.* a trial on the first"):
+        make_trainer(tmp_path, reward=needs, data=data, remove_unused_columns=True)
 
 
-@pytest.mark.parametrize("given", ["at construction", "to evaluate", "to predict"])
-def test_iterable_evaluation(tmp_path, given):
-    """Whoever gives the stream: it is read in this process, and training keeps its workers."""
-    early = {"eval_dataset": eval_stream()} if given == "at construction" else {}
-    trainer = make_trainer(
-        tmp_path, **early, per_device_eval_batch_size=8, dataloader_num_workers=2
-    )
-    if given == "to predict":
-        found = trainer.predict(eval_stream()).metrics
-        assert found["test_reward"] == found["test_rewards/token_sum/mean"]
-    else:
-        found = trainer.evaluate(*([] if early else [eval_stream()]))
-        assert "eval_reward" in found
-    assert [r["prompt"] for r in records(tmp_path, "eval")] == ["xy"] * 4 + ["z"] * 4 + ["w"] * 4
-    assert trainer.args.dataloader_num_workers == 2
+def test_an_earlier_run_in_the_same_folder_is_said(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1)
     trainer.train()
-    assert prompts_seen(tmp_path) == {0: PROMPTS[:2]}
-
-
-def test_what_predict_collects_is_not_in_the_next_evaluation(tmp_path):
-    """Nor does it matter to training that something was predicted."""
-    trainer = make_trainer(tmp_path / "a", eval_dataset=dataset("xy"), per_device_eval_batch_size=8)
-    plain = make_trainer(tmp_path / "b", eval_dataset=dataset("xy"), per_device_eval_batch_size=8)
-    trainer.predict(dataset("z"))
-    for name in ("eval_reward", "eval_completions/mean_length"):
-        assert trainer.evaluate()[name] == plain.evaluate()[name]
-    trainer.train()
-    plain.train()
-    assert torch.equal(weights(trainer.model), weights(plain.model))
-
-
-def test_a_dataset_given_to_evaluate_is_checked(tmp_path):
-    trainer = make_trainer(tmp_path, per_device_eval_batch_size=8)
-    with pytest.raises(ValueError, match="eval_dataset has no 'prompt' column; it has text"):
-        trainer.evaluate(Dataset.from_dict({"text": ["a"]}))
-    with pytest.raises(NotImplementedError, match="eval_dataset has the column 'image'"):
-        trainer.evaluate(dataset("z", image=["x"]))
+    logging.enable_propagation()
+    try:
+        make_trainer(tmp_path).train(resume_from_checkpoint=True)
+        assert "of an earlier run" not in caplog.text
+        make_trainer(tmp_path).train()
+    finally:
+        logging.disable_propagation()
+    assert "has checkpoint-1 of an earlier run" in caplog.text

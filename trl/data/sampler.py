@@ -77,6 +77,9 @@ class RepeatIterableDataset(IterableDataset):
     Args:
         source (`Iterable[dict]`): rows; may have `set_epoch`, as `datasets` streams do.
         mini_repeat_count, batch_size, repeat_count (`int`): as for `RepeatSampler`.
+
+    Raises:
+        ValueError: when read, if it has fewer than `batch_size` rows.
     """
 
     def __init__(
@@ -98,8 +101,15 @@ class RepeatIterableDataset(IterableDataset):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         rows = iter(self._source)
-        while len(chosen := list(islice(rows, self._batch_size))) == self._batch_size:
+        chosen = list(islice(rows, self._batch_size))
+        if len(chosen) < self._batch_size:
+            raise ValueError(
+                f"The stream has {len(chosen)} rows, but one round takes {self._batch_size} "
+                "prompts. Add rows, or lower generation_batch_size."
+            )
+        while len(chosen) == self._batch_size:
             yield from _repeated(chosen, self._mini_repeat_count, self._repeat_count)
+            chosen = list(islice(rows, self._batch_size))
 
 
 def _repeated(items: list[Any], inner: int, outer: int) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from huggingface_hub import constants as hub
 from safetensors import SafetensorError
 from transformers import Trainer
+from transformers.utils import logging
 
 from ..distributed import Ranks
 from ..models.adapter_checkpoint import check_adapters, storing_adapters_only
@@ -21,6 +22,8 @@ from .checkpoint import UNFINISHED, checkpoints_in, publish, rotate, seal
 from .model_card import Method, render_model_card
 from .resuming import check_engine, choose_checkpoint
 from .run_settings import PROCESSES, describe_dataset, describe_model, describe_options
+
+logger = logging.get_logger(__name__)
 
 
 class BaseTrainer(Trainer):
@@ -42,7 +45,15 @@ class BaseTrainer(Trainer):
         Raises:
             ValueError: as `find_checkpoint`.
         """
-        return super().train(self.find_checkpoint(resume_from_checkpoint), *args, **kwargs)
+        found = self.find_checkpoint(resume_from_checkpoint)
+        earlier = checkpoints_in(self.args.output_dir)
+        if found is None and earlier and self.is_world_process_zero():
+            logger.warning(
+                f"{self.args.output_dir} has {earlier[0].name} of an earlier run, which this run "
+                "begins over. To go on with it, set resume_from_checkpoint=True; to keep the runs "
+                "apart, choose another output_dir."
+            )
+        return super().train(found, *args, **kwargs)
 
     def find_checkpoint(self, wanted: Any = True) -> str | None:
         """Choose the checkpoint to resume from. All processes must call this.

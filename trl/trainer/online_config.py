@@ -258,12 +258,29 @@ class OnlineConfig(MismatchConfig):
                 "ds3_gather_for_generation=False cannot be used with use_vllm=True: it says how "
                 "transformers generates. Leave one of them out."
             )
+        self._refuse_without_meaning()
         self._check_adapter_sync()
         parallelism = self.parallelism_config
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
             raise ValueError(
                 "parallelism_config with context or sequence parallelism cannot be "
                 "used by trainers that generate completions."
+            )
+
+    def _refuse_without_meaning(self) -> None:
+        """Options of `TrainingArguments` for losses on labels, which would change nothing or harm."""
+        given = {
+            "label_smoothing_factor": self.label_smoothing_factor != 0.0,
+            "neftune_noise_alpha": self.neftune_noise_alpha is not None,
+            "train_sampling_strategy": (
+                getattr(self, "train_sampling_strategy", "random") == "group_by_length"
+            ),
+        }
+        found = [name for name, is_set in given.items() if is_set]
+        if found:
+            raise ValueError(
+                f"{found[0]}={getattr(self, found[0])!r} cannot be used by trainers that generate "
+                "their completions. Leave it out."
             )
 
     def _check_adapter_sync(self) -> None:
@@ -279,6 +296,10 @@ class OnlineConfig(MismatchConfig):
 
     def _check_ranges(self) -> None:
         rules = {
+            "per_device_train_batch_size": (self.per_device_train_batch_size >= 1, "at least 1"),
+            "per_device_eval_batch_size": (self.per_device_eval_batch_size >= 1, "at least 1"),
+            "learning_rate": (self.learning_rate >= 0, "0 or more"),
+            "beta": (self.beta >= 0, "0 (no KL penalty) or more"),
             "max_completion_length": ((self.max_completion_length or 0) >= 1, "at least 1"),
             "temperature": (
                 self.temperature > 0,

@@ -4,12 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, IterableDataset
+import pyarrow as arrow
+import pyarrow.compute as compute
+from datasets import Dataset, IterableDataset, Value
 
+from ..wording import did_you_mean
 from .batch_math import smaller_round
 from .online_config import OnlineConfig
+
+PROMPTS_AT_ONCE = 10_000
+
+
+def check_run(model: Any, args: Any, config_class: type[OnlineConfig]) -> None:
+    """Check that the options are the trainer's, and where the model is and will be.
+
+    Raises:
+        TypeError: if `args` is of another class.
+        FileNotFoundError: if `model` is the path of no folder.
+        ValueError: if the output would replace the model.
+    """
+    if not isinstance(args, config_class):
+        raise TypeError(f"args must be a {config_class.__name__}, not {type(args).__name__}.")
+    config = getattr(model, "config", None)
+    name = model if isinstance(model, str) else getattr(config, "_name_or_path", "")
+    if not name or not args.output_dir:
+        return
+    place = Path(name).expanduser()
+    if isinstance(model, str) and name.startswith((".", "/", "~")) and not place.exists():
+        beside = [path.name for path in place.parent.glob("*/")] if place.parent.is_dir() else []
+        raise FileNotFoundError(
+            f"model={name!r} is the path of no folder.{did_you_mean(place.name, beside)}"
+        )
+    if place.is_dir() and place.resolve() == Path(args.output_dir).resolve():
+        raise ValueError(
+            f"output_dir={args.output_dir!r} is the folder of the model, which would be replaced. "
+            "Choose another one."
+        )
+
+
+def check_context(args: OnlineConfig, context: int | None) -> None:
+    """Check that a completion leaves room for a prompt.
+
+    Raises:
+        ValueError: naming the largest legal value.
+    """
+    longest = args.max_completion_length or 0
+    if context is not None and longest >= context:
+        raise ValueError(
+            f"max_completion_length={longest} leaves no room for a prompt: the model sees {context} "
+            f"tokens. At most {context - 1}, less the prompt."
+        )
 
 
 def check_datasets(train: Any, evaluation: Any, args: OnlineConfig) -> None:
@@ -25,11 +72,40 @@ def check_datasets(train: Any, evaluation: Any, args: OnlineConfig) -> None:
     datasets = {"train_dataset": train} | _named(evaluation)
     for name, dataset in datasets.items():
         check_dataset(name, dataset)
+        if isinstance(dataset, Dataset):
+            _check_prompts(name, dataset)
     _check_loading(args)
     if not isinstance(train, IterableDataset):
         _check_size(len(train), args)
     elif args.max_steps <= 0:
         raise ValueError("An iterable train_dataset has no length: set max_steps above 0.")
+
+
+def _check_prompts(name: str, dataset: Dataset) -> None:
+    """Find rows that could not be encoded before they are drawn, maybe hours from now."""
+    kind = dataset.features["prompt"]
+    if isinstance(kind, Value) and kind.dtype not in ("string", "large_string", "null"):
+        raise TypeError(
+            f"{name}: the column 'prompt' must hold strings or lists of messages, not {kind.dtype}."
+        )
+    first = 0
+    for batch in dataset.select_columns("prompt").with_format("arrow").iter(PROMPTS_AT_ONCE):
+        prompts = batch["prompt"]
+        row = compute.index(_absent(prompts), True).as_py()
+        if row >= 0:
+            what = "is missing" if prompts[row].as_py() is None else "has no messages"
+            raise ValueError(
+                f"{name}: the prompt of row {first + row} {what}. Remove such rows, for example "
+                "with dataset.filter(lambda row: row['prompt'])."
+            )
+        first += len(prompts)
+
+
+def _absent(prompts: Any) -> Any:
+    """Mark prompts that are null or lists of nothing; an empty text may begin a completion."""
+    if not (arrow.types.is_list(prompts.type) or arrow.types.is_large_list(prompts.type)):
+        return compute.is_null(prompts)
+    return compute.fill_null(compute.equal(compute.list_value_length(prompts), 0), True)
 
 
 def _named(evaluation: Any) -> dict[str, Any]:

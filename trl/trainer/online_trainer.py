@@ -32,7 +32,7 @@ from .engines import chosen_engine, make_engine
 from .mismatch import SamplerMismatch
 from .online_config import OnlineConfig
 from .online_scoring import OnlineScoring
-from .online_setup import check_datasets
+from .online_setup import check_context, check_datasets, check_run
 from .policy import check_devices, init_options, prepare_policy, router_coefficient
 from .run_settings import fingerprint
 
@@ -85,6 +85,7 @@ class OnlineTrainer(OnlineScoring):
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = self.config_class(f"{name.rstrip('/').split('/')[-1]}-{self.method.name}")
+        check_run(model, args, self.config_class)
         chosen_engine(args).check(args)
         self._agents = Agents.of(args, tools, rollout_func, environment_factory)
         check_devices(args)
@@ -121,9 +122,9 @@ class OnlineTrainer(OnlineScoring):
         args, tokenizer = self.args, self.processing_class
         plan = args.batch_plan
         self.buffer = Buffer(plan.slices, plan.iterations)
-        self.encode = PromptEncoder(
-            tokenizer, self._agents.template_kwargs(args), context_length(self.model)
-        )
+        context = context_length(self.model)
+        check_context(args, context)
+        self.encode = PromptEncoder(tokenizer, self._agents.template_kwargs(args), context)
         drawing = Sampling(
             max_tokens=args.max_completion_length,
             temperature=args.temperature,
@@ -338,6 +339,13 @@ class OnlineTrainer(OnlineScoring):
         return self.ranks.gather(rows)
 
     def _dry_run(self) -> None:
+        """Find what is wrong with chat template, prompts or reward functions from one row."""
+        if not self.args.reward_dry_run and isinstance(self.train_dataset, IterableDataset):
+            return
+        row = next(iter(self.train_dataset))
+        self.encode([row])
+        if self.args.remove_unused_columns:
+            self._set_signature_columns_if_needed()
+            row = {name: row[name] for name in self._signature_columns if name in row}
         if self.args.reward_dry_run:
-            row = next(iter(self.train_dataset))
             self.rewards.dry_run(row, self.state, self.args.group_size)
