@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 from transformers import TrainingArguments
 
-from trl.trainer.base_config import BaseConfig
+from trl.imports import is_available
+from trl.trainer.base_config import BaseConfig, _layers_only
 
 
 def make(**changes):
@@ -68,9 +69,29 @@ def test_every_new_option_has_help():
 def test_liger_kernels_are_those_of_layers():
     """Its loss would give a forward without the log-probabilities of tokens."""
     off = {"fused_linear_cross_entropy": False, "cross_entropy": False}
-    assert make(use_liger_kernel=True).liger_kernel_config == off
-    rope = make(use_liger_kernel=True, liger_kernel_config={"rope": False})
-    assert rope.liger_kernel_config == {"rope": False} | off
+    assert _layers_only({}) == off
+    assert _layers_only({"rope": False}) == {"rope": False} | off
     for name in off:
         with pytest.raises(ValueError, match=f"'{name}': True}} cannot be used"):
-            make(use_liger_kernel=True, liger_kernel_config={name: True})
+            _layers_only({name: True})
+
+
+@pytest.mark.skipif(is_available("liger_kernel"), reason="liger-kernel is installed")
+def test_liger_kernels_need_their_package():
+    with pytest.raises(ImportError, match=r"use_liger_kernel=True needs .* 'trl\[liger\]'"):
+        make(use_liger_kernel=True)
+
+
+@pytest.mark.parametrize(
+    ("tracker", "words"),
+    [
+        ("wandbb", "'wandbb' is no tracker that is known. Did you mean wandb?"),
+        ("clearml", "'clearml': its package is not installed"),
+    ],
+)
+def test_trackers_that_cannot_be_reported_to(tracker, words):
+    assert not is_available("clearml")
+    with pytest.raises(ValueError, match=words):
+        make(report_to=tracker)
+    with pytest.raises(ValueError, match=words):
+        make(report_to=["tensorboard", tracker] if is_available("tensorboard") else [tracker])

@@ -1,6 +1,7 @@
 """Options that describe the model."""
 
 import sys
+import warnings
 
 import pytest
 import torch
@@ -126,3 +127,11 @@ def test_four_bits(dtype, compute):
 def test_eight_bits():
     found = get_quantization_config(ModelConfig(load_in_8bit=True))
     assert (found.load_in_4bit, found.load_in_8bit) == (False, True)
+
+
+def test_adapter_options_without_an_adapter_are_said():
+    with pytest.warns(UserWarning, match="lora_r, use_dora: without use_peft there is no adapter"):
+        assert get_peft_config(ModelConfig(lora_r=8, use_dora=True)) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert get_peft_config(ModelConfig()) is None

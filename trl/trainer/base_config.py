@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from transformers import TrainingArguments
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
 from transformers.utils import is_torch_bf16_gpu_available
 
+from ..imports import require
+from ..wording import did_you_mean
 from .options import option
 
 
@@ -53,10 +59,31 @@ class BaseConfig(TrainingArguments):
         if new in names and getattr(self, new) is None:
             setattr(self, new, self.gradient_checkpointing)
         self._check_mappings()
+        self._check_packages()
         super().__post_init__()
+        self._check_trackers()
         if self.use_liger_kernel:
             kernels: str = "liger_kernel_config"  # declared without a type that is known
             setattr(self, kernels, _layers_only(getattr(self, kernels) or {}))
+
+    def _check_packages(self) -> None:
+        if self.use_liger_kernel:
+            require("liger_kernel", "use_liger_kernel=True")
+        if self.deepspeed is not None:
+            require("deepspeed", "deepspeed")
+
+    def _check_trackers(self) -> None:
+        """Without this, what is missing would be said after the model has been loaded."""
+        known = [*INTEGRATION_TO_CALLBACK, "flyte"]
+        for name in self.report_to if isinstance(self.report_to, list) else ():
+            if name not in known:
+                hint = did_you_mean(name, known)
+                raise ValueError(f"report_to={name!r} is no tracker that is known.{hint}")
+            if name not in ("flyte", *get_available_reporting_integrations()):
+                raise ValueError(
+                    f"report_to={name!r}: its package is not installed. Install it, or set "
+                    "report_to='none'."
+                )
 
     def _check_mappings(self) -> None:
         """Text that is no JSON object would be taken apart into letters later on."""

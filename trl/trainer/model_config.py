@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +71,7 @@ def get_peft_config(model_args: ModelConfig) -> Any:
         ImportError: if peft is not installed.
     """
     if not model_args.use_peft:
+        _warn_unused(model_args)
         return None
     options = {
         "task_type": model_args.lora_task_type,
@@ -84,6 +87,21 @@ def get_peft_config(model_args: ModelConfig) -> Any:
     if model_args.lora_target_parameters is not None:
         options["target_parameters"] = model_args.lora_target_parameters
     return require("peft", "use_peft").LoraConfig(**options)
+
+
+def _warn_unused(model_args: ModelConfig) -> None:
+    adapter = ("lora_", "use_rslora", "use_dora")
+    changed = [
+        field.name
+        for field in dataclasses.fields(model_args)
+        if field.name.startswith(adapter) and getattr(model_args, field.name) != field.default
+    ]
+    if changed:
+        warnings.warn(
+            f"{', '.join(changed)}: without use_peft there is no adapter, and all weights are "
+            "trained.",
+            stacklevel=3,
+        )
 
 
 def get_quantization_config(model_args: ModelConfig) -> Any:

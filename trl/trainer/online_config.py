@@ -268,7 +268,7 @@ class OnlineConfig(MismatchConfig):
             )
 
     def _refuse_without_meaning(self) -> None:
-        """Options of `TrainingArguments` for losses on labels, which would change nothing or harm."""
+        """Refuse options of `TrainingArguments` for losses on labels; some would do harm."""
         given = {
             "label_smoothing_factor": self.label_smoothing_factor != 0.0,
             "neftune_noise_alpha": self.neftune_noise_alpha is not None,

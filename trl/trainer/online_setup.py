@@ -54,8 +54,8 @@ def check_context(args: OnlineConfig, context: int | None) -> None:
     longest = args.max_completion_length or 0
     if context is not None and longest >= context:
         raise ValueError(
-            f"max_completion_length={longest} leaves no room for a prompt: the model sees {context} "
-            f"tokens. At most {context - 1}, less the prompt."
+            f"max_completion_length={longest} leaves no room for a prompt: the model sees "
+            f"{context} tokens. At most {context - 1}, less the prompt."
         )
 
 
