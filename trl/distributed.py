@@ -50,7 +50,7 @@ class Ranks:
         return bool(kind == DistributedType.FSDP)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Concatenate per-row values (B, ...) of all ranks in rank order: (N, ...), on the device."""
+        """Concatenate values (B, ...) of all ranks' rows in rank order: (N, ...), on the device."""
         if self._accelerator is None:
             return rows
         rows = rows.to(self._accelerator.device)

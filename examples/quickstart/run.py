@@ -29,7 +29,7 @@ def train(name: str, folder: Path, reward: str) -> None:
         *("--config", f"examples/cli_configs/rloo_{name}.yaml"),
         *("--reward_funcs", reward, "--output_dir", str(folder)),
     ]
-    print("$", " ".join(command[1:]), flush=True)
+    print("$ python", " ".join(command[1:]), flush=True)
     subprocess.run(command, check=True, cwd=ROOT)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Measured on a CPU by `make bench-head`: smaller tiles lose time to launches, larger ones gain none.
+# Measured on a CPU by `make bench-head`: smaller tiles lose time to calls, larger ones gain none.
 CHUNK_ON_CPU = 2**20
 # Not measured: tiles of 1,024 tokens x 32K entries, whose sums take 0.5 GB at 4,096 hidden units.
 CHUNK_ON_ACCELERATOR = 2**25

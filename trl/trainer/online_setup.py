@@ -30,18 +30,21 @@ def check_run(model: Any, args: Any, config_class: type[OnlineConfig]) -> None:
         raise TypeError(f"args must be a {config_class.__name__}, not {type(args).__name__}.")
     config = getattr(model, "config", None)
     name = model if isinstance(model, str) else getattr(config, "_name_or_path", "")
-    if not name or not args.output_dir:
-        return
+    if name and args.output_dir:
+        _check_places(name, isinstance(model, str), args.output_dir)
+
+
+def _check_places(name: str, is_wanted: bool, output: str) -> None:
     place = Path(name).expanduser()
-    if isinstance(model, str) and name.startswith((".", "/", "~")) and not place.exists():
-        beside = [path.name for path in place.parent.glob("*/")] if place.parent.is_dir() else []
+    if is_wanted and name.startswith((".", "/", "~")) and not place.exists():
+        beside = [path.name for path in place.parent.glob("*/")]
         raise FileNotFoundError(
             f"model={name!r} is the path of no folder.{did_you_mean(place.name, beside)}"
         )
-    if place.is_dir() and place.resolve() == Path(args.output_dir).resolve():
+    if place.is_dir() and place.resolve() == Path(output).resolve():
         raise ValueError(
-            f"output_dir={args.output_dir!r} is the folder of the model, which would be replaced. "
-            "Choose another one."
+            f"output_dir={output!r} is the folder of the model, which would be replaced. Choose "
+            "another one."
         )
 
 

@@ -118,7 +118,7 @@ def _advise_learning_rate(args: OnlineConfig) -> None:
     if args.learning_rate == default:
         logger.warning(
             f"learning_rate={args.learning_rate:g} is the default for training all weights. "
-            "Adapters usually learn with ten times as much or more; see docs/peft.md."
+            "Adapters usually learn with ten times as much or more."
         )
 
 
