@@ -4,17 +4,16 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from faulty_kernels import break_kernels
 from tiny import tiny_model
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.utils import logging
 
 from trl.generation.transformers_backend import TransformersBackend
 from trl.generation.trial import DecodingTrial
-from trl.models import shared_attention
 from trl.models.parts import HeadFinder
 from trl.models.shared_attention import KEYWORD, Decoding
 from trl.models.sharing import Sharing
-from trl.ops.flash import CpuFlash
 from trl.types import Prompts, Sampling
 
 CPU = torch.device("cpu")
@@ -127,16 +126,33 @@ def test_a_model_that_understands_it_is_tried_once(log):
     assert not said(log)
 
 
-def test_wrong_kernels_are_found_out(log, monkeypatch):
-    class Wrong(CpuFlash):
-        def forward(self, query, key, value, causal, scale):
-            return super().forward(query, key, value, causal, 1.1 * scale)
-
+@pytest.mark.parametrize(("fault", "words"), [("scale", "off by"), ("error", "no kernel image")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wrong_kernels_are_found_out(log, monkeypatch, fault, words, dtype):
+    """Under the autocast of generation, by a fault in what it runs in."""
     model = build(Watched)
-    expected = generate(backend(model, shared_prefix=False))
-    monkeypatch.setattr(shared_attention, "choose_kernel", lambda query: Wrong())
-    assert generate(backend(model)) == expected
-    assert len(said(log)) == 1 and "decoding failed in a trial" in said(log)[0]
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
+        expected = generate(backend(model, shared_prefix=False))
+        break_kernels(monkeypatch, fault, dtype)
+        assert generate(backend(model)) == expected
+    assert len(said(log)) == 1
+    assert "decoding failed in a trial" in said(log)[0] and words in said(log)[0]
+
+
+def test_autocast_is_tried_after_full_precision(log, monkeypatch):
+    """And a fault in a precision that is not used harms nobody."""
+    break_kernels(monkeypatch, "error", torch.bfloat16)
+    model = build(Watched)
+    generate(backend(model), stop_ids=())
+    trial = ["Packing", *["Decoding"] * 3, *["NoneType"] * 2]
+    assert model.layouts.count("Packing") == 2 and not said(log)
+    monkeypatch.undo()
+    model.layouts.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        generate(backend(model), stop_ids=())
+    start = model.layouts.index("Packing")
+    assert model.layouts[start : start + 6] == trial
+    assert model.layouts.count("Packing") == 3 and not said(log)
 
 
 def test_running_out_of_memory_is_no_refusal():

@@ -36,8 +36,8 @@ def short(monkeypatch):
     monkeypatch.setattr(passes, "SHORTEST_TAIL_PASS", 4)
 
 
-def checkpointed(kind="llama", reentrant=False):
-    model = tiny_model(kind).train()
+def checkpointed(kind="llama", reentrant=False, **changes):
+    model = tiny_model(kind, **changes).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     return model
 
@@ -51,13 +51,13 @@ def widths(model) -> list[int]:
     return seen
 
 
-def scorer() -> Scorer:
-    return Scorer(pad_id=0, temperature=0.8, device=CPU)
+def scorer(**options) -> Scorer:
+    return Scorer(pad_id=0, temperature=0.8, device=CPU, **options)
 
 
-def gradient(model, batch, weights) -> tuple[torch.Tensor, torch.Tensor]:
+def gradient(model, batch, weights, **options) -> tuple[torch.Tensor, torch.Tensor]:
     model.zero_grad()
-    logps = scorer()(model, batch).logps
+    logps = scorer(**options)(model, batch).logps
     (logps * weights).sum().backward()
     return logps.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -70,6 +70,28 @@ def test_passes_give_the_gradient_of_one_forward(kind, short):
     cut = gradient(checkpointed(kind), batch, weights)
     assert (cut[0] - whole[0]).abs().max() < 2e-6
     assert (cut[1] - whole[1]).norm() / whole[1].norm() < 5e-6
+
+
+def test_half_precision_is_as_good_as_single_rows(short):
+    """Gradients of a prefix are summed in bfloat16 over the passes: sixteen of them here.
+
+    The bound is that of the certificate for half precision.
+    """
+    generator = torch.Generator().manual_seed(8)
+    prompt, *completions = torch.randint(8, 90, (17, 32), generator=generator).tolist()
+    batch = rollout([prompt] * 16, [ids[:12] for ids in completions])
+    weights = torch.randn(16, 1, generator=generator).expand(16, 12)
+    model = checkpointed(initializer_range=0.1)
+    exact = gradient(model, batch, weights)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        seen = widths(model)
+        found = gradient(model, batch, weights)[1]
+        rows = [
+            gradient(model, batch.select([row]), weights[[row]], shared_prefix=False)[1]
+            for row in range(16)
+        ]
+    assert [width for width in seen if width == 11] == [11] * 16
+    assert (found - exact).norm() < 1.3 * (sum(rows) - exact).norm()
 
 
 def test_no_pass_has_more_tokens_than_the_longest(short):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from rollouts import rollout_of
 from tiny import tiny_model
 from transformers import (
     AttentionInterface,
@@ -23,12 +24,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from trl.models import shared_attention
 from trl.models.parts import HeadFinder
 from trl.models.scorer import Scorer
 from trl.models.shared_attention import KEYWORD
 from trl.models.sharing import Sharing, disagreement, two_longest, why_not_shared
-from trl.ops.flash import CpuFlash
 from trl.types import Rollout
 
 CPU = torch.device("cpu")
@@ -57,15 +56,7 @@ def build(config_class, model_class, **changes):
 
 
 def rollout(prompts, completions) -> Rollout:
-    lengths = torch.tensor([len(ids) for ids in completions])
-    return Rollout(
-        prompt_ids=prompts,
-        completion_ids=completions,
-        row_ids=list(range(len(prompts))),
-        loss_mask=torch.arange(int(lengths.max())) < lengths[:, None],
-        num_loss_tokens=lengths.sum(),
-        num_loss_rows=torch.tensor(len(prompts)),
-    )
+    return rollout_of(list(zip(prompts, completions, strict=True)))
 
 
 def group(prompt_length=3, length=4, rows=2) -> Rollout:
@@ -335,21 +326,6 @@ def test_running_out_of_memory_in_the_trial_is_no_refusal(error):
     calls = packed_rows(model)
     assert (score(model, batch).logps - alone(model, batch)).abs().max() < 1e-5
     assert calls[:4] == [False, False, True, True], "the trial was not passed over"
-
-
-def test_a_wrong_kernel_is_found_out(log, monkeypatch):
-    """The gradients are compared too, with every kernel of a device."""
-
-    class WrongGradients(CpuFlash):
-        def backward(self, grad, saved, causal, scale):
-            query, key, value = super().backward(grad, saved, causal, scale)
-            return query, key * 1.01, value
-
-    monkeypatch.setattr(shared_attention, "choose_kernel", lambda query: WrongGradients())
-    model, score, batch = tiny_model(), scorer(), group()
-    assert (score(model, batch).logps - alone(model, batch)).abs().max() < 1e-5
-    assert not score.sharing.enabled
-    assert "kernel of this device gives other gradients" in said(log)[0]
 
 
 def test_a_router_or_the_option_switch_sharing_off_silently(log):

@@ -9,8 +9,10 @@ from trl.ops.flash import (
     CudaFlash,
     choose_kernel,
     expand_heads,
+    gpu_kernel,
     merge,
     merge_heads,
+    supported,
 )
 
 SCALE = 0.3
@@ -104,6 +106,15 @@ def test_the_kernels_of_gpus(kernel, dtype, bound, shape, causal):
     check(kernel, shape, causal, dtype, "cuda", bound)
 
 
+def test_flash_attention_of_gpus_takes_grouped_heads():
+    """The shapes that torch states for the kernel: gradients are those of the keys as given."""
+    query, key = torch.empty(1, 8, 4, 64, device="meta"), torch.empty(1, 2, 9, 64, device="meta")
+    output, normalizer = CudaFlash().forward(query, key, key, False, SCALE)
+    assert output.shape == query.shape and normalizer.shape == query.shape[:3]
+    found = CudaFlash().backward(output, (query, key, key, output, normalizer), False, SCALE)
+    assert [x.shape for x in found] == [query.shape, key.shape, key.shape]
+
+
 @pytest.mark.parametrize("cut", [1, 4, 8])
 def test_attention_over_two_sets_of_keys_is_their_merge(cut):
     kernel, (query, key, value) = CpuFlash(), inputs((2, 4, 2, 3, 9, 8))
@@ -171,13 +182,44 @@ def test_heads_are_expanded_and_merged():
         ("cpu", torch.float64, 5, CpuFlash),
         ("cpu", torch.bfloat16, 64, CpuFlash),
         pytest.param("cuda", torch.bfloat16, 64, CudaFlash, marks=[pytest.mark.gpu, gpu]),
-        pytest.param("cuda", torch.bfloat16, 12, CudaEfficient, marks=[pytest.mark.gpu, gpu]),
         pytest.param("cuda", torch.float16, 512, CudaEfficient, marks=[pytest.mark.gpu, gpu]),
         pytest.param("cuda", torch.float32, 64, CudaEfficient, marks=[pytest.mark.gpu, gpu]),
     ],
 )
 def test_which_kernel_is_chosen(device, dtype, size, kernel):
     assert type(choose_kernel(torch.empty(1, 1, 1, size, dtype=dtype, device=device))) is kernel
+
+
+@pytest.mark.parametrize(
+    ("size", "flash", "efficient", "kernel"),
+    [
+        (64, True, True, CudaFlash),
+        (64, True, False, CudaFlash),
+        (64, False, True, CudaEfficient),  # float32, or half precision on GPUs before sm80
+        (12, True, True, CudaEfficient),
+        (12, True, False, None),
+        (64, False, False, None),  # bfloat16 on GPUs before sm80
+    ],
+)
+def test_what_a_gpu_is_said_to_support_decides(size, flash, efficient, kernel):
+    assert type(gpu_kernel(size, flash, efficient)) is (kernel or type(None))
+
+
+def test_torch_is_asked_about_the_heads_as_they_train():
+    """Gradients count, even where none are recorded at the moment."""
+    asked = []
+
+    def answer(facts):
+        asked.append((facts.query, facts.dropout, facts.is_causal, torch.is_grad_enabled()))
+        return len(asked) > 2
+
+    device = torch.device("cpu")
+    with torch.no_grad():
+        assert supported(device, torch.bfloat16, 64, (answer, answer)) == [False, False]
+        assert supported(device, torch.float16, 64, (answer, answer)) == [True, True]
+    query, dropout, causal, grad = asked[0]
+    assert query.dtype == torch.bfloat16 and query.shape[-1] == 64 and query.requires_grad
+    assert grad and dropout == 0.0 and not causal
 
 
 def test_other_devices_have_none():

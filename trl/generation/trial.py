@@ -6,10 +6,17 @@ from typing import Any
 
 import torch
 
+from ..models.autocast import autocast_to, coarsest, current_autocast, precisions_to_try
+from ..models.kernel_proof import prove_kernels
 from ..models.parts import HeadFinder, OutputHead, causal_model, evaluating
 from ..models.quantized import working_precision
-from ..models.shared_attention import install, self_test
-from ..models.sharing import Sharing, disagreement, plain_log_probs, why_not_shared
+from ..models.sharing import (
+    Sharing,
+    disagreement,
+    noted_attention,
+    plain_log_probs,
+    why_not_shared,
+)
 from ..ops.masking import length_mask
 from ..ops.shortage import is_out_of_memory
 from ..types import Prompts, Rollout, Sampling
@@ -22,7 +29,8 @@ class DecodingTrial:
     """Decides between shared and padded decoding.
 
     At the first use, and whenever prompts are twice as long as what was tried, two rows write a few
-    tokens together; their log-probabilities must be those of plain rows.
+    tokens together; their log-probabilities must be those of plain rows, under autocast as well
+    where it is on.
 
     Args:
         sharing (`Sharing`): holds the decision, and says it once.
@@ -55,10 +63,8 @@ class DecodingTrial:
 
     def _try(self, model: Any, prompts: Prompts, sampling: Sampling) -> None:
         causal = causal_model(model)
-        install(causal.config.get_text_config()._attn_implementation)
         try:
-            self_test(self._device, causal.dtype)
-            difference = self._difference(causal, prompts, sampling)
+            difference = self._largest_difference(causal, prompts, sampling)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             if is_out_of_memory(error):
                 raise
@@ -68,20 +74,38 @@ class DecodingTrial:
             words = f"log-probabilities of decoding differed by {difference:.2g} nats in a trial"
             self._sharing.refuse(model, words)
 
-    def _difference(self, causal: Any, prompts: Prompts, sampling: Sampling) -> float | None:
-        longest = max(range(len(prompts)), key=lambda row: len(prompts.token_ids[row]))
-        rows = [prompts.token_ids[longest]] * 2
+    def _largest_difference(
+        self, causal: Any, prompts: Prompts, sampling: Sampling
+    ) -> float | None:
+        """A difference that rounding does not explain, if there is one."""
         head = HeadFinder(1.0).find(causal)
         assert head is not None
+        row = max(prompts.token_ids, key=len)
         few = sampling.replace(max_tokens=min(TOKENS, sampling.max_tokens), temperature=1.0)
-        with evaluating(causal), torch.autocast(self._device.type, enabled=False):
+        for precision in precisions_to_try(causal, current_autocast(self._device)):
+            difference = self._difference(causal, head, [row] * 2, few, precision)
+            if difference is not None:
+                return difference
+        return None
+
+    def _difference(
+        self,
+        causal: Any,
+        head: OutputHead,
+        rows: list[list[int]],
+        few: Sampling,
+        autocast: torch.dtype | None,
+    ) -> float | None:
+        precision = autocast_to(self._device, autocast)
+        with evaluating(causal), precision, noted_attention(causal) as layers:
             # Different streams, so that the rows part.
             ids, logps = SharedDecoder(causal, head, few)(rows, (0, 1))
-        wanted = plain_log_probs(causal, head, _as_rollout(rows, ids), self._pad_id)
+        prove_kernels(self._device, layers)
+        wanted = plain_log_probs(causal, head, _as_rollout(rows, ids), self._pad_id, autocast)
         found = torch.zeros_like(wanted)
         for row, values in enumerate(logps):
             found[row, : len(values)] = torch.tensor(values, dtype=wanted.dtype)
-        return disagreement(found, wanted, working_precision(causal))
+        return disagreement(found, wanted, coarsest(working_precision(causal), autocast))
 
 
 def _as_rollout(prompts: list[list[int]], completions: list[list[int]]) -> Rollout:

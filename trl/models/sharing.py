@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,11 +12,13 @@ from transformers.utils import logging
 
 from ..ops.shortage import is_out_of_memory
 from ..types import Rollout
+from .autocast import autocast_of, autocast_to, coarsest, precisions_to_try
+from .kernel_proof import Heads, noted_heads, prove_kernels
 from .layouts import Layout, packed_layout, plain_layout
 from .parts import OutputHead, causal_model, evaluating, run_inside
 from .quantized import working_precision
 from .shards import is_sharded
-from .shared_attention import install, self_test
+from .shared_attention import install
 
 logger = logging.get_logger(__name__)
 
@@ -108,7 +111,8 @@ class Sharing:
         """Whether the rows of `batch` may share their prompts.
 
         At the first use, and whenever rows are twice as long as what was checked, two rows are
-        scored both ways and must agree. Ranks that decide together do that in `agree` alone.
+        scored both ways and must agree, under the autocast of training as well. Ranks that decide
+        together do that in `agree` alone.
         """
         if not self.enabled:
             return False
@@ -174,19 +178,29 @@ class Sharing:
 
     def _check(self, model: nn.Module, batch: Rollout, head: OutputHead) -> tuple[float, str]:
         """The difference in a trial, 0 if rounding explains it, and words about it."""
-        causal = causal_model(model)
-        install(causal.config.get_text_config()._attn_implementation)
         two = batch.select(two_longest(batch))
         try:
-            self_test(self._device, causal.dtype)
-            plain = plain_log_probs(model, head, two, self._pad_id)
-            shared, dtype = _scored(model, head, packed_layout(two, self._device))
+            # Sharded weights are put together by wrappers, which bring their autocast with them.
+            autocast = None if is_sharded(model) else autocast_of(model)
+            for precision in precisions_to_try(model, autocast):
+                difference = self._difference(model, two, head, precision)
+                if difference is not None:
+                    words = f"log-probabilities differed by {difference:.2g} nats in a trial"
+                    return difference, words
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             if is_out_of_memory(error):
                 raise
             return float("inf"), f"the trial failed ({error})"
-        difference = disagreement(plain, shared, dtype) or 0.0
-        return difference, f"log-probabilities differed by {difference:.2g} nats in a trial"
+        return 0.0, ""
+
+    def _difference(
+        self, model: nn.Module, two: Rollout, head: OutputHead, autocast: torch.dtype | None
+    ) -> float | None:
+        with noted_attention(model) as layers:
+            plain = plain_log_probs(model, head, two, self._pad_id, autocast)
+        prove_kernels(self._device, layers)
+        shared, dtype = _scored(model, head, packed_layout(two, self._device), autocast)
+        return disagreement(plain, shared, dtype)
 
     def _judge(self, finding: tuple[float, str]) -> str | None:
         """Switch sharing off after a bad trial, and return why."""
@@ -209,9 +223,18 @@ def disagreement(first: Tensor, second: Tensor, dtype: torch.dtype) -> float | N
     return None if found <= bound else found
 
 
+def noted_attention(model: nn.Module) -> AbstractContextManager[set[Heads]]:
+    """Let the attention of a model understand layouts, and note what it is called with."""
+    implementation = causal_model(model).config.get_text_config()._attn_implementation
+    install(implementation)
+    return noted_heads(implementation)
+
+
 @torch.no_grad()
-def _scored(model: nn.Module, head: OutputHead, layout: Layout) -> tuple[Tensor, torch.dtype]:
-    """Score a layout by the decoder itself, without dropout or autocast: (B, C).
+def _scored(
+    model: nn.Module, head: OutputHead, layout: Layout, autocast: torch.dtype | None = None
+) -> tuple[Tensor, torch.dtype]:
+    """Score a layout by the decoder itself, without dropout: (B, C).
 
     Wrappers take part only if they have to, to put sharded weights together.
 
@@ -222,32 +245,36 @@ def _scored(model: nn.Module, head: OutputHead, layout: Layout) -> tuple[Tensor,
 
     def work(*ignored: Any) -> tuple[Tensor, Tensor]:
         hidden = causal.base_model(**layout.inputs, use_cache=False)[0]
-        logps, _ = head.log_probs(hidden.flatten(0, 1)[layout.sources], layout.targets)
+        logps, _ = head.log_probs(hidden.flatten(0, 1)[layout.sources], layout.targets, autocast)
         return logps, hidden
 
-    quiet = torch.autocast(layout.sources.device.type, enabled=False)
     outer = model if is_sharded(model) else causal
-    with evaluating(outer), quiet:
+    with evaluating(outer), autocast_to(layout.sources.device, autocast):
         logps, hidden = run_inside(outer, layout.inputs, work)
-    return layout.scatter(logps), _coarser(hidden.dtype, working_precision(causal))
+    return layout.scatter(logps), coarsest(hidden.dtype, working_precision(causal), autocast)
 
 
-def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def plain_log_probs(model: nn.Module, head: OutputHead, batch: Rollout, pad_id: int) -> Tensor:
+def plain_log_probs(
+    model: nn.Module,
+    head: OutputHead,
+    batch: Rollout,
+    pad_id: int,
+    autocast: torch.dtype | None = None,
+) -> Tensor:
     """Score rows alone, which takes no padding, no mask and little memory: (B, C).
 
     Rows of sharded weights are padded and scored at once, for every rank to do the same.
+
+    Args:
+        autocast (`torch.dtype`, *optional*): its precision; None: switched off.
     """
     device = next(model.parameters()).device
     if is_sharded(model):
-        return _scored(model, head, plain_layout(batch, pad_id, device))[0]
+        return _scored(model, head, plain_layout(batch, pad_id, device), autocast)[0]
     found = torch.zeros(batch.loss_mask.shape, device=device)
     for row in range(len(batch)):
         layout = plain_layout(batch.select([row]), pad_id, device)
-        logps, _ = _scored(model, head, layout)
+        logps, _ = _scored(model, head, layout, autocast)
         found[row, : logps.shape[1]] = logps[0]
     return found
 

@@ -3,17 +3,25 @@
 Attention over the union of two sets of keys is the average of the attentions over each, weighted by
 their normalizers; and the backward pass of one part needs only the output and the normalizer of the
 union (ring attention, arXiv 2310.01889). So a query attends to keys in different places without a
-mask and without copying keys.
+mask, and without keys being brought together. Where N > K, only the memory-efficient kernel needs
+copies: of each key head for all query heads that share it, in every call.
 
 Shapes: B rows, N query heads, K key heads (N is a multiple of K), Q queries, S keys, D head size.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
 
 aten = torch.ops.aten
 
@@ -55,13 +63,16 @@ class CpuFlash:
 
 
 class CudaFlash:
-    """FlashAttention 2 as shipped with torch: half precision, head sizes in multiples of 8."""
+    """FlashAttention 2 as shipped with torch: half precision, head sizes in multiples of 8.
+
+    It takes fewer key heads than query heads as they are, and sums their gradients itself
+    (`mha_fwd` and `mha_bwd` in torch's `flash_api.h`).
+    """
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        key, value = expand_heads(key, query), expand_heads(value, query)
         found = aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, causal, scale=scale
         )
@@ -73,11 +84,11 @@ class CudaFlash:
         """See `Kernel`."""
         query, key, value, output, normalizer = saved
         seed = torch.zeros((), dtype=torch.int64, device=query.device)
-        found = aten._scaled_dot_product_flash_attention_backward(
+        return aten._scaled_dot_product_flash_attention_backward(
             grad,
             query,
-            expand_heads(key, query),
-            expand_heads(value, query),
+            key,
+            value,
             output,
             normalizer.contiguous(),
             None,
@@ -90,11 +101,13 @@ class CudaFlash:
             seed,
             scale=scale,
         )
-        return found[0], merge_heads(found[1], key), merge_heads(found[2], value)
 
 
 class CudaEfficient:
-    """The memory-efficient kernel of torch (arXiv 2112.05682): float32 too, any head size."""
+    """The memory-efficient kernel of torch (arXiv 2112.05682): float32 too, and older GPUs.
+
+    It wants as many key heads as query heads, so key heads that are shared are copied.
+    """
 
     ALIGNMENT = 32  # its backward pass reads normalizers in blocks of this many queries
 
@@ -138,16 +151,53 @@ def choose_kernel(query: Tensor) -> Kernel:
     """The kernel for the device, dtype and head size of `query`.
 
     Raises:
-        NotImplementedError: for a device without such a kernel.
+        NotImplementedError: if torch has none for them.
     """
     if query.device.type == "cpu":
         return CpuFlash()
     if query.device.type != "cuda":
         raise NotImplementedError(f"No attention kernel for devices of type {query.device.type}.")
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    if half and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256:
+    return _kernel_of_gpu(query.device, query.dtype, query.shape[-1])
+
+
+@cache
+def _kernel_of_gpu(device: torch.device, dtype: torch.dtype, size: int) -> Kernel:
+    questions = (can_use_flash_attention, can_use_efficient_attention)
+    kernel = gpu_kernel(size, *supported(device, dtype, size, questions))
+    if kernel is None:
+        name = torch.cuda.get_device_name(device)
+        raise NotImplementedError(f"No attention kernel for heads of size {size}, {dtype}, {name}.")
+    return kernel
+
+
+def supported(
+    device: torch.device,
+    dtype: torch.dtype,
+    size: int,
+    questions: Iterable[Callable[[SDPAParams], bool]],
+) -> list[bool]:
+    """What torch answers about attention over heads of `size` entries, with gradients.
+
+    Args:
+        questions: functions of `torch.backends.cuda`.
+    """
+    # Some GPUs have a forward pass only, and torch looks at whether gradients are recorded.
+    with torch.enable_grad():
+        example = torch.empty(1, 1, 8, size, dtype=dtype, device=device, requires_grad=True)
+        facts = SDPAParams(example, example, example, None, 0.0, False, False)
+        return [question(facts) for question in questions]
+
+
+def gpu_kernel(size: int, flash: bool, efficient: bool) -> Kernel | None:
+    """The kernel for a GPU, a dtype and heads of `size` entries; None if there is none.
+
+    Args:
+        flash, efficient (`bool`): whether torch says that a kernel supports them.
+    """
+    # torch counts on `scaled_dot_product_attention` to pad heads for this kernel.
+    if flash and size % 8 == 0:
         return CudaFlash()
-    return CudaEfficient()
+    return CudaEfficient() if efficient else None
 
 
 def expand_heads(keys: Tensor, query: Tensor) -> Tensor:
@@ -166,7 +216,8 @@ def merge_heads(grad: Tensor, keys: Tensor) -> Tensor:
 def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Merge attentions over two disjoint sets of keys, each (output, log-normalizer)."""
     total = torch.logaddexp(first[1], second[1])
-    output: Any = 0
-    for part, normalizer in (first, second):
-        output = output + part * (normalizer - total).exp()[..., None].to(part.dtype)
-    return output, total
+    # Weights are not rounded to half precision, nor the parts before they are added.
+    one, other = (
+        part * (normalizer - total).exp()[..., None] for part, normalizer in (first, second)
+    )
+    return one.add_(other).to(first[0].dtype), total
