@@ -12,7 +12,7 @@ OTHER_FOLDERS = (
 )
 OTHER_FILES = (
     *("cli/test_end_to_end.py", "ops/test_estimators.py", "ops/test_imports.py"),
-    "ops/test_properties.py",
+    *("ops/test_properties.py", "trainer/test_devices.py"),
 )
 
 

@@ -138,7 +138,8 @@ class Rollout:
             for name in ("prompt_ids", "completion_ids", "row_ids", "has_gradient")
             if getattr(self, name) is not None
         }
-        rows = torch.as_tensor(list(index), dtype=torch.long, device=self.loss_mask.device)
+        rows = torch.tensor(list(index), dtype=torch.long)
+        rows = rows.to(self.loss_mask.device, non_blocking=True)
         for name in ROW_TENSORS:
             value = getattr(self, name)
             if value is not None:

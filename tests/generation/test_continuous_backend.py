@@ -5,6 +5,7 @@ import torch
 from tiny import tiny_model
 
 from trl.generation.continuous_backend import ContinuousBackend
+from trl.generation.sampler import NonFiniteLogitsError
 from trl.generation.transformers_backend import TransformersBackend
 from trl.types import Prompts, Sampling
 
@@ -67,6 +68,14 @@ def test_options_it_cannot_honor(changes, words):
 def test_unknown_options():
     with pytest.raises(ValueError, match="'page_sise'.*Did you mean page_size"):
         continuous(tiny_model(), page_sise=4)
+
+
+def test_a_model_without_a_distribution_is_an_error():
+    model = tiny_model().eval()
+    with torch.no_grad():
+        model.lm_head.weight[50] = torch.nan
+    with pytest.raises(NonFiniteLogitsError, match="logits of row 0, 1, 2, 3 are NaN"):
+        continuous(model).generate(PROMPTS, sampling(), 2)
 
 
 def test_failures_of_the_engine_are_raised():

@@ -2,7 +2,15 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from trl.generation.sampler import RowSampler, pick, uniforms, warpers
+from trl.generation.sampler import (
+    NonFiniteLogitsError,
+    RowSampler,
+    check_rows,
+    pick,
+    rows_from,
+    uniforms,
+    warpers,
+)
 from trl.types import Sampling
 
 
@@ -19,6 +27,23 @@ def test_pick_never_takes_an_impossible_token():
     scores[:, 31] = 3.0
     chosen = pick(scores, torch.linspace(0, 1 - 1e-12, 1001, dtype=torch.float64))
     assert set(chosen.tolist()) == {17, 31}
+
+
+@pytest.mark.parametrize(
+    "bad", [[torch.nan, 0.0, 0.0], [0.0, torch.inf, 0.0], [-torch.inf] * 3, [torch.nan] * 3]
+)
+def test_logits_without_a_distribution_give_an_id_and_are_found(bad):
+    """Their rows alone, also if it was long ago."""
+    draws = uniforms((7, 8, 9), 2)
+    scores = torch.tensor([[0.0, 1.0, -torch.inf], bad, [2.0, 0.0, 1.0]])
+    chosen = pick(scores, draws[:, 0])
+    assert 0 <= chosen[1] < 3
+    assert torch.equal(chosen[[0, 2]], pick(scores[[0, 2]], draws[[0, 2], 0]))
+    sampler = RowSampler(Sampling(max_tokens=2, seeds=(7, 8, 9)), prompt_width=1)
+    sampler(torch.zeros(3, 1, dtype=torch.long), scores)
+    sampler(torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 3))
+    with pytest.raises(NonFiniteLogitsError, match="logits of row 5 are NaN"), rows_from(4):
+        check_rows(sampler.is_bad)
 
 
 def test_frequencies_follow_temperature_and_filters():

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from trl.generation import shared_decoding
 from trl.generation.pieces import Limits
-from trl.generation.sampler import RowSampler
+from trl.generation.sampler import NonFiniteLogitsError, RowSampler
 from trl.generation.shared_decoding import GrowingCache, SharedDecoder
 from trl.generation.transformers_backend import TransformersBackend
 from trl.models.head import cast_head_to_float32
@@ -148,6 +148,23 @@ def test_pieces_change_nothing(how):
     assert cut.completion_ids == whole.completion_ids and cut.finish == whole.finish
     for ours, theirs in zip(cut.sampling_logps, whole.sampling_logps, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-9)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "padded"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_model_without_a_distribution_is_an_error(shared, bad):
+    """It names the rows among all that were to be completed."""
+    model = model_of()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[30] = bad
+    with pytest.raises(NonFiniteLogitsError, match="logits of row 3, 4, 8 are NaN"):
+        complete(model, sampling(), shared_prefix=shared)
+    with pytest.raises(NonFiniteLogitsError, match="logits of row 4 are NaN"):
+        complete(model, sampling(), shared_prefix=shared, limits=Limits(rows=2), attempt=from_4)
+
+
+def from_4(count, complete):
+    return [complete(range(4, count))]
 
 
 # --- What is computed ---

@@ -36,6 +36,12 @@ def flat(groups):
     return [(prompt, completion) for prompt, group in groups for completion in group]
 
 
+def slots_of(layout):
+    """Which prediction each completion token (B, C) is, and which of them exist."""
+    numbers = torch.arange(len(layout.targets))
+    return layout.scatter(numbers), layout.scatter(torch.ones_like(numbers)).bool()
+
+
 def seen_by(layout, mask):
     """For each place of the row: the tokens it sees, itself included, in order of position."""
     ids, positions = layout.inputs["input_ids"][0], layout.inputs["position_ids"][0]
@@ -59,13 +65,11 @@ def test_packed_tokens_are_predicted_from_exactly_what_stands_before(groups):
     layout = packed_layout(batch, CPU)
     ids = layout.inputs["input_ids"]
     context = seen_by(layout, visible(layout.inputs[KEYWORD], ids.shape[1]))
-    assert layout.slots.shape == layout.exists.shape == batch.loss_mask.shape
+    slots, exists = slots_of(layout)
+    assert torch.equal(exists, batch.loss_mask)
     for row, (prompt, completion) in enumerate(rows):
-        assert layout.exists[row].tolist() == [
-            place < len(completion) for place in range(layout.exists.shape[1])
-        ]
         for place, token in enumerate(completion):
-            slot = layout.slots[row, place]
+            slot = slots[row, place]
             assert int(layout.targets[slot]) == token
             assert context[layout.sources[slot]] == [*prompt, *completion[:place]]
 
@@ -102,7 +106,8 @@ def test_plain_rows(groups, multiple):
     if multiple:
         widths = [-(-width // multiple) * multiple for width in widths]
     assert ids.shape == (len(rows), sum(widths))
-    assert layout.slots.shape == layout.exists.shape == batch.loss_mask.shape
+    slots, exists = slots_of(layout)
+    assert torch.equal(exists, batch.loss_mask)
     assert not layout.is_packed
     for row, (prompt, completion) in enumerate(rows):
         left, right = widths[0] - len(prompt), widths[1] - len(completion)
@@ -111,9 +116,8 @@ def test_plain_rows(groups, multiple):
         assert mask[row].tolist() == [0] * left + [1] * real + [0] * right
         positions = layout.inputs["position_ids"][row][left : left + real]
         assert positions.tolist() == list(range(real))
-        assert layout.exists[row].sum() == len(completion)
         for place, token in enumerate(completion):
-            slot = layout.slots[row, place]
+            slot = slots[row, place]
             assert layout.targets[slot] == token
             source = int(layout.sources[slot])
             assert source // ids.shape[1] == row
@@ -130,7 +134,8 @@ def test_an_example():
     assert [(g.prefix, g.tails) for g in packing.groups] == [(slice(0, 4), slice(4, 5))]
     assert layout.sources.tolist() == [1, 2, 3, 4, 3, 3]
     assert layout.targets.tolist() == [1, 2, 3, 4, 7, 3]
-    assert layout.slots.tolist() == [[0, 1, 2, 3], [0, 1, 4, 0], [0, 0, 0, 0], [0, 1, 5, 0]]
+    assert layout.slots.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1, 5]
+    assert layout.places.tolist() == [0, 1, 2, 3, 4, 5, 6, 12, 13, 14]
     values = torch.arange(1.0, 7.0)
     assert layout.scatter(values).tolist() == [
         [1, 2, 3, 4],
@@ -156,7 +161,6 @@ def test_equal_prompts_that_are_apart_are_two_groups():
 def test_nothing_but_empty_completions():
     layout = packed_layout(rollout([([5, 6], []), ([7], [])]), CPU)
     assert layout.inputs["input_ids"].tolist() == [[5, 6, 7]]
-    assert layout.slots.shape == (2, 0)
     assert layout.scatter(torch.ones(1)).shape == (2, 0)
 
 

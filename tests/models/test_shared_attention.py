@@ -139,14 +139,17 @@ def test_the_mask_a_packing_stands_for(kind):
 def test_tails_of_similar_length_are_computed_together():
     """Lengths between two powers of two, so that less than half of a bucket is repeats."""
     packing = Packing.of([(4, [1, 2, 3, 7, 0, 4]), (2, [5, 8, 15])], "cpu")
-    lengths = [sorted(exists.sum(1).tolist()) for _, exists in packing.buckets]
+    lengths = [sorted(bucket.exists.sum(1).tolist()) for bucket in packing.buckets]
     assert sorted(lengths) == [[1], [2, 3], [4, 5, 7], [8, 15]]
-    for index, exists in packing.buckets:
+    for bucket in packing.buckets:
+        index, exists, own = bucket.index, bucket.exists, []
         assert index.shape == exists.shape == (len(index), int(exists.sum(1).max()))
         assert exists.float().mean() > 0.5
         for places, real in zip(index.tolist(), exists.sum(1).tolist(), strict=True):
             run = list(range(places[0], places[0] + real))
             assert places == run + [run[-1]] * (len(places) - real)
+            own += run
+        assert bucket.places.tolist() == index.flatten()[bucket.cells].tolist() == own
 
 
 # --- Decoding ---

@@ -29,6 +29,16 @@ def test_the_whole_share_keeps_every_marked_token():
 
 def test_no_tokens_keep_nothing():
     assert entropy_threshold(torch.zeros(0), 0.5).item() == torch.inf
+    assert entropy_threshold(torch.full((3,), -torch.inf), 0.5).item() == torch.inf
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_what_is_no_token_does_not_count(count, share):
+    values = torch.rand(count, generator=torch.Generator().manual_seed(count))
+    nothing = torch.full((2,), -torch.inf)
+    among = entropy_threshold(torch.cat([nothing, values, nothing]), share)
+    assert torch.equal(among, entropy_threshold(values, share))
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1])

@@ -20,7 +20,7 @@ from ..models.parts import causal_model
 from ..types import Generations, Prompts, Sampling
 from ..wording import did_you_mean
 from .base import cut_at_stop
-from .sampler import pick, uniforms, warpers
+from .sampler import check_rows, pick, uniforms, warpers, without_choice
 from .transformers_backend import merge_extra
 
 CACHE_SHARE = 0.5  # of the free memory of a device, unless the options say otherwise
@@ -87,6 +87,7 @@ class ContinuousBackend:
         Raises:
             ValueError: for options that continuous batching cannot honor.
             RuntimeError: if the engine fails.
+            NonFiniteLogitsError: naming the rows whose logits are NaN or infinite.
         """
         sampling, greedy = _supported(sampling)
         if sampling.seeds is None:
@@ -105,14 +106,17 @@ class ContinuousBackend:
         self, model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, greedy: bool
     ) -> list[list[int]]:
         with self._engine(model, prompts, sampling) as manager:
+            draws = _RowDraws(sampling, list(map(len, prompts)), model.device)
             if not greedy:
-                _draw_by_row(manager, _RowDraws(sampling, list(map(len, prompts)), model.device))
+                _draw_by_row(manager, draws)
             if model.device.type == "cuda":
                 manager.warmup()
             for row, ids in enumerate(prompts):
                 manager.add_request(list(ids), request_id=f"{ROW}{row}")
             manager.start()
-            return _collect(manager, len(prompts))
+            found = _collect(manager, len(prompts))
+            check_rows(draws.is_bad[: len(prompts)])
+            return found
 
     @contextmanager
     def _engine(
@@ -229,13 +233,17 @@ class _RowDraws(ContinuousBatchingLogitsProcessor):
 
     def __init__(self, sampling: Sampling, prompt_lengths: list[int], device: torch.device):
         self._warpers = warpers(sampling)
-        self._draws = uniforms(sampling.seeds or (), sampling.max_tokens).to(device).flatten()
+        draws = uniforms(sampling.seeds or (), sampling.max_tokens).flatten()
+        # One number more, for what is no row.
+        self._draws = torch.cat([draws, draws.new_zeros(1)]).to(device)
+        self._no_row = len(draws)
         self._width = sampling.max_tokens
         self._prompt_lengths = prompt_lengths
+        self.is_bad = torch.zeros(len(prompt_lengths) + 1, dtype=torch.int32, device=device)
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
-        """Requests that only warm the engine up take the first number."""
-        int32_tensor.fill_(0)
+        """Requests that only warm the engine up take the last number."""
+        int32_tensor.fill_(self._no_row)
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
         """Which number each request takes: that of its row and of the place of its new token."""
@@ -245,7 +253,7 @@ class _RowDraws(ContinuousBatchingLogitsProcessor):
 
     def _place(self, state: Any) -> int:
         if not state.request_id.startswith(ROW):
-            return 0
+            return self._no_row
         row = _row_of(state.request_id)
         place = state.position_offset - self._prompt_lengths[row]
         # The engine may ask for one token more than it keeps.
@@ -253,8 +261,9 @@ class _RowDraws(ContinuousBatchingLogitsProcessor):
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
         """Return scores (B, V) that are 0 at the tokens drawn, and -inf elsewhere."""
-        draws = self._draws[tensor_arg[: scores.shape[0]].long()]
+        places = tensor_arg[: scores.shape[0]].long()
+        self.is_bad.index_add_(0, places // self._width, without_choice(scores).int())
         # None of the filters reads the ids of the rows.
-        chosen = pick(self._warpers(None, scores), draws)
+        chosen = pick(self._warpers(None, scores), self._draws[places])
         decided = torch.full_like(scores, -torch.inf)
         return decided.scatter_(1, chosen[:, None], 0.0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -16,6 +17,47 @@ from transformers import (
 )
 
 from ..types import Sampling
+
+
+class NonFiniteLogitsError(RuntimeError):
+    """The logits that a token is drawn from are NaN or infinite.
+
+    Args:
+        rows: whose logits they are, counted in what was to be completed.
+    """
+
+    def __init__(self, rows: Sequence[int]):
+        self.rows = list(rows)
+        named = ", ".join(map(str, self.rows[:8])) + (", ..." if len(self.rows) > 8 else "")
+        super().__init__(
+            f"Generation: the model's logits of row {named} are NaN or infinite, so no token can "
+            "be drawn. Look at the weights and at the precision they are computed in."
+        )
+
+
+def check_rows(is_bad: Tensor) -> None:
+    """Raise if one of the marks (B,), set while tokens were drawn, says that logits were bad.
+
+    Raises:
+        NonFiniteLogitsError: naming the rows.
+    """
+    rows = [row for row, found in enumerate(is_bad.tolist()) if found]
+    if rows:
+        raise NonFiniteLogitsError(rows)
+
+
+def without_choice(scores: Tensor) -> Tensor:
+    """Mark the rows (B,) of logits (B, V) that are no distribution: NaN, inf, or all -inf."""
+    return ~scores.amax(-1).isfinite()
+
+
+@contextmanager
+def rows_from(start: int) -> Iterator[None]:
+    """Let an error inside count its rows from those of a larger batch."""
+    try:
+        yield
+    except NonFiniteLogitsError as error:
+        raise NonFiniteLogitsError([start + row for row in error.rows]) from None
 
 
 def warpers(sampling: Sampling) -> LogitsProcessorList:
@@ -49,11 +91,13 @@ def pick(scores: Tensor, draws: Tensor) -> Tensor:
         draws (`Tensor` (B,)): numbers in [0, 1).
 
     Returns:
-        `Tensor` (B,): token ids; never one of probability zero.
+        `Tensor` (B,): token ids in [0, V); never one of probability zero. Where scores are NaN it
+        is some id, for an error on an accelerator would end the process: the caller must look.
     """
     cumulative = scores.float().softmax(-1).double().cumsum(-1)
     targets = draws.to(cumulative.device)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, targets, right=True).squeeze(1)
+    found = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
+    return found.clamp(max=scores.shape[-1] - 1)
 
 
 class RowSampler(LogitsProcessor):
@@ -72,9 +116,12 @@ class RowSampler(LogitsProcessor):
         self._warpers = warpers(sampling)
         self._draws = uniforms(sampling.seeds, sampling.max_tokens)
         self._prompt_width = prompt_width
+        self.is_bad = torch.zeros(len(sampling.seeds), dtype=torch.bool)  # see `check_rows`
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         place = input_ids.shape[1] - self._prompt_width
+        self._draws = self._draws.to(scores.device)
+        self.is_bad = self.is_bad.to(scores.device) | without_choice(scores)
         chosen = pick(self._warpers(input_ids, scores), self._draws[:, place])
         decided = torch.full_like(scores, -torch.inf)
         return decided.scatter_(1, chosen[:, None], 0.0)

@@ -6,8 +6,9 @@ a step, each with its own short cache; logits exist for a few rows at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..models.parts import OutputHead, causal_model
 from ..models.shared_attention import KEYWORD, Decoding, Packing
 from ..ops.linear_logprobs import default_chunk
 from ..types import Sampling
-from .sampler import pick, uniforms, warpers
+from .sampler import NonFiniteLogitsError, pick, uniforms, warpers
 
 PREFILL_TOKENS = 4096  # of the prompts that are computed in one forward
 SMALLEST_CAPACITY = 16
@@ -111,6 +112,27 @@ class _Rows:
             [tuple(ids) for ids in prompts], list(count), [[] for _ in count], [[] for _ in count]
         )
 
+    def note(
+        self, tokens: Sequence[float], logps: Sequence[float], stops: Sequence[int]
+    ) -> list[int]:
+        """Append a token to each unfinished row; returns the places of those that go on.
+
+        Raises:
+            NonFiniteLogitsError: naming the rows whose log-probability is NaN.
+        """
+        bad = [row for row, logp in zip(self.numbers, logps, strict=True) if math.isnan(logp)]
+        if bad:
+            raise NonFiniteLogitsError(bad)
+        alive = []
+        steps = zip(self.numbers, map(int, tokens), logps, strict=True)
+        for place, (number, token, logp) in enumerate(steps):
+            self.written[number].append(token)
+            self.logps[number].append(logp)
+            if token not in stops:
+                alive.append(place)
+        self.numbers = [self.numbers[place] for place in alive]
+        return alive
+
     def groups(self) -> list[tuple[tuple[int, ...], slice]]:
         """Runs of rows with the same prompt."""
         found: list[tuple[tuple[int, ...], slice]] = []
@@ -121,6 +143,37 @@ class _Rows:
             else:
                 found.append((prompt, slice(place, place + 1)))
         return found
+
+
+@dataclass(frozen=True)
+class _State:
+    """What the device knows of m unfinished rows, so that no step has to bring it there."""
+
+    lengths: Tensor  # (m,) of the prompts
+    draws: Tensor | None  # (m, steps) random numbers; None: greedy
+    seen: Tensor | None  # (m, w) ids that are penalized; short prompts repeat their first one
+
+    @classmethod
+    def of(
+        cls, prompts: Sequence[Sequence[int]], draws: Tensor | None, is_penalized: bool
+    ) -> _State:
+        """Rows that wrote nothing yet."""
+        lengths = [len(ids) for ids in prompts]
+        if not is_penalized:
+            return cls(torch.tensor(lengths), draws, None)
+        seen = [[*ids, *[ids[0]] * (max(lengths) - len(ids))] for ids in prompts]
+        return cls(torch.tensor(lengths), draws, torch.tensor(seen))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> _State:
+        """Change each tensor."""
+        values = (self.lengths, self.draws, self.seen)
+        return _State(*(value if value is None else change(value) for value in values))
+
+    def after(self, tokens: Tensor) -> _State:
+        """Add a token of each row."""
+        if self.seen is None:
+            return self
+        return replace(self, seen=torch.cat([self.seen, tokens[:, None]], 1))
 
 
 class SharedDecoder:
@@ -158,19 +211,25 @@ class SharedDecoder:
         Returns:
             Token ids of each row, stop token included, and the log-probability of each under the
             model at the sampling temperature, before filters.
+
+        Raises:
+            NonFiniteLogitsError: naming the rows whose logits are NaN or infinite.
         """
         rows = _Rows.of(prompts)
         self._prefill(dict.fromkeys(rows.prompts))
         limit = self._sampling.max_tokens
         draws = None if self._greedy else uniforms(seeds, limit)
+        state = _State.of(prompts, draws, self._sampling.repetition_penalty != 1.0)
+        state = state.map(lambda x: x.to(self._device, non_blocking=True))
         hidden = torch.stack([self._prefixes[prompt].hidden for prompt in rows.prompts])
         cache = GrowingCache(limit)
         for step in range(limit):
-            tokens = self._choose(hidden, rows, None if draws is None else draws[:, step])
-            tokens = self._advance(rows, tokens, cache)
+            chosen = self._choose(hidden, state, step)
+            tokens, state = self._advance(rows, state, chosen, cache)
             if not rows.numbers or step + 1 == limit:
                 break
-            hidden = self._forward(tokens, rows, cache, step)
+            positions = state.lengths[:, None] + step
+            hidden = self._forward(tokens, rows, cache, positions)
         return rows.written, rows.logps
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]] | dict[tuple[int, ...], None]) -> None:
@@ -203,7 +262,9 @@ class SharedDecoder:
             self._prefixes[prompt] = Prefix(layers, hidden[at.stop - 1].clone())
             start = at.stop
 
-    def _forward(self, tokens: Tensor, rows: _Rows, cache: GrowingCache, step: int) -> Tensor:
+    def _forward(
+        self, tokens: Tensor, rows: _Rows, cache: GrowingCache, positions: Tensor
+    ) -> Tensor:
         groups = rows.groups()
         prefixes = [self._prefixes[prompt] for prompt, _ in groups]
         layers = range(len(prefixes[0].layers))
@@ -212,10 +273,9 @@ class SharedDecoder:
             tuple(tuple(prefix.layers[layer][0] for prefix in prefixes) for layer in layers),
             tuple(tuple(prefix.layers[layer][1] for prefix in prefixes) for layer in layers),
         )
-        positions = [[len(rows.prompts[number]) + step] for number in rows.numbers]
         output = self._decoder(
             input_ids=tokens[:, None],
-            position_ids=self._tensor(positions),
+            position_ids=positions,
             past_key_values=cache,
             **self._layout(decoding),
         )
@@ -226,54 +286,41 @@ class SharedDecoder:
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
         return {"attention_mask": mask, "use_cache": True, KEYWORD: layout}
 
-    def _choose(self, hidden: Tensor, rows: _Rows, draws: Tensor | None) -> Tensor:
-        """Choose the next token of each unfinished row, and note its log-probability."""
-        step = max(1, (self._head.chunk or default_chunk(self._device)) // self._head.vocabulary)
+    def _choose(self, hidden: Tensor, state: _State, step: int) -> tuple[Tensor, Tensor]:
+        """The next token (m,) of each unfinished row, and its log-probability (m,)."""
+        size = max(1, (self._head.chunk or default_chunk(self._device)) // self._head.vocabulary)
         chosen, logps = [], []
-        for start in range(0, len(rows.numbers), step):
-            numbers = rows.numbers[start : start + step]
-            logits = self._head.logits(hidden[start : start + step], self._autocast)
+        for start in range(0, len(hidden), size):
+            at = slice(start, start + size)
+            logits = self._head.logits(hidden[at], self._autocast)
             every = (logits / self._sampling.temperature).log_softmax(-1)
-            scores = self._penalized(logits, [rows.prompts[i] for i in numbers], rows, numbers)
-            if draws is None:
+            scores = logits if state.seen is None else self._penalized(logits, state.seen[at])
+            if state.draws is None:
                 tokens = scores.argmax(-1)
             else:
                 # None of the filters reads the ids of the rows.
-                tokens = pick(self._warpers(None, scores), draws[numbers])
+                tokens = pick(self._warpers(None, scores), state.draws[at, step])
             chosen.append(tokens)
             logps.append(every.gather(1, tokens[:, None])[:, 0])
-        for number, value in zip(rows.numbers, torch.cat(logps).tolist(), strict=True):
-            rows.logps[number].append(value)
-        return torch.cat(chosen)
+        return torch.cat(chosen), torch.cat(logps)
 
-    def _penalized(
-        self,
-        logits: Tensor,
-        prompts: Sequence[tuple[int, ...]],
-        rows: _Rows,
-        numbers: Sequence[int],
-    ) -> Tensor:
-        penalty = self._sampling.repetition_penalty
-        if penalty == 1.0:
-            return logits
-        process = RepetitionPenaltyLogitsProcessor(penalty)
-        seen = [[*prompt, *rows.written[i]] for prompt, i in zip(prompts, numbers, strict=True)]
-        parts = zip(seen, logits.split(1), strict=True)
-        return torch.cat([process(self._tensor([ids]), part) for ids, part in parts])
+    def _penalized(self, logits: Tensor, seen: Tensor) -> Tensor:
+        return RepetitionPenaltyLogitsProcessor(self._sampling.repetition_penalty)(seen, logits)
 
-    def _advance(self, rows: _Rows, tokens: Tensor, cache: GrowingCache) -> Tensor:
-        """Append a token to each row, and drop those that end; returns the tokens of the others."""
-        alive = []
-        for place, token in enumerate(tokens.tolist()):
-            rows.written[rows.numbers[place]].append(token)
-            if token not in self._sampling.stop_ids:
-                alive.append(place)
+    def _advance(
+        self, rows: _Rows, state: _State, chosen: tuple[Tensor, Tensor], cache: GrowingCache
+    ) -> tuple[Tensor, _State]:
+        """Append a token to each row, and drop those that end: tokens and state of the others."""
+        tokens, logps = chosen
+        # The one time in a step that the host waits for the device. Ids are exact in double.
+        ids, values = torch.stack([tokens.double(), logps.double()]).tolist()
+        alive = rows.note(ids, values, self._sampling.stop_ids)
+        state = state.after(tokens)
         if len(alive) == len(tokens):
-            return tokens
-        rows.numbers = [rows.numbers[place] for place in alive]
+            return tokens, state
         places = self._tensor(alive).long()
         cache.keep(places)
-        return tokens[places]
+        return tokens[places], state.map(lambda x: x[places])
 
     def _tensor(self, values: Any) -> Tensor:
-        return torch.tensor(values, device=self._device)
+        return torch.tensor(values).to(self._device, non_blocking=True)

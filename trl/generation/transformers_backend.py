@@ -19,7 +19,7 @@ from ..wording import did_you_mean
 from .base import cut_at_stop
 from .lockstep import Lockstep
 from .pieces import Limits
-from .sampler import RowSampler
+from .sampler import RowSampler, check_rows, rows_from
 from .shared_decoding import SharedDecoder
 from .trial import DecodingTrial
 
@@ -134,7 +134,8 @@ class TransformersBackend:
         with self._policy() as model, self._with_others(model):
 
             def complete(rows: range) -> Generations:
-                return self._complete(model, prompts.select(rows), _seeds(sampling, rows))
+                with rows_from(rows.start):
+                    return self._complete(model, prompts.select(rows), _seeds(sampling, rows))
 
             found = Generations.concatenate(self._attempt(len(prompts), complete))
         if not self._ranks.all(found.sampling_logps is not None):
@@ -157,10 +158,11 @@ class TransformersBackend:
             complete = self._shared(SharedDecoder(model, head, sampling, greedy))
         else:
             complete = self._padded(model, self._config(sampling, rest), greedy)
-        pieces = self._limits.cut(prompts.token_ids, sampling.max_tokens, model, shared)
-        return Generations.concatenate(
-            [complete(prompts.select(rows), _seeds(sampling, rows)) for rows in pieces]
-        )
+        found = []
+        for rows in self._limits.cut(prompts.token_ids, sampling.max_tokens, model, shared):
+            with rows_from(rows.start):
+                found.append(complete(prompts.select(rows), _seeds(sampling, rows)))
+        return Generations.concatenate(found)
 
     def _shared(self, decode: SharedDecoder) -> Complete:
         def complete(prompts: Prompts, sampling: Sampling) -> Generations:
@@ -180,6 +182,8 @@ class TransformersBackend:
                 generation_config=config,
                 logits_processor=LogitsProcessorList(drawing),
             )
+            for sampler in drawing:
+                check_rows(sampler.is_bad)
             return _finished(output[:, ids.shape[1] :].tolist(), sampling)
 
         return complete

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, takewhile
 from typing import Any
 
@@ -19,14 +19,16 @@ from .shared_attention import KEYWORD, Group, Packing
 class Layout:
     """Inputs of a model, and where the log-probability of each completion token comes from.
 
-    M is the number of distinct predictions; completions that begin alike share theirs.
+    M is the number of distinct predictions; completions that begin alike share theirs. E is the
+    number of completion tokens.
     """
 
     inputs: dict[str, Any]
+    shape: tuple[int, int]  # (B, C)
     sources: Tensor  # (M,) places in the flattened hidden states that predict a token
     targets: Tensor  # (M,) the tokens
-    slots: Tensor  # (B, C) which of the M predictions a completion token is
-    exists: Tensor  # (B, C) bool
+    slots: Tensor  # (E,) which of the M predictions a completion token is
+    places: Tensor  # (E,) where it is in the flattened (B, C)
 
     @property
     def is_packed(self) -> bool:
@@ -35,7 +37,9 @@ class Layout:
 
     def scatter(self, values: Tensor) -> Tensor:
         """Bring predictions (M,) to completions (B, C); 0 beyond a completion's end."""
-        return torch.where(self.exists, values[self.slots], 0.0)
+        # Padding is not read: the gradient of a place read so often would be a long serial sum.
+        flat = values.new_zeros(self.shape[0] * self.shape[1])
+        return flat.index_copy(0, self.places, values[self.slots]).view(self.shape)
 
 
 def plain_layout(
@@ -62,7 +66,8 @@ def plain_layout(
     ids = torch.cat([prompts, completions], 1)
     rows, width = ids.shape
     firsts = torch.arange(rows)[:, None] * width + prompts.shape[1] - 1
-    places = torch.arange(rows * completions.shape[1]).view(rows, -1)
+    predictions = torch.arange(rows * completions.shape[1]).view(rows, -1)
+    exists = exists[:, :columns]
     inputs = {
         "input_ids": ids,
         "attention_mask": attention,
@@ -71,10 +76,11 @@ def plain_layout(
     return _on_device(
         Layout(
             inputs=inputs,
+            shape=(rows, columns),
             sources=(firsts + torch.arange(completions.shape[1])).flatten(),
             targets=completions.flatten(),
-            slots=places[:, :columns],
-            exists=exists[:, :columns],
+            slots=predictions[:, :columns][exists],
+            places=_marked(exists),
         ),
         device,
     )
@@ -98,11 +104,12 @@ def packed_layout(batch: Rollout, device: torch.device) -> Layout:
     lengths = torch.tensor([len(ids) for ids in batch.completion_ids])
     layout = Layout(
         inputs=packed_inputs(torch.tensor([ids]), torch.tensor([positions]), packing),
+        shape=(len(batch), width),
         # One prediction at least, so that rows with empty completions make a valid input.
         sources=torch.tensor(predictions.sources or [0]),
         targets=torch.tensor(predictions.targets or [0]),
-        slots=pad_ragged(predictions.slots, 0, width=width),
-        exists=length_mask(lengths, width),
+        slots=torch.tensor(predictions.slots, dtype=torch.long),
+        places=_marked(length_mask(lengths, width)),
     )
     return _on_device(layout, device)
 
@@ -163,7 +170,7 @@ class _Predictions:
 
     sources: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
-    slots: list[list[int]] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, groups: Sequence[_GroupRows], packing: Packing) -> _Predictions:
@@ -180,7 +187,7 @@ class _Predictions:
         for ids, tail in zip(group.completions, group.tails, strict=True):
             own = ids[shared:]
             sources = [last, *range(start, start + len(tail))][: len(own)]
-            self.slots.append(common[: len(ids)] + self._predict(sources, own))
+            self.slots += common[: len(ids)] + self._predict(sources, own)
             start += len(tail)
 
     def _predict(self, sources: Sequence[int], targets: Sequence[int]) -> list[int]:
@@ -206,10 +213,17 @@ def _same_prompt(prompt_ids: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         yield list(rows)
 
 
+def _marked(mask: Tensor) -> Tensor:
+    """Places of the marked entries in a flattened mask."""
+    return mask.flatten().nonzero()[:, 0]
+
+
 def _on_device(layout: Layout, device: torch.device) -> Layout:
+    """Copy what was made in main memory, and is read on the device alone, without waiting."""
     inputs = {
-        name: value.to(device) if isinstance(value, Tensor) else value
+        name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
         for name, value in layout.inputs.items()
     }
-    moved = (getattr(layout, name).to(device) for name in ("sources", "targets", "slots", "exists"))
-    return Layout(inputs, *moved)
+    names = ("sources", "targets", "slots", "places")
+    moved = {name: getattr(layout, name).to(device, non_blocking=True) for name in names}
+    return replace(layout, inputs=inputs, **moved)

@@ -24,9 +24,6 @@ from ..ops.flash import choose_kernel, merge
 KEYWORD = "trl_shared_prefix"
 
 
-Buckets = tuple[tuple[Tensor, Tensor], ...]
-
-
 class Layers(dict[int, tuple[Tensor, Tensor]]):
     """Keys and values (1, K, T, D) by index of the layer."""
 
@@ -41,12 +38,35 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Bucket:
+    """Tails of similar length, whose e tokens are read and written by integer places alone.
+
+    A boolean index would make the host wait for the device, in every layer.
+    """
+
+    index: Tensor  # (n, w) places in the row; a shorter tail repeats its last one
+    exists: Tensor  # (n, w) bool: False at the repeats
+    cells: Tensor  # (e,) places in the flattened (n, w) that are no repeats
+    places: Tensor  # (e,) their places in the row, each once
+
+    def gather(self, packed: Tensor) -> Tensor:
+        """Take the places of (1, N, T, ...): (n, N, w, ...)."""
+        return packed[0][:, self.index].transpose(0, 1)
+
+    def tokens(self, values: Tensor) -> Tensor:
+        """Drop the repeats of (n, N, w, ...): (N, e, ...)."""
+        return values.transpose(0, 1).flatten(1, 2).index_select(1, self.cells)
+
+
+Buckets = tuple[Bucket, ...]
+
+
+@dataclass(frozen=True)
 class Packing:
     """Where the groups of a packed forward are.
 
-    `buckets` hold the places (n, w) of tails of similar length; a shorter tail repeats its last
-    place, marked False in the second tensor (n, w). Repeats stand behind the tail, where causality
-    hides them. Keys and values of every layer are put into `kept`, if there is one.
+    `buckets` hold the tails of similar length. Repeats stand behind a tail, where causality hides
+    them. Keys and values of every layer are put into `kept`, if there is one.
     """
 
     groups: tuple[Group, ...]
@@ -104,9 +124,7 @@ def make_buckets(
     return tuple(_buckets(tails, device))
 
 
-def _buckets(
-    tails: Sequence[tuple[int, int]], device: torch.device | str
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _buckets(tails: Sequence[tuple[int, int]], device: torch.device | str) -> Iterator[Bucket]:
     """Put tails (start, length) together whose lengths lie between two powers of two."""
     by_size: dict[int, list[tuple[int, int]]] = {}
     for tail in tails:
@@ -116,7 +134,9 @@ def _buckets(
         offsets = torch.arange(int(lengths.max()))
         exists = offsets < lengths[:, None]
         index = starts[:, None] + torch.minimum(offsets, lengths[:, None] - 1)
-        yield index.to(device), exists.to(device)
+        found = index, exists, exists.flatten().nonzero()[:, 0], index[exists]
+        # Made here and read on the device alone, so the host need not wait for the copies.
+        yield Bucket(*(x.to(device, non_blocking=True) for x in found))
 
 
 @dataclass(frozen=True)
@@ -150,11 +170,12 @@ class _PackedAttention(torch.autograd.Function):
             key, value = part.of(keys)
             found = kernel.forward(query[:, :, part.queries], key, value, part.causal, scale)
             output[:, :, part.queries], normalizer[:, :, part.queries] = found
-        for index, exists in layout.buckets:
-            gathered = tuple(_gather(x, index) for x in (query, *keys[:2]))
+        for bucket in layout.buckets:
+            gathered = tuple(map(bucket.gather, (query, *keys[:2])))
             own = kernel.forward(gathered[0], gathered[1], gathered[2], True, scale)
-            before = _gather(output, index), _gather(normalizer, index)
-            _scatter_merged(output, normalizer, merge(before, own), (index, exists))
+            merged = merge((bucket.gather(output), bucket.gather(normalizer)), own)
+            for total, part in zip((output, normalizer), merged, strict=True):
+                total[0].index_copy_(1, bucket.places, bucket.tokens(part).to(total.dtype))
         ctx.save_for_backward(output, normalizer, query, *keys)
         return output
 
@@ -177,13 +198,13 @@ class _PackedAttention(torch.autograd.Function):
             for total, more in zip(part.of(of_keys), found[1:], strict=True):
                 total += more
         everything = (query, *keys[:2], output, normalizer)
-        for index, exists in ctx.layout.buckets:
+        for bucket in ctx.layout.buckets:
             # A repeated place must add nothing.
-            upstream = _gather(grad, index) * exists[:, None, :, None]
-            saved = tuple(_gather(x, index) for x in everything)
+            upstream = bucket.gather(grad) * bucket.exists[:, None, :, None]
+            saved = tuple(map(bucket.gather, everything))
             found = kernel.backward(upstream, saved, True, ctx.scale)
             for total, more in zip((of_query, *of_keys[:2]), found, strict=True):
-                total[0].index_add_(1, index[exists], more.transpose(0, 1)[:, exists])
+                total[0].index_add_(1, bucket.places, bucket.tokens(more))
         return None, None, of_query, *of_keys
 
 
@@ -216,22 +237,6 @@ def _parts(layout: Packing | Tails) -> Iterator[_Part]:
         yield _Part(group.prefix, group.prefix, True, 0)
         if group.tails.stop > group.tails.start:
             yield _Part(group.tails, group.prefix, False, 0)
-
-
-def _gather(packed: Tensor, index: Tensor) -> Tensor:
-    """Take (n, w) places of (1, N, T, ...): (n, N, w, ...)."""
-    return packed[0][:, index].transpose(0, 1)
-
-
-def _scatter_merged(
-    output: Tensor,
-    normalizer: Tensor,
-    merged: tuple[Tensor, Tensor],
-    places: tuple[Tensor, Tensor],
-) -> None:
-    index, exists = places
-    for packed, part in zip((output, normalizer), merged, strict=True):
-        packed[0][:, index[exists]] = part.transpose(0, 1)[:, exists].to(packed.dtype)
 
 
 def _statistics_dtype(query: Tensor) -> torch.dtype:
@@ -304,7 +309,7 @@ def self_test(device: torch.device, dtype: torch.dtype) -> None:
         for heads in (4, 2, 2)
     ]
     upstream = torch.randn(1, 4, total, 8, generator=generator).to(device, dtype)
-    mask = visible(packing, total).to(device)
+    mask = visible(Packing.of(example, "cpu"), total).to(device)
 
     def masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         key, value = (x.repeat_interleave(2, 1) for x in (key, value))
@@ -329,8 +334,9 @@ def visible(packing: Packing, total: int) -> Tensor:
     for group in packing.groups:
         mask[group.tails, group.prefix] = True
         mask[group.prefix, group.prefix] = True
-    for index, exists in packing.buckets:
-        for places, real in zip(index.tolist(), exists.sum(1).tolist(), strict=True):
+    for bucket in packing.buckets:
+        lengths = bucket.exists.sum(1).tolist()
+        for places, real in zip(bucket.index.tolist(), lengths, strict=True):
             own = slice(places[0], places[0] + real)
             mask[own, own] = True
     causal = torch.ones(total, total, dtype=torch.bool).tril()

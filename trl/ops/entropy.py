@@ -8,11 +8,12 @@ def entropy_threshold(entropies: Tensor, top_quantile: float) -> Tensor:
     """Entropy that the given share of the tokens reaches: their (1 - top_quantile) quantile.
 
     Args:
-        entropies (`Tensor`): (n,) entropies of the trained-on tokens of all ranks.
+        entropies (`Tensor`): (n,) entropies of the trained-on tokens of all ranks; -inf marks
+            entries that are no token.
         top_quantile (`float`): share of tokens to keep, in [0, 1].
 
     Returns:
-        `Tensor`: (); linear between the two nearest entries, and inf if there are none.
+        `Tensor`: (); linear between the two nearest tokens, and inf if there are none.
 
     Raises:
         ValueError: if `top_quantile` is not in [0, 1].
@@ -21,12 +22,16 @@ def entropy_threshold(entropies: Tensor, top_quantile: float) -> Tensor:
         raise ValueError(f"top_quantile must be between 0 and 1, got {top_quantile}.")
     if len(entropies) == 0:
         return entropies.new_tensor(torch.inf)
-    # torch.quantile refuses more than 2**24 entries.
+    # torch.quantile refuses more than 2**24 entries. What is no token comes first, and how many
+    # those are the host need not know.
     ordered = entropies.sort().values
-    position = (1 - top_quantile) * (len(ordered) - 1)
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return torch.lerp(ordered[below], ordered[above], position - below)
+    count = (ordered != -torch.inf).sum()
+    position = (1 - top_quantile) * (count - 1).clamp(min=0).double()
+    below = position.long()
+    places = torch.stack([below, (below + 1).minimum(count - 1)]) + len(ordered) - count
+    low, high = ordered[places.clamp(max=len(ordered) - 1)]
+    threshold = torch.lerp(low, high, (position - below).to(ordered.dtype))
+    return threshold.masked_fill(count == 0, torch.inf)
 
 
 def high_entropy_mask(entropies: Tensor, mask: Tensor, threshold: Tensor | float) -> Tensor:

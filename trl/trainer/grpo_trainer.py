@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import TrainerCallback
 
 from ..online.statistics import record_clipping
@@ -174,11 +175,10 @@ class GRPOTrainer(OnlineTrainer):
             )
         if args.top_entropy_quantile < 1.0:
             entropies = torch.as_tensor(scores.entropies).detach()
-            values = entropies[batch.loss_mask].tolist()
-            everywhere = [x for rank in self.ranks.gather_objects(values) for x in rank]
-            threshold = entropy_threshold(
-                entropies.new_tensor(everywhere), args.top_entropy_quantile
-            )
+            marked = entropies.masked_fill(~batch.loss_mask, -torch.inf)
+            missing = int(self.ranks.largest(marked.shape[1])) - marked.shape[1]
+            marked = self.ranks.gather(pad(marked, (0, missing), value=-torch.inf))
+            threshold = entropy_threshold(marked.flatten(), args.top_entropy_quantile)
             kept = high_entropy_mask(entropies, kept, threshold)
         return kept
 
