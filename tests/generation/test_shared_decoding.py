@@ -212,6 +212,17 @@ def test_each_prompt_is_computed_once_over_pieces_that_cut_its_group():
     assert work.steps == [2] * 9 + [2] * 9 + [3] * 9 + [1] * 9
 
 
+def test_a_prompt_that_is_kept_does_not_keep_those_computed_with_it():
+    """The bound on a piece's cache counts the prompts of the piece alone."""
+    model, options = model_of(), sampling(stop_ids=())
+    decode = decoder(model, options)
+    decode([[20, 21, 22], [30, 31]], SEEDS[:2])
+    decode([[30, 31], [40, 41, 42]], SEEDS[:2])
+    kept = decode._prefixes[(30, 31)]
+    for tensor in (tensor for layer in kept.layers for tensor in layer):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 def test_finished_rows_are_computed_no_more():
     model, options = model_of(), sampling()
     decode, work = decoder(model, options), Work(model)

@@ -94,6 +94,11 @@ class Prefix:
     def length(self) -> int:
         return self.layers[0][0].shape[2]
 
+    def copy(self) -> Prefix:
+        """The same in memory of its own."""
+        layers = tuple((key.clone(), value.clone()) for key, value in self.layers)
+        return Prefix(layers, self.hidden)
+
 
 @dataclass
 class _Rows:
@@ -234,7 +239,11 @@ class SharedDecoder:
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]] | dict[tuple[int, ...], None]) -> None:
         """Compute prompts that are not known yet, a few at a time, and forget all others."""
-        self._prefixes = {p: known for p, known in self._prefixes.items() if p in prompts}
+        kept = {p: known for p, known in self._prefixes.items() if p in prompts}
+        if len(kept) < len(self._prefixes):
+            # Views would keep alive all that was computed with them.
+            kept = {p: known.copy() for p, known in kept.items()}
+        self._prefixes = kept
         batch: list[tuple[int, ...]] = []
         for prompt in (p for p in prompts if p not in self._prefixes):
             if batch and sum(map(len, batch)) + len(prompt) > PREFILL_TOKENS:
