@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import transformers
 from cases import LOSSES, MODELS
+from forced import SHORTEST_PASS, silence
 from trajectories import CLASSES, OPTIMIZERS, STEPS, STEPS_ON_ENGINES, compare, curve
 from two_ranks import EXACT as EXACT_ON_TWO
 from two_ranks import ON_ENGINES, result, start
@@ -44,7 +46,7 @@ BOUND = 5e-6  # of the relative difference in float32
 HALF_PRECISION_FACTOR = 1.3  # times the error of single rows in the same precision
 DEVIATION = 5e-5  # of two loss curves, as a share of their range
 RESIDUAL = 5e-6  # the same, averaged over the steps
-SAMPLES = 12
+SAMPLES = 6
 
 # Every pair of values, and a sample of all combinations.
 _generator = random.Random(1)
@@ -52,20 +54,24 @@ _drawn = (draw(DIMENSIONS, _generator) for _ in range(10 * SAMPLES))
 VARIANTS = covering(DIMENSIONS) + [variant for variant in _drawn if variant][:SAMPLES]
 
 
-def _exact() -> list[Variant]:
-    """Variants in which a forward has only rows with a gradient, or only rows without one."""
+def _left_out() -> list[Variant]:
+    """Variants that leave out whole forwards, and variants that leave out rows of forwards."""
     dimensions = {
         "model": ("Llama", "Llama, tied head", "Gemma2, soft-capped attention", "Phi, head bias"),
-        "loss": ("rloo", "rloo, second pass", "dapo", "dr_grpo", "gspo, second pass"),
+        "loss": ("rloo", "rloo, second pass", "dapo", "gspo, second pass"),
         "shared": (True, False),
-        "micro_batch": (1, 4),
+        "passes": (False, True),
+        "micro_batch": (1, 4, 8),
+        "single_zeros": (False, True),
         "chunk": (None, 0, TILE),
         "checkpointing": (False, True),
     }
-    return [v.but(single_zeros=v.micro_batch == 1) for v in covering(dimensions)]
+    return covering(dimensions)
 
 
-EXACT = _exact()
+LEFT_OUT = _left_out()
+EXACT = [variant for variant in LEFT_OUT if not variant.is_mixed]
+MIXED = [variant for variant in LEFT_OUT if variant.is_mixed]
 HALF_PRECISION = [
     Variant(model=model, loss=loss, precision=precision)
     for model in ("Llama", "Gemma3, soft-capped logits")
@@ -78,7 +84,8 @@ def plain_and_shared(variant: Variant) -> dict[str, list[Variant]]:
     """The ways that are measured in half precision."""
     return {
         "plain rows": [variant.but(shared=False)],
-        "shared prefix": [variant, variant.but(micro_batch=16, chunk=0)],
+        "shared prefix": [variant],
+        "shared prefix, in passes": [variant.but(micro_batch=16, chunk=0, passes=True)],
     }
 
 
@@ -110,6 +117,8 @@ def family_of(variant: Variant) -> Family:
     layout = "shared prefix" if variant.shared else "plain rows"
     if variant.shared and not MODELS[variant.model].shares:
         layout = "shared prefix: falls back"
+    layout += ", in passes" if variant.passes else ""
+    layout += ", LoRA" if variant.lora else ""
     return variant.model, LOSSES[variant.loss].family, layout
 
 
@@ -138,11 +147,24 @@ def judged(variant: Variant, measured: Measured) -> float:
 
 
 def dropped_difference(variant: Variant) -> float:
-    """Largest absolute difference that leaving rows out makes; NaN if none were left out."""
+    """What leaving rows out changes; NaN if none were left out.
+
+    Returns:
+        The relative difference where forwards become smaller, else the largest absolute one.
+    """
     kept, dropped = measure(variant.but(skip=False)), measure(variant)
-    if dropped.forwards >= kept.forwards:
+    if dropped.tokens >= kept.tokens or not is_as_expected(variant, dropped):
         return math.nan
-    return largest(kept.gradient, dropped.gradient)
+    compared = difference if variant.is_mixed else largest
+    return compared(dropped.gradient, kept.gradient)
+
+
+def contribution(variant: Variant, with_signal: bool = False) -> float:
+    """Largest entry of what rows without (or with) an advantage add to the gradient."""
+    silent = {"single_zeros": variant.single_zeros, "with_signal": not with_signal}
+    prepare = partial(silence, loss=variant.loss, **silent)
+    measured = measure(variant.but(skip=False), prepare)
+    return float(measured.gradient.abs().max())
 
 
 def largest(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -157,8 +179,13 @@ def float32_lines() -> Iterator[Line]:
 
 def dropped_lines() -> Iterator[Line]:
     """Rows of zero advantage, computed and left out."""
-    found = ((family_of(v), v, dropped_difference(v)) for v in EXACT)
-    return lines_of((((*f[:2], "rows left out"), v, value) for f, v, value in found), 0.0)
+    for words, variants, measured, bound in (
+        ("whole micro-batches left out", EXACT, dropped_difference, 0.0),
+        ("what rows of mixed ones add", MIXED, contribution, 0.0),
+        ("rows of mixed ones left out", MIXED, dropped_difference, BOUND),
+    ):
+        found = (((v.model, LOSSES[v.loss].family, words), v, measured(v)) for v in variants)
+        yield from lines_of(found, bound)
 
 
 def rank_lines(found: dict) -> Iterator[Line]:
@@ -211,7 +238,7 @@ Sections = dict[str, list[Line]]
 
 SECTIONS = {
     "float32": "Gradients in float32: ||g - g_ref|| / ||g_ref||",
-    "dropped": "Rows of zero advantage left out: largest difference of any gradient entry",
+    "dropped": "Rows of zero advantage",
     "ranks": "Two processes",
     "bf16": f"bfloat16 against float32; bound: {HALF_PRECISION_FACTOR} x single rows in bfloat16",
     "curves": "Loss curves in pairs, as shares of their range",
@@ -252,12 +279,23 @@ def report(sections: Sections, seconds: float) -> str:
         "of one update of the real trainers, compared with a reference that scores one row at a",
         "time, without padding, from full logits, and writes the losses out in loops. Variants",
         "combine layout, micro-batch, accumulation, generation rounds, logits held at once,",
-        "padding side and amount, padding token, junk behind the end, row order, rows left out,",
-        "checkpointing and logging: every pair of values, and a random sample.",
+        "passes, amount of padding and what fills it (padding token, end token, random tokens),",
+        "row order, rows left out, checkpointing, adapters and logging: every pair of values, and",
+        "a random sample.",
+        "",
+        "- In passes: packed rows longer than 2,048 tokens are cut into several passes, with",
+        f"  gradient checkpointing; here from {SHORTEST_PASS} tokens on.",
+        "- Padding: shared rows have none. Plain rows have their prompts padded on the left and",
+        "  their completions on the right, whichever side a tokenizer names, so the side is not",
+        "  varied. What an engine writes behind the end token is cut before a row exists; random",
+        "  tokens are put there and into the padding.",
+        "- Rows left out: what they would add to the gradient, in forwards of the other rows, is",
+        "  measured by letting no other row act on it.",
         "",
         f"`make invariance`, {time.strftime('%Y-%m-%d')}: Python {platform.python_version()}, "
         f"torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"{os.cpu_count()} cores at a load of {os.getloadavg()[0]:.0f}, {seconds:.0f} s.",
+        f"{os.cpu_count()} cores at a load of {os.getloadavg()[0]:.0f}, {seconds:.0f} s "
+        f"({time.process_time():.0f} s of work in the first of its processes).",
     ]
     for key, members in sections.items():
         text += ["", f"## {SECTIONS[key]}", "", table(members)]

@@ -19,11 +19,14 @@ from certificate import (
     EXACT_ON_TWO,
     HALF_PRECISION,
     HALF_PRECISION_FACTOR,
+    LEFT_OUT,
+    MIXED,
     ON_TWO,
     RESIDUAL,
     VARIANTS,
     Line,
     all_curves,
+    contribution,
     dropped_difference,
     gradient_difference,
     judged,
@@ -79,6 +82,12 @@ def test_gradient_is_that_of_single_rows(variant):
 @pytest.mark.parametrize("variant", EXACT, ids=str)
 def test_rows_left_out_change_no_bit(variant):
     assert dropped_difference(variant) == 0.0
+
+
+@pytest.mark.parametrize("variant", MIXED, ids=str)
+def test_rows_left_out_of_a_forward_would_add_nothing(variant):
+    assert contribution(variant) == 0.0
+    assert dropped_difference(variant) <= BOUND
 
 
 @pytest.mark.parametrize("variant", HALF_PRECISION, ids=str)
@@ -140,6 +149,17 @@ def test_an_unexpected_layout_is_seen():
     assert not judged(Variant(), plain) <= BOUND
 
 
+@pytest.mark.parametrize("variant", [Variant(passes=True), Variant(micro_batch=16)], ids=str)
+def test_forwards_in_passes_are_told_from_whole_ones(variant):
+    measured = measure(variant)
+    assert measured.in_passes == variant.passes and judged(variant, measured) <= BOUND
+    assert not judged(variant.but(passes=not variant.passes), measured) <= BOUND
+
+
+def test_rows_that_add_something_are_seen():
+    assert contribution(MIXED[0], with_signal=True) > 1e-3
+
+
 def test_curves_that_part_are_seen():
     straight = torch.linspace(4, 3, STEPS, dtype=torch.float64)
     deviation, residual, pair = compare({"a": straight, "b": straight, "c": straight + 0.01})
@@ -171,12 +191,36 @@ def test_the_rollout_has_the_rows_that_go_wrong():
     assert sum(a == 0.0 for a in credit[3]) == 2
 
 
+def test_rows_are_left_out_of_all_kinds_of_forwards():
+    assert EXACT and MIXED and len(EXACT) + len(MIXED) == len(LEFT_OUT)
+    assert {variant.passes for variant in EXACT} == {variant.passes for variant in MIXED}
+
+
 def test_junk_is_written_behind_the_end():
     row = cases.groups()[0][0]
     assert cases.script(0, junk=False)(row.prompt, 0) == list(row.completion)
     written = cases.script(0, junk=True)(row.prompt, 0)
     assert written[: len(row.completion)] == list(row.completion)
     assert len(written) > len(row.completion)
+
+
+@pytest.mark.parametrize("padding", DIMENSIONS["padding"])
+def test_the_scorer_sees_what_fills_the_padding(padding):
+    seen = set()
+
+    def look(trainer):
+        trainer.model.register_forward_pre_hook(
+            lambda model, args, inputs: seen.update(
+                inputs["input_ids"][inputs["attention_mask"] == 0].tolist()
+            ),
+            with_kwargs=True,
+        )
+
+    measure(Variant(shared=False, padding=padding, pad_multiple=8), look)
+    if padding == "junk":
+        assert len(seen) > 50
+    else:
+        assert seen == {{"pad": 0, "eos": EOS}[padding]}
 
 
 # --- The report ---

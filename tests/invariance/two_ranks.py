@@ -17,11 +17,12 @@ from variants import TILE, Variant, is_as_expected, measure
 TWO = Variant(ranks=2)
 VARIANTS = [
     TWO,
-    TWO.but(shared=False, loss="dapo", junk=True),
+    TWO.but(shared=False, loss="dapo", padding="junk"),
     # Every group is half on one rank and half on the other.
     TWO.but(loss="rloo, KL", micro_batch=2, rounds=4, order=1),
-    TWO.but(model="Qwen3", loss="grpo, KL", micro_batch=1, rounds=2, checkpointing=True),
-    TWO.but(model="Llama, tied head", loss="dapo, entropy bonus", micro_batch=8, pad_is_eos=True),
+    TWO.but(model="Qwen3", loss="grpo, KL", micro_batch=2, rounds=2, passes=True),
+    TWO.but(model="Granite, logits scaling", passes=True, lora=True, micro_batch=8),
+    TWO.but(model="Llama, tied head", loss="dapo, entropy bonus", micro_batch=8, padding="eos"),
     TWO.but(model="Gemma3, soft-capped logits", loss="rloo, second pass", micro_batch=2, logs=True),
     TWO.but(model="Phi, head bias", loss="gspo, second pass", shared=False, chunk=0),
 ]

@@ -6,7 +6,7 @@ import io
 import itertools
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
@@ -18,12 +18,14 @@ import peft
 import torch
 from cases import EOS, GROUP, LOSSES, MODELS, ORDERS, TEXTS
 from datasets import Dataset
+from forced import conditions
 from online import config
 from tiny import tiny_tokenizer
 from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerCallback
 
 from trl.generation.scripted import ScriptedBackend
+from trl.models.parts import causal_model
 from trl.models.shared_attention import KEYWORD
 
 ROWS = GROUP * len(TEXTS)
@@ -37,13 +39,12 @@ class Variant:
     model: str = "Llama"
     loss: str = "rloo"
     shared: bool = True  # prompts computed once
+    passes: bool = False  # over a part of the tokens; with gradient checkpointing, which they need
     micro_batch: int = 4  # rows of one forward; the rest is accumulated
     rounds: int = 1  # generation rounds of the update
     chunk: int | None = None  # logits held at once
-    padding_side: str = "left"
-    pad_multiple: int | None = None
-    pad_is_eos: bool = False
-    junk: bool = False  # tokens behind the end of completions
+    pad_multiple: int | None = None  # of both widths of plain rows
+    padding: str = "pad"  # what fills plain rows, and follows the end in what an engine writes
     order: int = 0  # of groups, and of rows in a group
     skip: bool = True  # rows of zero advantage
     checkpointing: bool = False
@@ -66,6 +67,11 @@ class Variant:
         return dataclasses.replace(self, **changes)
 
     @property
+    def family(self) -> tuple[str, str, bool, bool]:
+        """Model, algorithm and layout."""
+        return self.model, LOSSES[self.loss].family, self.shared, self.passes
+
+    @property
     def accumulation(self) -> int:
         """Micro-batches of the update on one rank."""
         return ROWS // self.micro_batch // self.ranks
@@ -73,9 +79,19 @@ class Variant:
     @property
     def is_possible(self) -> bool:
         """Whether the update can be cut like that."""
-        if self.accumulation % self.rounds:
+        loss = LOSSES[self.loss]
+        if self.accumulation % self.rounds or (self.rounds > 1 and loss.second_pass):
             return False
-        return self.rounds == 1 or not LOSSES[self.loss].second_pass
+        if self.lora and loss.option("beta"):
+            return False  # the reference would be the model without its adapter
+        # A single completion is all prefix.
+        shares = self.shared and MODELS[self.model].shares
+        return not self.passes or (shares and self.micro_batch > 1)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether a forward has rows with a gradient and rows without one."""
+        return self.micro_batch > (1 if self.single_zeros else GROUP)
 
 
 @dataclass(frozen=True)
@@ -83,8 +99,9 @@ class Measured:
     """What a run gave, and how it got there."""
 
     gradient: Tensor
-    forwards: int  # with gradient
+    tokens: int  # of forwards with gradient
     shared: bool  # whether all of them had shared prompts
+    in_passes: bool  # whether some of them were cut
 
 
 LARGE = 1e3  # a learning rate at which weights before an update are lost in rounding
@@ -96,12 +113,24 @@ class _Watch(TrainerCallback):
     def __init__(self, model: nn.Module, keeps: bool):
         self.gradient = torch.empty(0)
         self.keeps = keeps
+        self.tokens = self.decodings = 0
         self.packed: list[bool] = []
         model.register_forward_pre_hook(self._look, with_kwargs=True)
+        causal_model(model).base_model.register_forward_pre_hook(self._count)
 
     def _look(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
             self.packed.append(kwargs.get(KEYWORD) is not None)
+            self.tokens += kwargs["input_ids"].numel()
+
+    def _count(self, decoder: nn.Module, args: Any) -> None:
+        self.decodings += torch.is_grad_enabled()
+
+    @property
+    def measured(self) -> Measured:
+        """What was seen."""
+        in_passes = self.decodings > len(self.packed)
+        return Measured(self.gradient, self.tokens, all(self.packed), in_passes)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if self.keeps:
@@ -115,22 +144,31 @@ def flat_gradient(model: nn.Module) -> Tensor:
     return torch.cat([grad.flatten().float() for grad in found])
 
 
-def measure(variant: Variant, **changes: Any) -> Measured:
+def measure(
+    variant: Variant, prepare: Callable[[Any], None] = lambda trainer: None, **changes: Any
+) -> Measured:
     """Train one update (two, if the loss has a second pass) and return its gradient.
 
     Args:
+        prepare: changes the trainer before it runs.
         changes: options of the trainer that are unlike those of the variant.
     """
     applied = variant.ranks > 1 and variant.engine != "ddp"
     if applied:
         changes = {"learning_rate": LARGE} | changes
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        redirect_stdout(io.StringIO()),
+        conditions(variant.passes, variant.padding == "junk"),
+    ):
         trainer = make_trainer(variant, folder, **changes)
         watch = _Watch(trainer.model, keeps=not applied)
         trainer.add_callback(watch)
+        prepare(trainer)
         trainer.train()
-    gradient = applied_gradient(trainer, variant) if applied else watch.gradient
-    return Measured(gradient, len(watch.packed), all(watch.packed))
+    if applied:
+        watch.gradient = applied_gradient(trainer, variant)
+    return watch.measured
 
 
 def applied_gradient(trainer: Any, variant: Variant) -> Tensor:
@@ -159,7 +197,8 @@ def make_trainer(variant: Variant, folder: str, **changes: Any) -> Any:
     )
     trainer.remove_callback(PrinterCallback)
     trainer.backend = ScriptedBackend(
-        cases.script(variant.order, variant.junk), lambda count: trainer.ranks.rank * count
+        cases.script(variant.order, variant.padding == "junk"),
+        lambda count: trainer.ranks.rank * count,
     )
     if trainer.reference is not None:
         state = trainer.reference.state_dict()
@@ -180,7 +219,7 @@ def options(variant: Variant) -> dict[str, Any]:
         "logits_chunk_size": variant.chunk,
         "pad_to_multiple_of": variant.pad_multiple,
         "skip_zero_advantages": variant.skip,
-        "gradient_checkpointing": variant.checkpointing,
+        "gradient_checkpointing": variant.checkpointing or variant.passes,
         "logging_steps": 1 if variant.logs else 1000,
         "bf16": variant.precision == "bf16 autocast",
         "use_cpu": variant.ranks == 1,  # else the engine says
@@ -214,8 +253,7 @@ def initial(model: str, precision: str = "float32", lora: bool = False) -> nn.Mo
 def tokenizer(variant: Variant) -> Any:
     """The tokenizer; its padding must not matter."""
     found = tiny_tokenizer()
-    found.padding_side = variant.padding_side
-    if variant.pad_is_eos:
+    if variant.padding == "eos":
         found.pad_token = found.convert_ids_to_tokens(EOS)
     return found
 
@@ -267,8 +305,9 @@ def _reference(key: _Key) -> Tensor:
 
 
 def is_as_expected(variant: Variant, measured: Measured) -> bool:
-    """Whether prompts were shared where the variant and its model say so."""
-    return measured.shared == (variant.shared and MODELS[variant.model].shares)
+    """Whether prompts were shared, and passes made, where the variant and its model say so."""
+    shared = variant.shared and MODELS[variant.model].shares
+    return (measured.shared, measured.in_passes) == (shared, variant.passes)
 
 
 def difference(gradient: Tensor, expected: Tensor) -> float:
@@ -283,17 +322,17 @@ DIMENSIONS: Dimensions = {
     "model": tuple(MODELS),
     "loss": tuple(LOSSES),
     "shared": (True, False),
+    "passes": (False, True),
     "micro_batch": (1, 2, 4, 8, 16),
     "rounds": (1, 2),
     "chunk": (None, 0, TILE),
-    "padding_side": ("left", "right"),
     "pad_multiple": (None, 8, 64),
-    "pad_is_eos": (False, True),
-    "junk": (False, True),
+    "padding": ("pad", "eos", "junk"),
     "order": (0, 1, 2),
     "skip": (True, False),
     "checkpointing": (False, True),
     "logs": (False, True),
+    "lora": (False, True),
 }
 
 
@@ -319,9 +358,20 @@ def covering(dimensions: Dimensions, seed: int = 0) -> list[Variant]:
         drawn = [draw(dimensions, generator, generator.choice(wanted)) for _ in range(60)]
         candidates = [variant for variant in drawn if variant is not None]
         if candidates:
-            found.append(max(candidates, key=lambda v: len(pairs(v, dimensions) & missing)))
+            families = {variant.family for variant in found}
+            found.append(
+                max(
+                    candidates,
+                    key=lambda v: (len(pairs(v, dimensions) & missing), _interest(v, families)),
+                )
+            )
             missing -= pairs(found[-1], dimensions)
     return found
+
+
+def _interest(variant: Variant, families: set) -> tuple[bool, bool, int]:
+    """Among equals: new families, passes, which have most that can go wrong, and few forwards."""
+    return variant.family not in families, variant.passes, variant.micro_batch
 
 
 def pairs(variant: Variant, dimensions: Dimensions) -> set:

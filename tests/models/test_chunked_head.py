@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from torch import nn
 
-from trl.models.chunked_head import module_log_probs
+from trl.models.chunked_head import checkpointed_log_probs, module_log_probs
 from trl.models.parts import OutputHead
 from trl.ops.linear_logprobs import LogitTransform
 
@@ -163,6 +163,32 @@ def test_gradients_of_chunks_are_added_in_float32():
     for ours, theirs, wanted in zip(found, full, expected, strict=True):
         error = (ours.double() - wanted).norm() / wanted.norm()
         assert error < 1.3 * (theirs.double() - wanted).norm() / wanted.norm() + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "chunks", "bound"),
+    [
+        ("called", 1000, 0.004),
+        # Autograd adds these in bfloat16: with chunks of 220 tokens, as many as 8,000 tokens have.
+        ("sharded", 40, 0.01),
+    ],
+)
+def test_chunks_that_add_up_to_a_long_sum_in_bfloat16(kind, chunks, bound):
+    """All of one sign, so that no error is balanced by another."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = (1 + 0.3 * torch.randn(1000, 8, generator=generator)).bfloat16()
+    weight = (torch.randn(60, 8, generator=generator) / 4).bfloat16().requires_grad_()
+    ids = torch.zeros(1000, dtype=torch.long)
+    wide = weight.detach().float().requires_grad_()
+    every = (hidden.float() @ wide.T).log_softmax(-1)
+    (exact,) = torch.autograd.grad(every[:, 0].mean(), wide)
+    call = (hidden.requires_grad_(), ids, 1000 // chunks)
+    if kind == "called":
+        logps, _ = module_log_probs(lambda x: x @ weight.T, [weight], *call)
+    else:
+        logps, _ = checkpointed_log_probs(lambda x: x @ weight.T, *call)
+    (found,) = torch.autograd.grad(logps.mean(), weight)
+    assert (found.float() - exact).norm() < bound * exact.norm()
 
 
 @pytest.mark.parametrize("step", [23, 5])
