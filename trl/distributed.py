@@ -65,7 +65,7 @@ class Ranks:
 
     def all(self, flag: bool) -> bool:
         """Whether something holds on every rank."""
-        return int(self.sum(torch.tensor(int(flag)))) == self.count
+        return flag if self.count == 1 else int(self.sum(torch.tensor(int(flag)))) == self.count
 
     def largest(self, value: float) -> float:
         """The largest of the numbers that the ranks give; NaN if one of them is."""

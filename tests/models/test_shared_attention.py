@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from trl.models import shared_attention
 from trl.models.shared_attention import (
     KEYWORD,
     Decoding,
@@ -15,10 +14,8 @@ from trl.models.shared_attention import (
     decoding_attention,
     install,
     packed_attention,
-    self_test,
     visible,
 )
-from trl.ops.flash import CpuFlash
 
 SCALE = 0.3
 GROUPS = {
@@ -262,55 +259,3 @@ def test_a_soft_cap_has_no_layout(implementation):
     options = {KEYWORD: Packing.of([(3, [])], "cpu"), "softcap": 5.0}
     with pytest.raises(NotImplementedError, match="soft-capped"):
         attend("noted", SimpleNamespace(layer_idx=0), query, query, query, None, **options)
-
-
-# --- The test of a kernel ---
-
-
-class NoCausality(CpuFlash):
-    def forward(self, query, key, value, causal, scale):
-        return super().forward(query, key, value, False, scale)
-
-
-class WrongNormalizer(CpuFlash):
-    def forward(self, query, key, value, causal, scale):
-        output, normalizer = super().forward(query, key, value, causal, scale)
-        return output, normalizer + 0.1
-
-
-class WrongScale(CpuFlash):
-    def forward(self, query, key, value, causal, scale):
-        return super().forward(query, key, value, causal, 1.02 * scale)
-
-
-def wrong_gradient(place):
-    class Wrong(CpuFlash):
-        def backward(self, grad, saved, causal, scale):
-            found = list(super().backward(grad, saved, causal, scale))
-            found[place] = found[place] * 1.02
-            return tuple(found)
-
-    return Wrong
-
-
-class NotANumber(CpuFlash):
-    def forward(self, query, key, value, causal, scale):
-        output, normalizer = super().forward(query, key, value, causal, scale)
-        return output * torch.nan, normalizer
-
-
-WRONG = [NoCausality, WrongNormalizer, WrongScale, NotANumber, *map(wrong_gradient, range(3))]
-
-
-@pytest.mark.parametrize("kernel", WRONG)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_wrong_kernel_is_found(monkeypatch, kernel, dtype):
-    monkeypatch.setattr(shared_attention, "choose_kernel", lambda query: kernel())
-    with pytest.raises(RuntimeError, match="the attention kernel of this device"):
-        self_test(torch.device("cpu"), dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_the_kernel_of_this_machine_is_right(dtype):
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        assert self_test(torch.device("cpu"), dtype) is None

@@ -46,7 +46,9 @@ def checkpointed_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """As `module_log_probs`, for modules whose own hooks must see the backward pass.
 
-    Gradients of the parameters are summed in their own precision, as autograd does it.
+    Gradients of the parameters are summed in their own precision, as autograd does it. In bfloat16
+    that rounds: by 0.6 % over 40 chunks of one sign, by 3 % over 160. Adapters are float32 unless
+    peft is told otherwise.
     """
 
     def piece(hidden: Tensor, ids: Tensor) -> tuple[Tensor, ...]:

@@ -2,7 +2,9 @@
 
 Tokens of a forward lie in one row without padding: first the prefixes of all groups, then the tails
 of their completions. A prefix attends to itself, causally; a tail to the prefix of its group and,
-causally, to itself. No mask is built and no key is copied: see `trl.ops.flash`.
+causally, to itself. No mask is built, and the keys of a prefix are read where they are; those of
+tails are gathered by length, and the memory-efficient kernel of GPUs repeats heads that are shared:
+see `trl.ops.flash`.
 
 The row may be cut into passes: one over the prefixes, whose keys and values are kept, and some over
 tails, which read them.
@@ -292,40 +294,6 @@ def decoding_attention(
         normalizer[rows] = found[1].transpose(0, 2)
     merged, _ = merge((output, normalizer), kernel.forward(query, *own, False, scale))
     return merged
-
-
-def self_test(device: torch.device, dtype: torch.dtype) -> None:
-    """Compare outputs and gradients with masked attention on a small example.
-
-    Raises:
-        RuntimeError: if they differ by more than rounding explains.
-    """
-    example = [(5, [3, 0, 7, 1]), (9, [2, 2])]
-    packing = Packing.of(example, device)
-    total = sum(prefix + sum(tails) for prefix, tails in example)
-    generator = torch.Generator().manual_seed(0)
-    inputs = [
-        torch.randn(1, heads, total, 8, generator=generator).to(device, dtype).requires_grad_()
-        for heads in (4, 2, 2)
-    ]
-    upstream = torch.randn(1, 4, total, 8, generator=generator).to(device, dtype)
-    mask = visible(Packing.of(example, "cpu"), total).to(device)
-
-    def masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        key, value = (x.repeat_interleave(2, 1) for x in (key, value))
-        return nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=0.3
-        )
-
-    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        ours = packed_attention(inputs[0], (inputs[1], inputs[2]), packing, 0, 0.3)
-        plain = masked(inputs[0], inputs[1], inputs[2])
-        found = [ours, *torch.autograd.grad(ours, inputs, upstream)]
-        wanted = [plain, *torch.autograd.grad(plain, inputs, upstream)]
-    bound = 64 * torch.finfo(dtype).eps
-    for one, other in zip(found, wanted, strict=True):
-        if not (one - other).norm() <= bound * other.norm():
-            raise RuntimeError("the attention kernel of this device gives other gradients")
 
 
 def visible(packing: Packing, total: int) -> Tensor:
