@@ -24,6 +24,9 @@ from torch.backends.cuda import (
 )
 
 aten = torch.ops.aten
+# Entries of two parts that are merged at once, in float32.
+MERGED_ON_CPU = 2**18
+MERGED_ON_ACCELERATOR = 2**24
 
 
 class Kernel(Protocol):
@@ -216,8 +219,16 @@ def merge_heads(grad: Tensor, keys: Tensor) -> Tensor:
 def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Merge attentions over two disjoint sets of keys, each (output, log-normalizer)."""
     total = torch.logaddexp(first[1], second[1])
-    # Weights are not rounded to half precision, nor the parts before they are added.
-    one, other = (
-        part * (normalizer - total).exp()[..., None] for part, normalizer in (first, second)
-    )
-    return one.add_(other).to(first[0].dtype), total
+    output = torch.empty_like(first[0])
+    batch, heads, length, width = output.shape
+    most = MERGED_ON_CPU if output.device.type == "cpu" else MERGED_ON_ACCELERATOR
+    step = max(1, most // max(1, batch * heads * width))
+    for start in range(0, length, step):
+        at = slice(start, start + step)
+        # Weights are not rounded to half precision, nor the parts before they are added.
+        one, other = (
+            part[:, :, at] * (normalizer[:, :, at] - total[:, :, at]).exp()[..., None]
+            for part, normalizer in (first, second)
+        )
+        output[:, :, at] = one.add_(other)
+    return output, total
