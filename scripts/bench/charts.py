@@ -22,13 +22,20 @@ def _finish(figure: Any, path: Path) -> None:
     plt.close(figure)
 
 
+SHAPES = ((3100, 53), (3100, 256), (512, 53), (512, 256))
+
+
 def peak_against_count(
-    rows: Rows, titles: dict[str, str], counts: Sequence[int], path: Path
+    rows: Rows,
+    titles: dict[str, str],
+    counts: Sequence[int],
+    path: Path,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
 ) -> None:
     """Peak against the number of completions, both axes logarithmic, one panel a shape."""
-    shapes = ((3100, 53), (3100, 256), (512, 53), (512, 256))
-    figure, axes = plt.subplots(2, 2, figsize=(12, 9), sharex=True)
-    for axis, (prompt, completion) in zip(axes.flat, shapes, strict=True):
+    height = -(-len(shapes) // 2)
+    figure, axes = plt.subplots(height, 2, figsize=(12, 4.5 * height), sharex=True, squeeze=False)
+    for axis, (prompt, completion) in zip(axes.flat, shapes, strict=False):
         for place, (name, title) in enumerate(titles.items()):
             shape = {"prompt": prompt, "completion": completion}
             points = [(k, rows.peak(name, completions=k, **shape)) for k in counts]
@@ -73,17 +80,22 @@ def _draw_timeline(axis: Any, timeline: list[list[Any]]) -> None:
 def stacked(rows: Rows, titles: dict[str, str], what: str, path: Path, **work: int) -> None:
     """Tokens or processor seconds of one optimizer step as bars stacked by phase."""
     runs = {title: rows.run(name, **work) for name, title in titles.items()}
-    shown = {title: run for title, run in runs.items() if run}
-    figure, axis = plt.subplots(figsize=(10, 1 + 0.45 * len(shown)))
-    for place, run in enumerate(reversed(shown.values())):
+    names = {"tokens": "tokens through the model", "cpu_seconds": "processor seconds"}
+    values = {title: of_a_step(run, what) for title, run in runs.items() if run}
+    bars(values, f"{names[what]}, one optimizer step", path)
+
+
+def bars(values: dict[str, dict[str, float]], label: str, path: Path) -> None:
+    """A bar for each name, stacked by phase."""
+    figure, axis = plt.subplots(figsize=(10, 1 + 0.45 * len(values)))
+    for place, phases in enumerate(reversed(values.values())):
         left = 0.0
         for phase in PHASES:
-            width = of_a_step(run, what).get(phase, 0)
+            width = phases.get(phase, 0)
             axis.barh(place, width, left=left, color=COLORS[phase])
             left += width
-    axis.set_yticks(range(len(shown)), list(reversed(shown)))
-    names = {"tokens": "tokens through the model", "cpu_seconds": "processor seconds"}
-    axis.set_xlabel(f"{names[what]}, one optimizer step")
+    axis.set_yticks(range(len(values)), list(reversed(values)))
+    axis.set_xlabel(label)
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[phase]) for phase in PHASES]
     axis.legend(handles, PHASES, fontsize=7)
     _finish(figure, path)

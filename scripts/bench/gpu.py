@@ -1,39 +1,213 @@
-"""The memory experiment and the step times on a GPU; says so and ends if there is none.
+"""Everything that needs a GPU, by one command; says so and ends if there is none.
 
-Results go to docs/benchmarks/gpu.json as they come. Peers that cannot be installed, for want of a
-network, are left out; BENCH_SITE_TRL_1_16_0=folder names a folder with an installed one.
+Results go to docs/benchmarks/gpu.json as they come, so a run that is stopped continues where it
+was; at the end docs/benchmarks/gpu.md and its charts are written. Peers that cannot be installed,
+for want of a network, are left out; BENCH_SITE_TRL_1_16_0=folder names a folder with an installed
+one.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import subprocess
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import environments
-from memory import SETTINGS
-from runs import RESULTS, Store, Work, execute
-from step import PEER, run_in_turns, works
+import step
+from memory import BEST_COUNTS, SETTINGS
+from runs import RESULTS, Identified, Store, Work, execute
 
-MEMORY_SETTINGS = ("first", "now", "plain", "head", "shared", "reuse", "all", "default")
-MEMORY_SHAPES = ((3100, 53), (512, 256))
-MEMORY_COUNTS = (2, 8, 16, 64)
-MODELS = ("0.5b", "1.5b")
+POLICIES = ("never", "auto", "always")
+BF16 = json.dumps({"model_init_kwargs": {"dtype": "bfloat16"}})
+SHORTAGE = {"gradient_checkpointing": False, "optim": "sgd", "learning_rate": 0.1}
+PARTS = {  # the short ones first
+    "head": "the bounded head at 8K tokens and 128K entries",
+    "shortage": "a real recovery from running out of memory",
+    "cache": "what empty_cache saves",
+    "memory": "peaks of this project and its peers",
+    "steps": "step times, in bf16, of models of 0.5 and 1.5 billion weights",
+}
 
 
-def memory_works() -> Iterator[tuple[str, Work]]:
-    """The memory experiment with kernels of the GPU, each setting and size."""
-    for count in MEMORY_COUNTS:
-        for prompt, completion in MEMORY_SHAPES:
-            for name in MEMORY_SETTINGS:
+@dataclass(frozen=True)
+class Plan:
+    """The sizes of everything that is measured; lengths in tokens."""
+
+    settings: tuple[str, ...] = tuple(
+        name
+        for name in SETTINGS
+        if name != "now-gpu"  # on a GPU that is what `now` does
+    )
+    shapes: tuple[tuple[int, int], ...] = ((3100, 53), (512, 256))
+    counts: tuple[int, ...] = (2, 8, 16, 64)
+    models: tuple[str, ...] = ("0.5b", "1.5b")
+    vocabulary: int = Work.vocabulary
+    scale: int = 1  # divides the lengths of step times
+    head: tuple[str, ...] = ("8192,4096,128256", "8192,1536,151936")
+    policies: tuple[str, ...] = POLICIES
+    cache: Work = Work(
+        prompt=1024, completion=512, completions=16, steps=5, shape="0.5b", ragged=True
+    )
+    shortage: Work = Work(
+        prompt=64,
+        completion=512,
+        completions=32,
+        vocabulary=32_000,
+        steps=2,
+        shape="57m",
+        options=json.dumps(SHORTAGE),
+    )
+
+
+# Shows on a CPU that the program works. Float32, as oneDNN names no shortage of memory, and whole
+# logits, so that what does not fit is large.
+TINY = Plan(
+    settings=("lean",),
+    shapes=((512, 256),),
+    counts=(2,),
+    models=("tiny",),
+    vocabulary=1000,
+    scale=32,
+    head=("64,16,1000",),
+    policies=("always",),
+    cache=Work(prompt=16, completion=8, vocabulary=1000, ragged=True),
+    shortage=Work(
+        prompt=16,
+        completion=32,
+        completions=32,
+        vocabulary=8000,
+        options=json.dumps(SHORTAGE | {"bf16": False, "logits_chunk_size": 0, "log_memory": False}),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where and with which trainers everything is measured."""
+
+    store: Store
+    plan: Plan
+    device: str
+    rounds: int
+    trainers: set[str]
+    end: float = math.inf  # on the clock of `time.monotonic`; nothing begins after it
+
+    def is_over(self) -> bool:
+        """Whether the time is used up."""
+        return time.monotonic() > self.end
+
+    def once(self, setting: str, work: Identified, run: Callable[[], dict[str, Any]]) -> None:
+        """Add a run, unless there is a successful one."""
+        row = self.store.find(setting, work)
+        if self.is_over() or (row and "peak" in row["runs"][-1]):
+            return
+        found = run()
+        self.store.add(setting, work, found)
+        text = f"{found['peak'] / 1e6:,.0f} MB" if "peak" in found else found["error"]
+        print(f"{setting} {work.identity()}: {text}", flush=True)
+
+
+@dataclass(frozen=True)
+class HeadWork:
+    """One shape of the head."""
+
+    shape: str
+    device: str
+
+    def identity(self) -> dict[str, Any]:
+        """Its numbers."""
+        return {"shape": list(map(int, self.shape.split(","))), "device": self.device}
+
+
+def memory_works(plan: Plan, device: str) -> Iterator[tuple[str, Work]]:
+    """The memory experiment: each setting and size, and the best of each side row by row."""
+    for count in plan.counts:
+        for prompt, completion in plan.shapes:
+            for name in plan.settings:
                 sizes = {"prompt": prompt, "completion": completion, "completions": count}
-                yield name, SETTINGS[name].work(device="cuda", **sizes)
+                work = SETTINGS[name].work(device=device, **sizes)
+                yield name, work
+                if name in ("lean", "now") and count in BEST_COUNTS:
+                    yield name, replace(work, micro_batch=1)
 
 
-def available(trainers: list[str]) -> set[str]:
+def measure_memory(bench: Bench) -> None:
+    """The memory experiment."""
+    for name, work in memory_works(bench.plan, bench.device):
+        if work.trainer in bench.trainers:
+            bench.once(name, work, lambda work=work: execute(work))
+
+
+def measure_steps(bench: Bench) -> None:
+    """Step times of each model, with weights in float32 and in bfloat16."""
+    chosen = tuple(name for name in ("this", step.PEER) if name in bench.trainers)
+    for shape in bench.plan.models:
+        for options in ("{}", BF16):
+            model = {"shape": shape, "device": bench.device, "threads": 4, "options": options}
+            model |= {"vocabulary": bench.plan.vocabulary}
+            for pair in step.works(bench.plan.scale, model, chosen):
+                if bench.is_over():
+                    return
+                step.run_in_turns(bench.store, pair, bench.rounds)
+
+
+def measure_head(bench: Bench) -> None:
+    """Time and memory of the bounded head against full logits."""
+    for shape in bench.plan.head:
+        run = lambda shape=shape: run_head(shape, bench.device, bench.rounds)  # noqa: E731
+        bench.once("head", HeadWork(shape, bench.device), run)
+
+
+def run_head(shape: str, device: str, rounds: int) -> dict[str, Any]:
+    """Measure one shape in a process of its own; `peak` is that of the default chunk."""
+    command = [sys.executable, str(Path(__file__).with_name("head.py")), "--json"]
+    command += ["--device", device, "--shapes", shape, "--rounds", str(max(rounds, 2))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        return {"error": done.stderr[-400:]}
+    found = json.loads(done.stdout.splitlines()[-1])
+    figures = found["figures"][0]
+    peak = next(each["peak"] for each in figures if each["default"])
+    versions = {"gpu": found["where"]} if device == "cuda" else {}
+    return {"peak": peak, "figures": figures, "versions": versions}
+
+
+def measure_cache(bench: Bench) -> None:
+    """What returning cached blocks saves and costs, one process for each policy."""
+    for policy in bench.plan.policies:
+        options = json.dumps({"empty_cache": policy})
+        work = replace(bench.plan.cache, device=bench.device, options=options)
+        bench.once(f"empty_cache={policy}", work, lambda work=work: execute(work))
+
+
+def measure_shortage(bench: Bench) -> None:
+    """A real recovery."""
+    import shortage
+
+    work = replace(bench.plan.shortage, device=bench.device)
+    bench.once("shortage", work, lambda: shortage.recovered(work))
+
+
+MEASURES = {
+    "head": measure_head,
+    "shortage": measure_shortage,
+    "cache": measure_cache,
+    "memory": measure_memory,
+    "steps": measure_steps,
+}
+
+
+def available(trainers: set[str]) -> set[str]:
     """Those trainers that this machine has or can install."""
     found = {"this"}
-    for name in trainers:
+    for name in sorted(trainers - found):
         try:
             environments.make(name)
             found.add(name)
@@ -42,36 +216,35 @@ def available(trainers: list[str]) -> set[str]:
     return found
 
 
-def measure_memory(store: Store, trainers: set[str]) -> None:
-    """Add the missing rows of the memory experiment."""
-    for name, work in memory_works():
-        row = store.find(name, work)
-        if work.trainer in trainers and not (row and "peak" in row["runs"][-1]):
-            run = execute(work)
-            store.add(name, work, run)
-            text = f"{run['peak'] / 1e6:,.0f} MB" if "peak" in run else run["error"]
-            print(f"{name} {work.prompt}/{work.completion}/{work.completions}: {text}", flush=True)
-
-
 def main() -> None:
     """Measure on the GPU what is not there yet."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each trainer (default 3)")
-    parser.add_argument("--parts", nargs="*", default=["memory", *MODELS], help="what to measure")
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS, help="which")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="after which no measurement begins"
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true", help="the least sizes, to try the program")
     options = parser.parse_args()
     import torch
 
-    if not torch.cuda.is_available():
-        print("no GPU: skipped")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print(f"no GPU: skipped. On one, this measures {'; '.join(PARTS.values())}.")
         return
-    store = Store(RESULTS / "gpu.json")
-    trainers = available(["trl-0.22.2", PEER])
-    if "memory" in options.parts:
-        measure_memory(store, trainers)
-    chosen = tuple(name for name in ("this", PEER) if name in trainers)
-    for shape in (model for model in MODELS if model in options.parts):
-        for pair in works(1, {"shape": shape, "device": "cuda", "threads": 4}, chosen):
-            run_in_turns(store, pair, options.rounds)
+    plan = TINY if options.tiny else Plan()
+    wanted = {SETTINGS[name].trainer for name in plan.settings if "memory" in options.parts}
+    wanted |= {step.PEER} if "steps" in options.parts else set()
+    store = Store(options.results / "gpu.json")
+    end = time.monotonic() + 60 * options.minutes
+    bench = Bench(store, plan, options.device, options.rounds, available(wanted), end)
+    for name in options.parts:
+        MEASURES[name](bench)
+    import gpu_report
+
+    gpu_report.gpu_page(options.results)
+    print(options.results / "gpu.md")
 
 
 if __name__ == "__main__":

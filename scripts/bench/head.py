@@ -7,20 +7,23 @@ the median of the ratios to full logits in the same round, and their range.
 from __future__ import annotations
 
 import argparse
+import json
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from head_table import HEADERS, METHOD, lines
+from runs import RESULTS
+from tables import markdown
 from torch import Tensor
 
 from trl.memory.tensor_bytes import TensorBytes
 from trl.ops.linear_logprobs import Tiling, default_chunk, linear_log_probs
 
-ROOT = Path(__file__).parents[2]
 # tokens, hidden size, vocabulary
 SHAPES = {
     "cpu": [(1024, 64, 151_936), (1024, 576, 49_152), (512, 1024, 128_256)],
@@ -100,11 +103,17 @@ class Inputs:
         return run
 
 
-def shape_rows(shape: tuple[int, int, int], device: str, rounds: int) -> list[list[str]]:
-    """The lines of one shape, one for each chunk."""
+def figures(shape: tuple[int, int, int], device: str, rounds: int) -> list[dict[str, Any]]:
+    """What was measured of one shape, for each number of logits held.
+
+    Returns:
+        `list`: dictionaries with `chunk` and whether it is the `default`, `ratios` of time to full
+        logits, one for each round, and the bytes `peak` and `full_peak`.
+    """
     inputs = Inputs.of(shape, device)
     ways = {0: inputs.step(full_logits)}
-    ways |= {chunk: inputs.step(bounded(chunk)) for chunk in CHUNKS[device]}
+    default = default_chunk(torch.device(device))
+    ways |= {chunk: inputs.step(bounded(chunk)) for chunk in sorted({*CHUNKS[device], default})}
     times: dict[int, list[float]] = {chunk: [] for chunk in ways}
     peaks: dict[int, float] = {}
     for _ in range(rounds):
@@ -115,21 +124,30 @@ def shape_rows(shape: tuple[int, int, int], device: str, rounds: int) -> list[li
         known = [inputs.hidden, inputs.weight, inputs.ids, inputs.upstream]
         peaks = {chunk: peak_on_cpu(run, known) for chunk, run in ways.items()}
     gradients = inputs.hidden.nbytes + inputs.weight.nbytes
-    peaks = {chunk: peak - gradients for chunk, peak in peaks.items()}
-    ratios = {chunk: [a / b for a, b in zip(times[chunk], times[0], strict=True)] for chunk in ways}
-    tokens, size, vocabulary = shape
     return [
-        [
-            f"{tokens} x {size} x {vocabulary:,}",
-            f"{chunk:,}",
-            f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})",
-            f"{peaks[chunk] / 1e6:,.0f}",
-            f"{peaks[0] / 1e6:,.0f}",
-            f"{peaks[0] / peaks[chunk]:.1f}",
-        ]
-        for chunk, found in ratios.items()
+        {
+            "chunk": chunk,
+            "default": chunk == default,
+            "ratios": [a / b for a, b in zip(times[chunk], times[0], strict=True)],
+            "peak": peaks[chunk] - gradients,
+            "full_peak": peaks[0] - gradients,
+        }
+        for chunk in ways
         if chunk
     ]
+
+
+def page(found: dict[tuple[int, int, int], list[dict[str, Any]]], where: str) -> str:
+    """The whole page."""
+    table = [line for shape, each in found.items() for line in lines(shape, each)]
+    made = f"Made by `make bench-head` on {where}, {platform.machine()}, torch {torch.__version__}."
+    return f"# Bounded head against full logits\n\n{METHOD}\n{made}\n\n{markdown(HEADERS, table)}\n"
+
+
+def sizes(text: str) -> tuple[int, int, int]:
+    """Read tokens,hidden,vocabulary."""
+    tokens, size, vocabulary = map(int, text.split(","))
+    return tokens, size, vocabulary
 
 
 def main() -> None:
@@ -137,28 +155,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "benchmarks" / "head.md")
+    parser.add_argument("--device", choices=tuple(SHAPES), help="default: cuda if there is one")
+    parser.add_argument(
+        "--shapes", nargs="*", type=sizes, help="tokens,hidden,vocabulary instead of the usual"
+    )
+    parser.add_argument("--json", action="store_true", help="print figures, write no page")
+    parser.add_argument("--output", type=Path, default=RESULTS / "head.md")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parts = [shape_rows(shape, device, options.rounds) for shape in SHAPES[device]]
-    table = [line for part in parts for line in part]
-    names = ["tokens x hidden x vocabulary", "logits held", "time / full logits"]
-    names += ["peak, MB", "full logits, MB", "full / bounded"]
-    lines = [names, ["---"] * len(names), *table]
-    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {options.threads} thread"
-    text = (
-        "# Bounded head against full logits\n\n"
-        "Forward and backward pass of log-probabilities in float32. Peaks are beyond the inputs "
-        "and their gradients, which both must hold. Times are process time on a CPU and wall time "
-        "on a "
-        f"GPU; ratios are the median of {options.rounds} alternating rounds, with their range. The "
-        f"default of `logits_chunk_size` is {default_chunk(torch.device(device)):,} here.\n\n"
-        f"Made by `make bench-head` on {name}, {platform.machine()}, "
-        f"torch {torch.__version__}.\n\n"
-        + "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        + "\n"
-    )
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    shapes = options.shapes or SHAPES[device]
+    found = {shape: figures(shape, device, options.rounds) for shape in shapes}
+    where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {options.threads} thread"
+    if options.json:
+        print(json.dumps({"where": where, "figures": list(found.values())}))
+        return
+    text = page(found, where)
     print(text)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(text, encoding="utf-8")

@@ -2,14 +2,17 @@
 
 Each cell runs in its own process. Results are written to docs/benchmarks/memory.json as they
 come, so a run that is stopped continues where it was; `report.py` makes tables and charts of them.
+That file is part of the repository, so a clean clone measures only what it lacks: `--again`
+measures anew, and `--results folder` does so into another file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import environments
@@ -19,9 +22,11 @@ SCALE = 8  # by which the vocabulary of the original trainer is divided where it
 SHAPES = ((3100, 53), (512, 53), (3100, 256), (512, 256))
 COUNTS = (2, 4, 8, 16, 32, 64)
 HEADLINE = (3100, 53)
+GENERATION_SHAPES = ((512, 256), HEADLINE)  # where the peaks of generation are shown
 REPEATED = (2, 8)  # completions of the headline shape that run three times
 SLOW = ("old-full", "now")  # minutes and much memory a run: once
 GENERATION_ROWS = 8
+BEST_COUNTS = (2, 8)  # completions at which the best settings of each side are looked for
 
 OFF: dict[str, Any] = {
     "shared_prefix": False,
@@ -35,6 +40,7 @@ HEAD = OFF | {"logits_chunk_size": None}
 SHARED = HEAD | {"shared_prefix": True}
 REUSE = SHARED | {"reuse_sampling_logps": True, "skip_zero_advantages": True}
 ALL = REUSE | {"generation_max_rows": GENERATION_ROWS, "empty_cache": "auto"}
+LEAN = ALL | {"generation_max_rows": 2, "logits_chunk_size": 2**18}
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,7 @@ SETTINGS = {
     "shared": Setting("+ shared prompt", options=json.dumps(SHARED)),
     "reuse": Setting("+ no second pass", options=json.dumps(REUSE)),
     "all": Setting("+ bounded generation: all on", options=json.dumps(ALL)),
+    "lean": Setting("+ the smallest pieces", options=json.dumps(LEAN)),
     "default": Setting("this project, defaults"),
 }
 PEERS = ("old", "old-full", "first", "now", "now-gpu")
@@ -78,18 +85,38 @@ class Cell(NamedTuple):
     runs: int = 1
 
 
-def cells() -> Iterator[Cell]:
-    """All cells, small ones first."""
-    yield from proposal_cells()
+def cells(parts: Sequence[str] = ()) -> Iterator[Cell]:
+    """The cells of some parts of the experiment, small ones first; none named: all."""
+    for name, part in PARTS.items():
+        if name in parts or not parts:
+            yield from part()
+
+
+def shape_cells() -> Iterator[Cell]:
+    """Each setting at each shape and number of completions."""
     for count in COUNTS:
         for prompt, completion in SHAPES:
             headline = (prompt, completion) == HEADLINE
             for name, setting in SETTINGS.items():
+                if name == "lean":  # see `best_cells`
+                    continue
                 repeated = headline and count in REPEATED and name not in SLOW
                 sizes = {"prompt": prompt, "completion": completion, "completions": count}
                 work = setting.work(**sizes, timeline=headline and count == 8)
                 yield Cell(name, work, 3 if repeated else 1)
-    yield from other_cells()
+
+
+def best_cells() -> Iterator[Cell]:
+    """The settings that hold least: one completion in each micro-batch, the smallest pieces."""
+    for prompt, completion in sorted(SHAPES):
+        for count in BEST_COUNTS:
+            sizes = {"prompt": prompt, "completion": completion, "completions": count}
+            yield Cell("lean", SETTINGS["lean"].work(**sizes))
+            for name in ("lean", "now-gpu"):
+                yield Cell(name, SETTINGS[name].work(micro_batch=1, **sizes))
+    for prompt, completion in GENERATION_SHAPES:
+        sizes = {"prompt": prompt, "completion": completion, "completions": max(COUNTS)}
+        yield Cell("lean", SETTINGS["lean"].work(**sizes))
 
 
 def proposal_cells() -> Iterator[Cell]:
@@ -104,7 +131,7 @@ def proposal_cells() -> Iterator[Cell]:
 def other_cells() -> Iterator[Cell]:
     """One row at a time, GRPO, and the largest blocks at the peak."""
     for prompt in (512, 3100):
-        for name in ("old", "first", "now", "now-gpu", "all", "default"):
+        for name in ("old", "first", "now", "all", "default"):
             sizes = {"prompt": prompt, "completion": 53, "completions": 8}
             yield Cell(name, SETTINGS[name].work(micro_batch=1, **sizes))
     sizes = {"prompt": 3100, "completion": 53, "completions": 8}
@@ -114,6 +141,14 @@ def other_cells() -> Iterator[Cell]:
         yield Cell(f"{name}/blocks", SETTINGS[name].work(explain=True, **sizes))
     sizes = {"prompt": 512, "completion": 53, "completions": 2}
     yield Cell("now/blocks", SETTINGS["now"].work(explain=True, **sizes))
+
+
+PARTS: dict[str, Callable[[], Iterator[Cell]]] = {
+    "proposal": proposal_cells,
+    "shapes": shape_cells,
+    "best": best_cells,
+    "other": other_cells,
+}
 
 
 def predicted(store: Store, cell: Cell) -> tuple[float, float]:
@@ -171,26 +206,52 @@ def summary(run: dict[str, Any]) -> str:
     return f"{run['peak'] / 1e6:,.0f} MB, {sum(run['seconds'].values()):.0f} s"
 
 
-def main() -> None:
-    """Measure every cell that the command line asks for and that is not there."""
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", default=list(SETTINGS), help="settings to measure")
-    parser.add_argument("--again", nargs="*", default=[], help="settings to forget first")
+    names = ", ".join(SETTINGS)
+    parser.add_argument("--only", nargs="*", default=list(SETTINGS), help=f"some of {names}")
+    parser.add_argument(
+        "--parts", nargs="*", default=[], help=f"parts to measure, of {', '.join(PARTS)}"
+    )
+    parser.add_argument("--prompts", nargs="*", type=int, default=[], help="lengths of prompts")
+    parser.add_argument(
+        "--again", nargs="*", help="forget what was measured of these settings; none named: of all"
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of memory.json")
     parser.add_argument("--gb", type=float, default=14.0, help="most GB of a run (default 14)")
     parser.add_argument(
         "--minutes", type=float, default=15.0, help="most minutes a run may be expected to take"
     )
     parser.add_argument("--largest", type=int, default=max(COUNTS), help="most completions")
-    limits = parser.parse_args()
-    for name in [*limits.only, *limits.again]:
-        if name not in SETTINGS:
-            parser.error(f"no setting {name!r}; the settings are {', '.join(SETTINGS)}")
-    store = Store(RESULTS / "memory.json")
-    store.drop({part for name in limits.again for part in (name, f"{name}/blocks")})
-    for cell in cells():
-        asked = cell.setting.split("/")[0] in limits.only
-        if asked and cell.work.completions <= limits.largest and not is_done(store, cell):
-            run_cell(store, cell, limits)
+    chosen = parser.parse_args()
+    chosen.again = list(SETTINGS) if chosen.again == [] else chosen.again or []
+    for given, known in ((chosen.only + chosen.again, SETTINGS), (chosen.parts, PARTS)):
+        for name in given:
+            if name not in known:
+                parser.error(f"{name!r} is none of {', '.join(known)}")
+    return chosen
+
+
+def is_asked(cell: Cell, chosen: argparse.Namespace) -> bool:
+    """Whether the command line asks for a cell."""
+    return (
+        cell.setting.split("/")[0] in chosen.only
+        and cell.work.completions <= chosen.largest
+        and (not chosen.prompts or cell.work.prompt in chosen.prompts)
+    )
+
+
+def main() -> None:
+    """Measure every cell that the command line asks for and that is not there."""
+    chosen = arguments()
+    store = Store(chosen.results / "memory.json")
+    store.drop({part for name in chosen.again for part in (name, f"{name}/blocks")})
+    asked = [cell for cell in cells(chosen.parts) if is_asked(cell, chosen)]
+    missing = [cell for cell in asked if not is_done(store, cell)]
+    print(f"{len(missing)} of {len(asked)} cells are not measured yet", flush=True)
+    for cell in missing:
+        run_cell(store, cell, chosen)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What each option that saves memory saves, and what time it costs: docs/benchmarks/options.md.
 
-One prompt with eight completions, two steps of RLOO; each line changes one option of the defaults
-and runs in its own process.
+One prompt with eight completions, two steps of RLOO; each line changes what it names and runs in
+its own process.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ SIZES: dict[str, Any] = {
     "shape": "small",
     "steps": 2,
 }
+TINY = SIZES | {"prompt": 16, "completion": 4, "vocabulary": 1000, "shape": "tiny"}
+BF16 = {"model_init_kwargs": {"dtype": "bfloat16"}}
+LEVEL = {"beta": 0.0, "level": True}
 PHASES = ("generation", "scoring", "forward", "backward", "optimizer")
 # title, options of the configuration, other fields of the work
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -35,9 +38,16 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gradient_checkpointing=False", {"gradient_checkpointing": False}, {}),
     ("per_device_train_batch_size=2", {}, {"micro_batch": 2}),
     ("generation_max_rows=2", {"generation_max_rows": 2}, {}),
+    ("generation_max_kv_gb=0.01", {"generation_max_kv_gb": 0.01}, {}),
+    ("logits_chunk_size=2**18", {"logits_chunk_size": 2**18}, {}),
     ("beta=0", {}, {"beta": 0.0}),
     ('optim="adafactor"', {"optim": "adafactor"}, {}),
     ('optim="sgd"', {"optim": "sgd"}, {}),
+    ('optim="adamw_bnb_8bit"', {"optim": "adamw_bnb_8bit"}, {}),
+    ("LoRA of rank 16", {}, {"lora": True}),
+    ('model_init_kwargs={"dtype": "bfloat16"}', BF16, {}),
+    ("beta=0, six of eight rows without signal", {}, LEVEL),
+    ("the same, skip_zero_advantages=False", {"skip_zero_advantages": False}, LEVEL),
     ("all savings off", OFF | {"gradient_checkpointing": False}, {}),
 ]
 
@@ -58,10 +68,12 @@ def main() -> None:
     """Measure, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS / "options.md")
+    parser.add_argument("--tiny", action="store_true", help="the least sizes, to try the program")
     options = parser.parse_args()
     lines = []
     for title, chosen, fields in CASES:
-        work = Work(**SIZES | fields | {"options": json.dumps(chosen)})
+        sizes = TINY if options.tiny else SIZES
+        work = Work(**sizes | fields | {"options": json.dumps(chosen)})
         lines.append(row(title, execute(work)))
         print(" | ".join(lines[-1]), flush=True)
     headers = ["", "peak", *PHASES, "CPU seconds", "tokens"]
@@ -69,7 +81,7 @@ def main() -> None:
         "# What each option saves\n\n"
         "One prompt of 1,024 tokens, eight completions of 128, two steps of RLOO with `beta=0.05`; "
         "a random Qwen3 with four layers, hidden size 256 and a tied vocabulary of 32,000; "
-        "bfloat16 by autocast, one thread. Each line changes one option. Peaks in MB above the "
+        "bfloat16 by autocast, one thread. Each line changes what it names. Peaks in MB above the "
         "start of `train()`, the most of two steps, by the meter of [this page](memory.md). "
         "Processor seconds and tokens through the model are of the second step.\n\n"
         f"Made by `make bench-options` on {platform.machine()}, torch {torch.__version__}.\n\n"

@@ -5,11 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 import goals
+import gpu_report
 import step_report
-from memory import COUNTS, GENERATION_ROWS, HEADLINE, SCALE, SETTINGS, SHAPES
+from memory import (
+    BEST_COUNTS,
+    COUNTS,
+    GENERATION_ROWS,
+    GENERATION_SHAPES,
+    HEADLINE,
+    LEAN,
+    SCALE,
+    SETTINGS,
+    SHAPES,
+)
 from runs import RESULTS, Work
 from tables import (
     Rows,
@@ -18,7 +28,9 @@ from tables import (
     markdown,
     megabytes,
     peak_table,
+    phase_peak_table,
     phase_table,
+    provenance,
     reduction_table,
     times,
 )
@@ -39,23 +51,24 @@ def titles_in(rows: Rows, leave_out: tuple[str, ...] = ()) -> dict[str, str]:
     return {n: s.title for n, s in SETTINGS.items() if n in measured and n not in leave_out}
 
 
-def machine_lines(machine: dict[str, Any], rows: Rows) -> str:
-    """Machine and versions of every trainer."""
-    text = f"Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB, "
-    text += f"{machine['system']}, Python {machine['python']}.\n\n"
+def version_table(rows: Rows) -> str:
+    """Versions of every trainer."""
     packages = ("trl", "torch", "transformers", "accelerate", "datasets")
     lines = {}
     for row in rows.all:
         for run in row["runs"]:
             if "versions" in run:
                 lines[row["work"]["trainer"]] = [run["versions"].get(p, "-") for p in packages]
-    return text + markdown(packages, [lines[name] for name in sorted(lines)])
+    return markdown(packages, [lines[name] for name in sorted(lines)])
 
 
 INTRODUCTION = f"""# Memory of one update
 
 Made by `make bench-memory` (measures, into `memory.json`) and `make bench-report` (writes this
-page).
+page). Results are part of the repository, so in a clean clone `make bench-memory` measures only the
+cells that `memory.json` lacks. `make bench-memory ARGS="--again"` forgets them and measures all
+anew, `ARGS="--again all default"` those of some settings, and `ARGS="--results folder"` measures
+into another file and leaves these as they are.
 
 **The work.** One prompt, k completions, the whole group in one micro-batch, two optimizer steps
 of RLOO with a KL penalty (`beta=0.05`). The second step already holds the states of AdamW. The
@@ -84,8 +97,10 @@ advantage.
   users hold. Its time means nothing and is left out.
 - *This project* has each saving switched on in turn, each line with those above it: the bounded
   head (`logits_chunk_size`), the shared prompt (`shared_prefix`), no scoring pass of the policy
-  and none for rows without signal (`reuse_sampling_logps`, `skip_zero_advantages`), and
-  generation of at most {GENERATION_ROWS} rows at once (`generation_max_rows`).
+  and none for rows without signal (`reuse_sampling_logps`, `skip_zero_advantages`),
+  generation of at most {GENERATION_ROWS} rows at once (`generation_max_rows`), and the smallest
+  pieces: generation of {LEAN["generation_max_rows"]} rows at once, and
+  {LEAN["logits_chunk_size"]:,} logits (`logits_chunk_size`).
 
 In brackets: not run, because twice the peak of half as many completions is more than the limit; the
 number is that prediction. A dash: not measured.
@@ -131,16 +146,42 @@ def phase_section(rows: Rows) -> str:
     return text + "\n\n![Processor seconds](time_per_step.png)\n"
 
 
-def other_section(rows: Rows) -> str:
-    """One row at a time, and GRPO."""
-    text = "## One completion in each micro-batch\n\n"
-    lines = []
-    for name, title in titles_in(rows).items():
-        sizes = [{"prompt": p, "completion": 53, "completions": 8} for p in (512, 3100)]
-        if any(rows.peaks(name, micro_batch=1, **size) for size in sizes):
-            lines.append([title, *(rows.cell(name, micro_batch=1, **size) for size in sizes)])
-    text += markdown(["MB", "512/53/8", "3,100/53/8"], lines) + "\n\n"
-    text += "## GRPO\n\n"
+def generation_section(rows: Rows) -> str:
+    """Peaks of generation alone."""
+    text = """## Peak of generation
+
+With `generation_max_rows` the completions of a prompt decode in pieces, so any number of them
+generates in the memory of one piece.
+"""
+    titles = {name: SETTINGS[name].title for name in ("all", "lean", "default")}
+    titles["all"] += f", {GENERATION_ROWS} rows at once"
+    titles["lean"] += f", {LEAN['generation_max_rows']} rows at once"
+    for prompt, completion in GENERATION_SHAPES:
+        shape = {"prompt": prompt, "completion": completion}
+        text += f"\nPrompt {prompt:,}, completion {completion}:\n\n"
+        text += phase_peak_table(rows, titles, COUNTS, "generation", **shape) + "\n"
+    return text
+
+
+def micro_batch_section(rows: Rows) -> str:
+    """One row at a time."""
+    sizes = [
+        {"prompt": prompt, "completion": completion, "completions": count}
+        for prompt, completion in sorted(SHAPES)
+        for count in BEST_COUNTS
+    ]
+    lines = [
+        [title, *(rows.cell(name, micro_batch=1, **size) for size in sizes)]
+        for name, title in titles_in(rows).items()
+        if any(rows.peaks(name, micro_batch=1, **size) for size in sizes)
+    ]
+    heads = [f"{s['prompt']:,}/{s['completion']}/{s['completions']}" for s in sizes]
+    return "## One completion in each micro-batch\n\n" + markdown(["MB", *heads], lines) + "\n"
+
+
+def grpo_section(rows: Rows) -> str:
+    """The same work by the other algorithm."""
+    text = "## GRPO\n\n"
     grpo = [
         [title, rows.cell(name, algorithm="GRPO", **CELL), rows.cell(name, **CELL)]
         for name, title in titles_in(rows).items()
@@ -182,10 +223,18 @@ The reduction comes from the cut. Repeated token ids take k x prompt x 8 bytes, 
 """
 
 
+BLOCKS = """## What explains the bytes
+
+The largest blocks alive at the peak, and the operation that made each with the shape of its first
+large input. To name them, operations are run from Python, which holds their inputs until they
+return: gradients that autograd else adds in place then need one more block, so a peak here can be
+above that of its cell.
+"""
+
+
 def blocks_section(rows: Rows) -> str:
     """The largest blocks alive at the peak, by the operation that made them."""
-    text = "## What explains the bytes\n\nThe largest blocks alive at the peak, and the operation "
-    text += "that made each with the shape of its first large input.\n"
+    text = BLOCKS
     small = {"prompt": 512, "completion": 53, "completions": 2}
     for name, setting in SETTINGS.items():
         work = small if name == "now" else CELL
@@ -193,7 +242,9 @@ def blocks_section(rows: Rows) -> str:
         if run is None:
             continue
         sizes = f"{work['prompt']:,}/{work['completion']}/{work['completions']}"
-        text += f"\n{setting.title}, {sizes}, peak {megabytes(run['peak'])} MB:\n\n"
+        cell = megabytes(rows.peak(name, **work))
+        text += f"\n{setting.title}, {sizes}, peak {megabytes(run['peak'])} MB"
+        text += f" (cell: {cell} MB):\n\n"
         lines = [
             [f"`{block['operation']}`", block["phase"], f"{block['bytes'] / 1e6:,.1f}"]
             for block in run["blocks"][:6]
@@ -224,9 +275,10 @@ def memory_report(results: Path) -> None:
 
     data = json.loads((results / "memory.json").read_text(encoding="utf-8"))
     rows = Rows(data["rows"])
-    sections = [INTRODUCTION + "\n" + machine_lines(data["machine"], rows) + "\n"]
-    parts = (peak_section, reduction_section, phase_section, other_section)
-    sections += [part(rows) for part in (*parts, claim_section, blocks_section, spread_section)]
+    sections = [f"{INTRODUCTION}\n{provenance(data)}\n\n{version_table(rows)}\n"]
+    parts = (peak_section, reduction_section, phase_section, generation_section)
+    parts += (micro_batch_section, grpo_section, claim_section, blocks_section, spread_section)
+    sections += [part(rows) for part in parts]
     (results / "memory.md").write_text("\n".join(sections), encoding="utf-8")
     titles = titles_in(rows)
     charts.peak_against_count(rows, titles, COUNTS, results / "peak_against_k.png")
@@ -244,7 +296,7 @@ def main() -> None:
     writers = {
         "memory": memory_report,
         "step": step_report.step_page,
-        "gpu": step_report.gpu_page,
+        "gpu": gpu_report.gpu_page,
     }
     for name, write in writers.items():
         if (results / f"{name}.json").exists():

@@ -12,9 +12,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import environments
 
@@ -46,6 +47,12 @@ class Work:
     options: str = field(default="{}", metadata={"help": "more options of the trainer, as JSON"})
     device: str = field(default="cpu", metadata={"help": "cpu or cuda"})
     threads: int = field(default=1, metadata={"help": "threads of the CPU"})
+    lora: bool = field(default=False, metadata={"help": "train an adapter of rank 16"})
+    ragged: bool = field(default=False, metadata={"help": "prompts of half to all of the length"})
+    level: bool = field(
+        default=False,
+        metadata={"help": "all rewards but two are the mean: no signal in their rows"},
+    )
     timeline: bool = field(default=False, metadata={"help": "keep bytes over time"})
     explain: bool = field(default=False, metadata={"help": "name the largest blocks at the peak"})
 
@@ -79,13 +86,16 @@ def parse_work(arguments: list[str], description: str | None) -> Work:
     return Work(**vars(parser.parse_args(arguments)))
 
 
-def execute(work: Work, limit_gb: float = 0.0, timeout: float = 7200.0) -> dict[str, Any]:
+def execute(
+    work: Work, limit_gb: float = 0.0, timeout: float = 7200.0, trial: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Run a piece of work in its own process and environment.
 
     Args:
         work (`Work`): what to run.
         limit_gb (`float`): most memory of the process in GB; 0: no limit.
         timeout (`float`): seconds after which it counts as failed.
+        trial: what `shortage.py` does to the training.
 
     Returns:
         What `work.py` measured, or a dictionary with `error`.
@@ -96,7 +106,11 @@ def execute(work: Work, limit_gb: float = 0.0, timeout: float = 7200.0) -> dict[
     site = str(ROOT) if work.trainer == "this" else environments.site(work.trainer)
     settings |= {"PYTHONPATH": site} if site else {}
     settings |= {"OMP_NUM_THREADS": str(work.threads), "TOKENIZERS_PARALLELISM": "false"}
-    settings |= {"BENCH_LIMIT_GB": str(limit_gb), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    settings |= {"BENCH_LIMIT_GB": str(limit_gb), "BENCH_TRIAL": json.dumps(trial or {})}
+    settings |= {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    if work.device == "cuda":
+        settings.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with several, a trainer would use all
+        settings.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same sums in every run
     try:
         done = subprocess.run(
             command, env=settings, capture_output=True, text=True, timeout=timeout, cwd=ROOT
@@ -109,8 +123,18 @@ def execute(work: Work, limit_gb: float = 0.0, timeout: float = 7200.0) -> dict[
     return {"error": " | ".join(done.stderr.strip().splitlines()[-3:]) or f"exit {done.returncode}"}
 
 
+class Identified(Protocol):
+    """What was measured: a `Work`, or anything else that has a name."""
+
+    def identity(self) -> dict[str, Any]:
+        """What tells it from others."""
+
+
 class Store:
     """Measured rows in a JSON file; each run is written as soon as it is there.
+
+    A run says on which machine and with which commit it was made. One without either was made on
+    the machine at the head of the file.
 
     Args:
         path (`Path`): the file; made when the first row is added.
@@ -121,16 +145,19 @@ class Store:
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows: `setting`, `work`, and `runs` or `skipped`."""
-        if not self.path.exists():
-            return []
-        return json.loads(self.path.read_text(encoding="utf-8"))["rows"]
+        return self._read()["rows"]
 
-    def find(self, setting: str, work: Work) -> dict[str, Any] | None:
+    def _read(self) -> dict[str, Any]:
+        if not self.path.exists():
+            return {"machine": machine(), "rows": []}
+        return json.loads(self.path.read_text(encoding="utf-8"))
+
+    def find(self, setting: str, work: Identified) -> dict[str, Any] | None:
         """The row of a setting and piece of work, if there is one."""
         wanted = (setting, work.identity())
         return next((r for r in self.rows() if (r["setting"], r["work"]) == wanted), None)
 
-    def add(self, setting: str, work: Work, run: dict[str, Any]) -> None:
+    def add(self, setting: str, work: Identified, run: dict[str, Any]) -> None:
         """Append a run to its row; a later success replaces an error or a skipped row."""
         with self._locked() as rows:
             row = next(
@@ -139,7 +166,8 @@ class Store:
             if row is None:
                 row = {"setting": setting, "work": work.identity(), "runs": []}
                 rows.append(row)
-            row["runs"] = [r for r in row["runs"] if "peak" in r] + [run]
+            made = {"machine": machine(), "commit": commit()}
+            row["runs"] = [r for r in row["runs"] if "peak" in r] + [run | made]
 
     def drop(self, settings: set[str]) -> None:
         """Forget all rows of some settings."""
@@ -151,12 +179,13 @@ class Store:
         environments.BENCH.mkdir(exist_ok=True)
         with open(environments.BENCH / f"{self.path.stem}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            rows = self.rows()
+            found = self._read()
+            rows = found["rows"]
             yield rows
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lines = ",\n".join(json.dumps(row) for row in rows)
             fresh = self.path.with_suffix(".new")
-            machine_line = json.dumps(machine())
+            machine_line = json.dumps(found.get("machine", machine()))
             fresh.write_text(
                 f'{{"machine": {machine_line},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8"
             )
@@ -174,6 +203,23 @@ def spread_of(values: list[float]) -> tuple[float, float, float]:
     return median(values), min(values), max(values)
 
 
+@cache
+def commit() -> str:
+    """The commit of this project, marked where the package or a benchmark differs from it."""
+    parts = [str(ROOT / "trl"), str(Path(__file__).parent)]
+    try:
+        name, changes = (
+            subprocess.run(
+                ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for words in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", *parts])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{name} with changes" if changes else name
+
+
+@cache
 def machine() -> dict[str, Any]:
     """Processor, cores and memory of this machine."""
     name = platform.processor() or platform.machine()

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from memory import SETTINGS
 from runs import Work
 from step import BETA, CPU_MODEL, PEER, SHAPES, STEPS, phase_seconds
-from tables import PHASES, Rows, markdown, peak_table, ratio_with_spread
+from tables import PHASES, markdown, provenance, ratio_with_spread
 
 NAMES = {"this": "this project", PEER: PEER.replace("-", " ")}
 TOKENS = ("generation", "scoring", "forward")
@@ -81,13 +80,14 @@ their defaults.
 def step_page(results: Path) -> None:
     """Write step.md from step.json."""
     data = json.loads((results / "step.json").read_text(encoding="utf-8"))
-    machine = data["machine"]
     found = pairs(data["rows"])
     scale = SHAPES[0][0] // max(work.prompt for work, *_ in found)
     text = f"""# Time of an optimizer step
 
-Made by `make bench-step` and `make bench-report` on {machine["cpu"]}, {machine["cores"]} cores,
-{machine["memory_gb"]} GB.
+Made by `make bench-step` and `make bench-report`. Results are part of the repository:
+`make bench-step ARGS="--again"` measures anew.
+
+{provenance(data)}
 
 {method()}
 The model is a random Qwen3 of 4 layers and hidden size 256 with vocabulary
@@ -100,26 +100,3 @@ The model is a random Qwen3 of 4 layers and hidden size 256 with vocabulary
             text += "The peer's head is slow on a CPU; with few entries the rest shows.\n\n"
         text += tables(chosen) + "\n"
     (results / "step.md").write_text(text, encoding="utf-8")
-
-
-def gpu_page(results: Path) -> None:
-    """Write gpu.md from gpu.json."""
-    data = json.loads((results / "gpu.json").read_text(encoding="utf-8"))
-    rows = Rows([{**r, "work": _without_device(r["work"])} for r in data["rows"]])
-    measured = [run for row in data["rows"] for run in row["runs"] if "peak" in run]
-    names = sorted({run["versions"]["gpu"] for run in measured})
-    text = f"# On a GPU\n\nMade by `make bench-gpu` on {', '.join(names)}.\n\n{method()}\n"
-    titles = {n: s.title for n, s in SETTINGS.items() if n in rows.settings()}
-    for prompt, completion in ((3100, 53), (512, 256)):
-        text += f"\n## Peak, tiny model, prompt {prompt:,}, completion {completion}\n\n"
-        shape = {"prompt": prompt, "completion": completion}
-        text += peak_table(rows, titles, (2, 8, 16, 64), **shape) + "\n"
-    for model in ("0.5b", "1.5b"):
-        chosen = [pair for pair in pairs(data["rows"]) if pair[0].shape == model]
-        if chosen:
-            text += f"\n## Step time, random model of the shape {model}\n\n{tables(chosen)}\n"
-    (results / "gpu.md").write_text(text, encoding="utf-8")
-
-
-def _without_device(work: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in work.items() if name != "device"}

@@ -68,9 +68,8 @@ def save(folder: Path, shape: str, vocabulary: int, positions: int) -> Path:
     return folder
 
 
-def prompts(count: int, length: int, vocabulary: int) -> list[str]:
-    """Different prompts of exactly `length` tokens."""
+def prompts(count: int, length: int, vocabulary: int, ragged: bool = False) -> list[str]:
+    """Different prompts of exactly `length` tokens, or of half to all of them."""
     draw = random.Random(0)
-    return [
-        " ".join(f"w{draw.randrange(2, vocabulary)}" for _ in range(length)) for _ in range(count)
-    ]
+    lengths = [draw.randint(length // 2, length) if ragged else length for _ in range(count)]
+    return [" ".join(f"w{draw.randrange(2, vocabulary)}" for _ in range(n)) for n in lengths]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -30,6 +31,26 @@ def times(value: float | None) -> str:
 def divided(a: float | None, b: float | None) -> float | None:
     """a / b, or None where one is missing."""
     return None if a is None or b is None else a / b
+
+
+def provenance(data: dict[str, Any]) -> str:
+    """The machines and the commits of this project with which the runs of a file were made.
+
+    Runs without a machine of their own were made on that of the file.
+    """
+    runs = [run for row in data["rows"] for run in row["runs"] if "peak" in run]
+    machines = Counter(_machine_line(run.get("machine", data.get("machine"))) for run in runs)
+    commits = Counter(run.get("commit", "not recorded") for run in runs)
+    text = "\n".join(f"Machine: {line} ({count} runs)." for line, count in machines.items())
+    found = [[name, str(count)] for name, count in commits.items()]
+    return f"{text}\n\n{markdown(['commit of this project', 'runs'], found)}"
+
+
+def _machine_line(machine: dict[str, Any] | None) -> str:
+    if machine is None:
+        return "not recorded"
+    size = f"{machine['cores']} cores, {machine['memory_gb']} GB"
+    return f"{machine['cpu']}, {size}, {machine['system']}, Python {machine['python']}"
 
 
 @dataclass(frozen=True)
@@ -149,6 +170,19 @@ def phase_table(rows: Rows, titles: dict[str, str], what: str, **work: Any) -> s
         lines.append([title, *map(show, values), show(total)])
     last = "peak" if what == "phase_peaks" else "total"
     return markdown(["", *phases, last], lines)
+
+
+def phase_peak_table(
+    rows: Rows, titles: dict[str, str], counts: Sequence[int], phase: str, **shape: int
+) -> str:
+    """Peaks in MB of one phase: a line for each setting, a column for each count."""
+    lines = []
+    for name, title in titles.items():
+        runs = [rows.run(name, completions=count, **shape) for count in counts]
+        if any(runs):
+            shown = [megabytes(run and run["phase_peaks"].get(phase)) for run in runs]
+            lines.append([title, *shown])
+    return markdown(["MB", *(f"k = {count}" for count in counts)], lines)
 
 
 def of_a_step(run: Row, what: str) -> dict[str, float]:

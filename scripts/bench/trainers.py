@@ -51,6 +51,11 @@ def reward(completions: Any, **_: Any) -> list[float]:
     return [float(i) for i in range(len(completions))]
 
 
+def level_reward(completions: Any, **_: Any) -> list[float]:
+    """Only the first two completions differ from the mean, so only they have an advantage."""
+    return [0.0, 1.0] + [0.5] * (len(completions) - 2)
+
+
 def build(work: Work, meter: Meter) -> tuple[Any, dict[str, Any]]:
     """Make the trainer of some work.
 
@@ -68,7 +73,7 @@ def build(work: Work, meter: Meter) -> tuple[Any, dict[str, Any]]:
     positions = work.prompt + work.completion + 8
     name = f"{work.trainer}-{work.shape}-{work.vocabulary}-{positions}"
     path = synthetic.save(BENCH / "models" / name, work.shape, work.vocabulary, positions)
-    groups = synthetic.prompts(work.steps, work.prompt, work.vocabulary)
+    groups = synthetic.prompts(work.steps, work.prompt, work.vocabulary, work.ragged)
     make = token_level if work.trainer == "trl-0.20.0" else grouped
     return make(work, str(path), groups)
 
@@ -117,12 +122,18 @@ def grouped(work: Work, path: str, groups: list[str]) -> tuple[Any, dict[str, An
     }
     if work.trainer == "this":
         options |= {"reward_dry_run": False}
+    adapter = {}
+    if work.lora:
+        from peft import LoraConfig
+
+        adapter = {"peft_config": LoraConfig(r=16, target_modules="all-linear")}
     trainer = getattr(trl, f"{work.algorithm}Trainer")(
         model=path,
-        reward_funcs=reward,
+        reward_funcs=level_reward if work.level else reward,
         args=config_class(**known(config_class, options | chosen)),
         train_dataset=Dataset.from_dict({"prompt": groups}),
         processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
+        **adapter,
     )
     return trainer, chosen
 

@@ -35,6 +35,7 @@ def main() -> None:
 
 def measure(work: Work) -> dict[str, Any]:
     """Build the trainer, train, and collect peaks, seconds and tokens by phase."""
+    import shortage
     import torch
     import trainers
     from meter import CpuBytes, CudaBytes, Meter, thin
@@ -46,16 +47,19 @@ def measure(work: Work) -> dict[str, Any]:
     trainer, applied = trainers.build(work, meter)
     steps = trainers.StepMarks(meter)
     trainer.add_callback(steps)
+    trial = shortage.Trial(trainer, json.loads(os.environ.get("BENCH_TRIAL", "{}")))
     if work.timeline and work.device == "cpu":
         memory.record()
     watch = memory.watch() if work.explain and work.device == "cpu" else None
     gc.collect()
     meter.start()
+    trial.begin()
     with watch or contextlib.nullcontext(), leave_out(work):
         trainer.train()
     totals = meter.totals()
     result = {"peak": memory.peak(), "phase_peaks": memory.phase_peaks()} | rounded(totals)
     result |= {"scratch": memory.scratch(), "steps": steps.each(), "options": applied}
+    result |= {"held_before": memory.start} | trial.end()
     result["weights_bytes"] = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
     if work.timeline and work.device == "cpu":
         result["timeline"] = thin(memory.timeline())

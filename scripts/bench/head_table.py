@@ -1,0 +1,33 @@
+"""The table of the bounded head; nothing here measures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from runs import spread_of
+from tables import megabytes
+
+HEADERS = ("tokens x hidden x vocabulary", "logits held", "time / full logits")
+HEADERS += ("peak, MB", "full logits, MB", "full / bounded")
+METHOD = """Forward and backward pass of log-probabilities in float32. Peaks are beyond the inputs
+and their gradients, which both must hold. Times are process time on a CPU and wall time on a GPU;
+ratios are the median of alternating rounds, with their range. The default of `logits_chunk_size` on
+the device is marked.
+"""
+
+
+def lines(shape: Sequence[int], found: list[dict[str, Any]]) -> list[list[str]]:
+    """The lines of one shape, one for each number of logits held."""
+    tokens, size, vocabulary = shape
+    return [
+        [
+            f"{tokens:,} x {size:,} x {vocabulary:,}",
+            f"{each['chunk']:,}{' (default)' if each['default'] else ''}",
+            "{:.2f} ({:.2f} to {:.2f})".format(*spread_of(each["ratios"])),
+            megabytes(each["peak"]),
+            megabytes(each["full_peak"]),
+            f"{each['full_peak'] / each['peak']:.1f}",
+        ]
+        for each in found
+    ]
