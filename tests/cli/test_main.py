@@ -54,6 +54,16 @@ def test_words_come_from_the_process(monkeypatch, capsys):
     assert "- TRL version: " in capsys.readouterr().out
 
 
+def test_an_interrupt_is_no_traceback(monkeypatch):
+    def interrupt(words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trl.scripts.env.main", interrupt)
+    with pytest.raises(SystemExit) as end:
+        main(["env"])
+    assert end.value.code == 130
+
+
 @pytest.mark.parametrize(
     "code",
     [

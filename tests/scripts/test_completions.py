@@ -67,7 +67,6 @@ def test_every_column(folder, capsys):
         (["--worst", 2], ["dd", "aa"]),
         (["--best", 1, "--step", 1], ["ee"]),
         (["--worst", 99], ["dd", "aa", "ee", "bb"]),  # what has no reward is neither
-        (["--step", 7], []),
         (["--split", "eval"], ["zz"]),
     ],
 )
@@ -75,6 +74,22 @@ def test_selection(folder, capsys, words, expected):
     rows, last = shown(capsys, folder, *words)
     assert completions(rows) == expected
     assert last.startswith(f"{len(expected)} of ")
+
+
+@pytest.mark.parametrize(
+    ("step", "steps", "names"),
+    [
+        (7, [0, 1], "0, 1."),
+        (77, range(0, 1000, 10), "0 to 990; the nearest are 80 and 70."),
+    ],
+)
+def test_a_step_without_completions(tmp_path, capsys, step, steps, names):
+    path = tmp_path / "c.jsonl"
+    path.write_text("\n".join(json.dumps(record(found, 0, "a", 1.0)) for found in steps))
+    with pytest.raises(SystemExit) as end:
+        main([str(path), "--step", str(step)])
+    message = f"trl completions: error: --step {step}: there are completions of the steps {names}"
+    assert (end.value.code, capsys.readouterr().err) == (2, f"{message}\n")
 
 
 def test_limit_says_what_it_hides(folder, capsys):

@@ -144,7 +144,8 @@ def test_the_command_prints_the_plan(folder, capsys):
 @pytest.mark.parametrize(
     ("changes", "note"),
     [
-        ({"longest_prompt": None}, f"up to {ASSUMED_PROMPT} tokens"),
+        ({"longest_prompt": None}, "up to 248 tokens, what max_completion_length leaves of"),
+        ({"longest_prompt": 249}, "have 257 tokens, more than the model's context of 256."),
         ({"optim": "lomo"}, "What lomo keeps is not known"),
         ({"reward_model_name_or_path": "some/model"}, "The reward model is not counted."),
         ({"num_processes": 2}, "Every rank holds the whole model"),
@@ -156,6 +157,15 @@ def test_what_the_plan_leaves_out_is_said(folder, capsys, changes, note):
     main(words(folder, **{k: v for k, v in options.items() if v is not None}))
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "Note:" in line]
     assert note in line
+
+
+def test_the_assumed_prompt_fits_the_context(folder, tmp_path, capsys):
+    assert planned(folder, max_completion_length=64).run.prompt == 256 - 64
+    assert planned(folder, max_completion_length=300).run.prompt == 1
+    config = json.loads((folder / "tiny-model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    main(words(folder, model_name_or_path=tmp_path))
+    assert f"up to {ASSUMED_PROMPT} tokens; say --longest_prompt." in capsys.readouterr().out
 
 
 def divided(folder, *launcher, **changes):

@@ -84,7 +84,20 @@ def test_mistakes(folder, name, parts):
     assert all(part in str(error.value) for part in parts), error.value
 
 
-def test_a_missing_import_of_the_module_itself_is_not_hidden(folder):
-    (folder / "broken_lookup.py").write_text("import some_absent_package\n")
-    with pytest.raises(ModuleNotFoundError, match="some_absent_package"):
-        find_reward("broken_lookup.reward")
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("import some_absent_package", "ModuleNotFoundError: No module named 'some_absent_package"),
+        ("x = 1\n1 / 0", "ZeroDivisionError: division by zero"),
+        ("def x(:", "SyntaxError: invalid syntax"),
+    ],
+)
+@pytest.mark.parametrize("separator", [".", ".py:"])
+def test_a_module_that_cannot_be_loaded(folder, text, problem, separator):
+    name = f"broken_{problem.partition(':')[0].lower()}"
+    (folder / f"{name}.py").write_text(text)
+    with pytest.raises(ValueError, match="loading it failed") as error:
+        find_reward(f"{name}{separator}reward")
+    message = str(error.value)
+    assert problem in message
+    assert f"{name}.py, line {text.count(chr(10)) + 1})." in message

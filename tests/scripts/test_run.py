@@ -1,8 +1,11 @@
 import json
+import shutil
 
 import pytest
 import torch
 from datasets import Dataset
+from online import make_trainer
+from transformers import PrinterCallback, ProgressCallback
 from workspace import write_inputs
 
 from trl.data.mixture import DatasetMixtureConfig
@@ -12,12 +15,14 @@ from trl.scripts.arguments import OnlineScriptArguments, ScriptArguments
 from trl.scripts.run import (
     PATIENCE,
     _resume,
+    _show_progress,
     load_data,
     make_online_parser,
     reward_functions,
     run_online,
     take_split,
 )
+from trl.trainer.callbacks import PlainProgressCallback, RichProgressCallback
 from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer
 
@@ -136,12 +141,14 @@ def inputs(tmp_path_factory):
         ({"num_generations": "four"}, "--num_generations: 'four' is no integer."),
         ({"num_generations": 3}, "num_generations=3"),
         ({"load_in_4bit": "true", "load_in_8bit": "true"}, "exclude each other"),
+        ({"loss_type": "dapo"}, "an option of `trl grpo`)."),
+        ({"output_dir": __file__}, f"--output_dir {__file__}: nothing can be written in"),
         ({"resume_from_checkpoint": "true"}, "There is no checkpoint there."),
         ({"resume_from_checkpoint": "absent"}, "'absent': there is no such folder."),
     ],
 )
 def test_mistakes_are_one_line(inputs, tmp_path, monkeypatch, capsys, changes, part):
-    monkeypatch.setattr("sys.argv", command(inputs, output_dir=tmp_path, **changes))
+    monkeypatch.setattr("sys.argv", command(inputs, **({"output_dir": tmp_path} | changes)))
     with pytest.raises(SystemExit) as end:
         run_online(rloo.make_parser(), RLOOTrainer)
     lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
@@ -149,6 +156,42 @@ def test_mistakes_are_one_line(inputs, tmp_path, monkeypatch, capsys, changes, p
     assert len(lines) == 1
     assert lines[0].startswith("trl rloo: error: ")
     assert part in lines[0]
+
+
+@pytest.mark.parametrize("damage", ["weights", "size"])
+def test_a_damaged_model_is_one_line(inputs, tmp_path, monkeypatch, capsys, damage):
+    model = tmp_path / "model"
+    shutil.copytree(inputs / "tiny-model", model)
+    if damage == "weights":
+        (model / "model.safetensors").write_bytes(b"x")
+    else:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"hidden_size": 128}))
+    monkeypatch.setattr("sys.argv", command(inputs, model_name_or_path=model))
+    with pytest.raises(SystemExit) as end:
+        run_online(rloo.make_parser(), RLOOTrainer)
+    assert end.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    words = {"weights": f"The weights of {model} are damaged: ", "size": "ignore_mismatched_sizes"}
+    assert last.startswith("trl rloo: error: ")
+    assert words[damage] in last
+
+
+@pytest.mark.parametrize(
+    ("in_terminal", "options", "expected"),
+    [
+        (True, {}, RichProgressCallback),
+        (False, {}, PlainProgressCallback),
+        (False, {"disable_tqdm": True}, PrinterCallback),
+    ],
+)
+def test_progress_suits_the_output(tmp_path, monkeypatch, in_terminal, options, expected):
+    trainer = make_trainer(tmp_path, **({"disable_tqdm": False} | options))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: in_terminal)
+    _show_progress(trainer)
+    kinds = {type(callback) for callback in trainer.callback_handler.callbacks}
+    shows = {RichProgressCallback, PlainProgressCallback, PrinterCallback, ProgressCallback}
+    assert kinds & shows == {expected}
 
 
 def test_resuming_from_the_newest_checkpoint_or_a_path(inputs, tmp_path, monkeypatch, capsys):
@@ -197,7 +240,7 @@ def test_a_misspelled_key_of_the_file_is_reported_by_workers_too(inputs, monkeyp
         run_online(rloo.make_parser(), RLOOTrainer)
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("trl rloo: error: unknown option --betta (closest: --beta")
+    assert line.startswith(f"trl rloo: error: {path}: unknown key betta (closest: beta")
     assert "num_processes" not in line
 
 
@@ -218,11 +261,13 @@ def test_debugging_shows_where(inputs, monkeypatch):
         run_online(rloo.make_parser(), RLOOTrainer)
 
 
-def test_a_run_saves_its_model(inputs, monkeypatch):
+def test_a_run_saves_its_model(inputs, monkeypatch, capsys):
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr("sys.argv", command(inputs))
     run_online(rloo.make_parser(), RLOOTrainer)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"1 of 1 steps are done; the model is in {inputs / 'out'}."
     saved = AutoModelForCausalLM.from_pretrained(inputs / "out")
     start = AutoModelForCausalLM.from_pretrained(inputs / "tiny-model")
     assert saved.config.to_dict()["hidden_size"] == start.config.to_dict()["hidden_size"]

@@ -14,20 +14,25 @@ import signal
 import subprocess
 from importlib import import_module, resources
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from .parser import TrlParser, as_words, read_config
+from ..imports import is_available, require
+from .config_file import read_config
+from .main import INTERRUPTED
+from .parser import TrlParser, as_words
+from .workers import end_like, ending_workers
 
 # What accelerate would otherwise guess, and warn about, when it has no configuration.
 SINGLE_MACHINE = {"num_machines": "1", "mixed_precision": "no", "dynamo_backend": "no"}
 
-MISTAKE = 2  # status of a worker that has told of a mistake in options or inputs
 
-ELASTIC = "torch.distributed.elastic.multiprocessing.api"  # logs every end of a worker
+ELASTIC = "torch.distributed.elastic"
+LOUD = (f"{ELASTIC}.multiprocessing.api", f"{ELASTIC}.agent.server.api")  # log ends of workers
 
 SCRIPT = "SCRIPT"  # stands for what is launched while options are checked
 
@@ -51,34 +56,45 @@ def launch(command: str, words: list[str]) -> None:
         parser.print_help()
         return
     try:
-        if parser.read(words)[0].get("plan"):
-            import_module("trl.scripts.memory_plan").main([*words, "--method", command])
-            return
-        script, launcher = split(parser, words)
-        options = [*launcher, "--module", f"trl.scripts.{command}", *script]
-        logging.getLogger(ELASTIC).setLevel(logging.CRITICAL)
-        launch_command(launch_command_parser().parse_args(options))
+        _start(command, parser, words)
+    except KeyboardInterrupt:
+        parser.exit(INTERRUPTED)
+    except SignalException as error:
+        end_like(parser, 0, -error.sigval if error.sigval != signal.SIGINT else INTERRUPTED)
     except subprocess.CalledProcessError as error:
-        _end(parser, 0, error.returncode)
+        end_like(parser, 0, error.returncode)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        _end(parser, rank, failure.exitcode)
+        end_like(parser, rank, failure.exitcode)
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("TRL_DEBUG") == "1":
             raise
         parser.error(" ".join(str(error).split()))
 
 
-def _end(parser: TrlParser, rank: int, status: int) -> NoReturn:
-    """End with the status of a worker, as shells write it; 2 means that it has said why."""
-    if status == MISTAKE:
-        parser.exit(status)
-    if status >= 0:
-        parser.exit(status, f"{parser.prog}: error: process {rank} ended with status {status}.\n")
-    name = signal.Signals(-status).name
-    hint = "; the system does that when main memory runs out" if name == "SIGKILL" else ""
-    message = f"{parser.prog}: error: process {rank} was ended by {name}{hint}.\n"
-    parser.exit(128 - status, message)
+def _start(command: str, parser: TrlParser, words: list[str]) -> None:
+    values = parser.read(words)[0]
+    if values.get("plan"):
+        import_module("trl.scripts.memory_plan").main([*words, "--method", command])
+        return
+    script, launcher = split(parser, words)
+    _check_packages(values, launcher)
+    options = [*launcher, "--module", f"trl.scripts.{command}", *script]
+    for name in LOUD:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    with ending_workers():
+        launch_command(launch_command_parser().parse_args(options))
+
+
+def _check_packages(values: dict[str, Any], launcher: list[str]) -> None:
+    """Check that what the launch needs is installed.
+
+    Raises:
+        ImportError: naming the extra.
+    """
+    needed = values.get("deepspeed") or launch_options(launcher)["use_deepspeed"]
+    if needed and not is_available("deepspeed"):
+        require("deepspeed", "Training with DeepSpeed")
 
 
 def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:

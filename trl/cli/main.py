@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from importlib import import_module
 from typing import NoReturn
@@ -16,6 +17,8 @@ OTHERS = {
     "env": "print versions for a bug report",
 }
 
+INTERRUPTED = 128 + signal.SIGINT  # status of what Ctrl-C has ended
+
 
 def main(words: list[str] | None = None) -> None:
     """Run `trl WORDS`.
@@ -23,7 +26,13 @@ def main(words: list[str] | None = None) -> None:
     Args:
         words (`list[str]`, *optional*): None takes those of the process.
     """
-    words = list(sys.argv[1:] if words is None else words)
+    try:
+        _run(list(sys.argv[1:] if words is None else words))
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+
+
+def _run(words: list[str]) -> None:
     command, rest = (words[0], words[1:]) if words else ("--help", [])
     if command in ("-h", "--help"):
         print(_help())

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
-import os
 import re
 import sys
 import typing
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
+from .config_file import read_config
+from .help import OptionHelp, option_groups
+from .unknown import describe_unknown
 from .values import ConversionError, convert, is_flag, is_sequence
 
 NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-inf$")
@@ -44,17 +44,23 @@ class TrlParser(argparse.ArgumentParser):
     """
 
     def __init__(self, dataclass_types: Any = (), **kwargs: Any):
-        super().__init__(allow_abbrev=False, **kwargs)
+        looks: dict[str, Any] = {"usage": "%(prog)s [options]", "formatter_class": OptionHelp}
+        super().__init__(allow_abbrev=False, **(looks | kwargs))
         self._negative_number_matcher = NUMBER
         many = isinstance(dataclass_types, Iterable)
         self.dataclass_types = tuple(dataclass_types) if many else (dataclass_types,)
+        for kind in self.dataclass_types:
+            if "config" in {field.name for field in _fields(kind)}:
+                raise ValueError(f"{kind.__name__} must not have a field called config.")
         self._types: dict[str, Any] = {}
         self._choices: dict[str, list[Any]] = {}
         self._legacy: set[str] = set()
         self._defaults_from_config: dict[str, Any] = {}
+        self._files: dict[str, str] = {}  # for names in a file that are no options: its path
         self.add_argument("--config", help="YAML file with options; the command line wins.")
-        for dataclass_type in self.dataclass_types:
-            self._add_fields(dataclass_type)
+        hints = {kind: typing.get_type_hints(kind) for kind in self.dataclass_types}
+        for title, fields in option_groups(self.dataclass_types):
+            self._add_fields(title, [(field, hints[kind][field.name]) for kind, field in fields])
         self._add_opposites()
         for dataclass_type in self.dataclass_types:
             self._add_legacy(getattr(dataclass_type, "legacy_options", {}))
@@ -127,7 +133,9 @@ class TrlParser(argparse.ArgumentParser):
         namespace, from_line = self.parse_known_args(words)
         given = vars(namespace)
         path = given.pop("config", None)
-        from_file = self._take_defaults(read_config(path) if path else {})
+        config = read_config(path) if path else {}
+        self._files = {name: str(path) for name in config if name not in self._types}
+        from_file = self._take_defaults(config)
         values = self._defaults_from_config | given
         converted = {
             name: self._converted(name, value) if name in self._types else value
@@ -152,17 +160,16 @@ class TrlParser(argparse.ArgumentParser):
         return {name: value for name, value in values.items() if name in known}
 
     def unknown(self, words: Sequence[str], others: Iterable[str] = ()) -> str:
-        """Say which of `words` are no options, with the closest names.
+        """Say which of `words` are no options, with the closest names and the file they are in.
 
         Args:
             words: as left over by `read`.
             others: names that would also have been legal.
         """
-        legal = [*self._types, *others]
-        found = [_with_closest(word, legal) for word in words if word.startswith("--")]
+        found = [word[2:].split("=")[0].replace("-", "_") for word in words if word[:2] == "--"]
         if not found:
             return f"unexpected words: {' '.join(words)}"
-        return f"unknown option{'s' if len(found) > 1 else ''} {', '.join(found)}"
+        return describe_unknown(found, [*self._types, *others], self._files, self.prog)
 
     def error(self, message: str) -> NoReturn:
         """Print one line and end the process with status 2."""
@@ -179,15 +186,10 @@ class TrlParser(argparse.ArgumentParser):
         self._defaults_from_config |= {k: v for k, v in values.items() if k in self._types}
         return as_words({k: v for k, v in values.items() if k not in self._types})
 
-    def _add_fields(self, dataclass_type: Any) -> None:
-        hints = typing.get_type_hints(dataclass_type)
-        group = self.add_argument_group(dataclass_type.__name__)
-        for field in _fields(dataclass_type):
-            if field.name == "config":
-                raise ValueError(f"{dataclass_type.__name__} must not have a field called config.")
-            if field.name in self._types:
-                continue
-            annotation = self._types[field.name] = hints[field.name]
+    def _add_fields(self, title: str, fields: list[tuple[dataclasses.Field, Any]]) -> None:
+        group = self.add_argument_group(title)
+        for field, annotation in fields:
+            self._types[field.name] = annotation
             if "choices" in field.metadata:
                 self._choices[field.name] = list(field.metadata["choices"])
             text = str(field.metadata.get("help", "")).replace("%", "%%").replace("%%%%", "%%")
@@ -241,32 +243,6 @@ class TrlParser(argparse.ArgumentParser):
             raise ConversionError(f"--{name}: {wrong[0]!r} is none of {legal}.")
 
 
-def read_config(path: str) -> dict[str, Any]:
-    """Read a YAML file of options, and put its `env` mapping into the environment.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if the file is no YAML, or it or its `env` is no mapping.
-    """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"--config {path}: there is no such file.")
-    text = Path(path).read_text(encoding="utf-8")
-    try:
-        config = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}.") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must be a mapping of option names to values.")
-    _set_environment(config.pop("env", {}), path)
-    return {str(name).replace("-", "_"): value for name, value in config.items()}
-
-
-def _set_environment(environment: Any, path: str) -> None:
-    if not isinstance(environment, dict):
-        raise ValueError(f"env in {path} must be a mapping of names to values.")
-    os.environ.update({str(name): str(value) for name, value in environment.items()})
-
-
 def as_words(values: dict[str, Any]) -> list[str]:
     """Write options as command-line words."""
     words: list[str] = []
@@ -274,12 +250,6 @@ def as_words(values: dict[str, Any]) -> list[str]:
         items = value if isinstance(value, (list, tuple)) else [value]
         words += [f"--{name}", *map(str, items)]
     return words
-
-
-def _with_closest(word: str, legal: list[str]) -> str:
-    name = word[2:].split("=")[0].replace("-", "_")
-    close = difflib.get_close_matches(name, legal, n=3, cutoff=0.6)
-    return f"--{name} (closest: --{', --'.join(close)})" if close else f"--{name}"
 
 
 def _scalar(text: str) -> Any:

@@ -42,13 +42,7 @@ def why_not_shared(model: nn.Module, longest: int) -> str | None:
     causal = causal_model(model)
     config = causal.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or FULL_ATTENTION)
-    window = getattr(config, "sliding_window", None) or getattr(
-        config, "attention_chunk_size", None
-    )
-    # Models without `layer_types` apply their window everywhere, unless told not to.
-    windowed = layers & set(WINDOWED) or (
-        not hasattr(config, "layer_types") and getattr(config, "use_sliding_window", True)
-    )
+    window = _window(config, layers)
     border = _rotary_border(config)
     dropout = any(getattr(module, "attention_dropout", 0.0) for module in causal.modules())
     device = next(causal.parameters()).device.type
@@ -62,7 +56,7 @@ def why_not_shared(model: nn.Module, longest: int) -> str | None:
         "it keeps a recurrent state": bool(layers - {*FULL_ATTENTION, *WINDOWED}),
         "its attention is soft-capped": bool(getattr(config, "attn_logit_softcapping", None)),
         f"its attention window of {window} tokens is shorter than some rows": bool(
-            windowed and window and window < longest
+            window and window < longest
         ),
         f"its rotary embedding depends on the longest row from {border} tokens on": (
             border is not None and longest >= border
@@ -72,6 +66,16 @@ def why_not_shared(model: nn.Module, longest: int) -> str | None:
         f"devices of type {device} have no kernel for it": device not in ("cpu", "cuda"),
     }
     return next((words for words, holds in findings.items() if holds), None)
+
+
+def _window(config: Any, layers: set[str]) -> int | None:
+    """Tokens that a layer looks back at most, if some layer is so limited."""
+    # Models without `layer_types` apply their window everywhere, unless told not to.
+    everywhere = not hasattr(config, "layer_types") and getattr(config, "use_sliding_window", True)
+    if not (layers & set(WINDOWED) or everywhere):
+        return None
+    names = ("sliding_window", "attention_chunk_size")
+    return next((getattr(config, name) for name in names if getattr(config, name, None)), None)
 
 
 def _rotary_border(config: Any) -> int | None:

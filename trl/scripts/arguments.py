@@ -37,7 +37,9 @@ class OnlineScriptArguments(ScriptArguments):
         False, "Print how much memory the run would take, and stop before anything is loaded."
     )
     longest_prompt: int | None = option(
-        None, "For the memory plan: tokens of the longest prompt. None: 512 are assumed."
+        None,
+        "For the memory plan: tokens of the longest prompt. None: 512 are assumed, or as many as "
+        "the context has room for.",
     )
     device_memory_gb: float | None = option(
         None, "For the memory plan: memory of one device. None: that of this machine."

@@ -12,6 +12,8 @@ from typing import Any
 from ..imports import require
 from ..wording import as_text
 
+MOST_STEPS = 8  # that are listed one by one
+
 FIELDS = {"step", "group", "prompt", "completion", "finish", "rewards", "reward", "advantage"}
 
 
@@ -33,6 +35,11 @@ def main(words: list[str] | None = None) -> None:
 
 
 def _options(words: list[str] | None) -> argparse.Namespace:
+    return make_parser().parse_args(words)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of `trl completions`."""
     parser = argparse.ArgumentParser(prog="trl completions", description=__doc__)
     parser.add_argument("folder", help="output folder of a run, or a jsonl file of completions")
     parser.add_argument("--split", choices=("train", "eval"), default="train")
@@ -41,7 +48,7 @@ def _options(words: list[str] | None) -> argparse.Namespace:
     end.add_argument("--best", type=int, help="only the completions of highest reward")
     end.add_argument("--worst", type=int, help="only the completions of lowest reward")
     parser.add_argument("--limit", type=int, default=64, help="most rows shown (default: 64)")
-    return parser.parse_args(words)
+    return parser
 
 
 def read_records(path: Path, split: str) -> list[dict[str, Any]]:
@@ -72,15 +79,31 @@ def _record(line: str, place: str) -> dict[str, Any]:
 
 
 def select(records: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Filter by step, then take the best or worst of what is left."""
+    """Filter by step, then take the best or worst of what is left.
+
+    Raises:
+        ValueError: naming the steps there are, if no completion is of the one wanted.
+    """
     if options.step is not None:
-        records = [record for record in records if record["step"] == options.step]
+        found = [record for record in records if record["step"] == options.step]
+        if records and not found:
+            raise ValueError(_steps(records, options.step))
+        records = found
     count = options.best if options.best is not None else options.worst
     if count is None:
         return records
     scored = [record for record in records if record["reward"] is not None]
     scored.sort(key=lambda record: record["reward"], reverse=options.best is not None)
     return scored[:count]
+
+
+def _steps(records: list[dict[str, Any]], wanted: int) -> str:
+    steps = sorted({record["step"] for record in records})
+    names = ", ".join(map(str, steps))
+    if len(steps) > MOST_STEPS:
+        nearest = sorted(steps, key=lambda step: abs(step - wanted))[:2]
+        names = f"{steps[0]} to {steps[-1]}; the nearest are {nearest[0]} and {nearest[1]}"
+    return f"--step {wanted}: there are completions of the steps {names}."
 
 
 def show(records: list[dict[str, Any]]) -> None:

@@ -65,7 +65,7 @@ def main(words: list[str] | None = None) -> None:
         parser.error(" ".join(str(error).split()))
 
 
-def make_parser(method: str) -> TrlParser:
+def make_parser(method: str = "rloo") -> TrlParser:
     """The options of `trl memory-plan --method METHOD`."""
     types = (PlanArguments, OnlineScriptArguments, _config_class(method), ModelConfig)
     return TrlParser((*types, DatasetMixtureConfig), prog="trl memory-plan")
@@ -201,7 +201,7 @@ def settings(
     script: OnlineScriptArguments, training: Any, model_args: ModelConfig, config: Any
 ) -> RunSettings:
     """Turn options into the numbers of the estimate."""
-    prompt = script.longest_prompt or ASSUMED_PROMPT
+    prompt = script.longest_prompt or _assumed_prompt(training, config)
     weight_bytes, product_bytes, matrix_bytes = _precision(training, model_args, config)
     longest = prompt + training.max_completion_length
     shares = shares_prompts(config, model_args.attn_implementation, longest)
@@ -214,6 +214,14 @@ def settings(
         shared_prefix=training.shared_prefix and shares,
         on_cpu=script.device_memory_gb is None and _trains_on_cpu(training),
     )
+
+
+def _assumed_prompt(training: Any, config: Any) -> int:
+    """Tokens of the longest prompt where nothing is said of it: what the context has room for."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if context is None:
+        return ASSUMED_PROMPT
+    return max(1, min(ASSUMED_PROMPT, context - training.max_completion_length))
 
 
 def _with_engine(plan: Plan, training: Any) -> Plan:
@@ -293,10 +301,15 @@ def _notes(plan: Plan, script: OnlineScriptArguments, training: Any) -> list[str
     model: ModelSize = plan.model
     name = plan.run.optimizer
     engine = f": {_engine_words(plan, training)}" if training.use_vllm else ""
+    prompt, row, context = plan.run.prompt, plan.run.prompt + plan.run.completion, model.context
+    rest = f", what max_completion_length leaves of the model's context of {context}"
+    rest = "" if prompt == ASSUMED_PROMPT else rest
     notes = {
-        f"Prompts are assumed to have up to {ASSUMED_PROMPT} tokens; say --longest_prompt.": (
+        f"Prompts are assumed to have up to {prompt} tokens{rest}; say --longest_prompt.": (
             script.longest_prompt is None
         ),
+        f"The longest prompt and completion have {row} tokens, more than the model's context of "
+        f"{context}.": context is not None and row > context,
         "The reward model is not counted.": script.reward_model_name_or_path is not None,
         f"What {name} keeps is not known; two float32 states are assumed.": (
             states_of(name, plan.run.optimizer_args) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,8 @@ def find_reward(name: str) -> Callable[..., Any]:
             current folder is searched first.
 
     Raises:
-        ValueError: if there is no such function; the message names the closest.
+        ValueError: if there is no such function, with the closest; if its module fails, with the
+            place.
     """
     known = known_rewards()
     if name in known:
@@ -57,11 +59,13 @@ def _load_module(module: str, name: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
-            raise
+            raise _failure(name, error) from error
         raise ValueError(
             f"--reward_funcs {name}: there is no module {error.name!r} in {folder} or among the "
             "installed packages."
         ) from error
+    except Exception as error:
+        raise _failure(name, error) from error
 
 
 def _load_file(path: str) -> Any:
@@ -72,8 +76,20 @@ def _load_file(path: str) -> Any:
     module = types.ModuleType(name)
     module.__file__ = path
     sys.modules.setdefault(name, module)
-    exec(compile(Path(path).read_text(encoding="utf-8"), path, "exec"), vars(module))
+    try:
+        exec(compile(Path(path).read_text(encoding="utf-8"), path, "exec"), vars(module))
+    except Exception as error:
+        raise _failure(path, error) from error
     return module
+
+
+def _failure(name: str, error: Exception) -> ValueError:
+    """What is said of a module that cannot be loaded: what failed, and where."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
+    return ValueError(
+        f"--reward_funcs {name}: loading it failed: {type(error).__name__}: {error}{place}."
+    )
 
 
 def _attribute(module: Any, attribute: str, name: str) -> Callable[..., Any]:

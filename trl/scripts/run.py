@@ -8,19 +8,23 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from safetensors import SafetensorError
+
 from ..cli.launch import check_launch_options
 from ..cli.parser import TrlParser
 from ..data.files import load_dataset_source
 from ..data.mixture import DatasetMixtureConfig, get_dataset
 from ..imports import is_available
-from ..trainer.callbacks import RichProgressCallback
+from ..trainer.callbacks import PlainProgressCallback, RichProgressCallback
 from ..trainer.model_config import ModelConfig, get_peft_config, get_quantization_config
 from .arguments import OnlineScriptArguments, ScriptArguments
+from .ending import check_output_dir, rank, tell_success, telling_the_end
 from .reward_lookup import find_reward
 
 PATIENCE = 30.0  # seconds in which the main process should meet a mistake that others met
 
-USER_ERRORS = (ValueError, TypeError, ImportError, OSError, NotImplementedError)
+# torch and transformers have no other type for weights that do not fit, or too little memory.
+USER_ERRORS = (ValueError, TypeError, ImportError, OSError, RuntimeError)
 
 
 def make_online_parser(command: str, config_class: type) -> TrlParser:
@@ -35,21 +39,24 @@ def run_online(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
     Mistakes in options and inputs end the process with one line and status 2; TRL_DEBUG=1 shows
     where they were found.
     """
-    try:
-        if _shows_plan(parser):
-            return
-        trainer, script, training = _prepare(parser, trainer_class)
-        checkpoint = trainer.find_checkpoint(_resume(training.resume_from_checkpoint))
-    except USER_ERRORS as error:
-        if os.environ.get("TRL_DEBUG") == "1":
-            raise
-        _report(parser.prog, error)
-        raise SystemExit(2) from None
-    trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.save_model(training.output_dir)
-    if training.push_to_hub:
-        trainer.push_to_hub(dataset_name=script.dataset_name)
-    trainer.accelerator.end_training()
+    with telling_the_end(parser.prog):
+        try:
+            if _shows_plan(parser):
+                return
+            trainer, script, training = _prepare(parser, trainer_class)
+            checkpoint = trainer.find_checkpoint(_resume(training.resume_from_checkpoint))
+        except USER_ERRORS as error:
+            if os.environ.get("TRL_DEBUG") == "1":
+                raise
+            _report(parser.prog, error)
+            raise SystemExit(2) from None
+    with telling_the_end(parser.prog, trainer):
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model(training.output_dir)
+        tell_success(trainer)
+        if training.push_to_hub:
+            trainer.push_to_hub(dataset_name=script.dataset_name)
+        trainer.accelerator.end_training()
 
 
 def _shows_plan(parser: TrlParser) -> bool:
@@ -61,22 +68,18 @@ def _shows_plan(parser: TrlParser) -> bool:
 
     # Configurations find the other workers, so that all of them make the plan.
     plan = describe(parser, values, options_of_worker(os.environ))
-    if _rank() == 0:
+    if rank() == 0:
         print(plan)
     return True
 
 
 def _report(program: str, error: Exception) -> None:
     """Print a mistake once: the main process does, and its end is the end of the others."""
-    rank = _rank()
-    if rank > 0:
+    number = rank()
+    if number > 0:
         time.sleep(PATIENCE)
-    where = f" (process {rank})" if rank > 0 else ""
+    where = f" (process {number})" if number > 0 else ""
     print(f"{program}: error: {' '.join(str(error).split())}{where}", file=sys.stderr, flush=True)
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
 
 
 def _prepare(parser: TrlParser, trainer_class: Callable[..., Any]) -> tuple[Any, Any, Any]:
@@ -87,6 +90,8 @@ def _prepare(parser: TrlParser, trainer_class: Callable[..., Any]) -> tuple[Any,
     script, training, model, mixture = parser.build(values)
     if model.model_name_or_path is None:
         raise ValueError("--model_name_or_path is required.")
+    if rank() == 0:
+        check_output_dir(training.output_dir)
     functions = reward_functions(script)
     dataset = load_data(script, mixture)
     init_kwargs = {
@@ -96,17 +101,23 @@ def _prepare(parser: TrlParser, trainer_class: Callable[..., Any]) -> tuple[Any,
     }
     training.model_init_kwargs = init_kwargs | (training.model_init_kwargs or {})
     evaluates = training.eval_strategy != "no"
-    trainer = trainer_class(
-        model=model.model_name_or_path,
-        reward_funcs=functions,
-        args=training,
-        train_dataset=take_split(dataset, script.dataset_train_split, "--dataset_train_split"),
-        eval_dataset=take_split(dataset, script.dataset_test_split, "--dataset_test_split")
-        if evaluates
-        else None,
-        quantization_config=get_quantization_config(model),
-        peft_config=get_peft_config(model),
-    )
+    try:
+        trainer = trainer_class(
+            model=model.model_name_or_path,
+            reward_funcs=functions,
+            args=training,
+            train_dataset=take_split(dataset, script.dataset_train_split, "--dataset_train_split"),
+            eval_dataset=take_split(dataset, script.dataset_test_split, "--dataset_test_split")
+            if evaluates
+            else None,
+            quantization_config=get_quantization_config(model),
+            peft_config=get_peft_config(model),
+        )
+    except SafetensorError as error:
+        names = [model.model_name_or_path, script.reward_model_name_or_path or ""]
+        raise ValueError(
+            f"The weights of {' or '.join(filter(None, names))} are damaged: {error}."
+        ) from error
     _show_progress(trainer)
     return trainer, script, training
 
@@ -133,7 +144,7 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Any:
         ValueError: if neither is given.
     """
     if mixture.datasets:
-        if script.dataset_name and _rank() == 0:
+        if script.dataset_name and rank() == 0:
             print("Both datasets and dataset_name are given; datasets is used.", file=sys.stderr)
         return get_dataset(mixture)
     if not script.dataset_name:
@@ -158,9 +169,11 @@ def _resume(value: Any) -> Any:
 
 
 def _show_progress(trainer: Any) -> None:
-    """Replace the plain progress bar by a rich one, where there is someone to see it."""
+    """Replace the progress bar: by a rich one in a terminal, by plain lines where there is none."""
     from transformers import ProgressCallback
 
-    if is_available("rich") and not trainer.args.disable_tqdm:
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(RichProgressCallback())
+    in_terminal = sys.stdout.isatty()
+    if trainer.args.disable_tqdm or (in_terminal and not is_available("rich")):
+        return
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(RichProgressCallback() if in_terminal else PlainProgressCallback())

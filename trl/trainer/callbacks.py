@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from ..distributed import fsdp_version
 from ..imports import require
 from ..models.reference import frozen_pairs
 from ..models.shards import local_shard, release
+
+# What people look at while a run goes on, and the names it is logged under.
+SHOWN = {"reward": "reward", "loss": "loss", "length": "completions/mean_length"}
 
 
 class SyncRefModelCallback(TrainerCallback):
@@ -76,8 +81,65 @@ class SyncRefAdapterCallback(SyncRefModelCallback):
         return frozen_pairs(policy)
 
 
+class PlainProgressCallback(TrainerCallback):
+    """Prints a line for each log and each evaluation: progress for files and batch systems."""
+
+    def __init__(self) -> None:
+        self._first = 0  # step at which this call of `train` began
+        self._started = time.monotonic()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the clock."""
+        self._first, self._started = state.global_step, time.monotonic()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Print that the first step is done, which may be long before the first log."""
+        if state.global_step == self._first + 1 and not control.should_log:
+            self._print(state, [])
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Print reward, loss and length of the steps since the last log."""
+        words = _shown(logs or {})
+        if words:
+            self._print(state, words)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Print what an evaluation found."""
+        if state.is_world_process_zero:
+            print(_evaluated(state, metrics or {}), flush=True)
+
+    def _print(self, state: TrainerState, words: list[str]) -> None:
+        if not state.is_world_process_zero:
+            return
+        seconds = time.monotonic() - self._started
+        done = max(1, state.global_step - self._first)
+        left = seconds / done * (state.max_steps - state.global_step)
+        clock = f"{_clock(seconds)} elapsed, {_clock(left)} left"
+        print("  ".join([_step(state), *words, clock]), flush=True)
+
+
 class RichProgressCallback(TrainerCallback):
     """Shows training and evaluation as rich bars with remaining time, and the latest metrics.
+
+    For a terminal; `close` must be called before anything else is shown after an error.
 
     Raises:
         ImportError: if rich is not installed.
@@ -121,13 +183,21 @@ class RichProgressCallback(TrainerCallback):
         self._bars.advance(self._evaluation)
 
     def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,
     ) -> None:
-        """Remove the evaluation bar."""
+        """Replace the evaluation bar by a line that says what was found."""
+        if not state.is_world_process_zero:
+            return
         if self._evaluation is not None:
             self._bars.remove_task(self._evaluation)
             self._evaluation = None
             self._close_if_idle()
+        self._console.print(_evaluated(state, metrics or {}), markup=False, highlight=False)
 
     def on_log(
         self,
@@ -140,16 +210,20 @@ class RichProgressCallback(TrainerCallback):
         """Show reward, loss and length beside the bar."""
         if self._training is None or not logs:
             return
-        shown = {"reward": "reward", "loss": "loss", "length": "completions/mean_length"}
-        words = [f"{word} {logs[key]:.3g}" for word, key in shown.items() if logs.get(key)]
+        words = _shown(logs)
         if words:
             self._bars.update(self._training, note="  ".join(words))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Close the bars."""
+        """Close the training bar."""
         self._training = None
+        self._close_if_idle()
+
+    def close(self) -> None:
+        """Stop drawing, whatever is still going on."""
+        self._training = self._evaluation = None
         self._close_if_idle()
 
     def _open(self) -> None:
@@ -171,3 +245,24 @@ class RichProgressCallback(TrainerCallback):
         if self._bars is not None and self._training is None and self._evaluation is None:
             self._bars.stop()
             self._bars = None
+
+
+def _shown(metrics: dict[str, Any], prefix: str = "") -> list[str]:
+    names = {word: prefix + key for word, key in SHOWN.items()}
+    return [f"{word} {metrics[key]:.3g}" for word, key in names.items() if key in metrics]
+
+
+def _evaluated(state: TrainerState, metrics: dict[str, float]) -> str:
+    """What an evaluation of a dataset, or of one of several (`eval_name_...`), found."""
+    (prefix,) = [x.removesuffix("runtime") for x in metrics if x.endswith("_runtime")] or ["eval_"]
+    name = prefix.removeprefix("eval").strip("_")
+    title = f"evaluation of {name}:" if name else "evaluation:"
+    return "  ".join([_step(state), title, *_shown(metrics, prefix)])
+
+
+def _step(state: TrainerState) -> str:
+    return f"step {state.global_step}/{state.max_steps}"
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

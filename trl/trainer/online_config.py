@@ -259,6 +259,7 @@ class OnlineConfig(MismatchConfig):
                 "transformers generates. Leave one of them out."
             )
         self._refuse_without_meaning()
+        self._check_reference()
         self._check_adapter_sync()
         parallelism = self.parallelism_config
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
@@ -282,6 +283,10 @@ class OnlineConfig(MismatchConfig):
                 f"{found[0]}={getattr(self, found[0])!r} cannot be used by trainers that generate "
                 "their completions. Leave it out."
             )
+
+    def _check_reference(self) -> None:
+        if self.sync_ref_model and self.beta == 0.0:
+            raise ValueError("sync_ref_model=True needs a reference policy: set beta above 0.")
 
     def _check_adapter_sync(self) -> None:
         reasons = {
@@ -350,8 +355,6 @@ class OnlineConfig(MismatchConfig):
         for name, (holds, legal) in rules.items():
             if not holds:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {legal}.")
-        if self.sync_ref_model and self.beta == 0.0:
-            raise ValueError("sync_ref_model=True needs a reference policy: set beta above 0.")
 
     def _resolve_batches(self) -> None:
         micro_batches = self.per_device_train_batch_size * self.world_size

@@ -1,0 +1,60 @@
+"""The end of the processes that a command has started."""
+
+from __future__ import annotations
+
+import signal
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NoReturn
+
+import psutil
+
+from .main import INTERRUPTED
+
+MISTAKE = 2  # status of a worker that has told of a mistake in options or inputs
+
+ALONE = 2.0  # seconds after which a process that goes on was not told by the terminal
+PATIENCE = 60.0  # seconds in which it should end
+
+
+@contextmanager
+def ending_workers() -> Iterator[None]:
+    """If this process is interrupted inside, wait until those that were started there have ended.
+
+    A terminal interrupts them together with this process. Others may interrupt this one alone, so
+    those that go on are told, and killed when patience is over. A second interrupt ends the wait.
+    """
+    before = set(psutil.Process().children())
+    try:
+        yield
+    except KeyboardInterrupt:
+        _end(list(set(psutil.Process().children()) - before))
+        raise
+
+
+def _end(workers: list[psutil.Process]) -> None:
+    with suppress(KeyboardInterrupt):
+        _, running = psutil.wait_procs(workers, timeout=ALONE)
+        for worker in running:
+            _send(worker, signal.SIGINT)
+        psutil.wait_procs(running, timeout=PATIENCE)
+    for worker in workers:
+        _send(worker, signal.SIGKILL)
+
+
+def end_like(parser: ArgumentParser, rank: int, status: int) -> NoReturn:
+    """End with the status of a worker, as shells write it; some mean that it has said why."""
+    if status in (MISTAKE, INTERRUPTED):
+        parser.exit(status)
+    if status >= 0:
+        parser.exit(status, f"{parser.prog}: error: process {rank} ended with status {status}.\n")
+    name = signal.Signals(-status).name
+    hint = "; the system does that when main memory runs out" if name == "SIGKILL" else ""
+    message = f"{parser.prog}: error: process {rank} was ended by {name}{hint}.\n"
+    parser.exit(128 - status, message)
+
+
+def _send(worker: psutil.Process, number: signal.Signals) -> None:
+    with suppress(psutil.NoSuchProcess):
+        worker.send_signal(number)
