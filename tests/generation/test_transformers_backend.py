@@ -4,7 +4,9 @@ import pytest
 import torch
 from tiny import tiny_model
 
+from trl.generation.pieces import Limits
 from trl.generation.transformers_backend import TransformersBackend, merge_extra
+from trl.memory.tensor_bytes import TensorBytes
 from trl.types import Prompts, Sampling
 
 PROMPTS = Prompts(
@@ -41,6 +43,27 @@ def test_same_seeds_same_completions_whatever_torch_drew_before():
     first = backend(model).generate(PROMPTS, sampling(), 2)
     torch.manual_seed(99)
     assert backend(model).generate(PROMPTS, sampling(), 2) == first
+
+
+def most_bytes(count, limits):
+    """Held at once beyond the model while rows of one prompt are completed."""
+    model, prompt = tiny_model().eval(), [20 + i % 40 for i in range(100)]
+    engine = TransformersBackend(
+        lambda: nullcontext(model), pad_id=0, device=torch.device("cpu"), limits=limits
+    )
+    prompts = Prompts(messages=["x"] * count, token_ids=[prompt] * count)
+    options = sampling(max_tokens=40, stop_ids=(), seeds=tuple(range(count)))
+    engine.generate(prompts, options, count)  # tries the model, and makes what stays
+    with TensorBytes([*model.parameters(), *model.buffers()]) as meter:
+        found = engine.generate(prompts, options, count)
+    assert len(found) == count
+    return meter.peak
+
+
+def test_a_large_group_decodes_in_the_memory_of_a_small_one():
+    few = most_bytes(2, Limits(rows=2))
+    assert most_bytes(32, Limits(rows=2)) <= 1.02 * few
+    assert most_bytes(32, Limits()) > 2 * few
 
 
 def test_matches_sampling_one_token_at_a_time():
