@@ -193,7 +193,7 @@ def test_the_rollout_has_the_rows_that_go_wrong():
 
 def test_rows_are_left_out_of_all_kinds_of_forwards():
     assert EXACT and MIXED and len(EXACT) + len(MIXED) == len(LEFT_OUT)
-    assert {variant.passes for variant in EXACT} == {variant.passes for variant in MIXED}
+    assert {variant.passes for variant in MIXED} == {False, True}
 
 
 def test_junk_is_written_behind_the_end():
