@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -41,8 +41,6 @@ from variants import (
     reference,
     reference_in,
 )
-
-from trl.models import kernel_proof
 
 BOUND = 5e-6  # of the relative difference in float32
 HALF_PRECISION_FACTOR = 1.3  # times the error of single rows in the same precision
@@ -331,13 +329,7 @@ def main(words: list[str] | None = None, measure_all: Callable[[], Sections] = r
     parser.add_argument("--write", type=Path, metavar="FILE", help="also write the report here")
     arguments = parser.parse_args(words)
     started = time.perf_counter()
-    prove = kernel_proof._prove
-    # Each variant makes a trainer, and each trainer proves the same kernels.
-    kernel_proof._prove = cache(prove)
-    try:
-        sections = measure_all()
-    finally:
-        kernel_proof._prove = prove
+    sections = measure_all()
     text = report(sections, time.perf_counter() - started)
     print(text, end="")
     if arguments.write is not None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from ..ops.flash import Kernel
+from . import shared_attention
 from .shared_attention import Packing, packed_attention, visible
 
 # Prefix and tail lengths: longer than the blocks of 32 and 64 tokens that kernels work in.
@@ -64,6 +67,8 @@ def noted_heads(implementation: str) -> Iterator[set[Heads]]:
 def prove_kernels(device: torch.device, layers: Collection[Heads]) -> None:
     """Compare outputs and gradients with masked attention, for each kind of layer.
 
+    What a process has proved of a kernel is not proved again.
+
     Args:
         device (`torch.device`): whose kernels will run.
         layers: what `noted_heads` found.
@@ -75,10 +80,13 @@ def prove_kernels(device: torch.device, layers: Collection[Heads]) -> None:
     if not layers:
         raise RuntimeError("its layers did not ask for attention")
     for heads in layers:
-        _prove(device, heads)
+        query = torch.empty(1, heads.queries, 0, heads.size, device=device, dtype=heads.dtype)
+        _prove(device, heads, shared_attention.choose_kernel(query))
 
 
-def _prove(device: torch.device, heads: Heads) -> None:
+@cache
+def _prove(device: torch.device, heads: Heads, kernel: Kernel) -> None:
+    """Prove the kernel that `packed_attention` chooses, which is `kernel`."""
     packing = Packing.of(EXAMPLE, device)
     tensors = _example(device, heads)
     scale = heads.size**-0.5

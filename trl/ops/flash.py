@@ -32,6 +32,8 @@ MERGED_ON_ACCELERATOR = 2**24
 class Kernel(Protocol):
     """One attention kernel."""
 
+    def __hash__(self) -> int: ...
+
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, /
     ) -> tuple[Tensor, Tensor]:
@@ -150,6 +152,9 @@ class CudaEfficient:
         return found[0], merge_heads(found[1], key), merge_heads(found[2], value)
 
 
+_CPU = CpuFlash()
+
+
 def choose_kernel(query: Tensor) -> Kernel:
     """The kernel for the device, dtype and head size of `query`.
 
@@ -157,7 +162,7 @@ def choose_kernel(query: Tensor) -> Kernel:
         NotImplementedError: if torch has none for them.
     """
     if query.device.type == "cpu":
-        return CpuFlash()
+        return _CPU
     if query.device.type != "cuda":
         raise NotImplementedError(f"No attention kernel for devices of type {query.device.type}.")
     return _kernel_of_gpu(query.device, query.dtype, query.shape[-1])

@@ -11,10 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from trl.ops.kl import EXPONENT_BOUND
 from trl.ops.masking import masked_mean, masked_sum
 
 RatioLevel = Literal["token", "sequence_mean", "sequence_sum"]
-EXPONENT_BOUND = 20.0
 SMALLEST_RATIO = 1e-8
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK_ELEMENTS = 2**23
+from trl.ops.logprobs import BLOCK_ELEMENTS
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from ..imports import require
+from ..models.loading import DTYPES
 from .options import option
-
-DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 @dataclass
