@@ -102,8 +102,8 @@ advantage.
   pieces: generation of {LEAN["generation_max_rows"]} rows at once, and
   {LEAN["logits_chunk_size"]:,} logits (`logits_chunk_size`).
 
-In brackets: not run, because twice the peak of half as many completions is more than the limit; the
-number is that prediction. A dash: not measured.
+In brackets: not run, for want of memory or time; the number is twice the peak of half as many
+completions. A dash: not measured.
 """
 
 
