@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from trl.cli.launch import launch_options, split
+from trl.cli.memory_plan import Planned, make_parser, plan_of
 from trl.memory.plan import Plan
 from trl.memory.plan_table import size
 from trl.memory.settings import RunSettings
 from trl.memory.sharding import Sharding
 from trl.memory.shares import Shares
 from trl.memory.step_time import StepTime
-from trl.scripts.memory_plan import Planned, make_parser, plan_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "big_plans.md"

@@ -2,8 +2,8 @@
 
 import torch
 
-from trl.models import shared_attention
-from trl.ops.flash import CpuFlash
+from trl.models import packed_attention as shared_attention
+from trl.ops.attention_kernels import CpuFlash
 
 GRADIENTS = ("query", "key", "value")
 FAULTS = ("causality", "normalizer", "scale", "NaN", *GRADIENTS)

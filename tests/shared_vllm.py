@@ -8,9 +8,9 @@ from peft import LoraConfig
 from tiny import tiny_model, tiny_tokenizer
 from transformers import BitsAndBytesConfig
 
-from trl.generation.vllm_backend import Policy
-from trl.generation.vllm_colocate import VLLMColocateBackend
-from trl.generation.vllm_engine import EngineSettings, VLLMEngine, start_engine
+from trl.generation.vllm.backend import Policy
+from trl.generation.vllm.colocate import VLLMColocateBackend
+from trl.generation.vllm.engine import EngineSettings, VLLMEngine, start_engine
 from trl.imports import is_available
 
 needs_vllm = pytest.mark.skipif(

@@ -6,7 +6,7 @@ import time
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from trl.generation.vllm_facts import PROTOCOL
+from trl.generation.vllm.server.compat import PROTOCOL
 
 FACTS = {"protocol": PROTOCOL, "vllm": "0.32.0", "shape": {}, "dtype": "float32", "context": 64}
 FACTS |= {"logprobs_mode": "processed_logprobs", "workers": 1, "gpu": None}

@@ -5,7 +5,7 @@ import torch
 from backend_contract import model_logps
 from shared_vllm import model_policy, nudge, policy_model
 
-from trl.generation.weight_proof import WeightSyncError
+from trl.generation.vllm.weight_proof import WeightSyncError
 from trl.types import Prompts, Sampling
 
 PROMPTS = Prompts(messages=["a"] * 4, token_ids=[[20 + n for n in range(40)]] * 4)

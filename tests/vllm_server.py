@@ -16,8 +16,8 @@ from shared_vllm import model_policy, policy_model
 from tiny import tiny_tokenizer
 from workspace import ROOT, environment
 
-from trl.generation.vllm_fleet import Fleet, Server
-from trl.generation.vllm_server import VLLMServerBackend
+from trl.generation.vllm.server.backend import VLLMServerBackend
+from trl.generation.vllm.server.server_pool import Fleet, Server
 
 START = 240.0  # seconds: importing vLLM alone may take a minute on a machine that is busy
 SECONDS = 20.0  # in which a server that runs must answer

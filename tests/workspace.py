@@ -9,11 +9,11 @@ from pathlib import Path
 
 from tiny import save_tiny
 
+from trl.cli.arguments import OnlineScriptArguments
 from trl.cli.launch import _accelerate_options
 from trl.cli.values import ConversionError, convert
 from trl.data.mixture import DatasetMixtureConfig
 from trl.scripts import grpo, rloo
-from trl.scripts.arguments import OnlineScriptArguments
 from trl.trainer.model_config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[1]

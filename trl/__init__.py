@@ -26,7 +26,7 @@ _MODULES = {
     "data.tool_template": ("supports_tool_calling",),
     "memory.callback": ("MemoryCallback",),
     "models.reference": ("create_reference_model",),
-    "scripts.arguments": ("ScriptArguments",),
+    "cli.arguments": ("ScriptArguments",),
     "trainer.callbacks": ("RichProgressCallback", "SyncRefModelCallback"),
     "trainer.grpo_config": ("GRPOConfig",),
     "trainer.grpo_trainer": ("GRPOTrainer",),

@@ -1,3 +1,4 @@
+from .cli.arguments import ScriptArguments as ScriptArguments
 from .cli.parser import TrlParser as TrlParser
 from .data.chatml import maybe_convert_to_chatml as maybe_convert_to_chatml
 from .data.formats import (
@@ -36,7 +37,6 @@ from .data.preference import (
 from .data.tool_template import supports_tool_calling as supports_tool_calling
 from .memory.callback import MemoryCallback as MemoryCallback
 from .models.reference import create_reference_model as create_reference_model
-from .scripts.arguments import ScriptArguments as ScriptArguments
 from .trainer.callbacks import (
     RichProgressCallback as RichProgressCallback,
 )

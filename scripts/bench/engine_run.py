@@ -94,7 +94,7 @@ def server(work: dict[str, Any], folder: Path, context: int) -> Iterator[dict[st
         yield options | ({"vllm_max_model_length": context} if "use_vllm" in options else {})
         return
     port, group = free_port(), free_port()
-    command = [sys.executable, "-m", "trl.scripts.vllm_serve", "--model", str(folder)]
+    command = [sys.executable, "-m", "trl.cli.vllm_serve", "--model", str(folder)]
     command += ["--port", str(port), "--host", "127.0.0.1", "--max_model_len", str(context)]
     command += ["--dtype", "bfloat16" if torch.cuda.is_available() else "float32"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

@@ -123,11 +123,11 @@ def build(case: Case, meter: Any) -> tuple[Any, dict[str, float]]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import trl
-    from trl.generation.transformers_backend import TransformersBackend
+    from trl.cli.arguments import OnlineScriptArguments
+    from trl.cli.memory_plan import settings
+    from trl.generation.transformers.backend import TransformersBackend
     from trl.memory.estimate import Estimate
     from trl.memory.model_size import model_size
-    from trl.scripts.arguments import OnlineScriptArguments
-    from trl.scripts.memory_plan import settings
     from trl.trainer.model_config import ModelConfig, get_peft_config
 
     meter.watch_generation(TransformersBackend)

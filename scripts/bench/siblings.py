@@ -18,7 +18,7 @@ from tables import markdown
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl.generation.base import row_seeds
-from trl.generation.transformers_backend import TransformersBackend
+from trl.generation.transformers.backend import TransformersBackend
 from trl.types import Prompts, Sampling
 
 ROOT = Path(__file__).parents[2]

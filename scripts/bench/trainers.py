@@ -63,7 +63,7 @@ def build(work: Work, meter: Meter) -> tuple[Any, dict[str, Any]]:
         The trainer, and the options of the work that its configuration knows.
     """
     if work.trainer == "this":
-        from trl.generation.transformers_backend import TransformersBackend
+        from trl.generation.transformers.backend import TransformersBackend
 
         meter.watch_generation(TransformersBackend)
     if work.gpu_path:

@@ -20,7 +20,7 @@ from transformers import (
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "trainer")]
 
-from online import completion_logps, dataset, make_trainer, rows_of, token_sum  # noqa: E402
+from online_runs import completion_logps, dataset, make_trainer, rows_of, token_sum  # noqa: E402
 from tiny import tiny_model  # noqa: E402
 
 from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402

@@ -21,7 +21,7 @@ from kinds import (
     trained,
     trainer_of,
 )
-from online import completion_logps, rows_of, token_sum
+from online_runs import completion_logps, rows_of, token_sum
 
 from trl.trainer.grpo_trainer import GRPOTrainer
 

@@ -9,10 +9,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from kinds import GROUP, KINDS, PROMPTS, dense, independent, same, trained, trainer_of
-from online import completion_logps, rows_of
+from online_runs import completion_logps, rows_of
 from rollouts import rollout_of
 
-from trl.trainer import policy
+from trl.trainer.base import policy
 from trl.types import Prompts
 
 MOVED = ["lora", "dora", "target_parameters", "modules_to_save", "head", "4-bit", "8-bit"]

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import pytest
 from transformers import TrainingArguments
 
+from trl.cli import memory_plan
 from trl.cli.help import TITLES, OptionHelp, option_groups, title
 from trl.cli.parser import TrlParser
-from trl.scripts import grpo, memory_plan, rloo
-from trl.trainer.online_config import OnlineConfig
+from trl.scripts import grpo, rloo
+from trl.trainer.online.online_config import OnlineConfig
 from trl.trainer.rloo_config import RLOOConfig
 
 PARSERS = [rloo.make_parser(), grpo.make_parser(), memory_plan.make_parser()]

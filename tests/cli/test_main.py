@@ -58,7 +58,7 @@ def test_an_interrupt_is_no_traceback(monkeypatch):
     def interrupt(words):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trl.scripts.env.main", interrupt)
+    monkeypatch.setattr("trl.cli.env.main", interrupt)
     with pytest.raises(SystemExit) as end:
         main(["env"])
     assert end.value.code == 130

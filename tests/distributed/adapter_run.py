@@ -9,10 +9,10 @@ from engines import ENGINES, finish, report, use
 sys.path.insert(0, str(Path(__file__).parents[1] / "adapters"))
 
 from kinds import KINDS, dataset, mixture, trainer_of
-from online import make_trainer, rows_of
+from online_runs import make_trainer, rows_of
 from rollouts import rollout_of
 
-from trl.models.shards import gathered
+from trl.models.sharded import gathered
 
 PROMPTS = ["ab", "cdefghijk", "lmn", "opqrstu"]
 RATE = 10.0  # large, so that the gradient can be read from how far weights move

@@ -10,7 +10,7 @@ import torch
 from engines import finish, report, use
 from generation_peaks import Peak
 from held_bytes import live_bytes
-from online import dataset, make_trainer, token_sum
+from online_runs import dataset, make_trainer, token_sum
 from tiny import tiny_model, tiny_tokenizer
 from transformers import LlamaForSequenceClassification
 

@@ -26,10 +26,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "trainer")]
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from engines import environment  # noqa: E402
-from online import dataset, make_trainer  # noqa: E402
+from online_runs import dataset, make_trainer  # noqa: E402
 
-import trl.trainer.base_trainer as saving  # noqa: E402
-from trl.trainer.checkpoint import checkpoints_in  # noqa: E402
+import trl.trainer.base.base_trainer as saving  # noqa: E402
+from trl.trainer.base.checkpoint import checkpoints_in  # noqa: E402
 
 LAST = 11
 PATIENCE = 240

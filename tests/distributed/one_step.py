@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from engines import ENGINES, finish, report, use
-from online import dataset, make_trainer
+from online_runs import dataset, make_trainer
 from tiny import tiny_model
 
 MANY = [f"{chr(97 + i)}{i}" for i in range(8)]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from engines import ENGINES, SHARDED, finish, report, use
 from one_step import MANY
-from online import dataset, make_trainer
+from online_runs import dataset, make_trainer
 from tiny import tiny_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "adapters"))

@@ -22,7 +22,7 @@ from adapter_run import (
 )
 from engines import ENGINES, launch
 from kinds import KINDS, distance, independent, rloo_gradient, same, trained
-from online import rows_of
+from online_runs import rows_of
 from test_policies import slow_logps
 
 SCRIPT = Path(__file__).with_name("adapter_run.py")

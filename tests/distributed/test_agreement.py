@@ -71,7 +71,7 @@ def test_a_trial_that_fails_elsewhere_counts_here(log):
 
 
 def test_a_trial_that_fails_here_is_told_to_the_others(log, monkeypatch):
-    from trl.models import sharing
+    from trl.models import layout_check as sharing
 
     told = []
     monkeypatch.setattr(sharing, "TOLERANCES", {torch.float32: -1.0})

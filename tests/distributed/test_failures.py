@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from online import rows_of
+from online_runs import rows_of
 from workspace import run_trl, write_inputs
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -10,7 +10,7 @@ import yaml
 from workspace import ROOT, option_problems, write_inputs
 
 from trl.cli.launch import launch_options, split
-from trl.scripts.memory_plan import make_parser, plan_of
+from trl.cli.memory_plan import make_parser, plan_of
 
 CONFIGS = ("rloo_7b_8_gpus", "rloo_70b_64_gpus")
 SLURM = ROOT / "examples" / "slurm" / "train.sh"

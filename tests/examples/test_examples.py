@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from workspace import ROOT, option_problems
 
 from examples.quickstart import addition, copying, evaluate, models, noise, report
+from trl.cli.reward_lookup import find_reward
 from trl.scripts import rloo
-from trl.scripts.reward_lookup import find_reward
 
 CONFIGS = sorted((ROOT / "examples" / "cli_configs").glob("*.yaml"))
 

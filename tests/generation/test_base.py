@@ -6,9 +6,9 @@ from backend_contract import BackendContract, model_logps
 from tiny import tiny_model
 
 from trl.generation.base import cut_at_stop, kept_awake, row_seeds
-from trl.generation.continuous_backend import ContinuousBackend
 from trl.generation.scripted import ScriptedBackend
-from trl.generation.transformers_backend import TransformersBackend
+from trl.generation.transformers.backend import TransformersBackend
+from trl.generation.transformers.continuous import ContinuousBackend
 
 
 class ModelContract(BackendContract):

@@ -13,8 +13,9 @@ from cases import LOSSES
 from tiny import tiny_tokenizer
 from torch import Tensor, nn
 
-from trl.models import passes, scorer
-from trl.models.layouts import Layout, plain_layout
+from trl.models import packed_passes as passes
+from trl.models import scorer
+from trl.models.packed_layout import Layout, plain_layout
 from trl.types import Rollout, TokenScores
 
 SHORTEST_PASS = 12  # tokens, where it is thousands else

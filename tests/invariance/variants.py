@@ -19,14 +19,14 @@ import torch
 from cases import EOS, GROUP, LOSSES, MODELS, ORDERS, TEXTS
 from datasets import Dataset
 from forced import conditions
-from online import config
+from online_runs import config
 from tiny import tiny_tokenizer
 from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerCallback
 
 from trl.generation.scripted import ScriptedBackend
-from trl.models.parts import causal_model
-from trl.models.shared_attention import KEYWORD
+from trl.models.lm_head import causal_model
+from trl.models.packed_attention import KEYWORD
 
 ROWS = GROUP * len(TEXTS)
 TILE = 1500  # logits: 23 tokens x 65 of the 95 vocabulary entries

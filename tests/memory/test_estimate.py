@@ -2,7 +2,7 @@
 
 import pytest
 from datasets import Dataset
-from online import make_trainer, token_sum
+from online_runs import make_trainer, token_sum
 from peft import LoraConfig
 from tiny import tiny_model
 

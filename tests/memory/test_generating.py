@@ -6,10 +6,10 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from trl.generation.pieces import Limits
-from trl.generation.shared_decoding import PREFILL_TOKENS as REAL_PREFILL_TOKENS
-from trl.generation.shared_decoding import GrowingCache
-from trl.generation.transformers_backend import TransformersBackend
+from trl.generation.transformers.backend import TransformersBackend
+from trl.generation.transformers.batch_limits import Limits
+from trl.generation.transformers.shared_decoding import PREFILL_TOKENS as REAL_PREFILL_TOKENS
+from trl.generation.transformers.shared_decoding import GrowingCache
 from trl.memory.estimate import Estimate
 from trl.memory.generating import PREFILL_TOKENS, Generation
 from trl.memory.model_size import model_size

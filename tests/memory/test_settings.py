@@ -12,9 +12,9 @@ from trl.memory.settings import (
     largest,
 )
 from trl.memory.sharding import Sharding
-from trl.models import passes
-from trl.models.layouts import packed_layout, plain_layout
-from trl.models.shared_attention import KEYWORD
+from trl.models import packed_passes as passes
+from trl.models.packed_attention import KEYWORD
+from trl.models.packed_layout import packed_layout, plain_layout
 from trl.types import Rollout
 
 CPU = torch.device("cpu")

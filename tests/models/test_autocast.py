@@ -8,11 +8,11 @@ from rollouts import rollout_of
 from tiny import tiny_model
 from transformers.utils import logging
 
-from trl.models import sharing
+from trl.models import layout_check as sharing
 from trl.models.autocast import autocast_of, precisions_to_try
 from trl.models.kernel_proof import Heads
+from trl.models.packed_attention import KEYWORD
 from trl.models.scorer import Scorer
-from trl.models.shared_attention import KEYWORD
 from trl.types import Rollout
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from tiny import tiny_model
 from torch import nn
 
 from trl.models.chunked_head import checkpointed_log_probs, module_log_probs
-from trl.models.parts import OutputHead
+from trl.models.lm_head import OutputHead
 from trl.ops.linear_logprobs import LogitTransform
 
 TOKENS, HIDDEN, VOCABULARY = 23, 32, 95

@@ -7,7 +7,7 @@ from tiny import tiny_model
 from transformers import AttentionInterface
 
 from trl.models.kernel_proof import Heads, noted_heads, prove_kernels
-from trl.models.shared_attention import install
+from trl.models.packed_attention import install
 
 CPU = torch.device("cpu")
 WIDTHS = [(4, 2, 8), (6, 1, 64), (2, 2, 12)]

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from online import dataset, make_trainer
+from online_runs import dataset, make_trainer
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_model
 from transformers import AutoModelForCausalLM

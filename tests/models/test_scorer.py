@@ -7,10 +7,10 @@ from slow_support import kept_mass
 from tiny import tiny_model
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from trl.models import passes
+from trl.models import packed_passes as passes
 from trl.models.head import cast_head_to_float32
+from trl.models.packed_attention import KEYWORD
 from trl.models.scorer import Scorer
-from trl.models.shared_attention import KEYWORD
 from trl.ops.support import Support
 from trl.types import Rollout
 

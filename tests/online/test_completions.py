@@ -11,8 +11,8 @@ from trl.online.completions import (
     reward_cells,
     tracker_rows,
 )
+from trl.text import as_text
 from trl.types import RewardTable
-from trl.wording import as_text
 
 
 def record(step=0, prompt="p", completion="c", advantage=0.5, **extra):

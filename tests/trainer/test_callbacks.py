@@ -2,7 +2,7 @@ import re
 
 import torch
 from accelerate import Accelerator
-from online import dataset, make_trainer, weights
+from online_runs import dataset, make_trainer, weights
 from rich.console import Console
 from tiny import tiny_model
 from transformers import TrainerControl, TrainerState

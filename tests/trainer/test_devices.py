@@ -11,7 +11,7 @@ import torch
 from torch.utils import backend_registration
 from workspace import ROOT, environment
 
-SCRIPT = Path(__file__).with_name("device_runs.py")
+SCRIPT = Path(__file__).parents[1] / "device_runs.py"
 CASES = ["shared prompts", "plain rows"]
 UNLIKE = ("step_time", "runtime", "per_second")
 pytestmark = pytest.mark.skipif(

@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from online import PROMPTS, dataset, gradients, make_trainer, relative, rows_of, script, token_sum
+from online_runs import (
+    PROMPTS,
+    dataset,
+    gradients,
+    make_trainer,
+    relative,
+    rows_of,
+    script,
+    token_sum,
+)
 from tiny import tiny_model
 from torch.nn.utils import vector_to_parameters
 from transformers import TrainerCallback

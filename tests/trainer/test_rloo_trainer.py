@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from online import (
+from online_runs import (
     EOS,
     PROMPTS,
     completion_logps,

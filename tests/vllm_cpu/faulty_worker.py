@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from trl.generation.vllm_worker import Receiver, WeightWorker
+from trl.generation.vllm.server.worker import Receiver, WeightWorker
 
 SLOW = 4.0  # seconds
 PATIENCE = 60.0  # seconds after which a worker that hangs goes on, if nobody frees it

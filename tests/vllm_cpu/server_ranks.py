@@ -7,7 +7,7 @@ from pathlib import Path
 from engines import finish, report
 from vllm_cpu.test_server_training import logged, trainer_of
 
-from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm.server.client import VLLMClient
 
 folder, urls, file = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 trainer = trainer_of(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from engines import finish, report
-from online import make_trainer
+from online_runs import make_trainer
 from shared_vllm import four_bits, policy_model
 
 

@@ -4,16 +4,16 @@ from functools import cache
 
 import pytest
 import torch
-from online import make_trainer
+from online_runs import make_trainer
 from peft import LoraConfig, get_peft_model
 from shared_vllm import four_bits, fresh_engine, model_policy, needs_vllm, policy_model
 from transformers import BitsAndBytesConfig
 from vllm_rows import PROMPTS, gap, sampling
 
-from trl.generation.vllm_adapter import AdapterBackend, AdapterEngine, AdapterPolicy
-from trl.generation.weight_proof import WeightSyncError
-from trl.models.low_rank import base_stamp, base_weights, low_rank_factors
-from trl.trainer import vllm_colocate
+from trl.generation.vllm.adapter_engine import AdapterBackend, AdapterEngine, AdapterPolicy
+from trl.generation.vllm.weight_proof import WeightSyncError
+from trl.models.lora_factors import base_stamp, base_weights, low_rank_factors
+from trl.trainer.online import vllm_colocate
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
 LAYERS = ["q_proj", "v_proj", "down_proj"]  # a part of what vLLM fuses

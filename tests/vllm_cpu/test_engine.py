@@ -12,8 +12,8 @@ from shared_vllm import backend, engine, fresh_engine, needs_vllm, policy_model,
 from tiny import tiny_tokenizer
 from workspace import ROOT, environment
 
-from trl.generation.vllm_engine import VLLMEngine, sampling_fields
-from trl.generation.vllm_sampling import merge_options
+from trl.generation.vllm.engine import VLLMEngine, sampling_fields
+from trl.generation.vllm.sampling import merge_options
 from trl.types import Prompts, Sampling
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
@@ -23,7 +23,7 @@ UNTOUCHED = """
 import os, random, sys
 sys.path[:0] = ["tests"]
 import numpy, torch
-import trl, trl.trainer.vllm_colocate, trl.generation.vllm_colocate
+import trl, trl.trainer.online.vllm_colocate, trl.generation.vllm.colocate
 assert "vllm" not in sys.modules, "imported without being asked for"
 torch.set_num_threads(2)
 def state():

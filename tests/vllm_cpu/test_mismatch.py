@@ -1,11 +1,11 @@
 """The probabilities of a real engine are those of the trainer, once its filters are replayed."""
 
 import pytest
-from online import make_trainer
+from online_runs import make_trainer
 from shared_vllm import engine, needs_vllm, policy_model
 
-from trl.trainer import vllm_colocate
 from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.online import vllm_colocate
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 pytestmark = [needs_vllm, pytest.mark.vllm]

@@ -20,10 +20,10 @@ from vllm_rows import (
 )
 from vllm_server import CPU, fleet, free_port, server_backend, shared_server
 
-from trl.generation.vllm_client import ServerError
-from trl.generation.vllm_fleet import Fleet
-from trl.generation.weight_proof import WeightSyncError
-from trl.generation.weight_stream import TransferError, WeightGroup
+from trl.generation.vllm.server.client import ServerError
+from trl.generation.vllm.server.server_pool import Fleet
+from trl.generation.vllm.server.weight_stream import TransferError, WeightGroup
+from trl.generation.vllm.weight_proof import WeightSyncError
 from trl.types import Prompts
 
 pytestmark = [needs_vllm, pytest.mark.vllm]

@@ -11,7 +11,7 @@ from shared_vllm import needs_vllm, policy_model
 from vllm_cpu.test_server_training import completions, trainer_of
 from vllm_server import START, RunningServer, fleet, free_port, server_backend, shared_server
 
-from trl.generation.vllm_client import ServerError
+from trl.generation.vllm.server.client import ServerError
 from trl.types import Prompts, Sampling
 
 pytestmark = [needs_vllm, pytest.mark.vllm, pytest.mark.slow, pytest.mark.distributed]

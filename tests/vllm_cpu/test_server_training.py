@@ -1,7 +1,7 @@
 """Whole training runs with a real server."""
 
 import pytest
-from online import dataset, make_trainer
+from online_runs import dataset, make_trainer
 from shared_vllm import needs_vllm, policy_model
 from vllm_runs import check_reward_rises, check_seeds, completions, logged
 from vllm_server import free_port, shared_server

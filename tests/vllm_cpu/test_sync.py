@@ -28,8 +28,8 @@ from vllm_rows import (
     sampling,
 )
 
-from trl.generation.vllm_engine import SleepingEngineError, VLLMEngine
-from trl.generation.weight_proof import WeightSyncError, _factors
+from trl.generation.vllm.engine import SleepingEngineError, VLLMEngine
+from trl.generation.vllm.weight_proof import WeightSyncError, _factors
 from trl.memory.tensor_bytes import TensorBytes
 from trl.models.weights import full_weights
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from datasets import Dataset
-from online import dataset, make_trainer, token_sum
+from online_runs import dataset, make_trainer, token_sum
 from peft import LoraConfig
 from shared_vllm import ForgetfulEngine, engine, four_bits, fresh_engine, needs_vllm, policy_model
 from tiny import tiny_tokenizer
@@ -13,8 +13,8 @@ from transformers import BitsAndBytesConfig
 from vllm_runs import check_reward_rises, check_seeds, completions, logged
 
 from examples.quickstart import copying
-from trl.trainer import vllm_colocate
 from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.online import vllm_colocate
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 pytestmark = [needs_vllm, pytest.mark.vllm]

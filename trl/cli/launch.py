@@ -25,7 +25,7 @@ from ..imports import is_available, require
 from .config_file import read_config
 from .main import INTERRUPTED
 from .parser import TrlParser, as_words
-from .workers import end_like, ending_workers
+from .processes import end_like, ending_workers
 
 # What accelerate would otherwise guess, and warn about, when it has no configuration.
 SINGLE_MACHINE = {"num_machines": "1", "mixed_precision": "no", "dynamo_backend": "no"}
@@ -75,7 +75,7 @@ def launch(command: str, words: list[str]) -> None:
 def _start(command: str, parser: TrlParser, words: list[str]) -> None:
     values = parser.read(words)[0]
     if values.get("plan"):
-        import_module("trl.scripts.memory_plan").main([*words, "--method", command])
+        import_module("trl.cli.memory_plan").main([*words, "--method", command])
         return
     script, launcher = split(parser, words)
     _check_packages(values, launcher)

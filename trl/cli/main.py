@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from typing import NoReturn
 
-from ..wording import did_you_mean
+from ..text import did_you_mean
 
 TRAINING = {"rloo": "train with RLOO", "grpo": "train with GRPO"}
 OTHERS = {
@@ -41,7 +41,7 @@ def _run(words: list[str]) -> None:
     elif command in TRAINING:
         import_module("trl.cli.launch").launch(command, rest)
     elif command in OTHERS:
-        import_module(f"trl.scripts.{command.replace('-', '_')}").main(rest)
+        import_module(f"trl.cli.{command.replace('-', '_')}").main(rest)
     else:
         _unknown(command)
 

@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 
-COMMANDS = ("rloo", "grpo", "memory-plan", "completions", "vllm-serve")
+TRAINING = ("rloo", "grpo")
+COMMANDS = (*TRAINING, "memory-plan", "completions", "vllm-serve")
 
 
 def describe_unknown(
@@ -50,7 +51,8 @@ def _command_with(name: str, program: str) -> str | None:
     if not program.startswith("trl "):
         return None
     for command in COMMANDS:
-        module = import_module(f"trl.scripts.{command.replace('-', '_')}")
+        home = "scripts" if command in TRAINING else "cli"
+        module = import_module(f"trl.{home}.{command.replace('-', '_')}")
         action = module.make_parser()._option_string_actions.get(f"--{name}")
         if action is not None and action.dest == name:  # no_x has the destination x
             return command

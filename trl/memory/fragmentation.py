@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..wording import did_you_mean
+from ..text import did_you_mean
 from .probes import fragmentation
 
 POLICIES = ("never", "auto", "always")

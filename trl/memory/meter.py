@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..wording import did_you_mean
+from ..text import did_you_mean
 from .probes import CudaProbe, HeapProbe, Probe, ProcessProbe
 
 PHASES = ("generation", "scoring", "rewards", "forward", "backward", "optimizer")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .parts import causal_model
+from .lm_head import causal_model
 from .quantized import working_precision
-from .shards import unwrapped
+from .sharded import unwrapped
 
 
 class _Reached(Exception):

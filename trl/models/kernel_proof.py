@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from ..ops.flash import Kernel
-from . import shared_attention
-from .shared_attention import Packing, packed_attention, visible
+from ..ops.attention_kernels import Kernel
+from . import packed_attention as shared_attention
+from .packed_attention import Packing, packed_attention, visible
 
 # Prefix and tail lengths: longer than the blocks of 32 and 64 tokens that kernels work in.
 EXAMPLE = ((70, (3, 0, 40, 1)), (9, (2, 2)))

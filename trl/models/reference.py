@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..imports import is_available, require
-from .frozen import copy_weights, load_weights, spread, whole_weights
+from .reference_sharding import copy_weights, load_weights, spread, whole_weights
 
 REFERENCE_ADAPTER = "ref"
 # Values of init_lora_weights that take what the adapter starts with out of the base weights.

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..ops.logprobs import token_log_probs, token_statistics
 from ..ops.support import Support
 from ..types import Rollout, TokenScores
-from .layouts import Layout, packed_layout, plain_layout
-from .parts import (
+from .layout_check import Sharing
+from .lm_head import (
     Capture,
     HeadFinder,
     OutputHead,
@@ -23,10 +23,10 @@ from .parts import (
     evaluating,
     run_inside,
 )
-from .passes import run_passes, wants_passes
-from .shards import release
-from .shared_attention import Layers
-from .sharing import Sharing
+from .packed_attention import Layers
+from .packed_layout import Layout, packed_layout, plain_layout
+from .packed_passes import run_passes, wants_passes
+from .sharded import release
 
 Forward = Callable[..., Any]
 

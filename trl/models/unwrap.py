@@ -9,8 +9,8 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from .parts import evaluating
-from .shards import gathered
+from .lm_head import evaluating
+from .sharded import gathered
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..imports import is_available, require
+from ..text import as_text
 from ..types import RewardTable
-from ..wording import as_text
 
 
 def make_records(

@@ -1,7 +1,7 @@
 """`trl grpo`: train a policy with GRPO. The file can also be run by its path."""
 
 from trl.cli.parser import TrlParser
-from trl.scripts.run import make_online_parser, run_online
+from trl.cli.train import make_online_parser, run_online
 from trl.trainer.grpo_config import GRPOConfig
 
 

@@ -1,7 +1,7 @@
 """`trl rloo`: train a policy with RLOO. The file can also be run by its path."""
 
 from trl.cli.parser import TrlParser
-from trl.scripts.run import make_online_parser, run_online
+from trl.cli.train import make_online_parser, run_online
 from trl.trainer.rloo_config import RLOOConfig
 
 

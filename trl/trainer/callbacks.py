@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ..distributed import fsdp_version
 from ..imports import require
 from ..models.reference import frozen_pairs
-from ..models.shards import local_shard, release
+from ..models.sharded import local_shard, release
 
 # What people look at while a run goes on, and the names it is logged under.
 SHOWN = {"reward": "reward", "loss": "loss", "length": "completions/mean_length"}

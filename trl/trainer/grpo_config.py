@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-from .legacy import COMMON_OPTIONS, accepts_legacy_options, legacy_names
-from .online_config import OnlineConfig
-from .options import option
+from .base.legacy import COMMON_OPTIONS, accepts_legacy_options, legacy_names
+from .base.options import option
+from .online.online_config import OnlineConfig
 
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 SCALES = ("group", "batch", "none")

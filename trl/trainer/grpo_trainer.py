@@ -29,10 +29,10 @@ from ..ops.policy_losses import (
     vespo_weight,
 )
 from ..types import RewardTable, Rollout, TokenScores
+from .base.model_card import Method
 from .entropy_control import EntropyController
 from .grpo_config import GRPOConfig
-from .model_card import Method
-from .online_trainer import OnlineTrainer
+from .online.online_trainer import OnlineTrainer
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 STATE_FILE = "entropy_ctrl_state.json"

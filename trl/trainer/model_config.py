@@ -11,7 +11,7 @@ import torch
 
 from ..imports import require
 from ..models.loading import DTYPES
-from .options import option
+from .base.options import option
 
 
 @dataclass

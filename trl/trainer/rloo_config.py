@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .legacy import RLOO_OPTIONS, accepts_legacy_options, legacy_names
-from .online_config import OnlineConfig
-from .options import option
+from .base.legacy import RLOO_OPTIONS, accepts_legacy_options, legacy_names
+from .base.options import option
+from .online.online_config import OnlineConfig
 
 
 @accepts_legacy_options(RLOO_OPTIONS)

@@ -10,9 +10,9 @@ from ..ops.kl import sequence_kl
 from ..ops.masking import masked_sum
 from ..ops.policy_losses import clip_flags, clipped_surrogate
 from ..types import RewardTable, Rollout, TokenScores
-from .legacy import RLOO_ARGUMENTS, accepts_legacy_arguments
-from .model_card import Method
-from .online_trainer import OnlineTrainer
+from .base.legacy import RLOO_ARGUMENTS, accepts_legacy_arguments
+from .base.model_card import Method
+from .online.online_trainer import OnlineTrainer
 from .rloo_config import RLOOConfig
 
 

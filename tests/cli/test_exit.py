@@ -1,0 +1,135 @@
+"""How training commands end, and what they say then."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from online_runs import make_trainer
+from transformers import TrainerCallback
+from workspace import environment, write_inputs
+
+from trl.cli.exit import INTERRUPTED, check_output_dir, tell_success, telling_the_end
+from trl.trainer.callbacks import RichProgressCallback
+
+
+class Stop(TrainerCallback):
+    """Raises when a step has ended and its checkpoint is written."""
+
+    def __init__(self, error, step):
+        self.error, self.step = error, step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise self.error
+
+
+@pytest.fixture(autouse=True)
+def handler():
+    """Ctrl-C ends the tests as before."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def train(folder, error, step, **changes):
+    bar = RichProgressCallback()
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1} | changes
+    trainer = make_trainer(folder, callbacks=[bar, Stop(error, step)], **options)
+    try:
+        with telling_the_end("trl rloo", trainer):
+            trainer.train()
+    finally:
+        assert bar._bars is None
+    return trainer
+
+
+def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        train(tmp_path, KeyboardInterrupt(), 2)
+    assert end.value.code == INTERRUPTED == 130
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if "interrupted" in x]
+    assert line == (
+        f"trl rloo: interrupted after 2 of 3 steps. The newest checkpoint is "
+        f"{tmp_path / 'checkpoint-2'}; to go on from there, repeat the command with "
+        "--resume_from_checkpoint true."
+    )
+
+
+def test_without_a_checkpoint_and_without_a_trainer(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train(tmp_path, KeyboardInterrupt(), 0, save_strategy="no")
+    with pytest.raises(SystemExit), telling_the_end("trl rloo"):
+        raise KeyboardInterrupt
+    first, second = [x for x in capsys.readouterr().err.splitlines() if "interrupted" in x]
+    assert first.endswith(f"after 0 of 3 steps. There is no checkpoint in {tmp_path}.")
+    assert second == "trl rloo: interrupted before training began."
+
+
+def test_an_error_after_some_steps_has_a_note(tmp_path):
+    with pytest.raises(ZeroDivisionError, match="x") as error:
+        train(tmp_path, ZeroDivisionError("x"), 1)
+    (note,) = error.value.__notes__
+    assert note.startswith("This was after 1 of 3 steps. The newest checkpoint is ")
+    with pytest.raises(ZeroDivisionError) as error:
+        train(tmp_path / "other", ZeroDivisionError("x"), 0)
+    assert not hasattr(error.value, "__notes__")
+
+
+def test_success_says_where_the_model_is(tmp_path, capsys):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.train()
+    tell_success(trainer)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"1 of 1 steps are done; the model is in {tmp_path}."
+
+
+def test_output_folders(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "absent")
+    check_output_dir(str(tmp_path))
+    check_output_dir(str(tmp_path / "new" / "folder"))
+    assert sorted(os.listdir(tmp_path)) == ["dangling", "file"]
+    for name, place in (("file", "file"), ("file/below", "file"), ("dangling", "dangling")):
+        with pytest.raises(ValueError) as error:
+            check_output_dir(str(tmp_path / name))
+        start = f"--output_dir {tmp_path / name}: nothing can be written in {tmp_path / place}: "
+        assert str(error.value).startswith(start)
+
+
+def test_a_folder_that_nobody_can_write_in():
+    with pytest.raises(ValueError, match="--output_dir /proc/x: nothing can be written in /proc: "):
+        check_output_dir("/proc/x")
+
+
+def test_ctrl_c_in_a_run_without_a_terminal(tmp_path):
+    """Progress comes line by line; the group of processes is interrupted as a terminal does it."""
+    write_inputs(tmp_path)
+    options = {"model_name_or_path": "tiny-model", "dataset_name": "prompts.jsonl"}
+    options |= {"reward_funcs": "rewards.exact", "max_steps": 100_000, "save_strategy": "no"}
+    options |= {"max_completion_length": 4, "num_generations": 4, "output_dir": "out"}
+    options |= {"use_cpu": "true", "bf16": "false", "report_to": "none"}
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "trl", "rloo", *words],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    watchdog = threading.Timer(200, os.killpg, (run.pid, signal.SIGKILL))
+    watchdog.start()
+    try:
+        assert any(line.startswith("step 1/100000  ") for line in run.stdout)
+        os.killpg(run.pid, signal.SIGINT)
+        _, errors = run.communicate(timeout=100)
+    finally:
+        watchdog.cancel()
+        run.kill()
+    assert run.returncode == INTERRUPTED
+    assert "Traceback" not in errors
+    assert "of 100000 steps. There is no checkpoint in out." in errors.splitlines()[-1]

@@ -1,0 +1,304 @@
+"""From the options of a run to its plan."""
+
+import json
+
+import pytest
+import torch
+from tiny import tiny_model
+from workspace import write_inputs
+
+from trl.cli import memory_plan
+from trl.cli.launch import launch_options, split
+from trl.cli.memory_plan import ASSUMED_PROMPT, main, make_parser
+from trl.memory.estimate import Estimate
+from trl.memory.model_size import load_config, model_size
+from trl.memory.settings import RunSettings
+from trl.memory.sharding import Sharding, read_sharding
+
+BASE = {"num_generations": 4, "max_completion_length": 8, "use_cpu": "true", "bf16": "false"}
+OPTIONS = BASE | {"output_dir": "out", "report_to": "none", "gradient_accumulation_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def words(folder, **changes):
+    options = {"model_name_or_path": folder / "tiny-model"} | OPTIONS | changes
+    return [
+        str(word) for name, value in options.items() for word in (f"--{name}", value) if word != ""
+    ]
+
+
+def planned(folder, method="rloo", processes=1, **changes):
+    """The plan of a run, as the command makes it."""
+    parser = make_parser(method)
+    built = memory_plan._build(parser, parser.read(words(folder, **changes))[0], processes)
+    _, script, training, model, _ = built
+    return memory_plan.make_plan(script, training, model)
+
+
+def test_options_become_numbers(folder):
+    run = planned(folder, longest_prompt=100, optim="sgd", optim_args="momentum=0.9").run
+    assert run == RunSettings(
+        group_size=4,
+        prompt=100,
+        completion=8,
+        micro_batch=8,
+        slices=2,
+        accumulation=2,
+        optimizer="sgd",
+        optimizer_args="momentum=0.9",
+        reference=True,  # RLOO's default beta
+        on_cpu=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"beta": 0}, {"reference": False}),
+        ({"reuse_sampling_logps": "false"}, {"scores_policy": True}),
+        ({"steps_per_generation": 4}, {"slices": 4, "scores_policy": True}),
+        ({"num_iterations": 2}, {"passes": 2, "scores_policy": True}),
+        ({"shared_prefix": "false"}, {"shared_prefix": False}),
+        ({"attn_implementation": "eager"}, {"shared_prefix": False}),
+        ({"logits_chunk_size": 0}, {"logits_chunk": 0}),
+        ({"generation_max_rows": 3}, {"generation_rows": 3}),
+        ({"generation_max_kv_gb": 0.5}, {"generation_kv_gb": 0.5}),
+        ({"gradient_checkpointing": "false"}, {"gradient_checkpointing": False}),
+        ({"bf16": "true"}, {"product_bytes": 2}),
+        ({"bf16": "none"}, {"product_bytes": 2}),
+        ({"dtype": "bfloat16"}, {"weight_bytes": 2, "product_bytes": 2}),
+        ({"dtype": "auto"}, {}),
+        ({"model_init_kwargs": '{"dtype": "float16"}'}, {"weight_bytes": 2, "product_bytes": 2}),
+        ({"load_in_8bit": "true"}, {"matrix_bytes": 1.0}),
+        ({"load_in_4bit": "true"}, {"matrix_bytes": 0.5625}),
+        ({"device_memory_gb": 80}, {"on_cpu": False}),
+    ],
+)
+def test_each_option_counts(folder, changes, fields):
+    if "bits" in str(changes):
+        pytest.importorskip("bitsandbytes")
+    assert planned(folder, **changes).run == planned(folder).run.replace(**fields)
+
+
+def test_the_penalty_of_grpo_needs_no_score_of_the_policy(folder):
+    assert not planned(folder, "grpo", beta=0.1, reuse_sampling_logps="false").run.scores_policy
+
+
+def test_processes_share_a_round(folder):
+    run = planned(folder, processes=4).run
+    assert (run.processes, run.rows) == (4, 16)
+    # A group may span ranks, as far as the round holds whole groups.
+    assert planned(folder, processes=2, num_generations=32).run.group_size == 32
+    with pytest.raises(ValueError, match="num_generations=32"):
+        planned(folder, processes=1, num_generations=32)
+
+
+def test_the_model_is_that_of_its_configuration(folder):
+    plan = planned(folder)
+    assert plan.model == model_size(load_config(str(folder / "tiny-model")))
+    assert plan.model.parameters == sum(p.numel() for p in tiny_model().parameters())
+    assert plan.adapter.adapted == {"q_proj", "v_proj"}
+
+
+def test_an_adapter(folder):
+    plan = planned(folder, use_peft="true", lora_r=2, lora_target_modules="all-linear")
+    assert {"q_proj", "down_proj"} < plan.model.adapted
+    assert plan.adapter is None
+
+
+def test_without_an_adapter_for_the_model_none_is_proposed(folder):
+    assert planned(folder, lora_target_modules="absent").adapter is None
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "given", "expected"),
+    [(False, 24, 24e9), (False, None, "cpu"), (True, None, "cuda:0")],
+)
+def test_the_device(folder, monkeypatch, has_gpu, given, expected):
+    monkeypatch.setattr(memory_plan, "device_bytes", str)
+    changes = {} if given is None else {"device_memory_gb": given}
+    if has_gpu:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        changes["use_cpu"] = "true"
+    assert planned(folder, **changes).device_bytes == expected
+
+
+def test_without_a_gpu_half_precision_can_be_planned_for_one(folder):
+    run = planned(folder, use_cpu="false", bf16="true", device_memory_gb=80).run
+    assert run.product_bytes == 2
+
+
+def test_the_command_prints_the_plan(folder, capsys):
+    main(words(folder, longest_prompt=64, device_memory_gb=1))
+    shown = capsys.readouterr().out
+    peak = planned(folder, longest_prompt=64, device_memory_gb=1).estimate.peak
+    assert f"Peak: {peak / 1e6:.3g} MB, in " in shown
+    assert "fits 900 MB of a device of 1 GB" in shown
+    assert "Note:" not in shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"longest_prompt": None}, "up to 248 tokens, what max_completion_length leaves of"),
+        ({"longest_prompt": 249}, "have 257 tokens, more than the model's context of 256."),
+        ({"optim": "lomo"}, "What lomo keeps is not known"),
+        ({"reward_model_name_or_path": "some/model"}, "The reward model is not counted."),
+        ({"num_processes": 2}, "Every rank holds the whole model"),
+        ({"use_fsdp": "", "num_processes": 2}, "FSDP sums whole gradients"),
+    ],
+)
+def test_what_the_plan_leaves_out_is_said(folder, capsys, changes, note):
+    options = {"longest_prompt": 64} | changes
+    main(words(folder, **{k: v for k, v in options.items() if v is not None}))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "Note:" in line]
+    assert note in line
+
+
+def test_the_assumed_prompt_fits_the_context(folder, tmp_path, capsys):
+    assert planned(folder, max_completion_length=64).run.prompt == 256 - 64
+    assert planned(folder, max_completion_length=300).run.prompt == 1
+    config = json.loads((folder / "tiny-model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    main(words(folder, model_name_or_path=tmp_path))
+    assert f"up to {ASSUMED_PROMPT} tokens; say --longest_prompt." in capsys.readouterr().out
+
+
+def divided(folder, *launcher, **changes):
+    """The plan of a run under an engine, as the command makes it."""
+    parser = make_parser("rloo")
+    script, rest = split(parser, [*words(folder, **changes), *launcher])
+    return memory_plan.plan_of(parser, parser.read(script)[0], launch_options(rest))
+
+
+ZERO3 = ("--accelerate_config", "zero3", "--num_processes", "2")
+FSDP2 = ("--accelerate_config", "fsdp2", "--num_processes", "2")
+
+
+def test_the_engine_divides_the_model(folder):
+    found = divided(folder, *ZERO3).plan.run
+    assert found.sharding == Sharding("zero", 3, 2, syncs=True)
+    assert (found.weight_bytes, found.loaded_bytes, found.gathers) == (4, None, True)
+    half = divided(folder, *FSDP2, bf16="true").plan.run
+    assert half.sharding == Sharding("fsdp2", 3, 2)
+    assert (half.weight_bytes, half.product_bytes, half.loaded_bytes) == (2, 2, 4)
+    alone = divided(folder, bf16="true").plan.run
+    assert (alone.weight_bytes, alone.loaded_bytes) == (4, None)
+
+
+def test_options_that_matter_under_an_engine(folder):
+    layerwise = divided(folder, *ZERO3, ds3_gather_for_generation="false").plan
+    assert not layerwise.run.gathers
+    syncs = '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'
+    assert divided(folder, *FSDP2, accelerator_config=syncs).plan.run.sharding.syncs
+    quantized = {"load_in_4bit": "true", "use_peft": "true"}
+    assert not divided(folder, *FSDP2, **quantized).plan.run.divides_quantized
+    stored = quantized | {"bnb_4bit_quant_storage": "bfloat16"}
+    assert divided(folder, *FSDP2, **stored).plan.run.divides_quantized
+
+
+def test_the_text_names_the_engine_and_what_others_would_change(folder):
+    offload = ("--offload_optimizer_device", "cpu")
+    shown = divided(folder, *ZERO3, *offload).text
+    assert "Ranks: 2, ZeRO-3; " in shown
+    assert "in the memory of the host" in shown
+    assert "ds3_gather_for_generation=false" in shown
+    assert "accelerate_config=zero2" in shown
+    assert "fsdp_offload_params=true" in divided(folder, *FSDP2).text
+    assert "accelerate_config" not in divided(folder).text
+
+
+def test_a_generation_engine_on_the_same_device(folder):
+    changes = {"use_vllm": "true", "device_memory_gb": 10, "vllm_gpu_memory_utilization": 0.5}
+    awake = divided(folder, **changes)
+    phases = awake.plan.estimate.phases
+    assert {parts.vllm for parts in phases.values()} == {5e9}
+    assert phases["generation"].kv_cache == 0
+    assert any("vLLM generates: " in note and "cache of" in note for note in awake.notes)
+    computed = divided(folder, **changes | {"vllm_gpu_memory_utilization": "none"}).plan
+    assert computed.run.engine_bytes > 2 * computed.model.parameters
+    assert computed.fits
+    sleeps = divided(folder, **changes, vllm_enable_sleep_mode="true").plan.estimate.phases
+    assert [parts.vllm for parts in sleeps.values()] == [5e9, 0, 0, 0]
+    server = divided(folder, **changes, vllm_mode="server").plan.estimate.phases
+    assert {parts.vllm for parts in server.values()} == {0}
+    with pytest.raises(ValueError, match="leaves no room for .* of weights on each GPU"):
+        divided(folder, **changes | {"vllm_gpu_memory_utilization": 0.000001})
+
+
+def test_the_time_of_a_step(folder, capsys):
+    main([*words(folder, longest_prompt=64, step_time="a100", hardware='{"mfu": 0.5}'), *ZERO3])
+    shown = capsys.readouterr().out
+    assert "predicted seconds of" in shown
+    assert "312 TFLOP/s at an MFU of 50%" in shown
+    assert "within a machine of 2 GPUs" in shown
+
+
+def test_workers_plan_what_was_launched(folder):
+    environment = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}
+    found = memory_plan.options_of_worker(environment)
+    assert (found["num_processes"], found["num_machines"]) == (4, 2)
+    assert read_sharding(found, 4).engine == "fsdp1"
+    assert memory_plan.options_of_worker({})["num_processes"] == 1
+
+
+def test_options_stand_in_a_file(folder, tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    options = {"model_name_or_path": str(folder / "tiny-model"), "method": "grpo", "beta": 0.1}
+    options |= BASE | {"loss_type": "grpo", "num_processes": 2, "per_device_train_batch_size": 2}
+    path.write_text(json.dumps(options | {"use_cpu": True, "bf16": False}))
+    main(["--config", str(path)])
+    shown = capsys.readouterr().out
+    assert "Round on a rank: 2 completions of up to 8 tokens, 4 for each prompt" in shown
+    assert "reference" in shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"num_generations": 3}, "num_generations=3"),
+        ({"betta": 1}, "unknown option --betta (closest: --beta"),
+        ({"method": "ppo"}, "--method: 'ppo' is none of rloo, grpo."),
+        ({"loss_type": "dapo"}, "unknown option --loss_type"),
+        ({"model_name_or_path": "absent"}, "--model_name_or_path absent: "),
+        ({"config": "absent.yaml"}, "absent.yaml: there is no such file"),
+    ],
+)
+def test_mistakes_are_one_line(folder, capsys, changes, part):
+    with pytest.raises(SystemExit) as end:
+        main(words(folder, **changes))
+    lines = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2
+    assert lines[-1].startswith("trl memory-plan: error: ")
+    assert part in lines[-1]
+
+
+def test_a_model_is_required(capsys):
+    with pytest.raises(SystemExit):
+        main(["--output_dir", "out"])
+    assert "--model_name_or_path is required." in capsys.readouterr().err
+
+
+def test_debugging_shows_where(folder, monkeypatch):
+    monkeypatch.setenv("TRL_DEBUG", "1")
+    with pytest.raises(ValueError, match="num_generations=3"):
+        main(words(folder, num_generations=3))
+
+
+def test_help_has_the_options_of_the_method(capsys):
+    main(["--help", "--method", "grpo"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: trl memory-plan ")
+    assert all(name in shown for name in ("--method", "--loss_type", "--device_memory_gb"))
+
+
+def test_nothing_is_loaded(folder, monkeypatch):
+    """Not even where the files of the weights are empty."""
+    for file in (folder / "tiny-model").glob("*.safetensors"):
+        file.write_bytes(b"")
+    plan = planned(folder)
+    assert Estimate(plan.model, plan.run).peak == plan.estimate.peak > 0

@@ -1,0 +1,275 @@
+import json
+import shutil
+
+import pytest
+import torch
+from datasets import Dataset
+from online_runs import make_trainer
+from transformers import PrinterCallback, ProgressCallback
+from workspace import write_inputs
+
+from trl.cli.arguments import OnlineScriptArguments, ScriptArguments
+from trl.cli.train import (
+    PATIENCE,
+    _resume,
+    _show_progress,
+    load_data,
+    make_online_parser,
+    reward_functions,
+    run_online,
+    take_split,
+)
+from trl.data.mixture import DatasetMixtureConfig
+from trl.rewards import accuracy_reward, think_format_reward
+from trl.scripts import rloo
+from trl.trainer.callbacks import PlainProgressCallback, RichProgressCallback
+from trl.trainer.rloo_config import RLOOConfig
+from trl.trainer.rloo_trainer import RLOOTrainer
+
+
+def rows(path, values):
+    path.write_text("".join(json.dumps({"prompt": v}) + "\n" for v in values))
+    return str(path)
+
+
+def test_the_reward_model_comes_first():
+    names = ["think_format_reward", "accuracy_reward"]
+    script = OnlineScriptArguments(reward_model_name_or_path="some/model", reward_funcs=names)
+    assert reward_functions(script) == ["some/model", think_format_reward, accuracy_reward]
+    assert reward_functions(OnlineScriptArguments(reward_model_name_or_path="m")) == ["m"]
+
+
+def test_something_must_reward():
+    with pytest.raises(ValueError, match="--reward_funcs or --reward_model_name_or_path"):
+        reward_functions(OnlineScriptArguments())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset_by_its_path(tmp_path, streaming):
+    path = rows(tmp_path / "a.jsonl", ["x", "y"])
+    script = ScriptArguments(dataset_name=path, dataset_streaming=streaming)
+    found = load_data(script, DatasetMixtureConfig())
+    assert [row["prompt"] for row in found["train"]] == ["x", "y"]
+    assert isinstance(found["train"], Dataset) is not streaming
+
+
+def test_a_mixture_wins_and_says_so(tmp_path, capsys):
+    entries = [
+        {"path": "json", "data_files": rows(tmp_path / f"{name}.jsonl", [name])} for name in "ab"
+    ]
+    mixture = DatasetMixtureConfig(datasets=entries)
+    found = load_data(ScriptArguments(dataset_name="absent.jsonl"), mixture)
+    assert [row["prompt"] for row in found["train"]] == ["a", "b"]
+    note = "Both datasets and dataset_name are given; datasets is used."
+    assert note in capsys.readouterr().err.splitlines()
+
+
+def test_a_mixture_stands_in_the_configuration_file(tmp_path):
+    entry = {"path": "json", "data_files": rows(tmp_path / "a.jsonl", ["x", "y"]), "fraction": 1.0}
+    path = tmp_path / "c.yaml"
+    path.write_text(json.dumps({"datasets": [entry], "output_dir": "out", "use_cpu": True}))
+    words = ["--config", str(path)]
+    script, *_, mixture = rloo.make_parser().parse_args_and_config(words)
+    found = load_data(script, mixture)["train"]
+    assert [row["prompt"] for row in found] == ["x", "y"]
+
+
+def test_a_dataset_is_required():
+    with pytest.raises(ValueError, match="--dataset_name is required"):
+        load_data(ScriptArguments(), DatasetMixtureConfig())
+
+
+def test_splits():
+    splits = {"train": "rows", "validation": "others"}
+    assert take_split(splits, "validation", "--dataset_test_split") == "others"
+    with pytest.raises(ValueError) as error:
+        take_split(splits, "test", "--dataset_test_split")
+    message = "--dataset_test_split test: the dataset has the splits train, validation."
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        *((None, None), ("true", True), ("True", True), (True, True), ("false", None)),
+        *((False, None), ("out/checkpoint-3", "out/checkpoint-3")),
+    ],
+)
+def test_resume(given, expected):
+    assert _resume(given) == expected
+
+
+def test_options_in_order():
+    parser = make_online_parser("rloo", RLOOConfig)
+    names = [kind.__name__ for kind in parser.dataclass_types]
+    assert names == ["OnlineScriptArguments", "RLOOConfig", "ModelConfig", "DatasetMixtureConfig"]
+    assert parser.prog == "trl rloo"
+
+
+def command(folder, **changes):
+    options = {
+        "model_name_or_path": folder / "tiny-model",
+        "dataset_name": folder / "prompts.jsonl",
+        "reward_funcs": f"{folder / 'rewards.py'}:exact",
+        "output_dir": folder / "out",
+        "num_generations": 4,
+        "max_completion_length": 4,
+        "max_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": "true",
+        "bf16": "false",
+    } | changes
+    pairs = [(name, value) for name, value in options.items() if value is not None]
+    return ["trl rloo", *(str(word) for name, value in pairs for word in (f"--{name}", value))]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"model_name_or_path": None}, "--model_name_or_path is required."),
+        ({"reward_funcs": None}, "Nothing rewards completions"),
+        ({"dataset_name": "absent.jsonl"}, "absent.jsonl: there is no such file"),
+        ({"dataset_train_split": "tren"}, "--dataset_train_split tren: the dataset has"),
+        ({"eval_strategy": "epoch"}, "--dataset_test_split test: the dataset has"),
+        ({"num_generation": 4}, "unknown option --num_generation (closest: --num_generations"),
+        ({"num_generations": "four"}, "--num_generations: 'four' is no integer."),
+        ({"num_generations": 3}, "num_generations=3"),
+        ({"load_in_4bit": "true", "load_in_8bit": "true"}, "exclude each other"),
+        ({"loss_type": "dapo"}, "an option of `trl grpo`)."),
+        ({"output_dir": __file__}, f"--output_dir {__file__}: nothing can be written in"),
+        ({"resume_from_checkpoint": "true"}, "There is no checkpoint there."),
+        ({"resume_from_checkpoint": "absent"}, "'absent': there is no such folder."),
+    ],
+)
+def test_mistakes_are_one_line(inputs, tmp_path, monkeypatch, capsys, changes, part):
+    monkeypatch.setattr("sys.argv", command(inputs, **({"output_dir": tmp_path} | changes)))
+    with pytest.raises(SystemExit) as end:
+        run_online(rloo.make_parser(), RLOOTrainer)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert end.value.code == 2
+    assert len(lines) == 1
+    assert lines[0].startswith("trl rloo: error: ")
+    assert part in lines[0]
+
+
+@pytest.mark.parametrize("damage", ["weights", "size"])
+def test_a_damaged_model_is_one_line(inputs, tmp_path, monkeypatch, capsys, damage):
+    model = tmp_path / "model"
+    shutil.copytree(inputs / "tiny-model", model)
+    if damage == "weights":
+        (model / "model.safetensors").write_bytes(b"x")
+    else:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"hidden_size": 128}))
+    monkeypatch.setattr("sys.argv", command(inputs, model_name_or_path=model))
+    with pytest.raises(SystemExit) as end:
+        run_online(rloo.make_parser(), RLOOTrainer)
+    assert end.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    words = {"weights": f"The weights of {model} are damaged: ", "size": "ignore_mismatched_sizes"}
+    assert last.startswith("trl rloo: error: ")
+    assert words[damage] in last
+
+
+@pytest.mark.parametrize(
+    ("in_terminal", "options", "expected"),
+    [
+        (True, {}, RichProgressCallback),
+        (False, {}, PlainProgressCallback),
+        (False, {"disable_tqdm": True}, PrinterCallback),
+    ],
+)
+def test_progress_suits_the_output(tmp_path, monkeypatch, in_terminal, options, expected):
+    trainer = make_trainer(tmp_path, **({"disable_tqdm": False} | options))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: in_terminal)
+    _show_progress(trainer)
+    kinds = {type(callback) for callback in trainer.callback_handler.callbacks}
+    shows = {RichProgressCallback, PlainProgressCallback, PrinterCallback, ProgressCallback}
+    assert kinds & shows == {expected}
+
+
+def test_resuming_from_the_newest_checkpoint_or_a_path(inputs, tmp_path, monkeypatch, capsys):
+    def train(**changes):
+        options = {"output_dir": tmp_path, "save_strategy": "steps", "save_steps": 1} | changes
+        options |= {"num_generations": 2, "per_device_train_batch_size": 2}
+        monkeypatch.setattr("sys.argv", command(inputs, **options))
+        run_online(rloo.make_parser(), RLOOTrainer)
+
+    train()
+    train(max_steps=2, resume_from_checkpoint="true")
+    steps = [json.loads(line)["step"] for line in (tmp_path / "completions/train.jsonl").open()]
+    assert sorted(set(steps)) == [0, 1]
+    train(max_steps=3, resume_from_checkpoint=tmp_path / "checkpoint-1")
+    assert (tmp_path / "checkpoint-3").is_dir()
+    with pytest.raises(SystemExit):
+        train(temperature=0.5, resume_from_checkpoint="true")
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "temperature: 1.0 in the checkpoint, 0.5 now" in error and "Traceback" not in error
+
+
+def test_other_processes_leave_reporting_to_the_main_one(inputs, monkeypatch, capsys):
+    """They wait for it to end them; when it does not, they report themselves."""
+    waits = []
+
+    def wait(seconds):
+        waits.append((seconds, capsys.readouterr().err))
+
+    monkeypatch.setattr("time.sleep", wait)
+    monkeypatch.setattr("sys.argv", command(inputs, reward_funcs=None))
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as end:
+        run_online(rloo.make_parser(), RLOOTrainer)
+    assert end.value.code == 2
+    assert waits == [(PATIENCE, "")]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("trl rloo: error: Nothing rewards")
+    assert line.endswith(" (process 1)")
+
+
+def test_a_misspelled_key_of_the_file_is_reported_by_workers_too(inputs, monkeypatch, capsys):
+    path = inputs / "c.yaml"
+    path.write_text("num_processes: 2\naccelerate_config: multi_cpu\nbetta: 1\n")
+    monkeypatch.setattr("sys.argv", command(inputs, config=path))
+    with pytest.raises(SystemExit) as end:
+        run_online(rloo.make_parser(), RLOOTrainer)
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"trl rloo: error: {path}: unknown key betta (closest: beta")
+    assert "num_processes" not in line
+
+
+@pytest.mark.parametrize(("rank", "prints"), [(0, True), (1, False)])
+def test_workers_told_to_plan_do_not_train(inputs, monkeypatch, capsys, rank, prints):
+    monkeypatch.setattr("sys.argv", command(inputs, plan="true", reward_funcs=None))
+    monkeypatch.setenv("RANK", str(rank))
+    run_online(rloo.make_parser(), RLOOTrainer)
+    shown = capsys.readouterr().out
+    assert ("Peak: " in shown) is prints
+    assert not (inputs / "out").exists()
+
+
+def test_debugging_shows_where(inputs, monkeypatch):
+    monkeypatch.setattr("sys.argv", command(inputs, reward_funcs=None))
+    monkeypatch.setenv("TRL_DEBUG", "1")
+    with pytest.raises(ValueError, match="Nothing rewards"):
+        run_online(rloo.make_parser(), RLOOTrainer)
+
+
+def test_a_run_saves_its_model(inputs, monkeypatch, capsys):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr("sys.argv", command(inputs))
+    run_online(rloo.make_parser(), RLOOTrainer)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"1 of 1 steps are done; the model is in {inputs / 'out'}."
+    saved = AutoModelForCausalLM.from_pretrained(inputs / "out")
+    start = AutoModelForCausalLM.from_pretrained(inputs / "tiny-model")
+    assert saved.config.to_dict()["hidden_size"] == start.config.to_dict()["hidden_size"]
+    assert all(torch.isfinite(weight).all() for weight in saved.parameters())
+    assert (inputs / "out" / "completions" / "train.jsonl").read_text().count("\n") == 8

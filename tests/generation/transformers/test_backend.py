@@ -1,0 +1,185 @@
+from contextlib import nullcontext
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from trl.generation.transformers.backend import TransformersBackend, merge_extra
+from trl.generation.transformers.batch_limits import Limits
+from trl.memory.tensor_bytes import TensorBytes
+from trl.types import Prompts, Sampling
+
+PROMPTS = Prompts(
+    messages=["a", "a", "bb", "ccc"], token_ids=[[20], [20], [21, 22], [23, 24, 25, 26]]
+)
+
+
+def backend(model) -> TransformersBackend:
+    return TransformersBackend(
+        lambda: nullcontext(model.eval()), pad_id=0, device=torch.device("cpu")
+    )
+
+
+def sampling(**changes) -> Sampling:
+    return Sampling(**({"max_tokens": 12, "stop_ids": (1,), "seeds": (1, 2, 3, 4)} | changes))
+
+
+def one_row(ids, seeds) -> tuple[Prompts, Sampling]:
+    return Prompts(messages=["x"], token_ids=[ids]), sampling(seeds=seeds)
+
+
+def test_rows_do_not_depend_on_their_batch():
+    model = tiny_model()
+    together = backend(model).generate(PROMPTS, sampling(), 2).completion_ids
+    for row, ids in enumerate(PROMPTS.token_ids):
+        alone = backend(model).generate(*one_row(ids, (row + 1,)), 1)
+        assert alone.completion_ids == [together[row]]
+    assert together[0] != together[1], "same prompt, different seeds"
+
+
+def test_same_seeds_same_completions_whatever_torch_drew_before():
+    model = tiny_model()
+    torch.manual_seed(0)
+    first = backend(model).generate(PROMPTS, sampling(), 2)
+    torch.manual_seed(99)
+    assert backend(model).generate(PROMPTS, sampling(), 2) == first
+
+
+def most_bytes(count, limits):
+    """Held at once beyond the model while rows of one prompt are completed."""
+    model, prompt = tiny_model().eval(), [20 + i % 40 for i in range(100)]
+    engine = TransformersBackend(
+        lambda: nullcontext(model), pad_id=0, device=torch.device("cpu"), limits=limits
+    )
+    prompts = Prompts(messages=["x"] * count, token_ids=[prompt] * count)
+    options = sampling(max_tokens=40, stop_ids=(), seeds=tuple(range(count)))
+    engine.generate(prompts, options, count)  # tries the model, and makes what stays
+    with TensorBytes([*model.parameters(), *model.buffers()]) as meter:
+        found = engine.generate(prompts, options, count)
+    assert len(found) == count
+    return meter.peak
+
+
+def test_a_large_group_decodes_in_the_memory_of_a_small_one():
+    few = most_bytes(2, Limits(rows=2))
+    assert most_bytes(32, Limits(rows=2)) <= 1.02 * few
+    assert most_bytes(32, Limits()) > 2 * few
+
+
+def test_matches_sampling_one_token_at_a_time():
+    """The definition: full forward for each token, its own random numbers, no cache."""
+    from trl.generation.transformers.sampler import uniforms
+
+    model = tiny_model().eval()
+    options = sampling(temperature=0.7)
+    found = backend(model).generate(PROMPTS, options, 2).completion_ids
+    for row, prompt in enumerate(PROMPTS.token_ids):
+        ids, draws = list(prompt), uniforms([row + 1], 12)[0]
+        for draw in draws:
+            logits = model(torch.tensor([ids])).logits[0, -1].double() / 0.7
+            token = int((logits.softmax(0).cumsum(0) <= draw).sum())
+            ids.append(token)
+            if token == 1:
+                break
+        assert found[row] == ids[len(prompt) :]
+
+
+def test_every_stop_id_ends_a_completion():
+    model = tiny_model()
+    free = backend(model).generate(PROMPTS, sampling(stop_ids=()), 2)
+    assert free.finish == ["length"] * 4 and {len(ids) for ids in free.completion_ids} == {12}
+    stops = (free.completion_ids[0][3], free.completion_ids[1][5])
+    found = backend(model).generate(PROMPTS, sampling(stop_ids=stops), 2)
+    for row, ids in enumerate(found.completion_ids):
+        whole = free.completion_ids[row]
+        ends = [place for place, token in enumerate(whole) if token in stops]
+        assert ids == (whole[: ends[0] + 1] if ends else whole)
+        assert found.finish[row] == ("stop" if ends else "length")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_model_does_not_choose_what_ends_a_completion(shared):
+    """Its own end-of-sequence token counts only if it is among the stop ids."""
+    model = tiny_model()
+    engine = TransformersBackend(
+        lambda: nullcontext(model.eval()),
+        pad_id=0,
+        device=torch.device("cpu"),
+        shared_prefix=shared,
+    )
+    wanted = engine.generate(PROMPTS, sampling(stop_ids=()), 2)
+    model.generation_config.eos_token_id = wanted.completion_ids[0][2]
+    found = engine.generate(PROMPTS, sampling(stop_ids=()), 2)
+    assert found.completion_ids == wanted.completion_ids
+    assert found.finish == ["length"] * 4
+
+
+def test_pad_equal_to_eos_changes_nothing():
+    model = tiny_model()
+    usual = backend(model).generate(PROMPTS, sampling(), 2)
+    padded = TransformersBackend(
+        lambda: nullcontext(model), pad_id=1, device=torch.device("cpu")
+    ).generate(PROMPTS, sampling(), 2)
+    assert padded == usual
+
+
+def test_greedy_by_generation_kwargs():
+    model = tiny_model()
+    greedy = sampling(extra={"do_sample": False, "max_new_tokens": 3}, stop_ids=())
+    found = backend(model).generate(PROMPTS, greedy, 2).completion_ids
+    assert found[0] == found[1] and len(found[0]) == 3
+    first = model(torch.tensor([PROMPTS.token_ids[3]])).logits[0, -1].argmax()
+    assert found[3][0] == first
+
+
+def test_extra_options_win():
+    merged, rest = merge_extra(
+        sampling(extra={"temperature": 0.5, "top_k": 3, "no_repeat_ngram_size": 2})
+    )
+    assert (merged.temperature, merged.top_k, rest) == (0.5, 3, {"no_repeat_ngram_size": 2})
+
+
+@pytest.mark.parametrize("eos", [5, [5, 7]])
+def test_end_tokens_by_generation_kwargs(eos):
+    """They end completions, and reach everything that asks what ended one."""
+    merged, rest = merge_extra(sampling(extra={"eos_token_id": eos}, stop_ids=(1,)))
+    ends = {eos} if isinstance(eos, int) else set(eos)
+    assert (set(merged.stop_ids), rest) == (ends, {})
+    found = backend(tiny_model()).generate(
+        PROMPTS, sampling(extra={"eos_token_id": eos}, stop_ids=(1,), max_tokens=64), 2
+    )
+    stopped = [
+        ids for ids, why in zip(found.completion_ids, found.finish, strict=True) if why == "stop"
+    ]
+    assert stopped and all(ids[-1] in ends for ids in stopped)
+    assert not any(ends & set(ids[:-1]) for ids in found.completion_ids)
+    assert merge_extra(sampling(extra={"eos_token_id": None}))[0].stop_ids == ()
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"use_cache": False},
+        {"cache_implementation": "dynamic"},
+        {"disable_compile": False},
+        {"pad_token_id": 3},
+    ],
+)
+def test_extra_options_win_over_those_that_are_always_given(extra):
+    model = tiny_model()
+    usual = backend(model).generate(PROMPTS, sampling(), 2)
+    found = backend(model).generate(PROMPTS, sampling(extra=extra), 2)
+    assert found.completion_ids == usual.completion_ids
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"temprature": 1}, "Did you mean temperature"),
+        ({"num_beams": 2}, "cannot be used"),
+        ({"stop_strings": ["a"]}, "cannot be used"),
+    ],
+)
+def test_unknown_and_refused_options(extra, words):
+    with pytest.raises(ValueError, match=words):
+        merge_extra(sampling(extra=extra))

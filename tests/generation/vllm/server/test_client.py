@@ -1,0 +1,129 @@
+"""HTTP with servers that are slow, busy, silent or gone; tests/vllm_cpu talks to a real one."""
+
+import math
+import time
+
+import pytest
+from stub_server import stub_server
+
+from trl.generation.vllm.server import client as vllm_client
+from trl.generation.vllm.server.client import ServerError, VLLMClient, in_background
+
+FAILED = {"error": {"message": "Worker failed with error 'x'", "code": 500}}
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(vllm_client, "PAUSES", (0.01,) * 4)
+    monkeypatch.setattr(vllm_client, "LOOKS", 0.02)
+
+
+@pytest.mark.parametrize(
+    ("url", "expected", "host", "port"),
+    [
+        ("http://a:81", "http://a:81", "a", 81),
+        ("http://a/vllm/", "http://a/vllm", "a", 80),
+        ("https://a", "https://a", "a", 443),
+        ("a:81", "http://a:81", "a", 81),
+        ("http://0.0.0.0:8000", "http://0.0.0.0:8000", "127.0.0.1", 8000),
+        ("http://[::1]:8000", "http://[::1]:8000", "::1", 8000),
+    ],
+)
+def test_addresses(url, expected, host, port):
+    found = VLLMClient(url, 1.0)
+    assert (found.url, found.host, found.port) == (expected, host, port)
+
+
+@pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:no"])
+def test_addresses_that_are_none(url):
+    with pytest.raises(ValueError, match="vllm_server_base_url: .* is no address such as"):
+        VLLMClient(url, 1.0)
+
+
+def test_answers_and_what_was_asked():
+    with stub_server({"/vllm/x": [(200, {"a": 1})], "/vllm/y": [(200, "")]}) as stub:
+        found = VLLMClient(f"{stub.url}/vllm", 5.0)
+        assert found.ask("POST", "/x", {"b": [2]}) == {"a": 1}
+        assert found.ask("GET", "/y", seconds=math.inf) is None
+        assert stub.seen == [("/vllm/x", {"b": [2]}), ("/vllm/y", None)]
+
+
+def test_an_error_has_status_and_words():
+    with stub_server({"/collective_rpc": [(500, FAILED)], "/x": [(400, "plain")]}) as stub:
+        found = VLLMClient(stub.url, 5.0)
+        with pytest.raises(ServerError, match="/collective_rpc with status 500: Worker failed"):
+            found.call_workers("method")
+        with pytest.raises(ServerError, match="GET /x with status 400: plain") as caught:
+            found.ask("GET", "/x")
+        assert caught.value.status == 400
+        assert len(stub.seen) == 2, "what may not be repeated is not"
+
+
+@pytest.mark.parametrize("status", [500, 502, 503])
+def test_a_busy_server_is_asked_again(status):
+    with stub_server({"/x": [(status, ""), (status, ""), (200, {"a": 1})]}) as stub:
+        assert VLLMClient(stub.url, 5.0).ask_again("GET", "/x") == {"a": 1}
+        assert len(stub.seen) == 3
+
+
+def test_asking_again_ends():
+    with stub_server({"/x": [(503, "no")], "/y": [(400, "no")]}) as stub:
+        found = VLLMClient(stub.url, 5.0)
+        for path, times in (("/x", 5), ("/y", 1)):
+            with pytest.raises(ServerError, match="no"):
+                found.ask_again("GET", path)
+            assert [asked for asked, _ in stub.seen].count(path) == times
+
+
+def test_a_server_that_gives_no_answer():
+    with stub_server({"/x": [(200, lambda body: time.sleep(1.0))]}) as stub:
+        started = time.monotonic()
+        with pytest.raises(ServerError, match="gave no answer within 0.1 s, asked for /x"):
+            VLLMClient(stub.url, 0.1).ask("GET", "/x")
+        assert time.monotonic() - started < 0.9
+
+
+def test_health_is_waited_for():
+    with stub_server({"/health": [(503, ""), (500, ""), (200, "")]}) as stub:
+        VLLMClient(stub.url, 5.0).wait_until_healthy()
+        assert len(stub.seen) == 3
+
+
+def test_waiting_for_health_ends(free_port):
+    started = time.monotonic()
+    words = (
+        f"No vLLM server was ready at http://127.0.0.1:{free_port} within vllm_server_timeout=0.3 "
+        r"s. Start it with `trl vllm-serve`.*Connection ?[rR]efused"
+    )
+    with pytest.raises(ServerError, match=words):
+        VLLMClient(f"http://127.0.0.1:{free_port}", 0.3).wait_until_healthy()
+    assert time.monotonic() - started < 3
+
+
+def test_a_cache_that_requests_hold_is_dropped_later():
+    kept, dropped = (200, {"success": False}), (200, {"success": True})
+    with stub_server({"/reset_prefix_cache": [kept, kept, dropped]}) as stub:
+        VLLMClient(stub.url, 5.0).forget_prefixes()
+        assert len(stub.seen) == 3
+    gives_up = pytest.raises(ServerError, match="kept its prefix cache for 0.1 s")
+    with stub_server({"/reset_prefix_cache": [kept]}) as stub, gives_up:
+        VLLMClient(stub.url, 0.1).forget_prefixes()
+    with stub_server({"/reset_prefix_cache": [(200, "")]}) as stub:
+        VLLMClient(stub.url, 1.0).forget_prefixes()
+
+
+def test_closing_ends_requests_that_are_under_way():
+    with stub_server({"/x": [(200, lambda body: time.sleep(1.5))]}) as stub:
+        found = VLLMClient(stub.url, 60.0)
+        call = in_background(lambda: found.ask("GET", "/x", seconds=math.inf))
+        while not stub.seen:
+            time.sleep(0.005)
+        found.close()
+        with pytest.raises(ServerError, match="is gone"):
+            call.result(1.0)
+
+
+def test_errors_of_the_background_are_kept():
+    assert in_background(lambda: 3).result(5) == 3
+    with pytest.raises(ZeroDivisionError):
+        in_background(lambda: 1 // 0).result(5)

@@ -1,0 +1,95 @@
+"""Servers as they answer when something is wrong; tests/vllm_cpu has real ones."""
+
+import time
+
+import pytest
+import torch
+from stub_server import HEALTHY, routes, stub_server
+
+from trl.generation.vllm.sampling import Request
+from trl.generation.vllm.server import client as vllm_client
+from trl.generation.vllm.server import server_pool as vllm_fleet
+from trl.generation.vllm.server.client import ServerError
+from trl.generation.vllm.server.server_pool import Fleet, Server
+from trl.types import Sampling
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(vllm_client, "PAUSES", (0.01,) * 4)
+    monkeypatch.setattr(vllm_fleet, "GRACE", 0.1)
+
+
+def test_what_a_server_says_of_itself():
+    with stub_server(routes()) as stub:
+        found = Server.connect(stub.url, 5.0)
+    assert (found.model, found.facts.context) == ("served", 64)
+
+
+def test_the_options_of_a_request():
+    schema = {"schemas": {"CompletionRequest": {"properties": {"stop": {}, "n": {}}}}}
+    with stub_server(routes() | {"/openapi.json": [(200, {"components": schema})]}) as stub:
+        assert Server.connect(stub.url, 5.0).sampling_fields() == {"stop", "n"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((404, {"detail": "Not Found"}), "not run in development mode.*VLLM_SERVER_DEV_MODE=1"),
+        ((500, {"error": {"message": "no attribute"}}), "cannot take weights.*no attribute"),
+        ((200, {"results": [{"protocol": 0, "new": 1}]}), "another version of trl"),
+        ((403, "who are you?"), "status 403: who are you"),
+    ],
+    ids=["production", "no worker", "version", "other"],
+)
+def test_servers_that_were_not_started_for_training(answer, words):
+    refuses = pytest.raises(ServerError, match=words)
+    with stub_server(HEALTHY | {"/collective_rpc": [answer]}) as stub, refuses:
+        Server.connect(stub.url, 5.0)
+
+
+def test_a_worker_that_does_not_come_to_the_meeting(free_port):
+    with stub_server(routes()) as stub:
+        found = Fleet([Server.connect(stub.url, 0.3)])
+        with pytest.raises(ConnectionError, match="1 of 1 workers .* did not reach 127.0.0.1"):
+            found.meet(free_port, torch.device("cpu"))
+
+
+def test_a_worker_that_cannot_come_is_not_waited_for(free_port):
+    failed = (500, {"error": {"message": "no route to host"}})
+    with stub_server(routes()) as stub:
+        found = Fleet([Server.connect(stub.url, 30.0)])
+        stub.routes["/collective_rpc"] = [failed]
+        started = time.monotonic()
+        with pytest.raises(ServerError, match="no route to host"):
+            found.meet(free_port, torch.device("cpu"))
+        assert time.monotonic() - started < 5
+
+
+def test_prompts_are_divided_and_answers_put_in_order():
+    held = []
+    with stub_server(routes(trl_held=held)) as one, stub_server(routes(trl_held=held)) as two:
+        found = Fleet([Server.connect(stub.url, 5.0) for stub in (one, two)])
+        held[:] = [found.run, 0]
+        requests = [Request([10 * place], 2, place) for place in range(1, 6)]
+        rows = found.complete(requests, Sampling(max_tokens=1))
+        assert rows.completion_ids == [[10], [11], [20], [21], [30], [31], [40], [41], [50], [51]]
+        asked = [[b["seed"] for p, b in s.seen if p == "/v1/completions"] for s in (one, two)]
+        assert [sorted(seeds) for seeds in asked] == [[1, 3, 5], [2, 4]]
+        assert len(found.complete_on_each(requests[0], Sampling(max_tokens=1))) == 4
+
+
+def test_a_refused_request_ends_the_others():
+    with stub_server(routes() | {"/v1/completions": [(400, "too long")]}) as stub:
+        found = Fleet([Server.connect(stub.url, 5.0)])
+        words = "While generating, with 0 of 2 prompts answered: .*status 400: too long"
+        with pytest.raises(ServerError, match=words):
+            found.complete([Request([1], 1, 0)] * 2, Sampling(max_tokens=1))
+
+
+def test_weights_are_not_sent_to_servers_that_were_left():
+    with stub_server(routes()) as stub:
+        transfer = Fleet([Server.connect(stub.url, 5.0)]).transfer(step=3)
+        transfer.add("name", torch.zeros(2))
+        with pytest.raises(ServerError, match="weights of step 3, the servers were left after a"):
+            transfer.finish()

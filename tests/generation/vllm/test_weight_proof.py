@@ -1,0 +1,113 @@
+import pytest
+import torch
+from torch import nn
+
+from trl.generation.vllm.weight_proof import CHUNK, WeightProof, fingerprint
+
+
+class Fused(nn.Module):
+    """Holds two weights as one parameter, half of a third, and one in another precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.pair = nn.Parameter(torch.zeros(6, 4))
+        self.part = nn.Parameter(torch.zeros(5, 2))
+        self.narrow = nn.Parameter(torch.zeros(7, dtype=torch.bfloat16))
+
+    def load(self, name, weight):
+        if name == "first":
+            self.pair.data[:3].copy_(weight)
+        elif name == "second":
+            self.pair.data.narrow(0, 3, 3).copy_(weight)
+        elif name == "third":  # the right half of four columns, and a row that pads
+            self.part.data[:4].copy_(weight.narrow(1, 2, 2))
+            self.part.data[4:].fill_(0)
+        elif name == "fourth":
+            self.narrow.data.copy_(weight)
+
+
+def weights(seed=0):
+    stream = torch.Generator().manual_seed(seed)
+    shapes = {"first": (3, 4), "second": (3, 4), "third": (4, 4), "fourth": (7,)}
+    return {name: torch.randn(shape, generator=stream) for name, shape in shapes.items()}
+
+
+def sync(proof, sent, load):
+    for name, weight in sent.items():
+        proof.load(name, weight, load)
+    return proof.problem()
+
+
+def test_what_arrives_is_proven_at_each_sync():
+    model = Fused()
+    proof = WeightProof(model)
+    for seed in range(3):
+        assert sync(proof, weights(seed), model.load) is None
+    assert proof.unproven == []
+
+
+def test_a_loader_that_converts_is_named():
+    model = Fused()
+
+    def load(name, weight):
+        model.load(name, -weight if name == "first" else weight)
+
+    proof = WeightProof(model)
+    assert sync(proof, weights(), load) is None
+    assert proof.unproven == ["first"]
+
+
+@pytest.mark.parametrize("name", ["first", "second", "third", "fourth"])
+def test_a_change_after_loading_is_seen(name):
+    model = Fused()
+    proof = WeightProof(model)
+    assert sync(proof, weights(), model.load) is None
+    for key, weight in weights(1).items():
+        proof.load(key, weight, model.load)
+    place = {"first": (model.pair, 0), "second": (model.pair, 15), "third": (model.part, 3)}
+    parameter, entry = place.get(name, (model.narrow, 6))
+    flat = parameter.data.view(-1)
+    flat[entry] = flat[entry] * 1.01
+    assert f"{name} was not what was sent" in proof.problem()
+
+
+def test_entries_that_were_never_loaded_are_counted():
+    model = Fused()
+    sent = weights()
+    del sent["second"]
+    words = "12 of 24 entries of the engine's pair were not loaded"
+    assert sync(WeightProof(model), sent, model.load) == words
+
+
+def test_a_weight_missing_at_a_later_sync_is_named():
+    model = Fused()
+    proof, sent = WeightProof(model), weights()
+    assert sync(proof, sent, model.load) is None
+    del sent["third"]
+    assert sync(proof, sent, model.load) == "third was not sent, unlike at earlier syncs"
+    assert sync(proof, weights(), model.load) is None, "a failure is forgotten"
+
+
+def test_many_weights_are_listed_shortly():
+    model = Fused()
+    proof = WeightProof(model)
+    assert sync(proof, weights(), model.load) is None
+    problem = sync(proof, weights(1), lambda name, weight: None)
+    assert problem.startswith("first, second, third and 1 more were not what was sent: first has")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
+def test_fingerprints_tell_order_sign_and_last_bit_apart(dtype):
+    values = torch.arange(1, 17, dtype=torch.float64).to(dtype).view(4, 4)
+    others = [values.T, values.flip(0), values.roll(1), values + torch.eye(4, dtype=dtype)]
+    one = fingerprint(values)
+    assert torch.equal(fingerprint(values.clone()), one)
+    assert all(not torch.equal(fingerprint(other), one) for other in others)
+    assert torch.equal(fingerprint(values.T)[1], one[1]), "the norm of the same numbers"
+
+
+def test_fingerprints_of_long_tensors_count_places_through():
+    values = torch.randn(CHUNK + 3, generator=torch.Generator().manual_seed(0))
+    swapped = values.clone()
+    swapped[[0, CHUNK]] = values[[CHUNK, 0]]
+    assert not torch.equal(fingerprint(values), fingerprint(swapped))

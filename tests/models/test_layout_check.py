@@ -1,0 +1,394 @@
+"""Which models may share prompts, and that those which only seem to are found out."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from rollouts import rollout_of
+from tiny import tiny_model
+from transformers import (
+    AttentionInterface,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from transformers.utils import logging
+
+from trl.models.layout_check import Sharing, disagreement, two_longest, why_not_shared
+from trl.models.lm_head import HeadFinder
+from trl.models.packed_attention import KEYWORD
+from trl.models.scorer import Scorer
+from trl.types import Rollout
+
+CPU = torch.device("cpu")
+SIZES = {
+    "vocab_size": 95,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture
+def log(caplog):
+    logging.enable_propagation()
+    yield caplog
+    logging.disable_propagation()
+
+
+def build(config_class, model_class, **changes):
+    torch.manual_seed(0)
+    return model_class(config_class(**(SIZES | changes)))
+
+
+def rollout(prompts, completions) -> Rollout:
+    return rollout_of(list(zip(prompts, completions, strict=True)))
+
+
+def group(prompt_length=3, length=4, rows=2) -> Rollout:
+    """Rows of one prompt with unlike completions of a length."""
+    prompt = [8 + i % 40 for i in range(prompt_length)]
+    completions = [[50 + (7 * row + i) % 40 for i in range(length)] for row in range(rows)]
+    return rollout([prompt] * rows, completions)
+
+
+# --- What is refused at sight ---
+
+
+def eager():
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    return model
+
+
+def dropout():
+    return tiny_model(attention_dropout=0.1).train()
+
+
+def adapter(config):
+    return get_peft_model(tiny_model(), config)
+
+
+def gemma2():
+    """transformers refuses to switch it to an attention without soft cap."""
+    model = build(Gemma2Config, Gemma2ForCausalLM)
+    model.config._attn_implementation = "sdpa"
+    return model
+
+
+def mistral(window):
+    return build(MistralConfig, MistralForCausalLM, sliding_window=window)
+
+
+def qwen(**changes):
+    return build(Qwen2Config, Qwen2ForCausalLM, **changes)
+
+
+def rotating(kind, border):
+    """A model whose rotary frequencies change with the longest row, from a border on."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"original_max_position_embeddings": border}
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    limit = {"max_position_embeddings": border if kind == "dynamic" else 4 * border}
+    return build(LlamaConfig, LlamaForCausalLM, rope_parameters=rope, **limit)
+
+
+WINDOWED = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+REFUSED = {
+    "eager": (eager, "attention implementation is 'eager'"),
+    "mistral": (lambda: mistral(16), "window of 16 tokens is shorter than some rows"),
+    "gemma3": (
+        lambda: build(Gemma3TextConfig, Gemma3ForCausalLM, sliding_window=8),
+        "window of 8 tokens is shorter than some rows",
+    ),
+    "qwen": (lambda: qwen(**WINDOWED), "window of 16 tokens is shorter than some rows"),
+    "gemma2": (gemma2, "its attention is soft-capped"),
+    "dropout": (dropout, "its attention has dropout"),
+    "longrope": (lambda: rotating("longrope", 20), "depends on the longest row from 20 tokens"),
+    "dynamic": (lambda: rotating("dynamic", 20), "depends on the longest row from 20 tokens"),
+    "prompt": (
+        lambda: adapter(PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
+        "virtual tokens",
+    ),
+    "prefix": (
+        lambda: adapter(PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
+        "virtual tokens",
+    ),
+}
+ALLOWED = {
+    "llama": tiny_model,
+    "qwen3": lambda: tiny_model("qwen3"),
+    "mistral": lambda: mistral(20),
+    "mistral without window": lambda: mistral(None),
+    "gemma3": lambda: build(Gemma3TextConfig, Gemma3ForCausalLM, sliding_window=20),
+    "qwen off": lambda: qwen(**(WINDOWED | {"use_sliding_window": False})),
+    "qwen late": lambda: qwen(**(WINDOWED | {"max_window_layers": 2})),
+    "longrope": lambda: rotating("longrope", 21),
+    "dynamic": lambda: rotating("dynamic", 21),
+    "dropout off": lambda: dropout().eval(),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_rules_sharing_out(kind):
+    model, words = REFUSED[kind]
+    assert words in why_not_shared(model(), 20)
+
+
+@pytest.mark.parametrize("kind", ALLOWED)
+def test_what_does_not(kind):
+    assert why_not_shared(ALLOWED[kind](), 20) is None
+
+
+def test_recurrent_models():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 95, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}
+    assert why_not_shared(MambaForCausalLM(MambaConfig(**sizes)), 20) is not None
+    model = tiny_model()
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    assert "recurrent state" in why_not_shared(model, 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [("is_encoder_decoder", True, "encoder-decoder"), ("vision_config", object(), "images")],
+)
+def test_other_kinds_of_models(name, value, words):
+    model = tiny_model()
+    setattr(model.config, name, value)
+    assert words in why_not_shared(model, 20)
+
+
+# --- The trial ---
+
+
+class Ignorant(LlamaForCausalLM):
+    """Its attention never hears of the layout, so it takes a packed row for one sequence."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.forwards = 0
+        for layer in self.model.layers:
+            layer.self_attn.register_forward_pre_hook(self._forget, with_kwargs=True)
+        self.model.register_forward_pre_hook(self._count)
+
+    def _count(self, module, args):
+        self.forwards += 1
+
+    def _forget(self, module, args, kwargs):
+        return args, {
+            name: None if name == "attention_mask" else value
+            for name, value in kwargs.items()
+            if name != KEYWORD
+        }
+
+
+def ignorant() -> Ignorant:
+    torch.manual_seed(0)
+    return Ignorant(tiny_model().config)
+
+
+def scorer() -> Scorer:
+    return Scorer(pad_id=0, temperature=1.0, device=CPU)
+
+
+def alone(model, batch):
+    """Log-probabilities of each row by itself, from full logits."""
+    found = torch.zeros(batch.loss_mask.shape)
+    rows = zip(batch.prompt_ids, batch.completion_ids, strict=True)
+    for row, (prompt, completion) in enumerate(rows):
+        every = model(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
+        places = torch.arange(len(prompt) - 1, len(prompt) + len(completion) - 1)
+        found[row, : len(completion)] = every[places, torch.tensor(completion)]
+    return found
+
+
+def said(log):
+    return [r.getMessage() for r in log.records if "shared_prefix" in r.getMessage()]
+
+
+def test_a_model_that_ignores_the_layout_is_found_out(log):
+    """One warning; rows carry their own prompts, and results are right."""
+    model, score = ignorant(), scorer()
+    # Its own attention drops masks, so rows of one length, which need no padding.
+    batch = group()
+    for _ in range(3):
+        scores = score(model, batch).logps
+        assert (scores - alone(model, batch)).abs().max() < 1e-5
+    assert not score.sharing.enabled
+    assert len(said(log)) == 1
+    assert "Ignorant" in said(log)[0] and "differed by" in said(log)[0]
+    before = model.forwards
+    score(model, group(30, 30))
+    assert model.forwards == before + 1, "what is switched off is not tried again"
+
+
+def test_refusals_are_said_once_for_each_reason(log):
+    model, score = mistral(16), scorer()
+    for length in (4, 20, 20, 24, 4):
+        batch = group(3, length)
+        assert (score(model, batch).logps - alone(model, batch)).abs().max() < 1e-5
+    assert len(said(log)) == 1
+    assert "shorter than some rows" in said(log)[0]
+    assert score.sharing.enabled, "short rows are shared"
+
+
+def packed_rows(model):
+    """Note whether each forward of a model is packed."""
+    calls = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(KEYWORD in kwargs), with_kwargs=True
+    )
+    return calls
+
+
+def test_the_trial_comes_first_and_when_rows_have_doubled():
+    """Two rows alone, the same packed, then what was asked for."""
+    model, score = tiny_model(), scorer()
+    calls = packed_rows(model)
+    score(model, group(4, 6))
+    assert calls[1:] == [False, False, True, True]
+    for prompt, completion in ((4, 6), (10, 10), (2, 3), (12, 8)):
+        calls.clear()
+        score(model, group(prompt, completion))
+        assert calls == [True], "up to twice the length of the first ten tokens"
+    calls.clear()
+    score(model, group(10, 11))
+    assert calls == [False, False, True, True]
+    calls.clear()
+    score(model, group(20, 22))
+    assert calls == [True]
+    score(model, group(20, 23))
+    assert calls == [True, False, False, True, True]
+
+
+def test_a_group_of_one_is_tried_too():
+    model, score = tiny_model(), scorer()
+    calls = packed_rows(model)
+    batch = group(rows=1)
+    assert (score(model, batch).logps - alone(model, batch)).abs().max() < 1e-5
+    assert calls[1:4] == [False, True, True]
+
+
+def test_a_model_that_fails_in_the_trial_takes_plain_rows(log):
+    class Refuses(LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.model.register_forward_pre_hook(self._look, with_kwargs=True)
+
+        def _look(self, module, args, kwargs):
+            if KEYWORD in kwargs:
+                raise TypeError("unexpected keyword")
+
+    model, batch = Refuses(tiny_model().config), group()
+    assert (scorer()(model, batch).logps - alone(model, batch)).abs().max() < 1e-5
+    assert len(said(log)) == 1 and "the trial failed (unexpected keyword)" in said(log)[0]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
+def test_running_out_of_memory_in_the_trial_is_no_refusal(error):
+    class Large(LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.most = 8
+            self.model.register_forward_pre_hook(self._look, with_kwargs=True)
+
+        def _look(self, module, args, kwargs):
+            if KEYWORD in kwargs and kwargs["input_ids"].numel() > self.most:
+                raise error
+
+    model, score = Large(tiny_model().config), scorer()
+    with pytest.raises(type(error)):
+        score(model, group())
+    assert score.sharing.enabled
+    model.most, batch = 100, group()
+    calls = packed_rows(model)
+    assert (score(model, batch).logps - alone(model, batch)).abs().max() < 1e-5
+    assert calls[:4] == [False, False, True, True], "the trial was not passed over"
+
+
+def test_a_router_or_the_option_switch_sharing_off_silently(log):
+    for options in ({"shared_prefix": False}, {"router_logits": True}):
+        score = Scorer(pad_id=0, temperature=1.0, device=CPU, **options)
+        assert not score.sharing.allows(tiny_model(), group(), HeadFinder(1.0).find(tiny_model()))
+    assert not said(log)
+
+
+def test_a_model_without_head_is_refused(log):
+    sharing = Sharing(True, 0, CPU)
+    assert not sharing.allows(tiny_model(), group(), None)
+    assert "output projection is unusual" in said(log)[0]
+
+
+def test_refusing_is_for_good(log):
+    sharing, model = Sharing(True, 0, CPU), tiny_model()
+    sharing.refuse(model, "of a test")
+    assert not sharing.allows(model, group(), HeadFinder(1.0).find(model))
+    assert len(said(log)) == 1 and "because of a test." in said(log)[0]
+
+
+# --- Small parts ---
+
+
+def test_the_two_rows_of_the_trial():
+    """The longest row and its longest sibling, in their order."""
+    a, b = [8, 9], [10, 11, 12]
+    batch = rollout([a, a, b, b, b], [[20] * n for n in (9, 8, 1, 2, 7)])
+    assert two_longest(batch) == [0, 1]
+    batch = rollout([a, a, b, b, b], [[20] * n for n in (4, 8, 5, 2, 9)])
+    assert two_longest(batch) == [2, 4]
+    assert two_longest(rollout([a, b], [[20], [21]])) == [1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gap", "found"),
+    [
+        (torch.float32, 5e-4, None),
+        (torch.float32, 2e-3, 2e-3),
+        (torch.float64, 2e-3, 2e-3),
+        (torch.bfloat16, 0.15, None),
+        (torch.bfloat16, 0.5, 0.25),
+        (torch.float16, torch.nan, torch.nan),
+        (torch.float32, torch.nan, torch.nan),
+    ],
+)
+def test_how_much_rounding_explains(dtype, gap, found):
+    """Half the entries differ; half precision looks at the mean. NaN is a difference."""
+    first = torch.zeros(2, 2)
+    second = torch.tensor([[0.0, gap], [gap, 0.0]])
+    expected = None if found is None else pytest.approx(found, nan_ok=True)
+    assert disagreement(first, second, dtype) == expected
+    assert disagreement(first[:, :0], second[:, :0], dtype) is None
+
+
+def test_attention_of_other_models_is_untouched():
+    """What is installed for one model serves all that use the implementation."""
+    scorer()(tiny_model(), group())
+    installed = AttentionInterface._global_mapping["sdpa"]
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True, training=False)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))
+    ours, _ = installed(module, query, key, value, None, dropout=0.0, scaling=0.3)
+    theirs, _ = installed.trl_original(module, query, key, value, None, dropout=0.0, scaling=0.3)
+    assert torch.equal(ours, theirs)

@@ -1,0 +1,302 @@
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_model
+from torch import nn
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaForCausalLM,
+)
+
+from trl.models.head import Float32Linear, cast_head_to_float32
+from trl.models.lm_head import HeadFinder, capture_hidden, causal_model, evaluating
+
+SIZES = {
+    "vocab_size": 95,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+IDS = torch.tensor([[8, 9, 10, 11, 12], [13, 14, 15, 16, 17]])
+TARGETS = torch.arange(20, 30)
+
+
+def build(config_class, model_class, **changes):
+    torch.manual_seed(0)
+    return model_class(config_class(**(SIZES | changes)))
+
+
+def gemma(config_class, model_class, cap, **changes):
+    """Logits far beyond the soft cap, so that leaving it out, or applying it twice, shows."""
+    model = build(config_class, model_class, final_logit_softcapping=cap, **changes)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(60.0)
+    return model
+
+
+def unusual():
+    """A model that does something to its logits which no configuration tells about."""
+
+    class Custom(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = 0.1 * torch.sin(output.logits)
+            return output
+
+    return Custom(tiny_model().config)
+
+
+MODELS = {
+    "llama": lambda: tiny_model(),
+    "qwen3 tied": lambda: tiny_model("qwen3", tie_word_embeddings=True),
+    "gemma2": lambda: gemma(Gemma2Config, Gemma2ForCausalLM, 5.0, attn_logit_softcapping=50.0),
+    "gemma3": lambda: gemma(Gemma3TextConfig, Gemma3ForCausalLM, 3.0),
+    "cohere": lambda: build(CohereConfig, CohereForCausalLM, logit_scale=0.25),
+    "granite": lambda: build(GraniteConfig, GraniteForCausalLM, logits_scaling=3.0),
+    "neox": lambda: build(GPTNeoXConfig, GPTNeoXForCausalLM),
+}
+
+
+def definition(model, temperature, dtype=torch.float64):
+    """From the model's own logits: log-probabilities (10,), entropies (10,) and logits."""
+    logits = model(IDS).logits.flatten(0, 1).to(dtype)
+    every = (logits / temperature).log_softmax(-1)
+    chosen = every[torch.arange(10), TARGETS]
+    return chosen, -(every.exp() * every).sum(-1), logits
+
+
+def ours(model, finder, with_entropy=True):
+    head = finder.find(model)
+    none = torch.empty(0, dtype=torch.long)
+    with capture_hidden(model) as capture:
+        model(IDS, logits_to_keep=none if head.is_plain else 1)
+    hidden = capture.hidden.flatten(0, 1)
+    return head.log_probs(hidden, TARGETS, capture.autocast, with_entropy)
+
+
+def gradients(model, values):
+    model.zero_grad()
+    values.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("chunk", [None, 200, 0])
+@pytest.mark.parametrize("kind", MODELS)
+def test_log_probabilities_are_those_of_the_models_own_logits(kind, chunk):
+    model = MODELS[kind]().double()
+    weights = torch.linspace(-1, 1, 10).double()
+    logps, entropies, logits = definition(model, 0.7)
+    expected = gradients(model, (logps * weights + 0.3 * entropies).sum())
+    found, found_entropies = ours(model, HeadFinder(0.7, chunk))
+    assert (found - logps).abs().max() < 1e-9
+    assert (found_entropies - entropies).abs().max() < 1e-9
+    got = gradients(model, (found * weights + 0.3 * found_entropies).sum())
+    assert (got - expected).norm() / expected.norm() < 1e-9
+    if kind.startswith("gemma"):
+        cap = model.config.final_logit_softcapping
+        assert 0.95 * cap < logits.abs().max() <= cap, "the cap must matter"
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "softcap"),
+    [
+        ("llama", 1.0, None),
+        ("gemma2", 1.0, 5.0),
+        ("gemma3", 1.0, 3.0),
+        ("cohere", 0.25, None),
+        ("granite", 1 / 3, None),
+    ],
+)
+def test_the_transform_is_what_the_configuration_says(kind, scale, softcap):
+    head = HeadFinder(0.7, 100).find(MODELS[kind]())
+    assert (head.transform.temperature, head.transform.softcap) == (0.7, softcap)
+    assert head.transform.scale == pytest.approx(scale)
+    assert (head.vocabulary, head.chunk) == (95, 100)
+
+
+def test_a_scale_that_a_model_multiplies_by():
+    """Some models multiply by what others divide by, under the same name."""
+
+    class Multiplies(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * self.config.logits_scaling
+            return output
+
+    model = Multiplies(tiny_model(logits_scaling=4.0).config).double()
+    expected, _, _ = definition(model, 1.0)
+    assert HeadFinder(1.0).find(model).transform.scale == 4.0
+    assert (ours(model, HeadFinder(1.0))[0] - expected).abs().max() < 1e-9
+
+
+def test_logits_that_cannot_be_reproduced_have_no_head():
+    assert HeadFinder(1.0).find(unusual()) is None
+
+
+def test_models_without_the_two_parts_have_no_head():
+    assert HeadFinder(1.0).find(tiny_model().model) is None
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3", "cohere", "granite"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_recognized(kind, dtype):
+    """Logits rounded to half precision still tell which transform is right."""
+    model = MODELS[kind]().to(dtype)
+    expected = HeadFinder(1.0).find(MODELS[kind]()).transform
+    assert HeadFinder(1.0).find(model).transform == expected
+
+
+def test_a_model_of_the_same_class_is_not_probed_again():
+    finder, calls = HeadFinder(1.0), []
+    first, second = tiny_model(), tiny_model(seed=1)
+    for model in (first, second):
+        model.model.register_forward_hook(lambda *args: calls.append(1))
+    assert finder.find(first).module is first.lm_head
+    assert finder.find(second).module is second.lm_head
+    finder.find(first)
+    assert len(calls) == 1
+
+
+def test_probing_leaves_mode_gradients_and_random_numbers_alone():
+    model = tiny_model(attention_dropout=0.5).train()
+    state = torch.get_rng_state()
+    HeadFinder(1.0).find(model)
+    assert model.training and all(module.training for module in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- Precision ---
+
+
+@pytest.mark.parametrize("chunk", [None, 300, 0])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_float32_head_under_bfloat16(tied, chunk):
+    """From the hidden states in bfloat16, everything after is in float32, autocast or not."""
+    model = tiny_model(tie_word_embeddings=tied).to(torch.bfloat16)
+    cast_head_to_float32(model)
+    assert type(model.lm_head) is Float32Linear
+    finder = HeadFinder(0.7, chunk)
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            expected, entropies, logits = definition(model, 0.7)
+            found, found_entropies = ours(model, finder)
+        assert logits.float().equal(logits.to(torch.bfloat16).float()) is False
+        assert found.dtype == torch.float32
+        assert (found - expected).abs().max() < 1e-5
+        assert (found_entropies - entropies).abs().max() < 1e-5
+        reference = gradients(model, expected.sum())
+        got = gradients(model, found.sum())
+        assert (got - reference).norm() / reference.norm() < 1e-2, "bfloat16 below the head"
+
+
+@pytest.mark.parametrize("chunk", [None, 300, 0])
+def test_the_precision_of_autocast_is_recorded_and_used(chunk):
+    """A float32 model under autocast multiplies in bfloat16, as its own head does."""
+    model, finder = tiny_model(), HeadFinder(1.0, chunk)
+    exact, _, _ = definition(model, 1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, _, _ = definition(model, 1.0)
+        with capture_hidden(model) as capture:
+            model(IDS)
+        found, _ = ours(model, finder)
+    assert capture.autocast == torch.bfloat16
+    assert (found - expected).abs().max() < 1e-5 < (exact - expected).abs().max() / 10
+    with capture_hidden(model) as capture:
+        model(IDS)
+    assert capture.autocast is None
+
+
+def test_autocast_at_the_call_of_the_head_changes_nothing():
+    """What counts is the precision of the model's forward."""
+    model = tiny_model()
+    head = HeadFinder(1.0).find(model)
+    with capture_hidden(model) as capture:
+        model(IDS)
+    hidden = capture.hidden.flatten(0, 1)
+    plain, _ = head.log_probs(hidden, TARGETS, capture.autocast)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside, _ = head.log_probs(hidden, TARGETS, capture.autocast)
+    assert torch.equal(plain, inside)
+
+
+# --- Wrappers ---
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_hidden_states_are_captured_through_distributed_wrappers(process_group):
+    model = tiny_model()
+    outer = nn.parallel.DistributedDataParallel(model)
+    expected, _, _ = definition(model, 1.0)
+    reference = gradients(model, expected.sum())
+    assert causal_model(outer) is model
+    found, _ = ours(outer, HeadFinder(1.0))
+    assert (gradients(model, found.sum()) - reference).norm() / reference.norm() < 1e-5
+
+
+def test_hidden_states_are_captured_through_adapters():
+    torch.manual_seed(0)
+    model = get_peft_model(
+        tiny_model(), LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    expected, _, _ = definition(model, 1.0)
+    reference = gradients(model, expected.sum())
+    assert type(causal_model(model)) is LlamaForCausalLM
+    found, _ = ours(model, HeadFinder(1.0))
+    assert (found - expected).abs().max() < 1e-5
+    assert (gradients(model, found.sum()) - reference).norm() / reference.norm() < 1e-5
+    assert reference.numel() == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_hidden_states_are_captured_through_compilation():
+    """The wrapper of `torch.compile`; what it compiles is tested elsewhere."""
+    model = tiny_model()
+    outer = torch.compile(model, backend="eager")
+    assert causal_model(outer) is model
+    with capture_hidden(outer) as capture:
+        model(IDS)
+    assert capture.hidden.shape == (2, 5, 32)
+
+
+def test_no_hook_stays_behind():
+    model = tiny_model()
+    with pytest.raises(KeyError), capture_hidden(model):
+        raise KeyError
+    assert not model.model._forward_hooks
+
+
+def test_evaluating_restores_the_mode():
+    model = tiny_model().train()
+    with evaluating(model) as inside:
+        assert inside is model and not model.training
+    assert model.training
+    with pytest.raises(KeyError), evaluating(model):
+        raise KeyError
+    assert model.training
+    with evaluating(model.eval()):
+        pass
+    assert not model.training

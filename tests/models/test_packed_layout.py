@@ -1,0 +1,185 @@
+"""Layouts against a slow construction of what each completion token is predicted from."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl.models.packed_attention import KEYWORD, visible
+from trl.models.packed_layout import common_prefix, packed_layout, plain_layout
+from trl.types import Rollout
+
+CPU = torch.device("cpu")
+PAD = 99
+
+
+def rollout(rows) -> Rollout:
+    """Rows of (prompt, completion)."""
+    lengths = torch.tensor([len(completion) for _, completion in rows])
+    return Rollout(
+        prompt_ids=[list(prompt) for prompt, _ in rows],
+        completion_ids=[list(completion) for _, completion in rows],
+        row_ids=list(range(len(rows))),
+        loss_mask=torch.arange(int(lengths.max())) < lengths[:, None],
+        num_loss_tokens=lengths.sum(),
+        num_loss_rows=torch.tensor(len(rows)),
+    )
+
+
+# Few different tokens, so that completions begin alike, and prompts recur.
+tokens = st.integers(1, 3)
+completions = st.lists(st.lists(tokens, max_size=6), min_size=1, max_size=5)
+prompts = st.lists(tokens, min_size=1, max_size=5)
+rounds = st.lists(st.tuples(prompts, completions), min_size=1, max_size=4)
+
+
+def flat(groups):
+    return [(prompt, completion) for prompt, group in groups for completion in group]
+
+
+def slots_of(layout):
+    """Which prediction each completion token (B, C) is, and which of them exist."""
+    numbers = torch.arange(len(layout.targets))
+    return layout.scatter(numbers), layout.scatter(torch.ones_like(numbers)).bool()
+
+
+def seen_by(layout, mask):
+    """For each place of the row: the tokens it sees, itself included, in order of position."""
+    ids, positions = layout.inputs["input_ids"][0], layout.inputs["position_ids"][0]
+    found = []
+    for place in range(len(ids)):
+        context = sorted(
+            (int(positions[other]), int(ids[other]))
+            for other in range(len(ids))
+            if mask[place, other]
+        )
+        assert [position for position, _ in context] == list(range(len(context))), "no gap"
+        found.append([token for _, token in context])
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(rounds)
+def test_packed_tokens_are_predicted_from_exactly_what_stands_before(groups):
+    rows = flat(groups)
+    batch = rollout(rows)
+    layout = packed_layout(batch, CPU)
+    ids = layout.inputs["input_ids"]
+    context = seen_by(layout, visible(layout.inputs[KEYWORD], ids.shape[1]))
+    slots, exists = slots_of(layout)
+    assert torch.equal(exists, batch.loss_mask)
+    for row, (prompt, completion) in enumerate(rows):
+        for place, token in enumerate(completion):
+            slot = slots[row, place]
+            assert int(layout.targets[slot]) == token
+            assert context[layout.sources[slot]] == [*prompt, *completion[:place]]
+
+
+@settings(max_examples=150, deadline=None)
+@given(rounds)
+def test_packed_rows_hold_no_token_twice(groups):
+    """A run of equal prompts: the prompt and the common beginning once, and no last tokens."""
+    rows, count, start = flat(groups), 0, 0
+    while start < len(rows):
+        prompt, stop = rows[start][0], start
+        while stop < len(rows) and rows[stop][0] == prompt:
+            stop += 1
+        used = [completion[:-1] for _, completion in rows[start:stop] if completion]
+        shared = 0
+        while used and all(len(ids) > shared and ids[shared] == used[0][shared] for ids in used):
+            shared += 1
+        count += len(prompt) + shared + sum(len(ids) - shared for ids in used)
+        start = stop
+    layout = packed_layout(rollout(rows), CPU)
+    assert layout.inputs["input_ids"].shape == (1, count)
+    assert layout.inputs["attention_mask"].shape == (1, 1, 1, 1), "handed on as it is"
+    assert layout.is_packed
+
+
+@settings(max_examples=100, deadline=None)
+@given(rounds, st.sampled_from([None, 4, 7]))
+def test_plain_rows(groups, multiple):
+    rows = flat(groups)
+    batch = rollout(rows)
+    layout = plain_layout(batch, PAD, CPU, multiple)
+    ids, mask = layout.inputs["input_ids"], layout.inputs["attention_mask"]
+    widths = [max(1, max(len(row[part]) for row in rows)) for part in (0, 1)]
+    if multiple:
+        widths = [-(-width // multiple) * multiple for width in widths]
+    assert ids.shape == (len(rows), sum(widths))
+    slots, exists = slots_of(layout)
+    assert torch.equal(exists, batch.loss_mask)
+    assert not layout.is_packed
+    for row, (prompt, completion) in enumerate(rows):
+        left, right = widths[0] - len(prompt), widths[1] - len(completion)
+        assert ids[row].tolist() == [PAD] * left + [*prompt, *completion] + [PAD] * right
+        real = len(prompt) + len(completion)
+        assert mask[row].tolist() == [0] * left + [1] * real + [0] * right
+        positions = layout.inputs["position_ids"][row][left : left + real]
+        assert positions.tolist() == list(range(real))
+        for place, token in enumerate(completion):
+            slot = slots[row, place]
+            assert layout.targets[slot] == token
+            source = int(layout.sources[slot])
+            assert source // ids.shape[1] == row
+            assert source % ids.shape[1] == widths[0] - 1 + place
+
+
+def test_an_example():
+    """One prompt (5, 6); completions 1 2 3 4, 1 2 7, empty, 1 2 3."""
+    rows = [([5, 6], ids) for ids in ([1, 2, 3, 4], [1, 2, 7], [], [1, 2, 3])]
+    layout = packed_layout(rollout(rows), CPU)
+    assert layout.inputs["input_ids"].tolist() == [[5, 6, 1, 2, 3]]
+    assert layout.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4]]
+    packing = layout.inputs[KEYWORD]
+    assert [(g.prefix, g.tails) for g in packing.groups] == [(slice(0, 4), slice(4, 5))]
+    assert layout.sources.tolist() == [1, 2, 3, 4, 3, 3]
+    assert layout.targets.tolist() == [1, 2, 3, 4, 7, 3]
+    assert layout.slots.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1, 5]
+    assert layout.places.tolist() == [0, 1, 2, 3, 4, 5, 6, 12, 13, 14]
+    values = torch.arange(1.0, 7.0)
+    assert layout.scatter(values).tolist() == [
+        [1, 2, 3, 4],
+        [1, 2, 5, 0],
+        [0, 0, 0, 0],
+        [1, 2, 6, 0],
+    ]
+
+
+def test_prefixes_stand_before_all_tails():
+    rows = [([5], [1, 2]), ([5], [3, 4]), ([6, 7], [1, 2]), ([6, 7], [8, 9])]
+    layout = packed_layout(rollout(rows), CPU)
+    assert layout.inputs["input_ids"].tolist() == [[5, 6, 7, 1, 3, 1, 8]]
+    assert layout.inputs["position_ids"].tolist() == [[0, 0, 1, 1, 1, 2, 2]]
+
+
+def test_equal_prompts_that_are_apart_are_two_groups():
+    rows = [([5], [1, 2]), ([6], [1, 2]), ([5], [1, 3])]
+    layout = packed_layout(rollout(rows), CPU)
+    assert len(layout.inputs[KEYWORD].groups) == 3
+
+
+def test_nothing_but_empty_completions():
+    layout = packed_layout(rollout([([5, 6], []), ([7], [])]), CPU)
+    assert layout.inputs["input_ids"].tolist() == [[5, 6, 7]]
+    assert layout.scatter(torch.ones(1)).shape == (2, 0)
+
+
+def test_values_beyond_the_end_are_zero_and_take_no_gradient():
+    """NaN among the values reaches its own tokens alone."""
+    layout = packed_layout(rollout([([5], [1, 2]), ([5], [3])]), CPU)
+    values = torch.tensor([torch.nan, 2.0, 3.0], requires_grad=True)
+    found = layout.scatter(values)
+    assert found[0].isnan().tolist() == [True, False]
+    assert found[1].tolist() == [3.0, 0.0]
+    found[1].sum().backward()
+    assert values.grad.tolist() == [0.0, 0.0, 1.0]
+
+
+@settings(deadline=None)
+@given(completions)
+def test_common_prefix(rows):
+    length = 0
+    while all(len(row) > length and row[length] == rows[0][length] for row in rows):
+        length += 1
+    assert common_prefix(rows) == rows[0][:length]
+    assert common_prefix([]) == []

@@ -1,0 +1,109 @@
+"""Finding layers, and taking hooks of engines away; the engines are in tests/distributed."""
+
+import functools
+
+import pytest
+import torch
+from tiny import tiny_model
+from torch import nn
+
+from trl.models.sharded import (
+    _gathering,
+    _without_hooks,
+    gathered,
+    layers_of,
+    replaced_forward,
+    sharded_engine,
+    unwrapped,
+    whole,
+)
+
+
+class Recorder:
+    """An engine that notes what it gathers."""
+
+    def __init__(self):
+        self.held = []
+
+    def gather(self, modules):
+        return functools.partial(_Held, self)(modules)
+
+
+class _Held:
+    def __init__(self, engine, modules):
+        self.engine, self.modules = engine, modules
+
+    def __enter__(self):
+        self.engine.held.append(self.modules)
+
+    def __exit__(self, *exc):
+        self.engine.held.pop()
+
+
+def test_layers_are_the_members_of_outermost_lists():
+    model = tiny_model(num_hidden_layers=3)
+    model.model.layers[1].experts = nn.ModuleList([nn.Linear(2, 2)])
+    assert list(layers_of(nn.Sequential(model))) == list(model.model.layers)
+
+
+def test_whole_weights_have_no_engine():
+    model = tiny_model()
+    assert sharded_engine(model) is None
+    before = dict(model.model.layers[0].__dict__)
+    with gathered(model, at_once=False):
+        assert "forward" not in model.model.layers[0].__dict__
+    assert dict(model.model.layers[0].__dict__) == before
+    parameter = model.lm_head.weight
+    assert whole(parameter).data_ptr() == parameter.data_ptr()
+    assert not whole(parameter).requires_grad
+
+
+def test_a_layer_is_gathered_while_it_runs_even_if_it_fails():
+    engine, layer = Recorder(), nn.Sequential(nn.Linear(2, 2))
+    seen = []
+    layer[0].register_forward_hook(lambda *args: seen.append(engine.held[-1]))
+    with replaced_forward(layer, _gathering(layer, engine)):
+        layer(torch.zeros(1, 2))
+        with pytest.raises(RuntimeError):
+            layer(torch.zeros(1, 3))
+    assert seen == [[layer, layer[0]]]
+    assert engine.held == []
+    assert "forward" not in layer.__dict__
+
+
+def test_a_forward_of_the_module_itself_comes_back():
+    layer = nn.Linear(2, 2)
+    own = layer.forward = lambda x: x
+    with replaced_forward(layer, lambda x: 2 * x):
+        assert layer(1) == 2
+    assert layer.forward is own
+
+
+def test_hooks_of_one_package_are_away_for_a_while():
+    module, calls = nn.Linear(2, 2), []
+
+    def engine(*args):
+        calls.append("engine")
+
+    def users(*args):
+        calls.append("user")
+
+    engine.__module__ = "deepspeed.runtime.zero"
+    for hook in (engine, users):
+        module.register_forward_pre_hook(hook)
+        module.register_forward_hook(hook)
+    with _without_hooks(module, "deepspeed"):
+        module(torch.zeros(1, 2))
+        assert calls == ["user"] * 2
+    calls.clear()
+    module(torch.zeros(1, 2))
+    assert calls == ["engine", "user"] * 2
+
+
+def test_wrappers_around_a_model_are_left_out():
+    """Those of DeepSpeed and FSDP1 are met in `tests/distributed`."""
+    model = nn.Linear(2, 2)
+    assert unwrapped(model) is model
+    for outer in (nn.DataParallel(model), torch.compile(model, backend="eager")):
+        assert unwrapped(outer) is model
+    assert unwrapped(torch.compile(nn.DataParallel(model), backend="eager")) is model

@@ -1,0 +1,229 @@
+"""Attention kernels against softmax attention written out."""
+
+import pytest
+import torch
+
+from trl.ops import attention_kernels as flash
+from trl.ops.attention_kernels import (
+    CpuFlash,
+    CudaEfficient,
+    CudaFlash,
+    choose_kernel,
+    expand_heads,
+    gpu_kernel,
+    merge,
+    merge_heads,
+    supported,
+)
+
+SCALE = 0.3
+SHAPES = [  # rows, query heads, key heads, queries, keys, head size
+    (1, 4, 4, 5, 5, 8),
+    (2, 4, 2, 7, 7, 8),
+    (3, 6, 1, 1, 9, 16),
+    (1, 4, 2, 9, 4, 8),
+    (2, 2, 2, 40, 40, 12),
+]
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def inputs(shape, dtype=torch.float64, device="cpu"):
+    rows, heads, shared, queries, keys, size = shape
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((heads, queries), (shared, keys), (shared, keys))
+    return [
+        torch.randn(rows, *part, size, generator=generator, dtype=torch.float64)
+        .to(device, dtype)
+        .requires_grad_()
+        for part in shapes
+    ]
+
+
+def definition(query, key, value, causal):
+    """Softmax attention and its log-normalizer, one head at a time."""
+    outputs, normalizers = [], []
+    for head in range(query.shape[1]):
+        shared = head // (query.shape[1] // key.shape[1])
+        scores = SCALE * query[:, head] @ key[:, shared].transpose(1, 2)
+        if causal:
+            hidden = torch.ones(scores.shape[1:], device=scores.device).triu(1).bool()
+            scores = scores.masked_fill(hidden, -torch.inf)
+        outputs.append(scores.softmax(-1) @ value[:, shared])
+        normalizers.append(scores.logsumexp(-1))
+    return torch.stack(outputs, 1), torch.stack(normalizers, 1)
+
+
+def error(ours, theirs):
+    ours, theirs = ours.detach().double(), theirs.detach().double()
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def check(kernel, shape, causal, dtype, device, bound):
+    tensors = inputs(shape, dtype, device)
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    expected, expected_normalizer = definition(*exact, causal)
+    upstream = torch.linspace(-1, 1, expected.numel(), device=device).view(expected.shape)
+    upstream = upstream.to(dtype)
+    wanted = torch.autograd.grad(expected, exact, upstream.double())
+    with torch.no_grad():
+        output, normalizer = kernel.forward(*tensors, causal, SCALE)
+        saved = (*tensors, output, normalizer)
+        found = kernel.backward(upstream, saved, causal, SCALE)
+    assert error(output, expected) < bound
+    assert error(normalizer, expected_normalizer) < bound
+    for ours, theirs, tensor in zip(found, wanted, tensors, strict=True):
+        assert ours.shape == tensor.shape
+        assert error(ours, theirs) < bound
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_of_cpus(shape, causal, dtype, bound):
+    if causal and shape[3] != shape[4]:
+        causal = False  # causal attention is for queries at the places of the keys
+    check(CpuFlash(), shape, causal, dtype, "cpu", bound)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_kernel_of_cpus_in_half_precision(causal):
+    check(CpuFlash(), (2, 4, 2, 7, 7, 8), causal, torch.bfloat16, "cpu", 0.02)
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(2, 4, 2, 7, 7, 8), (1, 4, 4, 130, 130, 64)])
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "bound"),
+    [
+        (CudaFlash(), torch.bfloat16, 0.02),
+        (CudaFlash(), torch.float16, 0.005),
+        (CudaEfficient(), torch.float32, 1e-4),
+        (CudaEfficient(), torch.bfloat16, 0.02),
+    ],
+)
+def test_the_kernels_of_gpus(kernel, dtype, bound, shape, causal):
+    check(kernel, shape, causal, dtype, "cuda", bound)
+
+
+def test_flash_attention_of_gpus_takes_grouped_heads():
+    """The shapes that torch states for the kernel: gradients are those of the keys as given."""
+    query, key = torch.empty(1, 8, 4, 64, device="meta"), torch.empty(1, 2, 9, 64, device="meta")
+    output, normalizer = CudaFlash().forward(query, key, key, False, SCALE)
+    assert output.shape == query.shape and normalizer.shape == query.shape[:3]
+    found = CudaFlash().backward(output, (query, key, key, output, normalizer), False, SCALE)
+    assert [x.shape for x in found] == [query.shape, key.shape, key.shape]
+
+
+@pytest.mark.parametrize("cut", [1, 4, 8])
+def test_attention_over_two_sets_of_keys_is_their_merge(monkeypatch, cut):
+    monkeypatch.setattr(flash, "MERGED_ON_CPU", 130)  # two of the three queries
+    kernel, (query, key, value) = CpuFlash(), inputs((2, 4, 2, 3, 9, 8))
+    expected, normalizer = definition(query, key, value, False)
+    parts = [
+        kernel.forward(query, key[:, :, at], value[:, :, at], False, SCALE)
+        for at in (slice(0, cut), slice(cut, None))
+    ]
+    found = merge(*parts)
+    assert error(found[0], expected) < 1e-12
+    assert error(found[1], normalizer) < 1e-12
+
+
+def test_gradients_of_a_part_follow_from_the_whole():
+    """Given output and normalizer of all keys, those of each part of the keys are its own."""
+    kernel, tensors = CpuFlash(), inputs((2, 4, 2, 3, 9, 8))
+    query, key, value = tensors
+    expected, _ = definition(*tensors, False)
+    upstream = torch.linspace(-1, 1, expected.numel()).view(expected.shape).double()
+    wanted = torch.autograd.grad(expected, tensors, upstream)
+    output, normalizer = kernel.forward(query, key, value, False, SCALE)
+    of_query = torch.zeros_like(query)
+    for at in (slice(0, 4), slice(4, None)):
+        saved = (query, key[:, :, at], value[:, :, at], output, normalizer)
+        found = kernel.backward(upstream, saved, False, SCALE)
+        of_query += found[0]
+        assert error(found[1], wanted[1][:, :, at]) < 1e-12
+        assert error(found[2], wanted[2][:, :, at]) < 1e-12
+    assert error(of_query, wanted[0]) < 1e-12
+
+
+def test_a_set_without_weight_changes_nothing():
+    output = torch.tensor([[[[1.0, 2.0]]]])
+    other = torch.tensor([[[[5.0, 7.0]]]])
+    normalizer, none = torch.tensor([[[3.0]]]), torch.tensor([[[-torch.inf]]])
+    merged, total = merge((output, normalizer), (other, none))
+    assert torch.equal(merged, output) and torch.equal(total, normalizer)
+
+
+def test_merging_is_stable_for_large_normalizers():
+    """exp(900) is infinite; the weights of a merge are 3/4 and 1/4."""
+    first = (torch.ones(1, 1, 1, 2), torch.full((1, 1, 1), 900.0 + torch.tensor(3.0).log()))
+    second = (torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), 900.0))
+    merged, total = merge(first, second)
+    assert torch.allclose(merged, torch.tensor(0.75), atol=1e-4)
+    assert torch.allclose(total, 900.0 + torch.tensor(4.0).log())
+
+
+def test_heads_are_expanded_and_merged():
+    query = torch.zeros(1, 6, 2, 4)
+    keys = torch.arange(16.0).view(1, 2, 2, 4)
+    wide = expand_heads(keys, query)
+    assert all(torch.equal(wide[:, head], keys[:, head // 3]) for head in range(6))
+    grad = torch.arange(48.0).view(1, 6, 2, 4)
+    merged = merge_heads(grad, keys)
+    assert torch.equal(merged[:, 0], grad[:, 0] + grad[:, 1] + grad[:, 2])
+    assert torch.equal(merged[:, 1], grad[:, 3] + grad[:, 4] + grad[:, 5])
+    same = torch.zeros(1, 6, 3, 4)
+    assert expand_heads(same, query) is same and merge_heads(same, same) is same
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "size", "kernel"),
+    [
+        ("cpu", torch.float64, 5, CpuFlash),
+        ("cpu", torch.bfloat16, 64, CpuFlash),
+        pytest.param("cuda", torch.bfloat16, 64, CudaFlash, marks=[pytest.mark.gpu, gpu]),
+        pytest.param("cuda", torch.float16, 512, CudaEfficient, marks=[pytest.mark.gpu, gpu]),
+        pytest.param("cuda", torch.float32, 64, CudaEfficient, marks=[pytest.mark.gpu, gpu]),
+    ],
+)
+def test_which_kernel_is_chosen(device, dtype, size, kernel):
+    assert type(choose_kernel(torch.empty(1, 1, 1, size, dtype=dtype, device=device))) is kernel
+
+
+@pytest.mark.parametrize(
+    ("size", "flash", "efficient", "kernel"),
+    [
+        (64, True, True, CudaFlash),
+        (64, True, False, CudaFlash),
+        (64, False, True, CudaEfficient),  # float32, or half precision on GPUs before sm80
+        (12, True, True, CudaEfficient),
+        (12, True, False, None),
+        (64, False, False, None),  # bfloat16 on GPUs before sm80
+    ],
+)
+def test_what_a_gpu_is_said_to_support_decides(size, flash, efficient, kernel):
+    assert type(gpu_kernel(size, flash, efficient)) is (kernel or type(None))
+
+
+def test_torch_is_asked_about_the_heads_as_they_train():
+    """Gradients count, even where none are recorded at the moment."""
+    asked = []
+
+    def answer(facts):
+        asked.append((facts.query, facts.dropout, facts.is_causal, torch.is_grad_enabled()))
+        return len(asked) > 2
+
+    device = torch.device("cpu")
+    with torch.no_grad():
+        assert supported(device, torch.bfloat16, 64, (answer, answer)) == [False, False]
+        assert supported(device, torch.float16, 64, (answer, answer)) == [True, True]
+    query, dropout, causal, grad = asked[0]
+    assert query.dtype == torch.bfloat16 and query.shape[-1] == 64 and query.requires_grad
+    assert grad and dropout == 0.0 and not causal
+
+
+def test_other_devices_have_none():
+    with pytest.raises(NotImplementedError, match="devices of type meta"):
+        choose_kernel(torch.empty(1, 1, 1, 8, device="meta"))

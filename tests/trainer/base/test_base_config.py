@@ -1,0 +1,98 @@
+"""Defaults shared by every trainer."""
+
+import dataclasses
+
+import pytest
+from transformers import TrainingArguments
+
+from trl.imports import is_available
+from trl.trainer.base.base_config import BaseConfig, _layers_only
+
+
+def make(**changes):
+    return BaseConfig("out", **({"use_cpu": True, "report_to": "none"} | changes))
+
+
+def test_defaults():
+    config = make()
+    assert config.logging_steps == 10
+    assert config.gradient_checkpointing is True
+    assert config.bf16 is True
+    assert config.trust_remote_code is False
+    assert config.model_init_kwargs is None
+    assert config.legacy_options == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({"fp16": True}, False), ({"bf16": False}, False), ({"bf16": True}, True), ({}, True)],
+)
+def test_bf16_yields_to_fp16_and_to_the_caller(given, expected):
+    assert make(**given).bf16 is expected
+
+
+def test_bf16_without_a_fitting_gpu(monkeypatch):
+    for supported in (True, False):
+        monkeypatch.setattr(
+            "trl.trainer.base.base_config.is_torch_bf16_gpu_available",
+            lambda value=supported: value,
+        )
+        if supported:
+            # transformers itself refuses bf16 where no GPU supports it.
+            monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)
+        assert make(use_cpu=False).bf16 is supported
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_checkpointing_is_what_the_loop_reads(checkpointing):
+    """Whatever name this release of transformers reads the option under."""
+    config = make(gradient_checkpointing=checkpointing)
+    names = {"gradient_checkpointing", "activation_checkpointing"}
+    found = {getattr(config, n) for n in names if hasattr(config, n)}
+    assert found == {checkpointing}
+
+
+@pytest.mark.parametrize("name", ["model_init_kwargs", "lr_scheduler_kwargs"])
+def test_mappings_may_be_json(name):
+    given = '{"a": 1, "b": {"c": null, "d": [true, "x"]}}'
+    expected = {"a": 1, "b": {"c": None, "d": [True, "x"]}}
+    assert getattr(make(**{name: given}), name) == expected
+    assert getattr(make(**{name: expected}), name) == expected
+
+
+def test_every_new_option_has_help():
+    own = {f.name for f in dataclasses.fields(BaseConfig)} & set(BaseConfig.__annotations__)
+    helps = {f.name: f.metadata.get("help") for f in dataclasses.fields(BaseConfig)}
+    assert {"model_init_kwargs", "trust_remote_code", "bf16"} <= own
+    assert all(helps[name] and helps[name].endswith((".", "(JSON).")) for name in own)
+
+
+def test_liger_kernels_are_those_of_layers():
+    """Its loss would give a forward without the log-probabilities of tokens."""
+    off = {"fused_linear_cross_entropy": False, "cross_entropy": False}
+    assert _layers_only({}) == off
+    assert _layers_only({"rope": False}) == {"rope": False} | off
+    for name in off:
+        with pytest.raises(ValueError, match=f"'{name}': True}} cannot be used"):
+            _layers_only({name: True})
+
+
+@pytest.mark.skipif(is_available("liger_kernel"), reason="liger-kernel is installed")
+def test_liger_kernels_need_their_package():
+    with pytest.raises(ImportError, match=r"use_liger_kernel=True needs .* 'trl\[liger\]'"):
+        make(use_liger_kernel=True)
+
+
+@pytest.mark.parametrize(
+    ("tracker", "words"),
+    [
+        ("wandbb", "'wandbb' is no tracker that is known. Did you mean wandb?"),
+        ("clearml", "'clearml': its package is not installed"),
+    ],
+)
+def test_trackers_that_cannot_be_reported_to(tracker, words):
+    assert not is_available("clearml")
+    with pytest.raises(ValueError, match=words):
+        make(report_to=tracker)
+    with pytest.raises(ValueError, match=words):
+        make(report_to=["tensorboard", tracker] if is_available("tensorboard") else [tracker])

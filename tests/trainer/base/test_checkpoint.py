@@ -1,0 +1,220 @@
+"""Folders that are complete or not there."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+from contextlib import contextmanager
+
+import pytest
+import torch
+from online_runs import dataset, make_trainer
+
+from trl.trainer.base.checkpoint import (
+    MANIFEST,
+    UNFINISHED,
+    checkpoints_in,
+    facts_of,
+    find_fault,
+    publish,
+    rotate,
+    seal,
+    settle,
+)
+
+FILES = {"model.safetensors": b"weights", "global_step1/rank0.pt": b"shard", "README.md": b"card"}
+
+
+def write(folder, **more):
+    for name, content in ({"trainer_state.json": b"{}"} | FILES | more).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+def sealed(folder, **more):
+    write(folder, **more)
+    seal(folder, {"step": 1})
+    return folder
+
+
+def names(folder):
+    return sorted(path.name for path in checkpoints_in(folder))
+
+
+def test_an_intact_checkpoint_has_no_fault(tmp_path):
+    folder = sealed(tmp_path / "checkpoint-1")
+    assert find_fault(folder) is None
+    assert facts_of(folder) == {"step": 1}
+    (folder / "README.md").write_text("edited")
+    (folder / "notes.txt").write_text("added")
+    assert find_fault(folder) is None
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "global_step1/rank0.pt"])
+def test_every_kind_of_damage_is_found(tmp_path, name):
+    folder = sealed(tmp_path / "checkpoint-1")
+    path, whole = folder / name, FILES[name]
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert find_fault(folder) == f"{path.name} is not what was written: its checksum differs"
+    path.write_bytes(whole[:-1])
+    assert find_fault(folder) == f"{path.name} has {len(whole) - 1} bytes, not {len(whole)}"
+    path.unlink()
+    assert find_fault(folder) == f"{path.name} is missing"
+
+
+def test_damage_of_the_manifest_itself_is_found(tmp_path):
+    folder = sealed(tmp_path / "checkpoint-1")
+    text = (folder / MANIFEST).read_text()
+    for damaged in (text[:-5], text.replace('"step": 1', '"step": 2'), "", "[]", "{}"):
+        (folder / MANIFEST).write_text(damaged)
+        assert find_fault(folder) == f"{MANIFEST} is damaged"
+
+
+def test_a_checkpoint_of_another_program_has_no_checksums(tmp_path):
+    folder = write(tmp_path / "checkpoint-1")
+    assert find_fault(folder) is None and facts_of(folder) is None
+    (folder / "trl_state_0.pt").write_bytes(b"ours")
+    assert find_fault(folder) == f"{MANIFEST} is missing, though trl_state_0.pt is there"
+    (folder / "trainer_state.json").unlink()
+    assert find_fault(folder) == "trainer_state.json is missing"
+
+
+def test_checkpoints_are_found_by_their_step(tmp_path):
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-x", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-11").write_text("a file")
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-10", "checkpoint-9"]
+
+
+def test_a_new_checkpoint_takes_the_place_of_an_old_one(tmp_path):
+    final = sealed(tmp_path / "checkpoint-1")
+    staged = sealed(tmp_path / UNFINISHED / "checkpoint-1", **{"model.safetensors": b"new"})
+    publish(staged, final)
+    assert (final / "model.safetensors").read_bytes() == b"new"
+    assert find_fault(final) is None
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-1"]
+
+
+def test_what_a_killed_run_left_is_finished_or_removed(tmp_path):
+    sealed(tmp_path / "checkpoint-1")
+    sealed(tmp_path / UNFINISHED / "checkpoint-2")  # killed before it was named
+    write(tmp_path / UNFINISHED / "checkpoint-3")  # killed before it was sealed
+    damaged = sealed(tmp_path / UNFINISHED / "checkpoint-4")
+    (damaged / "model.safetensors").unlink()
+    sealed(tmp_path / UNFINISHED / "replaced-checkpoint-1")  # killed while it was removed
+    settle(tmp_path)
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-1", "checkpoint-2"]
+    settle(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept", "left"),
+    [
+        (None, [4], [1, 2, 3, 4]),
+        (0, [4], [1, 2, 3, 4]),
+        (2, [4], [3, 4]),
+        (1, [4], [4]),
+        (1, [4, 2], [2, 4]),
+        (3, [4, 1], [1, 3, 4]),
+        (9, [4], [1, 2, 3, 4]),
+        (1, [2], [2]),  # resumed from an older one: the newest number is not the newest file
+    ],
+)
+def test_rotation_keeps_the_newest_and_the_best(tmp_path, limit, kept, left):
+    for step in (1, 2, 3, 4):
+        os.utime(sealed(tmp_path / f"checkpoint-{step}"), (step, step))
+    rotate(tmp_path, limit, [tmp_path / f"checkpoint-{step}" for step in kept])
+    assert names(tmp_path) == [f"checkpoint-{step}" for step in left]
+    assert not (tmp_path / UNFINISHED).exists()
+
+
+# --- Real trainers ---
+
+
+@contextmanager
+def files_of_at_most(size):
+    """Writing more than `size` bytes to a file fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_disk_that_is_full_leaves_the_checkpoint_before_intact(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    trainer = make_trainer(tmp_path, **settings, optim="adamw_torch")
+    trainer.train()
+    sizes = [path.stat().st_size for path in (tmp_path / "checkpoint-1").rglob("*")]
+    trainer.state.global_step = 2
+    failed = 0
+    for size in sorted({size - 1 for size in sizes if size > 2000}):
+        with files_of_at_most(size), pytest.raises(OSError, match="checkpoint-2 could not be") as e:
+            trainer._save_checkpoint(trainer.model, None)
+        assert "untouched: checkpoint-1." in str(e.value)
+        assert names(tmp_path) == ["checkpoint-1"]
+        assert find_fault(tmp_path / "checkpoint-1") is None
+        failed += 1
+    assert failed > 5, "each large file in turn"
+    trainer._save_checkpoint(trainer.model, None)
+    assert names(tmp_path) == ["checkpoint-2"]
+
+
+def test_the_last_good_one_goes_after_the_new_one_is_complete(tmp_path, monkeypatch):
+    seen, remove = [], shutil.rmtree
+
+    def look(folder, **options):
+        seen.append([name for name in names(tmp_path) if find_fault(tmp_path / name) is None])
+        remove(folder, **options)
+
+    trainer = make_trainer(
+        tmp_path, save_strategy="steps", save_steps=1, save_total_limit=1, max_steps=3
+    )
+    monkeypatch.setattr(shutil, "rmtree", look)
+    trainer.train()
+    assert ["checkpoint-2"] in seen and ["checkpoint-3"] in seen
+    assert [] not in seen[seen.index(["checkpoint-2"]) :]
+    assert names(tmp_path) == ["checkpoint-3"]
+
+
+def test_the_best_checkpoint_is_known_by_its_name(tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        eval_dataset=dataset(["xy"]),
+        per_device_eval_batch_size=4,
+        **{f"{kind}_strategy": "steps" for kind in ("eval", "save")},
+        **{f"{kind}_steps": 1 for kind in ("eval", "save")},
+        metric_for_best_model="eval_reward",
+        greater_is_better=True,
+        load_best_model_at_end=True,
+        save_total_limit=1,
+        max_steps=3,
+    )
+    trainer.train()
+    # Completions are scripted, so the reward of the evaluation never rises above the first.
+    best = tmp_path / "checkpoint-1"
+    assert trainer.state.best_model_checkpoint == str(best)
+    assert json.loads((best / "trainer_state.json").read_text())["best_model_checkpoint"] == str(
+        best
+    )
+    assert find_fault(best) is None
+    loaded = torch.load(best / "optimizer.pt", weights_only=True)
+    assert loaded["param_groups"]
+
+
+def test_every_process_and_the_layout_of_transformers_are_there(tmp_path):
+    make_trainer(tmp_path, save_strategy="steps", save_steps=1).train()
+    found = {path.name for path in (tmp_path / "checkpoint-1").iterdir()}
+    assert found >= {
+        *("config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"),
+        *("trainer_state.json", "training_args.bin", "tokenizer.json", "README.md"),
+        *("trl_state_0.pt", MANIFEST),
+    }

@@ -1,0 +1,161 @@
+"""Options shared by every trainer that generates."""
+
+import pytest
+from accelerate import ParallelismConfig
+
+from trl.trainer.online.online_config import OnlineConfig
+
+
+def make(**changes):
+    return OnlineConfig("out", **({"use_cpu": True, "report_to": "none"} | changes))
+
+
+def test_batch_plan():
+    config = make(
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=3,
+        steps_per_generation=6,
+        num_generations=8,
+        num_iterations=2,
+    )
+    plan = config.batch_plan
+    assert config.generation_batch_size == plan.round_rows == 24
+    assert (plan.micro_batch, plan.num_processes, plan.slices) == (4, 1, 6)
+    assert (plan.accumulation, plan.group_size, plan.iterations) == (3, 8, 2)
+    assert make(per_device_train_batch_size=4, generation_batch_size=12).steps_per_generation == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "in_reward", "expected"),
+    [
+        ({}, True, False),
+        ({"use_vllm": True}, True, True),
+        ({"use_transformers_continuous_batching": True}, True, True),
+        ({"reuse_sampling_logps": False}, True, True),
+        ({"use_vllm": True, "beta": 0.0}, True, False),
+        ({"use_vllm": True}, False, False),
+        ({"num_iterations": 2}, False, True),
+    ],
+)
+def test_the_policy_is_scored_where_its_log_probabilities_are_not_known(
+    monkeypatch, changes, in_reward, expected
+):
+    monkeypatch.setattr(OnlineConfig, "kl_in_reward", in_reward)
+    assert make(**({"num_generations": 4, "beta": 0.1} | changes)).scores_policy is expected
+
+
+def test_group_sizes():
+    config = make(num_generations=4)
+    assert (config.group_size, config.eval_group_size) == (4, 4)
+    assert make(num_generations=4, num_generations_eval=1).eval_group_size == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "size", "legal"), [(0, 8, "at least 1"), (3, 4, "per_device_eval_batch_size=3 or 6")]
+)
+def test_evaluation_groups_are_checked_when_there_is_evaluation(value, size, legal):
+    settings = {"num_generations_eval": value, "per_device_eval_batch_size": size}
+    assert make(**settings).eval_group_size == value
+    with pytest.raises(ValueError, match=legal):
+        make(eval_strategy="steps", eval_steps=1, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "good"),
+    [
+        ("max_completion_length", (0, None, -1), (1,)),
+        ("temperature", (0.0, -1.0), (0.01, 2.0)),
+        ("top_p", (0.0, 1.01), (0.01, 1.0)),
+        ("top_k", (-1,), (0, 5)),
+        ("min_p", (-0.1, 1.1), (None, 0.0, 1.0)),
+        ("repetition_penalty", (0.0,), (0.5,)),
+        ("num_iterations", (0,), (1, 2)),
+        ("epsilon", (-0.1,), (0.0,)),
+        ("ref_model_mixup_alpha", (-0.1, 1.1), (0.0, 1.0)),
+        ("ref_model_sync_steps", (0,), (1,)),
+        ("reward_timeout", (0.0, -1.0), (None, 0.5)),
+        ("non_finite", ("ignore",), ("raise", "skip")),
+        ("vllm_mode", ("remote",), ("colocate", "server")),
+    ],
+)
+def test_ranges(name, bad, good):
+    for value in bad:
+        with pytest.raises(ValueError, match=f"^{name}={value!r} must be "):
+            make(**{name: value})
+    for value in good:
+        assert getattr(make(**{name: value}), name) == value
+
+
+def test_moving_the_reference_needs_one():
+    with pytest.raises(ValueError, match="set beta above 0"):
+        make(sync_ref_model=True)
+    assert make(sync_ref_model=True, beta=0.1).sync_ref_model
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [("auto", None), ("None", None), ("null", None), ("64", 64), (8, 8), (None, None)],
+)
+def test_padding(given, found):
+    assert make(pad_to_multiple_of=given).pad_to_multiple_of == found
+
+
+def test_the_old_name_of_continuous_batching():
+    with pytest.warns(FutureWarning, match="use use_transformers_continuous_batching"):
+        config = make(use_transformers_paged=True)
+    assert config.use_transformers_continuous_batching
+    assert not config.use_transformers_paged
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["generation_kwargs", "chat_template_kwargs", "transformers_continuous_batching_config"],
+)
+def test_mappings_may_be_json(name):
+    assert getattr(make(**{name: '{"a": [1, true]}'}), name) == {"a": [1, True]}
+
+
+@pytest.mark.parametrize("text", ["do_sample", "{do_sample}", "[1]", "3"])
+@pytest.mark.parametrize("name", ["generation_kwargs", "model_init_kwargs"])
+def test_mappings_that_are_none(name, text):
+    with pytest.raises(ValueError, match=f"{name} must be a dictionary, or a JSON object"):
+        make(**{name: text})
+
+
+def test_batches_that_break_groups_are_refused():
+    with pytest.raises(ValueError, match="auto_find_batch_size=True would break up groups"):
+        make(auto_find_batch_size=True)
+    with pytest.raises(ValueError, match="num_generations=2 or 4"):
+        make(per_device_train_batch_size=8, num_generations=3)
+    with pytest.raises(ValueError, match="num_generations=1 is too small"):
+        make(num_generations=1)
+
+
+def test_split_sequences_are_refused():
+    with pytest.raises(ValueError, match="context or sequence parallelism"):
+        make(parallelism_config=ParallelismConfig(cp_size=2))
+
+
+def test_generation_from_shards_is_not_for_vllm():
+    assert make(ds3_gather_for_generation=False).ds3_gather_for_generation is False
+    with pytest.raises(ValueError, match="ds3_gather_for_generation=False cannot be used with use"):
+        make(ds3_gather_for_generation=False, use_vllm=True)
+
+
+@pytest.mark.parametrize("given", [{"label_smoothing_factor": 0.1}, {"neftune_noise_alpha": 5.0}])
+def test_options_of_losses_on_labels_are_refused(given):
+    with pytest.raises(ValueError, match=f"{next(iter(given))}=.* cannot be used by trainers"):
+        make(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0 must be at least 1"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0 must be 0 or more"),
+        ({"beta": -0.1}, r"beta=-0.1 must be 0 \(no KL penalty\) or more"),
+    ],
+)
+def test_ranges_of_what_all_trainers_have(given, words):
+    with pytest.raises(ValueError, match=words):
+        make(**given)

@@ -1,0 +1,177 @@
+"""Where the skeleton hooks into the loop of transformers."""
+
+import time
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from online_runs import (
+    PROMPTS,
+    dataset,
+    make_trainer,
+    prompts_seen,
+    records,
+    rows_of,
+    token_sum,
+    weights,
+)
+
+from trl.trainer.online.online_loop import _eval_prefix
+
+
+def mean_reward(prompts, group_size=4):
+    rewards = token_sum([ids for _, ids in rows_of(prompts, group_size)])
+    return sum(rewards) / len(rewards)
+
+
+def test_several_evaluation_datasets(tmp_path):
+    """Each has its own prefix; a name may itself end like a metric."""
+    sets = {"easy": ["xy", "z"], "hard_loss": ["w", "vu"]}
+    trainer = make_trainer(
+        tmp_path,
+        eval_dataset={name: dataset(prompts) for name, prompts in sets.items()},
+        per_device_eval_batch_size=8,
+        eval_strategy="steps",
+        eval_steps=1,
+        max_steps=2,
+    )
+    trainer.train()
+    history = trainer.state.log_history
+    assert mean_reward(sets["easy"]) != mean_reward(sets["hard_loss"])
+    for name, prompts in sets.items():
+        entries = [entry for entry in history if f"eval_{name}_runtime" in entry]
+        assert [entry["step"] for entry in entries] == [1, 2]
+        for entry in entries:
+            assert entry[f"eval_{name}_reward"] == pytest.approx(mean_reward(prompts), abs=1e-5)
+            assert entry[f"eval_{name}_frac_reward_zero_std"] == 0.0
+            ours = [key for key in entry if key.startswith("eval_")]
+            assert all(key.startswith(f"eval_{name}_") for key in ours)
+    trained = [entry for entry in history if "loss" in entry]
+    assert len(trained) == 2
+    assert not any(key.startswith("eval_") for entry in trained for key in entry)
+
+
+def test_evaluation_under_another_prefix(tmp_path):
+    trainer = make_trainer(tmp_path, eval_dataset=dataset(["xy"]), per_device_eval_batch_size=4)
+    found = trainer.evaluate(dataset(["z", "w"]), metric_key_prefix="test")
+    assert found["test_reward"] == pytest.approx(mean_reward(["z", "w"]), abs=1e-5)
+    # Nothing of it is left for the next one.
+    assert trainer.evaluate()["eval_reward"] == pytest.approx(mean_reward(["xy"]), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("logs", "prefix"),
+    [
+        ({"loss": 1.0, "grad_norm": 2.0}, ""),
+        ({"train_runtime": 1.0, "train_loss": 2.0}, ""),
+        ({"eval_loss": 1.0, "eval_runtime": 2.0}, "eval_"),
+        ({"eval_math_loss": 1.0, "eval_math_runtime": 2.0}, "eval_math_"),
+        ({"eval_a_loss_loss": 1.0, "eval_a_loss_runtime": 2.0}, "eval_a_loss_"),
+        ({"test_loss": 1.0, "test_runtime": 2.0}, "test_"),
+        ({"eval_score": 1.0}, "eval_"),
+        ({}, ""),
+    ],
+)
+def test_eval_prefix(logs, prefix):
+    assert _eval_prefix(logs) == prefix
+
+
+def test_step_time(tmp_path):
+    """The mean over the steps of a log of the seconds of all their micro-batches."""
+
+    def slow(completion_ids, **kwargs):
+        time.sleep(0.2)
+        return token_sum(completion_ids)
+
+    trainer = make_trainer(
+        tmp_path,
+        reward=slow,
+        reward_dry_run=False,
+        gradient_accumulation_steps=2,
+        steps_per_generation=1,
+        max_steps=2,
+        logging_steps=2,
+    )
+    started = time.perf_counter()
+    trainer.train()
+    elapsed = time.perf_counter() - started
+    (found,) = [e["step_time"] for e in trainer.state.log_history if "step_time" in e]
+    assert 0.4 <= found <= elapsed / 2
+
+
+@pytest.mark.parametrize(
+    ("rewards", "zero_std", "without_baseline"),
+    [
+        ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], 0.0, 0.0),
+        ([1.0, 1.0, 1.0, 1.0, 5.0, 6.0, 7.0, 8.0], 0.5, 0.0),
+        ([1.0] * 4 + [0.0] * 4, 1.0, 0.0),
+        ([1.0, 2.0, 3.0, 4.0, 5.0, None, None, None], 0.5, 0.5),
+        ([1.0, 2.0, 3.0, None, 5.0, 6.0, None, None], 0.0, 0.0),
+    ],
+)
+def test_shares_of_groups(tmp_path, rewards, zero_std, without_baseline):
+    trainer = make_trainer(
+        tmp_path, reward=lambda completion_ids, **kwargs: rewards, reward_dry_run=False
+    )
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    scored = [reward for reward in rewards if reward is not None]
+    assert entry["reward"] == pytest.approx(sum(scored) / len(scored))
+    assert entry["frac_groups_without_baseline"] == without_baseline
+    assert entry["frac_reward_zero_std"] == zero_std
+
+
+def test_tokens_are_counted_in_training_alone(tmp_path):
+    trainer = make_trainer(tmp_path, eval_dataset=dataset(["xy"]), per_device_eval_batch_size=4)
+    trainer.train()
+    expected = sum(len(prompt) + len(ids) for prompt, ids in rows_of(["ab", "cde"], 4))
+    assert trainer.state.log_history[0]["num_tokens"] == expected
+    assert trainer.evaluate()["eval_num_tokens"] == expected
+
+
+def test_the_batch_plan_is_printed(tmp_path, capsys):
+    make_trainer(tmp_path).train()
+    assert "each update: 2 prompts x 4 completions = 8 sequences" in capsys.readouterr().out
+
+
+def eval_stream():
+    return IterableDataset.from_generator(lambda: ({"prompt": p} for p in ("xy", "z", "w")))
+
+
+@pytest.mark.parametrize("given", ["at construction", "to evaluate", "to predict"])
+def test_iterable_evaluation(tmp_path, given):
+    """Whoever gives the stream: it is read in this process, and training keeps its workers."""
+    early = {"eval_dataset": eval_stream()} if given == "at construction" else {}
+    trainer = make_trainer(
+        tmp_path, **early, per_device_eval_batch_size=8, dataloader_num_workers=2
+    )
+    if given == "to predict":
+        found = trainer.predict(eval_stream()).metrics
+        assert found["test_reward"] == found["test_rewards/token_sum/mean"]
+    else:
+        found = trainer.evaluate(*([] if early else [eval_stream()]))
+        assert "eval_reward" in found
+    assert [r["prompt"] for r in records(tmp_path, "eval")] == ["xy"] * 4 + ["z"] * 4 + ["w"] * 4
+    assert trainer.args.dataloader_num_workers == 2
+    trainer.train()
+    assert prompts_seen(tmp_path) == {0: PROMPTS[:2]}
+
+
+def test_what_predict_collects_is_not_in_the_next_evaluation(tmp_path):
+    """Nor does it matter to training that something was predicted."""
+    trainer = make_trainer(tmp_path / "a", eval_dataset=dataset("xy"), per_device_eval_batch_size=8)
+    plain = make_trainer(tmp_path / "b", eval_dataset=dataset("xy"), per_device_eval_batch_size=8)
+    trainer.predict(dataset("z"))
+    for name in ("eval_reward", "eval_completions/mean_length"):
+        assert trainer.evaluate()[name] == plain.evaluate()[name]
+    trainer.train()
+    plain.train()
+    assert torch.equal(weights(trainer.model), weights(plain.model))
+
+
+def test_a_dataset_given_to_evaluate_is_checked(tmp_path):
+    trainer = make_trainer(tmp_path, per_device_eval_batch_size=8)
+    with pytest.raises(ValueError, match="eval_dataset has no 'prompt' column; it has text"):
+        trainer.evaluate(Dataset.from_dict({"text": ["a"]}))
+    with pytest.raises(NotImplementedError, match="eval_dataset has the column 'image'"):
+        trainer.evaluate(dataset("z", image=["x"]))

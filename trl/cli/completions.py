@@ -1,0 +1,134 @@
+"""`trl completions`: show the completions a run wrote, grouped by prompt."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from ..imports import require
+from ..text import as_text
+
+MOST_STEPS = 8  # that are listed one by one
+
+FIELDS = {"step", "group", "prompt", "completion", "finish", "rewards", "reward", "advantage"}
+
+
+def main(words: list[str] | None = None) -> None:
+    """Print a table of the completions that the options select."""
+    options = _options(words)
+    try:
+        records = read_records(Path(options.folder), options.split)
+        chosen = select(records, options)
+        show(chosen[: options.limit])
+    except (FileNotFoundError, ValueError, ImportError) as error:
+        print(f"trl completions: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    hidden = len(chosen) - min(len(chosen), options.limit)
+    print(
+        f"{len(chosen) - hidden} of {len(records)} completions"
+        + (f"; {hidden} more match, see --limit" if hidden else "")
+    )
+
+
+def _options(words: list[str] | None) -> argparse.Namespace:
+    return make_parser().parse_args(words)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of `trl completions`."""
+    parser = argparse.ArgumentParser(prog="trl completions", description=__doc__)
+    parser.add_argument("folder", help="output folder of a run, or a jsonl file of completions")
+    parser.add_argument("--split", choices=("train", "eval"), default="train")
+    parser.add_argument("--step", type=int, help="only this optimizer step")
+    end = parser.add_mutually_exclusive_group()
+    end.add_argument("--best", type=int, help="only the completions of highest reward")
+    end.add_argument("--worst", type=int, help="only the completions of lowest reward")
+    parser.add_argument("--limit", type=int, default=64, help="most rows shown (default: 64)")
+    return parser
+
+
+def read_records(path: Path, split: str) -> list[dict[str, Any]]:
+    """Read the completions of a run.
+
+    Raises:
+        FileNotFoundError: if the run wrote none.
+        ValueError: naming the line that is no JSON, or no completion.
+    """
+    file = path if path.is_file() else path / "completions" / f"{split}.jsonl"
+    if not file.is_file():
+        raise FileNotFoundError(f"there are no completions at {file}.")
+    records = []
+    with file.open(encoding="utf-8") as lines:  # splitlines would split inside of completions
+        for number, line in enumerate(lines, 1):
+            records.append(_record(line, f"line {number} of {file}"))
+    return records
+
+
+def _record(line: str, place: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        raise ValueError(f"{place} is no JSON.") from None
+    if not isinstance(record, dict) or not record.keys() >= FIELDS:
+        raise ValueError(f"{place} is no record of a completion.")
+    return record
+
+
+def select(records: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Filter by step, then take the best or worst of what is left.
+
+    Raises:
+        ValueError: naming the steps there are, if no completion is of the one wanted.
+    """
+    if options.step is not None:
+        found = [record for record in records if record["step"] == options.step]
+        if records and not found:
+            raise ValueError(_steps(records, options.step))
+        records = found
+    count = options.best if options.best is not None else options.worst
+    if count is None:
+        return records
+    scored = [record for record in records if record["reward"] is not None]
+    scored.sort(key=lambda record: record["reward"], reverse=options.best is not None)
+    return scored[:count]
+
+
+def _steps(records: list[dict[str, Any]], wanted: int) -> str:
+    steps = sorted({record["step"] for record in records})
+    names = ", ".join(map(str, steps))
+    if len(steps) > MOST_STEPS:
+        nearest = sorted(steps, key=lambda step: abs(step - wanted))[:2]
+        names = f"{steps[0]} to {steps[-1]}; the nearest are {nearest[0]} and {nearest[1]}"
+    return f"--step {wanted}: there are completions of the steps {names}."
+
+
+def show(records: list[dict[str, Any]]) -> None:
+    """Print the records as one table, a section for each prompt."""
+    if not records:
+        return
+    table = require("rich.table", "trl completions").Table(expand=True)
+    text = require("rich.text", "trl completions").Text
+    names = list(records[0]["rewards"])
+    for name in ("step", "prompt", "completion", "end", *names, "reward", "advantage"):
+        table.add_column(name, overflow="fold")
+    for _, group in groupby(records, key=lambda r: (r["step"], r.get("round"), r["group"])):
+        for place, record in enumerate(group):
+            table.add_row(*map(text, _cells(record, names, shows_prompt=place == 0)))
+        table.add_section()
+    require("rich.console", "trl completions").Console().print(table)
+
+
+def _cells(record: dict[str, Any], names: list[str], shows_prompt: bool) -> list[str]:
+    numbers = [record["rewards"].get(name) for name in names]
+    numbers += [record["reward"], record["advantage"]]
+    return [
+        str(record["step"]),
+        as_text(record["prompt"]) if shows_prompt else "  same",
+        as_text(record["completion"]),
+        record["finish"],
+        *("-" if number is None else f"{number:.3f}" for number in numbers),
+    ]

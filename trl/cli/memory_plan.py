@@ -1,0 +1,351 @@
+"""`trl memory-plan`: how much memory a training command will take, before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from ..data.mixture import DatasetMixtureConfig
+from ..imports import is_available
+from ..memory.engine import EngineNeeds, engine_memory
+from ..memory.model_size import ModelSize, load_config, model_size, shares_prompts
+from ..memory.optimizers import states_of
+from ..memory.plan import Plan
+from ..memory.plan_table import render, size
+from ..memory.settings import RunSettings
+from ..memory.sharding import Sharding, options_of_environment, read_sharding
+from ..memory.step_time import MACHINES, StepTime, render_time
+from ..trainer.base.options import option
+from ..trainer.model_config import ModelConfig, get_peft_config
+from ..trainer.online.planned_run import ASSUMED_PROMPT, device_bytes, planned_run
+from .arguments import OnlineScriptArguments
+from .launch import launch_options, split
+from .parser import TrlParser
+from .train import USER_ERRORS
+
+METHODS = ("rloo", "grpo")
+# Bytes of a quantized weight: its bits, and the float32 or nested scale of each block of 64.
+QUANTIZED = {8: 1.0, 4: 0.5 + 4 / 64}
+NESTED = 0.5 + 1 / 64 + 4 / (64 * 256)
+
+
+@dataclass
+class PlanArguments:
+    """What is planned."""
+
+    method: str = option("rloo", "Command whose options are given.", choices=METHODS)
+    step_time: str | None = option(
+        None, "Predict the time of a step on this kind of GPU, too.", choices=tuple(MACHINES)
+    )
+    hardware: dict | str | None = option(
+        None, "Figures of the GPU that differ from those assumed (JSON), such as mfu."
+    )
+
+
+def main(words: list[str] | None = None) -> None:
+    """Print the plan of the training command that the options describe."""
+    words = list(sys.argv[1:] if words is None else words)
+    parser = TrlParser(PlanArguments, prog="trl memory-plan", add_help=False)
+    try:
+        parser = make_parser(parser.read(words)[0].get("method", "rloo"))
+        if {"-h", "--help"} & set(words):
+            parser.print_help()
+            return
+        script, launcher = split(parser, words)
+        print(describe(parser, parser.read(script)[0], launch_options(launcher)))
+    except USER_ERRORS as error:
+        if os.environ.get("TRL_DEBUG") == "1":
+            raise
+        parser.error(" ".join(str(error).split()))
+
+
+def make_parser(method: str = "rloo") -> TrlParser:
+    """The options of `trl memory-plan --method METHOD`."""
+    types = (PlanArguments, OnlineScriptArguments, _config_class(method), ModelConfig)
+    return TrlParser((*types, DatasetMixtureConfig), prog="trl memory-plan")
+
+
+def _config_class(method: str) -> type:
+    module = import_module(f"trl.trainer.{method}_config")
+    return getattr(module, f"{method.upper()}Config")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the options of a run come to.
+
+    Args:
+        plan (`Plan`): its memory.
+        time (`StepTime`, *optional*): of an update, if that was asked for.
+        notes (`list[str]`): what both take for granted or leave out.
+    """
+
+    plan: Plan
+    time: StepTime | None
+    notes: list[str]
+
+    @property
+    def text(self) -> str:
+        """For a terminal."""
+        blocks = [render(self.plan)]
+        blocks += [] if self.time is None else [render_time(self.time)]
+        return "\n\n".join([*blocks, "\n".join(self.notes)]).rstrip("\n")
+
+
+def describe(parser: TrlParser, values: dict[str, Any], launched: Mapping[str, Any]) -> str:
+    """Return the plan as text; see `plan_of`."""
+    return plan_of(parser, values, launched).text
+
+
+def plan_of(parser: TrlParser, values: dict[str, Any], launched: Mapping[str, Any]) -> Planned:
+    """Plan what the options describe.
+
+    Args:
+        parser: knows the options, those of a training command among them.
+        values: the options given.
+        launched: options of `accelerate launch`, with `num_processes` and `num_machines`.
+
+    Raises:
+        ValueError: for options that training would refuse, too.
+    """
+    processes, machines = launched["num_processes"], launched["num_machines"]
+    built = {type(x).__name__: x for x in _build(parser, values, processes)}
+    script, model_args = built["OnlineScriptArguments"], built["ModelConfig"]
+    training = next(x for x in built.values() if hasattr(x, "batch_plan"))
+    if model_args.model_name_or_path is None:
+        raise ValueError("--model_name_or_path is required.")
+    plan = make_plan(script, training, model_args, read_sharding(launched, processes, machines))
+    notes = _notes(plan, script, training)
+    arguments = built.get("PlanArguments", PlanArguments())
+    if arguments.step_time is None:
+        return Planned(plan, None, notes)
+    figures = arguments.hardware if isinstance(arguments.hardware, dict) else {}
+    machine = MACHINES[arguments.step_time].replace(**figures)
+    machine = machine.replace(gpus=max(1, processes // machines))
+    parallel = training.vllm_tensor_parallel_size if training.use_vllm else 1
+    return Planned(plan, StepTime(plan.model, plan.run, machine, parallel), notes)
+
+
+def options_of_worker(environment: Mapping[str, str]) -> dict[str, Any]:
+    """What `describe` needs to know of a launch, in a process that was launched."""
+    ranks = int(environment.get("WORLD_SIZE", "1"))
+    machines = max(1, ranks // int(environment.get("LOCAL_WORLD_SIZE", str(ranks))))
+    counts = {"num_processes": ranks, "num_machines": machines}
+    return options_of_environment(environment) | counts
+
+
+def _build(parser: TrlParser, values: dict[str, Any], processes: int) -> tuple[Any, ...]:
+    """Build the configurations as one of several processes on the planned device would."""
+    if values.get("device_memory_gb") is not None and not torch.cuda.is_available():
+        # transformers refuses what only a GPU can do, unless told that a CPU should.
+        values = values | {"use_cpu": True}
+    ranks = {"world_size": property(lambda self: processes)}
+    kinds = parser.dataclass_types
+    parser.dataclass_types = tuple(
+        type(kind.__name__, (kind,), ranks) if hasattr(kind, "batch_plan") else kind
+        for kind in kinds
+    )
+    return parser.build(values)
+
+
+def make_plan(
+    script: OnlineScriptArguments,
+    training: Any,
+    model_args: ModelConfig,
+    sharding: Sharding | None = None,
+) -> Plan:
+    """Plan a run from its three configurations, and from what its ranks divide.
+
+    Raises:
+        OSError: if the model has no configuration.
+    """
+    init_kwargs = {"revision": model_args.model_revision} | (training.model_init_kwargs or {})
+    config = load_config(
+        model_args.model_name_or_path or "", init_kwargs["revision"], training.trust_remote_code
+    )
+    trusted = training.trust_remote_code
+    device = script.device_memory_gb
+    run = settings(script, training, model_args, config)
+    if sharding is not None:
+        run = run.replace(**_division(training, model_args, run, sharding))
+    plan = Plan(
+        model=model_size(config, get_peft_config(model_args), trusted),
+        run=run,
+        device_bytes=device_bytes(_first_device()) if device is None else device * 1e9,
+        adapter=None if model_args.use_peft else _with_adapter(config, model_args, trusted),
+    )
+    return _with_engine(plan, training)
+
+
+def _first_device() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _with_adapter(config: Any, model_args: ModelConfig, trusted: bool) -> ModelSize | None:
+    """The model with the adapter that `use_peft` would train, if there is one for it."""
+    if not is_available("peft"):
+        return None
+    try:
+        return model_size(config, get_peft_config(replace(model_args, use_peft=True)), trusted)
+    except ValueError:
+        return None
+
+
+def settings(
+    script: OnlineScriptArguments, training: Any, model_args: ModelConfig, config: Any
+) -> RunSettings:
+    """Turn options into the numbers of the estimate."""
+    prompt = script.longest_prompt or _assumed_prompt(training, config)
+    weight_bytes, product_bytes, matrix_bytes = _precision(training, model_args, config)
+    longest = prompt + training.max_completion_length
+    shares = shares_prompts(config, model_args.attn_implementation, longest)
+    return planned_run(
+        training,
+        prompt=prompt,
+        weight_bytes=weight_bytes,
+        product_bytes=product_bytes,
+        matrix_bytes=matrix_bytes,
+        shared_prefix=training.shared_prefix and shares,
+        on_cpu=script.device_memory_gb is None and _trains_on_cpu(training),
+    )
+
+
+def _assumed_prompt(training: Any, config: Any) -> int:
+    """Tokens of the longest prompt where nothing is said of it: what the context has room for."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if context is None:
+        return ASSUMED_PROMPT
+    return max(1, min(ASSUMED_PROMPT, context - training.max_completion_length))
+
+
+def _with_engine(plan: Plan, training: Any) -> Plan:
+    """The plan with the memory of the engine that generates, if it is not the policy itself.
+
+    Raises:
+        ValueError: if the engine does not fit beside training.
+    """
+    if not training.use_vllm:
+        return plan
+    found = 0.0
+    sleeps, share = training.vllm_enable_sleep_mode, training.vllm_gpu_memory_utilization
+    if training.vllm_mode == "colocate":
+        found = engine_bytes(plan, training) if share is None else share * plan.device_bytes
+    return replace(plan, run=plan.run.replace(engine_bytes=found, engine_sleeps=sleeps))
+
+
+def engine_bytes(plan: Plan, training: Any) -> float:
+    """What an engine gets beside training if no option says so."""
+    run, model, parallel = plan.run, plan.model, training.vllm_tensor_parallel_size
+    row = run.prompt + run.completion
+    context = training.vllm_max_model_length or model.context or row
+    needs = EngineNeeds(
+        weights=run.product_bytes * model.parameters / parallel,
+        token=_token_of_engine(plan, training),
+        tokens=run.rows * parallel * row,
+        context=context,
+        entry=run.product_bytes,
+        rows=run.rows * parallel,
+    )
+    return engine_memory(plan, needs, training.vllm_enable_sleep_mode, min(row, context)).total
+
+
+def _token_of_engine(plan: Plan, training: Any) -> float:
+    """Bytes of the keys and values of one token on one of the GPUs of an engine."""
+    entries = 2 * plan.model.keys * plan.model.layers
+    return float(plan.run.product_bytes * entries / training.vllm_tensor_parallel_size)
+
+
+def _division(
+    training: Any, model_args: ModelConfig, run: RunSettings, sharding: Sharding
+) -> dict[str, Any]:
+    """Settings about what the ranks divide."""
+    accumulation = getattr(training.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    syncs = sharding.is_zero or bool(accumulation.get("sync_each_batch"))
+    storage = model_args.bnb_4bit_quant_storage or "uint8"
+    found: dict[str, Any] = {"sharding": sharding.replace(syncs=syncs)}
+    found["divides_quantized"] = "float" in storage and not model_args.load_in_8bit
+    if (training.bf16 or training.fp16) and (sharding.is_zero or sharding.is_fsdp):
+        # The engine casts the weights themselves, so that no operator has to.
+        found |= {"loaded_bytes": run.weight_bytes, "weight_bytes": 2}
+    return found
+
+
+def _trains_on_cpu(training: Any) -> bool:
+    return bool(training.use_cpu) or not torch.cuda.is_available()
+
+
+def _precision(
+    training: Any, model_args: ModelConfig, config: Any
+) -> tuple[int, int, float | None]:
+    """Bytes of a weight, of an operand of a product, and of a quantized weight."""
+    dtype = (training.model_init_kwargs or {}).get("dtype", model_args.dtype)
+    if dtype in (None, "auto"):
+        dtype = getattr(config.get_text_config(), "dtype", None) or "float32"
+    weight = (getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize
+    product = 2 if training.bf16 or training.fp16 else weight
+    if model_args.load_in_8bit:
+        return 4, product, QUANTIZED[8]
+    if model_args.load_in_4bit:
+        return 4, product, NESTED if model_args.use_bnb_nested_quant else QUANTIZED[4]
+    return weight, product, None
+
+
+def _notes(plan: Plan, script: OnlineScriptArguments, training: Any) -> list[str]:
+    """What the plan takes for granted or leaves out."""
+    model: ModelSize = plan.model
+    name = plan.run.optimizer
+    engine = f": {_engine_words(plan, training)}" if training.use_vllm else ""
+    prompt, row, context = plan.run.prompt, plan.run.prompt + plan.run.completion, model.context
+    rest = f", what max_completion_length leaves of the model's context of {context}"
+    rest = "" if prompt == ASSUMED_PROMPT else rest
+    notes = {
+        f"Prompts are assumed to have up to {prompt} tokens{rest}; say --longest_prompt.": (
+            script.longest_prompt is None
+        ),
+        f"The longest prompt and completion have {row} tokens, more than the model's context of "
+        f"{context}.": context is not None and row > context,
+        "The reward model is not counted.": script.reward_model_name_or_path is not None,
+        f"What {name} keeps is not known; two float32 states are assumed.": (
+            states_of(name, plan.run.optimizer_args) is None
+        ),
+        "Layers are taken to be like Llama's, with a gated MLP.": not model.gated,
+        "Every rank holds the whole model; --accelerate_config zero2, zero3 or fsdp2 divides it.": (
+            plan.run.processes > 1 and not plan.run.sharding.stage
+        ),
+        f"vLLM generates{engine}.": bool(training.use_vllm),
+        "FSDP sums whole gradients until the last micro-batch; the accelerator_config option "
+        "gradient_accumulation_kwargs={'sync_each_batch': true} divides them each time.": (
+            plan.estimate.shares.waiting > plan.estimate.shares.gradients
+            and plan.run.sharding.is_fsdp
+            and plan.run.accumulation > 1
+        ),
+        "Quantized weights stay whole on every rank; "
+        "bnb_4bit_quant_storage=bfloat16 lets them be divided.": (
+            plan.run.sharding.divides_weights
+            and plan.run.matrix_bytes is not None
+            and not plan.run.divides_quantized
+        ),
+    }
+    return [f"Note: {text}" for text, holds in notes.items() if holds]
+
+
+def _engine_words(plan: Plan, training: Any) -> str:
+    """What a generation engine makes of its memory."""
+    if training.vllm_mode != "colocate":
+        return "its server has GPUs of its own"
+    run, parallel = plan.run, training.vllm_tensor_parallel_size
+    weights = run.product_bytes * plan.model.parameters / parallel
+    room = (run.engine_bytes or 0.0) - weights
+    if room <= 0:
+        raise ValueError(
+            f"vllm_gpu_memory_utilization={training.vllm_gpu_memory_utilization} leaves no room "
+            f"for {size(weights)} of weights on each GPU: raise it, or vllm_tensor_parallel_size."
+        )
+    tokens = room / _token_of_engine(plan, training)
+    return f"{size(weights)} of weights, and room for a cache of {tokens:,.0f} tokens"

@@ -1,0 +1,179 @@
+"""What every training script does: load data, build the trainer, train, save."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from safetensors import SafetensorError
+
+from ..data.files import load_dataset_source
+from ..data.mixture import DatasetMixtureConfig, get_dataset
+from ..imports import is_available
+from ..trainer.callbacks import PlainProgressCallback, RichProgressCallback
+from ..trainer.model_config import ModelConfig, get_peft_config, get_quantization_config
+from .arguments import OnlineScriptArguments, ScriptArguments
+from .exit import check_output_dir, rank, tell_success, telling_the_end
+from .launch import check_launch_options
+from .parser import TrlParser
+from .reward_lookup import find_reward
+
+PATIENCE = 30.0  # seconds in which the main process should meet a mistake that others met
+
+# torch and transformers have no other type for weights that do not fit, or too little memory.
+USER_ERRORS = (ValueError, TypeError, ImportError, OSError, RuntimeError)
+
+
+def make_online_parser(command: str, config_class: type) -> TrlParser:
+    """The options of a script that trains an online method."""
+    types = (OnlineScriptArguments, config_class, ModelConfig, DatasetMixtureConfig)
+    return TrlParser(types, prog=f"trl {command}")
+
+
+def run_online(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
+    """Train as the command line says.
+
+    Mistakes in options and inputs end the process with one line and status 2; TRL_DEBUG=1 shows
+    where they were found.
+    """
+    with telling_the_end(parser.prog):
+        try:
+            if _shows_plan(parser):
+                return
+            trainer, script, training = _prepare(parser, trainer_class)
+            checkpoint = trainer.find_checkpoint(_resume(training.resume_from_checkpoint))
+        except USER_ERRORS as error:
+            if os.environ.get("TRL_DEBUG") == "1":
+                raise
+            _report(parser.prog, error)
+            raise SystemExit(2) from None
+    with telling_the_end(parser.prog, trainer):
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model(training.output_dir)
+        tell_success(trainer)
+        if training.push_to_hub:
+            trainer.push_to_hub(dataset_name=script.dataset_name)
+        trainer.accelerator.end_training()
+
+
+def _shows_plan(parser: TrlParser) -> bool:
+    """Print the memory plan instead, if workers are told so by `--plan`."""
+    values = parser.read()[0]
+    if not values.get("plan"):
+        return False
+    from .memory_plan import describe, options_of_worker
+
+    # Configurations find the other workers, so that all of them make the plan.
+    plan = describe(parser, values, options_of_worker(os.environ))
+    if rank() == 0:
+        print(plan)
+    return True
+
+
+def _report(program: str, error: Exception) -> None:
+    """Print a mistake once: the main process does, and its end is the end of the others."""
+    number = rank()
+    if number > 0:
+        time.sleep(PATIENCE)
+    where = f" (process {number})" if number > 0 else ""
+    print(f"{program}: error: {' '.join(str(error).split())}{where}", file=sys.stderr, flush=True)
+
+
+def _prepare(parser: TrlParser, trainer_class: Callable[..., Any]) -> tuple[Any, Any, Any]:
+    values, from_file, unknown = parser.read()
+    if unknown:
+        raise ValueError(f"{parser.unknown(unknown)}.")
+    check_launch_options(parser, from_file)
+    script, training, model, mixture = parser.build(values)
+    if model.model_name_or_path is None:
+        raise ValueError("--model_name_or_path is required.")
+    if rank() == 0:
+        check_output_dir(training.output_dir)
+    functions = reward_functions(script)
+    dataset = load_data(script, mixture)
+    init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+    }
+    training.model_init_kwargs = init_kwargs | (training.model_init_kwargs or {})
+    evaluates = training.eval_strategy != "no"
+    try:
+        trainer = trainer_class(
+            model=model.model_name_or_path,
+            reward_funcs=functions,
+            args=training,
+            train_dataset=take_split(dataset, script.dataset_train_split, "--dataset_train_split"),
+            eval_dataset=take_split(dataset, script.dataset_test_split, "--dataset_test_split")
+            if evaluates
+            else None,
+            quantization_config=get_quantization_config(model),
+            peft_config=get_peft_config(model),
+        )
+    except SafetensorError as error:
+        names = [model.model_name_or_path, script.reward_model_name_or_path or ""]
+        raise ValueError(
+            f"The weights of {' or '.join(filter(None, names))} are damaged: {error}."
+        ) from error
+    _show_progress(trainer)
+    return trainer, script, training
+
+
+def reward_functions(script: OnlineScriptArguments) -> list[Any]:
+    """The reward model, then the reward functions, in the order given.
+
+    Raises:
+        ValueError: if there is none, or one cannot be found.
+    """
+    model = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
+    functions = [*model, *(find_reward(name) for name in script.reward_funcs or [])]
+    if not functions:
+        raise ValueError(
+            "Nothing rewards completions: give --reward_funcs or --reward_model_name_or_path."
+        )
+    return functions
+
+
+def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Any:
+    """Load the mixture, or the dataset named by `--dataset_name`.
+
+    Raises:
+        ValueError: if neither is given.
+    """
+    if mixture.datasets:
+        if script.dataset_name and rank() == 0:
+            print("Both datasets and dataset_name are given; datasets is used.", file=sys.stderr)
+        return get_dataset(mixture)
+    if not script.dataset_name:
+        raise ValueError("--dataset_name is required (or `datasets` in the configuration file).")
+    return load_dataset_source(script.dataset_name, script.dataset_config, script.dataset_streaming)
+
+
+def take_split(dataset: Any, split: str, option: str) -> Any:
+    """Return one split.
+
+    Raises:
+        ValueError: naming the splits there are.
+    """
+    if split not in dataset:
+        raise ValueError(f"{option} {split}: the dataset has the splits {', '.join(dataset)}.")
+    return dataset[split]
+
+
+def _resume(value: Any) -> Any:
+    """A path stays a path; true and false become booleans."""
+    return {"true": True, "false": None, None: None}.get(str(value).lower(), value)
+
+
+def _show_progress(trainer: Any) -> None:
+    """Replace the progress bar: by a rich one in a terminal, by plain lines where there is none."""
+    from transformers import ProgressCallback
+
+    in_terminal = sys.stdout.isatty()
+    if trainer.args.disable_tqdm or (in_terminal and not is_available("rich")):
+        return
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(RichProgressCallback() if in_terminal else PlainProgressCallback())

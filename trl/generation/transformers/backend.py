@@ -1,0 +1,223 @@
+"""Generation with the policy itself, through `generate` of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList
+
+from ...distributed import Ranks
+from ...models.layout_check import Sharing
+from ...models.lm_head import HeadFinder, causal_model
+from ...ops.masking import pad_ragged
+from ...text import did_you_mean
+from ...types import Generations, Prompts, Sampling
+from ..base import cut_at_stop
+from .batch_limits import Limits
+from .decoding_check import DecodingTrial
+from .sampler import RowSampler, check_rows, rows_from
+from .shared_decoding import SharedDecoder
+from .synced_forward import Lockstep
+
+Complete = Callable[[Prompts, Sampling], Generations]
+Attempt = Callable[[int, Callable[[range], Generations]], list[Generations]]
+
+NAMED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# They change how tokens are drawn, or hide how long a completion is.
+REFUSED = (
+    "num_beams",
+    "num_return_sequences",
+    "typical_p",
+    "top_h",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "stop_strings",
+    "return_dict_in_generate",
+)
+NO_TOKEN = -1
+
+
+def merge_extra(sampling: Sampling) -> tuple[Sampling, dict[str, Any]]:
+    """Let `Sampling.extra` win over the named options.
+
+    Returns:
+        The sampling with its named options replaced, and the options left for the engine.
+
+    Raises:
+        ValueError: for an option that `generate` does not know or that is refused.
+    """
+    _check_names(sampling.extra)
+    rest = dict(sampling.extra)
+    named = {name: rest.pop(name) for name in NAMED if name in rest}
+    if "max_new_tokens" in rest:
+        named["max_tokens"] = rest.pop("max_new_tokens")
+    if "eos_token_id" in rest:
+        named["stop_ids"] = _stop_ids(rest.pop("eos_token_id"))
+    return sampling.replace(extra={}, **named), rest
+
+
+def _stop_ids(eos: int | list[int] | None) -> tuple[int, ...]:
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    known = set(GenerationConfig().to_dict())
+    for name in options:
+        if name in REFUSED:
+            raise ValueError(f"generation_kwargs[{name!r}] cannot be used in training.")
+        if name not in known and name not in NAMED:
+            hint = did_you_mean(name, known | set(NAMED))
+            raise ValueError(f"generation_kwargs[{name!r}] is no generation option.{hint}")
+
+
+class TransformersBackend:
+    """Generates with the policy, in pieces of bounded size.
+
+    Each prompt is computed once for all its completions, which then decode on one copy of its keys
+    and values. Models that cannot do so, and options that only `generate` of transformers knows,
+    take padded rows instead; what is drawn for a row is the same.
+
+    Args:
+        policy: returns a context manager that yields the bare policy in evaluation mode.
+        pad_id (`int`): fills the padding on the left of padded prompts; masked.
+        device (`torch.device`): where the policy lives.
+        cache_implementation (`str`, *optional*): kind of key-value cache of padded rows.
+        shared_prefix (`bool`): False: padded rows.
+        chunk (`int`, *optional*): logits held at once. None: a measured default; 0: all rows'.
+        limits (`Limits`, *optional*): rows and cache bytes held at once.
+        ranks (`Ranks`, *optional*): all processes, which then fail together.
+        in_step (`bool`): whether all ranks must run the policy's layers equally often.
+        attempt (*optional*): called with a number of rows and what completes some of them; returns
+            what that returned, in the order of the rows. May cut the rows, and try again.
+    """
+
+    reports_policy_logps = True
+
+    def __init__(
+        self,
+        policy: Callable[[], AbstractContextManager[Any]],
+        *,
+        pad_id: int,
+        device: torch.device,
+        cache_implementation: str | None = None,
+        shared_prefix: bool = True,
+        chunk: int | None = None,
+        limits: Limits | None = None,
+        ranks: Ranks | None = None,
+        in_step: bool = False,
+        attempt: Attempt = lambda count, complete: [complete(range(count))] if count else [],
+    ):
+        self._policy = policy
+        self._pad_id = pad_id
+        self._device = device
+        self._cache_implementation = cache_implementation
+        self._limits = limits or Limits()
+        self._heads = HeadFinder(1.0, chunk)
+        self._ranks = ranks or Ranks()
+        self._lockstep = Lockstep(self._ranks, device) if in_step else None
+        self._attempt = attempt
+        self._trial = DecodingTrial(Sharing(shared_prefix, pad_id, device), pad_id, device)
+
+    def sync_weights(self, step: int) -> None:
+        """Nothing to do: the policy that trains is the one that generates."""
+
+    @torch.no_grad()
+    def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
+        """Complete every row; see `GenerationBackend`."""
+        sampling = _seeded(sampling, len(prompts))
+        with self._policy() as model, self._with_others(model):
+
+            def complete(rows: range) -> Generations:
+                with rows_from(rows.start):
+                    return self._complete(model, prompts.select(rows), _seeds(sampling, rows))
+
+            found = Generations.concatenate(self._attempt(len(prompts), complete))
+        if not self._ranks.all(found.sampling_logps is not None):
+            # What is computed from them is computed on all ranks or on none.
+            found = dataclasses.replace(found, sampling_logps=None)
+        return found
+
+    def _with_others(self, model: Any) -> AbstractContextManager[None]:
+        if self._lockstep is None:
+            return self._ranks.together("generation")
+        return self._lockstep.over(causal_model(model).base_model)
+
+    def _complete(self, model: Any, prompts: Prompts, sampling: Sampling) -> Generations:
+        sampling, rest = merge_extra(sampling)
+        greedy = not rest.pop("do_sample", True)
+        head = self._heads.find(model)
+        shared = not rest and self._cache_implementation is None
+        shared = shared and self._trial.allows(model, head, prompts, sampling)
+        if shared and head is not None:
+            complete = self._shared(SharedDecoder(model, head, sampling, greedy))
+        else:
+            complete = self._padded(model, self._config(sampling, rest), greedy)
+        found = []
+        for rows in self._limits.cut(prompts.token_ids, sampling.max_tokens, model, shared):
+            with rows_from(rows.start):
+                found.append(complete(prompts.select(rows), _seeds(sampling, rows)))
+        return Generations.concatenate(found)
+
+    def _shared(self, decode: SharedDecoder) -> Complete:
+        def complete(prompts: Prompts, sampling: Sampling) -> Generations:
+            ids, logps = decode(prompts.token_ids, sampling.seeds or ())
+            return _finished(ids, sampling, logps)
+
+        return complete
+
+    def _padded(self, model: Any, config: GenerationConfig, greedy: bool) -> Complete:
+        def complete(prompts: Prompts, sampling: Sampling) -> Generations:
+            ids = pad_ragged(prompts.token_ids, self._pad_id, side="left")
+            mask = pad_ragged([[1] * len(row) for row in prompts.token_ids], 0, side="left")
+            drawing = [] if greedy else [RowSampler(sampling, ids.shape[1])]
+            output = model.generate(
+                input_ids=ids.to(self._device),
+                attention_mask=mask.to(self._device),
+                generation_config=config,
+                logits_processor=LogitsProcessorList(drawing),
+            )
+            for sampler in drawing:
+                check_rows(sampler.is_bad)
+            return _finished(output[:, ids.shape[1] :].tolist(), sampling)
+
+        return complete
+
+    def _config(self, sampling: Sampling, rest: dict[str, Any]) -> GenerationConfig:
+        options = {
+            "max_new_tokens": sampling.max_tokens,
+            "do_sample": False,
+            "pad_token_id": self._pad_id,
+            "eos_token_id": list(sampling.stop_ids) or [NO_TOKEN],  # None: those of the model
+            "repetition_penalty": sampling.repetition_penalty,
+            "cache_implementation": self._cache_implementation,
+            "use_cache": True,
+            "disable_compile": True,
+        }
+        return GenerationConfig(**options | rest)
+
+
+def _finished(
+    rows: list[list[int]], sampling: Sampling, logps: list[list[float]] | None = None
+) -> Generations:
+    cut = [cut_at_stop(row, sampling.stop_ids, sampling.max_tokens) for row in rows]
+    return Generations(
+        completion_ids=[ids for ids, _ in cut],
+        finish=[reason for _, reason in cut],
+        sampling_logps=logps,
+    )
+
+
+def _seeds(sampling: Sampling, rows: range) -> Sampling:
+    return sampling.replace(seeds=tuple(sampling.seeds or ())[rows.start : rows.stop])
+
+
+def _seeded(sampling: Sampling, count: int) -> Sampling:
+    if sampling.seeds is not None:
+        return sampling
+    return sampling.replace(seeds=tuple(torch.randint(2**62, (count,)).tolist()))

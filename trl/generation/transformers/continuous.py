@@ -1,0 +1,269 @@
+"""Generation with the policy itself, through the continuous batching of transformers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessor,
+)
+
+from ...distributed import Ranks
+from ...models.lm_head import causal_model
+from ...text import did_you_mean
+from ...types import Generations, Prompts, Sampling
+from ..base import cut_at_stop
+from .backend import merge_extra
+from .sampler import check_rows, pick, uniforms, warpers, without_choice
+
+CACHE_SHARE = 0.5  # of the free memory of a device, unless the options say otherwise
+STOP_SECONDS = 30.0
+ROW = "row-"
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Check the options of continuous batching.
+
+    Raises:
+        ValueError: for an option that transformers does not know.
+    """
+    known = {field.name for field in fields(ContinuousBatchingConfig)}
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise ValueError(
+                f"transformers_continuous_batching_config[{name!r}] is no option of "
+                f"ContinuousBatchingConfig.{hint}"
+            )
+
+
+class ContinuousBackend:
+    """Generates with the policy; rows enter and leave the running batch one by one.
+
+    Each row draws from its own random stream, as with `TransformersBackend`: what a row becomes
+    does not depend on the rows it runs with. The policy keeps its mode and its precision. The
+    forward runs in the dtype of the weights, without autocast.
+
+    Args:
+        policy: returns a context manager that yields the bare policy in evaluation mode.
+        pad_id (`int`): padding id of the configuration.
+        options (`Mapping`): fields of `transformers.ContinuousBatchingConfig`.
+        ranks (`Ranks`, *optional*): all processes, which then fail together.
+
+    Raises:
+        ValueError: as `check_options`.
+    """
+
+    reports_policy_logps = False
+
+    def __init__(
+        self,
+        policy: Callable[[], AbstractContextManager[Any]],
+        *,
+        pad_id: int,
+        options: Mapping[str, Any] | None = None,
+        ranks: Ranks | None = None,
+    ):
+        self._policy = policy
+        self._pad_id = pad_id
+        self._options = dict(options or {})
+        self._ranks = ranks or Ranks()
+        check_options(self._options)
+
+    def sync_weights(self, step: int) -> None:
+        """Nothing to do: the policy that trains is the one that generates."""
+
+    @torch.no_grad()
+    def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
+        """Complete every row; see `GenerationBackend`.
+
+        Raises:
+            ValueError: for options that continuous batching cannot honor.
+            RuntimeError: if the engine fails.
+            NonFiniteLogitsError: naming the rows whose logits are NaN or infinite.
+        """
+        sampling, greedy = _supported(sampling)
+        if sampling.seeds is None:
+            seeds = torch.randint(2**62, (len(prompts),)).tolist()
+            sampling = sampling.replace(seeds=tuple(seeds))
+        with self._policy() as policy, self._ranks.together("generation"), _same_random_state():
+            model = causal_model(policy)
+            with _without_autocast(model):
+                rows = self._run(model, prompts.token_ids, sampling, greedy)
+        cut = [cut_at_stop(row, sampling.stop_ids, sampling.max_tokens) for row in rows]
+        return Generations(
+            completion_ids=[ids for ids, _ in cut], finish=[reason for _, reason in cut]
+        )
+
+    def _run(
+        self, model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, greedy: bool
+    ) -> list[list[int]]:
+        with self._engine(model, prompts, sampling) as manager:
+            draws = _RowDraws(sampling, list(map(len, prompts)), model.device)
+            if not greedy:
+                _draw_by_row(manager, draws)
+            if model.device.type == "cuda":
+                manager.warmup()
+            for row, ids in enumerate(prompts):
+                manager.add_request(list(ids), request_id=f"{ROW}{row}")
+            manager.start()
+            found = _collect(manager, len(prompts))
+            check_rows(draws.is_bad[: len(prompts)])
+            return found
+
+    @contextmanager
+    def _engine(
+        self, model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling
+    ) -> Iterator[Any]:
+        """An engine that has not started; afterwards the model is as it was."""
+        attention = model.config._attn_implementation
+        manager = None
+        try:
+            manager = model.init_continuous_batching(
+                generation_config=GenerationConfig(
+                    max_new_tokens=sampling.max_tokens,
+                    do_sample=False,
+                    pad_token_id=self._pad_id,
+                    eos_token_id=list(sampling.stop_ids) or -1,
+                ),
+                continuous_batching_config=self._config(model.device, prompts, sampling.max_tokens),
+            )
+            yield manager
+        finally:
+            if manager is not None:
+                manager.stop(block=True, timeout=STOP_SECONDS)
+                manager.destroy()
+            if model.config._attn_implementation != attention:
+                model.set_attn_implementation(attention)
+
+    def _config(
+        self, device: torch.device, prompts: Sequence[Sequence[int]], max_tokens: int
+    ) -> ContinuousBatchingConfig:
+        """The options, with a cache that fits the rows where the device does not bound it."""
+        config = ContinuousBatchingConfig(**self._options)
+        if device.type != "cpu":
+            if config.num_blocks is None and config.max_memory_percent is None:
+                config.max_memory_percent = CACHE_SHARE
+            return config
+        if config.num_blocks is None:
+            pages = [math.ceil((len(ids) + max_tokens) / config.page_size) for ids in prompts]
+            config.num_blocks = 1 + len(pages) + sum(pages)
+        if config.max_batch_tokens is None:
+            config.max_batch_tokens = max(len(prompts), max(map(len, prompts)))
+        return config
+
+
+def _supported(sampling: Sampling) -> tuple[Sampling, bool]:
+    """The sampling with its extra options merged in, and whether it is greedy."""
+    sampling, rest = merge_extra(sampling)
+    greedy = not rest.pop("do_sample", True)
+    if sampling.repetition_penalty != 1.0:
+        rest["repetition_penalty"] = sampling.repetition_penalty
+    if rest:
+        raise ValueError(
+            f"{', '.join(sorted(rest))}: continuous batching of transformers cannot honor this; "
+            "leave it out, or set use_transformers_continuous_batching=False."
+        )
+    return sampling, greedy
+
+
+def _same_random_state() -> AbstractContextManager[None]:
+    """The engine seeds torch's generators."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    return torch.random.fork_rng(devices)
+
+
+@contextmanager
+def _without_autocast(model: Any) -> Iterator[None]:
+    """Take off the autocast that accelerate puts around the forward.
+
+    The cache of the engine has the dtype of the weights, and takes no keys of another.
+    """
+    own = vars(model)
+    wrapped, original = own.get("forward"), own.get("_original_forward")
+    if wrapped is None or original is None:
+        yield
+        return
+    model.forward = original
+    try:
+        yield
+    finally:
+        model.forward = wrapped
+
+
+def _draw_by_row(manager: Any, draws: _RowDraws) -> None:
+    """Let greedy decoding sample: the scores are replaced by choices already made."""
+    processors = manager.logit_processor
+    processors.logits_processor.append(draws)
+    processors.tensors_required += 1
+    processors.do_processing = True
+
+
+def _collect(manager: Any, count: int) -> list[list[int]]:
+    found: dict[int, list[int]] = {}
+    while len(found) < count:
+        result = manager.get_result(timeout=1)
+        if result is None:
+            if not manager.is_running():
+                error = manager.background_thread_status.fatal_error
+                raise RuntimeError(f"Continuous batching ended before all rows did: {error}")
+        elif result.error is not None:
+            raise RuntimeError(f"Continuous batching failed: {result.error}")
+        elif result.is_finished():
+            found[_row_of(result.request_id)] = list(result.generated_tokens)
+    return [found[row] for row in range(count)]
+
+
+def _row_of(request_id: str) -> int:
+    return int(request_id.removeprefix(ROW))
+
+
+class _RowDraws(ContinuousBatchingLogitsProcessor):
+    """Chooses each row's next token with the row's own random numbers."""
+
+    supported_kwargs: dict[str, type] = {}
+    ignored_kwargs: tuple[str, ...] = ()
+
+    def __init__(self, sampling: Sampling, prompt_lengths: list[int], device: torch.device):
+        self._warpers = warpers(sampling)
+        draws = uniforms(sampling.seeds or (), sampling.max_tokens).flatten()
+        # One number more, for what is no row.
+        self._draws = torch.cat([draws, draws.new_zeros(1)]).to(device)
+        self._no_row = len(draws)
+        self._width = sampling.max_tokens
+        self._prompt_lengths = prompt_lengths
+        self.is_bad = torch.zeros(len(prompt_lengths) + 1, dtype=torch.int32, device=device)
+
+    def fill_defaults(self, int32_tensor: Tensor) -> None:
+        """Requests that only warm the engine up take the last number."""
+        int32_tensor.fill_(self._no_row)
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
+        """Which number each request takes: that of its row and of the place of its new token."""
+        return torch.tensor(
+            [self._place(request.state) for request in requests_with_new_token], dtype=torch.int32
+        )
+
+    def _place(self, state: Any) -> int:
+        if not state.request_id.startswith(ROW):
+            return self._no_row
+        row = _row_of(state.request_id)
+        place = state.position_offset - self._prompt_lengths[row]
+        # The engine may ask for one token more than it keeps.
+        return row * self._width + min(place, self._width - 1)
+
+    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
+        """Return scores (B, V) that are 0 at the tokens drawn, and -inf elsewhere."""
+        places = tensor_arg[: scores.shape[0]].long()
+        self.is_bad.index_add_(0, places // self._width, without_choice(scores).int())
+        # None of the filters reads the ids of the rows.
+        chosen = pick(self._warpers(None, scores), self._draws[places])
+        decided = torch.full_like(scores, -torch.inf)
+        return decided.scatter_(1, chosen[:, None], 0.0)

@@ -1,0 +1,335 @@
+"""Decoding in which the rows of a prompt read one copy of its keys and values.
+
+Each distinct prompt is computed once, without padding. Then all rows advance together by one token
+a step, each with its own short cache; logits exist for a few rows at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, RepetitionPenaltyLogitsProcessor
+
+from ...models.lm_head import OutputHead, causal_model
+from ...models.packed_attention import KEYWORD, Decoding, Packing
+from ...ops.linear_logprobs import default_chunk
+from ...types import Sampling
+from .sampler import NonFiniteLogitsError, pick, uniforms, warpers
+
+PREFILL_TOKENS = 4096  # of the prompts that are computed in one forward
+SMALLEST_CAPACITY = 16
+
+
+class GrowingCache(Cache):
+    """Keys and values of each layer in buffers that double, so that appending copies little.
+
+    Args:
+        limit (`int`, *optional*): most tokens there will be.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        super().__init__(layers=[])
+        self._limit = limit
+        self._buffers: list[list[Tensor]] = []
+        self._lengths: list[int] = []
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append (m, K, s, D) to a layer and return all it holds."""
+        # Rotary embeddings can leave keys in float32 where attention reads half precision.
+        key_states = key_states.to(value_states.dtype)
+        if layer_idx == len(self._buffers):
+            self._buffers.append([states.contiguous() for states in (key_states, value_states)])
+            self._lengths.append(key_states.shape[2])
+        else:
+            self._append(layer_idx, (key_states, value_states))
+        return self.layer(layer_idx)
+
+    def _append(self, layer: int, states: tuple[Tensor, Tensor]) -> None:
+        start, count = self._lengths[layer], states[0].shape[2]
+        for place, new in enumerate(states):
+            held = self._buffers[layer][place]
+            if start + count > held.shape[2]:
+                capacity = max(SMALLEST_CAPACITY, 2 * (start + count))
+                capacity = max(start + count, min(capacity, self._limit or capacity))
+                grown = held.new_empty(*held.shape[:2], capacity, held.shape[3])
+                grown[:, :, :start] = held[:, :, :start]
+                held = self._buffers[layer][place] = grown
+            held[:, :, start : start + count] = new
+        self._lengths[layer] = start + count
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (m, K, t, D) of a layer."""
+        key, value = self._buffers[index]
+        return key[:, :, : self._lengths[index]], value[:, :, : self._lengths[index]]
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all rows but the given ones."""
+        for buffers in self._buffers:
+            for place, held in enumerate(buffers):
+                buffers[place] = held[rows]
+
+    def get_seq_length(self, layer_idx: int | None = 0, *args: Any) -> int:
+        """Tokens held."""
+        return self._lengths[layer_idx or 0] if self._lengths else 0
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A prompt that has been computed."""
+
+    layers: tuple[tuple[Tensor, Tensor], ...]  # keys and values (1, K, P, D)
+    hidden: Tensor  # (H,) at its last token
+
+    @property
+    def length(self) -> int:
+        return self.layers[0][0].shape[2]
+
+    def copy(self) -> Prefix:
+        """The same in memory of its own."""
+        layers = tuple((key.clone(), value.clone()) for key, value in self.layers)
+        return Prefix(layers, self.hidden)
+
+
+@dataclass
+class _Rows:
+    """What the rows of a batch wrote, and which of them go on."""
+
+    prompts: list[tuple[int, ...]]
+    numbers: list[int]  # rows that are not finished, in the order of the batch
+    written: list[list[int]]
+    logps: list[list[float]]
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]]) -> _Rows:
+        """All rows at their beginning."""
+        count = range(len(prompts))
+        return cls(
+            [tuple(ids) for ids in prompts], list(count), [[] for _ in count], [[] for _ in count]
+        )
+
+    def note(
+        self, tokens: Sequence[float], logps: Sequence[float], stops: Sequence[int]
+    ) -> list[int]:
+        """Append a token to each unfinished row; returns the places of those that go on.
+
+        Raises:
+            NonFiniteLogitsError: naming the rows whose log-probability is NaN.
+        """
+        bad = [row for row, logp in zip(self.numbers, logps, strict=True) if math.isnan(logp)]
+        if bad:
+            raise NonFiniteLogitsError(bad)
+        alive = []
+        steps = zip(self.numbers, map(int, tokens), logps, strict=True)
+        for place, (number, token, logp) in enumerate(steps):
+            self.written[number].append(token)
+            self.logps[number].append(logp)
+            if token not in stops:
+                alive.append(place)
+        self.numbers = [self.numbers[place] for place in alive]
+        return alive
+
+    def groups(self) -> list[tuple[tuple[int, ...], slice]]:
+        """Runs of rows with the same prompt."""
+        found: list[tuple[tuple[int, ...], slice]] = []
+        for place, number in enumerate(self.numbers):
+            prompt = self.prompts[number]
+            if found and found[-1][0] == prompt:
+                found[-1] = (prompt, slice(found[-1][1].start, place + 1))
+            else:
+                found.append((prompt, slice(place, place + 1)))
+        return found
+
+
+@dataclass(frozen=True)
+class _State:
+    """What the device knows of m unfinished rows, so that no step has to bring it there."""
+
+    lengths: Tensor  # (m,) of the prompts
+    draws: Tensor | None  # (m, steps) random numbers; None: greedy
+    seen: Tensor | None  # (m, w) ids that are penalized; short prompts repeat their first one
+
+    @classmethod
+    def of(
+        cls, prompts: Sequence[Sequence[int]], draws: Tensor | None, is_penalized: bool
+    ) -> _State:
+        """Rows that wrote nothing yet."""
+        lengths = [len(ids) for ids in prompts]
+        if not is_penalized:
+            return cls(torch.tensor(lengths), draws, None)
+        seen = [[*ids, *[ids[0]] * (max(lengths) - len(ids))] for ids in prompts]
+        return cls(torch.tensor(lengths), draws, torch.tensor(seen))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> _State:
+        """Change each tensor."""
+        values = (self.lengths, self.draws, self.seen)
+        return _State(*(value if value is None else change(value) for value in values))
+
+    def after(self, tokens: Tensor) -> _State:
+        """Add a token of each row."""
+        if self.seen is None:
+            return self
+        return replace(self, seen=torch.cat([self.seen, tokens[:, None]], 1))
+
+
+class SharedDecoder:
+    """Completes rows with a model that understands the layouts of `models.shared_attention`.
+
+    Args:
+        model: the policy, in evaluation mode; autocast applies if it is on.
+        head (`OutputHead`): its output projection, at temperature 1.
+        sampling (`Sampling`): how to draw tokens.
+        greedy (`bool`): take the most likely token instead of drawing.
+    """
+
+    def __init__(self, model: Any, head: OutputHead, sampling: Sampling, greedy: bool = False):
+        causal = causal_model(model)
+        self._decoder = causal.base_model
+        self._device = next(causal.parameters()).device
+        self._head = head
+        self._sampling = sampling
+        self._warpers = warpers(sampling)
+        self._greedy = greedy
+        self._prefixes: dict[tuple[int, ...], Prefix] = {}
+        kind = self._device.type
+        self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    @torch.no_grad()
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Complete rows; prompts computed by the last call are used again.
+
+        Args:
+            prompts: token ids of each row; rows of a prompt stand next to each other.
+            seeds: one random stream for each row.
+
+        Returns:
+            Token ids of each row, stop token included, and the log-probability of each under the
+            model at the sampling temperature, before filters.
+
+        Raises:
+            NonFiniteLogitsError: naming the rows whose logits are NaN or infinite.
+        """
+        rows = _Rows.of(prompts)
+        self._prefill(dict.fromkeys(rows.prompts))
+        limit = self._sampling.max_tokens
+        draws = None if self._greedy else uniforms(seeds, limit)
+        state = _State.of(prompts, draws, self._sampling.repetition_penalty != 1.0)
+        state = state.map(lambda x: x.to(self._device, non_blocking=True))
+        hidden = torch.stack([self._prefixes[prompt].hidden for prompt in rows.prompts])
+        cache = GrowingCache(limit)
+        for step in range(limit):
+            chosen = self._choose(hidden, state, step)
+            tokens, state = self._advance(rows, state, chosen, cache)
+            if not rows.numbers or step + 1 == limit:
+                break
+            positions = state.lengths[:, None] + step
+            hidden = self._forward(tokens, rows, cache, positions)
+        return rows.written, rows.logps
+
+    def _prefill(self, prompts: Sequence[tuple[int, ...]] | dict[tuple[int, ...], None]) -> None:
+        """Compute prompts that are not known yet, a few at a time, and forget all others."""
+        kept = {p: known for p, known in self._prefixes.items() if p in prompts}
+        if len(kept) < len(self._prefixes):
+            # Views would keep alive all that was computed with them.
+            kept = {p: known.copy() for p, known in kept.items()}
+        self._prefixes = kept
+        batch: list[tuple[int, ...]] = []
+        for prompt in (p for p in prompts if p not in self._prefixes):
+            if batch and sum(map(len, batch)) + len(prompt) > PREFILL_TOKENS:
+                self._prefill_packed(batch)
+                batch = []
+            batch.append(prompt)
+        if batch:
+            self._prefill_packed(batch)
+
+    def _prefill_packed(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        cache = GrowingCache()
+        hidden = self._decoder(
+            input_ids=self._tensor([[token for prompt in prompts for token in prompt]]),
+            position_ids=self._tensor([[i for prompt in prompts for i in range(len(prompt))]]),
+            past_key_values=cache,
+            **self._layout(Packing.of([(len(prompt), []) for prompt in prompts], self._device)),
+        )[0][0]
+        start = 0
+        for prompt in prompts:
+            at = slice(start, start + len(prompt))
+            layers = tuple(
+                (key[:, :, at], value[:, :, at])
+                for key, value in map(cache.layer, range(len(cache)))
+            )
+            self._prefixes[prompt] = Prefix(layers, hidden[at.stop - 1].clone())
+            start = at.stop
+
+    def _forward(
+        self, tokens: Tensor, rows: _Rows, cache: GrowingCache, positions: Tensor
+    ) -> Tensor:
+        groups = rows.groups()
+        prefixes = [self._prefixes[prompt] for prompt, _ in groups]
+        layers = range(len(prefixes[0].layers))
+        decoding = Decoding(
+            tuple(places for _, places in groups),
+            tuple(tuple(prefix.layers[layer][0] for prefix in prefixes) for layer in layers),
+            tuple(tuple(prefix.layers[layer][1] for prefix in prefixes) for layer in layers),
+        )
+        output = self._decoder(
+            input_ids=tokens[:, None],
+            position_ids=positions,
+            past_key_values=cache,
+            **self._layout(decoding),
+        )
+        return output[0][:, 0]
+
+    def _layout(self, layout: Packing | Decoding) -> dict[str, Any]:
+        # A mask of four dimensions is handed on as it is; the attention reads the layout instead.
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
+        return {"attention_mask": mask, "use_cache": True, KEYWORD: layout}
+
+    def _choose(self, hidden: Tensor, state: _State, step: int) -> tuple[Tensor, Tensor]:
+        """The next token (m,) of each unfinished row, and its log-probability (m,)."""
+        size = max(1, (self._head.chunk or default_chunk(self._device)) // self._head.vocabulary)
+        chosen, logps = [], []
+        for start in range(0, len(hidden), size):
+            at = slice(start, start + size)
+            logits = self._head.logits(hidden[at], self._autocast)
+            every = (logits / self._sampling.temperature).log_softmax(-1)
+            scores = logits if state.seen is None else self._penalized(logits, state.seen[at])
+            if state.draws is None:
+                tokens = scores.argmax(-1)
+            else:
+                # None of the filters reads the ids of the rows.
+                tokens = pick(self._warpers(None, scores), state.draws[at, step])
+            chosen.append(tokens)
+            logps.append(every.gather(1, tokens[:, None])[:, 0])
+        return torch.cat(chosen), torch.cat(logps)
+
+    def _penalized(self, logits: Tensor, seen: Tensor) -> Tensor:
+        return RepetitionPenaltyLogitsProcessor(self._sampling.repetition_penalty)(seen, logits)
+
+    def _advance(
+        self, rows: _Rows, state: _State, chosen: tuple[Tensor, Tensor], cache: GrowingCache
+    ) -> tuple[Tensor, _State]:
+        """Append a token to each row, and drop those that end: tokens and state of the others."""
+        tokens, logps = chosen
+        # The one time in a step that the host waits for the device. Ids are exact in double.
+        ids, values = torch.stack([tokens.double(), logps.double()]).tolist()
+        alive = rows.note(ids, values, self._sampling.stop_ids)
+        state = state.after(tokens)
+        if len(alive) == len(tokens):
+            return tokens, state
+        places = self._tensor(alive).long()
+        cache.keep(places)
+        return tokens[places], state.map(lambda x: x[places])
+
+    def _tensor(self, values: Any) -> Tensor:
+        return torch.tensor(values).to(self._device, non_blocking=True)

@@ -1,0 +1,85 @@
+"""Ranks that run the layers of a model together, for each holds a part of every layer.
+
+They need not have the same work: lengths of completions, pieces and trials differ. So every forward
+begins with an agreement to run one, and a rank without work of its own runs along until all are
+done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...distributed import RankError, Ranks
+
+
+class Lockstep:
+    """Makes all ranks run a decoder equally often.
+
+    Args:
+        ranks (`Ranks`): all processes.
+        device (`torch.device`): where the decoder lives.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device):
+        self._ranks = ranks
+        self._device = device
+        self._is_inside = False  # within a forward, or one did not end
+        self._is_done = False  # with its own work
+
+    @contextmanager
+    def over(self, decoder: nn.Module) -> Iterator[None]:
+        """Work of this rank that runs `decoder` as often as it needs to, with the others.
+
+        Raises:
+            RankError: if another rank failed between two forwards. A failure within a forward,
+                where others wait for this rank's part of the next layer, ends this process alone.
+        """
+        handles = [
+            decoder.register_forward_pre_hook(self._enter, prepend=True),
+            decoder.register_forward_hook(self._leave),
+        ]
+        self._is_inside = self._is_done = False
+        try:
+            yield
+        except Exception as error:
+            if not self._is_inside and not isinstance(error, RankError):
+                self._agree(failure=error)
+            raise
+        else:
+            self._run_along(decoder)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, *ignored: Any) -> None:
+        if self._is_done:
+            return
+        if self._is_inside:
+            raise ValueError(
+                "A forward failed on this rank while others took part in it. Try "
+                "shared_prefix=False, or ds3_gather_for_generation=True."
+            )
+        self._agree(goes_on=True)
+        self._is_inside = True
+
+    def _leave(self, *ignored: Any) -> None:
+        self._is_inside = False
+
+    def _run_along(self, decoder: nn.Module) -> None:
+        self._is_done = True
+        token = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+        while self._agree():
+            decoder(input_ids=token, use_cache=False)
+
+    def _agree(self, goes_on: bool = False, failure: Exception | None = None) -> bool:
+        """Whether a rank goes on; raises on every rank if one failed."""
+        votes = torch.tensor([int(goes_on), int(failure is not None)], device=self._device)
+        going, failed = self._ranks.sum(votes).tolist()
+        if failed:
+            self._ranks.raise_together(failure, "generation")
+        return bool(going)

@@ -1,0 +1,1 @@
+"""Generation by a vLLM engine, in the training process or on servers."""

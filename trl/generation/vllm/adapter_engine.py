@@ -1,0 +1,183 @@
+"""A vLLM engine that holds base weights and an adapter apart, so that only the adapter is sent."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...imports import require
+from ...models.lora_factors import Factors
+from .backend import Policy
+from .colocate import VLLMColocateBackend
+from .engine import VLLMEngine
+
+ADAPTER = 1  # vLLM's number of the one adapter
+SHARED_MEMORY = Path("/dev/shm")  # vLLM takes adapters from folders alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterPolicy(Policy):
+    """A policy whose base weights stay as they are; `weights` yields these alone.
+
+    Args:
+        factors: yields the factors of each layer; all ranks go through them together.
+        base_stamp: changes when a base weight does.
+    """
+
+    factors: Callable[[], Iterator[Factors]]
+    base_stamp: Callable[[], object]
+
+
+class AdapterEngine(VLLMEngine):
+    """An engine started with `adapter_rank`, in which one adapter can be replaced.
+
+    Args:
+        llm (`vllm.LLM`): runs in this process.
+        sleeps (`bool`): must be false: weights that slept would have to be sent again.
+    """
+
+    def __init__(self, llm: Any, sleeps: bool = False):
+        if sleeps:
+            raise ValueError("An engine that keeps its base weights cannot sleep.")
+        super().__init__(llm, sleeps)
+        self._manager: Any = self.model.lora_manager
+        wrappers = set(self._manager.modules.values())
+        self._wrapped = [
+            (parent, name, child)
+            for parent in self.model.modules()
+            for name, child in parent._modules.items()
+            if child in wrappers
+        ]
+
+    def load(self, name: str, weight: Tensor) -> None:
+        """Write one base weight; see `VLLMEngine.load`."""
+        with self._unwrapped():
+            super().load(name, weight)
+
+    @contextmanager
+    def _unwrapped(self) -> Iterator[None]:
+        """Hide the modules that apply adapters: weights are looked up by the names below them."""
+        try:
+            for parent, name, wrapper in self._wrapped:
+                base: Any = wrapper.base_layer  # type: ignore[union-attr]
+                parent._modules[name] = base
+            yield
+        finally:
+            for parent, name, wrapper in self._wrapped:
+                parent._modules[name] = wrapper
+
+    def slots(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """What is held of an adapter for each layer, by the layer's name before vLLM fused it.
+
+        Returns:
+            First factors (most ranks, inputs) and second ones (outputs, most ranks).
+        """
+        found = {}
+        for name, module in self._manager.modules.items():
+            parent, _, last = name.rpartition(".")
+            parts = self._manager.packed_modules_mapping.get(last, [last])
+            pairs = zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True)
+            for part, first, second in pairs:
+                found[f"{parent}.{part}"] = first[0, 0], second[0, 0]
+        return found
+
+    def load_adapter(self, factors: Sequence[Factors]) -> None:
+        """Replace the adapter.
+
+        Args:
+            factors: of each layer; layers that are not named are left without.
+        """
+        rank = max(len(pair.first) for pair in factors)
+        # Each layer brings its own scale in its second factor.
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": []}
+        tensors = {}
+        for pair in factors:
+            name = f"base_model.model.{pair.layer}.lora_"
+            tensors[f"{name}A.weight"] = pair.first.to("cpu", self.dtype).contiguous()
+            tensors[f"{name}B.weight"] = pair.second.to("cpu", self.dtype).contiguous()
+        place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        with tempfile.TemporaryDirectory(dir=place) as folder:
+            save_file(tensors, Path(folder) / "adapter_model.safetensors")
+            (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
+            self._llm.llm_engine.add_lora(self._request(folder, load_inplace=True))
+
+    def _request(self, folder: str = "loaded", **options: Any) -> Any:
+        module = require("vllm.lora.request", "vllm_sync_adapter_only=True")
+        return module.LoRARequest("policy", ADAPTER, folder, **options)
+
+    def _request_options(self) -> dict[str, Any]:
+        return {"lora_request": self._request()}
+
+
+class AdapterBackend(VLLMColocateBackend):
+    """Sends base weights once and then the adapter alone, and proves that both arrived.
+
+    Args:
+        engine (`AdapterEngine`): what generates.
+        policy (`AdapterPolicy`): whose weights it is to hold.
+        options: see `VLLMColocateBackend`.
+
+    Raises:
+        ValueError: if vLLM applies no adapter to one of the policy's layers.
+    """
+
+    def __init__(self, engine: AdapterEngine, policy: AdapterPolicy, **options: Any):
+        super().__init__(engine, policy, **options)
+        self._adapted = engine
+        self._factors, self._base_stamp = policy.factors, policy.base_stamp
+        self._base: object = None  # stamp of the base weights it holds
+        missing = [pair.layer for pair in self._factors() if pair.layer not in engine.slots()]
+        if missing:
+            raise ValueError(
+                f"vllm_sync_adapter_only=True: vLLM applies no adapter to {missing[0]}; leave the "
+                "option out, or that layer out of the adapter."
+            )
+
+    def _send(self) -> str | None:
+        base, problem = self._base_stamp(), None
+        if not self._ranks.all(self._base == base):
+            self._base = None
+            problem = super()._send()
+        factors = list(self._factors())  # all ranks read them, also where there is a problem
+        if problem is None:
+            self._adapted.load_adapter(factors)
+            self._engine.forget_prefixes()
+            problem = adapter_problem(self._adapted.slots(), factors)
+        self._base = None if problem else base
+        return problem
+
+
+def adapter_problem(
+    slots: dict[str, tuple[Tensor, Tensor]], factors: Sequence[Factors]
+) -> str | None:
+    """What is wrong with the adapter that an engine holds, in words; None if nothing is.
+
+    Args:
+        slots: what it holds, as `AdapterEngine.slots` returns it.
+        factors: what it was sent.
+    """
+    sent = {pair.layer: pair for pair in factors}
+    wrong = [name for name, held in slots.items() if not _holds(held, sent.get(name))]
+    if not wrong:
+        return None
+    more = f" and {len(wrong) - 1} more layers" if len(wrong) > 1 else ""
+    return f"the adapter in {wrong[0]}{more} was not what was sent"
+
+
+def _holds(held: tuple[Tensor, Tensor], pair: Factors | None) -> bool:
+    """Whether a slot holds the factors, and zeros where there is room for more."""
+    first, second = (torch.zeros_like(part) for part in held)
+    if pair is not None:
+        rank = len(pair.first)
+        first[:rank] = pair.first
+        second[:, :rank] = pair.second
+    return torch.equal(first, held[0]) and torch.equal(second, held[1])

@@ -1,0 +1,383 @@
+"""A vLLM engine in the training process: how it is started, and what can be done with it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import tempfile
+import uuid
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from ...distributed import undivided_models
+from ...imports import require
+from ...random_numbers import random_numbers_kept
+from ...types import Sampling
+from .sampling import Request, parameters
+
+logger = logging.get_logger(__name__)
+
+OLDEST, NEWEST = "0.26", "0.33"  # releases this module is written for
+CPU_BLOCK = 32  # tokens; vLLM's default of 128 would share few prompts
+PARTS = ("weights", "kv_cache")
+_warned: set[str] = set()
+
+
+class SleepingEngineError(RuntimeError):
+    """Something was asked of a part of the engine that sleeps."""
+
+
+def check_platform(sleeps: bool) -> None:
+    """Check vLLM itself, before anything is loaded.
+
+    Raises:
+        ImportError: if vLLM is not installed.
+        ValueError: if it cannot sleep on this platform, but is to.
+    """
+    vllm = require("vllm", "use_vllm=True")
+    is_known = _release(OLDEST) <= _release(vllm.__version__) <= _release(NEWEST)
+    if not is_known and vllm.__version__ not in _warned:
+        _warned.add(vllm.__version__)
+        logger.warning(
+            f"vLLM {vllm.__version__} is outside the supported range {OLDEST} to {NEWEST}; "
+            "generation may fail or give other results."
+        )
+    platform = require("vllm.platforms", "use_vllm=True").current_platform
+    if sleeps and not platform.is_sleep_mode_available():
+        raise ValueError(
+            f"vllm_enable_sleep_mode=True: vLLM has no sleep mode on this platform "
+            f"({platform.device_type}); leave the option out."
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor number; (0,) if there are none."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2]) or (0,)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How an engine is built.
+
+    Args:
+        context (`int`): most tokens of a prompt with its completion.
+        rows (`int`): completions that decode together.
+        batched (`int`): tokens that one step computes.
+        dtype (`torch.dtype`): of weights, activations and cache.
+        cache_bytes (`int`, *optional*): for keys and values. None: what `memory_share` leaves.
+        memory_share (`float`, *optional*): part of the device that the engine may fill.
+        tensor_parallel (`int`): neighboring ranks that hold one engine together.
+        ranks (`int`): processes that train.
+        rank (`int`): of this process, and
+        local_rank (`int`): among those of this machine.
+        sleeps (`bool`): whether the engine gives its memory back between generations.
+        reads_text (`bool`): whether it needs the tokenizer.
+        implementation (`str`): `vllm_model_impl`.
+        trust_remote_code (`bool`): whether code shipped with the model may run.
+        adapter_rank (`int`): largest rank of an adapter beside the weights; 0: there is none.
+        adapter_layers (`tuple[str, ...]`): last names of the layers that it changes.
+    """
+
+    context: int
+    rows: int
+    batched: int
+    dtype: torch.dtype
+    cache_bytes: int | None = None
+    memory_share: float | None = None
+    tensor_parallel: int = 1
+    ranks: int = 1
+    rank: int = 0
+    local_rank: int = 0
+    sleeps: bool = False
+    reads_text: bool = False
+    implementation: str = "vllm"
+    trust_remote_code: bool = False
+    adapter_rank: int = 0
+    adapter_layers: tuple[str, ...] = ()
+
+    def arguments(self, on_cpu: bool) -> dict[str, Any]:
+        """Keyword arguments of `vllm.LLM`, without the model's."""
+        memory: dict[str, Any] = {}
+        if self.cache_bytes is not None:
+            memory["kv_cache_memory_bytes"] = self.cache_bytes
+        if self.memory_share is not None:
+            memory["gpu_memory_utilization"] = self.memory_share
+        if on_cpu:
+            memory |= {"enforce_eager": True, "block_size": CPU_BLOCK}
+        if self.adapter_rank:
+            memory |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": self.adapter_rank}
+            memory["lora_target_modules"] = list(self.adapter_layers)
+        return memory | {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "max_model_len": self.context,
+            "max_num_seqs": self.rows,
+            "max_num_batched_tokens": max(self.batched, self.rows),
+            "tensor_parallel_size": self.tensor_parallel,
+            "distributed_executor_backend": "external_launcher" if self.ranks > 1 else "uni",
+            "seed": self.rank // self.tensor_parallel,
+            "enable_sleep_mode": self.sleeps,
+            "skip_tokenizer_init": not self.reads_text,
+            "model_impl": self.implementation,
+            "trust_remote_code": self.trust_remote_code,
+            "load_format": "dummy",  # the policy's own weights follow
+            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",
+            "enable_prefix_caching": True,
+        }
+
+
+class VLLMEngine:
+    """What the colocated backend does with vLLM's `LLM`; knows which parts of it are awake.
+
+    Args:
+        llm (`vllm.LLM`): runs in this process.
+        sleeps (`bool`): whether `sleep` does anything.
+    """
+
+    def __init__(self, llm: Any, sleeps: bool = False):
+        self._llm = llm
+        self._sleeps = sleeps
+        self._awake = set(PARTS)
+        self.context: int = llm.model_config.max_model_len
+        self.dtype: torch.dtype = llm.model_config.dtype
+        self.model: nn.Module = llm.apply_model(lambda model: model)[0]
+        self.on_cpu = next(self.model.parameters()).device.type == "cpu"
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether weights that were loaded are still there."""
+        return "weights" in self._awake
+
+    def wake(self, part: str) -> None:
+        """Give memory to the weights or to the cache, unless they have it."""
+        if part not in self._awake:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self._llm.wake_up(tags=[part])
+            self._awake.add(part)
+
+    def sleep(self) -> None:
+        """Drop weights and cache, if the engine is one that sleeps."""
+        if self._sleeps and self._awake:
+            self._llm.sleep(level=2)
+            self._awake.clear()
+
+    def load(self, name: str, weight: Tensor) -> None:
+        """Write one weight, under the name it has in a checkpoint, in place.
+
+        Raises:
+            SleepingEngineError: if the weights have no memory.
+        """
+        self._require("weights", f"loading {name}")
+        self.model.load_weights([(name, weight)])
+
+    def forget_prefixes(self) -> None:
+        """Drop cached prompts, which were computed with other weights.
+
+        Raises:
+            RuntimeError: if requests still hold them.
+        """
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache: requests are still running.")
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Any]:
+        """Complete all requests; returns vLLM's `RequestOutput`s in their order.
+
+        Raises:
+            SleepingEngineError: if weights or cache have no memory.
+            RuntimeError: if the device is out of memory.
+        """
+        for part in PARTS:
+            self._require(part, "generating")
+        prompts = [{"prompt_token_ids": request.token_ids} for request in requests]
+        wanted = [_sampling_params(sampling, request) for request in requests]
+        with unchanged_process(), _uncompiled(self.on_cpu):
+            try:
+                return self._llm.generate(
+                    prompts, wanted, use_tqdm=False, **self._request_options()
+                )
+            except torch.OutOfMemoryError as error:
+                # Fewer requests would not help: the engine bounds what it computes by itself.
+                raise RuntimeError(
+                    "The vLLM engine ran out of memory. Lower vllm_gpu_memory_utilization, or set "
+                    "vllm_enable_sleep_mode=True."
+                ) from error
+            finally:
+                self._drop_unfinished()
+
+    def _request_options(self) -> dict[str, Any]:
+        """More of what `generate` is called with."""
+        return {}
+
+    def _drop_unfinished(self) -> None:
+        """After an error or an interrupt, requests must not go on in the next call."""
+        engine = self._llm.llm_engine
+        if engine.has_unfinished_requests():
+            with suppress(KeyError):
+                engine.abort_request(list(engine.output_processor.request_states), internal=True)
+
+    def _require(self, part: str, action: str) -> None:
+        if part not in self._awake:
+            raise SleepingEngineError(
+                f"The {part} of the vLLM engine are asleep while {action}; wake them first."
+            )
+
+
+def _sampling_params(sampling: Sampling, request: Request) -> Any:
+    module = require("vllm.sampling_params", "use_vllm=True")
+    arguments = parameters(sampling, request.count, request.seed)
+    structure = arguments.pop("structured_outputs", None)
+    if isinstance(structure, dict):
+        structure = module.StructuredOutputsParams(**structure)
+    return module.SamplingParams(**arguments, structured_outputs=structure)
+
+
+def sampling_fields() -> tuple[str, ...]:
+    """Names of all options of vLLM's `SamplingParams`."""
+    found = require("vllm.sampling_params", "use_vllm=True").SamplingParams.__struct_fields__
+    return tuple(name for name in found if not name.startswith("_"))
+
+
+def start_engine(
+    model: Any, tokenizer: Any, settings: EngineSettings, kind: type[VLLMEngine] = VLLMEngine
+) -> VLLMEngine:
+    """Start an engine for a policy; its weights are random until they are loaded.
+
+    Args:
+        model (`PreTrainedModel`): the policy, of which only the configuration is read.
+        tokenizer: of the policy; only read if `settings.reads_text`.
+        settings (`EngineSettings`): how.
+        kind: what wraps it.
+    """
+    with unchanged_process(), tempfile.TemporaryDirectory() as folder:
+        _launch_environment(settings)
+        vllm = require("vllm", "use_vllm=True")
+        on_cpu = require("vllm.platforms", "use_vllm=True").current_platform.is_cpu()
+        if on_cpu:
+            _keep_weights_unpacked()
+        _dense_config(model).save_pretrained(folder)
+        if settings.reads_text:
+            tokenizer.save_pretrained(folder)
+        shared = on_cpu and settings.tensor_parallel > 1
+        with _uncompiled(on_cpu), undivided_models(), _own_memory() if shared else nullcontext():
+            llm = vllm.LLM(folder, **settings.arguments(on_cpu))
+    _keep_process_groups(llm)
+    return kind(llm, settings.sleeps)
+
+
+def _dense_config(model: Any) -> Any:
+    """The configuration of a model with whole weights, which is what the engine holds."""
+    config = copy.deepcopy(model.config)
+    config.architectures = config.architectures or [type(model).__name__]
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def _keep_process_groups(llm: Any) -> None:
+    """An engine that is collected must not end the process groups of training and other engines."""
+    client = llm.llm_engine.engine_core
+    finalizer = getattr(client, "_finalizer", None)
+    if finalizer is not None:
+        finalizer.detach()
+        weakref.finalize(client, _shut_down, client.engine_core).atexit = False
+
+
+def _shut_down(core: Any) -> None:
+    module: Any = require("vllm.v1.engine.core", "use_vllm=True")
+    clean_up = module.cleanup_dist_env_and_memory
+    module.cleanup_dist_env_and_memory = lambda: None
+    try:
+        core.shutdown()
+    finally:
+        module.cleanup_dist_env_and_memory = clean_up
+
+
+def _launch_environment(settings: EngineSettings) -> None:
+    """Environment variables that vLLM reads while it starts."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are loaded from this process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns of a tokenizer not needed
+    if settings.ranks > 1:
+        os.environ["RANK"] = str(settings.rank)
+        os.environ["LOCAL_RANK"] = str(settings.local_rank)
+        os.environ["WORLD_SIZE"] = str(settings.ranks)
+
+
+@contextmanager
+def _own_memory() -> Iterator[None]:
+    """Inside, ranks on a CPU get memory in common that is not that of another run.
+
+    vLLM names it after the ranks alone. The files are removed once all ranks have opened them, so
+    that a run which is killed leaves none.
+    """
+    run = [uuid.uuid4().hex]
+    torch.distributed.broadcast_object_list(run, 0)
+    module: Any = require(
+        "vllm.distributed.device_communicators.cpu_communicator", "use_vllm=True"
+    )._CPUSHMDistributed
+    name_of, names = module.make_group_name, set()
+
+    def own_name(group: Any) -> str:
+        name = f"{run[0]}{name_of(group).lstrip('/')}"
+        names.add(name)
+        return name
+
+    module.make_group_name = staticmethod(own_name)
+    try:
+        yield
+    finally:
+        module.make_group_name = staticmethod(name_of)
+        for file in Path("/dev/shm").iterdir():
+            if file.name.startswith(tuple(names)):
+                file.unlink(missing_ok=True)
+
+
+def _keep_weights_unpacked() -> None:
+    """On a CPU vLLM would repack weights for oneDNN, and loading would not reach the copies."""
+    operations: Any = require("vllm._custom_ops", "use_vllm=True")
+    operations._supports_onednn = False
+
+
+def _uncompiled(on_cpu: bool) -> AbstractContextManager[Any]:
+    """On a CPU compiling vLLM's small functions takes a minute and saves nothing."""
+    return torch.compiler.set_stance("force_eager") if on_cpu else nullcontext()
+
+
+@contextmanager
+def unchanged_process() -> Iterator[None]:
+    """Give back what vLLM changes for the whole process.
+
+    That is: the global random streams, the number of threads and the function that sets it, the
+    precision of products, and environment variables.
+    """
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    precision = torch.get_float32_matmul_precision()
+    environment = dict(os.environ)
+    with random_numbers_kept():
+        try:
+            yield
+        finally:
+            torch.set_num_threads = set_threads
+            set_threads(threads)
+            torch.set_float32_matmul_precision(precision)
+            for name in set(os.environ) - set(environment):
+                if not name.startswith("VLLM_"):  # vLLM reads its own ones again later
+                    del os.environ[name]
+            os.environ.update(environment)
+
+
+def gather_over_tensor_group(value: Any) -> tuple[list[Any], int]:
+    """Values of all ranks that hold one engine together, and this rank's place among them."""
+    group = require("vllm.distributed.parallel_state", "use_vllm=True").get_tp_group()
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, value, group=group.cpu_group)
+    return found, group.rank_in_group

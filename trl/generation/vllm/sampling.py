@@ -1,0 +1,225 @@
+"""What vLLM is asked for, and how its answer is read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from ...text import did_you_mean
+from ...types import FinishReason, Generations, Prompts, Sampling
+
+NAMED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+ALIASES = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
+# The backend sets them, or they change what a completion is.
+REFUSED = ("n", "seed", "logprobs", "prompt_logprobs", "output_kind", "detokenize", "ignore_eos")
+TEXT = ("stop", "bad_words", "structured_outputs")  # options for which vLLM needs the tokenizer
+SEEDS = 2**62  # vLLM adds the place in a request to its seed, which is a signed 64-bit number
+
+
+def merge_options(sampling: Sampling, known: Collection[str]) -> Sampling:
+    """Let `Sampling.extra` win over the named options.
+
+    Args:
+        sampling (`Sampling`): as configured.
+        known: names of all fields of vLLM's `SamplingParams`.
+
+    Returns:
+        `Sampling`: `extra` holds what only vLLM knows.
+
+    Raises:
+        ValueError: for an option that vLLM does not know or that is refused.
+    """
+    rest = {ALIASES.get(name, name): value for name, value in sampling.extra.items()}
+    legal = set(known) - set(REFUSED) | {*NAMED, "do_sample"}
+    for name in rest:
+        if name in REFUSED:
+            raise ValueError(f"generation_kwargs[{name!r}] cannot be used in training.")
+        if name not in legal:
+            raise ValueError(
+                f"generation_kwargs[{name!r}] is no sampling option of vLLM."
+                f"{did_you_mean(name, legal)}"
+            )
+    named = {name: rest.pop(name) for name in NAMED if name in rest}
+    stops = (*sampling.stop_ids, *(rest.pop("stop_token_ids", None) or ()))
+    return sampling.replace(extra=rest, stop_ids=tuple(dict.fromkeys(stops)), **named)
+
+
+def needs_text(sampling: Sampling) -> bool:
+    """Whether the engine must turn tokens into text to follow the options."""
+    return any(name in sampling.extra for name in TEXT)
+
+
+def parameters(sampling: Sampling, count: int, seed: int) -> dict[str, Any]:
+    """Arguments of vLLM's `SamplingParams`.
+
+    Args:
+        sampling (`Sampling`): merged by `merge_options`.
+        count (`int`): completions of the prompt.
+        seed (`int`): of the first; vLLM derives those of the others.
+    """
+    rest = dict(sampling.extra)
+    greedy = not rest.pop("do_sample", True)
+    return {
+        "n": 1 if greedy else count,  # vLLM refuses several that would be the same
+        "seed": seed % SEEDS,
+        "temperature": 0.0 if greedy else float(sampling.temperature),
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p or 0.0,
+        "repetition_penalty": sampling.repetition_penalty,
+        "max_tokens": sampling.max_tokens,
+        "stop_token_ids": list(sampling.stop_ids),
+        "ignore_eos": True,  # `stop_token_ids` names every token that ends a completion
+        "logprobs": 0,  # of the sampled token
+        "detokenize": needs_text(sampling),
+        "skip_special_tokens": False,
+    } | rest
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and the completions wanted of it.
+
+    Args:
+        token_ids (`list[int]`): the prompt.
+        count (`int`): completions.
+        seed (`int`): of the first.
+    """
+
+    token_ids: list[int]
+    count: int
+    seed: int
+
+
+def completion_body(request: Request, sampling: Sampling, context: int) -> dict[str, Any]:
+    """What `/v1/completions` of a server is asked for.
+
+    Args:
+        request (`Request`): the prompt.
+        sampling (`Sampling`): merged by `merge_options`.
+        context (`int`): most tokens that the engine sees; a server refuses to be asked for more.
+    """
+    body = parameters(sampling, request.count, request.seed)
+    del body["detokenize"]  # servers always do
+    room = context - len(request.token_ids)
+    return body | {
+        "prompt": request.token_ids,
+        "max_tokens": min(body["max_tokens"], room),
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+
+
+def make_requests(token_ids: Sequence[list[int]], seeds: Sequence[int]) -> list[Request]:
+    """One request for each run of rows with the same prompt.
+
+    Args:
+        token_ids: the prompt of each row.
+        seeds: one for each row; a request takes that of its first row.
+    """
+    requests, start = [], 0
+    for ids, rows in groupby(token_ids):
+        count = len(list(rows))
+        requests.append(Request(ids, count, seeds[start]))
+        start += count
+    return requests
+
+
+def requests_of_all(shares: Sequence[tuple[list[list[int]], Sequence[int]]]) -> list[Request]:
+    """Requests for the rows of several ranks: prompts and seeds of each, in rank order."""
+    every_id = [ids for share, _ in shares for ids in share]
+    every_seed = [seed for _, share in shares for seed in share]
+    return make_requests(every_id, every_seed)
+
+
+def row_seeds_of(sampling: Sampling, count: int) -> tuple[int, ...]:
+    """The seeds of the rows, drawn from torch's generator where none are given."""
+    if sampling.seeds is not None:
+        return sampling.seeds
+    return tuple(torch.randint(SEEDS, (count,)).tolist())
+
+
+def check_lengths(prompts: Prompts, context: int) -> None:
+    """Refuse prompts that the engine cannot complete.
+
+    Raises:
+        ValueError: naming the row that has no tokens, or leaves no room for a completion.
+    """
+    for row, ids in enumerate(prompts.token_ids):
+        shown = repr(prompts.messages[row])[:80]
+        if not ids:
+            raise ValueError(f"The prompt of row {row} ({shown}) has no tokens.")
+        if len(ids) >= context:
+            raise ValueError(
+                f"The prompt of row {row} ({shown}) has {len(ids)} tokens, but the engine sees "
+                f"only {context} with the completion: raise vllm_max_model_length (of a server: "
+                "--max_model_len) or shorten it."
+            )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A completion as an engine gives it.
+
+    Args:
+        place (`int`): among those of its prompt.
+        token_ids (`list[int]`): of the completion.
+        reason (`str`, *optional*): for which it ended.
+        logps (`list[float]`): one for each token.
+    """
+
+    place: int
+    token_ids: list[int]
+    reason: str | None
+    logps: list[float]
+
+
+def read_outputs(requests: Sequence[Request], outputs: Sequence[Any]) -> Generations:
+    """Turn vLLM's `RequestOutput`s, in the order of the requests, into rows.
+
+    Raises:
+        RuntimeError: if vLLM gave up on a request.
+    """
+
+    def read(row: Any) -> Row:
+        pairs = zip(row.token_ids, row.logprobs, strict=True)
+        logps = [float(found[token].logprob) for token, found in pairs]
+        return Row(row.index, list(row.token_ids), row.finish_reason, logps)
+
+    return _joined(requests, [[read(row) for row in output.outputs] for output in outputs])
+
+
+def read_answers(requests: Sequence[Request], answers: Sequence[Any]) -> Generations:
+    """Turn a server's answers to `completion_body`, in the order of the requests, into rows.
+
+    Raises:
+        RuntimeError: if vLLM gave up on a request.
+    """
+
+    def read(row: Any) -> Row:
+        logps = row["logprobs"]["token_logprobs"]
+        return Row(row["index"], row["token_ids"], row["finish_reason"], logps)
+
+    return _joined(requests, [[read(row) for row in answer["choices"]] for answer in answers])
+
+
+def _joined(requests: Sequence[Request], groups: Sequence[list[Row]]) -> Generations:
+    rows: list[Row] = []
+    for request, group in zip(requests, groups, strict=True):
+        found = sorted(group, key=lambda row: row.place)
+        rows += found * (request.count // len(found))  # of greedy ones there is one
+    return Generations(
+        completion_ids=[row.token_ids for row in rows],
+        finish=[_reason(row.reason) for row in rows],
+        sampling_logps=[row.logps for row in rows],
+    )
+
+
+def _reason(words: str | None) -> FinishReason:
+    if words in ("stop", "length"):
+        return words  # type: ignore[return-value]
+    raise RuntimeError(f"vLLM ended a completion with {words!r} instead of stop or length.")

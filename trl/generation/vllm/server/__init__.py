@@ -1,0 +1,1 @@
+"""vLLM servers: their client, their workers, and the weights on their way."""

@@ -1,0 +1,321 @@
+"""The vLLM servers of a run, as rank 0 sees them: weights go to all, requests are divided."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import uuid
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from ....types import Generations, Sampling
+from ..sampling import Request, completion_body, read_answers
+from ..weight_proof import WeightSyncError
+from .client import HOW, ServerError, VLLMClient, in_background
+from .compat import ServerFacts
+from .weight_stream import Meeting, TransferError, WeightGroup, local_address
+
+logger = logging.get_logger(__name__)
+
+GRACE = 1.0  # seconds in which a server may say why it received no more
+AT_ONCE = 256  # requests that are under way; a server queues them itself
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that is ready.
+
+    Args:
+        client (`VLLMClient`): to talk to it.
+        facts (`ServerFacts`): what it is.
+        model (`str`): the name under which it serves its model.
+    """
+
+    client: VLLMClient
+    facts: ServerFacts
+    model: str
+
+    @classmethod
+    def connect(cls, url: str, seconds: float) -> Server:
+        """Wait for a server and ask what it is.
+
+        Args:
+            url (`str`): its address.
+            seconds (`float`): in which it must be ready.
+
+        Raises:
+            ServerError: if it is not, or was not started for training.
+        """
+        client = VLLMClient(url, seconds)
+        client.wait_until_healthy()
+        words = None
+        try:
+            facts = ServerFacts(**client.call_workers("trl_describe")[0])
+        except TypeError:
+            words = "runs another version of trl: install the same one on both sides."
+        except ServerError as error:
+            if error.status == 404:
+                words = f"does not run in development mode (VLLM_SERVER_DEV_MODE=1). {HOW}"
+            elif error.status == 500:
+                words = f"cannot take weights of a trainer. {HOW} It said: {error}"
+            else:
+                raise
+        if words is not None:
+            raise ServerError(f"The vLLM server {client.url} {words}")
+        return cls(client, facts, client.ask_again("GET", "/v1/models")["data"][0]["id"])
+
+    def sampling_fields(self) -> set[str]:
+        """Names of all options of a request."""
+        schema = self.client.ask_again("GET", "/openapi.json")["components"]["schemas"]
+        return set(schema["CompletionRequest"]["properties"])
+
+
+class Fleet:
+    """All servers of a run.
+
+    Args:
+        servers: at least one.
+    """
+
+    def __init__(self, servers: Sequence[Server]):
+        self.servers = servers
+        self.seconds = servers[0].client.seconds
+        self.run = uuid.uuid4().hex
+        self._syncs = 0
+        self._group: WeightGroup | None = None
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a prompt with its completion that all servers see."""
+        return min(server.facts.context for server in self.servers)
+
+    # --- Weights ---
+
+    def meet(self, port: int, device: torch.device) -> None:
+        """Make a group with the workers of all servers, over which weights are sent.
+
+        Args:
+            port (`int`): on which this process listens for them.
+            device (`torch.device`): of the policy.
+
+        Raises:
+            ServerError: if a worker does not come.
+            TransferError: if the port is taken.
+        """
+        first = self.servers[0].client
+        meeting = Meeting(
+            address=local_address(first.host, port),
+            port=port,
+            size=1 + sum(server.facts.workers for server in self.servers),
+            seconds=self.seconds,
+            run=self.run,
+            on_gpu=device.type == "cuda" and all(s.facts.gpu is not None for s in self.servers),
+        )
+        group, words = WeightGroup.host(meeting), None
+        calls = self._invite(meeting)
+        try:
+            group.wait_for_all(lambda: _raise_from(calls))
+            group.connect(device)
+        except RuntimeError as error:  # of the group itself
+            words = str(error).splitlines()[0]
+        wait(calls, self.seconds)
+        _raise_from(calls)
+        if words is not None:
+            raise TransferError(f"The vLLM servers and the trainer did not meet: {words}")
+        self._group = group
+
+    def _invite(self, meeting: Meeting) -> list[Future[Any]]:
+        calls, rank = [], 1
+        for server in self.servers:
+            address = local_address(server.client.host, meeting.port)
+            words = asdict(replace(meeting, address=address)), rank
+            calls.append(_call(server, "trl_join", *words))
+            rank += server.facts.workers
+        return calls
+
+    def transfer(self, step: int) -> Transfer:
+        """Begin to send all weights of an optimizer step."""
+        self._syncs += 1
+        ready = self.servers if self._group is not None else []
+        calls = [_call(server, "trl_receive", self.run, self._syncs) for server in ready]
+        return Transfer(self, self._group, calls, self._syncs, step)
+
+    def leave(self) -> None:
+        """Leave the workers and end all requests, after a failure."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        for server in self.servers:
+            server.client.close()
+
+    def forget_prefixes(self) -> None:
+        """Drop the cached prompts of all servers."""
+        for server in self.servers:
+            server.client.forget_prefixes()
+
+    # --- Requests ---
+
+    def complete(self, requests: Sequence[Request], sampling: Sampling) -> Generations:
+        """Complete prompts, each on one server.
+
+        Raises:
+            ServerError: if a server is gone or silent.
+            WeightSyncError: if one was restarted or serves another trainer.
+        """
+        chosen = [self.servers[n % len(self.servers)] for n in range(len(requests))]
+        return self._complete(chosen, requests, sampling)
+
+    def complete_on_each(self, request: Request, sampling: Sampling) -> Generations:
+        """Complete the same prompt on all servers; see `complete`."""
+        return self._complete(self.servers, [request] * len(self.servers), sampling)
+
+    def _complete(
+        self, servers: Sequence[Server], requests: Sequence[Request], sampling: Sampling
+    ) -> Generations:
+        turn = threading.BoundedSemaphore(AT_ONCE)
+
+        def ask(server: Server, request: Request) -> Any:
+            body = completion_body(request, sampling, self.context) | {"model": server.model}
+            with turn:
+                return server.client.ask_again("POST", "/v1/completions", body, math.inf)
+
+        pairs = zip(servers, requests, strict=True)
+        calls = [in_background(lambda s=s, r=r: ask(s, r)) for s, r in pairs]
+        try:
+            self._wait_for(calls)
+            self._check_weights()
+        except BaseException:
+            self.leave()
+            raise
+        return read_answers(requests, [call.result() for call in calls])
+
+    def _wait_for(self, calls: Sequence[Future[Any]]) -> None:
+        """Wait for answers as long as the engines of all servers are alive."""
+        pending, words = set(calls), None
+        try:
+            while pending:
+                done, pending = wait(pending, self.seconds / 2, FIRST_EXCEPTION)
+                _raise_from(done)
+                if pending:
+                    self._held(self.seconds / 2)
+        except ServerError as error:
+            words = str(error)
+        if words is not None:
+            answered = sum(call.done() and call.exception() is None for call in calls)
+            raise ServerError(
+                f"While generating, with {answered} of {len(calls)} prompts answered: {words}"
+            )
+
+    def _held(self, seconds: float | None = None) -> list[Any]:
+        """What each server says it holds; a busy engine answers between two steps."""
+        return [s.client.call_workers("trl_held", seconds=seconds)[0] for s in self.servers]
+
+    def _check_weights(self) -> None:
+        for server, held in zip(self.servers, self._held(), strict=True):
+            if held != [self.run, self._syncs]:
+                raise WeightSyncError(
+                    f"The vLLM server {server.client.url} does not hold the weights that it was "
+                    "sent: it was restarted or serves another trainer. Completions would be those "
+                    "of another policy."
+                )
+
+
+class Transfer:
+    """All weights on their way to all servers.
+
+    After a failure the weights that follow are left out, and `finish` raises it: other ranks go
+    through all of them, and so must this one.
+
+    Args:
+        fleet (`Fleet`): the servers.
+        group (`WeightGroup`, *optional*): over which they go; None after a failure.
+        calls: of the workers that receive.
+        sync (`int`): its number.
+        step (`int`): optimizer step of the weights, for messages.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        group: WeightGroup | None,
+        calls: list[Future[Any]],
+        sync: int,
+        step: int,
+    ):
+        self._fleet = fleet
+        self._group = group
+        self._calls = calls
+        self._sync = sync
+        self._step = step
+        self._sent = 0
+        self._failure = None if group is not None else "the servers were left after a failure"
+
+    def add(self, name: str, weight: Tensor) -> None:
+        """Send one weight."""
+        if self._group is None or self._failure is not None:
+            return
+        try:
+            self._group.send(name, weight, self._check)
+            self._sent += 1
+        except (ServerError, TransferError) as error:
+            self._failure = f"at {name}, after {self._sent} weights: {self._reason(error)}"
+
+    def finish(self) -> str | None:
+        """Tell that this was all; returns what is wrong with what a server holds then.
+
+        Raises:
+            ServerError: if a server is gone or silent.
+        """
+        verdicts: list[Any] = []
+        try:
+            if self._group is not None and self._failure is None:
+                verdicts = self._end(self._group)
+        except (ServerError, TransferError) as error:
+            self._failure = f"after the last of {self._sent} weights: {self._reason(error)}"
+        if self._failure is not None:
+            self.abandon()
+            raise ServerError(f"While sending the weights of step {self._step}, {self._failure}")
+        for _, doubt in verdicts[:1]:
+            if doubt is not None:
+                logger.warning(doubt)
+        return next((problem for problem, _ in verdicts if problem is not None), None)
+
+    def abandon(self) -> None:
+        """Send no more; servers need not wait for the rest."""
+        self._fleet.leave()
+
+    def _end(self, group: WeightGroup) -> list[Any]:
+        group.end(self._check)
+        verdicts = group.told_by_all(f"verdict/{self._sync}", self._check)
+        wait(self._calls, self._fleet.seconds)
+        self._check()
+        self._fleet.forget_prefixes()
+        return [json.loads(verdict) for verdict in verdicts]
+
+    def _check(self) -> None:
+        _raise_from(self._calls)
+
+    def _reason(self, error: Exception) -> Exception:
+        """What the server itself says, if it does so soon; a transfer only breaks."""
+        done = wait(self._calls, GRACE, FIRST_EXCEPTION).done
+        found = [call.exception() for call in done]
+        return next((failure for failure in found if isinstance(failure, Exception)), error)
+
+
+def _call(server: Server, method: str, *args: Any) -> Future[Any]:
+    """Call a method that takes as long as weights do; others see to its deadline."""
+    return in_background(lambda: server.client.call_workers(method, *args, seconds=math.inf))
+
+
+def _raise_from(calls: Iterable[Future[Any]]) -> None:
+    """Raise what a call that is done has raised."""
+    for call in calls:
+        if call.done():
+            call.result()

@@ -1,0 +1,189 @@
+"""Going on after running out of memory: the same work in smaller pieces."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from transformers.utils import logging
+
+from ..ops.oom import is_out_of_memory
+from ..random_numbers import RandomState
+
+logger = logging.get_logger(__name__)
+
+T = TypeVar("T")
+
+# For each phase: the option that sets its rows, and what else makes one row smaller.
+_EVERYWHERE = "a smaller max_completion_length, shorter prompts, bf16=True"
+OPTIONS: dict[str, tuple[str, str]] = {
+    "generation": ("generation_max_rows", f"empty_cache='always', {_EVERYWHERE}"),
+    "scoring": ("per_device_train_batch_size", f"logits_chunk_size, {_EVERYWHERE}"),
+    "rewards": ("per_device_train_batch_size", "a smaller reward model, shorter completions"),
+    "training": (
+        "per_device_train_batch_size",
+        f"gradient_checkpointing=True, logits_chunk_size, an adapter, {_EVERYWHERE}",
+    ),
+}
+
+
+class RowTooLargeError(torch.OutOfMemoryError):
+    """One row alone does not fit, so there is no smaller piece to try."""
+
+
+class Piece:
+    """How many rows a phase works on at once: halved, for good, whenever they do not fit.
+
+    Work that is interrupted is done again on the same rows with the same random numbers, so the
+    outcome is that of a run that had the smaller size from the start, for work whose rows do not
+    depend on each other. The work must not wait for other processes, which know of no failure here.
+
+    Args:
+        phase (`str`): what is done, for messages: a key of `OPTIONS`, or any word.
+        size (`int`, *optional*): most rows at once. None: no limit until memory runs out.
+        option (`str`, *optional*): the option that sets `size`, for messages; from `OPTIONS`.
+        disabled (`bool`): let every error through at once.
+
+    Attributes:
+        size (`int` or None): most rows at once, now.
+        failures (`int`): how often memory ran out.
+
+    Raises:
+        ValueError: if `size` is less than 1.
+    """
+
+    def __init__(
+        self,
+        phase: str,
+        size: int | None = None,
+        option: str | None = None,
+        disabled: bool = False,
+    ):
+        self.phase = phase
+        known, self._advice = OPTIONS.get(phase, ("", _EVERYWHERE))
+        self.option = option or known
+        if size is not None and size < 1:
+            raise ValueError(f"{self.option or 'size'}={size} must be at least 1.")
+        self.size = size
+        self.disabled = disabled
+        self.failures = 0
+
+    def run(self, total: int, work: Callable[[range], T], most: int | None = None) -> list[T]:
+        """Work on all rows, at most `size` at once; after a failure go on from the failed rows.
+
+        Args:
+            total (`int`): rows.
+            work: does some consecutive rows. It must leave nothing behind when it fails.
+            most (`int`, *optional*): bound of this call, besides `size`.
+
+        Returns:
+            `list`: what `work` returned, in the order of rows.
+
+        Raises:
+            RowTooLargeError: if one row alone does not fit.
+        """
+        results: list[T] = []
+        start = 0
+        while start < total:
+            rows = self._rows(start, total, most)
+            random = RandomState()
+            if self._attempt(rows, work, results):
+                start = rows.stop
+            else:
+                _free()
+                random.restore()
+        return results
+
+    def retry_all(
+        self,
+        total: int,
+        reset: Callable[[], None],
+        work: Callable[[range], T],
+        start: int = 0,
+    ) -> list[T]:
+        """Work on all rows, at most `size` at once; after a failure begin again at row 0.
+
+        For training: a backward pass that fails leaves gradients half added, so all of them go.
+
+        Args:
+            total (`int`): rows.
+            reset: undoes everything that `work` has done so far, after a failure.
+            work: does some consecutive rows.
+            start (`int`): rows that earlier calls did, which are done again after a failure.
+
+        Returns:
+            `list`: what `work` returned in the attempt that went through, in the order of rows.
+
+        Raises:
+            RowTooLargeError: if one row alone does not fit.
+        """
+        results: list[T] = []
+        random = RandomState()
+        while not all(self._attempt(rows, work, results) for rows in self._ranges(start, total)):
+            results.clear()
+            start = 0
+            random.restore()  # before `reset`, which may know of an earlier point
+            reset()
+            _free()
+        return results
+
+    def _rows(self, start: int, total: int, most: int | None = None) -> range:
+        bounds = [total - start, *(bound for bound in (self.size, most) if bound is not None)]
+        return range(start, start + min(bounds))
+
+    def _ranges(self, start: int, total: int) -> list[range]:
+        step = self.size or max(total, 1)
+        return [self._rows(first, total) for first in range(start, total, step)]
+
+    def _attempt(self, rows: range, work: Callable[[range], T], results: list[T]) -> bool:
+        """Add what `work` returns to `results`; False if it ran out of memory."""
+        try:
+            results.append(work(rows))
+            return True
+        except Exception as error:
+            if self.disabled or not is_out_of_memory(error):
+                raise
+            drop_frames(error)
+            self.failures += 1
+            if len(rows) == 1:
+                raise RowTooLargeError(self._no_smaller(rows.start, error)) from error
+        self._shrink(len(rows))
+        return False
+
+    def _shrink(self, rows: int) -> None:
+        self.size = rows // 2
+        known = f" Set {self.option}={self.size} to begin with that." if self.option else ""
+        logger.warning(
+            f"Out of memory in {self.phase} with {rows} rows at once: going on with {self.size} "
+            f"at once, for the same data.{known}"
+        )
+
+    def _no_smaller(self, row: int, error: Exception) -> str:
+        least = f", so {self.option}=1 does not help" if self.option else ""
+        return (
+            f"Out of memory in {self.phase} with one row (number {row}) alone{least}. What may "
+            f"help: {self._advice}. The allocator said: {error}"
+        )
+
+
+def _free() -> None:
+    """Give back what a failed attempt left."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def drop_frames(error: BaseException) -> None:
+    """Let go of the local variables, tensors among them, of the calls that `error` passed through.
+
+    The traceback itself stays, to be shown. Errors that led to `error` are treated alike.
+    """
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__

@@ -1,0 +1,344 @@
+"""Attention in which completions of one prompt see a single copy of it.
+
+Tokens of a forward lie in one row without padding: first the prefixes of all groups, then the tails
+of their completions. A prefix attends to itself, causally; a tail to the prefix of its group and,
+causally, to itself. No mask is built, and the keys of a prefix are read where they are; those of
+tails are gathered by length, and the memory-efficient kernel of GPUs repeats heads that are shared:
+see `trl.ops.attention_kernels`.
+
+The row may be cut into passes: one over the prefixes, whose keys and values are kept, and some over
+tails, which read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from ..ops.attention_kernels import choose_kernel, merge
+
+KEYWORD = "trl_shared_prefix"
+
+
+class Layers(dict[int, tuple[Tensor, Tensor]]):
+    """Keys and values (1, K, T, D) by index of the layer."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Places of one group in the row: its prefix, and its tails one after the other."""
+
+    prefix: slice
+    tails: slice
+    cuts: tuple[tuple[int, int], ...] = ()  # where each tail that has tokens starts and stops
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tails of similar length, whose e tokens are read and written by integer places alone.
+
+    A boolean index would make the host wait for the device, in every layer.
+    """
+
+    index: Tensor  # (n, w) places in the row; a shorter tail repeats its last one
+    exists: Tensor  # (n, w) bool: False at the repeats
+    cells: Tensor  # (e,) places in the flattened (n, w) that are no repeats
+    places: Tensor  # (e,) their places in the row, each once
+
+    def gather(self, packed: Tensor) -> Tensor:
+        """Take the places of (1, N, T, ...): (n, N, w, ...)."""
+        return packed[0][:, self.index].transpose(0, 1)
+
+    def tokens(self, values: Tensor) -> Tensor:
+        """Drop the repeats of (n, N, w, ...): (N, e, ...)."""
+        return values.transpose(0, 1).flatten(1, 2).index_select(1, self.cells)
+
+
+Buckets = tuple[Bucket, ...]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the groups of a packed forward are.
+
+    `buckets` hold the tails of similar length. Repeats stand behind a tail, where causality hides
+    them. Keys and values of every layer are put into `kept`, if there is one.
+    """
+
+    groups: tuple[Group, ...]
+    buckets: Buckets
+    kept: Layers | None = None
+
+    @classmethod
+    def of(
+        cls,
+        groups: Sequence[tuple[int, Sequence[int]]],
+        device: torch.device | str,
+        kept: Layers | None = None,
+    ) -> Packing:
+        """Lay out groups given as (prefix length, tail lengths)."""
+        places: list[Group] = []
+        starts: list[int] = []
+        lengths: list[int] = []
+        prefix_start, tail_start = 0, sum(prefix for prefix, _ in groups)
+        for prefix, tails in groups:
+            ends = list(accumulate(tails, initial=tail_start))
+            at = slice(prefix_start, prefix_start + prefix)
+            cuts = tuple((start, stop) for start, stop in pairwise(ends) if start < stop)
+            places.append(Group(at, slice(tail_start, ends[-1]), cuts))
+            starts += ends[:-1]
+            lengths += tails
+            prefix_start, tail_start = prefix_start + prefix, ends[-1]
+        return cls(tuple(places), make_buckets(starts, lengths, device), kept)
+
+
+@dataclass(frozen=True)
+class Tails:
+    """A pass over tails alone.
+
+    Args:
+        groups: for each group with tails in this pass, their places and those of its prefix.
+        buckets: places of the tails, as in `Packing`.
+        kept: keys and values of the prefixes.
+    """
+
+    groups: tuple[Group, ...]
+    buckets: Buckets
+    kept: Layers
+
+    def prefixes(self, layer: int) -> list[Tensor]:
+        """Keys and values (1, K, P, D) of each group's prefix, in turn."""
+        pair = self.kept[layer]
+        return [states[:, :, group.prefix] for group in self.groups for states in pair]
+
+
+def make_buckets(
+    starts: Sequence[int], lengths: Sequence[int], device: torch.device | str
+) -> Buckets:
+    """Put tails together whose lengths lie between two powers of two; empty ones are left out."""
+    tails = [(start, length) for start, length in zip(starts, lengths, strict=True) if length]
+    return tuple(_buckets(tails, device))
+
+
+def _buckets(tails: Sequence[tuple[int, int]], device: torch.device | str) -> Iterator[Bucket]:
+    """Put tails (start, length) together whose lengths lie between two powers of two."""
+    by_size: dict[int, list[tuple[int, int]]] = {}
+    for tail in tails:
+        by_size.setdefault(tail[1].bit_length(), []).append(tail)
+    for members in by_size.values():
+        starts, lengths = torch.tensor(members).t()
+        offsets = torch.arange(int(lengths.max()))
+        exists = offsets < lengths[:, None]
+        index = starts[:, None] + torch.minimum(offsets, lengths[:, None] - 1)
+        found = index, exists, exists.flatten().nonzero()[:, 0], index[exists]
+        # Made here and read on the device alone, so the host need not wait for the copies.
+        yield Bucket(*(x.to(device, non_blocking=True) for x in found))
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """One new token for each of m rows, whose prefixes are kept once for each group.
+
+    Args:
+        groups: rows of the batch that share a prefix.
+        keys, values: for each layer and group, (1, K, P, D).
+    """
+
+    groups: tuple[slice, ...]
+    keys: tuple[tuple[Tensor, ...], ...]
+    values: tuple[tuple[Tensor, ...], ...]
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, layout: Packing | Tails, scale: float, query: Tensor, *keys: Tensor
+    ) -> Tensor:
+        kernel = choose_kernel(query)
+        ctx.layout, ctx.scale = layout, scale
+        if _is_one_prefix(layout):
+            output, normalizer = kernel.forward(query, keys[0], keys[1], True, scale)
+            ctx.save_for_backward(output, normalizer, query, *keys)
+            return output
+        output = torch.empty_like(query)
+        normalizer = query.new_empty(query.shape[:3], dtype=_statistics_dtype(query))
+        for part in _parts(layout):
+            key, value = part.of(keys)
+            found = kernel.forward(query[:, :, part.queries], key, value, part.causal, scale)
+            output[:, :, part.queries], normalizer[:, :, part.queries] = found
+        for bucket in layout.buckets:
+            gathered = tuple(map(bucket.gather, (query, *keys[:2])))
+            own = kernel.forward(gathered[0], gathered[1], gathered[2], True, scale)
+            merged = merge((bucket.gather(output), bucket.gather(normalizer)), own)
+            for total, part in zip((output, normalizer), merged, strict=True):
+                total[0].index_copy_(1, bucket.places, bucket.tokens(part).to(total.dtype))
+        ctx.save_for_backward(output, normalizer, query, *keys)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        output, normalizer, query, *keys = ctx.saved_tensors
+        kernel = choose_kernel(query)
+        if grad.stride(-1) != 1:
+            grad = grad.contiguous()
+        if _is_one_prefix(ctx.layout):
+            saved = (query, *keys, output, normalizer)
+            return None, None, *kernel.backward(grad, saved, True, ctx.scale)
+        of_query, of_keys = torch.empty_like(query), [torch.zeros_like(key) for key in keys]
+        for part in _parts(ctx.layout):
+            at = part.queries
+            saved = (query[:, :, at], *part.of(keys), output[:, :, at], normalizer[:, :, at])
+            found = kernel.backward(grad[:, :, at], saved, part.causal, ctx.scale)
+            of_query[:, :, at] = found[0]
+            for total, more in zip(part.of(of_keys), found[1:], strict=True):
+                total += more
+        everything = (query, *keys[:2], output, normalizer)
+        for bucket in ctx.layout.buckets:
+            # A repeated place must add nothing.
+            upstream = bucket.gather(grad) * bucket.exists[:, None, :, None]
+            saved = tuple(map(bucket.gather, everything))
+            found = kernel.backward(upstream, saved, True, ctx.scale)
+            for total, more in zip((of_query, *of_keys[:2]), found, strict=True):
+                total[0].index_add_(1, bucket.places, bucket.tokens(more))
+        return None, None, of_query, *of_keys
+
+
+def _is_one_prefix(layout: Packing | Tails) -> bool:
+    """Whether a layout is plain causal attention, which needs no places."""
+    return isinstance(layout, Packing) and len(layout.groups) == 1 and not layout.buckets
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Queries that attend to one prefix."""
+
+    queries: slice
+    prefix: slice
+    causal: bool
+    source: int  # where its keys are among all keys and values
+
+    def of(self, keys: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The keys and values of the prefix, as views."""
+        key, value = keys[self.source : self.source + 2]
+        return key[:, :, self.prefix], value[:, :, self.prefix]
+
+
+def _parts(layout: Packing | Tails) -> Iterator[_Part]:
+    everything = slice(None)
+    for number, group in enumerate(layout.groups):
+        if isinstance(layout, Tails):
+            yield _Part(group.tails, everything, False, 2 * number + 2)
+            continue
+        yield _Part(group.prefix, group.prefix, True, 0)
+        if group.tails.stop > group.tails.start:
+            yield _Part(group.tails, group.prefix, False, 0)
+
+
+def _statistics_dtype(query: Tensor) -> torch.dtype:
+    return torch.promote_types(query.dtype, torch.float32)
+
+
+def packed_attention(
+    query: Tensor,
+    own: tuple[Tensor, Tensor],
+    layout: Packing | Tails,
+    layer: int,
+    scale: float,
+) -> Tensor:
+    """Attend from every token of a packed row (1, N, T, D) to what it may see: (1, N, T, D).
+
+    Args:
+        query (`Tensor`): (1, N, T, D).
+        own (`tuple[Tensor, Tensor]`): keys and values (1, K, T, D) of the row; N is a multiple of
+            K.
+        layout (`Packing` or `Tails`): where prefixes and tails are.
+        layer (`int`): index of the layer.
+        scale (`float`): of the products of queries and keys.
+    """
+    more = layout.prefixes(layer) if isinstance(layout, Tails) else []
+    if isinstance(layout, Packing) and layout.kept is not None:
+        # Not again when activations are recomputed.
+        layout.kept.setdefault(layer, own)
+    # A graph that held `kept` would hold itself, since the kept tensors hold the graph.
+    places = replace(layout, kept=Layers())
+    return _PackedAttention.apply(places, scale, query, *own, *more)
+
+
+def decoding_attention(
+    query: Tensor, own: tuple[Tensor, Tensor], decoding: Decoding, layer: int, scale: float
+) -> Tensor:
+    """Attend from one new token of each row to its prefix and to its own tokens.
+
+    Args:
+        query (`Tensor`): (m, N, 1, D).
+        own (`tuple[Tensor, Tensor]`): keys and values (m, K, t, D) of what the rows generated.
+        decoding (`Decoding`): the shared prefixes.
+        layer (`int`): index of the layer.
+        scale (`float`): of the products of queries and keys.
+    """
+    kernel = choose_kernel(query)
+    output = torch.empty_like(query)
+    normalizer = query.new_empty(query.shape[:3], dtype=_statistics_dtype(query))
+    parts = zip(decoding.groups, decoding.keys[layer], decoding.values[layer], strict=True)
+    for rows, key, value in parts:
+        # The rows of a group are queries of one attention to their prefix.
+        found = kernel.forward(query[rows].transpose(0, 2), key, value, False, scale)
+        output[rows] = found[0].transpose(0, 2)
+        normalizer[rows] = found[1].transpose(0, 2)
+    merged, _ = merge((output, normalizer), kernel.forward(query, *own, False, scale))
+    return merged
+
+
+def visible(packing: Packing, total: int) -> Tensor:
+    """The mask (T, T) that a packing stands for: True where a token may look."""
+    mask = torch.zeros(total, total, dtype=torch.bool)
+    for group in packing.groups:
+        mask[group.tails, group.prefix] = True
+        mask[group.prefix, group.prefix] = True
+    for bucket in packing.buckets:
+        lengths = bucket.exists.sum(1).tolist()
+        for places, real in zip(bucket.index.tolist(), lengths, strict=True):
+            own = slice(places[0], places[0] + real)
+            mask[own, own] = True
+    causal = torch.ones(total, total, dtype=torch.bool).tril()
+    return mask & causal
+
+
+def install(implementation: str) -> None:
+    """Let an attention implementation of transformers understand the layouts of this module.
+
+    Without the keyword of a layout the implementation does exactly what it did before.
+    """
+    table = AttentionInterface._global_mapping
+    original = table[implementation]
+    if not hasattr(original, "trl_original"):
+        AttentionInterface.register(implementation, _aware(original))
+
+
+def _aware(original: Any) -> Any:
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        layout = kwargs.pop(KEYWORD, None)
+        if layout is None:
+            return original(module, query, key, value, mask, **kwargs)
+        if kwargs.get("softcap") is not None:
+            raise NotImplementedError("soft-capped attention has no shared layout")
+        scale = kwargs.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        if isinstance(layout, Decoding):
+            found = decoding_attention(query, (key, value), layout, module.layer_idx, scale)
+        else:
+            found = packed_attention(query, (key, value), layout, module.layer_idx, scale)
+        return found.transpose(1, 2).contiguous(), None
+
+    attention.trl_original = original  # type: ignore[attr-defined]
+    return attention

@@ -1,0 +1,1 @@
+"""What every trainer has: options, checkpoints, resuming, the policy."""

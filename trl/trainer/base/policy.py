@@ -1,0 +1,212 @@
+"""What is trained: the model, its tokenizer and, if asked for, a new adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, set_seed
+from transformers.utils import logging
+
+from ...models.head import cast_head_to_float32
+from ...models.loading import (
+    disable_dropout_in_model,
+    load_policy,
+    load_tokenizer,
+    settle_pad_token,
+)
+from ...models.peft import (
+    adapter_base,
+    add_adapter,
+    continue_adapter,
+    is_adapter,
+    load_adapter,
+)
+from ...models.quantized import is_quantized, keep_trainable
+from ...models.reference import is_peft_model
+from ..online.online_config import OnlineConfig
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy ready to be handed to the trainer."""
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    brought_adapter: bool  # the caller's model already had an adapter
+
+
+def prepare_policy(
+    model: str | PreTrainedModel,
+    args: OnlineConfig,
+    tokenizer: Any = None,
+    quantization_config: Any = None,
+    peft_config: Any = None,
+) -> Policy:
+    """Load what was given by name and apply the options that change the model.
+
+    Raises:
+        TypeError: for a model or processing class of an unexpected kind.
+        ValueError: for options that contradict each other.
+    """
+    init_kwargs = init_options(args)
+    set_seed(args.seed)  # for what is drawn: weights of a new head, factors of a new adapter
+    if isinstance(model, str):
+        name = model
+        model = _load(name, args, init_kwargs, quantization_config, peft_config)
+    else:
+        name = _check_instance(model, init_kwargs, quantization_config)
+    _check_precision(model)
+    tokenizer = _settle_tokenizer(tokenizer, name, args, init_kwargs)
+    settle_pad_token(model, tokenizer)
+    brought_adapter = is_peft_model(model)
+    if is_quantized(model):
+        keep_trainable(model)
+    if args.cast_lm_head_to_fp32:
+        cast_head_to_float32(model)
+    if peft_config is not None:
+        model = add_adapter(model, peft_config, bool(args.gradient_checkpointing))
+    elif brought_adapter:
+        continue_adapter(model, bool(args.gradient_checkpointing))
+    if args.disable_dropout:
+        disable_dropout_in_model(model)
+    if is_peft_model(model):
+        _advise_learning_rate(args)
+    return Policy(model, tokenizer, brought_adapter)
+
+
+def _load(
+    name: str,
+    args: OnlineConfig,
+    init_kwargs: dict[str, Any],
+    quantization_config: Any,
+    peft_config: Any,
+) -> nn.Module:
+    """Load a model, or an adapter and the model below it."""
+    revision = init_kwargs.get("revision")
+    adapter = name if is_adapter(name, revision) else None
+    if adapter is not None:
+        if peft_config is not None:
+            raise ValueError(
+                f"{name!r} is an adapter, which is trained further: leave out peft_config "
+                "(--use_peft), or give the model below it."
+            )
+        name, init_kwargs["revision"] = adapter_base(name, revision)
+    quantization = quantization_config or init_kwargs.get("quantization_config")
+    if quantization is not None and peft_config is None and adapter is None:
+        raise ValueError(
+            "Quantized weights cannot be trained: add an adapter with peft_config (--use_peft), "
+            "or leave the quantization out."
+        )
+    model = load_policy(
+        name,
+        init_kwargs,
+        args.trust_remote_code,
+        quantization_config,
+        distributed=args.world_size > 1,
+    )
+    return model if adapter is None else load_adapter(model, adapter, revision)
+
+
+def _advise_learning_rate(args: OnlineConfig) -> None:
+    default = type(args).__dataclass_fields__["learning_rate"].default
+    if args.learning_rate == default:
+        logger.warning(
+            f"learning_rate={args.learning_rate:g} is the default for training all weights. "
+            "Adapters usually learn with ten times as much or more."
+        )
+
+
+def init_options(args: OnlineConfig) -> dict[str, Any]:
+    """Return a copy of `model_init_kwargs`.
+
+    Raises:
+        ValueError: if it is no mapping.
+    """
+    kwargs = args.model_init_kwargs or {}
+    if not isinstance(kwargs, Mapping):
+        raise ValueError(f"model_init_kwargs={kwargs!r} must be a mapping or a JSON object.")
+    return dict(kwargs)
+
+
+def _check_instance(model: Any, init_kwargs: dict[str, Any], quantization_config: Any) -> str:
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise TypeError(
+            f"model must be a name or a transformers model, not {type(model).__name__}."
+        )
+    ignored = [
+        name
+        for name, value in {
+            "model_init_kwargs": init_kwargs,
+            "quantization_config": quantization_config,
+        }.items()
+        if value
+    ]
+    if ignored:
+        logger.warning(f"{' and '.join(ignored)} ignored: the model was passed already loaded.")
+    return model.config._name_or_path
+
+
+def _check_precision(model: PreTrainedModel) -> None:
+    """Eager attention softmaxes in float32, where the mask value of float64 becomes -inf."""
+    if model.dtype == torch.float64 and model.config._attn_implementation == "eager":
+        raise ValueError(
+            "A float64 model with attn_implementation='eager' gives NaN for padded rows; use "
+            "attn_implementation='sdpa'."
+        )
+
+
+def _settle_tokenizer(
+    tokenizer: Any, name: str, args: OnlineConfig, init_kwargs: dict[str, Any]
+) -> PreTrainedTokenizerBase:
+    if tokenizer is None:
+        if not name:
+            raise ValueError(
+                "The model does not say where it was loaded from: pass its tokenizer as "
+                "processing_class."
+            )
+        return load_tokenizer(name, init_kwargs.get("revision"), args.trust_remote_code)
+    if isinstance(tokenizer, ProcessorMixin):
+        raise TypeError(
+            "processing_class is a processor; prompts with images are not available in this "
+            "release. Pass its tokenizer to train on text."
+        )
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(f"processing_class must be a tokenizer, not {type(tokenizer).__name__}.")
+    return tokenizer
+
+
+def router_coefficient(model: nn.Module, args: OnlineConfig) -> float:
+    """Weight of the load-balancing loss: the option, else the model's configuration, else 0.
+
+    Raises:
+        ValueError: if a weight is asked for on a model without router logits.
+    """
+    config = model.config.get_text_config()
+    has_router = hasattr(config, "output_router_logits")
+    if args.router_aux_loss_coef is None:
+        return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) if has_router else 0.0
+    if args.router_aux_loss_coef and not has_router:
+        raise ValueError(
+            f"router_aux_loss_coef={args.router_aux_loss_coef}: "
+            f"{type(config).__name__} describes no mixture of experts; leave the option out."
+        )
+    return float(args.router_aux_loss_coef)
+
+
+def check_devices(args: OnlineConfig) -> None:
+    """Refuse the implicit data parallelism of one process over several GPUs.
+
+    Raises:
+        ValueError: telling how to start one process for each GPU.
+    """
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"One process sees {args.n_gpu} GPUs. Start one process for each with `accelerate "
+            "launch`, or show it one with CUDA_VISIBLE_DEVICES=0."
+        )

@@ -1,0 +1,1 @@
+"""The skeleton of trainers that generate their own completions."""

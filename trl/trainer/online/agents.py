@@ -1,0 +1,95 @@
+"""Completions that are more than one turn of the policy: tools, and rollout functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...data.formats import is_conversational
+from ...data.tool_template import ToolTurns
+from ...generation.base import GenerationBackend, context_of
+from ...generation.function_backend import FunctionBackend, RolloutFunction
+from ...generation.tools.calls import CallParser
+from ...generation.tools.loop import ToolLimits, ToolLoop
+from ...generation.tools.runner import ToolRunner
+from ...models.loading import context_length
+from .online_config import OnlineConfig
+
+
+@dataclass(frozen=True)
+class Agents:
+    """What a trainer was given besides an engine."""
+
+    tools: ToolRunner | None = None
+    rollout_func: RolloutFunction | None = None
+
+    @classmethod
+    def of(
+        cls,
+        args: OnlineConfig,
+        tools: Sequence[Callable[..., Any]] | None,
+        rollout_func: RolloutFunction | None,
+        environment_factory: Any,
+    ) -> Agents:
+        """Check the arguments of a trainer, before anything is loaded.
+
+        Raises:
+            NotImplementedError: for an environment factory.
+            TypeError: if a tool or the rollout function cannot be called.
+            ValueError: if a tool has no schema, or tools and a rollout function are given.
+        """
+        if environment_factory is not None:
+            raise NotImplementedError(
+                "environment_factory is not available in this release: pass functions as tools, or "
+                "run the environments in a rollout_func."
+            )
+        if rollout_func is None:
+            return cls(tools=ToolRunner(tools, args.tool_timeout) if tools else None)
+        if not callable(rollout_func):
+            raise TypeError(f"rollout_func must be a function, not {rollout_func!r:.80}.")
+        if tools:
+            raise ValueError(
+                "tools cannot be used with rollout_func, which makes the completions itself; call "
+                "the tools inside it."
+            )
+        return cls(rollout_func=rollout_func)
+
+    def template_kwargs(self, args: OnlineConfig) -> dict[str, Any]:
+        """Arguments of the chat template, which describes the tools in the prompt."""
+        given: Any = args.chat_template_kwargs or {}
+        return given if self.tools is None else given | {"tools": self.tools.schemas}
+
+    def backend(self, trainer: Any, engine: GenerationBackend) -> GenerationBackend:
+        """Wrap the engine of a trainer.
+
+        Raises:
+            ValueError: if the chat template or the prompts have no place for tools.
+        """
+        if self.rollout_func is not None:
+            return FunctionBackend(self.rollout_func, trainer, engine, trainer.ranks)
+        if self.tools is None:
+            return engine
+        _check_prompt(trainer)
+        args, tokenizer = trainer.args, trainer.processing_class
+        options: Any = args.chat_template_kwargs
+        turns = ToolTurns(tokenizer, trainer.sampling.stop_ids, self.template_kwargs(args))
+        contexts = (context_of(engine), context_length(trainer.model))
+        bounds = [context for context in contexts if context is not None]
+        return ToolLoop(
+            engine,
+            self.tools,
+            CallParser(tokenizer, self.tools.schemas, options),
+            turns,
+            ToolLimits(args.max_tool_calling_iterations, min(bounds, default=None)),
+            trainer.ranks,
+        )
+
+
+def _check_prompt(trainer: Any) -> None:
+    row = next(iter(trainer.train_dataset))
+    if not is_conversational({"prompt": row["prompt"]}):
+        raise ValueError(
+            "tools need conversational prompts, lists of messages with 'role' and 'content', for "
+            f"the chat template to describe the tools; the first row has {row['prompt']!r:.80}."
+        )

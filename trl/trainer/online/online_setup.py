@@ -1,0 +1,172 @@
+"""Checks made before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as arrow
+import pyarrow.compute as compute
+from datasets import Dataset, IterableDataset, Value
+
+from ...text import did_you_mean
+from .batch_math import smaller_round
+from .online_config import OnlineConfig
+
+PROMPTS_AT_ONCE = 10_000
+
+
+def check_run(model: Any, args: Any, config_class: type[OnlineConfig]) -> None:
+    """Check that the options are the trainer's, and where the model is and will be.
+
+    Raises:
+        TypeError: if `args` is of another class.
+        FileNotFoundError: if `model` is the path of no folder.
+        ValueError: if the output would replace the model.
+    """
+    if not isinstance(args, config_class):
+        raise TypeError(f"args must be a {config_class.__name__}, not {type(args).__name__}.")
+    config = getattr(model, "config", None)
+    name = model if isinstance(model, str) else getattr(config, "_name_or_path", "")
+    if name and args.output_dir:
+        _check_places(name, isinstance(model, str), args.output_dir)
+
+
+def _check_places(name: str, is_wanted: bool, output: str) -> None:
+    place = Path(name).expanduser()
+    if is_wanted and name.startswith((".", "/", "~")) and not place.exists():
+        beside = [path.name for path in place.parent.glob("*/")]
+        raise FileNotFoundError(
+            f"model={name!r} is the path of no folder.{did_you_mean(place.name, beside)}"
+        )
+    if place.is_dir() and place.resolve() == Path(output).resolve():
+        raise ValueError(
+            f"output_dir={output!r} is the folder of the model, which would be replaced. Choose "
+            "another one."
+        )
+
+
+def check_context(args: OnlineConfig, context: int | None) -> None:
+    """Check that a completion leaves room for a prompt.
+
+    Raises:
+        ValueError: naming the largest legal value.
+    """
+    longest = args.max_completion_length or 0
+    if context is not None and longest >= context:
+        raise ValueError(
+            f"max_completion_length={longest} leaves no room for a prompt: the model sees "
+            f"{context} tokens. At most {context - 1}, less the prompt."
+        )
+
+
+def check_datasets(train: Any, evaluation: Any, args: OnlineConfig) -> None:
+    """Check kind, columns and size of the datasets.
+
+    Raises:
+        TypeError: if a dataset is none of the `datasets` library.
+        ValueError: if there is no training set, no `prompt` column, or too few rows, or if
+            batches are to be loaded in a way that text cannot be.
+    """
+    if train is None:
+        raise ValueError("train_dataset is required: a dataset with a 'prompt' column.")
+    datasets = {"train_dataset": train} | _named(evaluation)
+    for name, dataset in datasets.items():
+        check_dataset(name, dataset)
+        if isinstance(dataset, Dataset):
+            _check_prompts(name, dataset)
+    _check_loading(args)
+    if not isinstance(train, IterableDataset):
+        _check_size(len(train), args)
+    elif args.max_steps <= 0:
+        raise ValueError("An iterable train_dataset has no length: set max_steps above 0.")
+
+
+def _check_prompts(name: str, dataset: Dataset) -> None:
+    """Find rows that could not be encoded before they are drawn, maybe hours from now."""
+    kind = dataset.features["prompt"]
+    if isinstance(kind, Value) and kind.dtype not in ("string", "large_string", "null"):
+        raise TypeError(
+            f"{name}: the column 'prompt' must hold strings or lists of messages, not {kind.dtype}."
+        )
+    first = 0
+    for batch in dataset.select_columns("prompt").with_format("arrow").iter(PROMPTS_AT_ONCE):
+        prompts = batch["prompt"]
+        row = compute.index(_absent(prompts), True).as_py()
+        if row >= 0:
+            what = "is missing" if prompts[row].as_py() is None else "has no messages"
+            raise ValueError(
+                f"{name}: the prompt of row {first + row} {what}. Remove such rows, for example "
+                "with dataset.filter(lambda row: row['prompt'])."
+            )
+        first += len(prompts)
+
+
+def _absent(prompts: Any) -> Any:
+    """Mark prompts that are null or lists of nothing; an empty text may begin a completion."""
+    if not (arrow.types.is_list(prompts.type) or arrow.types.is_large_list(prompts.type)):
+        return compute.is_null(prompts)
+    return compute.fill_null(compute.equal(compute.list_value_length(prompts), 0), True)
+
+
+def _named(evaluation: Any) -> dict[str, Any]:
+    if isinstance(evaluation, dict):
+        return {f"eval_dataset[{name!r}]": dataset for name, dataset in evaluation.items()}
+    return {} if evaluation is None else {"eval_dataset": evaluation}
+
+
+def _check_size(size: int, args: OnlineConfig) -> None:
+    plan = args.batch_plan
+    needed = plan.round_rows // plan.group_size
+    if size < needed:
+        raise ValueError(
+            f"train_dataset has {size} rows, but one generation round takes {needed} prompts x "
+            f"{plan.group_size} completions. Add rows, or lower {smaller_round(plan, size)}."
+        )
+
+
+def check_dataset(name: str, dataset: Any) -> None:
+    """Check kind and columns of one dataset; `name` is what messages call it."""
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        raise TypeError(
+            f"{name} must be a datasets.Dataset or IterableDataset, not {type(dataset).__name__}."
+        )
+    columns = dataset.column_names
+    if columns is not None and "prompt" not in columns:
+        raise ValueError(f"{name} has no 'prompt' column; it has {', '.join(columns)}.")
+    images = {"image", "images"} & set(columns or ())
+    if images:
+        raise NotImplementedError(
+            f"{name} has the column {images.pop()!r}: prompts with images are not available in "
+            "this release. Remove the column to train on text."
+        )
+
+
+def _check_loading(args: OnlineConfig) -> None:
+    """Each process reads its own rows: batches of text can be neither broadcast nor cut."""
+    for name in ("dispatch_batches", "split_batches"):
+        if getattr(args.accelerator_config, name):
+            raise ValueError(
+                f"accelerator_config.{name}=True cannot be used: rows are text, so each process "
+                "must read its own batches. Leave it out."
+            )
+
+
+@contextmanager
+def reading_in_this_process(args: OnlineConfig) -> Iterator[None]:
+    """Make loaders without workers: each would read the whole of a stream."""
+    alone = {
+        "dataloader_num_workers": 0,
+        "dataloader_persistent_workers": False,
+        "dataloader_prefetch_factor": None,
+    }
+    usual = {name: getattr(args, name) for name in alone}
+    try:
+        for name, value in alone.items():
+            setattr(args, name, value)
+        yield
+    finally:
+        for name, value in usual.items():
+            setattr(args, name, value)

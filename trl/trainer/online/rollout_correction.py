@@ -1,0 +1,182 @@
+"""The mismatch between trainer and engine: measured, bounded, and corrected in the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from ...distributed import Ranks
+from ...online.guard import FiniteGuard
+from ...online.metrics import MetricStore
+from ...online.statistics import record_ratio, record_sampling
+from ...ops.masking import masked_sum
+from ...ops.mismatch import scale_gradient
+from ...ops.policy_losses import RatioLevel
+from ...ops.support import Support
+from ...types import Rollout, Sampling, TokenScores
+from .online_config import OnlineConfig
+
+logger = logging.get_logger(__name__)
+
+# Options of engines that change probabilities by what was generated before, or by a grammar.
+NOT_REPLAYED = (
+    *("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("structured_outputs", "min_tokens", "thinking_token_budget", "watermarking", "extra_args"),
+)
+
+
+class MismatchError(RuntimeError):
+    """The engine draws from another distribution than the one that is trained."""
+
+
+def not_replayed(sampling: Sampling) -> list[str]:
+    """The options of `sampling` whose effect on probabilities the trainer does not compute."""
+    extra = sampling.extra
+    found = [f"{name}={extra[name]!r:.60}" for name in NOT_REPLAYED if extra.get(name)]
+    if sampling.repetition_penalty != 1.0:
+        found.append(f"repetition_penalty={sampling.repetition_penalty}")
+    if not extra.get("do_sample", True):
+        found.append("do_sample=False")
+    return found
+
+
+@dataclass
+class SamplerMismatch:
+    """Compares the log-probabilities of trainer and engine, and weights the loss by their ratio.
+
+    Those of the trainer are of the weights that generated. On-policy the forward that trains has
+    them, so there is no pass for them alone. The filters of the engine are replayed on the
+    trainer's logits, which leaves rounding and differences of implementation.
+
+    Args:
+        args (`OnlineConfig`): mode, bounds and action.
+        sampling (`Sampling`): how the engine draws.
+        guard (`FiniteGuard`): is shown each weight.
+        ranks (`Ranks`): all processes, which decide together.
+        in_ratio (`bool`): the loss is no multiple of token weights; they enter its own ratio.
+
+    Raises:
+        ValueError: if a bound is set that options would exceed which cannot be replayed.
+    """
+
+    args: OnlineConfig
+    sampling: Sampling
+    guard: FiniteGuard
+    ranks: Ranks
+    in_ratio: bool = False
+    _seen: list[Tensor] = field(default_factory=list)  # sums of gaps, and how many
+
+    def __post_init__(self) -> None:
+        support = Support(self.sampling.top_p, self.sampling.top_k, self.sampling.min_p or 0.0)
+        self.support = None if support.is_whole else support
+        self._bounds = self.args.ratio_bounds
+        self._corrects = self.args.vllm_importance_sampling_correction
+        self._unknown = ", ".join(not_replayed(self.sampling))
+        if self._unknown and self.args.vllm_max_logp_gap is not None:
+            raise ValueError(
+                f"vllm_max_logp_gap={self.args.vllm_max_logp_gap} cannot be used with "
+                f"{self._unknown}: the trainer does not replay what that does to probabilities."
+            )
+
+    def correct(
+        self, scores: TokenScores, batch: Rollout, level: RatioLevel, store: MetricStore
+    ) -> tuple[Rollout, Tensor]:
+        """Weight a micro-batch by what its tokens' probabilities are off.
+
+        Args:
+            scores (`TokenScores`): of the forward that trains.
+            batch (`Rollout`): rows with the engine's log-probabilities.
+            level (`str`): of the ratio to the policy that generated.
+            store (`MetricStore`): where metrics go.
+
+        Returns:
+            `tuple[Rollout, Tensor]`: the batch for the loss, and the log-probabilities (B, C) to
+            form the ratio of.
+        """
+        mask = _scored(batch)
+        on_policy = batch.old_logps is None
+        logps = scores.logps.detach() if on_policy else torch.as_tensor(batch.old_logps)
+        log_mass = scores.log_mass if on_policy else batch.log_mass
+        reported = torch.as_tensor(batch.sampling_logps)
+        # As if the engine had drawn from the whole vocabulary.
+        drawn = reported if log_mass is None else reported + log_mass
+        record_sampling(store, logps - reported, logps - drawn, log_mass, mask)
+        if self.args.vllm_max_logp_gap is not None:
+            self._seen.append(torch.stack([masked_sum((logps - drawn).abs(), mask), mask.sum()]))
+        ratio = self._bounds.ratio(logps, drawn, mask)
+        counted = mask if self._bounds.level == "token" else mask.any(1, keepdim=True)
+        record_ratio(store, ratio, self._bounds.beyond(ratio), counted)
+        batch = batch.replace(sampling_logps=drawn)
+        if not self._is_used():
+            return batch, scores.logps
+        weights = self._bounds.weight(ratio)
+        self.guard.watch("ratio of trainer to engine probabilities", weights, batch)
+        return self._weigh(scores.logps, batch, weights, level)
+
+    def _is_used(self) -> bool:
+        if self._corrects and self._unknown:
+            self._corrects = False
+            logger.warning(
+                f"The trainer does not replay what {self._unknown} does to the probabilities of "
+                "the engine. So the loss is not corrected (vllm_importance_sampling_correction has "
+                "no effect), and the metrics sampling/* include it."
+            )
+        return self._corrects
+
+    def _weigh(
+        self, logps: Tensor, batch: Rollout, weights: Tensor, level: RatioLevel
+    ) -> tuple[Rollout, Tensor]:
+        if self._bounds.level == "token":
+            if self.in_ratio:
+                old_logps = logps.detach() if batch.old_logps is None else batch.old_logps
+                return batch.replace(old_logps=old_logps - weights.log()), logps
+            if level != "token":
+                # A completion has one ratio, to whose gradient its tokens add different shares.
+                return batch, scale_gradient(logps, weights)
+        # Each loss is a multiple of the advantage, and of a weight that is not negative.
+        advantages = torch.as_tensor(batch.advantages)
+        weighted = advantages.view(len(batch), -1) * weights
+        flat = advantages.dim() == 1 and self._bounds.level != "token"
+        return batch.replace(advantages=weighted.squeeze(1) if flat else weighted), logps
+
+    def forget(self) -> None:
+        """Drop the gaps of an update that begins anew."""
+        self._seen.clear()
+
+    def check(self, step: int) -> None:
+        """Compare the mean gap since the last check with its bound; every rank must call this.
+
+        Raises:
+            MismatchError: on every rank, if the bound is exceeded and the action is to stop.
+        """
+        bound = self.args.vllm_max_logp_gap
+        if bound is None:
+            return
+        none = torch.zeros(2, device=self.args.device)
+        total, count = self.ranks.sum(torch.stack([none, *self._seen]).sum(0)).tolist()
+        self._seen.clear()
+        gap = total / max(count, 1.0)
+        if gap <= bound:
+            return
+        words = (
+            f"Step {step}: log-probabilities of trainer and engine differ by {gap:.3g} nats a "
+            f"token on average, more than vllm_max_logp_gap={bound:g}."
+        )
+        if self.args.vllm_logp_gap_action == "raise":
+            raise MismatchError(
+                f"{words} Look for other precisions or old weights, raise the bound, or set "
+                "vllm_logp_gap_action='warn'."
+            )
+        if self.ranks.rank == 0:
+            logger.warning(words)
+
+
+def _scored(batch: Rollout) -> Tensor:
+    """Mark the trained-on tokens (B, C) whose log-probability under the trainer is known."""
+    if batch.old_logps is not None or batch.has_gradient is None:
+        return batch.loss_mask
+    rows = torch.tensor(batch.has_gradient, device=batch.loss_mask.device)
+    return batch.loss_mask & rows[:, None]

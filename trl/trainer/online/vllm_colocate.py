@@ -1,0 +1,213 @@
+"""What a vLLM engine in the training process needs of a trainer: its options, and its size."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from ...generation.transformers.batch_limits import cache_bytes_per_token
+from ...generation.vllm.adapter_engine import AdapterBackend, AdapterEngine
+from ...generation.vllm.colocate import VLLMColocateBackend
+from ...generation.vllm.engine import (
+    CPU_BLOCK,
+    EngineSettings,
+    VLLMEngine,
+    check_platform,
+    start_engine,
+)
+from ...generation.vllm.sampling import needs_text
+from ...memory.engine import BATCHED_TOKENS, EngineMemory, EngineNeeds, engine_memory
+from ...memory.model_size import model_size
+from ...memory.plan import Plan
+from ...memory.settings import RunSettings
+from ...memory.sharding import options_of_environment, read_sharding
+from ...models.lm_head import causal_model
+from ...models.loading import context_length
+from ...models.quantized import bytes_of_weight
+from ...models.reference import is_peft_model
+from ...models.weights import check_weights
+from .online_config import OnlineConfig
+from .planned_run import ASSUMED_PROMPT, device_bytes, planned_run
+from .vllm_adapter import adapter_policy, adapter_settings
+from .vllm_policy import check_prompts, compute_dtype, policy_of
+
+logger = logging.get_logger(__name__)
+
+MOST_ROWS = 1024  # completions that decode together; vLLM lets the others wait
+
+
+def check_options(args: OnlineConfig) -> None:
+    """Check what can be known before anything is loaded.
+
+    Raises:
+        ImportError: if vLLM is not installed.
+        ValueError: for options that contradict each other or the platform.
+    """
+    size, ranks = args.vllm_tensor_parallel_size, args.world_size
+    if size < 1 or ranks % size:
+        legal = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
+        raise ValueError(
+            f"vllm_tensor_parallel_size={size} must divide the number of processes, which is "
+            f"{ranks}: choose {' or '.join(legal)}."
+        )
+    check_context(args, args.vllm_max_model_length)
+    check_platform(args.vllm_enable_sleep_mode)
+
+
+def check_context(args: OnlineConfig, context: int | None) -> None:
+    """Refuse an engine that has no room for a completion.
+
+    Raises:
+        ValueError: naming the options.
+    """
+    completion = args.max_completion_length or 0
+    if context is not None and context <= completion:
+        raise ValueError(
+            f"The vLLM engine sees {context} tokens, but max_completion_length={completion} leaves "
+            f"no room for a prompt: set vllm_max_model_length to {completion} and the longest "
+            f"prompt, or max_completion_length below {context}."
+        )
+
+
+def make_backend(trainer: Any) -> VLLMColocateBackend:
+    """Start an engine for the policy of a trainer.
+
+    Args:
+        trainer (`OnlineTrainer`): whose policy generates.
+
+    Raises:
+        ValueError: for a policy for which whole weights cannot stand, or if the engine does not
+            fit beside training, or has no room for completions.
+    """
+    args, causal = trainer.args, causal_model(trainer.model)
+    check_weights(trainer.model)
+    settings = engine_settings(trainer, causal)
+    check_context(args, settings.context)
+    check_prompts(trainer, settings.context)
+    policy = policy_of(trainer)
+    kinds: tuple[Any, Any] = (VLLMEngine, VLLMColocateBackend)
+    if args.vllm_sync_adapter_only:
+        settings = adapter_settings(trainer, settings)
+        policy, kinds = adapter_policy(policy, trainer), (AdapterEngine, AdapterBackend)
+    engine = start_engine(causal, trainer.processing_class, settings, kinds[0])
+    trainer.accelerator.wait_for_everyone()
+    return kinds[1](
+        engine,
+        policy,
+        ranks=trainer.ranks,
+        tensor_parallel=args.vllm_tensor_parallel_size,
+        probe_syncs=args.vllm_probe_syncs,
+        report=lambda name, value: trainer.store.value(name, value),
+    )
+
+
+# --- Size ---
+
+
+def engine_settings(trainer: Any, causal: nn.Module) -> EngineSettings:
+    """How large the engine is: what the options say, else what training leaves of the device."""
+    args = trainer.args
+    dtype = compute_dtype(args, causal)
+    context = args.vllm_max_model_length or context_length(causal)
+    if context is None:
+        raise ValueError(
+            "The model's configuration does not say how many tokens it sees: set "
+            "vllm_max_model_length."
+        )
+    share, cache = args.vllm_gpu_memory_utilization, None
+    if share is None:
+        adapter = trainer.model.active_peft_config if is_peft_model(trainer.model) else None
+        memory = Sizing(args, causal, dtype, context, adapter).memory(trainer.args.device)
+        if memory.context < context:
+            logger.info(f"The vLLM engine has room for contexts of {memory.context} tokens.")
+        context, cache = memory.context, memory.cache
+        share = min(0.95, memory.total / device_bytes(args.device))
+    return EngineSettings(
+        context=context,
+        rows=rows_of(args),
+        batched=BATCHED_TOKENS,
+        dtype=dtype,
+        cache_bytes=cache,
+        memory_share=share,
+        tensor_parallel=args.vllm_tensor_parallel_size,
+        ranks=trainer.ranks.count,
+        rank=trainer.ranks.rank,
+        local_rank=max(0, args.local_process_index),
+        sleeps=args.vllm_enable_sleep_mode,
+        reads_text=needs_text(trainer.sampling),
+        implementation=args.vllm_model_impl,
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def rows_of(args: OnlineConfig) -> int:
+    """Completions that decode together: those of a round, on all ranks that share an engine."""
+    train = args.per_device_train_batch_size * args.batch_plan.slices
+    rows = max(train, args.per_device_eval_batch_size) * args.vllm_tensor_parallel_size
+    return min(MOST_ROWS, rows)
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """The memory of an engine beside training.
+
+    Args:
+        args (`OnlineConfig`): the run.
+        causal (`nn.Module`): what is trained, without wrappers.
+        dtype (`torch.dtype`): of the engine.
+        context (`int`): most tokens it is to see.
+        adapter (`peft.PeftConfig`, *optional*): what is trained of it.
+    """
+
+    args: OnlineConfig
+    causal: Any
+    dtype: torch.dtype
+    context: int
+    adapter: Any = None
+
+    def memory(self, device: torch.device) -> EngineMemory:
+        """What the engine is given; see `engine_memory`."""
+        args = self.args
+        size = model_size(self.causal.config, self._new_adapter(), args.trust_remote_code)
+        plan = Plan(size, self.run(device), device_bytes(device))
+        shares = args.vllm_tensor_parallel_size
+        entry = self.dtype.itemsize
+        token = cache_bytes_per_token(self.causal) * entry / self.causal.dtype.itemsize
+        rows = rows_of(args)
+        longest = min(self.context, plan.run.prompt + plan.run.completion)
+        blocks = -(-longest // CPU_BLOCK) * CPU_BLOCK
+        needs = EngineNeeds(
+            # Whole weights, also of a policy that is quantized. An adapter is merged into them, or
+            # held apart with as much again as room for its rank.
+            weights=entry * (size.parameters + size.adapter) / shares,
+            token=token / shares,
+            tokens=rows * blocks,
+            context=self.context,
+            entry=entry,
+            rows=rows,
+        )
+        return engine_memory(plan, needs, args.vllm_enable_sleep_mode, plan.run.completion + 1)
+
+    def _new_adapter(self) -> Any:
+        """An adapter as large, whose start is not computed from weights that are not there."""
+        if not hasattr(self.adapter, "init_lora_weights"):
+            return None  # of the other kinds the whole model counts as trained
+        return replace(self.adapter, init_lora_weights=True, inference_mode=False)
+
+    def run(self, device: torch.device) -> RunSettings:
+        """The run as the memory plan takes it."""
+        completion = self.args.max_completion_length or 1
+        return planned_run(
+            self.args,
+            prompt=max(1, min(ASSUMED_PROMPT, self.context - completion)),
+            on_cpu=device.type == "cpu",
+            sharding=read_sharding(options_of_environment(os.environ), self.args.world_size),
+            weight_bytes=self.causal.dtype.itemsize,
+            matrix_bytes=bytes_of_weight(self.causal),
+            product_bytes=self.dtype.itemsize,
+        )
