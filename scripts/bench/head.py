@@ -21,7 +21,7 @@ from runs import RESULTS
 from tables import markdown
 from torch import Tensor
 
-from trl.memory.tensor_bytes import TensorBytes
+from trl.memory.probes import TensorBytes
 from trl.ops.linear_logprobs import Tiling, default_chunk, linear_log_probs
 
 # tokens, hidden size, vocabulary

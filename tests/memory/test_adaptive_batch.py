@@ -6,7 +6,7 @@ import torch
 from tiny import tiny_model
 from transformers.utils import logging
 
-from trl.memory.adaptive_batch import Piece, RandomState, RowTooLargeError, drop_frames
+from trl.memory.adaptive_batch import AdaptiveBatch, RandomState, RowTooLargeError, drop_frames
 from trl.ops.oom import is_out_of_memory
 
 
@@ -33,7 +33,7 @@ def limited(work, most, calls=None):
 
 @pytest.mark.parametrize(("total", "size"), [(0, 4), (1, 4), (4, 4), (9, 4), (7, None), (3, 1)])
 def test_ranges_cover_all_rows_in_order(total, size):
-    ranges = Piece("scoring", size).run(total, lambda rows: rows)
+    ranges = AdaptiveBatch("scoring", size).run(total, lambda rows: rows)
     assert [row for rows in ranges for row in rows] == list(range(total))
     assert all(len(rows) <= (size or total) for rows in ranges)
     assert len(ranges) == -(-total // (size or total or 1))
@@ -41,30 +41,30 @@ def test_ranges_cover_all_rows_in_order(total, size):
 
 def test_failed_rows_are_halved_and_done_again_and_the_others_are_not():
     calls = []
-    piece = Piece("scoring", 8)
+    batch = AdaptiveBatch("scoring", 8)
     # The first eight rows fit, as if they were shorter.
     first = limited(list, 8, calls)
     later = limited(list, 2, calls)
-    results = piece.run(20, lambda rows: (first if rows.start == 0 else later)(rows))
+    results = batch.run(20, lambda rows: (first if rows.start == 0 else later)(rows))
     assert [row for rows in results for row in rows] == list(range(20))
     assert calls[:4] == [(0, 8), (8, 16), (8, 12), (8, 10)]
     assert calls[4:] == [(10, 12), (12, 14), (14, 16), (16, 18), (18, 20)]
-    assert (piece.size, piece.failures) == (2, 2)
+    assert (batch.size, batch.failures) == (2, 2)
 
 
 def test_the_smaller_size_is_for_good():
     calls = []
-    piece = Piece("generation")
-    piece.run(6, limited(list, 3, calls))
+    batch = AdaptiveBatch("generation")
+    batch.run(6, limited(list, 3, calls))
     assert calls == [(0, 6), (0, 3), (3, 6)]
-    piece.run(6, limited(list, 3, calls))
+    batch.run(6, limited(list, 3, calls))
     assert calls[3:] == [(0, 3), (3, 6)]
 
 
 def test_a_short_last_range_shrinks_below_itself():
     calls = []
-    piece = Piece("scoring", 8)
-    piece.run(11, lambda rows: limited(list, 8 if rows.start == 0 else 1, calls)(rows))
+    batch = AdaptiveBatch("scoring", 8)
+    batch.run(11, lambda rows: limited(list, 8 if rows.start == 0 else 1, calls)(rows))
     assert calls == [(0, 8), (8, 11), (8, 9), (9, 10), (10, 11)]
 
 
@@ -75,10 +75,10 @@ def test_results_and_random_numbers_equal_those_of_a_start_at_the_small_size():
         return data[rows.start : rows.stop] + torch.rand(len(rows), 5)
 
     torch.manual_seed(4)
-    small = torch.cat(Piece("scoring", 3).run(12, work))
+    small = torch.cat(AdaptiveBatch("scoring", 3).run(12, work))
     following = torch.rand(2)
     torch.manual_seed(4)
-    recovered = torch.cat(Piece("scoring", 12).run(12, limited(work, 3)))
+    recovered = torch.cat(AdaptiveBatch("scoring", 12).run(12, limited(work, 3)))
     assert torch.equal(recovered, small)
     assert torch.equal(torch.rand(2), following)
 
@@ -89,17 +89,17 @@ def train(size, most, seed=7):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     ids = torch.randint(7, 60, (8, 9), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(seed)
-    piece = Piece("training", size)
+    batch = AdaptiveBatch("training", size)
 
     def work(rows):
-        batch = ids[rows.start : rows.stop]
-        loss = model(batch, labels=batch).loss * len(batch) / 8
+        some = ids[rows.start : rows.stop]
+        loss = model(some, labels=some).loss * len(some) / 8
         loss.backward()
         return loss.item()
 
     losses = []
     for _ in range(3):
-        losses.append(piece.retry_all(8, model.zero_grad, limited(work, most)))
+        losses.append(batch.retry_all(8, model.zero_grad, limited(work, most)))
         optimizer.step()
         optimizer.zero_grad()
     return torch.cat([p.detach().flatten() for p in model.parameters()]), losses
@@ -116,8 +116,8 @@ def test_training_ends_with_the_weights_of_a_start_at_the_small_size():
 
 def test_training_starts_over_even_if_the_last_rows_fail():
     calls, resets = [], []
-    piece = Piece("training", 4)
-    rows = piece.retry_all(
+    batch = AdaptiveBatch("training", 4)
+    rows = batch.retry_all(
         8,
         lambda: resets.append(len(calls)),
         lambda rows: limited(list, 4 if rows.start < 4 else 2, calls)(rows),
@@ -129,7 +129,7 @@ def test_training_starts_over_even_if_the_last_rows_fail():
 
 def test_a_failure_takes_back_what_earlier_calls_did():
     """Rows 0 to 3 were done by an earlier call; numbers are drawn anew from its beginning."""
-    piece, drawn, calls = Piece("training"), [], []
+    batch, drawn, calls = AdaptiveBatch("training"), [], []
 
     def work(rows):
         drawn.append((rows.start, torch.rand(len(rows)).tolist()))
@@ -139,14 +139,14 @@ def test_a_failure_takes_back_what_earlier_calls_did():
     beginning = RandomState()
     expected = torch.rand(10).tolist()
     beginning.restore()
-    piece.retry_all(4, pytest.fail, work)
+    batch.retry_all(4, pytest.fail, work)
 
     def reset():
         drawn.clear()
         beginning.restore()
 
     fails = limited(work, 3, calls)
-    results = piece.retry_all(10, reset, fails, start=4)
+    results = batch.retry_all(10, reset, fails, start=4)
     assert calls == [(4, 10), (0, 3), (3, 6), (6, 9), (9, 10)]
     assert [row for rows in results for row in rows] == list(range(10))
     assert [number for _, some in drawn for number in some] == expected
@@ -155,20 +155,20 @@ def test_a_failure_takes_back_what_earlier_calls_did():
 def test_memory_is_given_back_after_gradients_are_dropped(monkeypatch):
     order = []
     monkeypatch.setattr(gc, "collect", lambda: order.append("free"))
-    Piece("training").retry_all(2, lambda: order.append("reset"), limited(list, 1))
+    AdaptiveBatch("training").retry_all(2, lambda: order.append("reset"), limited(list, 1))
     assert order == ["reset", "free"]
 
 
 def test_a_call_may_have_a_bound_of_its_own():
-    piece, calls = Piece("scoring", 4), []
-    piece.run(6, limited(list, 9, calls), most=3)
-    piece.run(6, limited(list, 9, calls), most=5)
+    batch, calls = AdaptiveBatch("scoring", 4), []
+    batch.run(6, limited(list, 9, calls), most=3)
+    batch.run(6, limited(list, 9, calls), most=5)
     assert calls == [(0, 3), (3, 6), (0, 4), (4, 6)]
-    assert piece.size == 4
+    assert batch.size == 4
 
 
 def test_nothing_to_train_on():
-    assert Piece("training").retry_all(0, pytest.fail, pytest.fail) == []
+    assert AdaptiveBatch("training").retry_all(0, pytest.fail, pytest.fail) == []
 
 
 @pytest.mark.parametrize("retry", [False, True])
@@ -194,8 +194,8 @@ def test_tensors_of_the_failed_attempt_are_gone_before_the_next(retry):
 
     gc.disable()
     try:
-        piece = Piece("scoring", 8)
-        piece.retry_all(8, list, work) if retry else piece.run(8, work)
+        batch = AdaptiveBatch("scoring", 8)
+        batch.retry_all(8, list, work) if retry else batch.run(8, work)
     finally:
         gc.enable()
     assert len(seen) == 6
@@ -204,31 +204,31 @@ def test_tensors_of_the_failed_attempt_are_gone_before_the_next(retry):
 
 def test_one_row_that_does_not_fit_is_an_error_that_says_what_to_do():
     with pytest.raises(RowTooLargeError) as caught:
-        Piece("training", 4).run(8, limited(list, 0))
+        AdaptiveBatch("training", 4).run(8, limited(list, 0))
     words = str(caught.value)
-    assert "training" in words and "row (number 0)" in words
+    assert "training" in words and "single row (number 0)" in words
     assert "per_device_train_batch_size=1" in words and "gradient_checkpointing=True" in words
     assert "Tried to allocate 2.00 GiB" in words
     assert is_out_of_memory(caught.value)
-    with pytest.raises(RowTooLargeError, match=r"in reading with one row \(number 2\) alone\."):
-        Piece("reading", 1).retry_all(
+    with pytest.raises(RowTooLargeError, match=r"in reading with a single row \(number 2\)\."):
+        AdaptiveBatch("reading", 1).retry_all(
             3, list, lambda rows: limited(list, 0 if rows.start == 2 else 1)(rows)
         )
 
 
 def test_the_log_names_phase_sizes_and_option(log):
-    Piece("generation", 6).run(6, limited(list, 3))
+    AdaptiveBatch("generation", 6).run(6, limited(list, 3))
     assert len(log.records) == 1
     words = log.records[0].getMessage()
     assert "generation with 6 rows" in words and "3 at once" in words
     assert "generation_max_rows=3" in words
-    Piece("rewards", 4, option="reward_rows").run(4, limited(list, 2))
+    AdaptiveBatch("rewards", 4, option="reward_rows").run(4, limited(list, 2))
     assert "reward_rows=2" in log.records[1].getMessage()
-    Piece("reading", 4).run(4, limited(list, 2))
+    AdaptiveBatch("reading", 4).run(4, limited(list, 2))
     assert "Set" not in log.records[2].getMessage()
 
 
-def test_other_errors_and_a_disabled_piece_let_errors_through():
+def test_other_errors_and_a_disabled_batch_let_errors_through():
     calls = []
 
     def broken(rows):
@@ -236,18 +236,18 @@ def test_other_errors_and_a_disabled_piece_let_errors_through():
         raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes do not match"):
-        Piece("scoring", 4).run(8, broken)
-    piece = Piece("scoring", 4, disabled=True)
-    for attempt in (piece.run, lambda total, work: piece.retry_all(total, pytest.fail, work)):
+        AdaptiveBatch("scoring", 4).run(8, broken)
+    batch = AdaptiveBatch("scoring", 4, disabled=True)
+    for attempt in (batch.run, lambda total, work: batch.retry_all(total, pytest.fail, work)):
         with pytest.raises(torch.OutOfMemoryError, match="2.00 GiB"):
             attempt(8, limited(list, 2, calls))
     assert len(calls) == 3
-    assert (piece.size, piece.failures) == (4, 0)
+    assert (batch.size, batch.failures) == (4, 0)
 
 
 def test_sizes_below_one_are_refused():
     with pytest.raises(ValueError, match="generation_max_rows=0 must be at least 1"):
-        Piece("generation", 0)
+        AdaptiveBatch("generation", 0)
 
 
 def test_frames_lose_their_variables_and_the_traceback_stays():
@@ -295,8 +295,8 @@ def test_a_real_failure_on_a_gpu():
         return torch.rand(2, device="cuda").cpu()
 
     torch.manual_seed(0)
-    small = Piece("scoring", 2).run(4, work)
+    small = AdaptiveBatch("scoring", 2).run(4, work)
     torch.manual_seed(0)
-    piece = Piece("scoring", 4)
-    assert all(map(torch.equal, piece.run(4, work), small))
-    assert (piece.size, piece.failures) == (2, 1)
+    batch = AdaptiveBatch("scoring", 4)
+    assert all(map(torch.equal, batch.run(4, work), small))
+    assert (batch.size, batch.failures) == (2, 1)

@@ -8,8 +8,8 @@ from tiny import tiny_model
 
 from trl.memory.estimate import PHASES, Estimate
 from trl.memory.model_size import model_size
+from trl.memory.probes import TensorBytes
 from trl.memory.settings import Parts, RunSettings
-from trl.memory.tensor_bytes import TensorBytes
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 

@@ -13,8 +13,8 @@ from trl.generation.transformers.shared_decoding import GrowingCache
 from trl.memory.estimate import Estimate
 from trl.memory.generating import PREFILL_TOKENS, Generation
 from trl.memory.model_size import model_size
+from trl.memory.probes import TensorBytes
 from trl.memory.settings import RunSettings
-from trl.memory.tensor_bytes import TensorBytes
 from trl.types import Prompts, Sampling
 
 CPU = torch.device("cpu")

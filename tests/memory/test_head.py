@@ -7,7 +7,7 @@ from tiny import tiny_model
 from trl.generation.transformers.sampler import pick
 from trl.memory.head import Head
 from trl.memory.model_size import model_size
-from trl.memory.tensor_bytes import TensorBytes
+from trl.memory.probes import TensorBytes
 from trl.models.lm_head import OutputHead
 from trl.ops.linear_logprobs import CHUNK_ON_ACCELERATOR, CHUNK_ON_CPU, LogitTransform
 

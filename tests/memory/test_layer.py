@@ -9,7 +9,7 @@ from tiny import tiny_model
 
 from trl.memory.layer import Layer
 from trl.memory.model_size import model_size
-from trl.memory.tensor_bytes import TensorBytes
+from trl.memory.probes import TensorBytes
 
 TOKENS = 53  # divides no width
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trl.memory.meter import PHASES, PhaseEvent, PhaseMeter, merge_peaks
-from trl.memory.tensor_bytes import TensorBytes
+from trl.memory.probes import TensorBytes
 
 MB = 10**6
 

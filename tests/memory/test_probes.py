@@ -2,17 +2,22 @@ import gc
 
 import pytest
 import torch
+from tiny import tiny_model
 
 from trl.memory.probes import (
+    FLOOR,
     CudaProbe,
     HeapProbe,
     ProcessProbe,
+    TensorBytes,
     fragmentation,
+    release_cached_blocks,
+    should_empty_cache,
     storage_of,
     visible_tensor_bytes,
 )
 
-MB = 10**6
+MB, GIB = 10**6, 2**30
 
 
 def test_fragmentation_is_the_share_that_no_tensor_uses():
@@ -128,3 +133,148 @@ def test_cuda_peaks_of_real_tensors():
     allocated, reserved = torch.cuda.memory_allocated(0), torch.cuda.memory_reserved(0)
     assert second["fragmentation"] == pytest.approx(1 - allocated / reserved)
     assert held.numel() == 25 * MB
+
+
+@pytest.mark.parametrize(
+    ("policy", "allocated", "reserved", "expected"),
+    [
+        ("never", 0, 80 * GIB, False),
+        ("always", 10, 11, True),
+        ("always", 10, 10, False),  # nothing to give
+        ("always", 0, 0, False),
+        ("auto", 6 * GIB, 10 * GIB, True),
+        ("auto", 9 * GIB, 10 * GIB, False),  # a tenth is below the threshold
+        ("auto", 3 * GIB, 4 * GIB, False),  # a quarter is not above it
+        ("auto", 3 * GIB - 1, 4 * GIB, True),
+        ("auto", 0, FLOOR, True),
+        ("auto", 0, FLOOR - 1, False),  # too little to be worth it
+        ("auto", 0, 0, False),
+    ],
+)
+def test_decision(policy, allocated, reserved, expected):
+    assert should_empty_cache(policy, allocated, reserved) is expected
+
+
+def test_wrong_values_are_refused():
+    with pytest.raises(ValueError, match=r"empty_cache='alway'.*Did you mean always\?"):
+        should_empty_cache("alway", 0, 0)
+    with pytest.raises(ValueError, match="one of never, auto, always"):
+        should_empty_cache("?", 0, 0)
+    with pytest.raises(ValueError, match="empty_cache='x'"):
+        release_cached_blocks("x", "cpu")
+
+
+def test_nothing_is_done_on_the_cpu():
+    assert [release_cached_blocks(policy, "cpu") for policy in ("never", "auto", "always")] == [
+        False
+    ] * 3
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("never", 0), ("auto", 1), ("always", 1)])
+def test_cuda_blocks_are_returned_when_decided(monkeypatch, policy, expected):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    assert release_cached_blocks(policy, torch.device("cuda", 0)) is bool(expected)
+    assert len(emptied) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gets_its_memory_back():
+    kept = torch.ones(10, device="cuda")
+    torch.ones(GIB // 4, device="cuda")
+    held = torch.cuda.memory_reserved()
+    assert held >= GIB
+    assert not release_cached_blocks("never", "cuda")
+    assert torch.cuda.memory_reserved() == held
+    assert release_cached_blocks("auto", "cuda")
+    assert torch.cuda.memory_reserved() <= held - GIB
+    assert kept.sum() == 10
+
+
+def test_counts_storages_until_they_are_freed():
+    with TensorBytes() as tracker:
+        first = torch.zeros(1000)
+        view = first[10:].view(2, 495)
+        assert tracker.live == 4000
+        double = first.double()
+        assert tracker.live == 12_000
+        del first
+        assert tracker.live == 12_000  # the view holds the storage
+        del view
+        assert tracker.live == 8000
+    del double  # freed outside, but counted while inside
+    assert (tracker.live, tracker.peak) == (0, 12_000)
+
+
+def test_what_only_autograd_holds_counts():
+    weight = torch.ones(1000, requires_grad=True)
+    with TensorBytes() as tracker:
+        total = (weight * 2).exp().exp().sum()
+        # The two results of exp are kept for backward; the product is not.
+        assert tracker.live == 2 * 4000 + 4
+        total.backward()
+        del total
+        assert tracker.live == 4000  # the gradient
+    assert weight.grad is not None
+
+
+def test_peak_begins_anew_at_each_boundary():
+    with TensorBytes([torch.zeros(5), torch.zeros(6)]) as tracker:
+        assert tracker.live == 0  # nobody kept the two
+        kept = torch.zeros(100)
+        torch.zeros(1000)
+        assert tracker.boundary() == {"tensors": 400.0, "tensors_peak": 4400.0}
+        assert tracker.boundary() == {"tensors": 400.0, "tensors_peak": 400.0}
+    assert kept.numel() == 100
+
+
+def test_shapes_without_bytes_do_not_count_and_resizing_does():
+    with TensorBytes() as tracker:
+        shape = torch.empty(1000, device="meta")
+        assert tracker.live == 0
+        tensor = torch.zeros(10)
+        tensor.resize_(30)
+        assert tracker.live == 120
+    assert shape.numel() == 1000
+
+
+def test_results_and_random_numbers_stay_the_same():
+    def losses(tracker):
+        model = tiny_model()
+        tracker.__enter__()
+        ids = torch.randint(0, 50, (2, 12))
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        tracker.__exit__(None, None, None)
+        return loss.detach(), torch.rand(1), model.lm_head.weight.grad
+
+    plain = losses(_Nothing())
+    tracker = TensorBytes()
+    for expected, found in zip(plain, losses(tracker), strict=True):
+        assert torch.equal(expected, found)
+    assert tracker.peak > 10_000
+
+
+class _Nothing:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *ignored):
+        return None
+
+
+def test_bytes_of_a_model_step_equal_a_sum_by_hand():
+    layer = torch.nn.Linear(64, 32, bias=False)
+    tracker = TensorBytes(layer.parameters())
+    assert tracker.live == 64 * 32 * 4
+    with tracker:
+        rows = torch.ones(16, 64)
+        layer(rows).sum().backward()
+    # weight, its gradient, rows, and the output of the layer with its own gradient (expanded ones)
+    by_hand = 2 * 64 * 32 * 4 + 16 * 64 * 4
+    assert tracker.live == by_hand
+    assert by_hand < tracker.peak <= by_hand + 3 * 16 * 32 * 4
+    assert pytest.approx(rows.sum().item()) == 1024

@@ -5,10 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers.utils import logging
 
-from trl.memory.meter import PhaseEvent
+from trl.memory.meter import PHASES, PhaseEvent
 from trl.memory.timeline import Timeline, draw, read, spans
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,15 +122,30 @@ def test_chart_shows_each_phase_at_its_peak(tmp_path):
     jsonl, png = tmp_path / "memory.jsonl", tmp_path / "memory.png"
     timeline = Timeline(jsonl)
     timeline.add(event("generation", 0, 50, peak=8e9))
-    timeline.add(event("optimizer", 50, 100, peak=2e9))
+    timeline.add(event("generation", 50, 100, peak=8e9))
+    timeline.add(event("optimizer", 100, 110, peak=2e9))
+    timeline.add(event("optimizer", 140, 150, peak=2e9))
+    stroke, height = {}, {}
     assert draw(jsonl, png) is True
-    pixels = image.imread(png)[..., :3]
-    rows = {}
+    pixels = image.imread(png)[..., :3] * 255
     for phase, color in (("generation", (31, 119, 180)), ("optimizer", (140, 86, 75))):
-        near = abs(pixels * 255 - color).max(axis=2) < 2
-        rows[phase] = near.sum(axis=1).argmax()  # the row with the longest stroke of this color
-        assert near[rows[phase]].sum() > 200, phase
-    assert rows["generation"] < rows["optimizer"]  # higher up
+        near = abs(pixels - color).max(axis=2) < 2
+        stroke[phase] = near.sum(axis=1).argmax()  # the row with the longest stroke of this color
+        assert near[stroke[phase]].sum() > 200, phase
+        # Each phase has a panel of its own: what it fills begins at its stroke.
+        filled = abs(pixels - (0.2 * np.array(color) + 0.8 * 255)).max(axis=2) < 2
+        height[phase] = filled.sum(axis=0).max()
+    assert height["generation"] == pytest.approx(4 * height["optimizer"], rel=0.15)
+    assert stroke["generation"] + height["generation"] < stroke["optimizer"]
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_chart_of_any_number_of_phases(tmp_path, count):
+    pytest.importorskip("matplotlib")
+    timeline = Timeline(tmp_path / "memory.jsonl")
+    for place, phase in enumerate(PHASES[:count]):
+        timeline.add(event(phase, place, place + 1))
+    assert draw(timeline.path, tmp_path / "memory.png") is True
 
 
 def test_without_matplotlib_the_log_says_how_to_get_it(tmp_path, monkeypatch, caplog):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from trl.memory.tensor_bytes import TensorBytes
+from trl.memory.probes import TensorBytes
 from trl.models import packed_passes as passes
 from trl.models.packed_layout import packed_layout
 from trl.models.scorer import Scorer

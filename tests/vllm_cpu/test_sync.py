@@ -30,7 +30,7 @@ from vllm_rows import (
 
 from trl.generation.vllm.engine import SleepingEngineError, VLLMEngine
 from trl.generation.vllm.weight_proof import WeightSyncError, _factors
-from trl.memory.tensor_bytes import TensorBytes
+from trl.memory.probes import TensorBytes
 from trl.models.weights import full_weights
 
 pytestmark = [needs_vllm, pytest.mark.vllm]

@@ -1,4 +1,4 @@
-"""Going on after running out of memory: the same work in smaller pieces."""
+"""Recovery from running out of memory: the same work on fewer rows at once."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ OPTIONS: dict[str, tuple[str, str]] = {
 
 
 class RowTooLargeError(torch.OutOfMemoryError):
-    """One row alone does not fit, so there is no smaller piece to try."""
+    """A single row does not fit, so there is no smaller batch to try."""
 
 
-class Piece:
+class AdaptiveBatch:
     """How many rows a phase works on at once: halved, for good, whenever they do not fit.
 
-    Work that is interrupted is done again on the same rows with the same random numbers, so the
-    outcome is that of a run that had the smaller size from the start, for work whose rows do not
-    depend on each other. The work must not wait for other processes, which know of no failure here.
+    Interrupted work is done again on the same rows with the same random numbers. If its rows do not
+    depend on each other, the outcome is that of a run that had the smaller size from the start. The
+    work must not wait for other processes, which know nothing of a failure here.
 
     Args:
         phase (`str`): what is done, for messages: a key of `OPTIONS`, or any word.
         size (`int`, *optional*): most rows at once. None: no limit until memory runs out.
         option (`str`, *optional*): the option that sets `size`, for messages; from `OPTIONS`.
-        disabled (`bool`): let every error through at once.
+        disabled (`bool`): let every error through.
 
     Attributes:
         size (`int` or None): most rows at once, now.
@@ -155,17 +155,17 @@ class Piece:
 
     def _shrink(self, rows: int) -> None:
         self.size = rows // 2
-        known = f" Set {self.option}={self.size} to begin with that." if self.option else ""
+        known = f" Set {self.option}={self.size} to start with that." if self.option else ""
         logger.warning(
-            f"Out of memory in {self.phase} with {rows} rows at once: going on with {self.size} "
-            f"at once, for the same data.{known}"
+            f"Out of memory in {self.phase} with {rows} rows at once: continuing with {self.size} "
+            f"at once on the same data.{known}"
         )
 
     def _no_smaller(self, row: int, error: Exception) -> str:
         least = f", so {self.option}=1 does not help" if self.option else ""
         return (
-            f"Out of memory in {self.phase} with one row (number {row}) alone{least}. What may "
-            f"help: {self._advice}. The allocator said: {error}"
+            f"Out of memory in {self.phase} with a single row (number {row}){least}. What may "
+            f"help: {self._advice}. The allocator's message: {error}"
         )
 
 

@@ -1,15 +1,24 @@
-"""What memory a device and a process hold, cheap enough to ask at the ends of every phase."""
+"""How much memory a device and a process hold, and when to give some of it back."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import weakref
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from ..text import did_you_mean
+
+POLICIES = ("never", "auto", "always")
+THRESHOLD = 0.25  # of what is reserved
+FLOOR = 256 * 2**20  # bytes worth waiting for the device and allocating again
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -57,6 +66,47 @@ def fragmentation(allocated: int, reserved: int) -> float:
     return 1.0 - allocated / reserved if reserved else 0.0
 
 
+def should_empty_cache(policy: str, allocated: int, reserved: int) -> bool:
+    """Say whether the allocator should return its unused blocks to the device.
+
+    Args:
+        policy (`str`): `"never"`; `"always"`, if there are any (arXiv 2410.15651); `"auto"`, if
+            they are more than `THRESHOLD` of what is reserved and at least `FLOOR` bytes.
+        allocated (`int`): bytes that tensors use.
+        reserved (`int`): bytes that the allocator holds.
+
+    Raises:
+        ValueError: if `policy` is none of these.
+    """
+    if policy not in POLICIES:
+        legal = f" It must be one of {', '.join(POLICIES)}."
+        raise ValueError(
+            f"empty_cache={policy!r} is unknown.{did_you_mean(policy, POLICIES, legal)}"
+        )
+    unused = reserved - allocated
+    if policy == "auto":
+        return unused >= FLOOR and fragmentation(allocated, reserved) > THRESHOLD
+    return policy == "always" and unused > 0
+
+
+def release_cached_blocks(policy: str, device: torch.device | str) -> bool:
+    """Return unused blocks of a CUDA device to it, if `should_empty_cache` says so.
+
+    Call it where little is alive: after generation and after scoring. Tensors are not touched.
+
+    Returns:
+        `bool`: whether it was done; always False on other devices.
+    """
+    device = torch.device(device)
+    held = (0, 0)
+    if device.type == "cuda":
+        held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    decided = should_empty_cache(policy, *held)
+    if decided:
+        torch.cuda.empty_cache()
+    return decided
+
+
 class ProcessProbe:
     """Reads the resident memory of this process from Linux.
 
@@ -100,6 +150,42 @@ def _reset_high_water() -> bool:
     return True
 
 
+class _HeapAccount(ctypes.Structure):
+    """What `mallinfo2` of the C library returns."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "mapped"),
+            *("usmblks", "fsmblks", "used", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def _heap_in_use() -> int:
+    """Bytes the C library has handed out.
+
+    Raises:
+        AttributeError, OSError, TypeError: if it is not glibc.
+    """
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _HeapAccount
+    account = mallinfo()
+    return int(account.used + account.mapped)
+
+
+def _heap_holds_tensors() -> bool:
+    """Whether tensors show in the account of the C library, tried on one of 16 MiB."""
+    try:
+        before, size = _heap_in_use(), 1 << 24
+        sample = torch.empty(size, dtype=torch.uint8, device="cpu")
+        grown = _heap_in_use() - before
+        del sample
+        return abs(grown - size) < size // 4
+    except (AttributeError, OSError, TypeError):
+        return False
+
+
 class HeapProbe:
     """Estimates the bytes of live CPU tensors from what the C library has handed out.
 
@@ -110,48 +196,12 @@ class HeapProbe:
     """
 
     def __init__(self) -> None:
-        self._heap = _Heap.load()
-        self._others = 0 if self._heap is None else self._heap.in_use() - visible_tensor_bytes()
+        self._works = _heap_holds_tensors()
+        self._others = _heap_in_use() - visible_tensor_bytes() if self._works else 0
 
     def boundary(self) -> dict[str, float]:
         """Return the figure of this moment."""
-        if self._heap is None:
-            return {}
-        return {"tensors": max(self._heap.in_use() - self._others, 0)}
-
-
-class _Heap:
-    """The C library's account of its heap."""
-
-    class _Account(ctypes.Structure):
-        _fields_ = [
-            (name, ctypes.c_size_t)
-            for name in (
-                *("arena", "ordblks", "smblks", "hblks", "mapped"),
-                *("usmblks", "fsmblks", "used", "fordblks", "keepcost"),
-            )
-        ]
-
-    def __init__(self) -> None:
-        self._mallinfo = ctypes.CDLL(None).mallinfo2
-        self._mallinfo.restype = self._Account
-
-    def in_use(self) -> int:
-        account = self._mallinfo()
-        return account.used + account.mapped
-
-    @classmethod
-    def load(cls) -> _Heap | None:
-        """Return the heap, if tensors show in its account."""
-        try:
-            heap = cls()
-        except (AttributeError, OSError, TypeError):
-            return None
-        before, size = heap.in_use(), 1 << 24
-        sample = torch.empty(size, dtype=torch.uint8, device="cpu")
-        grown = heap.in_use() - before
-        del sample
-        return heap if abs(grown - size) < size // 4 else None
+        return {"tensors": max(_heap_in_use() - self._others, 0)} if self._works else {}
 
 
 def visible_tensor_bytes() -> int:
@@ -174,3 +224,68 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     except (RuntimeError, ValueError):  # sparse, or not initialized yet
         return None
     return None if storage.device.type == "meta" else storage
+
+
+class TensorBytes(TorchDispatchMode):
+    """Counts the storages of all tensors made while it is entered, until each is freed.
+
+    Tensors that only autograd holds count; views count once; scratch memory inside one operator
+    does not count. Every operator takes some microseconds longer, so this is for experiments.
+    Give it to `PhaseMeter(device, tensors=...)` and enter it around training:
+
+        tracker = TensorBytes(model.parameters())
+        meter = PhaseMeter("cpu", tensors=tracker)
+        with tracker:
+            trainer.train()
+
+    Args:
+        existing: tensors made before, to count as well.
+
+    Attributes:
+        live (`int`): bytes now.
+        peak (`int`): most bytes at once since it was made, or since the last `boundary`.
+    """
+
+    def __init__(self, existing: Iterable[Tensor] = ()):
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._storages: dict[int, tuple[Any, int]] = {}  # address -> weak reference, bytes
+        for tensor in existing:
+            self.add(tensor)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator and count what it returns."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.add(leaf)
+        return result
+
+    def add(self, tensor: Tensor) -> None:
+        """Count the storage of a tensor from now until it is freed, at its present size."""
+        storage = storage_of(tensor)
+        if storage is None:
+            return
+        address, size = storage._cdata, storage.nbytes()
+        reference, known = self._storages.get(address, (None, 0))
+        if reference is None:
+            reference = weakref.ref(storage, lambda _: self._forget(address))
+        self._storages[address] = (reference, size)
+        self.live += size - known
+        self.peak = max(self.peak, self.live)
+
+    def boundary(self) -> dict[str, float]:
+        """Return `tensors` (bytes now) and `tensors_peak`, and begin the next stretch."""
+        figures = {"tensors": float(self.live), "tensors_peak": float(self.peak)}
+        self.peak = self.live
+        return figures
+
+    def _forget(self, address: int) -> None:
+        self.live -= self._storages.pop(address)[1]

@@ -93,33 +93,41 @@ def read(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def draw(jsonl: str | Path, png: str | Path) -> bool:
-    """Draw the peak of each phase over time.
+    """Draw the peak of each phase over time, one panel below the other.
 
     Args:
         jsonl: what `Timeline` wrote.
         png: the chart to write.
 
     Returns:
-        `bool`: False if nothing was drawn, because matplotlib is not installed (a log line says how
-        to get it) or no phase has a peak.
+        `bool`: False if nothing was drawn, because matplotlib is not installed (a log line tells
+        how to install it) or no phase has a peak.
     """
     try:
-        figure = require("matplotlib.figure", "The chart of memory over time").Figure((10, 5))
+        library = require("matplotlib.figure", "The chart of memory over time")
     except ImportError as error:
         logger.warning_once(str(error))
         return False
     found = spans(read(jsonl))
     if not found:
         return False
-    axes = figure.add_subplot()
-    for place, phase in enumerate(PHASES):
-        if phase in found:
-            starts, ends, peaks = zip(*found[phase], strict=True)
-            color = f"C{place}"
-            axes.hlines(peaks, starts, ends, color=color, linewidth=4, label=phase)
-            axes.plot(ends, peaks, color=color, linewidth=0.5, marker=".", markersize=3)
-    axes.set(xlabel="seconds", ylabel="peak, GB", title="Peak memory by phase", ylim=(0, None))
-    axes.legend(loc="lower right")
+    # Peaks of phases are often the same within a percent, so each has a panel of its own.
+    shown = [phase for phase in PHASES if phase in found]
+    figure = library.Figure((10, 1 + 1.1 * len(shown)), layout="constrained")
+    panels = figure.subplots(len(shown), sharex=True, sharey=True, squeeze=False)[:, 0]
+    highest = max(peak for spans in found.values() for _, _, peak in spans)
+    for phase, axes in zip(shown, panels, strict=True):
+        starts, ends, peaks = zip(*found[phase], strict=True)
+        color = f"C{PHASES.index(phase)}"
+        axes.hlines(peaks, starts, ends, color=color, linewidth=4)
+        axes.plot(ends, peaks, color=color, linewidth=0.8, marker=".", markersize=4)
+        axes.fill_between(ends, peaks, color=color, alpha=0.2, linewidth=0)
+        title = f"{phase}: at most {max(peaks):.3g} GB"
+        axes.set_title(title, loc="left", fontsize=10, color=color, pad=3)
+        axes.set(ylabel="GB", ylim=(0, 1.1 * highest))
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("seconds")
+    figure.suptitle("Peak memory by phase")
     figure.savefig(png, dpi=120)
     return True
 

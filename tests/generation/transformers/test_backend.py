@@ -6,7 +6,7 @@ from tiny import tiny_model
 
 from trl.generation.transformers.backend import TransformersBackend, merge_extra
 from trl.generation.transformers.batch_limits import Limits
-from trl.memory.tensor_bytes import TensorBytes
+from trl.memory.probes import TensorBytes
 from trl.types import Prompts, Sampling
 
 PROMPTS = Prompts(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ...distributed import Ranks
-from ...memory.adaptive_batch import Piece
-from ...memory.fragmentation import release_cached_blocks
+from ...memory.adaptive_batch import AdaptiveBatch
 from ...memory.meter import PhaseMeter
+from ...memory.probes import release_cached_blocks
 from ...online.metrics import MetricStore
 from ...random_numbers import RandomState
 from ...types import Rollout
@@ -37,10 +37,12 @@ class Phases:
         self.meter = PhaseMeter(args.device, enabled=args.log_memory)
         # A process cannot go back alone while others wait for its part of the weights, or for the
         # gradient of a failed pass.
-        self.generation = Piece("generation", disabled=fixed or self.layers_are_shared)
-        self.scoring = Piece("scoring", disabled=fixed or ranks.share_weights)
-        self.rewards = Piece("rewards", disabled=fixed)  # of reward models, whole on each rank
-        self.training = Piece("training", disabled=fixed or ranks.count > 1)
+        self.generation = AdaptiveBatch("generation", disabled=fixed or self.layers_are_shared)
+        self.scoring = AdaptiveBatch("scoring", disabled=fixed or ranks.share_weights)
+        self.rewards = AdaptiveBatch(
+            "rewards", disabled=fixed
+        )  # of reward models, whole on each rank
+        self.training = AdaptiveBatch("training", disabled=fixed or ranks.count > 1)
         self._store = store
         self._empty_cache = args.empty_cache
         self._device = args.device
