@@ -78,6 +78,14 @@ class Ranks:
         """Return one picklable object from each rank, in rank order, on every rank."""
         return [value] if self.count == 1 else gather_object([value])
 
+    def objects_on_first(self, value: Any) -> list[Any]:
+        """Return one picklable object from each rank, in rank order, on rank 0; elsewhere none."""
+        if self.count == 1:
+            return [value]
+        found = [None] * self.count if self.rank == 0 else None
+        torch.distributed.gather_object(value, found)
+        return found or []
+
     def local(self, rows: Tensor) -> Tensor:
         """Return this rank's share (B, ...) of gathered rows (N, ...)."""
         size = rows.shape[0] // self.count

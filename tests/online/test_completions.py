@@ -1,18 +1,8 @@
 import json
 from datetime import date
 
-import torch
-
-from trl.online.completions import (
-    CompletionLog,
-    make_records,
-    plain,
-    print_table,
-    reward_cells,
-    tracker_rows,
-)
+from trl.online.completions import CompletionLog, print_table, tracker_rows
 from trl.text import as_text
-from trl.types import RewardTable
 
 
 def record(step=0, prompt="p", completion="c", advantage=0.5, **extra):
@@ -30,28 +20,6 @@ def record(step=0, prompt="p", completion="c", advantage=0.5, **extra):
 def lines(folder, mode="train"):
     with (folder / "completions" / f"{mode}.jsonl").open() as file:
         return [json.loads(line) for line in file]
-
-
-def test_records_by_hand():
-    found = make_records(
-        {"step": 3}, {"prompt": list("abcd")}, {"x": [1, 2, 3, 4]}, [{"r": 0.0}] * 4, (6, 4)
-    )
-    assert [r["group"] for r in found] == [1, 1, 2, 2]
-    assert found[2] == {
-        "step": 3, "group": 2, "prompt": "c", "rewards": {"r": 0.0}, "extra": {"x": 3},
-    }  # fmt: skip
-
-
-def test_nan_becomes_none():
-    table = RewardTable(
-        per_function=torch.tensor([[0.0, 1.0], [torch.nan, 2.0], [3.0, 4.0]]),
-        weights=torch.ones(2),
-        total=torch.zeros(3),
-        names=("a", "b"),
-        group_size=1,
-    )
-    assert reward_cells(table, range(1, 3)) == [{"a": None, "b": 2.0}, {"a": 3.0, "b": 4.0}]
-    assert plain(float("nan")) is None and plain(1.5) == 1.5
 
 
 def test_rounds_are_appended_and_taken_once(tmp_path):

@@ -21,28 +21,27 @@ pytestmark = pytest.mark.skipif(
 
 # What the host may wait for, by file and function: once for each decoded token, round, micro-batch,
 # update or logged value. Nothing else, whatever the number of layers.
-TOKEN = {"generation/shared_decoding.py _advance": 1}
+TOKEN = {"generation/transformers/shared_decoding.py _advance": 1}
 ROUND = {
     "distributed.py all": 1,
-    "distributed.py gather": 1,
+    "distributed.py gather": 2,
     "distributed.py sum": 1,
-    "online/completions.py reward_cells": 1,
     "online/guard.py findings": 4,  # of two sets of log-probabilities, if they are finite and where
     "online/rewards.py __call__": 1,
-    "trainer/online_loop.py _count_tokens": 2,
-    "trainer/online_loop.py report_round": 2,
-    "trainer/online_scoring.py rows_with_gradient": 1,
-    "trainer/online_trainer.py _excluded": 1,
-    "trainer/online_trainer.py _sampling_logps": 1,
-    "trainer/online_trainer.py assemble": 1,
+    "online/reports.py _count_tokens": 1,
+    "online/reports.py records": 3,
+    "trainer/online/online_scoring.py rows_with_gradient": 1,
+    "trainer/online/online_trainer.py _excluded": 1,
+    "trainer/online/online_trainer.py _sampling_logps": 1,
+    "trainer/online/online_trainer.py assemble": 1,
 }
 MICRO_BATCH = {
-    "trainer/base_trainer.py train": 2,  # `logging_nan_inf_filter` of transformers
+    "trainer/base/base_trainer.py train": 2,  # `logging_nan_inf_filter` of transformers
     "models/scorer.py _at_once": 2,  # transformers asks of plain rows whether a mask is all ones
 }
 UPDATE = {
-    "trainer/base_trainer.py train": 2,  # loss and norm of the gradient, for the log
-    "trainer/online_loop.py _get_grad_norm": 1,
+    "trainer/base/base_trainer.py train": 2,  # loss and norm of the gradient, for the log
+    "trainer/online/online_loop.py _get_grad_norm": 1,
 }
 VALUE = {"online/metrics.py <dictcomp>": 2}  # sum and weight
 
@@ -95,5 +94,5 @@ def test_the_host_waits_for_little(found, case):
     for place, count in waits.items():
         assert count <= sum(table.get(place, 0) * n for table, n in times), place
     if case == "shared prompts":
-        assert waits["generation/shared_decoding.py _advance"] == tokens
+        assert waits["generation/transformers/shared_decoding.py _advance"] == tokens
         assert "models/scorer.py _at_once" not in waits

@@ -9,41 +9,6 @@ from typing import Any
 
 from ..imports import is_available, require
 from ..text import as_text
-from ..types import RewardTable
-
-
-def make_records(
-    heading: dict[str, Any],
-    columns: dict[str, list[Any]],
-    extras: dict[str, list[Any]],
-    rewards: list[dict[str, float | None]],
-    first_group: tuple[int, int],
-) -> list[dict[str, Any]]:
-    """Build one JSON-ready record for each completion.
-
-    Args:
-        heading: fields all records share, such as the step.
-        columns: name -> one value for each row.
-        extras: columns that reward functions added.
-        rewards: for each row, function name -> reward (None: not applicable).
-        first_group: index over all ranks of the first row, and rows of a prompt.
-    """
-    first, size = first_group
-    return [
-        heading
-        | {"group": (first + row) // size}
-        | {name: values[row] for name, values in columns.items()}
-        | {"rewards": rewards[row], "extra": {name: v[row] for name, v in extras.items()}}
-        for row in range(len(rewards))
-    ]
-
-
-def reward_cells(table: RewardTable, rows: range) -> list[dict[str, float | None]]:
-    """Turn the rows of a reward table into dictionaries; NaN becomes None."""
-    values = table.per_function[rows.start : rows.stop].tolist()
-    return [
-        {name: plain(value) for name, value in zip(table.names, row, strict=True)} for row in values
-    ]
 
 
 def plain(value: float) -> float | None:

@@ -18,17 +18,10 @@ from transformers.utils import logging
 from ...data.sampler import RepeatIterableDataset, RepeatSampler
 from ...distributed import Ranks
 from ...memory.callback import MemoryCallback
-from ...online.completions import (
-    CompletionLog,
-    make_records,
-    plain,
-    print_table,
-    reward_cells,
-    tracker_rows,
-)
+from ...online.completions import CompletionLog, print_table, tracker_rows
 from ...online.guard import FiniteGuard, NonFiniteError
 from ...online.metrics import MetricStore
-from ...online.statistics import record_lengths, record_rewards, record_tools
+from ...online.reports import Reports, Round
 from ...random_numbers import random_numbers_kept
 from ...types import Generations, Prompts, RewardTable
 from ..base.phases import Phases
@@ -48,10 +41,11 @@ class OnlineLoop(StatefulLoop):
         # Otherwise rank 0 would read streams for all ranks, and send batches of text as tensors.
         self.accelerator.dataloader_config.dispatch_batches = False
         self.ranks = Ranks(self.accelerator)
-        self.metrics = {"train": MetricStore(), "eval": MetricStore()}
+        self.completions = CompletionLog(args.output_dir, self.is_world_process_zero())
+        self.reports = Reports(self.completions, self.ranks)
+        self.metrics = self.reports.metrics
         self.guard = FiniteGuard(self.ranks.rank, self.ranks.gather_objects)
         self.phases = Phases(args, self.ranks, self.metrics["train"])
-        self.completions = CompletionLog(args.output_dir, self.is_world_process_zero())
         self._reset_counts()
         self._eval_batch = 0
         self._sampler: RepeatSampler | RepeatIterableDataset | None = None
@@ -265,37 +259,21 @@ class OnlineLoop(StatefulLoop):
             credit: rewards of all ranks, extra columns of this rank, advantages of all ranks.
         """
         table, extras, advantages = credit
-        self._count_tokens(prompts, generations)
-        record_rewards(self.store, table)
-        record_tools(self.store, generations.tool_calls)
-        first = self.ranks.rank * len(generations)
-        rows = range(first, first + len(generations))
-        records = make_records(
-            {"step": self.state.global_step, "round": self._round_number()},
-            {
-                "prompt": prompts.messages,
-                "completion": completions,
-                "completion_ids": generations.completion_ids,
-                "finish": generations.finish,
-                "reward": [plain(x) for x in table.total[rows.start : rows.stop].tolist()],
-                "advantage": [plain(x) for x in self.ranks.local(advantages).tolist()],
-            },
-            extras,
-            reward_cells(table, rows),
-            (first, table.group_size),
+        tokens = self.reports.add(
+            self.mode,
+            Round(
+                step=self.state.global_step,
+                number=self._round_number(),
+                prompts=prompts,
+                completions=completions,
+                generations=generations,
+                table=table,
+                extras=extras,
+                advantages=advantages,
+            ),
         )
-        everything = [record for rank in self.ranks.gather_objects(records) for record in rank]
-        self.completions.add(self.mode, everything)
-
-    def _count_tokens(self, prompts: Prompts, generations: Generations) -> None:
-        """Record the lengths of all ranks' completions, and add up the tokens trained on."""
-        lengths = generations.trained_lengths()
-        rows = zip(prompts.token_ids, lengths, generations.finish, strict=True)
-        local = [[length, reason == "stop", len(prompt)] for prompt, length, reason in rows]
-        counts = self.ranks.gather(torch.tensor(local, device=self.args.device)).cpu()
-        record_lengths(self.store, counts[:, 0], counts[:, 1].bool())
         if self.model.training:
-            self.state.num_input_tokens_seen += int(counts[:, 0].sum() + counts[:, 2].sum())
+            self.state.num_input_tokens_seen += tokens
 
     def _round_number(self) -> int:
         if self.mode == "eval":
@@ -312,7 +290,7 @@ class OnlineLoop(StatefulLoop):
         """Move what was collected in the mode that `logs` are of into them; returns the mode."""
         prefix = _eval_prefix(logs)
         mode = "eval" if prefix else "train"
-        collected = self.metrics[mode].flush(self.ranks.gather_objects)
+        collected = self.reports.flush(mode)
         if collected:
             logs.update({prefix + name: value for name, value in collected.items()})
             logs[prefix + "num_tokens"] = float(self.state.num_input_tokens_seen)

@@ -1,0 +1,102 @@
+import json
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from joined import join_two
+
+from trl.distributed import Ranks
+from trl.online.completions import CompletionLog
+from trl.online.reports import Reports, Round
+from trl.types import Generations, Prompts, RewardTable
+
+NAN = torch.nan
+
+
+def a_round(rows=(0, 1, 2, 3), **changes) -> Round:
+    """Some of four rows: two prompts of two completions; the last one has no reward."""
+    given = {
+        "step": 3,
+        "number": 1,
+        "prompts": Prompts(
+            messages=[f"p{row // 2}" for row in rows], token_ids=[[5] * 3 for _ in rows]
+        ),
+        "completions": [f"c{row}" for row in rows],
+        "generations": Generations(
+            completion_ids=[[7] * (row + 1) for row in rows],
+            finish=["stop" if row % 2 else "length" for row in rows],
+        ),
+        "table": RewardTable(
+            per_function=torch.tensor([[0.0, 1.0], [NAN, 2.0], [3.0, 4.0], [NAN, NAN]]),
+            weights=torch.ones(2),
+            total=torch.tensor([1.0, 2.0, 7.0, NAN]),
+            names=("a", "b"),
+            group_size=2,
+        ),
+        "extras": {"note": list(rows)},
+        "advantages": torch.tensor([0.5, -0.5, 1.0, NAN]),
+    }
+    return Round(**given | changes)
+
+
+def written(folder, mode="train"):
+    with (folder / "completions" / f"{mode}.jsonl").open() as file:
+        return [json.loads(line) for line in file]
+
+
+def test_records_by_hand():
+    found = a_round(rows=(2, 3)).records(rank=1)
+    assert found[0] == {
+        "step": 3, "round": 1, "group": 1, "prompt": "p1", "completion": "c2",
+        "completion_ids": [7, 7, 7], "finish": "length", "reward": 7.0, "advantage": 1.0,
+        "rewards": {"a": 3.0, "b": 4.0}, "extra": {"note": 2},
+    }  # fmt: skip
+    assert found[1]["rewards"] == {"a": None, "b": None}
+    assert found[1]["reward"] is None and found[1]["advantage"] is None
+
+
+def test_a_round_is_counted_recorded_and_written_by_mode(tmp_path):
+    reports = Reports(CompletionLog(str(tmp_path), writes=True), Ranks())
+    assert reports.add("train", a_round()) == 4 * 3 + 1 + 2 + 3 + 4
+    assert reports.add("eval", a_round(step=4)) == 22
+    assert [record["step"] for record in written(tmp_path)] == [3] * 4
+    assert [record["step"] for record in written(tmp_path, "eval")] == [4] * 4
+    found = reports.flush("train")
+    assert found["reward"] == pytest.approx(10 / 3)
+    assert found["completions/mean_length"] == 2.5
+    assert found["completions/clipped_ratio"] == 0.5
+    assert reports.flush("train") == {}, "forgotten"
+    assert reports.flush("eval")["completions/max_length"] == 4
+
+
+def test_tokens_of_tools_are_not_counted(tmp_path):
+    generations = Generations(
+        completion_ids=[[7] * 4] * 4,
+        finish=["stop"] * 4,
+        trainable=[[True, False, False, True]] * 4,
+        tool_calls=[(1, 0), (1, 1), (0, 0), (0, 0)],
+    )
+    reports = Reports(CompletionLog(str(tmp_path), writes=True), Ranks())
+    assert reports.add("train", a_round(generations=generations)) == 4 * (3 + 2)
+    found = reports.flush("train")
+    assert found["tools/call_frequency"] == 0.5 and found["completions/mean_length"] == 2
+
+
+def work(rank, port, folder):
+    ranks = join_two(rank, port)
+    reports = Reports(CompletionLog(folder, writes=rank == 0), ranks)
+    tokens = reports.add("train", a_round(rows=(2 * rank, 2 * rank + 1)))
+    taken = len(reports.completions.take("train"))
+    found = {"tokens": tokens, "taken": taken, "reward": reports.flush("train")["reward"]}
+    torch.save(found, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_the_first_rank_alone_receives_and_writes_the_records_of_all(tmp_path, free_port):
+    mp.spawn(work, args=(free_port, str(tmp_path)), nprocs=2)
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert [rank["tokens"] for rank in found] == [22, 22]
+    assert [rank["taken"] for rank in found] == [4, 0]
+    assert found[0]["reward"] == found[1]["reward"] == pytest.approx(10 / 3)
+    assert [record["completion"] for record in written(tmp_path)] == ["c0", "c1", "c2", "c3"]

@@ -1,0 +1,96 @@
+"""What is told of every round: metrics of all ranks, and the completions in a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed import Ranks
+from ..types import Generations, Prompts, RewardTable
+from .completions import CompletionLog, plain
+from .metrics import MetricStore
+from .statistics import record_lengths, record_rewards, record_tools
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """A round of completions with its rewards: B rows of this rank, N rows of all ranks."""
+
+    step: int  # optimizer steps done when it was generated
+    number: int  # of the round within the step
+    prompts: Prompts  # B
+    completions: list[Any]  # B: strings, or lists of messages
+    generations: Generations  # B
+    table: RewardTable  # N
+    extras: dict[str, list[Any]]  # columns that reward functions added, B values each
+    advantages: Tensor  # (N,)
+
+    def records(self, rank: int) -> list[dict[str, Any]]:
+        """Return one JSON-ready record for each completion of rank `rank`; NaN becomes None."""
+        ids = self.generations.completion_ids
+        first = rank * len(ids)
+        here = slice(first, first + len(ids))
+        scores = self.table.per_function[here].tolist()
+        totals, advantages = (x[here].tolist() for x in (self.table.total, self.advantages))
+        return [
+            {
+                "step": self.step,
+                "round": self.number,
+                "group": (first + row) // self.table.group_size,
+                "prompt": self.prompts.messages[row],
+                "completion": self.completions[row],
+                "completion_ids": ids[row],
+                "finish": self.generations.finish[row],
+                "reward": plain(totals[row]),
+                "advantage": plain(advantages[row]),
+                "rewards": dict(zip(self.table.names, map(plain, scores[row]), strict=True)),
+                "extra": {name: values[row] for name, values in self.extras.items()},
+            }
+            for row in range(len(ids))
+        ]
+
+
+class Reports:
+    """Collects the metrics of each mode, and writes the completions of all ranks.
+
+    Args:
+        completions (`CompletionLog`): where the completions go.
+        ranks (`Ranks`): all processes, which call every method together.
+
+    Attributes:
+        metrics (`dict[str, MetricStore]`): what was collected in "train" and in "eval".
+    """
+
+    def __init__(self, completions: CompletionLog, ranks: Ranks):
+        self.completions = completions
+        self.metrics = {"train": MetricStore(), "eval": MetricStore()}
+        self._ranks = ranks
+
+    def add(self, mode: str, found: Round) -> int:
+        """Record the metrics of a round and write its completions.
+
+        Returns:
+            `int`: tokens of prompts and completions of all ranks that the policy wrote or read.
+        """
+        store = self.metrics[mode]
+        tokens = self._count_tokens(store, found)
+        record_rewards(store, found.table)
+        record_tools(store, found.generations.tool_calls)
+        ranks = self._ranks.objects_on_first(found.records(self._ranks.rank))
+        self.completions.add(mode, [record for records in ranks for record in records])
+        return tokens
+
+    def flush(self, mode: str) -> dict[str, float | None]:
+        """Return what was collected in `mode` on all ranks, and forget it."""
+        return self.metrics[mode].flush(self._ranks.gather_objects)
+
+    def _count_tokens(self, store: MetricStore, found: Round) -> int:
+        lengths = found.generations.trained_lengths()
+        stopped = [reason == "stop" for reason in found.generations.finish]
+        rows = zip(lengths, stopped, map(len, found.prompts.token_ids), strict=True)
+        counts = self._ranks.gather(torch.tensor(list(map(list, rows)))).cpu()
+        record_lengths(store, counts[:, 0], counts[:, 1].bool())
+        return int(counts[:, 0].sum() + counts[:, 2].sum())
