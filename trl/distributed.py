@@ -49,6 +49,16 @@ class Ranks:
             return bool(self._accelerator.state.deepspeed_plugin.zero_stage == 3)
         return bool(kind == DistributedType.FSDP)
 
+    @property
+    def fsdp_version(self) -> int | None:
+        """1 or 2; None without FSDP."""
+        return None if self._accelerator is None else fsdp_version(self._accelerator)
+
+    def wait(self) -> None:
+        """Wait until every rank is here."""
+        if self._accelerator is not None:
+            self._accelerator.wait_for_everyone()
+
     def gather(self, rows: Tensor) -> Tensor:
         """Concatenate values (B, ...) of all ranks' rows in rank order: (N, ...), on the device."""
         if self._accelerator is None:

@@ -14,26 +14,25 @@ GOOD = {
     "completion_ids": [[30, 31, 1], [32]],
     "logprobs": [[-0.1, -0.2, -0.3], [-0.4]],
 }
-TRAINER = SimpleNamespace()
 
 
 def generate(found):
-    backend = FunctionBackend(lambda prompts, trainer: found, TRAINER, SimpleNamespace(), Ranks())
+    backend = FunctionBackend(lambda prompts: found, SimpleNamespace(), Ranks())
     return backend.generate(PROMPTS, Sampling(max_tokens=4, stop_ids=(1,)), 2)
 
 
-def test_the_function_gets_prompts_and_trainer():
+def test_the_function_gets_prompts():
     seen = []
 
-    def function(prompts, trainer):
-        seen.append((prompts, trainer))
+    def function(prompts):
+        seen.append(prompts)
         return GOOD
 
     engine = SimpleNamespace(sync_weights=lambda step: seen.append(step))
-    backend = FunctionBackend(function, TRAINER, engine, Ranks())
+    backend = FunctionBackend(function, engine, Ranks())
     backend.sync_weights(7)
     found = backend.generate(PROMPTS, Sampling(max_tokens=4, stop_ids=(1,)), 2)
-    assert seen == [7, (["a", "b"], TRAINER)]
+    assert seen == [7, ["a", "b"]]
     assert (found.prompt_ids, found.completion_ids) == (GOOD["prompt_ids"], GOOD["completion_ids"])
     assert found.sampling_logps == GOOD["logprobs"] and found.trainable is None
     assert found.finish == ["stop", "length"] and found.columns == [{}, {}]
@@ -93,6 +92,6 @@ def test_the_result_must_be_a_dictionary():
 
 
 def test_its_own_errors_pass_through():
-    backend = FunctionBackend(lambda prompts, trainer: 1 / 0, TRAINER, SimpleNamespace(), Ranks())
+    backend = FunctionBackend(lambda prompts: 1 / 0, SimpleNamespace(), Ranks())
     with pytest.raises(ZeroDivisionError):
         backend.generate(PROMPTS, Sampling(max_tokens=4), 2)

@@ -17,8 +17,8 @@ RolloutFunction = Callable[[list[Any], Any], Mapping[str, Any]]
 class FunctionBackend:
     """Lets a function make the completions: agents, environments, engines of one's own.
 
-    The function is called once a round on each rank, as `rollout_func(prompts, trainer)`, with one
-    prompt for each row: those of a group follow each other. It returns a dictionary of lists with
+    The function is called once a round on each rank, as `function(prompts)`, with one prompt for
+    each row: those of a group follow each other. It returns a dictionary of lists with
     one entry for each row:
 
     - `prompt_ids`, `completion_ids`: token ids; the stop token included.
@@ -29,7 +29,6 @@ class FunctionBackend:
 
     Args:
         function: the rollout function.
-        trainer: passed on to it.
         engine (`GenerationBackend`): the engine the trainer has otherwise, which the function may
             use as `trainer.backend.engine`.
         ranks (`Ranks`): all processes, which fail together.
@@ -38,11 +37,13 @@ class FunctionBackend:
     reports_policy_logps = False
 
     def __init__(
-        self, function: RolloutFunction, trainer: Any, engine: GenerationBackend, ranks: Ranks
+        self,
+        function: Callable[[list[Any]], Mapping[str, Any]],
+        engine: GenerationBackend,
+        ranks: Ranks,
     ):
         self.engine = engine
         self._function = function
-        self._trainer = trainer
         self._ranks = ranks
 
     def sync_weights(self, step: int) -> None:
@@ -74,7 +75,7 @@ class FunctionBackend:
     def _call(self, prompts: Prompts) -> dict[str, Any]:
         found, failure = {}, None
         try:
-            found = _checked(self._function(list(prompts.messages), self._trainer), len(prompts))
+            found = _checked(self._function(list(prompts.messages)), len(prompts))
         except RankError:  # from the engine, which the function may use: all ranks know
             raise
         except Exception as error:

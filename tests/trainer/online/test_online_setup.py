@@ -1,12 +1,20 @@
 """Checks made before anything is loaded."""
 
+from functools import partial
+
 import pytest
 from datasets import Dataset, IterableDataset
-from online_runs import config, dataset
+from online_runs import config, dataset, make_trainer
 from tiny import tiny_model
 
 from trl.trainer.grpo_config import GRPOConfig
-from trl.trainer.online.online_setup import check_context, check_datasets, check_run
+from trl.trainer.online import online_setup
+from trl.trainer.online.online_setup import (
+    check_context,
+    check_datasets,
+    check_longest_prompt,
+    check_run,
+)
 from trl.trainer.rloo_config import RLOOConfig
 
 
@@ -133,3 +141,25 @@ def test_completions_leave_room_for_prompts(tmp_path):
     with pytest.raises(ValueError, match="max_completion_length=256 leaves no room .* 255, less"):
         check_context(args, 256)
     assert check_context(args, 257) is None and check_context(args, None) is None
+
+
+def prompts_trainer(folder, lengths):
+    data = dataset(["a" * length for length in lengths])
+    return make_trainer(folder, data=data, max_completion_length=8)
+
+
+def test_long_prompts_are_found_at_the_start(tmp_path, caplog):
+    trainer = prompts_trainer(tmp_path, [3, 20, 9, 4])
+    check = partial(check_longest_prompt, trainer.train_dataset, trainer.encode, trainer.args)
+    online_setup.logger.propagate = True
+
+    def warnings():
+        return [text for text in caplog.messages if "train_dataset" in text]
+
+    check(28)
+    assert warnings() == []
+    check(27)
+    (message,) = warnings()
+    assert "row 1 of train_dataset has 20 tokens" in message and "cut earlier" in message
+    with pytest.raises(ValueError, match="row 1 .* than the 20 .* leaves no room"):
+        check(20)

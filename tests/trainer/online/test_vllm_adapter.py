@@ -15,7 +15,7 @@ Q = {"target_modules": ["q_proj"]}
 
 
 def settings_of(folder, adapter):
-    return adapter_settings(make_trainer(folder, peft_config=adapter), SETTINGS)
+    return adapter_settings(make_trainer(folder, peft_config=adapter).policy, SETTINGS)
 
 
 def test_the_engine_has_room_for_the_layers_of_the_adapter(tmp_path):
@@ -50,12 +50,12 @@ def test_what_is_more_than_vllm_applies_is_refused(tmp_path, adapter, words):
         settings_of(tmp_path, adapter)
 
 
-def test_a_gpu_needs_half_precision(tmp_path, monkeypatch):
+def test_a_gpu_needs_half_precision(tmp_path):
     trainer = make_trainer(tmp_path, peft_config=LoraConfig(**Q))
-    monkeypatch.setattr(type(trainer.args), "device", torch.device("cuda"))
+    policy = replace(trainer.policy, device=torch.device("cuda"))
     with pytest.raises(ValueError, match="bfloat16 and float16 only: set bf16=True"):
-        adapter_settings(trainer, SETTINGS)
-    adapter_settings(trainer, replace(SETTINGS, dtype=torch.bfloat16))
+        adapter_settings(policy, SETTINGS)
+    adapter_settings(policy, replace(SETTINGS, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(

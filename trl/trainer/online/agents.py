@@ -9,11 +9,12 @@ from typing import Any
 from ...data.formats import is_conversational
 from ...data.tool_template import ToolTurns
 from ...generation.base import GenerationBackend, context_of
-from ...generation.function_backend import FunctionBackend, RolloutFunction
+from ...generation.function_backend import RolloutFunction
 from ...generation.tools.calls import CallParser
 from ...generation.tools.loop import ToolLimits, ToolLoop
 from ...generation.tools.runner import ToolRunner
 from ...models.loading import context_length
+from ...models.policy_handle import PolicyHandle
 from .online_config import OnlineConfig
 
 
@@ -60,36 +61,44 @@ class Agents:
         given: Any = args.chat_template_kwargs or {}
         return given if self.tools is None else given | {"tools": self.tools.schemas}
 
-    def backend(self, trainer: Any, engine: GenerationBackend) -> GenerationBackend:
-        """Wrap the engine of a trainer.
+    def check_prompts(self, dataset: Any) -> None:
+        """Refuse prompts in which the chat template cannot describe the tools.
 
         Raises:
-            ValueError: if the chat template or the prompts have no place for tools.
+            ValueError: if the first row's prompt is not a list of messages.
         """
-        if self.rollout_func is not None:
-            return FunctionBackend(self.rollout_func, trainer, engine, trainer.ranks)
+        if self.tools is None:
+            return
+        prompt = next(iter(dataset))["prompt"]
+        if not is_conversational({"prompt": prompt}):
+            raise ValueError(
+                "tools need conversational prompts, lists of messages with 'role' and 'content', "
+                f"for the chat template to describe the tools; the first row has {prompt!r:.80}."
+            )
+
+    def with_tools(
+        self,
+        engine: GenerationBackend,
+        policy: PolicyHandle,
+        args: OnlineConfig,
+        stop_ids: tuple[int, ...],
+    ) -> GenerationBackend:
+        """Answer tool calls between the turns that an engine generates, if there are tools.
+
+        Raises:
+            ValueError: if the chat template has no place for tools.
+        """
         if self.tools is None:
             return engine
-        _check_prompt(trainer)
-        args, tokenizer = trainer.args, trainer.processing_class
-        options: Any = args.chat_template_kwargs
-        turns = ToolTurns(tokenizer, trainer.sampling.stop_ids, self.template_kwargs(args))
-        contexts = (context_of(engine), context_length(trainer.model))
+        tokenizer = policy.tokenizer
+        turns = ToolTurns(tokenizer, stop_ids, self.template_kwargs(args))
+        contexts = (context_of(engine), context_length(policy.model))
         bounds = [context for context in contexts if context is not None]
         return ToolLoop(
             engine,
             self.tools,
-            CallParser(tokenizer, self.tools.schemas, options),
+            CallParser(tokenizer, self.tools.schemas, args.chat_template_kwargs),
             turns,
             ToolLimits(args.max_tool_calling_iterations, min(bounds, default=None)),
-            trainer.ranks,
-        )
-
-
-def _check_prompt(trainer: Any) -> None:
-    row = next(iter(trainer.train_dataset))
-    if not is_conversational({"prompt": row["prompt"]}):
-        raise ValueError(
-            "tools need conversational prompts, lists of messages with 'role' and 'content', for "
-            f"the chat template to describe the tools; the first row has {row['prompt']!r:.80}."
+            policy.ranks,
         )

@@ -3,98 +3,100 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 from ...generation.base import GenerationBackend
-from ...generation.transformers.backend import TransformersBackend, merge_extra
+from ...generation.transformers.backend import Attempt, TransformersBackend, merge_extra
 from ...generation.transformers.batch_limits import Limits
-from ...generation.transformers.continuous import ContinuousBackend
+from ...models.policy_handle import PolicyHandle
 from ...types import Sampling
-from . import vllm_colocate, vllm_server
 from .online_config import OnlineConfig
-from .vllm_policy import settle_sampling
 
 
-@dataclass(frozen=True)
-class Engine:
-    """An engine before it is made.
+def check_engine(args: OnlineConfig) -> None:
+    """Check the engine's options, before anything is loaded.
 
-    Args:
-        check: checks the options before anything is loaded.
-        settle: turns sampling as configured into what the engine takes.
-        make: makes the backend of a trainer.
+    Raises:
+        ImportError: if the engine is not installed.
+        ValueError: for options that contradict each other or the platform.
     """
-
-    check: Callable[[OnlineConfig], None]
-    settle: Callable[[OnlineConfig, Sampling], Sampling]
-    make: Callable[[Any], GenerationBackend]
-
-
-def chosen_engine(args: OnlineConfig) -> Engine:
-    """The engine that the options ask for."""
     if args.use_vllm:
-        module = vllm_server if args.vllm_mode == "server" else vllm_colocate
-        return Engine(module.check_options, settle_sampling, module.make_backend)
-    if args.use_transformers_continuous_batching:
-        return Engine(_accept, _settle_transformers, _make_continuous)
-    return Engine(_accept, _settle_transformers, _make_transformers)
+        _vllm(args).check_options(args)
 
 
-def _accept(args: OnlineConfig) -> None:
-    """There is nothing to check before the policy is loaded."""
+def settle_sampling(args: OnlineConfig, sampling: Sampling) -> Sampling:
+    """Turn sampling as configured into what the engine takes.
 
+    Raises:
+        ValueError: for an option in `generation_kwargs` that the engine does not know.
+    """
+    if args.use_vllm:
+        from .vllm_policy import settle_sampling as settle_vllm
 
-def _settle_transformers(args: OnlineConfig, sampling: Sampling) -> Sampling:
+        return settle_vllm(args, sampling)
     merged, rest = merge_extra(sampling)
     return merged.replace(extra=rest)
 
 
-def make_engine(trainer: Any) -> GenerationBackend:
-    """Make the engine that the options of a trainer ask for.
+def make_engine(
+    policy: PolicyHandle,
+    args: OnlineConfig,
+    sampling: Sampling,
+    *,
+    report: Callable[[str, float], None],
+    check_prompts: Callable[[int], None],
+    attempt: Attempt,
+) -> GenerationBackend:
+    """Make the engine that the options ask for.
 
     Args:
-        trainer (`OnlineTrainer`): whose policy generates.
+        policy (`PolicyHandle`): what generates.
+        args (`OnlineConfig`): options.
+        sampling (`Sampling`): how it draws, from `settle_sampling`.
+        report: takes the name and value of a metric.
+        check_prompts: refuses prompts too long for an engine that sees so many tokens.
+        attempt: runs generation, in pieces if it does not fit; see `TransformersBackend`.
 
     Raises:
         ValueError: for options that the engine cannot honor.
     """
-    return chosen_engine(trainer.args).make(trainer)
-
-
-def _make_continuous(trainer: Any) -> ContinuousBackend:
-    _check_continuous(trainer)
-    return ContinuousBackend(
-        trainer._policy_for_inference,
-        pad_id=trainer.processing_class.pad_token_id,
-        options=trainer.args.transformers_continuous_batching_config,
-        ranks=trainer.ranks,
-    )
-
-
-def _make_transformers(trainer: Any) -> TransformersBackend:
-    args = trainer.args
+    if args.use_vllm:
+        return _vllm(args).make_backend(policy, args, sampling, report, check_prompts)
+    if args.use_transformers_continuous_batching:
+        return _make_continuous(policy, args)
     return TransformersBackend(
-        trainer._policy_for_inference,
-        pad_id=trainer.processing_class.pad_token_id,
-        device=args.device,
+        policy.inference,
+        pad_id=policy.tokenizer.pad_token_id,
+        device=policy.device,
         cache_implementation=args.cache_implementation,
         shared_prefix=args.shared_prefix,
         chunk=args.logits_chunk_size,
         limits=Limits(args.generation_max_rows, args.generation_max_kv_bytes),
-        ranks=trainer.ranks,
-        in_step=trainer.phases.layers_are_shared,
-        attempt=trainer.phases.generation.run,
+        ranks=policy.ranks,
+        in_step=policy.layers_in_step,
+        attempt=attempt,
     )
 
 
-def _check_continuous(trainer: Any) -> None:
-    args = trainer.args
+def _vllm(args: OnlineConfig) -> ModuleType:
+    """Only the engine that is used is imported."""
+    if args.vllm_mode == "server":
+        from . import vllm_server
+
+        return vllm_server
+    from . import vllm_colocate
+
+    return vllm_colocate
+
+
+def _make_continuous(policy: PolicyHandle, args: OnlineConfig) -> GenerationBackend:
+    from ...generation.transformers.continuous import ContinuousBackend
+
     others = {
         "cache_implementation": args.cache_implementation is not None,
         "generation_max_rows": args.generation_max_rows is not None,
         "generation_max_kv_gb": args.generation_max_kv_gb is not None,
-        "ds3_gather_for_generation=False": trainer.phases.layers_are_shared,
+        "ds3_gather_for_generation=False": policy.layers_in_step,
     }
     refused = [name for name, is_set in others.items() if is_set]
     if refused:
@@ -102,3 +104,9 @@ def _check_continuous(trainer: Any) -> None:
             f"use_transformers_continuous_batching=True cannot be used with {', '.join(refused)}; "
             "transformers_continuous_batching_config says how its cache is bounded."
         )
+    return ContinuousBackend(
+        policy.inference,
+        pad_id=policy.tokenizer.pad_token_id,
+        options=args.transformers_continuous_batching_config,
+        ranks=policy.ranks,
+    )

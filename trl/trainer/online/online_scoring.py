@@ -14,6 +14,7 @@ from ...models.reference import ReferencePolicy
 from ...models.scorer import Scorer
 from ...online.guard import NonFiniteError
 from ...online.statistics import record_entropy
+from ...ops.masking import length_mask
 from ...ops.policy_losses import RatioLevel
 from ...ops.support import Support
 from ...types import Rollout, TokenScores
@@ -93,6 +94,21 @@ class OnlineScoring(OnlineLoop):
         """Let all ranks decide together in which layout rows up to this length are scored."""
         if self.ranks.count > 1:
             self.scorer.agree(self.model, batch, self.ranks.largest)
+
+    def row_logps(self, prompt: list[int], completion: list[int]) -> list[float]:
+        """Log-probabilities of a completion under the policy; all ranks ask together."""
+        mask = length_mask(torch.tensor([len(completion)]), len(completion))
+        batch = Rollout(
+            prompt_ids=[prompt],
+            completion_ids=[completion],
+            row_ids=[0],
+            loss_mask=mask.to(self.args.device),
+            num_loss_tokens=mask.sum(),
+            num_loss_rows=mask.any(1).sum(),
+        )
+        self.agree_on(batch)
+        with self.accelerator.autocast():
+            return self.scorer.logps(self.model, batch)[0].tolist()
 
     def _with_policy_logps(self, batch: Rollout) -> Rollout:
         """Those computed while generating, where only the KL penalty reads them; else a pass.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,17 @@ from typing import Any
 import pyarrow as arrow
 import pyarrow.compute as compute
 from datasets import Dataset, IterableDataset, Value
+from transformers.utils import logging
 
 from ...text import did_you_mean
+from ...types import Prompts
 from .batch_math import smaller_round
 from .online_config import OnlineConfig
 
+logger = logging.get_logger(__name__)
+
 PROMPTS_AT_ONCE = 10_000
+SEARCHED_ROWS = 100_000  # of the dataset, for a long prompt
 
 
 def check_run(model: Any, args: Any, config_class: type[OnlineConfig]) -> None:
@@ -142,6 +147,43 @@ def check_dataset(name: str, dataset: Any) -> None:
             f"{name} has the column {images.pop()!r}: prompts with images are not available in "
             "this release. Remove the column to train on text."
         )
+
+
+def check_longest_prompt(
+    dataset: Any,
+    encode: Callable[[Sequence[dict[str, Any]]], Prompts],
+    args: OnlineConfig,
+    context: int,
+) -> None:
+    """Look at the prompt with the most characters, before time is spent on the others.
+
+    Args:
+        dataset: that training draws from.
+        encode: tokenizes the prompts of rows.
+        args (`OnlineConfig`): `max_completion_length`.
+        context (`int`): most tokens that a vLLM engine sees.
+
+    Raises:
+        ValueError: if the engine has no room for it and one more token.
+    """
+    if isinstance(dataset, IterableDataset):
+        return
+    completion = args.max_completion_length or 0
+    prompts = dataset.select_columns("prompt")[:SEARCHED_ROWS]["prompt"]
+    place = max(range(len(prompts)), key=lambda row: len(str(prompts[row])))
+    length = len(encode([dataset[place]]).token_ids[0])
+    words = (
+        f"The prompt of row {place} of train_dataset has {length} tokens. With "
+        f"max_completion_length={completion} that is more than the {context} that the vLLM engine "
+        "sees"
+    )
+    if length >= context:
+        raise ValueError(
+            f"{words}, and leaves no room for a completion: raise vllm_max_model_length (of a "
+            "server: --max_model_len) or leave out such prompts."
+        )
+    if length + completion > context:
+        logger.warning(f"{words}: its completions are cut earlier.")
 
 
 def _check_loading(args: OnlineConfig) -> None:

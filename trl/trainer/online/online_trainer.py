@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ...generation.base import GenerationBackend, row_seeds
-from ...generation.function_backend import RolloutFunction
+from ...generation.function_backend import FunctionBackend, RolloutFunction
+from ...models.lm_head import causal_model
 from ...models.loading import context_length, stop_token_ids
-from ...models.quantized import check_sharding
+from ...models.policy_handle import PolicyHandle
+from ...models.quantized import check_sharding, working_precision
 from ...models.reference import FrozenCopy, ReferencePolicy, make_reference
 from ...models.scorer import Scorer
 from ...models.unwrap import policy_for_inference
@@ -30,10 +32,10 @@ from ..base.policy import check_devices, init_options, prepare_policy, router_co
 from ..base.run_settings import fingerprint
 from ..callbacks import SyncRefAdapterCallback, SyncRefModelCallback
 from .agents import Agents
-from .engines import chosen_engine, make_engine
+from .engines import check_engine, make_engine, settle_sampling
 from .online_config import OnlineConfig
 from .online_scoring import OnlineScoring
-from .online_setup import check_context, check_datasets, check_run
+from .online_setup import check_context, check_datasets, check_longest_prompt, check_run
 from .rollout_correction import SamplerMismatch
 
 
@@ -86,10 +88,11 @@ class OnlineTrainer(OnlineScoring):
             name = model if isinstance(model, str) else model.config._name_or_path
             args = self.config_class(f"{name.rstrip('/').split('/')[-1]}-{self.method.name}")
         check_run(model, args, self.config_class)
-        chosen_engine(args).check(args)
+        check_engine(args)
         self._agents = Agents.of(args, tools, rollout_func, environment_factory)
         check_devices(args)
         check_datasets(train_dataset, eval_dataset, args)
+        self._agents.check_prompts(train_dataset)
         sources = resolve_rewards(
             reward_funcs,
             reward_processing_classes,
@@ -135,9 +138,7 @@ class OnlineTrainer(OnlineScoring):
             stop_ids=stop_token_ids(self.model, tokenizer),
             extra=args.generation_kwargs or {},
         )
-        self.sampling = chosen_engine(args).settle(args, drawing)
-        self.backend: GenerationBackend = self._agents.backend(self, make_engine(self))
-        self.mismatch = SamplerMismatch(args, self.sampling, self.guard, self.ranks)
+        self.sampling = settle_sampling(args, drawing)
         self.router_coefficient = router_coefficient(self.model, args)
         self.scorer = Scorer(
             pad_id=tokenizer.pad_token_id,
@@ -148,6 +149,9 @@ class OnlineTrainer(OnlineScoring):
             shared_prefix=args.shared_prefix,
             chunk=args.logits_chunk_size,
         )
+        self.policy = self._make_handle()
+        self.backend = self._make_backend()
+        self.mismatch = SamplerMismatch(args, self.sampling, self.guard, self.ranks)
         self.reference = self._make_reference(brought_adapter)
         self.rewards = RewardSuite(
             sources,
@@ -156,6 +160,36 @@ class OnlineTrainer(OnlineScoring):
             self.ranks,
             partial(self.phases.rewards.run, most=args.per_device_train_batch_size),
         ).to(args.device)
+
+    def _make_handle(self) -> PolicyHandle:
+        args = self.args
+        dtype = torch.bfloat16 if args.bf16 else torch.float16
+        if not (args.bf16 or args.fp16):
+            dtype = working_precision(causal_model(self.model))
+        return PolicyHandle(
+            current=lambda: self.model,
+            tokenizer=self.processing_class,
+            ranks=self.ranks,
+            device=args.device,
+            dtype=dtype,
+            logps=self.row_logps,
+            inference=self._policy_for_inference,
+            layers_in_step=self.phases.layers_are_shared,
+        )
+
+    def _make_backend(self) -> GenerationBackend:
+        args, given = self.args, self._agents.rollout_func
+        engine = make_engine(
+            self.policy,
+            args,
+            self.sampling,
+            report=lambda name, value: self.store.value(name, value),
+            check_prompts=partial(check_longest_prompt, self.train_dataset, self.encode, args),
+            attempt=self.phases.generation.run,
+        )
+        if given is not None:
+            return FunctionBackend(lambda prompts: given(prompts, self), engine, self.ranks)
+        return self._agents.with_tools(engine, self.policy, args, self.sampling.stop_ids)
 
     def _make_reference(self, brought_adapter: bool) -> ReferencePolicy | None:
         if self.args.beta == 0.0:

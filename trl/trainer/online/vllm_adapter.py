@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
-from ...distributed import fsdp_version
 from ...generation.vllm.adapter_engine import AdapterPolicy
 from ...generation.vllm.backend import Policy
 from ...generation.vllm.engine import EngineSettings
 from ...models.lora_factors import base_stamp, base_weights, low_rank_factors, why_not_low_rank
+from ...models.policy_handle import PolicyHandle
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 
 
-def adapter_settings(trainer: Any, settings: EngineSettings) -> EngineSettings:
+def adapter_settings(policy: PolicyHandle, settings: EngineSettings) -> EngineSettings:
     """Settings of an engine that holds the adapter of a policy apart.
 
     Args:
-        trainer (`OnlineTrainer`): whose policy generates.
+        policy (`PolicyHandle`): what generates.
         settings (`EngineSettings`): of an engine without.
 
     Raises:
@@ -28,17 +28,17 @@ def adapter_settings(trainer: Any, settings: EngineSettings) -> EngineSettings:
             room for the adapter or cannot compute with it.
     """
     words = "vllm_sync_adapter_only=True needs a LoRA adapter on a frozen model, but "
-    reason = why_not_low_rank(trainer.model)
+    reason = why_not_low_rank(policy.model)
     if reason is not None:
         raise ValueError(f"{words}the policy has {reason}: leave the option out.")
-    if fsdp_version(trainer.accelerator) == 1:
+    if policy.ranks.fsdp_version == 1:
         raise ValueError(f"{words}FSDP1 mixes both in one parameter: use FSDP2.")
-    if settings.dtype == torch.float32 and trainer.args.device.type == "cuda":
+    if settings.dtype == torch.float32 and policy.device.type == "cuda":
         raise ValueError(
             "vllm_sync_adapter_only=True: on GPUs vLLM applies adapters in bfloat16 and float16 "
             "only: set bf16=True, or leave the option out."
         )
-    pairs = {pair.layer: len(pair.first) for pair in low_rank_factors(trainer.model)}
+    pairs = {pair.layer: len(pair.first) for pair in low_rank_factors(policy.model)}
     return replace(
         settings,
         adapter_rank=room_for(max(pairs.values())),
@@ -60,17 +60,17 @@ def room_for(rank: int) -> int:
     return next(room for room in RANKS if room >= rank)
 
 
-def adapter_policy(policy: Policy, trainer: Any) -> AdapterPolicy:
+def adapter_policy(policy: Policy, handle: PolicyHandle) -> AdapterPolicy:
     """A policy of which base weights and adapter are read apart.
 
     Args:
         policy (`Policy`): as it is read as a whole.
-        trainer (`OnlineTrainer`): whose policy it is.
+        handle (`PolicyHandle`): of the same policy.
     """
     parts: dict[str, Any] = {part.name: getattr(policy, part.name) for part in fields(policy)}
-    parts["weights"] = lambda: base_weights(trainer.model)
+    parts["weights"] = lambda: base_weights(handle.model)
     return AdapterPolicy(
         **parts,
-        factors=lambda: low_rank_factors(trainer.model),
-        base_stamp=lambda: base_stamp(trainer.model),
+        factors=lambda: low_rank_factors(handle.model),
+        base_stamp=lambda: base_stamp(handle.model),
     )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.utils import logging
 
 from ...generation.transformers.batch_limits import cache_bytes_per_token
@@ -28,13 +28,15 @@ from ...memory.settings import RunSettings
 from ...memory.sharding import options_of_environment, read_sharding
 from ...models.lm_head import causal_model
 from ...models.loading import context_length
+from ...models.policy_handle import PolicyHandle
 from ...models.quantized import bytes_of_weight
 from ...models.reference import is_peft_model
 from ...models.weights import check_weights
+from ...types import Sampling
 from .online_config import OnlineConfig
 from .planned_run import ASSUMED_PROMPT, device_bytes, planned_run
 from .vllm_adapter import adapter_policy, adapter_settings
-from .vllm_policy import check_prompts, compute_dtype, policy_of
+from .vllm_policy import policy_of
 
 logger = logging.get_logger(__name__)
 
@@ -74,45 +76,54 @@ def check_context(args: OnlineConfig, context: int | None) -> None:
         )
 
 
-def make_backend(trainer: Any) -> VLLMColocateBackend:
-    """Start an engine for the policy of a trainer.
+def make_backend(
+    handle: PolicyHandle,
+    args: OnlineConfig,
+    sampling: Sampling,
+    report: Callable[[str, float], None],
+    check_prompts: Callable[[int], None],
+) -> VLLMColocateBackend:
+    """Start an engine for a policy.
 
     Args:
-        trainer (`OnlineTrainer`): whose policy generates.
+        handle (`PolicyHandle`): what generates.
+        args (`OnlineConfig`): options.
+        sampling (`Sampling`): how it draws.
+        report: takes the name and value of a metric.
+        check_prompts: refuses prompts too long for an engine that sees so many tokens.
 
     Raises:
         ValueError: for a policy for which whole weights cannot stand, or if the engine does not
             fit beside training, or has no room for completions.
     """
-    args, causal = trainer.args, causal_model(trainer.model)
-    check_weights(trainer.model)
-    settings = engine_settings(trainer, causal)
+    causal = causal_model(handle.model)
+    check_weights(handle.model)
+    settings = engine_settings(handle, args, sampling)
     check_context(args, settings.context)
-    check_prompts(trainer, settings.context)
-    policy = policy_of(trainer)
+    check_prompts(settings.context)
+    policy = policy_of(handle, sampling)
     kinds: tuple[Any, Any] = (VLLMEngine, VLLMColocateBackend)
     if args.vllm_sync_adapter_only:
-        settings = adapter_settings(trainer, settings)
-        policy, kinds = adapter_policy(policy, trainer), (AdapterEngine, AdapterBackend)
-    engine = start_engine(causal, trainer.processing_class, settings, kinds[0])
-    trainer.accelerator.wait_for_everyone()
+        settings = adapter_settings(handle, settings)
+        policy, kinds = adapter_policy(policy, handle), (AdapterEngine, AdapterBackend)
+    engine = start_engine(causal, handle.tokenizer, settings, kinds[0])
+    handle.ranks.wait()
     return kinds[1](
         engine,
         policy,
-        ranks=trainer.ranks,
+        ranks=handle.ranks,
         tensor_parallel=args.vllm_tensor_parallel_size,
         probe_syncs=args.vllm_probe_syncs,
-        report=lambda name, value: trainer.store.value(name, value),
+        report=report,
     )
 
 
 # --- Size ---
 
 
-def engine_settings(trainer: Any, causal: nn.Module) -> EngineSettings:
+def engine_settings(handle: PolicyHandle, args: OnlineConfig, sampling: Sampling) -> EngineSettings:
     """How large the engine is: what the options say, else what training leaves of the device."""
-    args = trainer.args
-    dtype = compute_dtype(args, causal)
+    causal, dtype = causal_model(handle.model), handle.dtype
     context = args.vllm_max_model_length or context_length(causal)
     if context is None:
         raise ValueError(
@@ -121,8 +132,8 @@ def engine_settings(trainer: Any, causal: nn.Module) -> EngineSettings:
         )
     share, cache = args.vllm_gpu_memory_utilization, None
     if share is None:
-        adapter = trainer.model.active_peft_config if is_peft_model(trainer.model) else None
-        memory = Sizing(args, causal, dtype, context, adapter).memory(trainer.args.device)
+        adapter = handle.model.active_peft_config if is_peft_model(handle.model) else None
+        memory = Sizing(args, causal, dtype, context, adapter).memory(handle.device)
         if memory.context < context:
             logger.info(f"The vLLM engine has room for contexts of {memory.context} tokens.")
         context, cache = memory.context, memory.cache
@@ -135,11 +146,11 @@ def engine_settings(trainer: Any, causal: nn.Module) -> EngineSettings:
         cache_bytes=cache,
         memory_share=share,
         tensor_parallel=args.vllm_tensor_parallel_size,
-        ranks=trainer.ranks.count,
-        rank=trainer.ranks.rank,
+        ranks=handle.ranks.count,
+        rank=handle.ranks.rank,
         local_rank=max(0, args.local_process_index),
         sleeps=args.vllm_enable_sleep_mode,
-        reads_text=needs_text(trainer.sampling),
+        reads_text=needs_text(sampling),
         implementation=args.vllm_model_impl,
         trust_remote_code=args.trust_remote_code,
     )

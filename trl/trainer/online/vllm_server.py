@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ...distributed import Ranks
@@ -12,11 +13,12 @@ from ...generation.vllm.server.compat import PROTOCOL, ServerFacts, gpu_id, refu
 from ...generation.vllm.server.server_pool import Fleet, Server
 from ...imports import require
 from ...models.lm_head import causal_model
+from ...models.policy_handle import PolicyHandle
 from ...models.weights import check_weights
 from ...text import did_you_mean
 from ...types import Sampling
 from .online_config import OnlineConfig
-from .vllm_policy import check_prompts, compute_dtype, policy_of
+from .vllm_policy import policy_of
 
 # Options of an engine in the training process, and what `trl vllm-serve` calls them.
 ELSEWHERE = {
@@ -70,11 +72,14 @@ def addresses(args: OnlineConfig) -> list[str]:
     return found
 
 
-def make_backend(trainer: Any) -> VLLMServerBackend:
-    """Connect the policy of a trainer with its servers.
-
-    Args:
-        trainer (`OnlineTrainer`): whose policy generates.
+def make_backend(
+    handle: PolicyHandle,
+    args: OnlineConfig,
+    sampling: Sampling,
+    report: Callable[[str, float], None],
+    check_prompts: Callable[[int], None],
+) -> VLLMServerBackend:
+    """Connect a policy with its servers; see `vllm_colocate.make_backend` for the arguments.
 
     Raises:
         ServerError: if a server is not ready in time, or was not started for training.
@@ -82,49 +87,47 @@ def make_backend(trainer: Any) -> VLLMServerBackend:
         ValueError: for a policy for which whole weights cannot stand, or that a server does not
             fit.
     """
-    args, ranks, fleet = trainer.args, trainer.ranks, None
-    check_weights(trainer.model)
+    ranks, fleet = handle.ranks, None
+    check_weights(handle.model)
     with ranks.together("connecting with vLLM servers"):
         if ranks.rank == 0:
-            fleet = connect(trainer)
+            fleet = connect(handle, args, sampling)
     context = _of_first(ranks, None if fleet is None else fleet.context)
-    check_prompts(trainer, context)
+    check_prompts(context)
     return VLLMServerBackend(
         fleet,
-        policy_of(trainer),
+        policy_of(handle, sampling),
         context,
-        compute_dtype(args, causal_model(trainer.model)),
+        handle.dtype,
         ranks=ranks,
         probe_syncs=args.vllm_probe_syncs,
-        report=lambda name, value: trainer.store.value(name, value),
+        report=report,
     )
 
 
-def connect(trainer: Any) -> Fleet:
+def connect(handle: PolicyHandle, args: OnlineConfig, sampling: Sampling) -> Fleet:
     """Wait for all servers, check that they fit, and meet their workers."""
-    args = trainer.args
-    wanted = wanted_facts(trainer)
+    wanted = wanted_facts(handle, args)
     servers = [Server.connect(url, args.vllm_server_timeout) for url in addresses(args)]
     for server in servers:
         check_fit(server, wanted)
-        check_sampling(server, trainer.sampling)
+        check_sampling(server, sampling)
     fleet = Fleet(servers)
-    fleet.meet(args.vllm_group_port, args.device)
+    fleet.meet(args.vllm_group_port, handle.device)
     return fleet
 
 
-def wanted_facts(trainer: Any) -> ServerFacts:
+def wanted_facts(handle: PolicyHandle, args: OnlineConfig) -> ServerFacts:
     """What a server must be."""
-    args, causal = trainer.args, causal_model(trainer.model)
     return ServerFacts(
         protocol=PROTOCOL,
         vllm=require("vllm", "use_vllm=True").__version__,
-        shape=shape_of(causal.config),
-        dtype=str(compute_dtype(args, causal)).removeprefix("torch."),
+        shape=shape_of(causal_model(handle.model).config),
+        dtype=str(handle.dtype).removeprefix("torch."),
         context=(args.max_completion_length or 0) + 1,
         logprobs_mode="processed_logprobs",
         workers=1,
-        gpu=gpu_id(args.device),
+        gpu=gpu_id(handle.device),
     )
 
 
