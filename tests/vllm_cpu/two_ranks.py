@@ -34,7 +34,8 @@ def main() -> None:
     found = VLLMColocateBackend(
         engine, model_policy(model), ranks=ranks, tensor_parallel=2, probe_syncs=1
     )
-    ids = [[20 + n for n in range(40)]] * 2 + [[30 + ranks.rank]] * 2
+    # The first prompts, with which syncs are probed, differ in text and length.
+    ids = [[20 + n for n in range(40 - 7 * ranks.rank)]] * 2 + [[30 + ranks.rank]] * 2
     seeds = tuple(4 * ranks.rank + n for n in range(4))
     prompts = Prompts(messages=["x"] * 4, token_ids=ids)
     written = []

@@ -2,7 +2,13 @@ import pytest
 import torch
 from torch import nn
 
-from trl.generation.vllm.weight_proof import CHUNK, WeightProof, fingerprint
+from trl.generation.vllm.weight_proof import (
+    CHUNK,
+    SAME_NORM,
+    WeightProof,
+    fingerprint,
+    norm,
+)
 
 
 class Fused(nn.Module):
@@ -97,17 +103,39 @@ def test_many_weights_are_listed_shortly():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
-def test_fingerprints_tell_order_sign_and_last_bit_apart(dtype):
-    values = torch.arange(1, 17, dtype=torch.float64).to(dtype).view(4, 4)
-    others = [values.T, values.flip(0), values.roll(1), values + torch.eye(4, dtype=dtype)]
+@pytest.mark.parametrize("size", [4, 5])
+def test_fingerprints_tell_order_sign_and_last_bit_apart(dtype, size):
+    values = torch.arange(1, size**2 + 1, dtype=torch.float64).to(dtype).view(size, size)
+    others = [values.T, values.flip(0), values.roll(1), values + torch.eye(size, dtype=dtype)]
     one = fingerprint(values)
-    assert torch.equal(fingerprint(values.clone()), one)
-    assert all(not torch.equal(fingerprint(other), one) for other in others)
-    assert torch.equal(fingerprint(values.T)[1], one[1]), "the norm of the same numbers"
+    assert fingerprint(values.clone()) == one
+    assert fingerprint(torch.cat([values[:1], values])[1:]) == one, "wherever it lies in memory"
+    assert all(fingerprint(other) != one for other in others)
+    assert norm(values.T).item() == pytest.approx(norm(values).item(), rel=SAME_NORM)
+
+
+def test_one_flipped_bit_anywhere_changes_a_fingerprint():
+    values = torch.randn(3, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
+    one = fingerprint(values)
+    for byte in range(values.nbytes):
+        flipped = values.clone()
+        flipped.view(-1).view(torch.uint8)[byte] ^= 1
+        assert fingerprint(flipped) != one
 
 
 def test_fingerprints_of_long_tensors_count_places_through():
-    values = torch.randn(CHUNK + 3, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(2 * CHUNK + 3, generator=torch.Generator().manual_seed(0))
     swapped = values.clone()
-    swapped[[0, CHUNK]] = values[[CHUNK, 0]]
-    assert not torch.equal(fingerprint(values), fingerprint(swapped))
+    swapped[[0, 2 * CHUNK]] = values[[2 * CHUNK, 0]]
+    assert fingerprint(values) != fingerprint(swapped)
+
+
+def test_fingerprints_do_not_depend_on_the_number_of_threads():
+    values, threads, found = torch.randn(2**21) * 1e-3, torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(fingerprint(values).item())
+    finally:
+        torch.set_num_threads(threads)
+    assert found[0] == found[1]

@@ -53,6 +53,9 @@ class VLLMColocateBackend(VLLMBackend):
     def _complete_probe(
         self, prompt: list[int], sampling: Sampling
     ) -> tuple[list[int], Generations]:
+        if self._tensor_parallel > 1:
+            # Ranks that hold one engine must ask it for the same: all take what the first asks.
+            (prompt, sampling), *_ = gather_over_tensor_group((prompt, sampling))[0]
         return prompt, self._run([probe_request(prompt)], sampling)
 
     def _complete(

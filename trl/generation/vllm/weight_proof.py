@@ -8,7 +8,8 @@ are known, and their fingerprints must agree after every sync.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-CHUNK = 2**20  # entries that a fingerprint looks at together; 8 MB stay for their factors
+CHUNK = 2**20  # words that a fingerprint looks at together; 8 MB stay for their factors
 ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 / golden ratio, as a signed number
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SAME_NORM = 1e-5  # relative; norms are summed in float32, in an order that depends on the device
 
 
 class WeightSyncError(RuntimeError):
@@ -26,21 +27,30 @@ class WeightSyncError(RuntimeError):
 
 
 def fingerprint(values: Tensor) -> Tensor:
-    """Two numbers (2,) that tell tensors apart: one of all bits in their order, and the norm.
+    """A number, as an integer (), that tells tensors of the same type and size apart.
 
-    The first is a sum of bit patterns, each times an odd number that depends on its place, in
-    integers modulo 2**64. It is exact, and a transposed or permuted tensor has another.
+    It is a sum of words of eight bytes, each times an odd number that depends on its place, in
+    integers modulo 2**64. So it is exact, whatever the device and the number of threads: a tensor
+    in which one bit differs has another, and a transposed or permuted one too.
     """
-    flat = values.detach().reshape(-1)
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    squares = torch.zeros((), dtype=torch.float64, device=flat.device)
+    # The copy of what does not fill the last word, or does not begin at one, is of few bytes.
+    flat = values.detach().reshape(-1).contiguous().view(torch.uint8)
+    whole = len(flat) // 8 * 8
+    head, tail = flat[:whole], torch.nn.functional.pad(flat[whole:], (0, 8 - len(flat) + whole))
+    if head.storage_offset() % 8:
+        head = head.clone()
+    total = tail.clone().view(torch.int64)[0]
     factors = _factors(flat.device)
-    for start in range(0, len(flat), CHUNK):
-        part = flat[start : start + CHUNK].contiguous()
-        bits = part.view(_BITS[part.itemsize])
-        total = total * ODD + (bits * factors[: len(part)]).sum()
-        squares += part.double().square().sum()
-    return torch.stack([total, squares.sqrt().view(torch.int64)])
+    for part in head.view(torch.int64).split(CHUNK):
+        total = total * ODD + (part * factors[: len(part)]).sum()
+    return total
+
+
+def norm(values: Tensor) -> Tensor:
+    """The Euclidean norm of a tensor, in float32 (): what messages tell of it."""
+    is_narrow = values.is_floating_point() and values.itemsize <= 4
+    kept = values.detach() if is_narrow else values.detach().float()
+    return torch.linalg.vector_norm(kept, dtype=torch.float32)
 
 
 @functools.cache
@@ -116,7 +126,7 @@ class WeightProof:
     def __init__(self, model: nn.Module):
         self._model = model
         self._places: dict[str, list[Place]] = {}
-        self._sent: dict[str, list[Tensor]] = {}
+        self._sent: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self._covered: dict[int, set[tuple[Any, ...]]] = {}
         self.unproven: list[str] = []  # weights that the engine converts while loading
 
@@ -127,7 +137,9 @@ class WeightProof:
         else:
             self._places[name] = self._watch(name, weight, load)
         parts = [(place.part(weight), place.target) for place in self._places[name]]
-        self._sent[name] = [fingerprint(part) for part, _ in parts if part is not None]
+        self._sent[name] = [
+            (fingerprint(part), norm(part)) for part, _ in parts if part is not None
+        ]
 
     @property
     def doubt(self) -> str | None:
@@ -167,7 +179,7 @@ class WeightProof:
             self._covered.clear()
         return found
 
-    def _missing(self, sent: dict[str, list[Tensor]]) -> str | None:
+    def _missing(self, sent: Collection[str]) -> str | None:
         skipped = [name for name in self._places if name not in sent]
         if skipped:
             return f"{_listed(skipped)} not sent, unlike at earlier syncs"
@@ -180,25 +192,29 @@ class WeightProof:
                 )
         return None
 
-    def _different(self, sent: dict[str, list[Tensor]]) -> str | None:
-        names, pairs = [], []
-        for name, fingerprints in sent.items():
-            known = [place for place in self._places[name] if place.source is not None]
-            for place, expected in zip(known, fingerprints, strict=True):
-                names.append(name)
-                pairs.append(torch.stack([expected, fingerprint(place.target)]))
-        if not pairs:
+    def _different(self, sent: dict[str, list[tuple[Tensor, Tensor]]]) -> str | None:
+        compared = [
+            (name, place.target, expected)
+            for name, fingerprints in sent.items()
+            for place, expected in zip(self._proven_places(name), fingerprints, strict=True)
+        ]
+        if not compared:
             return None
-        table = torch.stack(pairs)
-        wrong = (table[:, 0, 0] != table[:, 1, 0]).nonzero().flatten().tolist()
+        same = [fingerprint(target) == expected[0] for _, target, expected in compared]
+        wrong = [row for row, is_same in enumerate(torch.stack(same).tolist()) if not is_same]
         if not wrong:
             return None
-        first = table[wrong[0]][:, 1].contiguous().cpu().view(torch.float64).tolist()
-        words = "the same numbers in another order" if first[0] == first[1] else "other numbers"
+        name, target, (_, sent_norm) = compared[wrong[0]]
+        held, expected = norm(target).item(), sent_norm.item()
+        is_moved = math.isclose(held, expected, rel_tol=SAME_NORM)
+        words = "the same numbers in another order" if is_moved else "other numbers"
         return (
-            f"{_listed([names[row] for row in wrong])} not what was sent: {names[wrong[0]]} has "
-            f"{words} (norm {first[1]:.9g}, sent {first[0]:.9g})"
+            f"{_listed([compared[row][0] for row in wrong])} not what was sent: {name} has {words} "
+            f"(norm {held:.9g}, sent {expected:.9g})"
         )
+
+    def _proven_places(self, name: str) -> list[Place]:
+        return [place for place in self._places[name] if place.source is not None]
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -90,6 +90,38 @@ def test_a_change_on_the_way_is_seen(meeting, monkeypatch):
     assert found == [[False, True]] * 2
 
 
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_threads_may_differ_and_a_wrong_tensor_is_still_seen(meeting, monkeypatch, is_changed):
+    """Sums of floats depend on the number of threads, so nothing that is compared may be one."""
+    stream = torch.Generator().manual_seed(0)
+    before = torch.randn(12, 40_000, generator=stream)
+    weights = before + 1e-6 * torch.randn(before.shape, generator=stream)
+    threads, found = torch.get_num_threads(), []
+    own = WeightGroup._broadcast
+
+    def take(group, rank):
+        torch.set_num_threads(1)
+        found.append([is_whole for _, _, is_whole in group.receive()])
+
+    def send(self, flat, alive):
+        own(self, flat, alive)
+        if is_changed and self is not host and flat.numel() == weights[0].nbytes:
+            flat[12345] ^= 1
+
+    host, receivers = meet(meeting, take)
+    monkeypatch.setattr(WeightGroup, "_broadcast", send)
+    try:
+        torch.set_num_threads(2)
+        for weight in weights:
+            host.send("weight", weight, nothing)
+        host.end(nothing)
+        for receiver in receivers:
+            receiver.join(5)
+    finally:
+        torch.set_num_threads(threads)
+    assert found == [[not is_changed] * len(weights)] * 2
+
+
 def test_a_worker_that_does_not_come(meeting):
     short = Meeting("127.0.0.1", meeting.port, size=3, seconds=0.2, run="a", on_gpu=False)
     words = r"2 of 2 workers .* did not reach 127.0.0.1:[0-9]+ within 0.2 s.*vllm_group_port"

@@ -201,12 +201,11 @@ class WeightGroup:
             TransferError: if it does not get through in time.
         """
         flat = weight.detach().to(self.device).contiguous()
-        first, norm = fingerprint(flat).tolist()
         about = {
             "name": name,
             "dtype": str(weight.dtype).removeprefix("torch."),
             "shape": list(weight.shape),
-            "fingerprint": [first, norm],
+            "fingerprint": fingerprint(flat).item(),
         }
         self._send_header(about, alive)
         self._broadcast(_as_bytes(flat), alive)
@@ -230,7 +229,7 @@ class WeightGroup:
             dtype = getattr(torch, about["dtype"])
             weight = torch.empty(about["shape"], dtype=dtype, device=self.device)
             self._broadcast(_as_bytes(weight), _nothing)
-            yield about["name"], weight, fingerprint(weight).tolist() == about["fingerprint"]
+            yield about["name"], weight, fingerprint(weight).item() == about["fingerprint"]
 
     def _send_header(self, about: dict[str, Any], alive: Callable[[], None]) -> None:
         words = json.dumps(about).encode()
