@@ -296,10 +296,10 @@ def test_reward_models_score_a_micro_batch_at_once_and_go_on_with_fewer_rows(tmp
 @pytest.mark.parametrize(
     ("phase", "name", "changes", "words"),
     [
-        ("forward", "training", {}, "training with one row .* gradient_checkpointing=True"),
-        ("backward", "training", PADDED, "training with one row .* gradient_checkpointing=True"),
-        ("scoring", "scoring", PADDED | {"num_iterations": 2}, "scoring with one row"),
-        ("generation", "generation", {"script": None}, "generation with one row .* generation_max"),
+        ("forward", "training", {}, "training with a single row .* gradient_checkpointing=True"),
+        ("backward", "training", PADDED, "training with a single row .* gradient_checkpointing=True"),
+        ("scoring", "scoring", PADDED | {"num_iterations": 2}, "scoring with a single row"),
+        ("generation", "generation", {"script": None}, "generation with a single row .* generation_max"),
     ],
 )
 def test_a_row_that_does_not_fit_alone_is_an_error(tmp_path, phase, name, changes, words):
@@ -333,7 +333,7 @@ def test_sizes_stay_small_and_are_said_once(tmp_path, log):
     trainer, injected = run(tmp_path, ("forward", TWO_ROWS))
     said = [r.getMessage() for r in log.records if "Out of memory" in r.getMessage()]
     assert len(said) == injected.failures == 1
-    assert "4 rows at once: going on with 2" in said[0]
+    assert "4 rows at once: continuing with 2" in said[0]
     assert "per_device_train_batch_size=2" in said[0]
     assert trainer.state.global_step == 2
 
