@@ -63,8 +63,7 @@ def test_passes_are_those_of_the_scorer(prompts, group_size, prompt, completion)
         assert found.kept == 0
         return
     together = prompts * prompt
-    limit = max(passes.SHORTEST_TAIL_PASS, together // 2)
-    cut = passes._tail_passes(packing, limit, {}, CPU)
+    cut = passes._tail_passes(packing, {}, CPU)
     sizes = [at.stop - at.start for at, _ in cut]
     assert found.passes == ((together, 0), *((size, size) for size in sizes))
     assert found.kept == together

@@ -156,3 +156,16 @@ def test_gradients_that_are_there_weigh_against_passes(short):
         parameter.grad = torch.zeros_like(parameter)
     assert passes.gradient_bytes(model) == sum(p.nbytes for p in model.parameters())
     assert not passes.wants_passes(model, layout)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "prefix", "counts"),
+    [
+        ([], 10, []),
+        ([3, 3, 3], 2, [1, 1, 1]),
+        ([2, 2, 1, 4, 9], 2, [2, 1, 1, 1]),
+        ([2, 2, 1, 4, 9], 10, [3, 1, 1]),
+    ],
+)
+def test_tails_of_a_pass(short, lengths, prefix, counts):
+    assert passes.tails_of_passes(lengths, prefix) == counts

@@ -32,12 +32,13 @@ HALF_PRECISION_TOLERANCE = 0.1  # of the mean difference
 ELSEWHERE = "it did not pass a trial on another rank"
 
 
-def why_not_shared(model: nn.Module, longest: int) -> str | None:
+def why_not_shared(model: nn.Module, longest: int, device: str | None = None) -> str | None:
     """Say what about a model rules the shared prefix out; None if nothing does.
 
     Args:
         model: a causal language model, wrapped or not.
         longest (`int`): tokens of the longest row.
+        device (`str`, *optional*): type of the device that will compute. None: where it is now.
     """
     causal = causal_model(model)
     config = causal.config.get_text_config()
@@ -45,7 +46,7 @@ def why_not_shared(model: nn.Module, longest: int) -> str | None:
     window = _window(config, layers)
     border = _rotary_border(config)
     dropout = any(getattr(module, "attention_dropout", 0.0) for module in causal.modules())
-    device = next(causal.parameters()).device.type
+    device = device or next(causal.parameters()).device.type
     findings = {
         f"its attention implementation is {config._attn_implementation!r}, not 'sdpa'": (
             config._attn_implementation != "sdpa"

@@ -8,7 +8,7 @@ working memory is that of the longest pass, whatever the number of completions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -86,10 +86,8 @@ def run_passes(model: nn.Module, layout: Layout, run: Callable[..., Any], kept: 
     parts = [torch.as_tensor(capture.hidden)]
     decoder = causal_model(model).base_model
     device = layout.sources.device
-    # Tails need more working memory a token than prefixes: those of unequal lengths are gathered.
-    limit = max(SHORTEST_TAIL_PASS, prefix.stop // 2)
     with torch.autocast(device.type, dtype=capture.autocast, enabled=capture.autocast is not None):
-        for at, tails in _tail_passes(packing, limit, kept, device):
+        for at, tails in _tail_passes(packing, kept, device):
             parts.append(decoder(**_cut(layout, at, tails), use_cache=False)[0])
     return Capture(torch.cat(parts, 1), capture.autocast)
 
@@ -99,15 +97,34 @@ def _cut(layout: Layout, at: slice, attention: Packing | Tails) -> dict[str, Any
     return packed_inputs(ids[:, at], layout.inputs["position_ids"][:, at], attention)
 
 
+def tails_of_passes(lengths: Sequence[int], prefix: int) -> list[int]:
+    """How many tails each pass computes: as many as fit, and at least one.
+
+    Args:
+        lengths: tokens of each tail.
+        prefix (`int`): tokens of the pass over the prefixes.
+    """
+    # Tails need more working memory a token than prefixes: those of unequal lengths are gathered.
+    limit = max(SHORTEST_TAIL_PASS, prefix // 2)
+    counts, tokens = [0], 0
+    for length in lengths:
+        if counts[-1] and tokens + length > limit:
+            counts.append(0)
+            tokens = 0
+        counts[-1] += 1
+        tokens += length
+    return counts if lengths else []
+
+
 def _tail_passes(
-    packing: Packing, limit: int, kept: Layers, device: torch.device
+    packing: Packing, kept: Layers, device: torch.device
 ) -> Iterator[tuple[slice, Tails]]:
-    """Cut the tails into runs of at most `limit` tokens, a tail in one piece."""
+    """Cut the tails into runs; those of all groups follow each other without a gap."""
     tails = [(group.prefix, start, stop) for group in packing.groups for start, stop in group.cuts]
-    while tails:
-        first = tails[0][1]
-        count = max(1, sum(stop - first <= limit for _, _, stop in tails))
+    prefix = packing.groups[-1].prefix.stop
+    for count in tails_of_passes([stop - start for _, start, stop in tails], prefix):
         run, tails = tails[:count], tails[count:]
+        first = run[0][1]
         groups: list[Group] = []
         for prefix, start, stop in run:
             if groups and groups[-1].prefix == prefix:

@@ -93,11 +93,11 @@ class _Tiles:
         return cls(tiling.transform, chunk, tiling.dtype or weight.dtype, with_entropy)
 
     def tokens(self, count: int) -> list[slice]:
-        step = max(1, min(TOKENS_IN_TILE, self.chunk // 64))
+        step, _ = tile_shape(self.chunk, count)
         return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
     def vocabulary(self, size: int, tokens: int) -> Iterator[slice]:
-        step = max(64, self.chunk // max(1, min(TOKENS_IN_TILE, tokens)))
+        _, step = tile_shape(self.chunk, tokens)
         for start in range(0, size, step):
             yield slice(start, min(start + step, size))
 
@@ -138,6 +138,17 @@ def linear_log_probs(
     with torch.autocast(hidden.device.type, enabled=False):
         logps, entropies = _LinearLogProbs.apply(hidden, weight, bias, ids, tiles)
     return logps, entropies
+
+
+def tile_shape(chunk: int, tokens: int) -> tuple[int, int]:
+    """Tokens and vocabulary entries of the largest tile of the logits of so many tokens.
+
+    Args:
+        chunk (`int`): logits held at once.
+        tokens (`int`): all tokens that predict.
+    """
+    entries = max(64, chunk // max(1, min(TOKENS_IN_TILE, tokens)))
+    return max(1, min(TOKENS_IN_TILE, chunk // 64)), entries
 
 
 def default_chunk(device: torch.device) -> int:

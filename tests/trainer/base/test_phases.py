@@ -296,10 +296,20 @@ def test_reward_models_score_a_micro_batch_at_once_and_go_on_with_fewer_rows(tmp
 @pytest.mark.parametrize(
     ("phase", "name", "changes", "words"),
     [
-        ("forward", "training", {}, "training with a single row .* gradient_checkpointing=True"),
-        ("backward", "training", PADDED, "training with a single row .* gradient_checkpointing=True"),
+        ("forward", "training", {}, "training with a single .* gradient_checkpointing=True"),
+        (
+            "backward",
+            "training",
+            PADDED,
+            "training with a single .* gradient_checkpointing=True",
+        ),
         ("scoring", "scoring", PADDED | {"num_iterations": 2}, "scoring with a single row"),
-        ("generation", "generation", {"script": None}, "generation with a single row .* generation_max"),
+        (
+            "generation",
+            "generation",
+            {"script": None},
+            "generation with a single .* generation_max",
+        ),
     ],
 )
 def test_a_row_that_does_not_fit_alone_is_an_error(tmp_path, phase, name, changes, words):

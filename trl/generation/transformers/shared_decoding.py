@@ -25,6 +25,12 @@ PREFILL_TOKENS = 4096  # of the prompts that are computed in one forward
 SMALLEST_CAPACITY = 16
 
 
+def grown_capacity(tokens: int, limit: int | None) -> int:
+    """Tokens a buffer has room for after it had to grow to hold `tokens` of at most `limit`."""
+    capacity = max(SMALLEST_CAPACITY, 2 * tokens)
+    return max(tokens, min(capacity, limit or capacity))
+
+
 class GrowingCache(Cache):
     """Keys and values of each layer in buffers that double, so that appending copies little.
 
@@ -56,8 +62,7 @@ class GrowingCache(Cache):
         for place, new in enumerate(states):
             held = self._buffers[layer][place]
             if start + count > held.shape[2]:
-                capacity = max(SMALLEST_CAPACITY, 2 * (start + count))
-                capacity = max(start + count, min(capacity, self._limit or capacity))
+                capacity = grown_capacity(start + count, self._limit)
                 grown = held.new_empty(*held.shape[:2], capacity, held.shape[3])
                 grown[:, :, :start] = held[:, :, :start]
                 held = self._buffers[layer][place] = grown
