@@ -17,6 +17,7 @@ ALLOWED = {
     "imports": set(),
     "random_numbers": set(),
     "text": set(),
+    "progress": set(),
     "rewards": {"imports", "text"},
     "data": {"ops", "types", "imports", "text"},
     "distributed": {"ops", "types", "imports", "text"},
@@ -24,12 +25,12 @@ ALLOWED = {
     "memory": {*("ops", "types", "imports", "text", "data", "distributed"), "random_numbers"},
     "generation": {
         *("ops", "types", "imports", "text", "data", "distributed", "models"),
-        "random_numbers",
+        *("random_numbers", "progress"),
     },
     "online": {"ops", "types", "imports", "text", "data", "distributed", "models"},
     "trainer": {
         *("ops", "types", "imports", "text", "data", "distributed", "models", "memory"),
-        *("generation", "online", "rewards", "random_numbers"),
+        *("generation", "online", "rewards", "random_numbers", "progress"),
     },
     "cli": {"imports", "text", "trainer", "data", "rewards", "memory"},
     "scripts": {"imports", "trainer", "cli"},

@@ -1,4 +1,4 @@
-from trl.text import as_text, did_you_mean
+from trl.text import as_text, count, did_you_mean
 
 
 def test_closest_name_or_nothing():
@@ -14,3 +14,11 @@ def test_messages_are_lines():
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     messages = [{"role": "assistant", "content": "so", "tool_calls": [call, call["function"]]}]
     assert as_text(messages) == "assistant: so add({'a': 1}) add({'a': 1})"
+
+
+def test_numbers_of_things():
+    assert [count(n, "row") for n in (0, 1, 2)] == ["0 rows", "1 row", "2 rows"]
+    assert (count(1, "entry", "entries"), count(1234, "entry", "entries")) == (
+        "1 entry",
+        "1,234 entries",
+    )

@@ -22,6 +22,17 @@ def did_you_mean(name: str, legal: Iterable[str], otherwise: str = "") -> str:
     return f" Did you mean {close[0]}?" if close else otherwise
 
 
+def count(number: int, noun: str, plural: str = "") -> str:
+    """Name a number of things: "1 row", "2 rows".
+
+    Args:
+        number (`int`): how many.
+        noun (`str`): one of them.
+        plural (`str`): several of them; by default `noun` with an s.
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def as_text(value: Any) -> str:
     """Render a prompt or completion, a string or messages, as text for a person."""
     if isinstance(value, str):

@@ -42,7 +42,7 @@ def train(folder, error, step, **changes):
         with telling_the_end("trl rloo", trainer):
             trainer.train()
     finally:
-        assert bar._bars is None
+        assert bar._drawing is None
     return trainer
 
 

@@ -4,15 +4,12 @@ import shutil
 import pytest
 import torch
 from datasets import Dataset
-from online_runs import make_trainer
-from transformers import PrinterCallback, ProgressCallback
 from workspace import write_inputs
 
 from trl.cli.arguments import OnlineScriptArguments, ScriptArguments
 from trl.cli.train import (
     PATIENCE,
     _resume,
-    _show_progress,
     load_data,
     make_online_parser,
     reward_functions,
@@ -22,7 +19,6 @@ from trl.cli.train import (
 from trl.data.mixture import DatasetMixtureConfig
 from trl.rewards import accuracy_reward, think_format_reward
 from trl.scripts import rloo
-from trl.trainer.callbacks import PlainProgressCallback, RichProgressCallback
 from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer
 
@@ -175,23 +171,6 @@ def test_a_damaged_model_is_one_line(inputs, tmp_path, monkeypatch, capsys, dama
     words = {"weights": f"The weights of {model} are damaged: ", "size": "ignore_mismatched_sizes"}
     assert last.startswith("trl rloo: error: ")
     assert words[damage] in last
-
-
-@pytest.mark.parametrize(
-    ("in_terminal", "options", "expected"),
-    [
-        (True, {}, RichProgressCallback),
-        (False, {}, PlainProgressCallback),
-        (False, {"disable_tqdm": True}, PrinterCallback),
-    ],
-)
-def test_progress_suits_the_output(tmp_path, monkeypatch, in_terminal, options, expected):
-    trainer = make_trainer(tmp_path, **({"disable_tqdm": False} | options))
-    monkeypatch.setattr("sys.stdout.isatty", lambda: in_terminal)
-    _show_progress(trainer)
-    kinds = {type(callback) for callback in trainer.callback_handler.callbacks}
-    shows = {RichProgressCallback, PlainProgressCallback, PrinterCallback, ProgressCallback}
-    assert kinds & shows == {expected}
 
 
 def test_resuming_from_the_newest_checkpoint_or_a_path(inputs, tmp_path, monkeypatch, capsys):

@@ -12,7 +12,6 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from ..trainer.base.checkpoint import checkpoints_in
-from ..trainer.callbacks import RichProgressCallback
 from .main import INTERRUPTED
 
 
@@ -35,21 +34,13 @@ def telling_the_end(program: str, trainer: Any = None) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next one ends this process at once
-        _close_bars(trainer)
         if rank() == 0:
             print(f"{program}: interrupted {_place(trainer)}", file=sys.stderr, flush=True)
         raise SystemExit(INTERRUPTED) from None
     except Exception as error:
-        _close_bars(trainer)
         if trainer is not None and trainer.state.global_step > 0:
             error.add_note(f"This was {_place(trainer)}")
         raise
-
-
-def _close_bars(trainer: Any) -> None:
-    for callback in [] if trainer is None else trainer.callback_handler.callbacks:
-        if isinstance(callback, RichProgressCallback):
-            callback.close()
 
 
 def _place(trainer: Any) -> str:

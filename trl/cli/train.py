@@ -12,8 +12,6 @@ from safetensors import SafetensorError
 
 from ..data.files import load_dataset_source
 from ..data.mixture import DatasetMixtureConfig, get_dataset
-from ..imports import is_available
-from ..trainer.callbacks import PlainProgressCallback, RichProgressCallback
 from ..trainer.model_config import ModelConfig, get_peft_config, get_quantization_config
 from .arguments import OnlineScriptArguments, ScriptArguments
 from .exit import check_output_dir, rank, tell_success, telling_the_end
@@ -118,7 +116,6 @@ def _prepare(parser: TrlParser, trainer_class: Callable[..., Any]) -> tuple[Any,
         raise ValueError(
             f"The weights of {' or '.join(filter(None, names))} are damaged: {error}."
         ) from error
-    _show_progress(trainer)
     return trainer, script, training
 
 
@@ -166,14 +163,3 @@ def take_split(dataset: Any, split: str, option: str) -> Any:
 def _resume(value: Any) -> Any:
     """A path stays a path; true and false become booleans."""
     return {"true": True, "false": None, None: None}.get(str(value).lower(), value)
-
-
-def _show_progress(trainer: Any) -> None:
-    """Replace the progress bar: by a rich one in a terminal, by plain lines where there is none."""
-    from transformers import ProgressCallback
-
-    in_terminal = sys.stdout.isatty()
-    if trainer.args.disable_tqdm or (in_terminal and not is_available("rich")):
-        return
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(RichProgressCallback() if in_terminal else PlainProgressCallback())

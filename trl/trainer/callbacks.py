@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState
 
 from ..distributed import fsdp_version
-from ..imports import require
+from ..imports import is_available, require
 from ..models.reference import frozen_pairs
 from ..models.sharded import local_shard, release
+from ..progress import Activity, watched
+from ..text import count
 
-# What people look at while a run goes on, and the names it is logged under.
-SHOWN = {"reward": "reward", "loss": "loss", "length": "completions/mean_length"}
+# What people look at while a run goes on, and the names it is logged under. The loss of a policy
+# gradient says nothing about progress, so it is shown only where there is no reward.
+SHOWN = {"reward": "reward", "kl": "kl", "length": "completions/mean_length"}
+SHOWN_WITHOUT_REWARD = {"loss": "loss"}
+
+DOING = {
+    "generation": "generating",
+    "scoring": "scoring",
+    "rewards": "computing rewards",
+    "forward": "training",
+    "backward": "training",
+}
+QUIET = 60.0  # seconds after which a line says what a step is doing, where there is no terminal
+NARROWEST_BAR, WIDEST_BAR = 6, 30  # columns
 
 
 class SyncRefModelCallback(TrainerCallback):
@@ -81,42 +98,94 @@ class SyncRefAdapterCallback(SyncRefModelCallback):
         return frozen_pairs(policy)
 
 
+class _Progress:
+    """How far a run is, how fast it goes, and what it is doing."""
+
+    def __init__(self, state: TrainerState):
+        self.state = state
+        self.first = state.global_step
+        self.activity = Activity("")
+        self.metrics: list[str] = []
+        self._started = time.monotonic()
+        self._updated = self._started
+
+    def advance(self) -> None:
+        """A step is done."""
+        self._updated = time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._started
+
+    def remaining(self) -> float | None:
+        """Seconds left, from the mean of all steps of this run; None before the first is done."""
+        done = self.state.global_step - self.first
+        if not done:
+            return None
+        seconds = (self._updated - self._started) / done
+        since = time.monotonic() - self._updated
+        return max(0.0, seconds * (self.state.max_steps - self.state.global_step) - since)
+
+    def doing(self) -> str:
+        """Such as "generating 12/64"."""
+        now = self.activity
+        words = DOING.get(now.name, now.name)
+        if not now.rows:
+            return words
+        return f"{words} {now.done}/{now.rows}" if now.done else f"{words} {count(now.rows, 'row')}"
+
+
 class PlainProgressCallback(TrainerCallback):
-    """Prints a line for each log and each evaluation: progress for files and batch systems."""
+    """Prints a line for each log and each evaluation: progress for files and batch systems.
+
+    During the first step it also prints which phase begins, and later what a step is doing when it
+    takes longer than a minute.
+    """
 
     def __init__(self) -> None:
-        self._first = 0  # step at which this call of `train` began
-        self._started = time.monotonic()
+        self._progress: _Progress | None = None
+        self._watching = ExitStack()
+        self._told: set[str] = set()
+        self._printed = time.monotonic()
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start the clock."""
-        self._first, self._started = state.global_step, time.monotonic()
+        """Start the clock, and say at which step a resumed run goes on."""
+        if not state.is_world_process_zero:
+            return
+        self._progress = _Progress(state)
+        self._told = set()
+        self._watching.enter_context(watched(self._follow))
+        if state.global_step:
+            self._print([_step(state), "resumed"])
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Print that the first step is done, which may be long before the first log."""
-        if state.global_step == self._first + 1 and not control.should_log:
-            self._print(state, [])
+        progress = self._progress
+        if progress is not None:
+            progress.advance()
+            if state.global_step == progress.first + 1 and not control.should_log:
+                self._print_step(progress, [])
 
     def on_log(
         self,
-        args: TrainingArguments,
+        args: Any,
         state: TrainerState,
         control: TrainerControl,
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Print reward, loss and length of the steps since the last log."""
+        """Print reward, KL and length, or the loss, of the steps since the last log."""
         words = _shown(logs or {})
-        if words:
-            self._print(state, words)
+        if words and self._progress is not None:
+            self._print_step(self._progress, words)
 
     def on_evaluate(
         self,
-        args: TrainingArguments,
+        args: Any,
         state: TrainerState,
         control: TrainerControl,
         metrics: dict[str, float] | None = None,
@@ -124,140 +193,227 @@ class PlainProgressCallback(TrainerCallback):
     ) -> None:
         """Print what an evaluation found."""
         if state.is_world_process_zero:
-            print(_evaluated(state, metrics or {}), flush=True)
+            self._print(_evaluated(state, metrics or {}))
 
-    def _print(self, state: TrainerState, words: list[str]) -> None:
-        if not state.is_world_process_zero:
+    def on_train_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop the clock."""
+        self.close()
+
+    def close(self) -> None:
+        """Print nothing more, whatever is still going on."""
+        self._watching.close()
+        self._progress = None
+
+    def _follow(self, activity: Activity) -> None:
+        progress = self._progress
+        if progress is None:
             return
-        seconds = time.monotonic() - self._started
-        done = max(1, state.global_step - self._first)
-        left = seconds / done * (state.max_steps - state.global_step)
-        clock = f"{_clock(seconds)} elapsed, {_clock(left)} left"
-        print("  ".join([_step(state), *words, clock]), flush=True)
+        progress.activity = activity
+        state, words = progress.state, DOING.get(activity.name, activity.name)
+        is_new = state.global_step == progress.first and words not in self._told
+        if is_new or time.monotonic() - self._printed > QUIET:
+            self._told.add(words)
+            self._print([f"step {state.global_step + 1}/{state.max_steps}", progress.doing()])
+
+    def _print_step(self, progress: _Progress, words: list[str]) -> None:
+        left = progress.remaining()
+        clock = f"{_clock(progress.elapsed)} elapsed"
+        clock += "" if left is None else f", {_clock(left)} left"
+        self._print([_step(progress.state), *words, clock])
+
+    def _print(self, words: Iterable[str]) -> None:
+        self._printed = time.monotonic()
+        print("  ".join(words), flush=True)
 
 
 class RichProgressCallback(TrainerCallback):
-    """Shows training and evaluation as rich bars with remaining time, and the latest metrics.
+    """Shows in one line of a terminal how far training is, what it is doing, and the last metrics.
 
-    For a terminal; `close` must be called before anything else is shown after an error.
+    The line is drawn anew for the width that the terminal has: step and remaining time first, then
+    phase, metrics and a bar where there is room. `close` must be called before anything else is
+    shown after an error; the trainers of this package do so.
 
     Raises:
         ImportError: if rich is not installed.
     """
 
     def __init__(self) -> None:
-        self._progress = require("rich.progress", "RichProgressCallback")
+        self._live = require("rich.live", "RichProgressCallback")
+        self._text = require("rich.text", "RichProgressCallback").Text
         self._console = require("rich.console", "RichProgressCallback").Console()
-        self._bars: Any = None
-        self._training: Any = None
-        self._evaluation: Any = None
+        self._drawing: Any = None
+        self._training: _Progress | None = None
+        self._evaluation: tuple[int, int | None] | None = None  # batches done, and of how many
+        self._watching = ExitStack()
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Open the training bar on the main process."""
+        """Begin to draw on the main process, and say at which step a resumed run goes on."""
         if not state.is_world_process_zero:
             return
+        if state.global_step:
+            self._say([_step(state), "resumed"])
+        self._training = _Progress(state)
+        self._watching.enter_context(watched(self._follow))
         self._open()
-        self._training = self._bars.add_task("training", total=state.max_steps, note="")
-        self._bars.update(self._training, completed=state.global_step)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Advance the training bar."""
+        """Measure the speed."""
         if self._training is not None:
-            self._bars.update(self._training, completed=state.global_step)
+            self._training.advance()
 
     def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Advance the evaluation bar, opening it at the first batch."""
+        """Count the batches of an evaluation."""
         if not state.is_world_process_zero:
             return
         if self._evaluation is None:
-            self._open()
             loader: Any = kwargs.get("eval_dataloader")
-            total = len(loader) if hasattr(loader, "__len__") else None
-            self._evaluation = self._bars.add_task("evaluation", total=total, note="")
-        self._bars.advance(self._evaluation)
+            self._evaluation = 0, len(loader) if hasattr(loader, "__len__") else None
+            self._open()
+        done, total = self._evaluation
+        self._evaluation = done + 1, total
 
     def on_evaluate(
         self,
-        args: TrainingArguments,
+        args: Any,
         state: TrainerState,
         control: TrainerControl,
         metrics: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Replace the evaluation bar by a line that says what was found."""
-        if not state.is_world_process_zero:
-            return
-        if self._evaluation is not None:
-            self._bars.remove_task(self._evaluation)
+        """Print a line that says what was found."""
+        if state.is_world_process_zero:
             self._evaluation = None
             self._close_if_idle()
-        self._console.print(_evaluated(state, metrics or {}), markup=False, highlight=False)
+            self._say(_evaluated(state, metrics or {}))
 
     def on_log(
         self,
-        args: TrainingArguments,
+        args: Any,
         state: TrainerState,
         control: TrainerControl,
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Show reward, loss and length beside the bar."""
-        if self._training is None or not logs:
-            return
-        words = _shown(logs)
-        if words:
-            self._bars.update(self._training, note="  ".join(words))
+        """Show reward, KL and length, or the loss."""
+        if self._training is not None:
+            self._training.metrics = _shown(logs or {}) or self._training.metrics
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Close the training bar."""
-        self._training = None
-        self._close_if_idle()
+        """Stop drawing."""
+        if self._training is not None:
+            self._training.activity = Activity("")
+        self.close()
 
     def close(self) -> None:
         """Stop drawing, whatever is still going on."""
-        self._training = self._evaluation = None
-        self._close_if_idle()
+        self._watching.close()
+        if self._drawing is not None:
+            self._drawing.stop()  # draws the last line once more
+        self._drawing = self._training = self._evaluation = None
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        yield self._text(self._line(options.max_width), no_wrap=True, overflow="ellipsis")
+
+    def _line(self, width: int) -> str:
+        """What is shown, the more the wider the terminal is."""
+        parts = []  # text, and how important it is: 0 comes first
+        if self._training is not None:
+            now = self._training
+            left = now.remaining()
+            parts = [
+                (_step(now.state), 0),
+                (f"ETA {'-' if left is None else _clock(left)}", 1),
+                (now.doing(), 2),
+                ("  ".join(now.metrics), 3),
+                (f"{_clock(now.elapsed)} elapsed", 4),
+            ]
+        if self._evaluation is not None:
+            done, total = self._evaluation
+            parts.insert(1, (f"evaluation {done}/{'?' if total is None else total}", -1))
+        kept = _fitting([part for part in parts if part[0]], width)
+        room = width - len("  ".join(kept)) - 2
+        if self._training is not None and room >= NARROWEST_BAR:
+            kept.insert(1, _bar(self._training.state, min(room, WIDEST_BAR)))
+        return "  ".join(kept)
+
+    def _follow(self, activity: Activity) -> None:
+        if self._training is not None:
+            self._training.activity = activity
+
+    def _say(self, words: Iterable[str]) -> None:
+        self._console.print("  ".join(words), markup=False, highlight=False)
 
     def _open(self) -> None:
-        if self._bars is None:
-            p = self._progress
-            self._bars = p.Progress(
-                p.TextColumn("{task.description}"),
-                p.BarColumn(),
-                p.MofNCompleteColumn(),
-                p.TimeElapsedColumn(),
-                p.TextColumn("ETA"),
-                p.TimeRemainingColumn(),
-                p.TextColumn("{task.fields[note]}"),
-                console=self._console,
-            )
-            self._bars.start()
+        if self._drawing is None:
+            self._drawing = self._live.Live(self, console=self._console, refresh_per_second=4)
+            self._drawing.start()
 
     def _close_if_idle(self) -> None:
-        if self._bars is not None and self._training is None and self._evaluation is None:
-            self._bars.stop()
-            self._bars = None
+        if self._training is None:
+            self.close()
+
+
+def show_progress(trainer: Any) -> None:
+    """Replace the bar of transformers: by one line in a terminal, by plain lines elsewhere.
+
+    Nothing changes where the bar was switched off, in notebooks, or in a terminal without rich.
+    """
+    shows_bar = any(type(x) is ProgressCallback for x in trainer.callback_handler.callbacks)
+    in_terminal = sys.stdout.isatty()
+    if shows_bar and (is_available("rich") or not in_terminal):
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(RichProgressCallback() if in_terminal else PlainProgressCallback())
+
+
+def close_progress(callbacks: Iterable[TrainerCallback]) -> None:
+    """Stop the displays among the callbacks, so that other text can be shown."""
+    for callback in callbacks:
+        if isinstance(callback, (RichProgressCallback, PlainProgressCallback)):
+            callback.close()
+
+
+def _fitting(parts: list[tuple[str, int]], width: int) -> list[str]:
+    """As many texts as there is room for, the most important ones, in their order."""
+    kept: list[tuple[str, int]] = []
+    for part in sorted(parts, key=lambda part: part[1]):
+        if kept and len("  ".join(text for text, _ in [*kept, part])) > width:
+            break
+        kept.append(part)
+    return [text for text, _ in parts if any(text == other for other, _ in kept)]
+
+
+def _bar(state: TrainerState, width: int) -> str:
+    full = round(width * state.global_step / max(1, state.max_steps))
+    return "━" * full + "─" * (width - full)
 
 
 def _shown(metrics: dict[str, Any], prefix: str = "") -> list[str]:
-    names = {word: prefix + key for word, key in SHOWN.items()}
-    return [f"{word} {metrics[key]:.3g}" for word, key in names.items() if key in metrics]
+    """Names and values; a value that is missing or NaN, as of rewards that are all None, is "-"."""
+    names = SHOWN if f"{prefix}reward" in metrics else SHOWN_WITHOUT_REWARD
+    found = {word: metrics[prefix + key] for word, key in names.items() if prefix + key in metrics}
+    return [f"{word} {_number(value)}" for word, value in found.items()]
 
 
-def _evaluated(state: TrainerState, metrics: dict[str, float]) -> str:
+def _number(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.3g}"
+
+
+def _evaluated(state: TrainerState, metrics: dict[str, float]) -> list[str]:
     """What an evaluation of a dataset, or of one of several (`eval_name_...`), found."""
     (prefix,) = [x.removesuffix("runtime") for x in metrics if x.endswith("_runtime")] or ["eval_"]
     name = prefix.removeprefix("eval").strip("_")
     title = f"evaluation of {name}:" if name else "evaluation:"
-    return "  ".join([_step(state), title, *_shown(metrics, prefix)])
+    return [_step(state), title, *_shown(metrics, prefix)]
 
 
 def _step(state: TrainerState) -> str:

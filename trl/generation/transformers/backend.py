@@ -14,6 +14,7 @@ from ...distributed import Ranks
 from ...models.layout_check import Sharing
 from ...models.lm_head import HeadFinder, causal_model
 from ...ops.masking import pad_ragged
+from ...progress import finish
 from ...text import did_you_mean
 from ...types import Generations, Prompts, Sampling
 from ..base import cut_at_stop
@@ -184,6 +185,7 @@ class TransformersBackend:
             )
             for sampler in drawing:
                 check_rows(sampler.is_bad)
+            finish(len(prompts))
             return _finished(output[:, ids.shape[1] :].tolist(), sampling)
 
         return complete

@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 
 from ...distributed import Ranks
 from ...models.lm_head import causal_model
+from ...progress import finish
 from ...text import did_you_mean
 from ...types import Generations, Prompts, Sampling
 from ..base import cut_at_stop
@@ -218,6 +219,7 @@ def _collect(manager: Any, count: int) -> list[list[int]]:
             raise RuntimeError(f"Continuous batching failed: {result.error}")
         elif result.is_finished():
             found[_row_of(result.request_id)] = list(result.generated_tokens)
+            finish(1)
     return [found[row] for row in range(count)]
 
 

@@ -18,6 +18,7 @@ from transformers import Cache, RepetitionPenaltyLogitsProcessor
 from ...models.lm_head import OutputHead, causal_model
 from ...models.packed_attention import KEYWORD, Decoding, Packing
 from ...ops.linear_logprobs import default_chunk
+from ...progress import finish
 from ...types import Sampling
 from .sampler import NonFiniteLogitsError, pick, uniforms, warpers
 
@@ -140,6 +141,7 @@ class _Rows:
             self.logps[number].append(logp)
             if token not in stops:
                 alive.append(place)
+        finish(len(self.numbers) - len(alive))
         self.numbers = [self.numbers[place] for place in alive]
         return alive
 

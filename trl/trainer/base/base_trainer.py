@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from ...distributed import Ranks
 from ...models.adapter_checkpoint import check_adapters, storing_adapters_only
+from ..callbacks import close_progress
 from .checkpoint import UNFINISHED, checkpoints_in, publish, rotate, seal
 from .model_card import Method, render_model_card
 from .resuming import check_engine, choose_checkpoint
@@ -53,7 +54,10 @@ class BaseTrainer(Trainer):
                 "begins over. To go on with it, set resume_from_checkpoint=True; to keep the runs "
                 "apart, choose another output_dir."
             )
-        return super().train(found, *args, **kwargs)
+        try:
+            return super().train(found, *args, **kwargs)
+        finally:
+            close_progress(self.callback_handler.callbacks)
 
     def find_checkpoint(self, wanted: Any = True) -> str | None:
         """Choose the checkpoint to resume from. All processes must call this.

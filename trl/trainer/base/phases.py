@@ -13,6 +13,7 @@ from ...memory.adaptive_batch import AdaptiveBatch
 from ...memory.meter import PhaseMeter
 from ...memory.probes import release_cached_blocks
 from ...online.metrics import MetricStore
+from ...progress import begin
 from ...random_numbers import RandomState
 from ...types import Rollout
 from ..online.online_config import OnlineConfig
@@ -51,11 +52,13 @@ class Phases:
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
         """Measure a phase."""
+        begin(name)
         return self.meter.phase(name)
 
     @contextmanager
-    def inference(self, name: str) -> Iterator[None]:
+    def inference(self, name: str, rows: int = 0) -> Iterator[None]:
         """Measure a phase after which cached blocks may go back to the device."""
+        begin(name, rows)
         with self.meter.phase(name):
             yield
         release_cached_blocks(self._empty_cache, self._device)
@@ -86,6 +89,7 @@ class Phases:
             loss = torch.zeros((), device=self._device)
             for micro_batch, part in self._located(rows):
                 known = self._store.copy()
+                begin("backward")
                 with self.meter.phase("backward"):  # `step` measures its forward within it
                     value = step(micro_batch if len(part) == len(micro_batch) else part)
                 if micro_batch is batch:

@@ -26,6 +26,7 @@ from ...random_numbers import random_numbers_kept
 from ...types import Generations, Prompts, RewardTable
 from ..base.phases import Phases
 from ..base.trackers import log_table
+from ..callbacks import show_progress
 from .batch_math import check_eval_groups
 from .loop_state import StatefulLoop
 from .online_setup import check_dataset, reading_in_this_process
@@ -50,6 +51,7 @@ class OnlineLoop(StatefulLoop):
         self._eval_batch = 0
         self._sampler: RepeatSampler | RepeatIterableDataset | None = None
         self.add_callback(_LoopCallback(self))
+        show_progress(self)
         if args.log_memory:
             meter = self.phases.meter
             self.add_callback(MemoryCallback(meter, passes=False, metrics=False))

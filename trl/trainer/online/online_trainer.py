@@ -253,7 +253,7 @@ class OnlineTrainer(OnlineScoring):
         """Generate completions for the rows, reward them and give them credit."""
         with self.ranks.together("reading prompts"):
             prompts = self.encode(rows)
-        with self.phases.inference("generation"):
+        with self.phases.inference("generation", len(prompts)):
             generations = self.generate(prompts)
         prompts, rows = generations.prompts(prompts), generations.rows(rows)
         completions = generations.messages or self.encode.completions(
