@@ -53,12 +53,8 @@ def bad_reward(completion_ids, **kwargs):
 
 def trainer_for(where, folder):
     """A trainer that fails in a place."""
-    prompts = {
-        "empty prompt": ["ab", "", "f", ""],
-        "long prompt": ["ab", "c" * 300, "f", "d" * 300],
-    }
     options = {
-        "data": dataset(prompts.get(where, PROMPTS)),
+        "data": dataset(PROMPTS),
         "reward": bad_reward if where == "reward" else token_sum,
         "kind": BadLoss if where == "loss" else RLOOTrainer,
         "reward_dry_run": False,
@@ -72,6 +68,8 @@ def trainer_for(where, folder):
     trainer = make_trainer(folder, script=None, use_cpu=False, **options)
     if where == "mismatch":  # of 0.4 nats, on rank 1 alone
         trainer.backend = ReportingBackend(tiny_model(), lambda row, place: 0.4 * RANK)
+    if where == "prompts":
+        trainer.encode = fail_on(1)
     if where == "checkpoint" and RANK == 0:  # the others wait for the checkpoint to be complete
         trainer._save = fail
     decoder = causal_model(trainer.model).base_model

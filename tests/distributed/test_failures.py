@@ -20,8 +20,7 @@ JOBS = {
     "whole weights": (
         "ddp",
         "mismatch",
-        "empty prompt",
-        "long prompt",
+        "prompts",
         "reward",
         "sampling",
         "loss",
@@ -56,8 +55,7 @@ def ended(tmp_path_factory):
 @pytest.mark.parametrize(
     ("job", "where", "kind", "words", "stage"),
     [
-        ("whole weights", "empty prompt", "ValueError", "has no tokens.", "reading prompts"),
-        ("whole weights", "long prompt", "ValueError", "such prompts.", "reading prompts"),
+        ("whole weights", "prompts", "Mistake", PLANNED, "reading prompts"),
         ("whole weights", "sampling", "Mistake", PLANNED, "generation"),
         ("shards", "sampling", "Mistake", PLANNED, "generation"),
         ("shards", "layerwise sampling", "Mistake", PLANNED, "generation"),

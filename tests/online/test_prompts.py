@@ -1,7 +1,8 @@
 import pytest
+from datasets import Dataset
 from tiny import tiny_tokenizer
 
-from trl.online.prompts import PromptEncoder
+from trl.online.prompts import PromptEncoder, PromptLimit
 
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "yo"}
@@ -53,19 +54,100 @@ def test_completions_are_parsed_where_the_tokenizer_knows_how():
     assert messages == [{"role": "assistant", "reasoning_content": "1", "content": "2"}]
 
 
+BAD = [
+    ({"prompt": ""}, "has no tokens"),
+    ({"prompt": "x" * 20}, "has 20 tokens; at most 19 are possible .*the model sees 20 .*'drop'"),
+    ({"prompt": 3}, "must be a string or a list of messages"),
+    ({"prompt": []}, "must be a string or a list of messages"),
+    ({"prompt": [USER, {"role": "assistant"}]}, "has no 'content' in message 1"),
+    ({"prompt": [USER, {"content": "a"}]}, "has no 'role' in message 1"),
+    ({"prompt": [USER, {"role": "refused", "content": "a"}]}, "tokenized: TemplateError: no such"),
+]
+
+
+def limit(longest=None, action="error", context=20, completion=8):
+    return PromptLimit.of(longest, action, context, completion)
+
+
+def strict_tokenizer():
+    tokenizer = tiny_tokenizer()
+    refusal = (
+        "{% if messages[-1]['role'] == 'refused' %}{{ raise_exception('no such') }}{% endif %}"
+    )
+    tokenizer.chat_template = refusal + tokenizer.chat_template
+    return tokenizer
+
+
+@pytest.mark.parametrize(("row", "words"), BAD)
+def test_errors_name_the_row(row, words):
+    encode = PromptEncoder(strict_tokenizer(), limit=limit())
+    with pytest.raises(ValueError, match=f"(?s)The prompt of row 1 of the batch .*{words}"):
+        encode([{"prompt": "a"}, row])
+    with pytest.raises(KeyError, match="Row 1 has no 'prompt' column; it has"):
+        encode([{"prompt": "a"}, {"text": "a"}])
+
+
+@pytest.mark.parametrize(("row", "words"), [BAD[i] for i in (0, 1, 4, 5, 6)])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_dataset_is_checked_row_by_row(row, words, streams):
+    """The bad row is not in the first batch of rows that are tokenized at once."""
+    good = {"prompt": "a" if isinstance(row["prompt"], str) else [USER]}
+    dataset = Dataset.from_list([good] * 1002 + [row])
+    dataset = dataset.to_iterable_dataset() if streams else dataset
+    encode = PromptEncoder(strict_tokenizer(), limit=limit())
+    with pytest.raises(ValueError, match=f"(?s)row 1002 of my data .*{words}"):
+        list(encode.check("my data", dataset))
+
+
+def test_messages_that_call_tools_need_no_content():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    assert PromptEncoder(tiny_tokenizer())([{"prompt": [USER, call, USER]}]).token_ids
+
+
 @pytest.mark.parametrize(
-    ("row", "error", "words"),
+    ("given", "tokens"),
     [
-        ({"text": "a"}, KeyError, "Row 1 has no 'prompt' column; it has"),
-        ({"prompt": ""}, ValueError, "row 1 .* has no tokens"),
-        ({"prompt": "x" * 20}, ValueError, "row 1 .* has 20 tokens, .* only 20"),
-        ({"prompt": 3}, ValueError, "not 3"),
-        ({"prompt": []}, ValueError, "must be a string or a list of messages"),
+        ({}, 19),
+        ({"action": "drop"}, 12),
+        ({"action": "cut-left"}, 12),
+        ({"longest": 15}, 15),
+        ({"longest": 15, "action": "drop"}, 15),
+        ({"longest": 50}, 19),
+        ({"context": None}, None),
+        ({"context": None, "action": "drop"}, None),
+        ({"context": None, "longest": 50}, 50),
     ],
 )
-def test_errors_name_the_row(row, error, words):
-    with pytest.raises(error, match=words):
-        PromptEncoder(tiny_tokenizer(), context=20)([{"prompt": "a"}, row])
+def test_where_the_limit_comes_from(given, tokens):
+    """20 tokens of context leave 19 for a prompt that may have any completion, 12 for one of 8."""
+    assert limit(**given).tokens == tokens
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_long_prompts_are_dropped(streams):
+    dataset = Dataset.from_list([{"prompt": "x" * n, "n": n} for n in (1, 13, 12, 30, 2)])
+    dataset = dataset.to_iterable_dataset() if streams else dataset
+    encode = PromptEncoder(tiny_tokenizer(), limit=limit(action="drop"))
+    found = encode.check("train_dataset", dataset)
+    assert [row["n"] for row in found] == [1, 12, 2]
+    assert encode.counts() == {"prompts/dropped": 2.0}
+    assert encode.check("train_dataset", found) is found, "once is enough"
+
+
+def test_long_prompts_keep_their_end():
+    encode = PromptEncoder(tiny_tokenizer(), limit=limit(5, "cut-left"))
+    dataset = Dataset.from_list([{"prompt": "abc"}, {"prompt": "abcdefgh"}])
+    assert encode.check("train_dataset", dataset) is dataset
+    assert encode.counts() == {"prompts/cut": 1.0}
+    assert encode(list(dataset)).token_ids == [ids("abc"), ids("defgh")]
+    assert PromptEncoder(tiny_tokenizer(), limit=limit()).counts() == {}
+
+
+def test_many_prompts_are_encoded_as_single_ones():
+    rows = [{"prompt": "ab"}, {"prompt": [USER]}, {"prompt": "c"}, {"prompt": [USER, ANSWER]}]
+    rows += [{"prompt": [USER, USER]}, {"prompt": [USER], "chat_template_kwargs": {"x": 1}}]
+    encode = PromptEncoder(tiny_tokenizer())
+    assert encode(rows).token_ids == [encode([row]).token_ids[0] for row in rows]
 
 
 def test_unusual_text_survives():

@@ -2,14 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ..data.formats import is_conversational
 from ..data.responses import as_message
 from ..types import Prompts
+
+CHECKED_AT_ONCE = 1_000  # rows
+SAYS_SOMETHING = ("content", "tool_calls", "reasoning_content")
+COUNTED = {"drop": "prompts/dropped", "cut-left": "prompts/cut"}
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class PromptLimit:
+    """How long a prompt may be, and what becomes of a longer one.
+
+    Args:
+        tokens (`int`, *optional*): most tokens. None: no limit.
+        reason (`str`): where that number comes from, for messages.
+        action (`str`): "error", "drop", or "cut-left", which keeps the end of the prompt.
+    """
+
+    tokens: int | None = None
+    reason: str = ""
+    action: str = "error"
+
+    @classmethod
+    def of(
+        cls, longest: int | None, action: str, context: int | None, completion: int
+    ) -> PromptLimit:
+        """Settle the limit of a run.
+
+        Args:
+            longest (`int`, *optional*): `max_prompt_length`.
+            action (`str`): `long_prompts`.
+            context (`int`, *optional*): most tokens the model sees.
+            completion (`int`): `max_completion_length`. If there is no `longest`, prompts are
+                dropped or cut so that a whole completion has room; an error needs less reason.
+        """
+        if longest is not None and (context is None or longest < context):
+            return cls(longest, f"max_prompt_length={longest}", action)
+        if context is None:
+            return cls(action=action)
+        room = 1 if action == "error" or longest is not None else completion
+        reason = f"the model sees {context} tokens of prompt and completion together"
+        return cls(context - room, reason, action)
+
+    def is_broken_by(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt is too long."""
+        return self.tokens is not None and len(ids) > self.tokens
+
+    def problem(self, ids: Sequence[int]) -> str | None:
+        """Say what is wrong with a prompt, if the run cannot go on with it."""
+        if not ids:
+            return "has no tokens. Remove such rows from the dataset."
+        if self.action != "error" or not self.is_broken_by(ids):
+            return None
+        return (
+            f"has {len(ids)} tokens; at most {self.tokens} are possible ({self.reason}). Shorten "
+            "such prompts, or set long_prompts to 'drop' or 'cut-left'."
+        )
+
+    def cut(self, ids: list[int]) -> list[int]:
+        """Keep the end of a prompt that is too long."""
+        return ids[-self.tokens :] if self.tokens and self.action == "cut-left" else ids
 
 
 class PromptEncoder:
@@ -18,37 +84,79 @@ class PromptEncoder:
     Args:
         tokenizer: the policy's tokenizer.
         template_kwargs (`dict`, *optional*): extra arguments of every chat-template call.
-        context (`int`, *optional*): most tokens the model can see.
+        limit (`PromptLimit`, *optional*): what becomes of long prompts.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         template_kwargs: dict[str, Any] | None = None,
-        context: int | None = None,
+        limit: PromptLimit | None = None,
     ):
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs or {}
-        self._context = context
+        self._limit = limit or PromptLimit()
+        self._long: Counter[str] = Counter()  # rows of each dataset
+        self._checked: list[Any] = []
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> Prompts:
         """Encode the `prompt` of each row; repeated rows share one list of ids.
 
         Raises:
             KeyError: if a row has no `prompt`.
-            ValueError: if a prompt has no tokens, or leaves no room for a completion; the message
-                names the row.
+            ValueError: if a prompt cannot be used; the message names the row.
         """
-        known: dict[str, list[int]] = {}
-        token_ids = []
         for place, row in enumerate(rows):
             if "prompt" not in row:
                 raise KeyError(f"Row {place} has no 'prompt' column; it has {sorted(row)}.")
-            key = repr((row["prompt"], row.get("chat_template_kwargs")))
-            if key not in known:
-                known[key] = self._checked(place, row)
-            token_ids.append(known[key])
-        return Prompts(messages=[row["prompt"] for row in rows], token_ids=token_ids)
+        keys = [repr((row["prompt"], row.get("chat_template_kwargs"))) for row in rows]
+        places: dict[str, int] = {}
+        for place, key in enumerate(keys):
+            places.setdefault(key, place)
+        found = self._encode([rows[p] for p in places.values()], "the batch", [*places.values()])
+        known = dict(zip(places, map(self._limit.cut, found), strict=True))
+        messages = [row["prompt"] for row in rows]
+        return Prompts(messages=messages, token_ids=[known[key] for key in keys])
+
+    def check(self, name: str, dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
+        """Look at all prompts before one of them ends a run: those of a stream as they are read.
+
+        Args:
+            name (`str`): what messages call the dataset.
+            dataset: with a column `prompt`.
+
+        Returns:
+            The dataset, without the prompts that are dropped.
+
+        Raises:
+            ValueError: naming the row; of a stream, when it is read.
+        """
+        if any(dataset is known for known in self._checked):
+            return dataset
+        if isinstance(dataset, IterableDataset):
+            found = dataset.filter(partial(self._keeps, name), with_indices=True)
+        else:
+            found = self._checked_rows(name, dataset)
+        self._checked.append(found)
+        return found
+
+    def _checked_rows(self, name: str, dataset: Dataset) -> Dataset:
+        kept: list[int] = []
+        for start, rows in _batches(dataset):
+            ids = self._encode(rows, name, range(start, start + len(rows)))
+            kept += [start + place for place in self._kept(ids, name)]
+        if self._long[name]:
+            done = "left out" if self._limit.action == "drop" else "cut on the left"
+            logger.warning(
+                f"{name}: {self._long[name]} of {len(dataset)} prompts have more than "
+                f"{self._limit.tokens} tokens ({self._limit.reason}) and are {done}."
+            )
+        return dataset if len(kept) == len(dataset) else dataset.select(kept)
+
+    def counts(self, name: str = "train_dataset") -> dict[str, float]:
+        """How many prompts of a dataset were too long so far, if that is no error: for the log."""
+        metric = COUNTED.get(self._limit.action)
+        return {metric: float(self._long[name])} if metric else {}
 
     def completions(self, prompts: Prompts, completion_ids: Sequence[Sequence[int]]) -> list[Any]:
         """Decode completions into the format of their prompts: strings, or lists of messages.
@@ -66,33 +174,97 @@ class PromptEncoder:
             )
         ]
 
-    def _checked(self, place: int, row: dict[str, Any]) -> list[int]:
-        ids = self._encode(row)
-        shown = repr(row["prompt"])[:80]
-        if not ids:
-            raise ValueError(f"The prompt of row {place} ({shown}) has no tokens.")
-        if self._context is not None and len(ids) >= self._context:
-            raise ValueError(
-                f"The prompt of row {place} ({shown}) has {len(ids)} tokens, but the model sees "
-                f"only {self._context} with the completion; remove or shorten such prompts."
-            )
-        return ids
+    def _keeps(self, name: str, row: dict[str, Any], place: int) -> bool:
+        return bool(self._kept(self._encode([row], name, [place]), name))
 
-    def _encode(self, row: dict[str, Any]) -> list[int]:
-        prompt = row["prompt"]
-        if isinstance(prompt, str):
-            return list(self._tokenizer(prompt)["input_ids"])
-        if not is_conversational({"prompt": prompt}):
-            raise ValueError(
-                f"A prompt must be a string or a list of messages with 'role' and 'content', not "
-                f"{prompt!r:.80}."
-            )
-        continues = prompt[-1]["role"] == "assistant"
+    def _kept(self, found: list[list[int]], name: str) -> list[int]:
+        """Count the long prompts among some, and say which places are not dropped."""
+        long = {place for place, ids in enumerate(found) if self._limit.is_broken_by(ids)}
+        self._long[name] += len(long)
+        dropped = long if self._limit.action == "drop" else ()
+        return [place for place in range(len(found)) if place not in dropped]
+
+    def _encode(
+        self, rows: Sequence[dict[str, Any]], name: str, numbers: Sequence[int]
+    ) -> list[list[int]]:
+        """Token ids of each row, in few calls of the tokenizer; errors name the row's number."""
+        alike: dict[str, list[int]] = {}
+        for place, row in enumerate(rows):
+            problem = _malformed(row["prompt"])
+            if problem is not None:
+                raise _unusable(name, numbers[place], row, problem)
+            alike.setdefault(_kind(row), []).append(place)
+        found: dict[int, list[int]] = {}
+        for places in alike.values():
+            ids = self._tokenize([rows[p] for p in places], name, [numbers[p] for p in places])
+            found |= dict(zip(places, ids, strict=True))
+        for place, row in enumerate(rows):
+            problem = self._limit.problem(found[place])
+            if problem is not None:
+                raise _unusable(name, numbers[place], row, problem)
+        return [found[place] for place in range(len(rows))]
+
+    def _tokenize(
+        self, rows: list[dict[str, Any]], name: str, numbers: Sequence[int]
+    ) -> list[list[int]]:
+        """Token ids of rows of a kind, in one call unless one of them is refused."""
+        try:
+            return self._token_ids(rows)
+        except Exception as error:  # chat templates raise anything
+            if len(rows) == 1:
+                problem = f"cannot be tokenized: {type(error).__name__}: {error}"
+                raise _unusable(name, numbers[0], rows[0], problem) from error
+        pairs = zip(rows, numbers, strict=True)
+        return [self._tokenize([row], name, [number])[0] for row, number in pairs]
+
+    def _token_ids(self, rows: list[dict[str, Any]]) -> list[list[int]]:
+        prompts = [row["prompt"] for row in rows]
+        if isinstance(prompts[0], str):
+            return list(self._tokenizer(prompts)["input_ids"])
+        continues = prompts[0][-1]["role"] == "assistant"
         return self._tokenizer.apply_chat_template(
-            prompt,
+            prompts,
             tokenize=True,
             return_dict=True,
             add_generation_prompt=not continues,
             continue_final_message=continues,
-            **(self._template_kwargs | (row.get("chat_template_kwargs") or {})),
+            **(self._template_kwargs | (rows[0].get("chat_template_kwargs") or {})),
         )["input_ids"]
+
+
+def _kind(row: dict[str, Any]) -> str:
+    """The same for rows that one call of the tokenizer can take."""
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return "text"
+    return repr((prompt[-1]["role"] == "assistant", row.get("chat_template_kwargs")))
+
+
+def _malformed(prompt: Any) -> str | None:
+    """Say what is wrong with the form of a prompt."""
+    if isinstance(prompt, str):
+        return None
+    if not is_conversational({"prompt": prompt}):
+        return "must be a string or a list of messages with 'role' and 'content'."
+    for place, message in enumerate(prompt):
+        if not message.get("role"):
+            return f"has no 'role' in message {place}."
+        if all(message.get(name) is None for name in SAYS_SOMETHING):
+            return f"has no 'content' in message {place}."
+    return None
+
+
+def _unusable(name: str, place: int, row: dict[str, Any], problem: str) -> ValueError:
+    return ValueError(f"The prompt of row {place} of {name} ({row['prompt']!r:.80}) {problem}")
+
+
+def _batches(dataset: Dataset) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """The first row of each batch, and its rows with the columns that encoding reads."""
+    if dataset.format["type"] != "custom":  # a transform may read any column
+        names = {"prompt", "chat_template_kwargs"} & set(dataset.column_names)
+        dataset = dataset.select_columns(sorted(names))
+    start = 0
+    for batch in dataset.iter(CHECKED_AT_ONCE):
+        rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+        yield start, rows
+        start += len(rows)

@@ -34,7 +34,8 @@ class Round:
         first = rank * len(ids)
         here = slice(first, first + len(ids))
         scores = self.table.per_function[here].tolist()
-        totals, advantages = (x[here].tolist() for x in (self.table.total, self.advantages))
+        totals = self.table.total[here].tolist()
+        advantages = self.advantages[here].tolist()
         return [
             {
                 "step": self.step,

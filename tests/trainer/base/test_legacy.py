@@ -88,9 +88,7 @@ def test_unset_old_options_are_silent():
 def test_what_both_trainers_had_is_known_to_both():
     with pytest.warns(FutureWarning, match="use_liger_loss has no effect"):
         assert make(GRPOConfig, use_liger_loss=True, wandb_log_unique_prompts=True)
-    with pytest.raises(TypeError, match="'max_prompt_length' any more: prompts are used whole"):
-        make(GRPOConfig, max_prompt_length=512)
-    make(GRPOConfig, max_prompt_length=None)
+    assert make(GRPOConfig, max_prompt_length=512).long_prompts == "error", "none is cut silently"
     assert make(GRPOConfig, top_k=None).top_k == 0
 
 

@@ -310,16 +310,71 @@ def test_bad_arguments(tmp_path, changes, error, words):
         RLOOTrainer(**arguments)
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (["", "a"], "prompt of row 0 .* has no tokens"),
-        (["a", "b" * 300], "row 4 .* has 300 tokens"),
-    ],
-)
-def test_bad_prompts_name_the_row(tmp_path, data, words):
-    with pytest.raises(ValueError, match=words):
-        make_trainer(tmp_path, data=dataset(data)).train()
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_prompts_are_checked_before_training(tmp_path, split):
+    bad = dataset(["a", "b" * 300, "c", "d"])
+    data = {"data": bad} if split == "train" else {"eval_dataset": {"x": bad}}
+    name = "train_dataset" if split == "train" else r"eval_dataset\['x'\]"
+    with pytest.raises(ValueError, match=f"row 1 of {name} .*300 tokens; at most 255 are possible"):
+        make_trainer(tmp_path, **data)
+
+
+def test_long_prompts_are_dropped_or_cut_and_counted(tmp_path):
+    data = dataset(["ab", "x" * 50, "cd", "ef", "gh"])
+    limits = {"max_prompt_length": 9, "max_steps": 2, "data": data}
+    dropping = make_trainer(tmp_path, long_prompts="drop", **limits)
+    assert dropping.train_dataset["prompt"] == ["ab", "cd", "ef", "gh"]
+    dropping.train()
+    assert dropping.state.log_history[0]["prompts/dropped"] == 1
+    cutting = make_trainer(tmp_path, long_prompts="cut-left", **limits | {"max_steps": 1})
+    cutting.train()
+    assert cutting.state.log_history[0]["prompts/cut"] == 1
+    assert [len(ids) for ids in cutting.buffer.longest().prompt_ids] == [2] * 4 + [9] * 4
+    with pytest.raises(ValueError, match="train_dataset has 1 rows"):
+        make_trainer(
+            tmp_path, long_prompts="drop", max_prompt_length=9, data=dataset(["a", "x" * 20])
+        )
+
+
+def test_a_stream_is_checked_as_it_is_read_and_resumes_exactly(tmp_path):
+    def stream():
+        return dataset(["ab", "x" * 50, "cd", "ef", "y" * 60, "gh"]).to_iterable_dataset()
+
+    options = {
+        "max_prompt_length": 9,
+        "long_prompts": "drop",
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
+    whole = make_trainer(tmp_path / "a", data=stream(), **options)
+    whole.train()
+    for step in (1, 3):
+        resumed = make_trainer(tmp_path / "a", data=stream(), **options)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{step}"))
+        for one, two in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+            assert torch.equal(one, two)
+    assert whole.state.log_history[-2]["prompts/dropped"] >= 2
+    with pytest.raises(ValueError, match="row 4 of train_dataset .* 60 tokens; at most 55"):
+        make_trainer(
+            tmp_path / "b",
+            data=stream(),
+            max_prompt_length=55,
+            per_device_train_batch_size=4,
+            max_steps=4,
+        ).train()
+
+
+def test_a_tokenizer_without_an_end_is_told_once(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    model = tiny_model()
+    model.generation_config.eos_token_id = None
+    words = "no completion ends before it has 8 tokens"
+    with pytest.warns(UserWarning, match=words) as caught:
+        RLOOTrainer(model, token_sum, config(tmp_path), dataset(), None, tokenizer)
+    assert sum(words in str(warning.message) for warning in caught) == 1
 
 
 def test_missing_pad_token_falls_back_to_eos(tmp_path):

@@ -25,9 +25,6 @@ COMMON_OPTIONS: dict[str, LegacyOption] = {
     "vllm_guided_decoding_regex": LegacyOption("vllm_structured_outputs_regex"),
     "wandb_log_unique_prompts": LegacyOption("log_unique_prompts"),
     "use_liger_loss": LegacyOption(None, "logits never exist at once, see logits_chunk_size"),
-    "max_prompt_length": LegacyOption(
-        None, "prompts are used whole; drop or cut long ones in the dataset", removed=True
-    ),
 }
 RLOO_OPTIONS: dict[str, LegacyOption] = COMMON_OPTIONS | {
     "rloo_k": LegacyOption("num_generations"),

@@ -92,6 +92,14 @@ class OnlineConfig(MismatchConfig):
     )
 
     # --- Generation ---
+    max_prompt_length: int | None = option(
+        None, "Most tokens of a prompt. None: what the model can see."
+    )
+    long_prompts: str = option(
+        "error",
+        "What becomes of prompts that are too long; cut-left keeps their end.",
+        choices=("error", "drop", "cut-left"),
+    )
     max_completion_length: int | None = option(512, "Most tokens of a completion.")
     temperature: float = option(1.0, "Sampling temperature; also divides the logits in training.")
     top_p: float = option(1.0, "Sample from the smallest set of tokens with this probability.")
@@ -305,6 +313,14 @@ class OnlineConfig(MismatchConfig):
             "per_device_eval_batch_size": (self.per_device_eval_batch_size >= 1, "at least 1"),
             "learning_rate": (self.learning_rate >= 0, "0 or more"),
             "beta": (self.beta >= 0, "0 (no KL penalty) or more"),
+            "max_prompt_length": (
+                _is_unset_or_at_least(self.max_prompt_length, 1),
+                "at least 1, or None for what the model can see",
+            ),
+            "long_prompts": (
+                self.long_prompts in ("error", "drop", "cut-left"),
+                "error, drop or cut-left",
+            ),
             "max_completion_length": ((self.max_completion_length or 0) >= 1, "at least 1"),
             "temperature": (
                 self.temperature > 0,

@@ -128,6 +128,7 @@ class OnlineLoop(StatefulLoop):
             eval_dataset = self.eval_dataset
         if eval_dataset is not None:
             check_dataset("eval_dataset", eval_dataset)
+            eval_dataset = self.encode.check("eval_dataset", eval_dataset)
         if isinstance(eval_dataset, TorchIterableDataset):
             eval_dataset = RepeatIterableDataset(eval_dataset, self.args.eval_group_size, 1, 1)
         return super().get_eval_dataloader(eval_dataset)
@@ -296,6 +297,8 @@ class OnlineLoop(StatefulLoop):
         if collected:
             logs.update({prefix + name: value for name, value in collected.items()})
             logs[prefix + "num_tokens"] = float(self.state.num_input_tokens_seen)
+            if mode == "train":
+                logs.update(self.encode.counts())
         return mode
 
     def _show_completions(self, mode: str) -> None:

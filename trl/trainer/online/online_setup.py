@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,9 @@ import pyarrow.compute as compute
 from datasets import Dataset, IterableDataset, Value
 from transformers.utils import logging
 
+from ...online.prompts import PromptEncoder, PromptLimit
 from ...text import did_you_mean
-from ...types import Prompts
+from ...types import Prompts, Sampling
 from .batch_math import smaller_round
 from .online_config import OnlineConfig
 
@@ -64,6 +66,42 @@ def check_context(args: OnlineConfig, context: int | None) -> None:
         raise ValueError(
             f"max_completion_length={longest} leaves no room for a prompt: the model sees "
             f"{context} tokens. At most {context - 1}, less the prompt."
+        )
+
+
+def prompt_limit(args: OnlineConfig, context: int | None) -> PromptLimit:
+    """How long a prompt may be in a run whose policy sees `context` tokens."""
+    if args.use_vllm and args.vllm_max_model_length is not None:
+        context = min(context or args.vllm_max_model_length, args.vllm_max_model_length)
+    longest, completion = args.max_prompt_length, args.max_completion_length or 0
+    return PromptLimit.of(longest, args.long_prompts, context, completion)
+
+
+def checked_prompts(
+    encode: PromptEncoder, train: Any, evaluation: Any, args: OnlineConfig
+) -> tuple[Any, Any]:
+    """Check the prompts of all datasets, and return the datasets with those that are left.
+
+    Raises:
+        ValueError: naming a row whose prompt cannot be used, or if too few are left.
+    """
+    train = encode.check("train_dataset", train)
+    if not isinstance(train, IterableDataset):
+        _check_size(len(train), args)
+    found = {name: encode.check(name, dataset) for name, dataset in _named(evaluation).items()}
+    if isinstance(evaluation, dict):
+        return train, dict(zip(evaluation, found.values(), strict=True))
+    return train, found.get("eval_dataset")
+
+
+def warn_if_endless(sampling: Sampling) -> None:
+    """Say so if no token ends a completion."""
+    if not sampling.stop_ids:
+        warnings.warn(
+            "Neither the tokenizer nor the generation config of the model has an EOS token: "
+            f"no completion ends before it has {sampling.max_tokens} tokens "
+            "(max_completion_length). Set tokenizer.eos_token.",
+            stacklevel=2,
         )
 
 

@@ -35,7 +35,15 @@ from .agents import Agents
 from .engines import check_engine, make_engine, settle_sampling
 from .online_config import OnlineConfig
 from .online_scoring import OnlineScoring
-from .online_setup import check_context, check_datasets, check_longest_prompt, check_run
+from .online_setup import (
+    check_context,
+    check_datasets,
+    check_longest_prompt,
+    check_run,
+    checked_prompts,
+    prompt_limit,
+    warn_if_endless,
+)
 from .rollout_correction import SamplerMismatch
 
 
@@ -127,7 +135,11 @@ class OnlineTrainer(OnlineScoring):
         self.buffer = Buffer(plan.slices, plan.iterations)
         context = context_length(self.model)
         check_context(args, context)
-        self.encode = PromptEncoder(tokenizer, self._agents.template_kwargs(args), context)
+        limit = prompt_limit(args, context)
+        self.encode = PromptEncoder(tokenizer, self._agents.template_kwargs(args), limit)
+        self.train_dataset, self.eval_dataset = checked_prompts(
+            self.encode, self.train_dataset, self.eval_dataset, args
+        )
         drawing = Sampling(
             max_tokens=args.max_completion_length,
             temperature=args.temperature,
@@ -139,6 +151,7 @@ class OnlineTrainer(OnlineScoring):
             extra=args.generation_kwargs or {},
         )
         self.sampling = settle_sampling(args, drawing)
+        warn_if_endless(self.sampling)
         self.router_coefficient = router_coefficient(self.model, args)
         self.scorer = Scorer(
             pad_id=tokenizer.pad_token_id,
