@@ -4,6 +4,7 @@ import os
 import socket
 
 import pytest
+import rounding  # noqa: F401  # changes how products round, if it is told to
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

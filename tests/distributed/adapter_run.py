@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import rounding
 import torch
 from engines import ENGINES, finish, report, use
 
@@ -54,8 +55,11 @@ def whole(trainer):
 
 
 def reference_logps(trainer):
+    """In the layout of training: before ranks have agreed on one, they score plain rows."""
+    rows = rollout_of(rows_of(PROMPTS, 1))
+    trainer.agree_on(rows)
     with trainer.reference.active(trainer.model) as reference:
-        return trainer.scorer.logps(reference, rollout_of(rows_of(PROMPTS, 1)))
+        return trainer.scorer.logps(reference, rows)
 
 
 class Start:
@@ -158,5 +162,6 @@ def main(folder):
 
 
 if __name__ == "__main__":
+    rounding.install()  # on every machine as on the one where rounding depends on most
     main(Path(sys.argv[1]))
     finish()

@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "trainer")]
 
 import numpy as np  # noqa: E402
+import rounding  # noqa: E402, F401
 import torch  # noqa: E402
 from engines import environment  # noqa: E402
 from online_runs import dataset, make_trainer  # noqa: E402

@@ -63,6 +63,14 @@ def runs(folders):
     return launch(SCRIPT, "ddp", folders, timeout=280)
 
 
+def near(first, second):
+    """Whether log-probabilities are equal but for rounding.
+
+    Weights that were gathered may lie at other addresses each time, where products round otherwise.
+    """
+    return first.shape == second.shape and (first - second).abs().max() < EXACT
+
+
 def check_gradient(found, model):
     gradient = {name: (v - found["end"][name]) / RATE for name, v in found["start"].items()}
     assert distance(gradient, rloo_gradient(model, PROMPTS)) < EXACT
@@ -87,7 +95,7 @@ def test_the_reference_is_the_base_model(runs, folders, engine, cell):
         expected = slow_logps(model, rows_of(PROMPTS, 1))
     # 8 bits: bitsandbytes rounds what goes into each layer in evaluation mode.
     assert (found["reference"] - expected).abs().max() < (0.1 if cell == "8-bit" else 1e-5)
-    assert torch.equal(found["reference"], found["reference at the end"])
+    assert near(found["reference"], found["reference at the end"])
 
 
 @pytest.mark.covers(engine="fsdp1", saving="sync_ref_model", adapter="qlora", refused=FLOATING)
@@ -122,7 +130,7 @@ def test_a_copy_that_fsdp1_divides_otherwise(runs, folders):
     """It is the reference all the same; that it cannot follow is said."""
     found = runs[0]["fsdp1", STILL]
     check_start(found, STILL, folders / STILL)
-    assert torch.equal(found["reference"], found["reference at the end"])
+    assert near(found["reference"], found["reference at the end"])
 
 
 @pytest.mark.covers(engine="fsdp1", saving="sync_ref_model", adapter="lora", refused=ELSEWHERE)
@@ -162,7 +170,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(runs, engine):
     assert found["steps"] == 2
     assert same(found["resumed"], found["at once"]["end"])
     assert not same(found["resumed"], found["at once"]["start"])
-    assert torch.equal(found["reference"], found["at once"]["reference"])
+    assert near(found["reference"], found["at once"]["reference"])
     assert found["files"] == ["adapter_model.safetensors"]
 
 

@@ -5,7 +5,7 @@ import gc
 import importlib
 
 MODULES = (
-    *("deepspeed", "peft", "bitsandbytes", "online", "kinds", "trl.trainer.grpo_trainer"),
+    *("deepspeed", "peft", "bitsandbytes", "rounding", "online_runs", "trl.trainer.grpo_trainer"),
     *("accelerate.utils.fsdp_utils", "torch.distributed.checkpoint.state_dict"),
 )
 

@@ -103,14 +103,18 @@ def run(folder, shortage=None, sizes=None, kind=RLOOTrainer, **changes):
     return trainer, found
 
 
-def check_equal(tmp_path, phase, shortage, **changes):
-    """The weights are, to the last bit, those of the run with small pieces; return both."""
+def check_equal(tmp_path, phase, shortage, bound=0.0, **changes):
+    """The weights are those of the run with small pieces, if no bound is given to the last bit.
+
+    Returns both trainers.
+    """
     short, injected = run(tmp_path / "short", shortage, **changes)
     piece = getattr(short.phases, phase)
     assert injected.failures == piece.failures >= 1
     small, _ = run(tmp_path / "small", sizes={phase: piece.size}, **changes)
     assert getattr(small.phases, phase).failures == 0
-    assert torch.equal(weights(short.model), weights(small.model))
+    expected = weights(small.model)
+    assert (weights(short.model) - expected).norm() <= bound * expected.norm()
     assert not torch.equal(weights(short.model), weights(tiny_model()))
     return short, small
 
@@ -231,7 +235,8 @@ def test_scoring_goes_on_with_fewer_rows(tmp_path, spared, changes):
     """The first four calls find out what the model does; padded rows need but one of them."""
     most = 2 if "shared_prefix" in changes else TWO_ROWS
     spared += 0 if "shared_prefix" in changes else 4
-    short, _ = check_equal(tmp_path, "scoring", ("scoring", most, spared), **changes)
+    # What was scored before the shortage had more rows, and may be rounded otherwise.
+    short, _ = check_equal(tmp_path, "scoring", ("scoring", most, spared), 5e-6, **changes)
     assert short.phases.scoring.size == 2
 
 
