@@ -50,7 +50,7 @@ class Plan:
     models: tuple[str, ...] = ("0.5b", "1.5b")
     vocabulary: int = Work.vocabulary
     scale: int = 1  # divides the lengths of step times
-    head: tuple[str, ...] = ("8192,4096,128256", "8192,1536,151936")
+    head: tuple[str, ...] = ("8192,4096,128256", "16384,2048,248320", "8192,1536,151936")
     policies: tuple[str, ...] = POLICIES
     cache: Work = Work(
         prompt=1024, completion=512, completions=16, steps=5, shape="0.5b", ragged=True
@@ -65,6 +65,8 @@ class Plan:
         options=json.dumps(SHORTAGE),
     )
 
+
+QUICK = Plan(settings=("default", "now"), shapes=((3100, 53), (512, 256)))
 
 # Shows on a CPU that the program works. Float32, as oneDNN names no shortage of memory, and whole
 # logits, so that what does not fit is large.
@@ -204,10 +206,12 @@ MEASURES = {
 }
 
 
-def available(trainers: set[str]) -> set[str]:
-    """Those trainers that this machine has or can install."""
+def available(trainers: set[str], installed: bool = False) -> set[str]:
+    """Those trainers that this machine has or, unless they must be `installed`, can install."""
     found = {"this"}
     for name in sorted(trainers - found):
+        if installed and not (environments.is_ready(name) or environments.site(name)):
+            continue
         try:
             environments.make(name)
             found.add(name)
@@ -227,18 +231,22 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="the least sizes, to try the program")
+    parser.add_argument(
+        "--quick", action="store_true", help="defaults alone; peers only where they are installed"
+    )
     options = parser.parse_args()
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():
         print(f"no GPU: skipped. On one, this measures {'; '.join(PARTS.values())}.")
         return
-    plan = TINY if options.tiny else Plan()
+    plan = TINY if options.tiny else QUICK if options.quick else Plan()
     wanted = {SETTINGS[name].trainer for name in plan.settings if "memory" in options.parts}
     wanted |= {step.PEER} if "steps" in options.parts else set()
     store = Store(options.results / "gpu.json")
     end = time.monotonic() + 60 * options.minutes
-    bench = Bench(store, plan, options.device, options.rounds, available(wanted), end)
+    trainers = available(wanted, options.quick)
+    bench = Bench(store, plan, options.device, options.rounds, trainers, end)
     for name in options.parts:
         MEASURES[name](bench)
     import gpu_report

@@ -33,6 +33,7 @@ def gpu_page(results: Path) -> None:
     parts = [
         f"# On a GPU\n\nMade by `make bench-gpu` on {', '.join(devices)}.\n\n{provenance(data)}\n",
         f"## Goals\n\n{goal_table(gpu_goals(rows, pairs))}\n",
+        check_section(rows),
         *(peak_section(rows), step_section(pairs), head_section(rows)),
         *(cache_section(rows), shortage_section(rows)),
     ]
@@ -44,6 +45,21 @@ def good_runs(rows: Rows, *settings: str) -> list[dict[str, Any]]:
     """All runs that ended well, of some settings or of all."""
     chosen = [row for row in rows.all if not settings or row["setting"] in settings]
     return [run for row in chosen for run in row["runs"] if "peak" in run]
+
+
+def check_section(rows: Rows) -> str:
+    """What `make gpu-check` found, part by part."""
+    lines = []
+    for row in rows.all:
+        if row["setting"].startswith("check "):
+            found = row["runs"][-1]
+            words = [", ".join(f"{k} {v}" for k, v in each.items()) for each in found["results"]]
+            outcome = found.get("error") or "; ".join(words)
+            lines.append([row["work"]["part"], f"{found.get('seconds', 0):.0f}", outcome])
+    if not lines:
+        return ""
+    table = markdown(("part", "seconds", "found"), lines)
+    return f"## First minutes\n\nMade by `make gpu-check`.\n\n{table}\n"
 
 
 def titles_in(rows: Rows) -> dict[str, str]:

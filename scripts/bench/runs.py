@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import environments
 
 ROOT = environments.ROOT
-RESULTS = ROOT / "docs" / "benchmarks"
+RESULTS = Path(os.environ.get("BENCH_RESULTS", ROOT / "docs" / "benchmarks"))
 VOCABULARY = 151_936
 
 
@@ -104,7 +104,8 @@ def execute(
     command += work.arguments()
     settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     site = str(ROOT) if work.trainer == "this" else environments.site(work.trainer)
-    settings |= {"PYTHONPATH": site} if site else {}
+    paths = [site, os.environ.get("BENCH_SITE")]  # the latter: of packages that Python lacks
+    settings |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     settings |= {"OMP_NUM_THREADS": str(work.threads), "TOKENIZERS_PARALLELISM": "false"}
     settings |= {"BENCH_LIMIT_GB": str(limit_gb), "BENCH_TRIAL": json.dumps(trial or {})}
     settings |= {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}

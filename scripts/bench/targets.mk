@@ -25,4 +25,11 @@ engine-table: $(VENV)/.dev  ## which saving works on which engine, from the test
 big-plans: $(VENV)/.dev  ## memory and time of runs on 8 and 64 GPUs, predicted
 	$(PY) scripts/big_plans.py $(ARGS)
 
-.PHONY: invariance bench-siblings bench-generation engine-table big-plans $(BENCHES)
+gpu-check:  ## the first minutes on a GPU, with an interpreter that is there: PY=python3 SITE=folder
+	$(PY) scripts/bench/gpu_check.py $(if $(SITE),--site $(SITE)) $(ARGS)
+
+gpu-wheels:  ## packages that such a machine may lack, for Python 3.12, into .gpu-site
+	$(PYTHON) -m pip install -q --disable-pip-version-check --upgrade --target .gpu-site --no-deps \
+		--only-binary :all: --python-version 3.12 -r requirements/gpu-wheels.txt
+
+.PHONY: gpu-check gpu-wheels invariance bench-siblings bench-generation engine-table big-plans $(BENCHES)

@@ -9,7 +9,7 @@ import pytest
 from bench_rows import BENCH, COUNTING, loader, row, run  # noqa: F401
 from workspace import ROOT
 
-PROGRAMS = ("environments", "work", "memory", "step", "gpu", "report")
+PROGRAMS = ("environments", "work", "memory", "step", "gpu", "gpu_check", "gpu_parts", "report")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -22,6 +22,40 @@ def test_every_program_explains_itself(name):
     )
     assert shown.returncode == 0, shown.stderr
     assert "usage:" in shown.stdout
+
+
+@pytest.mark.slow
+def test_the_first_minutes_on_a_gpu_run_on_a_cpu(tmp_path):
+    words = ["--device", "cpu", "--tiny", "--results", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, BENCH / "gpu_check.py", *words, "--parts", "learn", "equality", "head"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    results = {row["setting"]: row["runs"][-1] for row in found}
+    learned = results["check learn"]["results"][0]
+    assert learned["after"] > learned["reward before"] + 0.05
+    precise, coarse = results["check equality"]["results"]
+    assert precise["gradient apart"] <= 1e-5
+    assert precise["same tokens"] == 1
+    assert coarse["ok"] is True
+    assert results["head"]["figures"], "a benchmark adds its own rows"
+    assert "## First minutes" in (tmp_path / "gpu.md").read_text()
+
+
+def test_a_part_of_the_check_that_takes_too_long_leaves_what_it_printed(load, tmp_path):
+    check, runs = load("gpu_check"), load("runs")
+    code = "import time; print('{\"a\": 1}', flush=True); time.sleep(600)"
+    part = check.Part("slow", "", 3, ("-c", code))
+    store = runs.Store(tmp_path / "bench-test.json")
+    found = check.run(part, 3, store, [])
+    assert found["results"] == [{"a": 1}]
+    assert found["error"].startswith("no end after 3 seconds")
+    assert store.find("check slow", part)["runs"][-1]["results"] == [{"a": 1}]
+    (runs.environments.BENCH / "bench-test.lock").unlink()
 
 
 def test_peaks_growth_and_reduction(load):

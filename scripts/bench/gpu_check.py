@@ -1,0 +1,192 @@
+"""The first minutes on a GPU: what works there, what is equal, and what it holds.
+
+Runs with the Python that starts it: nothing is installed or fetched. Each part is a process of its
+own with a deadline, the most telling first. Results are added to gpu.json as they come, so a run
+that is cut short leaves what it had; what is there already is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from runs import RESULTS, ROOT, Store
+
+HERE = Path(__file__).parent
+NEEDED = {"torch": (2, 11), "transformers": (5, 17), "accelerate": (1, 15), "datasets": (4, 7)}
+USED = ("pytest", "peft", "rich", "vllm")  # without these, a part says less or is left out
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the check.
+
+    Args:
+        name (`str`): of the part, and of its row in gpu.json.
+        what (`str`): what it shows.
+        seconds (`float`): its deadline.
+        command (`tuple[str, ...]`): what is run; each line of JSON that it prints is a result.
+        needs (`str`, *optional*): the package without which it is left out.
+    """
+
+    name: str
+    what: str
+    seconds: float
+    command: tuple[str, ...]
+    needs: str | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """What tells its row from others."""
+        return {"part": self.name}
+
+
+def parts(device: str, tiny: bool) -> Iterator[Part]:
+    """All parts, the most telling first."""
+    flags = ("--device", device, *(["--tiny"] if tiny else []))
+
+    def own(name: str, what: str, seconds: float) -> Part:
+        return Part(name, what, seconds, (str(HERE / "gpu_parts.py"), name, *flags))
+
+    def bench(name: str, what: str, seconds: float) -> Part:
+        minutes = str(seconds / 60)
+        words = ("--parts", name, "--rounds", "1", "--quick", "--minutes", minutes)
+        return Part(name, what, seconds, (str(HERE / "gpu.py"), *words, *flags))
+
+    marked = [p for p in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in p.read_text("utf-8")]
+    tests = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *map(str, sorted(marked)))
+    yield Part("tests", "the tests that need a GPU", 100, tests, "pytest")
+    yield own("learn", "a reward rises in twelve updates", 60)
+    yield own("equality", "fast paths give the gradient and the tokens of the plain ones", 70)
+    if not tiny:  # it starts several processes, as two others do
+        yield bench("memory", "peaks of an update", 100)
+    yield bench("head", "time and memory of the bounded head", 50)
+    if not tiny:
+        yield bench("shortage", "recovery from running out of memory", 60)
+    yield own("fragmentation", "memory reserved beyond what is allocated, over 50 updates", 50)
+    if not tiny:
+        yield bench("steps", "seconds of an update by phase", 80)
+        engines = (str(HERE / "generation.py"), "--rounds", "1")
+        yield Part("engines", "vLLM against own decoding, sync, sleep", 150, engines, "vllm")
+
+
+def run(part: Part, seconds: float, store: Store, site: list[str]) -> dict[str, Any]:
+    """Run a part until its deadline; what it printed by then counts.
+
+    Returns:
+        `results`, the lines of JSON; `seconds`; and `error`, if it failed or was cut short.
+    """
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *site])
+    settings = os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    settings |= {"BENCH_SITE": os.pathsep.join(site), "TOKENIZERS_PARALLELISM": "false"}
+    found: dict[str, Any] = {"results": []}
+    begun, printed = time.monotonic(), [""]
+    errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (a pipe that nobody reads could fill)
+    process = subprocess.Popen(
+        [sys.executable, *part.command],
+        cwd=ROOT,
+        env=settings,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        start_new_session=True,
+    )
+    signal.signal(signal.SIGALRM, lambda *_: os.killpg(process.pid, signal.SIGKILL))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        for line in process.stdout or ():
+            printed.append(line.strip())
+            if line.startswith("{"):
+                found["results"].append(json.loads(line))
+                store.add(f"check {part.name}", part, dict(found))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    code = process.wait()
+    found["seconds"] = round(time.monotonic() - begun, 1)
+    if code:
+        late = f"no end after {seconds:.0f} seconds" if code == -signal.SIGKILL else f"exit {code}"
+        errors.seek(0)
+        found["error"] = " | ".join([late, *printed[-3:], *errors.read().splitlines()[-4:]])
+    elif not found["results"]:
+        found["results"] = [{"said": printed[-1]}]
+    store.add(f"check {part.name}", part, dict(found))
+    return found
+
+
+def missing() -> list[str]:
+    """What is not installed or too old, and what is left out for want of a package."""
+    found = []
+    for name, least in NEEDED.items():
+        try:
+            have = tuple(int(x) for x in version(name).split("+")[0].split(".")[:2])
+        except PackageNotFoundError:
+            found.append(f"{name} is not installed; make gpu-wheels, then SITE=.gpu-site")
+            continue
+        if have < least:
+            found.append(f"{name} {version(name)} is older than {'.'.join(map(str, least))}")
+    return found
+
+
+def describe(found: dict[str, Any]) -> str:
+    """A part's outcome in a few words."""
+    if "error" in found:
+        return f"FAILED: {found['error']}"
+    words = [", ".join(f"{k} {v}" for k, v in each.items()) for each in found["results"]]
+    return "; ".join(words)
+
+
+def main() -> int:
+    """Run all parts that fit; return how many failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true", help="the least sizes, to try the program")
+    parser.add_argument("--minutes", type=float, default=8.0, help="of the whole run (default 8)")
+    parser.add_argument("--site", nargs="*", default=[], help="folders with more packages")
+    parser.add_argument("--parts", nargs="*", help="only these")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of gpu.json")
+    options = parser.parse_args()
+    for name in USED:
+        if importlib.util.find_spec(name) is None:
+            print(f"{name} is not installed: what needs it is left out", flush=True)
+    if lacking := missing():
+        print("; ".join(lacking))
+        return 1
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no GPU was found; to try the program: --device cpu --tiny")
+        return 1
+    site = [str(Path(folder).resolve()) for folder in options.site]
+    store, failed = Store(options.results / "gpu.json"), 0
+    os.environ["BENCH_RESULTS"] = str(options.results)
+    end = time.monotonic() + 60 * options.minutes
+    for part in parts(options.device, options.tiny):
+        left = end - time.monotonic()
+        if options.parts and part.name not in options.parts:
+            continue
+        if part.needs and importlib.util.find_spec(part.needs) is None:
+            print(f"{part.name}: left out, {part.needs} is not installed", flush=True)
+            continue
+        if left < 5:
+            print(f"{part.name}: no time left", flush=True)
+            continue
+        print(f"{part.name}: {part.what}", flush=True)
+        found = run(part, min(part.seconds, left), store, site)
+        failed += "error" in found
+        print(f"  {found['seconds']:.0f} s: {describe(found)}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
