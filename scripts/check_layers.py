@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+
+from structure import imported
 
 # For each part of the package: the parts it may import, besides itself.
 ALLOWED = {
@@ -75,31 +76,6 @@ def check(path: Path, root: Path) -> list[str]:
         elif part in TORCH_ONLY and not _is_plain(module):
             problems.append(f"{where}{part} imports torch and the standard library only")
     return problems + _named_algorithms(relative, text, path)
-
-
-def imported(tree: ast.Module, relative: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and absolute name of every import, those for type checkers excepted."""
-    package = ["trl", *relative.parts[:-1]]
-    skipped = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            name = ".".join([*base, *([node.module] if node.module else [])])
-            if (node.level and not node.module) or name == "trl":
-                for alias in node.names:
-                    yield node.lineno, f"{name}.{alias.name}"
-            else:
-                yield node.lineno, name
 
 
 def _is_plain(module: str) -> bool:

@@ -6,7 +6,7 @@ aggregation function is called with the denominator of the whole round.
 """
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,12 +117,19 @@ def sapo(
     return -4.0 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
 
 
+class GammaShape(NamedTuple):
+    """Shape of the weight of a completion: the power of its ratio, and the rate of decay."""
+
+    k: float
+    decay: float
+
+
 def vespo_weight(
     log_ratios: Tensor,
     mask: Tensor,
     advantages: Tensor,
-    shape_pos: tuple[float, float],
-    shape_neg: tuple[float, float],
+    shape_pos: GammaShape,
+    shape_neg: GammaShape,
 ) -> Tensor:
     """Gamma-shaped weight of a completion's ratio w: log phi = lambda + k log w - lambda w.
 
@@ -131,7 +138,7 @@ def vespo_weight(
             their sum is bounded to [log 1e-8, 20].
         mask (`Tensor`): (B, C) bool.
         advantages (`Tensor`): (B,) or (B, C).
-        shape_pos, shape_neg (`tuple[float, float]`): (k, lambda) where A >= 0, and where A < 0.
+        shape_pos, shape_neg (`GammaShape`): where A >= 0, and where A < 0.
 
     Returns:
         `Tensor`: (B, 1) or (B, C), without gradient.

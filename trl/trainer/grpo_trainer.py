@@ -17,6 +17,7 @@ from ..ops.entropy import entropy_threshold, high_entropy_mask
 from ..ops.kl import k3
 from ..ops.masking import masked_sum
 from ..ops.policy_losses import (
+    GammaShape,
     cispo,
     clip_flags,
     clipped_surrogate,
@@ -153,8 +154,8 @@ class GRPOTrainer(OnlineTrainer):
             log_ratio(logps, self._old_logps(scores, batch), batch.loss_mask, "token"),
             batch.loss_mask,
             advantages,
-            (args.vespo_k_pos, args.vespo_lambda_pos),
-            (args.vespo_k_neg, args.vespo_lambda_neg),
+            GammaShape(args.vespo_k_pos, args.vespo_lambda_pos),
+            GammaShape(args.vespo_k_neg, args.vespo_lambda_neg),
         )
         self.store.value("vespo/phi_seq_mean", weight.mean())
         return vespo(weight, logps, advantages)
