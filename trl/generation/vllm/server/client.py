@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 import math
 import socket
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from .weight_stream import Deadline
+from .secret import ANSWER, CHALLENGE, REQUEST, VARIABLE, Claim, shared_secret
+from .waiting import Deadline
 
 BUSY = (500, 502, 503)  # statuses after which an idempotent request is sent again
+REFUSED = 401  # the status where the secret was not proven
 PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before each of these attempts
 LOOKS = 0.25  # seconds between two looks at a server that is starting
 HOW = "Start it with `trl vllm-serve`."
-
-Answer = TypeVar("Answer")
+SAME_SECRET = f"Give {VARIABLE} the same value where it is started and where training is."
 
 
 class ServerError(ConnectionError):
@@ -35,6 +33,10 @@ class ServerError(ConnectionError):
     def __init__(self, words: str, status: int | None = None):
         super().__init__(words)
         self.status = status
+
+
+class SecretError(ServerError):
+    """Server and trainer do not share a secret, or what answers is no server for training."""
 
 
 class VLLMClient:
@@ -54,6 +56,8 @@ class VLLMClient:
         self._path = parts.path.rstrip("/")
         self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._open: set[HTTPConnection] = set()
+        self._secret = shared_secret()
+        self._challenge = ""  # the server's word, by which it knows requests that were recorded
 
     # --- Requests ---
 
@@ -69,6 +73,7 @@ class VLLMClient:
 
         Raises:
             ServerError: if there is no answer in time or its status is not 200.
+            SecretError: if the server does not take, or does not prove, the secret.
         """
         status, text = self._exchange(method, path, body, seconds or self.seconds)
         if status != 200:
@@ -126,12 +131,15 @@ class VLLMClient:
 
         Raises:
             ServerError: if it is not ready in time.
+            SecretError: if it does not share the secret.
         """
         deadline, last = Deadline(self.seconds), ""
         while not deadline.has_passed:
             try:
                 self.ask("GET", "/health", seconds=max(LOOKS, deadline.left))
                 return
+            except SecretError:
+                raise
             except ServerError as error:
                 last = str(error)
             time.sleep(min(LOOKS, deadline.left))
@@ -148,15 +156,39 @@ class VLLMClient:
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
     def _exchange(self, method: str, path: str, body: Any, seconds: float) -> tuple[int, str]:
+        """Status and text of an answer, by a server that has proven to know the secret."""
+        content = b"" if body is None else json.dumps(body).encode()
+        for is_last in (False, True):
+            challenge = self._challenge
+            claim = Claim.of(self._secret, challenge, method, path, content)
+            status, headers, text = self._send(method, path, content, claim.header, seconds)
+            given = headers.get(ANSWER, "")
+            if claim.is_answered(given, self._secret, status, text):
+                return status, text.decode(errors="replace")
+            self._challenge = headers.get(CHALLENGE, challenge)
+            if status != REFUSED or self._challenge == challenge or is_last:
+                break
+        words = f"The vLLM server {self.url} answered {method} {path} with status {status}"
+        if status in BUSY:  # of something between, such as a proxy
+            raise ServerError(f"{words}.", status)
+        if status == REFUSED and CHALLENGE in headers:
+            raise SecretError(f"{words}: it has another secret. {SAME_SECRET}", status)
+        raise SecretError(
+            f"{words} and did not prove that it knows the secret. {HOW} {SAME_SECRET}", status
+        )
+
+    def _send(
+        self, method: str, path: str, content: bytes, claim: str, seconds: float
+    ) -> tuple[int, Any, bytes]:
+        """One request as it is: status, headers and body of the answer."""
         timeout = None if math.isinf(seconds) else seconds
         connection = self._kind(self.host, self.port, timeout=timeout)
-        content = None if body is None else json.dumps(body)
-        headers = {"Content-Type": "application/json", "Connection": "close"}
+        headers = {"Content-Type": "application/json", "Connection": "close", REQUEST: claim}
         self._open.add(connection)
         try:
             connection.request(method, self._path + path, content, headers)
             answer = connection.getresponse()
-            return answer.status, answer.read().decode(errors="replace")
+            return answer.status, answer.headers, answer.read()
         except TimeoutError:
             words = f"gave no answer within {seconds:.3g} s"
         except (OSError, HTTPException, ValueError) as error:
@@ -175,7 +207,9 @@ def _parts(url: str) -> tuple[SplitResult, int]:
             return parts, parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError:  # of the port
         pass
-    raise ValueError(f"vllm_server_base_url: {url!r} is no address such as http://localhost:8000.")
+    raise ValueError(
+        f"vllm_server_base_url: {url!r} is not an address such as http://localhost:8000."
+    )
 
 
 def _message(text: str) -> str:
@@ -184,17 +218,3 @@ def _message(text: str) -> str:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, LookupError, TypeError):
         return text[:1000]
-
-
-def in_background(work: Callable[[], Answer]) -> Future[Answer]:
-    """Do something in a thread that the end of the process does not wait for."""
-    future: Future[Answer] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future

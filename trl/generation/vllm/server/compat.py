@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-PROTOCOL = 1  # of trainer and workers; changes when they would not understand each other
+PROTOCOL = 2  # of trainer and workers; changes when they would not understand each other
 SHAPE = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import uuid
@@ -18,9 +17,11 @@ from transformers.utils import logging
 from ....types import Generations, Sampling
 from ..sampling import Request, completion_body, read_answers
 from ..weight_proof import WeightSyncError
-from .client import HOW, ServerError, VLLMClient, in_background
+from .client import HOW, ServerError, VLLMClient
 from .compat import ServerFacts
-from .weight_stream import Meeting, TransferError, WeightGroup, local_address
+from .meeting import Door, Meeting, TransferError, local_address
+from .waiting import in_background
+from .weight_stream import WeightGroup
 
 logger = logging.get_logger(__name__)
 
@@ -35,12 +36,10 @@ class Server:
     Args:
         client (`VLLMClient`): to talk to it.
         facts (`ServerFacts`): what it is.
-        model (`str`): the name under which it serves its model.
     """
 
     client: VLLMClient
     facts: ServerFacts
-    model: str
 
     @classmethod
     def connect(cls, url: str, seconds: float) -> Server:
@@ -52,24 +51,20 @@ class Server:
 
         Raises:
             ServerError: if it is not, or was not started for training.
+            SecretError: if it does not share the secret.
         """
         client = VLLMClient(url, seconds)
         client.wait_until_healthy()
         words = None
         try:
-            facts = ServerFacts(**client.call_workers("trl_describe")[0])
+            return cls(client, ServerFacts(**client.call_workers("trl_describe")[0]))
         except TypeError:
             words = "runs another version of trl: install the same one on both sides."
         except ServerError as error:
-            if error.status == 404:
-                words = f"does not run in development mode (VLLM_SERVER_DEV_MODE=1). {HOW}"
-            elif error.status == 500:
-                words = f"cannot take weights of a trainer. {HOW} It said: {error}"
-            else:
+            if error.status != 500:
                 raise
-        if words is not None:
-            raise ServerError(f"The vLLM server {client.url} {words}")
-        return cls(client, facts, client.ask_again("GET", "/v1/models")["data"][0]["id"])
+            words = f"cannot take weights of a trainer. {HOW} It said: {error}"
+        raise ServerError(f"The vLLM server {client.url} {words}")
 
     def sampling_fields(self) -> set[str]:
         """Names of all options of a request."""
@@ -118,12 +113,14 @@ class Fleet:
             run=self.run,
             on_gpu=device.type == "cuda" and all(s.facts.gpu is not None for s in self.servers),
         )
-        group, words = WeightGroup.host(meeting), None
-        calls = self._invite(meeting)
+        hosts = [server.client.host for server in self.servers]
+        door = Door(meeting, [local_address(host, port) for host in hosts])
+        calls, words = self._invite(meeting), None
+        group = None
         try:
-            group.wait_for_all(lambda: _raise_from(calls))
+            group = WeightGroup(meeting, 0, door.wait_for_all(lambda: _raise_from(calls)))
             group.connect(device)
-        except RuntimeError as error:  # of the group itself
+        except RuntimeError as error:  # of NCCL
             words = str(error).splitlines()[0]
         wait(calls, self.seconds)
         _raise_from(calls)
@@ -145,7 +142,7 @@ class Fleet:
         self._syncs += 1
         ready = self.servers if self._group is not None else []
         calls = [_call(server, "trl_receive", self.run, self._syncs) for server in ready]
-        return Transfer(self, self._group, calls, self._syncs, step)
+        return Transfer(self, self._group, calls, step)
 
     def leave(self) -> None:
         """Leave the workers and end all requests, after a failure."""
@@ -182,7 +179,7 @@ class Fleet:
         turn = threading.BoundedSemaphore(AT_ONCE)
 
         def ask(server: Server, request: Request) -> Any:
-            body = completion_body(request, sampling, self.context) | {"model": server.model}
+            body = completion_body(request, sampling, self.context)
             with turn:
                 return server.client.ask_again("POST", "/v1/completions", body, math.inf)
 
@@ -237,7 +234,6 @@ class Transfer:
         fleet (`Fleet`): the servers.
         group (`WeightGroup`, *optional*): over which they go; None after a failure.
         calls: of the workers that receive.
-        sync (`int`): its number.
         step (`int`): optimizer step of the weights, for messages.
     """
 
@@ -246,13 +242,11 @@ class Transfer:
         fleet: Fleet,
         group: WeightGroup | None,
         calls: list[Future[Any]],
-        sync: int,
         step: int,
     ):
         self._fleet = fleet
         self._group = group
         self._calls = calls
-        self._sync = sync
         self._step = step
         self._sent = 0
         self._failure = None if group is not None else "the servers were left after a failure"
@@ -292,12 +286,12 @@ class Transfer:
         self._fleet.leave()
 
     def _end(self, group: WeightGroup) -> list[Any]:
-        group.end(self._check)
-        verdicts = group.told_by_all(f"verdict/{self._sync}", self._check)
+        group.end()
+        verdicts = group.answers()
         wait(self._calls, self._fleet.seconds)
         self._check()
         self._fleet.forget_prefixes()
-        return [json.loads(verdict) for verdict in verdicts]
+        return verdicts
 
     def _check(self) -> None:
         _raise_from(self._calls)

@@ -6,7 +6,6 @@ lets the trainer call its methods. Imported by vLLM alone.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ import torch
 from ....imports import require
 from ..weight_proof import WeightProof
 from .compat import PROTOCOL, ServerFacts, gpu_id, shape_of
-from .weight_stream import Meeting, TransferError, WeightGroup
+from .meeting import Meeting, TransferError, join
+from .weight_stream import WeightGroup
 
 
 class Receiver:
@@ -50,7 +50,7 @@ class Receiver:
             self.held = sync
         doubt = None if self._has_doubted else self._proof.doubt
         self._has_doubted = True
-        self.group.tell(f"verdict/{sync}", json.dumps([problem, doubt]))
+        self.group.answer([problem, doubt])
 
     def load(self, name: str, weight: torch.Tensor) -> None:
         """Write one weight, under the name it has in a checkpoint, in place."""
@@ -99,7 +99,9 @@ class WeightWorker:
         if self._trl_receiver is not None:
             self._trl_receiver.group.close()
         self._trl_receiver = None
-        group = WeightGroup.join(Meeting(**meeting), first_rank + place, worker.device)
+        where, rank = Meeting(**meeting), first_rank + place
+        group = WeightGroup(where, rank, [join(where, rank)])
+        group.connect(worker.device)
         self._trl_receiver = self._trl_receiver_type(group, worker.get_model())
 
     def trl_receive(self, run: str, sync: int) -> None:

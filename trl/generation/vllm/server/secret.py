@@ -1,0 +1,131 @@
+"""The secret that a trainer shares with its vLLM servers, and how each proves to know it.
+
+It never travels. Who asks proves it over the whole request, a word that the server chose and one
+that is used once; who answers proves it over the answer. Imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from dataclasses import dataclass
+
+VARIABLE = "TRL_VLLM_TOKEN"
+REQUEST, ANSWER, CHALLENGE = "X-TRL-Request", "X-TRL-Answer", "X-TRL-Challenge"  # HTTP headers
+
+
+def shared_secret() -> bytes:
+    """The secret of this process; empty where none is set, which proves little but breaks nothing.
+
+    Without one, a request still needs a header that no page in a browser can send.
+    """
+    return os.environ.get(VARIABLE, "").encode()
+
+
+def proof(secret: bytes, *words: bytes) -> bytes:
+    """32 bytes that only who knows the secret can make of the words."""
+    found = hmac.new(secret, digestmod="sha256")
+    for word in words:
+        found.update(len(word).to_bytes(8, "big") + word)
+    return found.digest()
+
+
+def is_proven(given: bytes, secret: bytes, *words: bytes) -> bool:
+    """Whether `given` is the proof of the words; takes as long whatever it is."""
+    return hmac.compare_digest(given, proof(secret, *words))
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the header of a request says; `Claim.of` makes one, `read` reads one.
+
+    Args:
+        challenge (`str`): the word of the server.
+        nonce (`str`): tells the request from all others.
+        body (`str`): hexadecimal SHA-256 of its body.
+        proof (`str`): of all this with method and target, hexadecimal.
+    """
+
+    challenge: str
+    nonce: str
+    body: str
+    proof: str
+
+    @classmethod
+    def of(cls, secret: bytes, challenge: str, method: str, target: str, body: bytes) -> Claim:
+        """The claim of a new request to a path."""
+        found = cls(challenge, secrets.token_hex(16), hashlib.sha256(body).hexdigest(), "")
+        words = found._words(method, target)
+        return cls(found.challenge, found.nonce, found.body, proof(secret, *words).hex())
+
+    @classmethod
+    def read(cls, header: str) -> Claim | None:
+        """The claim in a header; None if there is none."""
+        parts = header.split(":")
+        return cls(*parts) if len(parts) == 4 else None
+
+    @property
+    def header(self) -> str:
+        """For `REQUEST`."""
+        return ":".join((self.challenge, self.nonce, self.body, self.proof))
+
+    def is_proven(self, secret: bytes, method: str, target: str) -> bool:
+        """Whether who made it knows the secret, and made it for this request."""
+        return is_proven(_bytes(self.proof), secret, *self._words(method, target))
+
+    def is_of(self, body: bytes) -> bool:
+        """Whether the body is the one that was claimed."""
+        return hmac.compare_digest(hashlib.sha256(body).hexdigest(), self.body)
+
+    def answer(self, secret: bytes, status: int, body: bytes) -> str:
+        """For `ANSWER`: the proof of an answer to this request."""
+        return proof(secret, b"answer", self.nonce.encode(), b"%d" % status, body).hex()
+
+    def is_answered(self, given: str, secret: bytes, status: int, body: bytes) -> bool:
+        """Whether an answer is of someone who knows the secret, and to this request."""
+        return hmac.compare_digest(given.encode(), self.answer(secret, status, body).encode())
+
+    def _words(self, method: str, target: str) -> list[bytes]:
+        words = "request", self.challenge, self.nonce, method, target, self.body
+        return [word.encode() for word in words]
+
+
+def _bytes(text: str) -> bytes:
+    """The bytes of hexadecimal digits; none if it is something else."""
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return b""
+
+
+class Challenges:
+    """Words of a server by which a request that was recorded cannot be sent again.
+
+    Args:
+        seconds (`float`): for which a word is good; it is taken for as long again.
+    """
+
+    def __init__(self, seconds: float = 600.0):
+        self._seconds = seconds
+        self._since = time.monotonic()
+        self._spent: dict[str, set[str]] = {secrets.token_hex(16): set()}  # nonces by word
+
+    @property
+    def current(self) -> str:
+        """The word that a request is to be made with."""
+        if time.monotonic() > self._since + self._seconds:
+            self._since = time.monotonic()
+            self._spent[secrets.token_hex(16)] = set()
+            self._spent = dict(list(self._spent.items())[-2:])
+        return list(self._spent)[-1]
+
+    def spend(self, claim: Claim) -> bool:
+        """Note a claim that is proven; false if it was made before, or with another word."""
+        spent = self._spent.get(claim.challenge)
+        if spent is None or claim.nonce in spent:
+            return False
+        spent.add(claim.nonce)
+        return True
