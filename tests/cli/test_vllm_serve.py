@@ -26,7 +26,6 @@ ALWAYS = {
 }
 ON_GPU = {
     "--gpu-memory-utilization": "0.9",
-    "--weight-transfer-config": '{"backend": "nccl"}',
 }
 ON_CPU = {"--enforce-eager": None, "--block-size": "32", "--kv-cache-memory-bytes": str(2**30)}
 

@@ -137,8 +137,6 @@ def command(known: argparse.Namespace, rest: list[str], on_cpu: bool) -> list[st
         words.append(f"--{negative}enable-prefix-caching")
     words += [*memory_words(known, rest, on_cpu), *("--logprobs-mode", "processed_logprobs")]
     words += [*("--max-logprobs", "-1"), *("--generation-config", "vllm")]
-    if not on_cpu:
-        words += ["--weight-transfer-config", '{"backend": "nccl"}']
     if known.data_parallel_size > 1:
         words += ["--api-server-count", "1"]  # which must know all requests that were made
     return [*words, "--middleware", GUARD, "--worker-extension-cls", WORKER, *rest]
