@@ -18,6 +18,7 @@ ALLOWED = {
     "imports": set(),
     "random_numbers": set(),
     "text": set(),
+    "timed_calls": set(),
     "progress": set(),
     "rewards": {"imports", "text"},
     "data": {"ops", "types", "imports", "text"},
@@ -26,9 +27,12 @@ ALLOWED = {
     "memory": {*("ops", "types", "imports", "text", "data", "distributed"), "random_numbers"},
     "generation": {
         *("ops", "types", "imports", "text", "data", "distributed", "models"),
-        *("random_numbers", "progress"),
+        *("random_numbers", "progress", "timed_calls"),
     },
-    "online": {"ops", "types", "imports", "text", "data", "distributed", "models"},
+    "online": {
+        *("ops", "types", "imports", "text", "data", "distributed", "models"),
+        *("rewards", "timed_calls"),
+    },
     "trainer": {
         *("ops", "types", "imports", "text", "data", "distributed", "models", "memory"),
         *("generation", "online", "rewards", "random_numbers", "progress"),

@@ -120,7 +120,7 @@ class Ranks:
             failure = error
         self.raise_together(failure, what)
 
-    def raise_together(self, failure: Exception | None, what: str) -> None:
+    def raise_together(self, failure: BaseException | None, what: str) -> None:
         """Raise on every rank if there is a failure on one; all must call this.
 
         Args:

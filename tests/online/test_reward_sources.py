@@ -1,13 +1,14 @@
 import functools
 import json
+import re
 
 import pytest
 import torch
-from tiny import tiny_model, tiny_tokenizer
+from tiny import save_tiny, tiny_model, tiny_tokenizer
 from torch import nn
 from transformers import LlamaForSequenceClassification
 
-from trl.online.reward_sources import AsyncReward, ModelReward, SyncReward, resolve_rewards
+from trl.online.reward_sources import FunctionReward, ModelReward, resolve_rewards
 
 
 def plain(completions, **kwargs):
@@ -51,22 +52,22 @@ def by_hand(model, texts):
 
 
 @pytest.mark.parametrize(
-    ("function", "kind", "name"),
+    ("function", "is_async", "name"),
     [
-        (plain, SyncReward, "plain"),
-        (later, AsyncReward, "later"),
-        (Scorer(), SyncReward, "Scorer"),
-        (Scorer().method, SyncReward, "method"),
-        (AsyncScorer(), AsyncReward, "AsyncScorer"),
-        (functools.partial(plain, power=2), SyncReward, "plain"),
-        (functools.partial(functools.partial(later, a=1), b=2), AsyncReward, "later"),
-        (functools.partial(AsyncScorer(), a=1), AsyncReward, "AsyncScorer"),
-        (lambda **kwargs: [], SyncReward, "<lambda>"),
+        (plain, False, "plain"),
+        (later, True, "later"),
+        (Scorer(), False, "Scorer"),
+        (Scorer().method, False, "method"),
+        (AsyncScorer(), True, "AsyncScorer"),
+        (functools.partial(plain, power=2), False, "plain"),
+        (functools.partial(functools.partial(later, a=1), b=2), True, "later"),
+        (functools.partial(AsyncScorer(), a=1), True, "AsyncScorer"),
+        (lambda **kwargs: [], False, "<lambda>"),
     ],
 )
-def test_kinds_and_names(function, kind, name):
+def test_kinds_and_names(function, is_async, name):
     (source,) = resolve_rewards(function)
-    assert type(source) is kind
+    assert isinstance(source, FunctionReward) and source.is_async == is_async
     assert source.name == name
     assert source.function is function
 
@@ -94,7 +95,7 @@ def test_nothing_is_an_error(nothing):
 
 
 def test_numbers_cannot_reward():
-    with pytest.raises(TypeError, match=r"reward_funcs\[1\] is a int"):
+    with pytest.raises(TypeError, match=r"reward_funcs\[1\] is 3: it must be callable"):
         resolve_rewards([plain, 3])
 
 
@@ -199,3 +200,29 @@ def test_padding_with_the_end_token_leaves_the_users_tokenizer_alone():
     assert model.config.pad_token_id == tokenizer.eos_token_id
     found = source.score(["a", "bc"], ["d", "efg"])
     assert found == pytest.approx(by_hand(model, ["ad", "bcefg"]), abs=1e-6)
+
+
+def test_a_model_that_writes_text_gives_no_rewards(tmp_path):
+    """Loaded as a classifier it would have a random head."""
+    folder = save_tiny(tmp_path / "policy")
+    with pytest.raises(ValueError, match=r"no weights for score.weight: .* random. Use a model"):
+        resolve_rewards(folder)
+    with pytest.raises(TypeError, match="is a LlamaForCausalLM, which writes text"):
+        resolve_rewards([plain, tiny_model()], [None, tiny_tokenizer()])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("acuracy_reward", "no such folder. Did you mean accuracy_reward?.* passed itself"),
+        ("judeg", "no such folder. Did you mean judge?"),
+        ("./judeg", "no such folder. Did you mean judge?"),
+        ("someone/judge", "no such folder, and the hub says: .* Did you mean judge?"),
+    ],
+)
+def test_a_name_that_means_nothing_is_refused_at_once(tmp_path, monkeypatch, name, words):
+    (tmp_path / "judge").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=re.escape(f"reward_funcs: {name!r} is") + f".*{words}"):
+        resolve_rewards(name)

@@ -348,7 +348,7 @@ def test_calls_are_limited_in_time(is_async):
         return [0.0, 0.0]
 
     start = time.monotonic()
-    words = r"'slow\w*' took longer than reward_timeout=0.05 seconds"
+    words = r"'slow\w*' took longer than 0.05 seconds \(reward_timeout\)"
     try:
         with pytest.raises(RewardError, match=words):
             call([slow_async if is_async else slow], timeout=0.05)
@@ -367,7 +367,7 @@ def test_coroutines_that_block_the_loop_are_limited_in_time():
         return [1.0, 2.0]
 
     rewards = suite(stuck, timeout=0.05)
-    words = r"'stuck' took longer than reward_timeout=0.05 seconds and blocks the event loop"
+    words = r"'stuck' took longer than 0.05 seconds and blocks the event loop.*reward_timeout"
     try:
         with pytest.raises(RewardError, match=words):
             rewards(inputs(), 2, print)

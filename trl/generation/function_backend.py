@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..distributed import RankError, Ranks
+from ..timed_calls import Outcome
 from ..types import FinishReason, Generations, Prompts, Sampling
 from .base import GenerationBackend
 
@@ -73,15 +74,12 @@ class FunctionBackend:
         )
 
     def _call(self, prompts: Prompts) -> dict[str, Any]:
-        found, failure = {}, None
-        try:
-            found = _checked(self._function(list(prompts.messages)), len(prompts))
-        except RankError:  # from the engine, which the function may use: all ranks know
-            raise
-        except Exception as error:
-            failure = error
-        self._ranks.raise_together(failure, "rollout_func")
-        return found
+        messages = list(prompts.messages)
+        found = Outcome.of(lambda: _checked(self._function(messages), len(prompts)))
+        if isinstance(found.failure, RankError):  # from the engine, which the function may use
+            raise found.failure
+        self._ranks.raise_together(found.failure, "rollout_func")
+        return found.value
 
 
 def _checked(found: Any, count: int) -> dict[str, Any]:
@@ -149,7 +147,7 @@ def _each(name: str, rows: Sequence[Any], convert: Callable[[Any], Any]) -> list
 
 def _token(value: Any) -> int:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"holds {value!r:.60}, which is no token id")
+        raise ValueError(f"holds {value!r:.60}, which is not a token id")
     return int(value)
 
 

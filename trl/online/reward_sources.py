@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub import model_info, try_to_load_from_cache
 from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
@@ -18,33 +21,32 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from .. import rewards
 from ..distributed import undivided_models
+from ..text import did_you_mean
 
+TRAINED = (
+    "Use a model that was trained to give rewards: a sequence classifier with one label "
+    "(AutoModelForSequenceClassification)."
+)
+HUB_SECONDS = 10.0
 # What of the policy's loading options also makes sense for a reward model.
 SHARED_INIT_OPTIONS = ("dtype", "device_map", "trust_remote_code")
 
 
-class RewardSource(Protocol):
-    """One column of the reward table."""
-
-    @property
-    def name(self) -> str: ...
-
-
 @dataclass(frozen=True)
-class SyncReward:
-    """A plain callable."""
+class FunctionReward:
+    """A callable of the user: one column of the reward table.
+
+    Args:
+        name (`str`): of the column.
+        function: returns one reward for each row.
+        is_async (`bool`): whether it is a coroutine function, or an object whose call is one.
+    """
 
     name: str
     function: Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class AsyncReward:
-    """A coroutine function, or an object whose `__call__` is one."""
-
-    name: str
-    function: Callable[..., Any]
+    is_async: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,9 @@ class ModelReward:
             return prompt + completion
         messages = _conversation(prompt, completion)
         return self.tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
+
+
+RewardSource = FunctionReward | ModelReward
 
 
 def _conversation(
@@ -162,7 +167,7 @@ def _tokenizers(given: Any, count: int) -> list[Any]:
     if len(tokenizers) != count:
         raise ValueError(
             f"reward_processing_classes has {len(tokenizers)} entries for {count} reward "
-            "functions; give one for each, None for those that are no models."
+            "functions; give one for each, and None for those that are not models."
         )
     return tokenizers
 
@@ -178,8 +183,8 @@ def _name(function: Any, place: int) -> str:
         function = function.func
     if not callable(function):
         raise TypeError(
-            f"reward_funcs[{place}] is a {type(function).__name__}: it must be callable, a model, "
-            "or the name of one."
+            f"reward_funcs[{place}] is {function!r:.60}: it must be callable, a model, or the "
+            "name of a model."
         )
     return getattr(function, "__name__", type(function).__name__)
 
@@ -192,18 +197,55 @@ def _unique(name: str, taken: list[str]) -> str:
 
 def _source(name: str, function: Any, tokenizer: Any, options: dict[str, Any]) -> RewardSource:
     if isinstance(function, str):
-        with undivided_models():
-            model = AutoModelForSequenceClassification.from_pretrained(
-                function, num_labels=1, **options
-            )
-        tokenizer = _tokenizer_for(name, tokenizer, function, options)
-        return _model_source(name, model, tokenizer)
+        model = _load(function, options)
+        return _model_source(name, model, _tokenizer_for(name, tokenizer, function, options))
     if isinstance(function, nn.Module):
+        if isinstance(function, PreTrainedModel) and function.can_generate():
+            raise TypeError(
+                f"reward_funcs: {name!r} is a {type(function).__name__}, which writes text and "
+                f"gives no reward. {TRAINED}"
+            )
         path = function.config._name_or_path if isinstance(function, PreTrainedModel) else ""
         return _model_source(name, function, _tokenizer_for(name, tokenizer, path, options))
-    if _is_coroutine_function(function):
-        return AsyncReward(name, function)
-    return SyncReward(name, function)
+    return FunctionReward(name, function, _is_coroutine_function(function))
+
+
+def _load(name: str, options: dict[str, Any]) -> nn.Module:
+    """Load a sequence classifier with one label, all of whose weights have been trained."""
+    _check_exists(name)
+    with undivided_models():
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            name, num_labels=1, output_loading_info=True, **options
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"The reward model {name!r} has no weights for {', '.join(missing[:3])}: its rewards "
+            f"would be random. {TRAINED}"
+        )
+    return model
+
+
+def _check_exists(name: str) -> None:
+    """Ask the hub once for what is not here; loading would ask again and again for a minute."""
+    path = Path(name).expanduser()
+    is_hub_id = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
+    if path.is_dir() or (is_hub_id and try_to_load_from_cache(name, "config.json")):
+        return
+    reason = "there is no such folder"
+    if is_hub_id and "/" in name:
+        try:
+            model_info(name, timeout=HUB_SECONDS)
+            return
+        except Exception as error:  # of several kinds: absent, private, offline
+            reason += f", and the hub says: {str(error).strip().splitlines()[0].rstrip('.')}"
+    beside = path.parent if path.parent.is_dir() else Path()
+    folders = [place.name for place in beside.glob("*/")]
+    hint = did_you_mean(path.name, [*rewards.__all__, *folders])
+    raise ValueError(
+        f"reward_funcs: {name!r} is not a reward model: {reason}.{hint} A reward function is "
+        "passed itself, not its name."
+    )
 
 
 def _tokenizer_for(name: str, given: Any, path: str, options: dict[str, Any]) -> Any:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import numbers
-import threading
 import warnings
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..timed_calls import Outcome, TimedCalls, TooSlow
 from ..types import RewardTable
-from .reward_sources import AsyncReward, ModelReward, RewardSource, SyncReward
+from .reward_sources import ModelReward, RewardSource
 
 RESERVED = ("prompt", "completion", "completion_ids")
 LARGEST = torch.finfo(torch.float32).max
 LogMetric = Callable[[str, float], None]
 InPieces = Callable[[int, Callable[[range], list[float]]], list[list[float]]]
-# What a function may raise without ending the process before the other ranks know of it.
-FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 
 
 class Gatherer(Protocol):
@@ -76,11 +73,7 @@ class RewardInputs:
 
 
 class RewardError(RuntimeError):
-    """A reward function failed or returned something that is no list of rewards."""
-
-
-class _TooSlow(Exception):
-    """A call went beyond the time limit; functions may raise `TimeoutError` of their own."""
+    """A reward function failed or returned something other than a list of rewards."""
 
 
 class RewardSuite:
@@ -114,10 +107,9 @@ class RewardSuite:
             )
         self.sources = tuple(sources)
         self.weights = torch.tensor([1.0] * len(sources) if weights is None else list(weights))
-        self._timeout = timeout
+        self._calls = TimedCalls(timeout)
         self._ranks = ranks
         self._in_pieces = in_pieces
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     def to(self, device: torch.device) -> RewardSuite:
         """Move reward models to `device`."""
@@ -205,23 +197,25 @@ class RewardSuite:
         log_metric: LogMetric,
     ) -> list[list[float | None]]:
         """Call the sources, coroutines all at once, and check what they return."""
-        results: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         added: dict[str, dict[str, list[Any]]] = {source.name: {} for source in sources}
+        waiting: dict[str, Callable[[], Any]] = {}
         for source in sources:
             if isinstance(source, ModelReward):
-                given = {"source": source, "inputs": inputs}
-                results[source.name] = _guarded(source.name, self._scored, given, None)
-            elif isinstance(source, SyncReward):
-                keywords = _keywords(inputs, added[source.name], log_metric)
-                results[source.name] = _guarded(
-                    source.name, source.function, keywords, self._timeout
-                )
-        waiting = [source for source in sources if isinstance(source, AsyncReward)]
-        if waiting:
-            calls = [_keywords(inputs, added[s.name], log_metric) for s in waiting]
-            results |= self._call_at_once(waiting, calls)
+                outcome = Outcome.of(partial(self._scored, source, inputs))
+                values[source.name] = _value(source.name, outcome)
+                continue
+            keywords = _keywords(inputs, added[source.name], log_metric)
+            call = partial(source.function, **keywords)
+            if source.is_async:
+                waiting[source.name] = call
+            else:
+                values[source.name] = _value(source.name, self._calls.run(call))
+        outcomes = self._calls.run_at_once(list(waiting.values()))
+        for name, outcome in zip(waiting, outcomes, strict=True):
+            values[name] = _value(name, outcome)
         _add_columns(extras, added)
-        return [_checked(s.name, results[s.name], inputs) for s in sources]
+        return [_checked(source.name, values[source.name], inputs) for source in sources]
 
     def _scored(self, source: ModelReward, inputs: RewardInputs) -> list[float]:
         count = len(inputs.completions)
@@ -232,24 +226,6 @@ class RewardSuite:
             return source.score(inputs.prompts[part], inputs.completions[part], options[part])
 
         return [reward for piece in self._in_pieces(count, score) for reward in piece]
-
-    def _call_at_once(
-        self, sources: Sequence[AsyncReward], keywords: Sequence[dict[str, Any]]
-    ) -> dict[str, Any]:
-        future = self._start(_all_of(sources, keywords, self._timeout))
-        # A coroutine that blocks the loop keeps the limits from being noticed inside it.
-        wait([future], None if self._timeout is None else (1 + len(sources)) * self._timeout)
-        if not future.done():
-            self._loop = None
-            raise _blocked(sources, self._timeout)
-        return dict(zip((source.name for source in sources), future.result(), strict=True))
-
-    def _start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run coroutines on one event loop in a daemon thread, kept for the whole run."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _raise_everywhere(self, failure: RewardError | None) -> None:
         messages = self._ranks.gather_objects(None if failure is None else str(failure))
@@ -276,61 +252,15 @@ def _trial_inputs(rows: list[dict[str, Any]], text: str, trainer_state: Any) -> 
     return RewardInputs.from_rows(rows, completions, ids, trainer_state)
 
 
-def _guarded(
-    name: str, function: Callable[..., Any], keywords: dict[str, Any], timeout: float | None
-) -> Any:
-    """Call a function, and turn whatever it raises into a `RewardError`."""
-    try:
-        return function(**keywords) if timeout is None else _limited(function, keywords, timeout)
-    except FAILURES as error:
-        raise _problem(name, error) from error
-
-
-def _limited(function: Callable[..., Any], keywords: dict[str, Any], timeout: float) -> Any:
-    """Wait `timeout` seconds for a function. A thread cannot be stopped, only left behind."""
-    future: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(function(**keywords))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    wait([future], timeout)
-    if not future.done():
-        raise _TooSlow(f"took longer than reward_timeout={timeout} seconds")
-    return future.result()
-
-
-async def _all_of(
-    sources: Sequence[AsyncReward], keywords: Sequence[dict[str, Any]], timeout: float | None
-) -> list[Any]:
-    async def one(source: AsyncReward, arguments: dict[str, Any]) -> Any:
-        limit = asyncio.timeout(timeout)
-        try:
-            async with limit:
-                return await source.function(**arguments)
-        except FAILURES as error:
-            slow = _TooSlow(f"took longer than reward_timeout={timeout} seconds")
-            raise _problem(source.name, slow if limit.expired() else error) from error
-
-    pairs = zip(sources, keywords, strict=True)
-    return await asyncio.gather(*(one(source, arguments) for source, arguments in pairs))
-
-
-def _blocked(sources: Sequence[AsyncReward], timeout: float | None) -> RewardError:
-    names = " or ".join(repr(source.name) for source in sources)
-    return RewardError(
-        f"The reward function {names} took longer than reward_timeout={timeout} seconds and "
-        "blocks the event loop; it must await, or be a plain function."
-    )
-
-
-def _problem(name: str, error: BaseException) -> RewardError:
-    if isinstance(error, _TooSlow):
-        return RewardError(f"The reward function {name!r} {error}.")
-    return RewardError(f"The reward function {name!r} failed: {type(error).__name__}: {error}.")
+def _value(name: str, outcome: Outcome) -> Any:
+    """What a call returned, or the `RewardError` that says why it did not."""
+    if outcome.failure is None:
+        return outcome.value
+    if isinstance(outcome.failure, TooSlow):
+        words = f"{outcome.words} (reward_timeout)"
+    else:
+        words = f"failed: {outcome.words}"
+    raise RewardError(f"The reward function {name!r} {words}.") from outcome.failure
 
 
 def _keywords(

@@ -245,7 +245,7 @@ def test_rollout_functions_may_use_the_engine(tmp_path):
         ({"environment_factory": dict}, NotImplementedError, "environment_factory .* rollout_func"),
         ({"tools": [add], "rollout_func": rollout}, ValueError, "tools cannot be used with"),
         ({"rollout_func": 3}, TypeError, "rollout_func must be a function, not 3"),
-        ({"tools": [add, 3]}, TypeError, "3 is no function"),
+        ({"tools": [add, 3]}, TypeError, "3 is not a function"),
         ({"tools": [add], "data": Dataset.from_dict({"prompt": ["ab", "cd"]})}, ValueError,
          "conversational prompts.*'ab'"),
         ({"tools": [add], "tokenizer": tiny_tokenizer()}, ValueError, "does not show tool calls"),

@@ -1,0 +1,126 @@
+"""Calling functions that users wrote: limited in time, with failures as values."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any
+
+# What a function may raise without ending the process before the other ranks know of it.
+FAILURES = (Exception, SystemExit, asyncio.CancelledError)
+
+
+class TooSlow(Exception):
+    """A call went beyond its limit. No `TimeoutError`, which functions may raise themselves."""
+
+    def __init__(self, seconds: float, blocks: bool = False):
+        self.blocks = blocks
+        why = " and blocks the event loop; it must await, or be a plain function" if blocks else ""
+        super().__init__(f"took longer than {seconds:g} seconds{why}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call returned, or why it did not."""
+
+    value: Any = None
+    failure: BaseException | None = None
+
+    @classmethod
+    def of(cls, function: Callable[[], Any]) -> Outcome:
+        """Call a function; only what ends the program on purpose, such as Ctrl-C, is raised."""
+        try:
+            return cls(function())
+        except FAILURES as error:
+            return cls(failure=error)
+
+    @property
+    def words(self) -> str:
+        """Say what went wrong: `took longer than 5 seconds`, or `KeyError: 'x'`."""
+        if isinstance(self.failure, TooSlow):
+            return str(self.failure)
+        return f"{type(self.failure).__name__}: {self.failure}"
+
+
+class TimedCalls:
+    """Calls functions one after the other, and coroutine functions all at once.
+
+    Args:
+        seconds (`float`, *optional*): that a call may take. None: no limit, and plain functions
+            run in the calling thread instead of one that is kept for them.
+    """
+
+    def __init__(self, seconds: float | None):
+        self._seconds = seconds
+        self._worker: _Worker | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self, function: Callable[[], Any]) -> Outcome:
+        """Call a plain function."""
+        if self._seconds is None:
+            return Outcome.of(function)
+        self._worker = self._worker or _Worker()
+        future = self._worker.submit(function)
+        if wait([future], self._seconds).not_done:
+            self._worker = None  # a thread cannot be stopped, only left behind
+            return Outcome(failure=TooSlow(self._seconds))
+        return future.result()
+
+    def run_at_once(self, functions: Sequence[Callable[[], Awaitable[Any]]]) -> list[Outcome]:
+        """Call coroutine functions on one event loop, and return their outcomes in order."""
+        if not functions:
+            return []
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        loop, seconds = self._loop, self._seconds
+        futures: list[Future[Outcome]] = [Future() for _ in functions]
+        for function, future in zip(functions, futures, strict=True):
+            asyncio.run_coroutine_threadsafe(_limited(function, seconds, future), loop)
+        # The loop ends calls that take too long, unless one of them keeps it from doing so.
+        while wait(futures, seconds).not_done:
+            answer = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
+            if wait([answer], seconds).not_done:
+                self._loop = None
+                break
+        late = Outcome(failure=TooSlow(seconds or 0.0, blocks=True))
+        return [future.result() if future.done() else late for future in futures]
+
+
+async def _limited(
+    function: Callable[[], Awaitable[Any]], seconds: float | None, future: Future[Outcome]
+) -> None:
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            outcome = Outcome(await function())
+    except FAILURES as error:  # SystemExit would end the loop
+        outcome = Outcome(failure=TooSlow(seconds or 0.0) if limit.expired() else error)
+    future.set_result(outcome)  # now, for the next coroutine may block the loop
+
+
+class _Worker:
+    """One thread that calls functions in order, and does not keep the process from ending."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Outcome]]]
+        self._work = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def submit(self, function: Callable[[], Any]) -> Future[Outcome]:
+        """Queue a call."""
+        future: Future[Outcome] = Future()
+        self._work.put((function, future))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            function, future = self._work.get()
+            try:
+                future.set_result(Outcome.of(function))
+            except BaseException as error:
+                future.set_exception(error)
