@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trl.types import Generations, Prompts, RewardTable, Rollout, TokenScores
+from trl.types import Generations, Prompts, RewardTable, Rollout, TokenRows, TokenScores
 
 
 def make() -> Rollout:
@@ -85,3 +85,11 @@ def test_reward_table_without_rows():
     kept = table.without(torch.tensor([False, True]))
     assert kept.total[0] == 3 and kept.total[1].isnan()
     assert kept.per_function[1].isnan().all() and table.total[1] == 7
+
+
+def test_rows_that_are_token_ids_alone():
+    rows = TokenRows.of([([1], [2, 3]), ([], [4]), ([1], [])])
+    assert len(rows) == 3 and list(rows.row_ids) == [0, 1, 2]
+    part = rows.select([2, 0])
+    assert part.prompt_ids == [[1], [1]] and part.completion_ids == [[], [2, 3]]
+    assert part.row_ids == [2, 0]

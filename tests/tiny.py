@@ -9,6 +9,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 CHARACTERS = (
     " 0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-*/=.,:;!?()<>[]'\"_\n\\{}#"
@@ -68,3 +69,32 @@ def save_tiny(folder, kind: str = "llama", **changes) -> str:
     tiny_model(kind, **changes).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+class DoubleRotary(torch.nn.Module):
+    """Rotary tables in double precision, where transformers has float32 whatever the weights."""
+
+    def __init__(self, inv_freq):
+        super().__init__()
+        self.inv_freq = inv_freq.double()
+
+    def forward(self, x, position_ids):
+        angles = position_ids[..., None].double() * self.inv_freq
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos(), angles.sin()
+
+
+class DoubleNorm(LlamaRMSNorm):
+    """A norm in the precision of its input."""
+
+    def forward(self, x):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+
+def in_double(model):
+    """Let a tiny Llama compute in double precision throughout; changed in place."""
+    model.double().model.rotary_emb = DoubleRotary(model.model.rotary_emb.inv_freq)
+    for module in model.modules():
+        if type(module) is LlamaRMSNorm:
+            module.__class__ = DoubleNorm
+    return model

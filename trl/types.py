@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -97,6 +97,63 @@ class Generations:
                 None if any(part is None for part in values) else [x for v in values for x in v]
             )
         return cls(**joined)
+
+
+class Rows(Protocol):
+    """What a model is to score: rows of token ids, those that share a prompt next to each other.
+
+    A row with an empty prompt is a document, whose first token nothing predicts.
+    """
+
+    @property
+    def prompt_ids(self) -> Sequence[Sequence[int]]:
+        """B ragged: what comes before the scored tokens."""
+        ...
+
+    @property
+    def completion_ids(self) -> Sequence[Sequence[int]]:
+        """B ragged: the scored tokens."""
+        ...
+
+    @property
+    def row_ids(self) -> Sequence[int]:
+        """B: names the rows in messages."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def select(self, index: Sequence[int]) -> Rows:
+        """Return the given rows."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenRows:
+    """`Rows` that are nothing but token ids."""
+
+    prompt_ids: Sequence[Sequence[int]]  # B ragged
+    completion_ids: Sequence[Sequence[int]]  # B ragged
+    row_ids: Sequence[int]  # B
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> TokenRows:
+        """Number rows of (prompt, completion)."""
+        return cls(
+            prompt_ids=[prompt for prompt, _ in rows],
+            completion_ids=[completion for _, completion in rows],
+            row_ids=range(len(rows)),
+        )
+
+    def __len__(self) -> int:
+        return len(self.completion_ids)
+
+    def select(self, index: Sequence[int]) -> TokenRows:
+        """Return the given rows."""
+        return TokenRows(
+            prompt_ids=[self.prompt_ids[i] for i in index],
+            completion_ids=[self.completion_ids[i] for i in index],
+            row_ids=[self.row_ids[i] for i in index],
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -52,7 +52,7 @@ def test_the_gradient_is_that_of_single_rows(tmp_path, name):
         if reference is None:
             reference = rloo_gradient(independent(kind, tmp_path, start))
         assert distance(gradient, reference) < kind.bound, layout
-        assert trainer.scorer.sharing.enabled == options["shared_prefix"], layout
+        assert trainer.scorer.check.enabled == options["shared_prefix"], layout
 
 
 @pytest.mark.parametrize("name", ["lora", "4-bit"])

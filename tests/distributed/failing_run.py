@@ -12,7 +12,7 @@ from engines import finish, report
 from online_runs import ReportingBackend, dataset, make_trainer, token_sum
 from tiny import tiny_model
 
-from trl.models.lm_head import causal_model
+from trl.models.unwrap import causal_model
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 RANK = int(os.environ["RANK"])

@@ -17,7 +17,7 @@ from held_bytes import config_file, live_bytes  # noqa: E402
 from online_runs import dataset, make_trainer  # noqa: E402
 from tiny import tiny_model  # noqa: E402
 
-from trl.models.lm_head import causal_model  # noqa: E402
+from trl.models.unwrap import causal_model  # noqa: E402
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12}
 

@@ -42,8 +42,7 @@ def other_rank(*numbers):
 
 
 def shares(score, model, length) -> bool:
-    batch = rollout(length)
-    return score.sharing.allows(model, batch, score.heads.find(model))
+    return score.packs(model, rollout(length), [score.token_reader(model)])
 
 
 def test_nothing_is_tried_after_ranks_agreed():
@@ -52,7 +51,7 @@ def test_nothing_is_tried_after_ranks_agreed():
     model.model.register_forward_hook(lambda *args: calls.append(1))
     assert shares(score, model, 9) and shares(score, model, 20)
     assert not shares(score, model, 40), "longer than twice what was tried"
-    assert not calls and score.sharing.enabled
+    assert not calls and score.check.enabled
 
 
 def test_the_longest_row_of_all_ranks_counts():
@@ -63,22 +62,22 @@ def test_the_longest_row_of_all_ranks_counts():
     score.agree(model, rollout(9), lambda mine: max(mine, next(exchanges)))
 
 
-def test_a_trial_that_fails_elsewhere_counts_here(log):
+def test_a_check_that_fails_elsewhere_counts_here(log):
     model, score = tiny_model(), scorer()
     score.agree(model, rollout(9), other_rank(0, float("inf")))
-    assert not score.sharing.enabled and not shares(score, model, 9)
-    assert "did not pass a trial on another rank" in log.text
+    assert not score.check.enabled and not shares(score, model, 9)
+    assert "did not pass the check on another rank" in log.text
 
 
-def test_a_trial_that_fails_here_is_told_to_the_others(log, monkeypatch):
-    from trl.models import layout_check as sharing
+def test_a_check_that_fails_here_is_told_to_the_others(log, monkeypatch):
+    from trl.models import layout_check
 
     told = []
-    monkeypatch.setattr(sharing, "TOLERANCES", {torch.float32: -1.0})
+    monkeypatch.setattr(layout_check, "TOLERANCES", {torch.float32: -1.0})
     model, score = tiny_model(), scorer()
     score.agree(model, rollout(9), lambda mine: told.append(mine) or mine)
     assert len(told) == 2 and told[1] > 0.0
-    assert "in a trial" in log.text and not score.sharing.enabled
+    assert "in a check" in log.text and not score.check.enabled
 
 
 def test_ranks_that_do_not_share_exchange_nothing():

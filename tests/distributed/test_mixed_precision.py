@@ -51,7 +51,7 @@ def scores(model, autocast):
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found = score(model, rollout(), with_entropy=True)
     (found.logps.sum() + 0.3 * found.entropies.sum()).backward()
-    assert score.sharing.enabled
+    assert score.check.enabled
     return found
 
 

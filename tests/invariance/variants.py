@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerCallback
 
 from trl.generation.scripted import ScriptedBackend
-from trl.models.lm_head import causal_model
 from trl.models.packed_attention import KEYWORD
+from trl.models.unwrap import causal_model
 
 ROWS = GROUP * len(TEXTS)
 TILE = 1500  # logits: 23 tokens x 65 of the 95 vocabulary entries

@@ -8,9 +8,9 @@ from rollouts import rollout_of
 from tiny import tiny_model
 from transformers.utils import logging
 
-from trl.models import layout_check as sharing
-from trl.models.autocast import autocast_of, precisions_to_try
-from trl.models.kernel_proof import Heads
+from trl.models import layout_check
+from trl.models.autocast import autocast_of, precisions_to_check
+from trl.models.kernel_check import Heads
 from trl.models.packed_attention import KEYWORD
 from trl.models.scorer import Scorer
 from trl.types import Rollout
@@ -91,24 +91,24 @@ def test_the_autocast_around_a_decoder(build, dtype):
     ],
 )
 def test_what_is_tried(weights, autocast, tried):
-    assert precisions_to_try(tiny_model().to(weights), autocast) == tried
+    assert precisions_to_check(tiny_model().to(weights), autocast) == tried
 
 
 def test_full_precision_is_tried_first_and_then_what_trains(monkeypatch):
     """Two rows alone and the same packed, each time; kernels with the heads of the model."""
-    proved = []
-    prove = sharing.prove_kernels
+    checked = []
+    check = layout_check.check_kernels
     monkeypatch.setattr(
-        sharing,
-        "prove_kernels",
-        lambda device, layers: (proved.append(layers), prove(device, layers)),
+        layout_check,
+        "check_kernels",
+        lambda device, layers: (checked.append(layers), check(device, layers)),
     )
     model = prepared(tiny_model())
     calls = layouts(model)
     scorer()(model, batch())
     trial = [(False, None)] * 2 + [(True, None)] + [(False, HALF)] * 2 + [(True, HALF)]
     assert calls[-7:] == [*trial, (True, HALF)]
-    assert proved == [{Heads(4, 2, 8, 8, torch.float32)}, {Heads(4, 2, 8, 8, HALF)}]
+    assert checked == [{Heads(4, 2, 8, 8, torch.float32)}, {Heads(4, 2, 8, 8, HALF)}]
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_a_kernel_at_fault_leads_to_plain_rows(log, monkeypatch, fault, words, d
     score = scorer()
     for _ in range(2):
         assert torch.equal(score(model, batch()).logps, expected)
-    assert not score.sharing.enabled
+    assert not score.check.enabled
     assert len(warnings(log)) == 1
-    assert "the trial failed" in warnings(log)[0] and words in warnings(log)[0]
+    assert "a check of log-probabilities failed" in warnings(log)[0] and words in warnings(log)[0]
 
 
 def test_ranks_that_decide_together_try_it_too(log, monkeypatch):
@@ -134,7 +134,7 @@ def test_ranks_that_decide_together_try_it_too(log, monkeypatch):
     model, score = prepared(adapter()), scorer()
     break_kernels(monkeypatch, "key", HALF)
     score.agree(model, batch(), float)
-    assert not score.sharing.enabled and "in bfloat16" in warnings(log)[0]
+    assert not score.check.enabled and "in bfloat16" in warnings(log)[0]
 
 
 def test_a_layout_that_is_lost_shows_in_full_precision(log):

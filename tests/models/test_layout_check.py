@@ -24,8 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from trl.models.layout_check import Sharing, disagreement, two_longest, why_not_shared
-from trl.models.lm_head import HeadFinder
+from trl.models.layout_check import Results, disagreement, two_longest, why_not_shared
 from trl.models.packed_attention import KEYWORD
 from trl.models.scorer import Scorer
 from trl.types import Rollout
@@ -174,7 +173,7 @@ def test_other_kinds_of_models(name, value, words):
     assert words in why_not_shared(model, 20)
 
 
-# --- The trial ---
+# --- The check ---
 
 
 class Ignorant(LlamaForCausalLM):
@@ -230,7 +229,7 @@ def test_a_model_that_ignores_the_layout_is_found_out(log):
     for _ in range(3):
         scores = score(model, batch).logps
         assert (scores - alone(model, batch)).abs().max() < 1e-5
-    assert not score.sharing.enabled
+    assert not score.check.enabled
     assert len(said(log)) == 1
     assert "Ignorant" in said(log)[0] and "differed by" in said(log)[0]
     before = model.forwards
@@ -245,7 +244,7 @@ def test_refusals_are_said_once_for_each_reason(log):
         assert (score(model, batch).logps - alone(model, batch)).abs().max() < 1e-5
     assert len(said(log)) == 1
     assert "shorter than some rows" in said(log)[0]
-    assert score.sharing.enabled, "short rows are shared"
+    assert score.check.enabled, "short rows are shared"
 
 
 def packed_rows(model):
@@ -257,7 +256,7 @@ def packed_rows(model):
     return calls
 
 
-def test_the_trial_comes_first_and_when_rows_have_doubled():
+def test_the_check_comes_first_and_when_rows_have_doubled():
     """Two rows alone, the same packed, then what was asked for."""
     model, score = tiny_model(), scorer()
     calls = packed_rows(model)
@@ -277,7 +276,7 @@ def test_the_trial_comes_first_and_when_rows_have_doubled():
     assert calls == [True, False, False, True, True]
 
 
-def test_a_group_of_one_is_tried_too():
+def test_a_group_of_one_is_checked_too():
     model, score = tiny_model(), scorer()
     calls = packed_rows(model)
     batch = group(rows=1)
@@ -285,7 +284,10 @@ def test_a_group_of_one_is_tried_too():
     assert calls[1:4] == [False, True, True]
 
 
-def test_a_model_that_fails_in_the_trial_takes_plain_rows(log):
+@pytest.mark.parametrize("error", [TypeError("keyword"), AttributeError("None"), KeyError("mask")])
+def test_a_model_that_fails_in_the_check_takes_plain_rows(log, error):
+    """Whatever it raises, and the reason is given once."""
+
     class Refuses(LlamaForCausalLM):
         def __init__(self, config):
             super().__init__(config)
@@ -293,11 +295,13 @@ def test_a_model_that_fails_in_the_trial_takes_plain_rows(log):
 
         def _look(self, module, args, kwargs):
             if KEYWORD in kwargs:
-                raise TypeError("unexpected keyword")
+                raise error
 
-    model, batch = Refuses(tiny_model().config), group()
-    assert (scorer()(model, batch).logps - alone(model, batch)).abs().max() < 1e-5
-    assert len(said(log)) == 1 and "the trial failed (unexpected keyword)" in said(log)[0]
+    model, batch, score = Refuses(tiny_model().config), group(), scorer()
+    for _ in range(2):
+        assert (score(model, batch).logps - alone(model, batch)).abs().max() < 1e-5
+    assert len(said(log)) == 1
+    assert f"a check of log-probabilities failed ({error})" in said(log)[0]
 
 
 @pytest.mark.parametrize(
@@ -307,7 +311,7 @@ def test_a_model_that_fails_in_the_trial_takes_plain_rows(log):
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
     ],
 )
-def test_running_out_of_memory_in_the_trial_is_no_refusal(error):
+def test_running_out_of_memory_in_the_check_is_no_refusal(error):
     class Large(LlamaForCausalLM):
         def __init__(self, config):
             super().__init__(config)
@@ -321,37 +325,25 @@ def test_running_out_of_memory_in_the_trial_is_no_refusal(error):
     model, score = Large(tiny_model().config), scorer()
     with pytest.raises(type(error)):
         score(model, group())
-    assert score.sharing.enabled
+    assert score.check.enabled
     model.most, batch = 100, group()
     calls = packed_rows(model)
     assert (score(model, batch).logps - alone(model, batch)).abs().max() < 1e-5
-    assert calls[:4] == [False, False, True, True], "the trial was not passed over"
+    assert calls[:4] == [False, False, True, True], "the check was not passed over"
 
 
 def test_a_router_or_the_option_switch_sharing_off_silently(log):
     for options in ({"shared_prefix": False}, {"router_logits": True}):
         score = Scorer(pad_id=0, temperature=1.0, device=CPU, **options)
-        assert not score.sharing.allows(tiny_model(), group(), HeadFinder(1.0).find(tiny_model()))
+        model = tiny_model()
+        assert not score.packs(model, group(), [score.token_reader(model)])
     assert not said(log)
-
-
-def test_a_model_without_head_is_refused(log):
-    sharing = Sharing(True, 0, CPU)
-    assert not sharing.allows(tiny_model(), group(), None)
-    assert "output projection is unusual" in said(log)[0]
-
-
-def test_refusing_is_for_good(log):
-    sharing, model = Sharing(True, 0, CPU), tiny_model()
-    sharing.refuse(model, "of a test")
-    assert not sharing.allows(model, group(), HeadFinder(1.0).find(model))
-    assert len(said(log)) == 1 and "because of a test." in said(log)[0]
 
 
 # --- Small parts ---
 
 
-def test_the_two_rows_of_the_trial():
+def test_the_two_rows_of_the_check():
     """The longest row and its longest sibling, in their order."""
     a, b = [8, 9], [10, 11, 12]
     batch = rollout([a, a, b, b, b], [[20] * n for n in (9, 8, 1, 2, 7)])
@@ -378,8 +370,8 @@ def test_how_much_rounding_explains(dtype, gap, found):
     first = torch.zeros(2, 2)
     second = torch.tensor([[0.0, gap], [gap, 0.0]])
     expected = None if found is None else pytest.approx(found, nan_ok=True)
-    assert disagreement(first, second, dtype) == expected
-    assert disagreement(first[:, :0], second[:, :0], dtype) is None
+    assert disagreement(Results(first, second, dtype)) == expected
+    assert disagreement(Results(first[:, :0], second[:, :0], dtype)) is None
 
 
 def test_attention_of_other_models_is_untouched():

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -16,9 +18,10 @@ from transformers import (
     GraniteForCausalLM,
     LlamaForCausalLM,
 )
+from transformers.utils import logging
 
-from trl.models.head import Float32Linear, cast_head_to_float32
-from trl.models.lm_head import HeadFinder, capture_hidden, causal_model, evaluating
+from trl.models.lm_head import Float32Linear, HeadFinder, cast_head_to_float32
+from trl.models.unwrap import capture_hidden, causal_model, evaluating
 
 SIZES = {
     "vocab_size": 95,
@@ -35,6 +38,7 @@ SIZES = {
 }
 IDS = torch.tensor([[8, 9, 10, 11, 12], [13, 14, 15, 16, 17]])
 TARGETS = torch.arange(20, 30)
+ROW = torch.tensor([[8, 9, 10, 11]])
 
 
 def build(config_class, model_class, **changes):
@@ -160,6 +164,49 @@ def test_half_precision_is_recognized(kind, dtype):
     model = MODELS[kind]().to(dtype)
     expected = HeadFinder(1.0).find(MODELS[kind]()).transform
     assert HeadFinder(1.0).find(model).transform == expected
+
+
+class OffByFivePercent(LlamaForCausalLM):
+    """Scales its logits by something other than its configuration says."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * (1.05 * self.config.logit_scale)
+        return output
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_scale_that_is_off_by_five_percent_has_no_head(dtype):
+    """What the model does to its logits shows in full precision, whatever its weights have."""
+    config = tiny_model(logit_scale=0.25).config
+    assert HeadFinder(1.0).find(OffByFivePercent(config).to(dtype)) is None
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("position"), AttributeError("no cache"), ZeroDivisionError()]
+)
+def test_a_search_that_fails_in_any_way_finds_no_head(caplog, error):
+    class Fails(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            raise error
+
+    model, finder = Fails(tiny_model().config), HeadFinder(1.0)
+    logging.enable_propagation()
+    assert finder.find(model) is None and finder.find(model) is None
+    logging.disable_propagation()
+    found = [r.getMessage() for r in caplog.records if "Fails" in r.getMessage()]
+    assert len(found) == 1 and f"search for its output projection failed ({error})" in found[0]
+
+
+def test_running_out_of_memory_in_the_search_is_no_finding():
+    class Large(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    finder = HeadFinder(1.0)
+    with pytest.raises(torch.OutOfMemoryError):
+        finder.find(Large(tiny_model().config))
+    assert not finder._known
 
 
 def test_a_model_of_the_same_class_is_not_probed_again():
@@ -300,3 +347,62 @@ def test_evaluating_restores_the_mode():
     with evaluating(model.eval()):
         pass
     assert not model.training
+
+
+# --- The projection in float32 ---
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_are_those_of_a_float32_head(tied):
+    model = tiny_model(tie_word_embeddings=tied).to(torch.bfloat16)
+    hidden = model.model(ROW).last_hidden_state
+    expected = hidden.float() @ model.lm_head.weight.float().T
+    rough = model(ROW).logits
+    cast_head_to_float32(model)
+    assert model.lm_head.weight.dtype == torch.float32
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(ROW).logits
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().max() < 1e-5 < (rough - expected).abs().max()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies_have_their_own_head(tied):
+    model = tiny_model(tie_word_embeddings=tied)
+    cast_head_to_float32(model)
+    copied = copy.deepcopy(model)
+    assert (copied.lm_head.weight is copied.model.embed_tokens.weight) == tied
+    before = copied(ROW).logits
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    assert torch.equal(copied(ROW).logits, before)
+
+
+def test_gradients_reach_the_head():
+    model = tiny_model().to(torch.bfloat16)
+    cast_head_to_float32(model)
+    model(ROW).logits.sum().backward()
+    assert model.lm_head.weight.grad.dtype == torch.float32
+    assert model.lm_head.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_layers_keep_their_precision(tied):
+    model = tiny_model(tie_word_embeddings=tied).to(torch.bfloat16)
+    before = model.model(ROW).last_hidden_state
+    cast_head_to_float32(model)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert before.dtype == torch.bfloat16
+    assert torch.equal(model.model(ROW).last_hidden_state, before)
+
+
+def test_models_without_head_are_refused():
+    with pytest.raises(ValueError, match="the model has no output projection"):
+        cast_head_to_float32(tiny_model().model)
+
+
+def test_adapters_on_the_head_are_refused():
+    model = get_peft_model(tiny_model(), LoraConfig(target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match="target_modules"):
+        cast_head_to_float32(model)

@@ -6,29 +6,25 @@ from hypothesis import strategies as st
 
 from trl.models.packed_attention import KEYWORD, visible
 from trl.models.packed_layout import common_prefix, packed_layout, plain_layout
-from trl.types import Rollout
+from trl.types import TokenRows
 
 CPU = torch.device("cpu")
 PAD = 99
 
 
-def rollout(rows) -> Rollout:
-    """Rows of (prompt, completion)."""
-    lengths = torch.tensor([len(completion) for _, completion in rows])
-    return Rollout(
-        prompt_ids=[list(prompt) for prompt, _ in rows],
-        completion_ids=[list(completion) for _, completion in rows],
-        row_ids=list(range(len(rows))),
-        loss_mask=torch.arange(int(lengths.max())) < lengths[:, None],
-        num_loss_tokens=lengths.sum(),
-        num_loss_rows=torch.tensor(len(rows)),
-    )
+def predicted(rows, width):
+    """Which completion tokens exist and have something before them."""
+    marks = [
+        [place < len(ids) and len(prompt) + place > 0 for place in range(width)]
+        for prompt, ids in rows
+    ]
+    return torch.tensor(marks, dtype=torch.bool).view(len(rows), width)
 
 
 # Few different tokens, so that completions begin alike, and prompts recur.
 tokens = st.integers(1, 3)
 completions = st.lists(st.lists(tokens, max_size=6), min_size=1, max_size=5)
-prompts = st.lists(tokens, min_size=1, max_size=5)
+prompts = st.lists(tokens, max_size=5)  # an empty one makes documents
 rounds = st.lists(st.tuples(prompts, completions), min_size=1, max_size=4)
 
 
@@ -61,14 +57,15 @@ def seen_by(layout, mask):
 @given(rounds)
 def test_packed_tokens_are_predicted_from_exactly_what_stands_before(groups):
     rows = flat(groups)
-    batch = rollout(rows)
-    layout = packed_layout(batch, CPU)
+    layout = packed_layout(TokenRows.of(rows), CPU)
     ids = layout.inputs["input_ids"]
     context = seen_by(layout, visible(layout.inputs[KEYWORD], ids.shape[1]))
     slots, exists = slots_of(layout)
-    assert torch.equal(exists, batch.loss_mask)
+    assert torch.equal(exists, predicted(rows, layout.shape[1]))
     for row, (prompt, completion) in enumerate(rows):
         for place, token in enumerate(completion):
+            if not exists[row, place]:
+                continue
             slot = slots[row, place]
             assert int(layout.targets[slot]) == token
             assert context[layout.sources[slot]] == [*prompt, *completion[:place]]
@@ -85,29 +82,58 @@ def test_packed_rows_hold_no_token_twice(groups):
             stop += 1
         used = [completion[:-1] for _, completion in rows[start:stop] if completion]
         shared = 0
-        while used and all(len(ids) > shared and ids[shared] == used[0][shared] for ids in used):
+        while (
+            prompt
+            and used
+            and all(len(ids) > shared and ids[shared] == used[0][shared] for ids in used)
+        ):
             shared += 1
         count += len(prompt) + shared + sum(len(ids) - shared for ids in used)
         start = stop
-    layout = packed_layout(rollout(rows), CPU)
-    assert layout.inputs["input_ids"].shape == (1, count)
+    layout = packed_layout(TokenRows.of(rows), CPU)
+    assert layout.inputs["input_ids"].shape == (1, max(1, count)), "one token at least"
     assert layout.inputs["attention_mask"].shape == (1, 1, 1, 1), "handed on as it is"
     assert layout.is_packed
+
+
+@settings(max_examples=150, deadline=None)
+@given(rounds, st.booleans())
+def test_the_last_token_of_each_row(groups, packed):
+    """With all that stands before it; rows without tokens have none, and count as 0."""
+    rows = flat(groups)
+    if packed:
+        layout = packed_layout(TokenRows.of(rows), CPU, with_ends=True)
+        context = seen_by(
+            layout, visible(layout.inputs[KEYWORD], layout.inputs["input_ids"].numel())
+        )
+    else:
+        layout = plain_layout(TokenRows.of(rows), PAD, CPU)
+        ids, mask = layout.inputs["input_ids"], layout.inputs["attention_mask"].bool()
+        context = [
+            row[: place + 1][marks[: place + 1]].tolist()
+            for row, marks in zip(ids, mask, strict=True)
+            for place in range(len(row))
+        ]
+    real = [row for row, (prompt, ids) in enumerate(rows) if prompt + ids]
+    assert layout.rows.tolist() == real
+    for row, end in zip(real, layout.ends.tolist(), strict=True):
+        assert context[end] == [*rows[row][0], *rows[row][1]]
+    found = layout.by_row(torch.ones(len(real)))
+    assert found.nonzero()[:, 0].tolist() == real and found.shape == (len(rows),)
 
 
 @settings(max_examples=100, deadline=None)
 @given(rounds, st.sampled_from([None, 4, 7]))
 def test_plain_rows(groups, multiple):
     rows = flat(groups)
-    batch = rollout(rows)
-    layout = plain_layout(batch, PAD, CPU, multiple)
+    layout = plain_layout(TokenRows.of(rows), PAD, CPU, multiple)
     ids, mask = layout.inputs["input_ids"], layout.inputs["attention_mask"]
-    widths = [max(1, max(len(row[part]) for row in rows)) for part in (0, 1)]
+    widths = [max(part, max(len(row[part]) for row in rows)) for part in (0, 1)]
     if multiple:
         widths = [-(-width // multiple) * multiple for width in widths]
     assert ids.shape == (len(rows), sum(widths))
     slots, exists = slots_of(layout)
-    assert torch.equal(exists, batch.loss_mask)
+    assert torch.equal(exists, predicted(rows, layout.shape[1]))
     assert not layout.is_packed
     for row, (prompt, completion) in enumerate(rows):
         left, right = widths[0] - len(prompt), widths[1] - len(completion)
@@ -117,6 +143,8 @@ def test_plain_rows(groups, multiple):
         positions = layout.inputs["position_ids"][row][left : left + real]
         assert positions.tolist() == list(range(real))
         for place, token in enumerate(completion):
+            if not exists[row, place]:
+                continue
             slot = slots[row, place]
             assert layout.targets[slot] == token
             source = int(layout.sources[slot])
@@ -127,7 +155,7 @@ def test_plain_rows(groups, multiple):
 def test_an_example():
     """One prompt (5, 6); completions 1 2 3 4, 1 2 7, empty, 1 2 3."""
     rows = [([5, 6], ids) for ids in ([1, 2, 3, 4], [1, 2, 7], [], [1, 2, 3])]
-    layout = packed_layout(rollout(rows), CPU)
+    layout = packed_layout(TokenRows.of(rows), CPU)
     assert layout.inputs["input_ids"].tolist() == [[5, 6, 1, 2, 3]]
     assert layout.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4]]
     packing = layout.inputs[KEYWORD]
@@ -147,26 +175,26 @@ def test_an_example():
 
 def test_prefixes_stand_before_all_tails():
     rows = [([5], [1, 2]), ([5], [3, 4]), ([6, 7], [1, 2]), ([6, 7], [8, 9])]
-    layout = packed_layout(rollout(rows), CPU)
+    layout = packed_layout(TokenRows.of(rows), CPU)
     assert layout.inputs["input_ids"].tolist() == [[5, 6, 7, 1, 3, 1, 8]]
     assert layout.inputs["position_ids"].tolist() == [[0, 0, 1, 1, 1, 2, 2]]
 
 
 def test_equal_prompts_that_are_apart_are_two_groups():
     rows = [([5], [1, 2]), ([6], [1, 2]), ([5], [1, 3])]
-    layout = packed_layout(rollout(rows), CPU)
+    layout = packed_layout(TokenRows.of(rows), CPU)
     assert len(layout.inputs[KEYWORD].groups) == 3
 
 
 def test_nothing_but_empty_completions():
-    layout = packed_layout(rollout([([5, 6], []), ([7], [])]), CPU)
+    layout = packed_layout(TokenRows.of([([5, 6], []), ([7], [])]), CPU)
     assert layout.inputs["input_ids"].tolist() == [[5, 6, 7]]
     assert layout.scatter(torch.ones(1)).shape == (2, 0)
 
 
 def test_values_beyond_the_end_are_zero_and_take_no_gradient():
     """NaN among the values reaches its own tokens alone."""
-    layout = packed_layout(rollout([([5], [1, 2]), ([5], [3])]), CPU)
+    layout = packed_layout(TokenRows.of([([5], [1, 2]), ([5], [3])]), CPU)
     values = torch.tensor([torch.nan, 2.0, 3.0], requires_grad=True)
     found = layout.scatter(values)
     assert found[0].isnan().tolist() == [True, False]

@@ -3,32 +3,31 @@ import math
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from rollouts import rollout_of
 from slow_support import kept_mass
-from tiny import tiny_model
-from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from tiny import in_double, tiny_model
+from transformers import (
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
+from transformers.utils import logging
 
 from trl.models import packed_passes as passes
-from trl.models.head import cast_head_to_float32
+from trl.models.lm_head import cast_head_to_float32
 from trl.models.packed_attention import KEYWORD
 from trl.models.scorer import Scorer
 from trl.ops.support import Support
-from trl.types import Rollout
+from trl.types import Rollout, TokenRows
 
 PROMPTS = [[8, 9, 10], [11, 12], [13, 14, 15, 16, 17]]
 COMPLETIONS = [[20, 21, 1], [22], [23, 24, 25, 26, 1]]
 
 
 def rollout(prompts=PROMPTS, completions=COMPLETIONS) -> Rollout:
-    width = max(map(len, completions))
-    lengths = torch.tensor([len(ids) for ids in completions])
-    return Rollout(
-        prompt_ids=prompts,
-        completion_ids=completions,
-        row_ids=list(range(len(prompts))),
-        loss_mask=torch.arange(width) < lengths[:, None],
-        num_loss_tokens=lengths.sum(),
-        num_loss_rows=torch.tensor(len(prompts)),
-    )
+    return rollout_of(list(zip(prompts, completions, strict=True)))
 
 
 def scorer(pad_id=0, temperature=1.0, **options) -> Scorer:
@@ -37,12 +36,17 @@ def scorer(pad_id=0, temperature=1.0, **options) -> Scorer:
 
 def row_by_row(model, batch, temperature=1.0):
     """The definition: one unpadded row at a time, from full logits in one forward."""
-    logps = torch.zeros(batch.loss_mask.shape, dtype=next(model.parameters()).dtype)
+    shape = len(batch), max(map(len, batch.completion_ids))
+    logps = torch.zeros(shape, dtype=next(model.parameters()).dtype)
     entropies = torch.zeros_like(logps)
     rows = zip(batch.prompt_ids, batch.completion_ids, strict=True)
     for row, (prompt, completion) in enumerate(rows):
+        if not prompt + completion:
+            continue
         logits = model(torch.tensor([prompt + completion])).logits[0] / temperature
         for place, token in enumerate(completion):
+            if place + len(prompt) == 0:  # nothing predicts the first token of a document
+                continue
             every = logits[len(prompt) + place - 1].log_softmax(-1)
             logps[row, place] = every[token]
             entropies[row, place] = -(every.exp() * every).sum()
@@ -316,3 +320,142 @@ def test_models_with_unusual_logits_are_scored_by_them(multiple):
     calls = packed_forwards(model)
     check_scores(model, scorer(temperature=0.7, pad_multiple=multiple))
     assert not calls[-1][0]
+
+
+def opt(**changes):
+    """Its forward passes by the decoder that `base_model` is, and runs a part of it."""
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 95,
+        "hidden_size": 32,
+        "word_embed_proj_dim": 32,
+        "ffn_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    }
+    return OPTForCausalLM(OPTConfig(**sizes | changes)).eval()
+
+
+def test_a_decoder_whose_hidden_states_cannot_be_seen_is_scored_by_its_logits(caplog):
+    model, score = opt(), scorer(temperature=0.7)
+    logging.enable_propagation()
+    check_scores(model, score)
+    check_scores(model, score)
+    logging.disable_propagation()
+    found = [r.getMessage() for r in caplog.records if "OPTForCausalLM" in r.getMessage()]
+    assert len(found) == 1 and "hidden states" in found[0]
+
+
+# --- Documents: rows without a prompt ---
+
+LONG = [20 + (7 * i) % 60 for i in range(33)]
+DOCUMENTS = {
+    "alike": [([], [20, 21, 22, 23, 1]), ([], [20, 21, 22, 24, 25, 1]), ([], [20, 21])],
+    "short": [([], LONG), ([], [20]), ([], []), ([], [21, 22]), ([], LONG[5:])],
+    "one": [([], LONG)],
+    "with prompts": [
+        *(([8, 9, 10], ids) for ids in ([20, 21, 22, 1], [20, 23], [])),
+        *(([], ids) for ids in (LONG, [24], [])),
+        ([11], [25, 26, 27]),
+        ([], [28, 29, 30]),
+    ],
+    "prompt first": [([8, 9, 10], [20, 21]), ([], [22, 23, 24])],
+}
+NOTHING = {"single": [([], [20]), ([], [21])], "empty": [([], []), ([], [])]}
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+@pytest.mark.parametrize("options", [{}, {"chunk": 300}, {"chunk": 0}, {"shared_prefix": False}])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_documents_equal_single_rows(kind, options, dtype):
+    model, batch = tiny_model(), TokenRows.of(DOCUMENTS[kind])
+    model = in_double(model) if dtype == torch.float64 else model
+    score, calls = scorer(temperature=0.7, **options), packed_forwards(model)
+    scores = score(model, batch, with_entropy=True)
+    packed, shape = calls[-1]
+    assert packed == score.check.enabled == options.get("shared_prefix", True)
+    if packed:
+        assert shape[0] == 1 and shape[1] < sum(len(a + b) for a, b in DOCUMENTS[kind])
+    expected = row_by_row(model, batch, 0.7)
+    bounds = (1e-10, 1e-10) if dtype == torch.float64 else (1e-5, 5e-6)
+    weights = torch.linspace(-1, 1, expected[0].numel()).view(expected[0].shape)
+    losses = []
+    for logps, entropies in (expected, (scores.logps, scores.entropies)):
+        assert (logps - expected[0]).abs().max() < bounds[0]
+        assert (entropies - expected[1]).abs().max() < bounds[0]
+        losses.append((logps * weights + 0.1 * entropies).sum())
+    wanted, found = (gradient(model, loss) for loss in losses)
+    assert (found - wanted).norm() / wanted.norm() < bounds[1]
+
+
+@pytest.mark.parametrize("kind", NOTHING)
+@pytest.mark.parametrize("shared", [True, False])
+def test_documents_in_which_nothing_is_predicted(kind, shared):
+    """Every rank makes its forward, and the gradient is zero, not absent."""
+    model, batch = tiny_model(), TokenRows.of(NOTHING[kind])
+    scores = scorer(shared_prefix=shared)(model, batch)
+    assert scores.logps.shape == (2, 1 if kind == "single" else 0)
+    assert (scores.logps == 0).all()
+    assert (gradient(model, scores.logps.sum()) == 0).all()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_documents_never_see_each_other(shared):
+    """The gradient of one row stays within its own tokens."""
+    model, rows = tiny_model(), DOCUMENTS["with prompts"]
+    score, batch = scorer(shared_prefix=shared), TokenRows.of(rows)
+    score(model, batch)
+    seen = []
+    model.model.embed_tokens.register_forward_hook(
+        lambda module, args, output: seen.append((args[0].flatten(), output)) or None
+    )
+    logps = score(model, batch).logps
+    ids, embedded = seen[-1]
+    for row, (prompt, completion) in enumerate(rows):
+        (grad,) = torch.autograd.grad(logps[row].sum(), embedded, retain_graph=True)
+        reached = ids[grad.flatten(0, 1).abs().sum(-1) > 0].tolist()
+        predicts = (prompt + completion)[:-1] if completion else []
+        assert sorted(reached) == sorted(predicts)
+
+
+@pytest.mark.parametrize("kind", ["with prompts", "short"])
+def test_documents_in_passes(monkeypatch, kind):
+    """Rows with prompts are cut; documents among them are tails that no prefix belongs to."""
+    monkeypatch.setattr(passes, "SHORTEST_PASS", 3)
+    monkeypatch.setattr(passes, "SHORTEST_TAIL_PASS", 3)
+    model, plain, batch = tiny_model().train(), tiny_model(), TokenRows.of(DOCUMENTS[kind])
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    expected, _ = row_by_row(plain, batch)
+    found = scorer()(model, batch).logps
+    assert (found - expected).abs().max() < 1e-5
+    wanted, ours = gradient(plain, expected.square().sum()), gradient(model, found.square().sum())
+    assert (ours - wanted).norm() / wanted.norm() < 5e-6
+    assert (scorer().logps(model, batch) - expected).abs().max() < 1e-5
+
+
+def test_documents_of_models_with_unusual_logits():
+    model, batch = Unusual(tiny_model().config), TokenRows.of(DOCUMENTS["short"])
+    expected, entropies = row_by_row(model, batch)
+    scores = scorer()(model, batch, with_entropy=True, support=Support(top_p=0.8))
+    assert (scores.logps - expected).abs().max() < 1e-5
+    assert (scores.entropies - entropies).abs().max() < 1e-5
+    assert scores.log_mass.shape == expected.shape and (scores.log_mass[:, 0] == 0).all()
+    wanted, ours = gradient(model, expected.sum()), gradient(model, scores.logps.sum())
+    assert (ours - wanted).norm() / wanted.norm() < 5e-6
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5])
+def test_answers_to_one_prompt_and_pairs_of_others_have_no_padding(rows):
+    """Chosen and rejected, K answers: the tokens of a forward are counted."""
+    answers = [[30 + i, 40, *range(50, 50 + i)] for i in range(rows)]
+    batch = TokenRows.of(
+        [*(([8, 9, 10, 11], ids) for ids in answers), ([12], [20, 21]), ([12], [22, 23, 24])]
+    )
+    model = tiny_model()
+    calls = packed_forwards(model)
+    found = scorer()(model, batch).logps
+    tokens = 4 + sum(len(ids) - 1 for ids in answers) + 1 + 1 + 2
+    assert calls[-1] == (True, (1, tokens))
+    expected, _ = row_by_row(model, batch)
+    assert (found - expected).abs().max() < 1e-5

@@ -1,4 +1,4 @@
-"""The precision of autocast in which a model trains, and in which a trial of it must run."""
+"""The precision of autocast in which a model trains, and in which a check of it must run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .lm_head import causal_model
 from .quantized import working_precision
 from .sharded import unwrapped
+from .unwrap import causal_model, current_autocast
 
 
 class _Reached(Exception):
@@ -45,19 +45,13 @@ def autocast_of(model: nn.Module) -> torch.dtype | None:
     return found[-1]
 
 
-def current_autocast(device: torch.device) -> torch.dtype | None:
-    """The precision of autocast, if it is on for a device."""
-    kind = device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def precisions_to_try(
+def precisions_to_check(
     model: nn.Module, autocast: torch.dtype | None
 ) -> Sequence[torch.dtype | None]:
-    """Precisions of autocast for a trial: none, where that is finer, and the one that trains.
+    """Precisions of autocast for a check: none, where that is finer, and the one that trains.
 
-    What the finer one proves is the layout, by a difference that no rounding hides; the other
-    proves the kernels that will run.
+    The finer one tells about the layout, by a difference that no rounding hides; the other about
+    the kernels that will run.
     """
     if autocast is None:
         return (None,)

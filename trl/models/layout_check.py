@@ -1,9 +1,14 @@
-"""Whether a model may score or generate with one copy of a prompt, and the proof that it does."""
+"""Whether rows may lie behind one copy of their prompt, and the check that results stay the same.
+
+A check computes a few rows in two layouts and compares within what rounding explains, under the
+autocast and with the attention kernels that the model trains or generates with.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,14 +16,15 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..ops.oom import is_out_of_memory
-from ..types import Rollout
-from .autocast import autocast_of, autocast_to, coarsest, precisions_to_try
-from .kernel_proof import Heads, noted_heads, prove_kernels
-from .lm_head import OutputHead, causal_model, evaluating, run_inside
+from ..types import Rows
+from .autocast import autocast_of, autocast_to, coarsest, precisions_to_check
+from .kernel_check import Heads, check_kernels, noted_heads
 from .packed_attention import install
 from .packed_layout import Layout, packed_layout, plain_layout
 from .quantized import working_precision
+from .readers import Hidden, Reader
 from .sharded import is_sharded
+from .unwrap import causal_model, evaluating, run_inside
 
 logger = logging.get_logger(__name__)
 
@@ -29,11 +35,10 @@ LENGTH_DEPENDENT = ("longrope", "dynamic")
 # 135M parameters and on random ones, with a margin of ten.
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3}
 HALF_PRECISION_TOLERANCE = 0.1  # of the mean difference
-ELSEWHERE = "it did not pass a trial on another rank"
 
 
 def why_not_shared(model: nn.Module, longest: int, device: str | None = None) -> str | None:
-    """Say what about a model rules the shared prefix out; None if nothing does.
+    """Say what about a model rules out one copy of a prompt; None if nothing does.
 
     Args:
         model: a causal language model, wrapped or not.
@@ -96,136 +101,141 @@ def _has_virtual_tokens(model: nn.Module) -> bool:
     return any(getattr(config, "is_prompt_learning", False) for config in configs.values())
 
 
-class Sharing:
-    """Decides between the shared and the plain way; what does not agree is switched off.
+@dataclass(frozen=True)
+class Results:
+    """The same numbers from two layouts, and the precision in which they were computed."""
+
+    packed: Tensor
+    plain: Tensor
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How a model computes a few rows in both layouts.
 
     Args:
-        enabled (`bool`): False always takes the plain way.
-        pad_id (`int`), device (`torch.device`): for the plain layout that is compared with.
+        what (`str`): is compared, in plural.
+        length (`int`): tokens of the longest row that is compared.
+        longest (`int`): tokens of the longest row there will be.
+        autocast: finds the precision of autocast in which the model is used.
+        compute: computes both under a precision of autocast.
     """
 
-    def __init__(self, enabled: bool, pad_id: int, device: torch.device):
+    what: str
+    length: int
+    longest: int
+    autocast: Callable[[], torch.dtype | None]
+    compute: Callable[[torch.dtype | None], Results]
+
+
+class LayoutCheck:
+    """Decides between one copy of a prompt and plain rows; what does not agree is switched off.
+
+    Args:
+        enabled (`bool`): False: always plain rows.
+    """
+
+    def __init__(self, enabled: bool):
         self.enabled = enabled
-        self._pad_id = pad_id
-        self._device = device
-        self._checked_length = 0
         self.has_agreed = False  # whether ranks decide together
-        self._said: set[str] = set()
+        self._checked_length = 0
+        self._warned: set[str] = set()
 
-    def allows(self, model: nn.Module, batch: Rollout, head: OutputHead | None) -> bool:
-        """Whether the rows of `batch` may share their prompts.
+    def allows(self, model: nn.Module, comparison: Comparison) -> bool:
+        """Whether rows may lie behind one copy of their prompt.
 
-        At the first use, and whenever rows are twice as long as what was checked, two rows are
-        scored both ways and must agree, under the autocast of training as well. Ranks that decide
-        together do that in `agree` alone.
+        Compares at the first use, and whenever rows are twice as long as what was compared. Ranks
+        that decide together, as they must where weights are sharded, do that in `agree` alone.
         """
         if not self.enabled:
             return False
-        longest = longest_row(batch)
-        reason = self._objection(model, longest, head)
-        if self.has_agreed or (head is not None and head.sharded):
-            return reason is None and longest <= 2 * self._checked_length
-        if reason is None and head is not None and longest > 2 * self._checked_length:
-            reason = self._judge(self._check(model, batch, head))
-            self._checked_length = longest
-        if reason is not None:
-            self.say(model, reason)
-        return reason is None
+        reason = why_not_shared(model, comparison.longest)
+        if self.has_agreed or is_sharded(model):
+            return reason is None and comparison.length <= 2 * self._checked_length
+        if reason is None:
+            reason = self._checked(model, comparison, comparison.length, lambda found: found)
+        return self._is_none(model, reason)
 
     def agree(
-        self,
-        model: nn.Module,
-        batch: Rollout,
-        head: OutputHead | None,
-        largest: Callable[[float], float],
+        self, model: nn.Module, comparison: Comparison, largest: Callable[[float], float]
     ) -> None:
         """Decide together with the other ranks, which must call this as well.
 
         From then on only rows up to twice the length of those that some rank has shown to this
-        method share their prompts.
+        method lie behind one copy of their prompt.
 
         Args:
-            batch (`Rollout`): rows of this rank.
+            comparison (`Comparison`): of the rows of this rank.
             largest: the largest of the values that the ranks give it.
         """
         self.has_agreed = True
         if not self.enabled:
             return
-        longest = int(largest(longest_row(batch)))
-        reason = self._objection(model, longest, head)
-        if reason is None and head is not None and longest > 2 * self._checked_length:
-            difference, words = self._check(model, batch, head)
-            worst = largest(difference)
-            reason = self._judge((worst, words if worst == difference else ELSEWHERE))
-            self._checked_length = longest
-        if reason is not None:
-            self.say(model, reason)
+        length = int(largest(comparison.length))
+        reason = why_not_shared(model, max(length, comparison.longest))
+        if reason is None:
+            reason = self._checked(model, comparison, length, largest)
+        self._is_none(model, reason)
 
-    def _objection(self, model: nn.Module, longest: int, head: OutputHead | None) -> str | None:
-        if head is None:
-            return "its output projection is unusual"
-        return why_not_shared(model, longest)
-
-    def refuse(self, model: nn.Module, reason: str) -> None:
-        """Switch sharing off for good, saying why."""
+    def _checked(
+        self,
+        model: nn.Module,
+        comparison: Comparison,
+        length: int,
+        largest: Callable[[float], float],
+    ) -> str | None:
+        """Compare, if rows have outgrown the last time, and say what is wrong."""
+        if length <= 2 * self._checked_length:
+            return None
+        difference, reason = self._compare(model, comparison)
+        worst = largest(difference)
+        self._checked_length = length
+        if worst == 0.0:
+            return None
         self.enabled = False
-        self.say(model, reason)
+        return reason if worst == difference else "it did not pass the check on another rank"
 
-    def say(self, model: nn.Module, reason: str) -> None:
-        """Warn once for each reason."""
-        if reason not in self._said:
-            self._said.add(reason)
+    def _compare(self, model: nn.Module, comparison: Comparison) -> tuple[float, str]:
+        """The largest difference, 0 if rounding explains it, and what it means."""
+        device = next(model.parameters()).device
+        try:
+            for precision in precisions_to_check(model, comparison.autocast()):
+                with noted_attention(model) as layers:
+                    found = comparison.compute(precision)
+                check_kernels(device, layers)
+                difference = disagreement(found)
+                if difference is not None:
+                    return difference, f"{comparison.what} differed by {difference:.2g} in a check"
+        # Whatever a model that nobody has seen before may raise: plain rows are always right.
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return float("inf"), f"a check of {comparison.what} failed ({error})"
+        return 0.0, ""
+
+    def _is_none(self, model: nn.Module, reason: str | None) -> bool:
+        """Whether there is no reason against it; else warn once for each."""
+        if reason is not None and reason not in self._warned:
+            self._warned.add(reason)
             name = type(causal_model(model)).__name__
             logger.warning(
                 f"shared_prefix: each completion of {name} carries its own copy of the prompt, "
                 f"because {reason}. Results are the same, memory and time are not."
             )
-
-    def _check(self, model: nn.Module, batch: Rollout, head: OutputHead) -> tuple[float, str]:
-        """The difference in a trial, 0 if rounding explains it, and words about it."""
-        two = batch.select(two_longest(batch))
-        try:
-            # Sharded weights are put together by wrappers, which bring their autocast with them.
-            autocast = None if is_sharded(model) else autocast_of(model)
-            for precision in precisions_to_try(model, autocast):
-                difference = self._difference(model, two, head, precision)
-                if difference is not None:
-                    words = f"log-probabilities differed by {difference:.2g} nats in a trial"
-                    return difference, words
-        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            if is_out_of_memory(error):
-                raise
-            return float("inf"), f"the trial failed ({error})"
-        return 0.0, ""
-
-    def _difference(
-        self, model: nn.Module, two: Rollout, head: OutputHead, autocast: torch.dtype | None
-    ) -> float | None:
-        with noted_attention(model) as layers:
-            plain = plain_log_probs(model, head, two, self._pad_id, autocast)
-        prove_kernels(self._device, layers)
-        shared, dtype = _scored(model, head, packed_layout(two, self._device), autocast)
-        return disagreement(plain, shared, dtype)
-
-    def _judge(self, finding: tuple[float, str]) -> str | None:
-        """Switch sharing off after a bad trial, and return why."""
-        difference, words = finding
-        if difference == 0.0:
-            return None
-        self.enabled = False
-        return words
+        return reason is None
 
 
-def disagreement(first: Tensor, second: Tensor, dtype: torch.dtype) -> float | None:
-    """The difference in nats if it is more than rounding in `dtype` explains, else None."""
-    difference = (first - second).abs()
+def disagreement(found: Results) -> float | None:
+    """The difference if it is more than rounding explains, else None."""
+    difference = (found.packed - found.plain).abs()
     if not difference.numel():
         return None
-    if dtype in TOLERANCES:
-        found, bound = float(difference.max()), TOLERANCES[dtype]
+    if found.dtype in TOLERANCES:
+        size, bound = float(difference.max()), TOLERANCES[found.dtype]
     else:
-        found, bound = float(difference.mean()), HALF_PRECISION_TOLERANCE
-    return None if found <= bound else found
+        size, bound = float(difference.mean()), HALF_PRECISION_TOLERANCE
+    return None if size <= bound else size
 
 
 def noted_attention(model: nn.Module) -> AbstractContextManager[set[Heads]]:
@@ -235,68 +245,85 @@ def noted_attention(model: nn.Module) -> AbstractContextManager[set[Heads]]:
     return noted_heads(implementation)
 
 
+def scoring_comparison(model: nn.Module, reader: Reader, batch: Rows, pad_id: int) -> Comparison:
+    """Compare what a reader finds in the two longest rows that share a prompt.
+
+    Args:
+        model: a causal language model, wrapped or not.
+        reader (`Reader`): its first result is compared.
+        batch (`Rows`): all rows.
+        pad_id (`int`): fills the padding of plain rows.
+    """
+    length = max(map(_row_length, batch.prompt_ids, batch.completion_ids), default=0)
+    device = next(model.parameters()).device
+
+    def compute(autocast: torch.dtype | None) -> Results:
+        two = batch.select(two_longest(batch))
+        plain = read_plain_rows(model, reader, two, pad_id, autocast)
+        layout = packed_layout(two, device, reader.at_end)
+        packed, dtype = _read(model, reader, layout, autocast)
+        # Log-probabilities are compared as they are, values by their size.
+        scale = reader.scale(plain)
+        return Results(packed / scale, plain / scale, dtype)
+
+    def autocast() -> torch.dtype | None:
+        # Sharded weights are put together by wrappers, which bring their autocast with them.
+        return None if is_sharded(model) else autocast_of(model)
+
+    return Comparison(reader.what, length, length, autocast, compute)
+
+
 @torch.no_grad()
-def _scored(
-    model: nn.Module, head: OutputHead, layout: Layout, autocast: torch.dtype | None = None
+def _read(
+    model: nn.Module, reader: Reader, layout: Layout, autocast: torch.dtype | None
 ) -> tuple[Tensor, torch.dtype]:
-    """Score a layout by the decoder itself, without dropout: (B, C).
+    """Read a layout by the decoder itself, without dropout.
 
     Wrappers take part only if they have to, to put sharded weights together.
 
     Returns:
-        Log-probabilities, and the precision they were computed in.
+        What the reader found first, and the precision it was computed in.
     """
     causal = causal_model(model)
 
-    def work(*ignored: Any) -> tuple[Tensor, Tensor]:
-        hidden = causal.base_model(**layout.inputs, use_cache=False)[0]
-        logps, _ = head.log_probs(hidden.flatten(0, 1)[layout.sources], layout.targets, autocast)
-        return logps, hidden
+    def work(*_: Any) -> tuple[Tensor, Tensor]:
+        states = causal.base_model(**layout.inputs, use_cache=False)[0]
+        found = reader(Hidden(layout, states.flatten(0, 1), autocast))[0]
+        return torch.as_tensor(found), states
 
     outer = model if is_sharded(model) else causal
     with evaluating(outer), autocast_to(layout.sources.device, autocast):
-        logps, hidden = run_inside(outer, layout.inputs, work)
-    return layout.scatter(logps), coarsest(hidden.dtype, working_precision(causal), autocast)
+        found, states = run_inside(outer, layout.inputs, work)
+    return found, coarsest(states.dtype, working_precision(causal), autocast)
 
 
-def plain_log_probs(
-    model: nn.Module,
-    head: OutputHead,
-    batch: Rollout,
-    pad_id: int,
-    autocast: torch.dtype | None = None,
+def read_plain_rows(
+    model: nn.Module, reader: Reader, batch: Rows, pad_id: int, autocast: torch.dtype | None
 ) -> Tensor:
-    """Score rows alone, which takes no padding, no mask and little memory: (B, C).
+    """Read rows alone, which takes no padding, no mask and little memory: (B, C) or (B,).
 
-    Rows of sharded weights are padded and scored at once, for every rank to do the same.
+    Rows of sharded weights are padded and read at once, for every rank to do the same.
 
     Args:
         autocast (`torch.dtype`, *optional*): its precision; None: switched off.
     """
     device = next(model.parameters()).device
     if is_sharded(model):
-        return _scored(model, head, plain_layout(batch, pad_id, device), autocast)[0]
-    found = torch.zeros(batch.loss_mask.shape, device=device)
-    for row in range(len(batch)):
-        layout = plain_layout(batch.select([row]), pad_id, device)
-        logps, _ = _scored(model, head, layout, autocast)
-        found[row, : logps.shape[1]] = logps[0]
-    return found
+        return _read(model, reader, plain_layout(batch, pad_id, device), autocast)[0]
+    layouts = [plain_layout(batch.select([row]), pad_id, device) for row in range(len(batch))]
+    found = [_read(model, reader, layout, autocast)[0][0] for layout in layouts]
+    if reader.at_end:
+        return torch.stack(found)
+    return nn.utils.rnn.pad_sequence(found, batch_first=True)
 
 
-def longest_row(batch: Rollout) -> int:
-    """Tokens of the longest prompt with its completion."""
-    return max(map(_row_length, batch.prompt_ids, batch.completion_ids))
-
-
-def two_longest(batch: Rollout) -> list[int]:
+def two_longest(batch: Rows) -> list[int]:
     """The longest row, and if there is one its longest sibling, in the order of the batch."""
     lengths = list(map(_row_length, batch.prompt_ids, batch.completion_ids))
     first = max(range(len(batch)), key=lengths.__getitem__)
+    prompt = list(batch.prompt_ids[first])
     siblings = [
-        i
-        for i in range(len(batch))
-        if i != first and batch.prompt_ids[i] == batch.prompt_ids[first]
+        i for i, other in enumerate(batch.prompt_ids) if i != first and list(other) == prompt
     ]
     second = sorted(siblings, key=lengths.__getitem__)[-1:]
     return sorted([first, *second])

@@ -1,104 +1,31 @@
-"""The two parts of a causal language model: the decoder, and the head that makes logits."""
+"""The output projection of a causal language model: log-probabilities from hidden states."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..ops.linear_logprobs import LogitTransform, Tiling, default_chunk, linear_log_probs
 from ..ops.logprobs import token_log_probs, token_statistics
+from ..ops.oom import is_out_of_memory
 from ..ops.support import Support
 from .chunked_head import checkpointed_log_probs, module_log_probs
-from .head import Float32Linear
-from .reference import is_peft_model
 from .sharded import is_sharded, original_class, replaced_forward, unwrapped
+from .unwrap import as_made, capture_hidden, causal_model, evaluating, run_inside
+
+logger = logging.get_logger(__name__)
 
 PROBE_TOKENS = 4
-PROBE_TOLERANCE = 64  # rounding errors of the largest logit
-
-
-def causal_model(model: nn.Module) -> Any:
-    """The model below wrappers for distributed training, compilation and adapters."""
-    bare = unwrapped(model)
-    return bare.get_base_model() if is_peft_model(bare) else bare
-
-
-def run_inside(
-    model: nn.Module, inputs: dict[str, Any], work: Callable[[Callable[..., Any], Any], Any]
-) -> Any:
-    """Call `model`, with `work` in place of the forward of the causal model below the wrappers.
-
-    The wrappers of distributed training and of adapters do their part before and after, on the
-    result of `work` instead of the model's own.
-
-    Args:
-        inputs: keyword arguments.
-        work: is given the forward that it replaces, and the inputs as the wrappers hand them on;
-            returns a tuple.
-    """
-    causal = causal_model(model)
-    forward = causal.forward
-    made: list[Any] = []
-
-    def inside(**given: Any) -> Any:
-        made.append(work(forward, given))
-        return made[-1]
-
-    with replaced_forward(causal, inside):
-        returned = model(**inputs)
-    return as_made(made[-1], returned)
-
-
-def as_made(made: Sequence[Any], returned: Sequence[Any]) -> Sequence[Any]:
-    """Undo what mixed precision of FSDP does to results: log-probabilities need their digits.
-
-    Its hooks hang on the tensors before they are cast, so gradients pass them all the same.
-    """
-    pairs = zip(made, returned, strict=True)
-    return [one if isinstance(one, Tensor) and one.dtype != x.dtype else x for one, x in pairs]
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[nn.Module]:
-    """Evaluation mode; the mode is restored even after an error."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield model
-    finally:
-        model.train(was_training)
-
-
-@dataclass
-class Capture:
-    """Hidden states a decoder returned, and the precision its head would have worked in."""
-
-    hidden: Tensor | None = None  # (R, S, H)
-    autocast: torch.dtype | None = None
-
-
-@contextmanager
-def capture_hidden(model: nn.Module) -> Iterator[Capture]:
-    """Keep the last hidden states of the forward made inside, with their graph."""
-    found = Capture()
-
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        found.hidden = output[0]
-        device = output[0].device.type
-        if torch.is_autocast_enabled(device):
-            found.autocast = torch.get_autocast_dtype(device)
-
-    handle = causal_model(model).base_model.register_forward_hook(keep)
-    try:
-        yield found
-    finally:
-        handle.remove()
+# Rounding errors of the largest logit; four are 3 % in bfloat16.
+ROUNDINGS = 64
+ROUNDINGS_IN_HALF_PRECISION = 4
 
 
 @dataclass(frozen=True)
@@ -256,6 +183,45 @@ def scores_of_logits(
     return token_log_probs(logits, ids), None, mass
 
 
+class Float32Linear(nn.Linear):
+    """A linear layer that computes in float32 even inside autocast."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Project hidden states (..., H) to float32 logits (..., V)."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return super().forward(hidden.float())
+
+
+def cast_head_to_float32(model: PreTrainedModel) -> None:
+    """Make the output projection of `model` compute in float32, outside of autocast.
+
+    With tied weights the embedding becomes float32 too; its output is cast back, so the layers
+    see the precision they were loaded in.
+
+    Args:
+        model (`PreTrainedModel`): a causal language model; changed in place.
+
+    Raises:
+        ValueError: if the model has no output projection, or it carries an adapter.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError("cast_lm_head_to_fp32=True: the model has no output projection.")
+    if type(head) is not nn.Linear:
+        raise ValueError(
+            "cast_lm_head_to_fp32=True cannot be used with an adapter or quantization on the "
+            "output projection; take it out of target_modules."
+        )
+    embedding = model.get_input_embeddings()
+    dtype = head.weight.dtype
+    tied = embedding.weight is head.weight
+    head.to(torch.float32)
+    if tied:
+        embedding.weight = head.weight
+        embedding.register_forward_hook(lambda module, args, output: output.to(dtype))
+    head.__class__ = Float32Linear
+
+
 @dataclass
 class HeadFinder:
     """Finds out what a model does to its logits, by trying what its configuration suggests.
@@ -270,19 +236,48 @@ class HeadFinder:
     _known: dict[type, LogitTransform | None] = field(default_factory=dict)
 
     def find(self, model: nn.Module) -> OutputHead | None:
-        """Return the head of a model, or None if its logits cannot be reproduced."""
+        """Return the head of a model, or None if its logits cannot be reproduced.
+
+        A warning says why they cannot, once for each class of models.
+        """
         causal = causal_model(model)
-        module = causal.get_output_embeddings()
-        if module is None or causal.base_model is causal:
-            return None
         kind = type(causal)
-        sharded = is_sharded(model)
         if kind not in self._known:
-            self._known[kind] = _probe(model if sharded else causal, module, self.temperature)
+            self._known[kind] = self._search(model, causal)
         transform = self._known[kind]
         if transform is None:
             return None
-        return OutputHead(module, transform, _vocabulary(causal), self.chunk, sharded)
+        module = causal.get_output_embeddings()
+        return OutputHead(module, transform, _vocabulary(causal), self.chunk, is_sharded(model))
+
+    def _search(self, model: nn.Module, causal: Any) -> LogitTransform | None:
+        reason = "its logits cannot be reproduced from its last hidden states"
+        try:
+            found = self._matching(model, causal)
+        # Whatever a model that nobody has seen before may raise: it can be scored all the same.
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            found, reason = None, f"the search for its output projection failed ({error})"
+        if found is None:
+            logger.warning(
+                f"{type(causal).__name__} holds all logits of its completions at once, and each "
+                f"completion carries its own copy of the prompt, because {reason}. Results are "
+                "the same, memory and time are not."
+            )
+        return found
+
+    @torch.no_grad()
+    def _matching(self, model: nn.Module, causal: Any) -> LogitTransform | None:
+        """Compare the logits of a few tokens with what each candidate makes of their products."""
+        module = causal.get_output_embeddings()
+        if module is None or causal.base_model is causal:
+            return None
+        products, logits = _sample(model, module)
+        for transform in candidate_transforms(causal.config, self.temperature):
+            if _agree(transform.forward(products.clone()) * self.temperature, logits):
+                return transform
+        return None
 
 
 def candidate_transforms(config: Any, temperature: float) -> Iterator[LogitTransform]:
@@ -296,46 +291,38 @@ def candidate_transforms(config: Any, temperature: float) -> Iterator[LogitTrans
         yield LogitTransform(temperature, scale, softcap)
 
 
-@torch.no_grad()
-def _probe(model: nn.Module, module: nn.Module, temperature: float) -> LogitTransform | None:
-    """Compare the logits of a few tokens with those of each candidate."""
+def _sample(model: nn.Module, module: nn.Module) -> tuple[Tensor, Tensor]:
+    """What the projection made of a few tokens (T, V), and the model's logits of them (T, V).
+
+    The projection's result is widened before the model goes on with it, so that half precision
+    does not hide what the model does to it.
+    """
     causal = causal_model(model)
-    ids = torch.arange(PROBE_TOKENS, device=next(causal.parameters()).device)[None]
-    if is_sharded(model):
-        logits, hidden, project = _sharded_sample(model, module, ids)
-    else:
-        with evaluating(causal):
-            logits, hidden = _sample(causal, ids)
-        project = module
-    for transform in candidate_transforms(causal.config, temperature):
-        own = OutputHead(module, transform, _vocabulary(causal))._logits(project, hidden, None)
-        if _agree(own * temperature, logits):
-            return transform
-    return None
+    device = next(causal.parameters()).device
+    inputs = {"input_ids": torch.arange(PROBE_TOKENS, device=device)[None]}
+    seen: list[tuple[Tensor, Tensor]] = []
 
+    def widen(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        seen.append((args[0], output.to(torch.promote_types(output.dtype, torch.float32))))
+        return seen[-1][1].clone()
 
-def _sample(causal: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits (T, V) and hidden states (T, H) of tokens (1, T), without autocast."""
-    with torch.autocast(ids.device.type, enabled=False), capture_hidden(causal) as capture:
-        # The class's own forward: an instance may be wrapped to autocast.
-        logits = type(causal).forward(causal, input_ids=ids, use_cache=False).logits[0]
-    return logits, torch.as_tensor(capture.hidden)[0]
+    def work(*_: Any) -> tuple[Tensor, Tensor]:
+        with torch.autocast(device.type, enabled=False), capture_hidden(causal) as capture:
+            # The class's own forward: an instance may be wrapped to autocast.
+            logits = type(causal).forward(causal, **inputs, use_cache=False).logits
+        if capture.hidden is None:
+            raise RuntimeError("its decoder returned no hidden states")
+        return logits, capture.hidden
 
-
-def _sharded_sample(
-    model: nn.Module, module: nn.Module, ids: Tensor
-) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """The same in one call of each module, and what the head made of the hidden states."""
-    causal = causal_model(model)
-    seen: list[Tensor] = []
-    handle = module.register_forward_hook(lambda _, args, output: seen.extend((*args, output)))
+    handle = module.register_forward_hook(widen)
     try:
         with evaluating(model):
-            logits, hidden = run_inside(model, {"input_ids": ids}, lambda *_: _sample(causal, ids))
+            logits, hidden = run_inside(model, inputs, work) if is_sharded(model) else work()
     finally:
         handle.remove()
-    same = torch.equal(seen[0][0], hidden.to(seen[0].dtype))
-    return logits, hidden, lambda _: seen[1][0] if same else torch.full_like(logits, torch.nan)
+    if len(seen) != 1 or not torch.equal(seen[0][0], hidden.to(seen[0][0].dtype)):
+        raise RuntimeError("it projects something other than its last hidden states")
+    return seen[0][1][0], logits[0]
 
 
 def _vocabulary(causal: Any) -> int:
@@ -343,6 +330,7 @@ def _vocabulary(causal: Any) -> int:
 
 
 def _agree(ours: Tensor, theirs: Tensor) -> bool:
-    precision = torch.finfo(theirs.dtype).eps
-    bound = PROBE_TOLERANCE * precision * theirs.abs().amax().clamp(min=1e-3)
+    """Whether logits differ by rounding alone; a model may have rounded its own once more."""
+    errors = ROUNDINGS if torch.finfo(theirs.dtype).bits > 16 else ROUNDINGS_IN_HALF_PRECISION
+    bound = errors * torch.finfo(theirs.dtype).eps * theirs.abs().amax().clamp(min=1e-3)
     return bool((ours - theirs.to(ours.dtype)).abs().amax() <= bound)

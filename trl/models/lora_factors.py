@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .lm_head import causal_model
 from .reference import is_peft_model
 from .sharded import sharded_engine, whole
+from .unwrap import causal_model
 from .weights import Weights, adapted_layers, full_weights
 
 

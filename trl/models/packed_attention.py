@@ -166,8 +166,9 @@ class _PackedAttention(torch.autograd.Function):
             output, normalizer = kernel.forward(query, keys[0], keys[1], True, scale)
             ctx.save_for_backward(output, normalizer, query, *keys)
             return output
-        output = torch.empty_like(query)
-        normalizer = query.new_empty(query.shape[:3], dtype=_statistics_dtype(query))
+        # What has no prefix has attended to nothing before it attends to itself.
+        output = torch.zeros_like(query)
+        normalizer = query.new_full(query.shape[:3], -torch.inf, dtype=_statistics_dtype(query))
         for part in _parts(layout):
             key, value = part.of(keys)
             found = kernel.forward(query[:, :, part.queries], key, value, part.causal, scale)
@@ -191,7 +192,7 @@ class _PackedAttention(torch.autograd.Function):
         if _is_one_prefix(ctx.layout):
             saved = (query, *keys, output, normalizer)
             return None, None, *kernel.backward(grad, saved, True, ctx.scale)
-        of_query, of_keys = torch.empty_like(query), [torch.zeros_like(key) for key in keys]
+        of_query, of_keys = torch.zeros_like(query), [torch.zeros_like(key) for key in keys]
         for part in _parts(ctx.layout):
             at = part.queries
             saved = (query[:, :, at], *part.of(keys), output[:, :, at], normalizer[:, :, at])
@@ -233,6 +234,8 @@ class _Part:
 def _parts(layout: Packing | Tails) -> Iterator[_Part]:
     everything = slice(None)
     for number, group in enumerate(layout.groups):
+        if group.prefix.start == group.prefix.stop:
+            continue
         if isinstance(layout, Tails):
             yield _Part(group.tails, everything, False, 2 * number + 2)
             continue

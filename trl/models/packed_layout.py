@@ -1,4 +1,4 @@
-"""What a model sees of a rollout: padded rows, or groups packed behind one copy of their prompt."""
+"""What a model sees of rows: padded ones, or groups packed behind one copy of their prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops.masking import length_mask, pad_ragged
-from ..types import Rollout
+from ..types import Rows
 from .packed_attention import KEYWORD, Group, Packing
 
 
@@ -20,7 +20,7 @@ class Layout:
     """Inputs of a model, and where the log-probability of each completion token comes from.
 
     M is the number of distinct predictions; completions that begin alike share theirs. E is the
-    number of completion tokens.
+    number of completion tokens that something predicts: all but the first tokens of documents.
     """
 
     inputs: dict[str, Any]
@@ -29,6 +29,8 @@ class Layout:
     targets: Tensor  # (M,) the tokens
     slots: Tensor  # (E,) which of the M predictions a completion token is
     places: Tensor  # (E,) where it is in the flattened (B, C)
+    ends: Tensor  # (e,) places of last tokens, of rows that have any and if they were asked for
+    rows: Tensor  # (e,) which rows those are
 
     @property
     def is_packed(self) -> bool:
@@ -36,38 +38,44 @@ class Layout:
         return KEYWORD in self.inputs
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Bring predictions (M,) to completions (B, C); 0 beyond a completion's end."""
+        """Bring predictions (M,) to completions (B, C); 0 where nothing is predicted."""
         # Padding is not read: the gradient of a place read so often would be a long serial sum.
         flat = values.new_zeros(self.shape[0] * self.shape[1])
         return flat.index_copy(0, self.places, values[self.slots]).view(self.shape)
 
+    def by_row(self, values: Tensor) -> Tensor:
+        """Bring what belongs to `ends` (e,) to the rows (B,); 0 for rows without any token."""
+        return values.new_zeros(self.shape[0]).index_copy(0, self.rows, values)
+
 
 def plain_layout(
-    batch: Rollout, pad_id: int, device: torch.device, multiple: int | None = None
+    batch: Rows, pad_id: int, device: torch.device, multiple: int | None = None
 ) -> Layout:
     """Pad prompts on the left and completions on the right, one row for each completion.
 
     Args:
-        batch (`Rollout`): B rows; only their token ids are read.
+        batch (`Rows`): B rows.
         pad_id (`int`): fills the padding; masked, so its value does not matter.
         device (`torch.device`): where the tensors go.
         multiple (`int`, *optional*): widths become a multiple of this.
     """
     prompts = pad_ragged(batch.prompt_ids, pad_id, side="left", multiple=multiple)
-    columns = batch.loss_mask.shape[1]
+    columns = _width(batch)
     # One column at least, so that rows with empty completions still make a valid input.
     completions = pad_ragged(batch.completion_ids, pad_id, width=max(1, columns), multiple=multiple)
-    lengths = torch.tensor([len(ids) for ids in batch.completion_ids])
+    before, lengths = _lengths(batch.prompt_ids), _lengths(batch.completion_ids)
+    prompt_mask = length_mask(before, prompts.shape[1])
     exists = length_mask(lengths, completions.shape[1])
-    prompt_mask = length_mask(
-        torch.tensor([len(ids) for ids in batch.prompt_ids]), prompts.shape[1]
-    )
     attention = torch.cat([prompt_mask.flip(1), exists], 1).long()
     ids = torch.cat([prompts, completions], 1)
-    rows, width = ids.shape
-    firsts = torch.arange(rows)[:, None] * width + prompts.shape[1] - 1
-    predictions = torch.arange(rows * completions.shape[1]).view(rows, -1)
-    exists = exists[:, :columns]
+    count, width = ids.shape
+    starts = torch.arange(count)[:, None] * width
+    # What would predict the first token of a document is not read.
+    columns_before = prompts.shape[1] - 1 + torch.arange(completions.shape[1])
+    predictions = torch.arange(count * completions.shape[1]).view(count, -1)
+    predicted = _predicted(batch, columns)
+    last = starts[:, 0] + prompts.shape[1] + lengths - 1
+    has_tokens = before + lengths > 0
     inputs = {
         "input_ids": ids,
         "attention_mask": attention,
@@ -76,32 +84,35 @@ def plain_layout(
     return _on_device(
         Layout(
             inputs=inputs,
-            shape=(rows, columns),
-            sources=(firsts + torch.arange(completions.shape[1])).flatten(),
+            shape=(count, columns),
+            sources=(starts + columns_before.clamp(min=0)).flatten(),
             targets=completions.flatten(),
-            slots=predictions[:, :columns][exists],
-            places=_marked(exists),
+            slots=predictions[:, :columns][predicted],
+            places=_marked(predicted),
+            ends=last[has_tokens],
+            rows=_marked(has_tokens),
         ),
         device,
     )
 
 
-def packed_layout(batch: Rollout, device: torch.device) -> Layout:
+def packed_layout(batch: Rows, device: torch.device, with_ends: bool = False) -> Layout:
     """Put all rows behind each other without padding, each prompt once.
 
     The beginning that all completions of a prompt share is computed once as well. The last token
-    of a completion predicts nothing, so it is left out.
+    of a completion predicts nothing, so it is left out. Documents share nothing with each other.
 
     Args:
-        batch (`Rollout`): B rows, those of a prompt next to each other.
+        batch (`Rows`): B rows, those of a prompt next to each other.
         device (`torch.device`): where the tensors go.
+        with_ends (`bool`): keep the last tokens, whose places are then known.
     """
-    groups = [_GroupRows.of(batch, rows) for rows in _same_prompt(batch.prompt_ids)]
+    groups = [_GroupRows.of(batch, rows, with_ends) for rows in _same_prompt(batch.prompt_ids)]
     packing = Packing.of([group.lengths for group in groups], device)
     ids, positions = _tokens(groups)
     predictions = _Predictions.of(groups, packing)
-    width = batch.loss_mask.shape[1]
-    lengths = torch.tensor([len(ids) for ids in batch.completion_ids])
+    width = _width(batch)
+    ends = predictions.ends if with_ends else []
     layout = Layout(
         inputs=packed_inputs(torch.tensor([ids]), torch.tensor([positions]), packing),
         shape=(len(batch), width),
@@ -109,7 +120,9 @@ def packed_layout(batch: Rollout, device: torch.device) -> Layout:
         sources=torch.tensor(predictions.sources or [0]),
         targets=torch.tensor(predictions.targets or [0]),
         slots=torch.tensor(predictions.slots, dtype=torch.long),
-        places=_marked(length_mask(lengths, width)),
+        places=_marked(_predicted(batch, width)),
+        ends=torch.tensor([end for end in ends if end is not None], dtype=torch.long),
+        rows=torch.tensor([i for i, end in enumerate(ends) if end is not None], dtype=torch.long),
     )
     return _on_device(layout, device)
 
@@ -132,20 +145,19 @@ class _GroupRows:
     prompt: list[int]
     shared: list[int]
     completions: list[list[int]]
+    tails: list[list[int]]
 
     @classmethod
-    def of(cls, batch: Rollout, rows: Sequence[int]) -> _GroupRows:
+    def of(cls, batch: Rows, rows: Sequence[int], with_ends: bool) -> _GroupRows:
+        prompt = list(batch.prompt_ids[rows[0]])
         completions = [list(batch.completion_ids[row]) for row in rows]
-        shared = common_prefix([ids[:-1] for ids in completions if ids])
-        return cls(list(batch.prompt_ids[rows[0]]), shared, completions)
+        shared = common_prefix([ids[:-1] for ids in completions if ids]) if prompt else []
+        tails = [ids[len(shared) : len(ids) - (not with_ends)] for ids in completions]
+        return cls(prompt, shared, completions, tails)
 
     @property
     def prefix(self) -> list[int]:
         return self.prompt + self.shared
-
-    @property
-    def tails(self) -> list[list[int]]:
-        return [ids[len(self.shared) : -1] for ids in self.completions]
 
     @property
     def lengths(self) -> tuple[int, list[int]]:
@@ -153,7 +165,7 @@ class _GroupRows:
 
 
 def _tokens(groups: Sequence[_GroupRows]) -> tuple[list[int], list[int]]:
-    """Ids and positions of all prefixes, then of all tails."""
+    """Ids and positions of all prefixes, then of all tails; one token if there is none."""
     runs = [(group.prefix, 0) for group in groups]
     runs += [(tail, len(group.prefix)) for group in groups for tail in group.tails]
     ids: list[int] = []
@@ -161,7 +173,7 @@ def _tokens(groups: Sequence[_GroupRows]) -> tuple[list[int], list[int]]:
     for run, first in runs:
         ids += run
         positions += range(first, first + len(run))
-    return ids, positions
+    return ids or [0], positions or [0]
 
 
 @dataclass
@@ -171,6 +183,7 @@ class _Predictions:
     sources: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
+    ends: list[int | None] = field(default_factory=list)  # B: the last token of each row
 
     @classmethod
     def of(cls, groups: Sequence[_GroupRows], packing: Packing) -> _Predictions:
@@ -184,11 +197,14 @@ class _Predictions:
         last, shared = places.prefix.stop - 1, len(group.shared)
         common = self._predict(range(last - shared, last), group.shared)
         start = places.tails.start
+        first = 0 if group.prompt else 1  # nothing predicts the first token of a document
         for ids, tail in zip(group.completions, group.tails, strict=True):
             own = ids[shared:]
             sources = [last, *range(start, start + len(tail))][: len(own)]
-            self.slots += common[: len(ids)] + self._predict(sources, own)
+            self.slots += common[: len(ids)] + self._predict(sources[first:], own[first:])
             start += len(tail)
+            end = start if ids else places.prefix.start + len(group.prompt)
+            self.ends.append(end - 1 if ids or group.prompt else None)
 
     def _predict(self, sources: Sequence[int], targets: Sequence[int]) -> list[int]:
         start = len(self.sources)
@@ -213,6 +229,22 @@ def _same_prompt(prompt_ids: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         yield list(rows)
 
 
+def _lengths(rows: Sequence[Sequence[int]]) -> Tensor:
+    return torch.tensor([len(ids) for ids in rows])
+
+
+def _width(batch: Rows) -> int:
+    """Columns C: tokens of the longest completion."""
+    return max(map(len, batch.completion_ids), default=0)
+
+
+def _predicted(batch: Rows, width: int) -> Tensor:
+    """Mark the completion tokens (B, C) that have something before them."""
+    found = length_mask(_lengths(batch.completion_ids), width)
+    found[:, :1] &= _lengths(batch.prompt_ids)[:, None] > 0
+    return found
+
+
 def _marked(mask: Tensor) -> Tensor:
     """Places of the marked entries in a flattened mask."""
     return mask.flatten().nonzero()[:, 0]
@@ -224,6 +256,6 @@ def _on_device(layout: Layout, device: torch.device) -> Layout:
         name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
         for name, value in layout.inputs.items()
     }
-    names = ("sources", "targets", "slots", "places")
+    names = ("sources", "targets", "slots", "places", "ends", "rows")
     moved = {name: getattr(layout, name).to(device, non_blocking=True) for name in names}
     return replace(layout, inputs=inputs, **moved)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .lm_head import Capture, capture_hidden, causal_model
 from .packed_attention import KEYWORD, Group, Layers, Packing, Tails, make_buckets
 from .packed_layout import Layout, packed_inputs
+from .unwrap import Capture, capture_hidden, causal_model
 
 # Tokens; below these, passes cost more time than they save memory.
 SHORTEST_PASS = 2048
@@ -24,10 +24,13 @@ SHORTEST_TAIL_PASS = 1536
 
 
 def wants_passes(model: nn.Module, layout: Layout) -> bool:
-    """Whether cutting a packed forward saves memory: there are tails, and layers are not kept."""
+    """Whether cutting a packed forward saves memory.
+
+    There must be prefixes and tails, and layers that are not kept.
+    """
     packing: Packing = layout.inputs[KEYWORD]
     tokens = layout.inputs["input_ids"].shape[1]
-    if tokens <= SHORTEST_PASS or not packing.buckets:
+    if tokens <= SHORTEST_PASS or not packing.buckets or not packing.groups[-1].prefix.stop:
         return False
     if not torch.is_grad_enabled():
         return True

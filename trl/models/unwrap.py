@@ -1,16 +1,103 @@
-"""The policy as generation needs it: without distributed wrappers, whole, in evaluation mode."""
+"""The causal language model below wrappers: run, observed, and switched to evaluation mode."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
-from .lm_head import evaluating
-from .sharded import gathered
+from .reference import is_peft_model
+from .sharded import gathered, replaced_forward, unwrapped
+
+
+def causal_model(model: nn.Module) -> Any:
+    """The model below wrappers for distributed training, compilation and adapters."""
+    bare = unwrapped(model)
+    return bare.get_base_model() if is_peft_model(bare) else bare
+
+
+def run_inside(
+    model: nn.Module, inputs: dict[str, Any], work: Callable[[Callable[..., Any], Any], Any]
+) -> Any:
+    """Call `model`, with `work` in place of the forward of the causal model below the wrappers.
+
+    The wrappers of distributed training and of adapters do their part before and after, on the
+    result of `work` instead of the model's own.
+
+    Args:
+        inputs: keyword arguments.
+        work: is given the forward that it replaces, and the inputs as the wrappers hand them on;
+            returns a tuple.
+    """
+    causal = causal_model(model)
+    forward = causal.forward
+    made: list[Any] = []
+
+    def inside(**given: Any) -> Any:
+        made.append(work(forward, given))
+        return made[-1]
+
+    with replaced_forward(causal, inside):
+        returned = model(**inputs)
+    return as_made(made[-1], returned)
+
+
+def as_made(made: Sequence[Any], returned: Sequence[Any]) -> Sequence[Any]:
+    """Undo what mixed precision of FSDP does to results: log-probabilities need their digits.
+
+    Its hooks hang on the tensors before they are cast, so gradients pass them all the same.
+    """
+    pairs = zip(made, returned, strict=True)
+    return [one if isinstance(one, Tensor) and one.dtype != x.dtype else x for one, x in pairs]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[nn.Module]:
+    """Evaluation mode; the mode is restored even after an error."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield model
+    finally:
+        model.train(was_training)
+
+
+def current_autocast(device: torch.device) -> torch.dtype | None:
+    """The precision of autocast, if it is on for a device."""
+    kind = device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+@dataclass
+class Capture:
+    """Hidden states a decoder returned, and the precision its head would have worked in."""
+
+    hidden: Tensor | None = None  # (R, S, H)
+    autocast: torch.dtype | None = None
+
+
+@contextmanager
+def capture_hidden(model: nn.Module) -> Iterator[Capture]:
+    """Keep the last hidden states of the forward made inside, with their graph.
+
+    There are none where a model passes its decoder by, and runs a part of it.
+    """
+    found = Capture()
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        found.hidden = output[0]
+        found.autocast = current_autocast(next(module.parameters()).device)
+
+    handle = causal_model(model).base_model.register_forward_hook(keep)
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 @contextmanager
@@ -26,7 +113,7 @@ def policy_for_inference(
     Args:
         model: the policy as it was prepared for training.
         accelerator (`Accelerator`): that prepared it.
-        at_once (`bool`): False: a layer is gathered while it runs; see `shards.gathered`.
+        at_once (`bool`): False: a layer is gathered while it runs; see `sharded.gathered`.
     """
     bare = accelerator.unwrap_model(model)
     with gathered(model, at_once), evaluating(bare), accelerator.autocast():

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..imports import is_available, require
-from .lm_head import causal_model
 from .quantized import check_dense, dequantized, is_quantized, quantization_of
 from .reference import is_peft_model
 from .sharded import FSDP1, FSDP2, sharded_engine, whole
+from .unwrap import causal_model
 
 # Modules that only hold another one, by the attribute in which they do.
 WRAPPING = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "token_adapter")

@@ -12,8 +12,7 @@ from trl.generation.transformers.backend import TransformersBackend
 from trl.generation.transformers.batch_limits import Limits
 from trl.generation.transformers.sampler import NonFiniteLogitsError, RowSampler
 from trl.generation.transformers.shared_decoding import GrowingCache, SharedDecoder
-from trl.models.head import cast_head_to_float32
-from trl.models.lm_head import HeadFinder
+from trl.models.lm_head import HeadFinder, cast_head_to_float32
 from trl.models.packed_attention import install
 from trl.types import Prompts, Sampling
 

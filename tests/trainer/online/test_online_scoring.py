@@ -310,4 +310,4 @@ def test_a_kernel_that_fails_in_half_precision_fails_no_step(tmp_path, monkeypat
     break_kernels(monkeypatch, "error", torch.bfloat16)
     trainer = make_trainer(tmp_path / "faulty", **settings)
     assert torch.equal(step_direction(trainer), expected)
-    assert not trainer.scorer.sharing.enabled
+    assert not trainer.scorer.check.enabled

@@ -11,15 +11,16 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from ...distributed import Ranks
-from ...models.layout_check import Sharing
-from ...models.lm_head import HeadFinder, causal_model
+from ...models.layout_check import LayoutCheck
+from ...models.lm_head import HeadFinder
+from ...models.unwrap import causal_model
 from ...ops.masking import pad_ragged
 from ...progress import finish
 from ...text import did_you_mean
 from ...types import Generations, Prompts, Sampling
 from ..base import cut_at_stop
 from .batch_limits import Limits
-from .decoding_check import DecodingTrial
+from .decoding_check import decoding_comparison
 from .sampler import RowSampler, check_rows, rows_from
 from .shared_decoding import SharedDecoder
 from .synced_forward import Lockstep
@@ -123,7 +124,7 @@ class TransformersBackend:
         self._ranks = ranks or Ranks()
         self._lockstep = Lockstep(self._ranks, device) if in_step else None
         self._attempt = attempt
-        self._trial = DecodingTrial(Sharing(shared_prefix, pad_id, device), pad_id, device)
+        self._check = LayoutCheck(shared_prefix)
 
     def sync_weights(self, step: int) -> None:
         """Nothing to do: the policy that trains is the one that generates."""
@@ -153,8 +154,10 @@ class TransformersBackend:
         sampling, rest = merge_extra(sampling)
         greedy = not rest.pop("do_sample", True)
         head = self._heads.find(model)
-        shared = not rest and self._cache_implementation is None
-        shared = shared and self._trial.allows(model, head, prompts, sampling)
+        shared = not rest and self._cache_implementation is None and head is not None
+        shared = shared and self._check.allows(
+            model, decoding_comparison(model, prompts, sampling, self._pad_id)
+        )
         if shared and head is not None:
             complete = self._shared(SharedDecoder(model, head, sampling, greedy))
         else:

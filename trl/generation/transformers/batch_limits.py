@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...models.lm_head import causal_model
+from ...models.unwrap import causal_model
 
 
 @dataclass(frozen=True)

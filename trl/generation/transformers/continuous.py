@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 )
 
 from ...distributed import Ranks
-from ...models.lm_head import causal_model
+from ...models.unwrap import causal_model
 from ...progress import finish
 from ...text import did_you_mean
 from ...types import Generations, Prompts, Sampling

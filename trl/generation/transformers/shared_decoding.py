@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, RepetitionPenaltyLogitsProcessor
 
-from ...models.lm_head import OutputHead, causal_model
+from ...models.lm_head import OutputHead
 from ...models.packed_attention import KEYWORD, Decoding, Packing
+from ...models.unwrap import causal_model
 from ...ops.linear_logprobs import default_chunk
 from ...progress import finish
 from ...types import Sampling

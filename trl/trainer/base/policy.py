@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, set_seed
 from transformers.utils import logging
 
-from ...models.head import cast_head_to_float32
+from ...models.lm_head import cast_head_to_float32
 from ...models.loading import (
     disable_dropout_in_model,
     load_policy,

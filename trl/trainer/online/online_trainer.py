@@ -14,13 +14,12 @@ from transformers import TrainerCallback
 
 from ...generation.base import GenerationBackend, row_seeds
 from ...generation.function_backend import FunctionBackend, RolloutFunction
-from ...models.lm_head import causal_model
 from ...models.loading import context_length, stop_token_ids
 from ...models.policy_handle import PolicyHandle
 from ...models.quantized import check_sharding, working_precision
 from ...models.reference import FrozenCopy, ReferencePolicy, make_reference
 from ...models.scorer import Scorer
-from ...models.unwrap import policy_for_inference
+from ...models.unwrap import causal_model, policy_for_inference
 from ...online.buffer import Buffer
 from ...online.prompts import PromptEncoder
 from ...online.reward_sources import resolve_rewards

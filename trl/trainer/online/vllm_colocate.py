@@ -26,11 +26,11 @@ from ...memory.model_size import model_size
 from ...memory.plan import Plan
 from ...memory.settings import RunSettings
 from ...memory.sharding import options_of_environment, read_sharding
-from ...models.lm_head import causal_model
 from ...models.loading import context_length
 from ...models.policy_handle import PolicyHandle
 from ...models.quantized import bytes_of_weight
 from ...models.reference import is_peft_model
+from ...models.unwrap import causal_model
 from ...models.weights import check_weights
 from ...types import Sampling
 from .online_config import OnlineConfig

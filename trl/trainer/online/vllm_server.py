@@ -12,8 +12,8 @@ from ...generation.vllm.server.client import VLLMClient
 from ...generation.vllm.server.compat import PROTOCOL, ServerFacts, gpu_id, refusals, shape_of
 from ...generation.vllm.server.server_pool import Fleet, Server
 from ...imports import require
-from ...models.lm_head import causal_model
 from ...models.policy_handle import PolicyHandle
+from ...models.unwrap import causal_model
 from ...models.weights import check_weights
 from ...text import did_you_mean
 from ...types import Sampling

@@ -1,4 +1,4 @@
-"""The proof that an attention kernel computes attention and its gradients, on a small example."""
+"""The check that a kernel computes attention and its gradients, on a small example."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def noted_heads(implementation: str) -> Iterator[set[Heads]]:
         table[implementation] = inner
 
 
-def prove_kernels(device: torch.device, layers: Collection[Heads]) -> None:
+def check_kernels(device: torch.device, layers: Collection[Heads]) -> None:
     """Compare outputs and gradients with masked attention, for each kind of layer.
 
-    What a process has proved of a kernel is not proved again.
+    What a process has checked of a kernel is not checked again.
 
     Args:
         device (`torch.device`): whose kernels will run.
@@ -81,12 +81,12 @@ def prove_kernels(device: torch.device, layers: Collection[Heads]) -> None:
         raise RuntimeError("its layers did not ask for attention")
     for heads in layers:
         query = torch.empty(1, heads.queries, 0, heads.size, device=device, dtype=heads.dtype)
-        _prove(device, heads, shared_attention.choose_kernel(query))
+        _check(device, heads, shared_attention.choose_kernel(query))
 
 
 @cache
-def _prove(device: torch.device, heads: Heads, kernel: Kernel) -> None:
-    """Prove the kernel that `packed_attention` chooses, which is `kernel`."""
+def _check(device: torch.device, heads: Heads, kernel: Kernel) -> None:
+    """Check the kernel that `packed_attention` chooses, which is `kernel`."""
     packing = Packing.of(EXAMPLE, device)
     tensors = _example(device, heads)
     scale = heads.size**-0.5

@@ -6,7 +6,7 @@ from faulty_kernels import FAULTS, break_kernels
 from tiny import tiny_model
 from transformers import AttentionInterface
 
-from trl.models.kernel_proof import Heads, noted_heads, prove_kernels
+from trl.models.kernel_check import Heads, check_kernels, noted_heads
 from trl.models.packed_attention import install
 
 CPU = torch.device("cpu")
@@ -20,9 +20,9 @@ def heads(dtype, queries=4, keys=2, size=8) -> Heads:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernel_of_this_machine_is_right(dtype):
-    """Whatever the precision of autocast is around the proof."""
+    """Whatever the precision of autocast is around the check."""
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        prove_kernels(CPU, {heads(dtype, *widths) for widths in WIDTHS})
+        check_kernels(CPU, {heads(dtype, *widths) for widths in WIDTHS})
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -30,24 +30,24 @@ def test_the_kernel_of_this_machine_is_right(dtype):
 def test_a_wrong_kernel_is_found(monkeypatch, fault, dtype):
     break_kernels(monkeypatch, fault, dtype)
     with pytest.raises(RuntimeError, match=r"off by .* for 4 heads on 2, of size 8 in \w+\d+,"):
-        prove_kernels(CPU, {heads(dtype)})
+        check_kernels(CPU, {heads(dtype)})
 
 
-def test_each_kind_of_layer_is_tried(monkeypatch):
+def test_each_kind_of_layer_is_checked(monkeypatch):
     break_kernels(monkeypatch, "key", torch.bfloat16)
-    prove_kernels(CPU, {heads(torch.float32)})
+    check_kernels(CPU, {heads(torch.float32)})
     with pytest.raises(RuntimeError, match="in bfloat16"):
-        prove_kernels(CPU, {heads(torch.float32), heads(torch.bfloat16)})
+        check_kernels(CPU, {heads(torch.float32), heads(torch.bfloat16)})
 
 
-def test_what_cannot_be_proved_is_an_error(monkeypatch):
+def test_what_cannot_be_checked_is_an_error(monkeypatch):
     with pytest.raises(RuntimeError, match="did not ask for attention"):
-        prove_kernels(CPU, set())
+        check_kernels(CPU, set())
     with pytest.raises(RuntimeError):
-        prove_kernels(CPU, {Heads(4, 2, 16, 8, torch.float32)})  # the kernels have one size
+        check_kernels(CPU, {Heads(4, 2, 16, 8, torch.float32)})  # the kernels have one size
     break_kernels(monkeypatch, "error", torch.float32)
     with pytest.raises(RuntimeError, match="no kernel image"):
-        prove_kernels(CPU, {heads(torch.float32)})
+        check_kernels(CPU, {heads(torch.float32)})
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])

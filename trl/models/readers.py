@@ -1,0 +1,159 @@
+"""What is read off the last hidden states of a forward: log-probabilities, and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.logprobs import token_log_probs, token_statistics
+from ..ops.support import Support
+from .lm_head import OutputHead
+from .packed_layout import Layout
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Last hidden states of the tokens of a layout.
+
+    Args:
+        layout (`Layout`): what the model saw.
+        states (`Tensor`, *optional*): (T, H).
+        autocast (`torch.dtype`, *optional*): precision of autocast in the forward.
+        logits (`Tensor`, *optional*): (B, c, V) the model's own, of the last c tokens of plain
+            rows; only where a reader has no head.
+    """
+
+    layout: Layout
+    states: Tensor | None
+    autocast: torch.dtype | None = None
+    logits: Tensor | None = None
+
+    def at(self, places: Tensor) -> Tensor:
+        """States (n, H) of tokens (n,)."""
+        if self.states is None:
+            raise RuntimeError("The decoder of the model returned no hidden states to read.")
+        return self.states[places]
+
+
+class Reader(Protocol):
+    """Turns hidden states into what it is asked for; one forward serves several readers."""
+
+    @property
+    def what(self) -> str:
+        """What is read first, in plural."""
+        ...
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether rows may lie behind one copy of their prompt."""
+        ...
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the last token of each row is read, which predicts nothing."""
+        ...
+
+    def __call__(self, hidden: Hidden) -> tuple[Tensor | None, ...]:
+        """What was read, in the shape of the rows: (B, C) or (B,)."""
+        ...
+
+    def scale(self, found: Tensor) -> float:
+        """What differences of two readings are divided by before they are called rounding."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenReader:
+    """Log-probabilities, entropies and log-masses (B, C) of completion tokens, 0 beyond their end.
+
+    Args:
+        head (`OutputHead`, *optional*): None: the model's own logits are read, which takes plain
+            rows.
+        temperature (`float`): divides those logits; a head knows its own.
+        with_entropy (`bool`): also read the entropy of each next-token distribution.
+        support (`Support`, *optional*): also read the mass that these filters leave of it.
+    """
+
+    head: OutputHead | None
+    temperature: float = 1.0
+    with_entropy: bool = False
+    support: Support | None = None
+    what = "log-probabilities"
+    at_end = False
+
+    @property
+    def can_pack(self) -> bool:
+        """See `Reader`."""
+        return self.head is not None
+
+    def __call__(self, hidden: Hidden) -> tuple[Tensor | None, ...]:
+        """Read (log-probabilities, entropies, log-masses)."""
+        layout = hidden.layout
+        if self.head is None:
+            found = tuple(self._of_logits(torch.as_tensor(hidden.logits), layout))
+        else:
+            states, options = hidden.at(layout.sources), (self.with_entropy, self.support)
+            found = self.head.scores(states, layout.targets, hidden.autocast, *options)
+        return tuple(None if values is None else layout.scatter(values) for values in found)
+
+    def scale(self, found: Tensor) -> float:
+        """Nats are compared as they are; see `Reader`."""
+        return 1.0
+
+    def _of_logits(self, logits: Tensor, layout: Layout) -> Iterator[Tensor | None]:
+        """Predictions (B * C,) of plain rows, whose last token predicts nothing."""
+        targets = layout.targets.view(len(logits), -1)
+        # Without any prompt there is nothing before the first column of completions.
+        missing = targets.shape[1] + 1 - logits.shape[1]
+        logits, targets = logits[:, :-1], targets[:, missing:]
+        statistics: tuple[Tensor | None, ...]
+        if self.with_entropy:
+            statistics = token_statistics(logits, targets, self.temperature)
+        else:
+            statistics = token_log_probs(logits, targets, self.temperature), None
+        for values in (*statistics, self._log_mass(logits.detach(), targets)):
+            yield None if values is None else nn.functional.pad(values, (missing, 0)).flatten()
+
+    def _log_mass(self, logits: Tensor, targets: Tensor) -> Tensor | None:
+        """Mass of the support (B, c), a row's logits in float32 at a time."""
+        if self.support is None:
+            return None
+        rows = zip(logits, targets, strict=True)
+        return torch.stack(
+            [self.support.log_mass(row.float() / self.temperature, ids) for row, ids in rows]
+        )
+
+
+@dataclass(frozen=True)
+class ValueReader:
+    """Values by a linear layer from H to 1, in its own precision whatever autocast says.
+
+    Args:
+        module: the layer, which must be a part of the model that is scored.
+        at_end (`bool`): one value (B,) at the last token of each row, 0 for rows without tokens;
+            else (B, C), at the place before each completion token, 0 beyond a completion's end.
+    """
+
+    module: nn.Module
+    at_end: bool = False
+    what = "values"
+    can_pack = True
+
+    def __call__(self, hidden: Hidden) -> tuple[Tensor]:
+        """Read (values,)."""
+        layout = hidden.layout
+        states = hidden.at(layout.ends if self.at_end else layout.sources)
+        parameter = next(self.module.parameters(), states)
+        with torch.autocast(states.device.type, enabled=False):
+            values = self.module(states.to(parameter.dtype)).squeeze(-1)
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        return (layout.by_row(values) if self.at_end else layout.scatter(values),)
+
+    def scale(self, found: Tensor) -> float:
+        """Values are compared by their size; see `Reader`."""
+        smallest = torch.finfo(found.dtype).tiny
+        return max(float(found.abs().amax()), smallest) if found.numel() else 1.0
