@@ -10,7 +10,7 @@ from pathlib import Path
 from tiny import save_tiny
 
 from trl.cli.arguments import OnlineScriptArguments
-from trl.cli.launch import _accelerate_options
+from trl.cli.launch_words import launch_option_names
 from trl.cli.values import ConversionError, convert
 from trl.data.mixture import DatasetMixtureConfig
 from trl.scripts import grpo, rloo
@@ -66,7 +66,7 @@ def run_trl(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 def option_problems(config: dict[str, object]) -> list[str]:
     """What is wrong with a configuration file for `trl rloo` or `trl grpo`."""
     types = grpo.make_parser()._types | rloo.make_parser()._types
-    others = _accelerate_options() | {"accelerate_config", "env"}
+    others = launch_option_names() | {"accelerate_config", "env"}
     problems = []
     for name, value in config.items():
         if name not in types:

@@ -116,5 +116,5 @@ def test_a_mistake_is_one_line(folder, first):
     # Importing bitsandbytes says that a kernel is missing.
     (line,) = [x for x in done.stderr.splitlines() if "gemm_4bit_forward" not in x]
     assert line.startswith("trl rloo: error: ")
-    assert "num_generations=3" in line
+    assert "--num_generations 3" in line
     assert "Nearest legal" in line

@@ -11,8 +11,18 @@ from online_runs import make_trainer
 from transformers import TrainerCallback
 from workspace import environment, write_inputs
 
-from trl.cli.exit import INTERRUPTED, check_output_dir, tell_success, telling_the_end
+from trl.cli.exit import (
+    INTERRUPTED,
+    as_command_line,
+    check_output_dir,
+    describe,
+    one_line_errors,
+    tell_success,
+)
+from trl.scripts import rloo
 from trl.trainer.callbacks import RichProgressCallback
+
+PARSER = rloo.make_parser()
 
 
 class Stop(TrainerCallback):
@@ -39,7 +49,7 @@ def train(folder, error, step, **changes):
     options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1} | changes
     trainer = make_trainer(folder, callbacks=[bar, Stop(error, step)], **options)
     try:
-        with telling_the_end("trl rloo", trainer):
+        with one_line_errors(PARSER, trainer):
             trainer.train()
     finally:
         assert bar._drawing is None
@@ -61,21 +71,58 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys):
 def test_without_a_checkpoint_and_without_a_trainer(tmp_path, capsys):
     with pytest.raises(SystemExit):
         train(tmp_path, KeyboardInterrupt(), 0, save_strategy="no")
-    with pytest.raises(SystemExit), telling_the_end("trl rloo"):
+    with pytest.raises(SystemExit), one_line_errors(PARSER):
         raise KeyboardInterrupt
     first, second = [x for x in capsys.readouterr().err.splitlines() if "interrupted" in x]
     assert first.endswith(f"after 0 of 3 steps. There is no checkpoint in {tmp_path}.")
     assert second == "trl rloo: interrupted before training began."
 
 
-def test_an_error_after_some_steps_has_a_note(tmp_path):
-    with pytest.raises(ZeroDivisionError, match="x") as error:
-        train(tmp_path, ZeroDivisionError("x"), 1)
-    (note,) = error.value.__notes__
-    assert note.startswith("This was after 1 of 3 steps. The newest checkpoint is ")
-    with pytest.raises(ZeroDivisionError) as error:
-        train(tmp_path / "other", ZeroDivisionError("x"), 0)
-    assert not hasattr(error.value, "__notes__")
+def test_an_error_is_one_line_and_its_trace_is_kept(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        train(tmp_path, ZeroDivisionError("beta=0.1 is\nno good"), 1)
+    assert end.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == (
+        "trl rloo: error: ZeroDivisionError: --beta 0.1 is no good This was after 1 of 3 steps. "
+        f"The newest checkpoint is {tmp_path / 'checkpoint-1'}; to go on from there, repeat the "
+        f"command with --resume_from_checkpoint true. The trace is in {tmp_path / 'error.txt'}."
+    )
+    trace = (tmp_path / "error.txt").read_text()
+    assert trace.startswith("Traceback") and "on_step_begin" in trace
+
+
+def test_debugging_shows_the_trace(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError, match="x"):
+        train(tmp_path, ZeroDivisionError("x"), 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("a\n b"), "a b"),
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+        (KeyError("x"), "KeyError: 'x'"),
+        (RuntimeError(), "RuntimeError"),
+    ],
+)
+def test_an_error_in_one_line(error, text):
+    assert describe(error) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("num_generations=3 must divide", "--num_generations 3 must divide"),
+        ("report_to='wandb' needs it.", "--report_to 'wandb' needs it."),
+        ("Set use_cpu=True.", "Set --use_cpu true."),
+        ("beta=0.5, top_k=None; x=1.", "--beta 0.5, --top_k none; x=1."),
+        ("--beta=0.1 and my_beta=3 and beta", "--beta=0.1 and my_beta=3 and beta"),
+    ],
+)
+def test_options_are_spelled_as_on_the_command_line(text, shown):
+    assert as_command_line(text, PARSER.names) == shown
 
 
 def test_success_says_where_the_model_is(tmp_path, capsys):

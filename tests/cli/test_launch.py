@@ -10,9 +10,11 @@ from accelerate.commands.launch import launch_command_parser
 from tiny import save_tiny
 
 from trl.cli import launch
+from trl.cli.commands import COMMANDS
 from trl.scripts import rloo
 from trl.trainer.rloo_config import RLOOConfig
 
+NEEDED = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "r"]
 CONFIGS = sorted(
     p.stem for p in (Path(launch.__file__).parents[1] / "accelerate_configs").iterdir()
 )
@@ -217,6 +219,22 @@ def test_cpu_with_several_processes():
     assert theirs.num_processes == 2
 
 
+@pytest.mark.parametrize("number", ["0", "-2"])
+def test_there_is_at_least_one_process(number):
+    with pytest.raises(ValueError, match=f"^--num_processes {number}: at least one is needed"):
+        split("--num_processes", number)
+
+
+def test_one_precision():
+    """Workers that are told of two would end with the error of an engine."""
+    zero3 = ["--accelerate_config", "zero3", "--num_processes", "1"]
+    assert split(*zero3)[1].mixed_precision is None  # that of the configuration: bf16
+    assert split(*zero3, "--bf16", "false")[1].mixed_precision == "no"
+    assert split(*zero3, "--bf16", "false", "--fp16")[1].mixed_precision is None
+    with pytest.raises(ValueError, match="--mixed_precision bf16 contradicts --bf16 false"):
+        split(*zero3, "--bf16", "false", "--mixed_precision", "bf16")
+
+
 def test_a_strategy_is_not_overruled():
     _, theirs = split("--num_processes", "2", "--use_deepspeed")
     assert theirs.use_deepspeed
@@ -228,7 +246,8 @@ def test_the_workers_build_the_training_configuration(started):
     with pytest.raises(ValueError, match="num_generations"):
         RLOOConfig("out", **batch, use_cpu=True)  # one process cannot hold a group
     words = [word for name, value in batch.items() for word in (f"--{name}", str(value))]
-    launch.launch("rloo", [*words, "--num_processes", "8"])
+    words += NEEDED
+    COMMANDS["rloo"].run([*words, "--num_processes", "8"])
     (call,) = started
     assert (call.training_script, call.module) == ("trl.scripts.rloo", True)
     assert call.training_script_args == words
@@ -236,7 +255,7 @@ def test_the_workers_build_the_training_configuration(started):
 
 
 def test_help_starts_nothing(started, capsys):
-    launch.launch("grpo", ["--output_dir", "out", "--help"])
+    COMMANDS["grpo"].run(["--output_dir", "out", "--help"])
     assert "usage: trl grpo" in capsys.readouterr().out
     assert started == []
 
@@ -247,7 +266,7 @@ def test_an_unusable_file_is_one_line(tmp_path, capsys, started, text):
     if text is not None:
         path.write_text(text)
     with pytest.raises(SystemExit) as end:
-        launch.launch("rloo", ["--config", str(path)])
+        COMMANDS["rloo"].run(["--config", str(path)])
     error = capsys.readouterr().err
     assert end.value.code == 2
     assert error.startswith("trl rloo: error: ")
@@ -262,7 +281,7 @@ def test_an_unusable_file_is_one_line(tmp_path, capsys, started, text):
 def test_deepspeed_must_be_installed(started, monkeypatch, capsys, words):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(SystemExit) as end:
-        launch.launch("rloo", ["--output_dir", "out", *words])
+        COMMANDS["rloo"].run([*NEEDED, *words])
     assert end.value.code == 2
     assert capsys.readouterr().err == (
         "trl rloo: error: Training with DeepSpeed needs the package `deepspeed`, which is not "
@@ -271,12 +290,12 @@ def test_deepspeed_must_be_installed(started, monkeypatch, capsys, words):
     assert started == []
 
 
-STRATEGIES = ["--output_dir", "out", "--use_deepspeed", "--use_fsdp"]
+STRATEGIES = [*NEEDED, "--use_deepspeed", "--use_fsdp"]
 
 
 def test_what_accelerate_refuses_is_one_line(capsys):
     with pytest.raises(SystemExit) as end:
-        launch.launch("rloo", STRATEGIES)
+        COMMANDS["rloo"].run(STRATEGIES)
     error = capsys.readouterr().err
     assert end.value.code == 2
     assert error.startswith("trl rloo: error: You can only use one of")
@@ -286,7 +305,7 @@ def test_what_accelerate_refuses_is_one_line(capsys):
 def test_debugging_shows_where(monkeypatch):
     monkeypatch.setenv("TRL_DEBUG", "1")
     with pytest.raises(ValueError, match="You can only use one of"):
-        launch.launch("rloo", STRATEGIES)
+        COMMANDS["rloo"].run(STRATEGIES)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +334,7 @@ def test_a_plan_starts_nothing(started, tmp_path, capsys, in_file):
     words = ["--model_name_or_path", model, "--use_cpu", "--num_processes", "2"]
     path = write(tmp_path / "c.yaml", plan=True, longest_prompt=9)
     words += ["--config", path] if in_file else ["--plan", "--longest_prompt", "9"]
-    launch.launch("grpo", [*words, "--loss_type", "grpo"])
+    COMMANDS["grpo"].run([*words, "--loss_type", "grpo"])
     shown = capsys.readouterr().out
     assert started == []
     assert "Peak: " in shown
@@ -351,7 +370,7 @@ def test_what_the_launcher_was_told(words, expected):
 def test_a_plan_may_have_the_time_of_a_step(capsys, tmp_path):
     model = save_tiny(tmp_path / "model")
     words = ["--model_name_or_path", model, "--use_cpu", "--plan", "--step_time", "h100"]
-    launch.launch("rloo", [*words, "--accelerate_config", "zero3", "--num_processes", "2"])
+    COMMANDS["rloo"].run([*words, "--accelerate_config", "zero3", "--num_processes", "2"])
     shown = capsys.readouterr().out
     assert "Ranks: 2, ZeRO-3" in shown
     assert "989 TFLOP/s" in shown

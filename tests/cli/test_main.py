@@ -7,10 +7,15 @@ import pytest
 from workspace import run_python, run_trl
 
 import trl
-from trl.cli.main import OTHERS, TRAINING, main
+from trl.cli.commands import COMMANDS
+from trl.cli.main import main
 
 COMPLETION = {"step": 0, "group": 0, "prompt": "a", "completion": "b", "finish": "stop"}
 COMPLETION |= {"rewards": {"exact": 1.0}, "reward": 1.0, "advantage": 0.5}
+MISSING = """try:
+    main(['rloo', '--num_generation', '2', '--beta', 'x', '--num_processes', '2', '--loss_type'])
+except SystemExit as end: assert end.code == 2
+"""
 HEAVY = "print(sorted({'torch', 'transformers', 'datasets', 'accelerate'} & set(sys.modules)))"
 
 
@@ -18,8 +23,8 @@ HEAVY = "print(sorted({'torch', 'transformers', 'datasets', 'accelerate'} & set(
 def test_help_lists_every_command(words, capsys):
     main(words)
     lines = capsys.readouterr().out.splitlines()
-    for name, text in (TRAINING | OTHERS).items():
-        assert f"  {name:<12} {text}" in lines
+    for name, command in COMMANDS.items():
+        assert f"  {name:<12} {command.summary}" in lines
 
 
 def test_version(capsys):
@@ -39,6 +44,14 @@ def test_unknown_command(command, hint, capsys):
         main([command])
     assert end.value.code == 2
     assert capsys.readouterr().err == f"trl: error: unknown command {command!r}. {hint}\n"
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_commands_that_are_not_there_yet(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--model_name_or_path", "x"])
+    error = capsys.readouterr().err
+    assert error.startswith(f"trl: error: `trl {command}` is not part of this release. Commands: ")
 
 
 @pytest.mark.parametrize("command", ["rloo", "grpo", "memory-plan", "vllm-serve", "completions"])
@@ -71,12 +84,15 @@ def test_an_interrupt_is_no_traceback(monkeypatch):
         "from trl.cli.main import main; main(['--help'])",
         "from trl.cli.main import main; main(['--version'])",
         "from trl.cli.main import main; main(['completions', 'c.jsonl'])",
+        "from trl.cli.main import main; main(['rloo', '--help'])",
+        "from trl.cli.main import main; main(['grpo', '--help-all'])",
+        f"from trl.cli.main import main\n{MISSING}\n",
     ],
-    ids=["import", "help", "version", "completions"],
+    ids=["import", "help", "version", "completions", "options", "all options", "mistakes"],
 )
 def test_nothing_heavy_is_loaded(code, tmp_path):
     (tmp_path / "c.jsonl").write_text(json.dumps(COMPLETION))
-    done = run_python(["-c", f"import sys; {code}; {HEAVY}"], tmp_path)
+    done = run_python(["-c", f"import sys; {code}\n{HEAVY}"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
 

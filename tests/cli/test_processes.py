@@ -9,6 +9,9 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from trl.cli import launch, processes
+from trl.cli.commands import TRAINING
+
+PARSER = TRAINING["rloo"].option_parser()
 
 SLOW = """
 import time
@@ -83,7 +86,7 @@ def test_the_status_of_workers_is_passed_on(monkeypatch, capsys, workers, status
 
     monkeypatch.setattr(launch, "launch_command", fail)
     with pytest.raises(SystemExit) as end:
-        launch.launch("rloo", ["--output_dir", "out"])
+        launch.launch("rloo", PARSER, ["--output_dir", "out"])
     rank = 0 if workers == "one" else 1
     code, words = {
         2: (2, ""),
@@ -113,6 +116,6 @@ def test_a_signal_to_the_launcher(monkeypatch, capsys, error, code, words):
 
     monkeypatch.setattr(launch, "launch_command", fail)
     with pytest.raises(SystemExit) as end:
-        launch.launch("rloo", ["--output_dir", "out"])
+        launch.launch("rloo", PARSER, ["--output_dir", "out"])
     assert end.value.code == code
     assert capsys.readouterr().err.startswith(words)

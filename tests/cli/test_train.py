@@ -7,19 +7,17 @@ from datasets import Dataset
 from workspace import write_inputs
 
 from trl.cli.arguments import OnlineScriptArguments, ScriptArguments
+from trl.cli.exit import MAIN_RANK_FIRST
 from trl.cli.train import (
-    PATIENCE,
     _resume,
     load_data,
-    make_online_parser,
     reward_functions,
-    run_online,
+    run_training,
     take_split,
 )
 from trl.data.mixture import DatasetMixtureConfig
 from trl.rewards import accuracy_reward, think_format_reward
 from trl.scripts import rloo
-from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 
@@ -96,7 +94,7 @@ def test_resume(given, expected):
 
 
 def test_options_in_order():
-    parser = make_online_parser("rloo", RLOOConfig)
+    parser = rloo.make_parser()
     names = [kind.__name__ for kind in parser.dataclass_types]
     assert names == ["OnlineScriptArguments", "RLOOConfig", "ModelConfig", "DatasetMixtureConfig"]
     assert parser.prog == "trl rloo"
@@ -135,7 +133,7 @@ def inputs(tmp_path_factory):
         ({"eval_strategy": "epoch"}, "--dataset_test_split test: the dataset has"),
         ({"num_generation": 4}, "unknown option --num_generation (closest: --num_generations"),
         ({"num_generations": "four"}, "--num_generations: 'four' is no integer."),
-        ({"num_generations": 3}, "num_generations=3"),
+        ({"num_generations": 3}, "--num_generations 3"),
         ({"load_in_4bit": "true", "load_in_8bit": "true"}, "exclude each other"),
         ({"loss_type": "dapo"}, "an option of `trl grpo`)."),
         ({"output_dir": __file__}, f"--output_dir {__file__}: nothing can be written in"),
@@ -146,7 +144,7 @@ def inputs(tmp_path_factory):
 def test_mistakes_are_one_line(inputs, tmp_path, monkeypatch, capsys, changes, part):
     monkeypatch.setattr("sys.argv", command(inputs, **({"output_dir": tmp_path} | changes)))
     with pytest.raises(SystemExit) as end:
-        run_online(rloo.make_parser(), RLOOTrainer)
+        run_training(rloo.make_parser(), RLOOTrainer)
     lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert end.value.code == 2
     assert len(lines) == 1
@@ -165,7 +163,7 @@ def test_a_damaged_model_is_one_line(inputs, tmp_path, monkeypatch, capsys, dama
         (model / "config.json").write_text(json.dumps(config | {"hidden_size": 128}))
     monkeypatch.setattr("sys.argv", command(inputs, model_name_or_path=model))
     with pytest.raises(SystemExit) as end:
-        run_online(rloo.make_parser(), RLOOTrainer)
+        run_training(rloo.make_parser(), RLOOTrainer)
     assert end.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     words = {"weights": f"The weights of {model} are damaged: ", "size": "ignore_mismatched_sizes"}
@@ -178,7 +176,7 @@ def test_resuming_from_the_newest_checkpoint_or_a_path(inputs, tmp_path, monkeyp
         options = {"output_dir": tmp_path, "save_strategy": "steps", "save_steps": 1} | changes
         options |= {"num_generations": 2, "per_device_train_batch_size": 2}
         monkeypatch.setattr("sys.argv", command(inputs, **options))
-        run_online(rloo.make_parser(), RLOOTrainer)
+        run_training(rloo.make_parser(), RLOOTrainer)
 
     train()
     train(max_steps=2, resume_from_checkpoint="true")
@@ -203,9 +201,9 @@ def test_other_processes_leave_reporting_to_the_main_one(inputs, monkeypatch, ca
     monkeypatch.setattr("sys.argv", command(inputs, reward_funcs=None))
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit) as end:
-        run_online(rloo.make_parser(), RLOOTrainer)
+        run_training(rloo.make_parser(), RLOOTrainer)
     assert end.value.code == 2
-    assert waits == [(PATIENCE, "")]
+    assert waits == [(MAIN_RANK_FIRST, "")]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("trl rloo: error: Nothing rewards")
     assert line.endswith(" (process 1)")
@@ -216,7 +214,7 @@ def test_a_misspelled_key_of_the_file_is_reported_by_workers_too(inputs, monkeyp
     path.write_text("num_processes: 2\naccelerate_config: multi_cpu\nbetta: 1\n")
     monkeypatch.setattr("sys.argv", command(inputs, config=path))
     with pytest.raises(SystemExit) as end:
-        run_online(rloo.make_parser(), RLOOTrainer)
+        run_training(rloo.make_parser(), RLOOTrainer)
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"trl rloo: error: {path}: unknown key betta (closest: beta")
@@ -227,7 +225,7 @@ def test_a_misspelled_key_of_the_file_is_reported_by_workers_too(inputs, monkeyp
 def test_workers_told_to_plan_do_not_train(inputs, monkeypatch, capsys, rank, prints):
     monkeypatch.setattr("sys.argv", command(inputs, plan="true", reward_funcs=None))
     monkeypatch.setenv("RANK", str(rank))
-    run_online(rloo.make_parser(), RLOOTrainer)
+    run_training(rloo.make_parser(), RLOOTrainer)
     shown = capsys.readouterr().out
     assert ("Peak: " in shown) is prints
     assert not (inputs / "out").exists()
@@ -237,14 +235,14 @@ def test_debugging_shows_where(inputs, monkeypatch):
     monkeypatch.setattr("sys.argv", command(inputs, reward_funcs=None))
     monkeypatch.setenv("TRL_DEBUG", "1")
     with pytest.raises(ValueError, match="Nothing rewards"):
-        run_online(rloo.make_parser(), RLOOTrainer)
+        run_training(rloo.make_parser(), RLOOTrainer)
 
 
 def test_a_run_saves_its_model(inputs, monkeypatch, capsys):
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr("sys.argv", command(inputs))
-    run_online(rloo.make_parser(), RLOOTrainer)
+    run_training(rloo.make_parser(), RLOOTrainer)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"1 of 1 steps are done; the model is in {inputs / 'out'}."
     saved = AutoModelForCausalLM.from_pretrained(inputs / "out")

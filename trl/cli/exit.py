@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
-from collections.abc import Iterator
+import time
+import traceback
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -13,6 +16,10 @@ from typing import Any
 
 from ..trainer.base.checkpoint import checkpoints_in
 from .main import INTERRUPTED
+from .parser import OptionParser
+from .processes import MISTAKE
+
+MAIN_RANK_FIRST = 30.0  # seconds in which the main process should meet a mistake that others met
 
 
 def rank() -> int:
@@ -21,13 +28,14 @@ def rank() -> int:
 
 
 @contextmanager
-def telling_the_end(program: str, trainer: Any = None) -> Iterator[None]:
-    """Say how to go on with what is interrupted or fails inside.
+def one_line_errors(parser: OptionParser, trainer: Any = None) -> Iterator[None]:
+    """Turn what goes wrong inside into one line that says how to go on.
 
-    Ctrl-C becomes one line and status 130. Other errors are raised with a note.
+    Ctrl-C ends the process with status 130, an error with 2. The trace of an error is shown if the
+    environment has TRL_DEBUG=1. If it came up while training, it is written to a file, too.
 
     Args:
-        program (`str`): such as "trl rloo".
+        parser: knows the command and its options.
         trainer (`OnlineTrainer`, *optional*): what is trained; None before there is one.
     """
     try:
@@ -35,12 +43,55 @@ def telling_the_end(program: str, trainer: Any = None) -> Iterator[None]:
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next one ends this process at once
         if rank() == 0:
-            print(f"{program}: interrupted {_place(trainer)}", file=sys.stderr, flush=True)
+            print(f"{parser.prog}: interrupted {_place(trainer)}", file=sys.stderr, flush=True)
         raise SystemExit(INTERRUPTED) from None
     except Exception as error:
-        if trainer is not None and trainer.state.global_step > 0:
-            error.add_note(f"This was {_place(trainer)}")
-        raise
+        if os.environ.get("TRL_DEBUG") == "1":
+            raise
+        words = [as_command_line(describe(error), parser.names)]
+        if trainer is not None:
+            words += [f"This was {_place(trainer)}"] if trainer.state.global_step else []
+            words += [_keep_trace(Path(trainer.args.output_dir))]
+        _report(parser.prog, " ".join(filter(None, words)))
+        raise SystemExit(MISTAKE) from None
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line, with its kind if the words alone do not say what it is."""
+    text = " ".join(str(error).split())
+    plain = isinstance(error, (ValueError, TypeError, ImportError, OSError, RuntimeError))
+    return text if plain and text else f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+def as_command_line(text: str, names: Iterable[str]) -> str:
+    """Spell options in a message of Python, such as `beta=0.1`, as on the command line."""
+    known = "|".join(sorted(names, key=len, reverse=True))
+    values = r"""('[^']*'|"[^"]*"|\{[^}]*\}|\([^)]*\)|\[[^\]]*\]|[-+\w/]+(?:\.\w+)*)"""
+
+    def spelled(found: re.Match[str]) -> str:
+        value = {"True": "true", "False": "false", "None": "none"}.get(found[2], found[2])
+        return f"--{found[1]} {value}"
+
+    return re.sub(rf"(?<![\w.-])({known})={values}", spelled, text) if known else text
+
+
+def _report(program: str, text: str) -> None:
+    """Print a mistake once: the main process does, and its end is the end of the others."""
+    number = rank()
+    if number > 0:
+        time.sleep(MAIN_RANK_FIRST)
+    where = f" (process {number})" if number > 0 else ""
+    print(f"{program}: error: {text}{where}", file=sys.stderr, flush=True)
+
+
+def _keep_trace(folder: Path) -> str:
+    """Write the trace of the error that is being handled; say where."""
+    file = folder / (f"error-{rank()}.txt" if rank() else "error.txt")
+    try:
+        file.write_text(traceback.format_exc(), encoding="utf-8")
+    except OSError:
+        return ""
+    return f"The trace is in {file}."
 
 
 def _place(trainer: Any) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
-import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from .options import Option, OptionClass
 
 TITLES = {
     "PlanArguments": "what is planned",
@@ -36,34 +36,36 @@ class OptionHelp(argparse.HelpFormatter):
         return super()._format_action_invocation(shown)
 
 
-def option_groups(
-    dataclass_types: Iterable[type],
-) -> list[tuple[str, list[tuple[type, dataclasses.Field]]]]:
+def option_groups(classes: Iterable[OptionClass]) -> list[tuple[str, list[Option]]]:
     """Sort the options of dataclasses by the class that declares them.
 
     Returns:
-        Title and options of each group, an option with the dataclass it is taken from: first those
-        of each dataclass and of its bases in the same package, then those of other packages.
+        Title and options of each group: first those of each dataclass and of its bases in the same
+        package, then those of other packages.
     """
-    groups: dict[type, list[tuple[type, dataclasses.Field]]] = {}
-    foreign: dict[type, bool] = {}
+    groups: dict[str, list[Option]] = {}
+    foreign: dict[str, bool] = {}
     seen: set[str] = set()
-    for kind in dataclass_types:
-        left = {x.name: x for x in dataclasses.fields(kind) if x.init and x.name not in seen}
-        seen |= left.keys()
-        for owner in kind.__mro__:
-            names = [name for name in inspect.get_annotations(owner) if name in left]
-            if names:
-                groups.setdefault(owner, []).extend((kind, left.pop(name)) for name in names)
-                foreign.setdefault(owner, _package(owner) != _package(kind))
+    for kind in classes:
+        for option in kind.options:
+            if option.name not in seen:
+                seen.add(option.name)
+                groups.setdefault(option.owner, []).append(option)
+                foreign.setdefault(option.owner, option.package != kind.package)
     return [(title(owner), groups[owner]) for owner in sorted(groups, key=foreign.__getitem__)]
 
 
-def title(kind: type) -> str:
+def title(owner: str) -> str:
     """What the options of a class are called."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", kind.__name__).lower()
-    return TITLES.get(kind.__name__, words)
+    return TITLES.get(owner, re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", owner).lower())
 
 
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
+def short_help(parser: argparse.ArgumentParser, groups: Mapping[str, Iterable[str]]) -> str:
+    """Help on some options, in sections with a title."""
+    named = {action.dest: action for action in reversed(parser._actions)}
+    formatter = parser._get_formatter()
+    for name, options in groups.items():
+        formatter.start_section(name)
+        formatter.add_arguments([named[option] for option in options])
+        formatter.end_section()
+    return formatter.format_help()

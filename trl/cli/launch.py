@@ -23,8 +23,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ..imports import is_available, require
 from .config_file import read_config
+from .launch_words import check_launch_options, launch_option_names, option_name
 from .main import INTERRUPTED
-from .parser import TrlParser, as_words
+from .parser import OptionParser, as_words
 from .processes import end_like, ending_workers
 
 # What accelerate would otherwise guess, and warn about, when it has no configuration.
@@ -41,20 +42,17 @@ NAMED_NO = {"mixed_precision", "dynamo_backend"}  # YAML makes a boolean of thei
 STRATEGIES = {"multi_gpu", "use_deepspeed", "use_fsdp", "tpu", "use_megatron_lm"}
 
 
-def launch(command: str, words: list[str]) -> None:
+def launch(command: str, parser: OptionParser, words: list[str]) -> None:
     """Start the workers of a training command and wait for them.
 
     Args:
         command (`str`): name of a module of `trl.scripts`.
+        parser: knows the options of the command.
         words (`list[str]`): its options and those of `accelerate launch`, mixed.
 
     Raises:
         SystemExit: with the status of the workers, or 2 for unusable options.
     """
-    parser: TrlParser = import_module(f"trl.scripts.{command}").make_parser()
-    if {"-h", "--help"} & set(words):
-        parser.print_help()
-        return
     try:
         _start(command, parser, words)
     except KeyboardInterrupt:
@@ -72,7 +70,7 @@ def launch(command: str, words: list[str]) -> None:
         parser.error(" ".join(str(error).split()))
 
 
-def _start(command: str, parser: TrlParser, words: list[str]) -> None:
+def _start(command: str, parser: OptionParser, words: list[str]) -> None:
     values = parser.read(words)[0]
     if values.get("plan"):
         import_module("trl.cli.memory_plan").main([*words, "--method", command])
@@ -97,7 +95,7 @@ def _check_packages(values: dict[str, Any], launcher: list[str]) -> None:
         require("deepspeed", "Training with DeepSpeed")
 
 
-def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
+def split(parser: OptionParser, words: list[str]) -> tuple[list[str], list[str]]:
     """Tell the options of the script from those of `accelerate launch`.
 
     Args:
@@ -114,7 +112,7 @@ def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
     ours: list[str] = []
     theirs: list[str] = []
     for option, values in _groups(words):
-        (ours if parser.knows(_name(option)) else theirs).extend([option, *values])
+        (ours if parser.knows(option_name(option)) else theirs).extend([option, *values])
     given, _, extra = parser.read(ours)
     if extra:
         raise ValueError(f"{parser.unknown(extra)}.")
@@ -123,8 +121,28 @@ def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
     if "--cpu" in theirs:
         ours = [*ours, "--use_cpu"]
     check_launch_options(parser, theirs)
-    _parsed(theirs)
+    found = _parsed(theirs)
+    if found.num_processes is not None and found.num_processes < 1:
+        raise ValueError(f"--num_processes {found.num_processes}: at least one is needed.")
+    theirs = _in_one_precision(given, theirs, found.mixed_precision)
     return ours, _with_defaults(theirs, on_cpu="--cpu" in theirs or bool(given.get("use_cpu")))
+
+
+def _in_one_precision(
+    given: dict[str, Any], launcher: list[str], precision: str | None
+) -> list[str]:
+    """Let `--bf16 false` win over what a configuration of accelerate says.
+
+    Raises:
+        ValueError: if `--mixed_precision` asks for what is switched off.
+    """
+    if precision in ("bf16", "fp16") and given.get(precision) is False:
+        raise ValueError(
+            f"--mixed_precision {precision} contradicts --{precision} false; leave one of them out."
+        )
+    if given.get("bf16") is False and not given.get("fp16") and precision is None:
+        return [*launcher, "--mixed_precision", "no"]
+    return launcher
 
 
 def launch_options(launcher: list[str]) -> dict[str, Any]:
@@ -138,7 +156,7 @@ def launch_options(launcher: list[str]) -> dict[str, Any]:
     found = _parsed(launcher)
     file = found.config_file or (default_config_file if os.path.isfile(default_config_file) else "")
     options = _options_of_config(load_config_from_file(file)) if file else {}
-    given = {_name(word) for word, _ in _groups(launcher)} & vars(found).keys()
+    given = {option_name(word) for word, _ in _groups(launcher)} & vars(found).keys()
     if given & STRATEGIES:
         options |= dict.fromkeys(STRATEGIES, False)
     options |= {name: getattr(found, name) for name in given}
@@ -161,19 +179,7 @@ def num_processes(launcher: list[str]) -> int:
     return int(launch_options(launcher)["num_processes"])
 
 
-def check_launch_options(parser: TrlParser, words: list[str]) -> None:
-    """Check words that are no options of the script.
-
-    Raises:
-        ValueError: for one that is no option of `accelerate launch` either.
-    """
-    legal = _accelerate_options()
-    unknown = [word for word in words if word.startswith("--") and _name(word) not in legal]
-    if unknown:
-        raise ValueError(f"{parser.unknown(unknown, sorted(legal))}.")
-
-
-def _entries_of_file(parser: TrlParser, words: list[str], ours: set[str]) -> dict[str, Any]:
+def _entries_of_file(parser: OptionParser, words: list[str], ours: set[str]) -> dict[str, Any]:
     """What the configuration file holds besides options of the script."""
     path = vars(parser.parse_known_args(words)[0]).get("config")
     config = read_config(path) if path else {}
@@ -182,7 +188,7 @@ def _entries_of_file(parser: TrlParser, words: list[str], ours: set[str]) -> dic
 
 def _words_of_file(values: dict[str, Any]) -> list[str]:
     """Write what the file holds for `accelerate launch` as words; null stands for nothing."""
-    legal = _accelerate_options()
+    legal = launch_option_names()
     flags = {name for name, action in _accelerate_actions().items() if action.nargs == 0}
     words: list[str] = []
     for name, value in values.items():
@@ -206,18 +212,10 @@ def _groups(words: list[str]) -> list[tuple[str, list[str]]]:
     return groups
 
 
-def _name(option: str) -> str:
-    return option.removeprefix("--").split("=")[0].replace("-", "_")
-
-
-def _accelerate_options() -> set[str]:
-    return {"accelerate_config", *_accelerate_actions()}
-
-
 def _accelerate_actions() -> dict[str, argparse.Action]:
     actions: list[argparse.Action] = launch_command_parser()._actions
     named = {word: action for action in actions for word in action.option_strings}
-    return {_name(word): action for word, action in named.items() if word.startswith("--")}
+    return {option_name(word): action for word, action in named.items() if word.startswith("--")}
 
 
 def _resolve_accelerate_config(words: list[str]) -> list[str]:
@@ -225,7 +223,7 @@ def _resolve_accelerate_config(words: list[str]) -> list[str]:
     rest: list[str] = []
     path = None
     for option, values in _groups(words):
-        if _name(option) != "accelerate_config":
+        if option_name(option) != "accelerate_config":
             rest += [option, *values]
             continue
         given = option.split("=", 1)[1] if "=" in option else next(iter(values), None)
@@ -253,7 +251,7 @@ def _accelerate_config(given: str | None) -> str:
 
 def _with_defaults(words: list[str], on_cpu: bool) -> list[str]:
     """Say what a single machine without a configuration means, so that nothing is guessed."""
-    given = {_name(word) for word in words if word.startswith("--")}
+    given = {option_name(word) for word in words if word.startswith("--")}
     if "config_file" in given or os.path.isfile(default_config_file):
         return words
     defaults = SINGLE_MACHINE | {"num_processes": 1 if on_cpu else _devices()}

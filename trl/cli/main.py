@@ -5,17 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 from importlib import import_module
-from typing import NoReturn
 
-from ..text import did_you_mean
-
-TRAINING = {"rloo": "train with RLOO", "grpo": "train with GRPO"}
-OTHERS = {
-    "memory-plan": "print how much memory a training command would take",
-    "vllm-serve": "serve a model with vLLM for vllm_mode='server'",
-    "completions": "show the completions a run wrote",
-    "env": "print versions for a bug report",
-}
+from .commands import COMMANDS, unknown_command
 
 INTERRUPTED = 128 + signal.SIGINT  # status of what Ctrl-C has ended
 
@@ -38,24 +29,16 @@ def _run(words: list[str]) -> None:
         print(_help())
     elif command == "--version":
         print(import_module("trl").__version__)
-    elif command in TRAINING:
-        import_module("trl.cli.launch").launch(command, rest)
-    elif command in OTHERS:
-        import_module(f"trl.cli.{command.replace('-', '_')}").main(rest)
+    elif command in COMMANDS:
+        COMMANDS[command].run(rest)
     else:
-        _unknown(command)
+        print(f"trl: error: {unknown_command(command)}", file=sys.stderr)
+        raise SystemExit(2)
 
 
 def _help() -> str:
     lines = ["usage: trl COMMAND [options]", "", "commands:"]
-    lines += [f"  {name:<12} {text}" for name, text in (TRAINING | OTHERS).items()]
+    lines += [f"  {command.name:<12} {command.summary}" for command in COMMANDS.values()]
     lines += ["", "options:", "  --version    print the version"]
     lines += ["", "`trl COMMAND --help` lists the options of a command."]
     return "\n".join(lines)
-
-
-def _unknown(command: str) -> NoReturn:
-    names = [*TRAINING, *OTHERS]
-    hint = did_you_mean(command, names, otherwise=f" Commands: {', '.join(names)}.")
-    print(f"trl: error: unknown command {command!r}.{hint}", file=sys.stderr)
-    raise SystemExit(2)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from typing import NoReturn
 
 import psutil
@@ -58,3 +61,16 @@ def end_like(parser: ArgumentParser, rank: int, status: int) -> NoReturn:
 def _send(worker: psutil.Process, number: signal.Signals) -> None:
     with suppress(psutil.NoSuchProcess):
         worker.send_signal(number)
+
+
+def warn_of_missing_ranks() -> None:
+    """Say that `accelerate launch --num_processes N` started one process, for want of GPUs."""
+    words = psutil.Process().parent().cmdline() if "WORLD_SIZE" not in os.environ else []
+    wanted = dict(pairwise(words)).get("--num_processes", "1")
+    if "launch" in words and wanted.isdigit() and int(wanted) > 1:
+        print(
+            f"accelerate launch --num_processes {wanted} has started one process, because there "
+            f"are no GPUs. For {wanted} processes on CPUs add --multi_gpu, or use `trl COMMAND "
+            f"--num_processes {wanted}`.",
+            file=sys.stderr,
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,43 +11,30 @@ from safetensors import SafetensorError
 
 from ..data.files import load_dataset_source
 from ..data.mixture import DatasetMixtureConfig, get_dataset
-from ..trainer.model_config import ModelConfig, get_peft_config, get_quantization_config
+from ..trainer.model_config import get_peft_config, get_quantization_config
 from .arguments import OnlineScriptArguments, ScriptArguments
-from .exit import check_output_dir, rank, tell_success, telling_the_end
-from .launch import check_launch_options
+from .exit import check_output_dir, one_line_errors, rank, tell_success
+from .launch_words import check_launch_options
 from .parser import TrlParser
+from .processes import warn_of_missing_ranks
 from .reward_lookup import find_reward
-
-PATIENCE = 30.0  # seconds in which the main process should meet a mistake that others met
 
 # torch and transformers have no other type for weights that do not fit, or too little memory.
 USER_ERRORS = (ValueError, TypeError, ImportError, OSError, RuntimeError)
 
 
-def make_online_parser(command: str, config_class: type) -> TrlParser:
-    """The options of a script that trains an online method."""
-    types = (OnlineScriptArguments, config_class, ModelConfig, DatasetMixtureConfig)
-    return TrlParser(types, prog=f"trl {command}")
-
-
-def run_online(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
+def run_training(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
     """Train as the command line says.
 
-    Mistakes in options and inputs end the process with one line and status 2; TRL_DEBUG=1 shows
-    where they were found.
+    What goes wrong ends the process with one line and status 2; TRL_DEBUG=1 shows where.
     """
-    with telling_the_end(parser.prog):
-        try:
-            if _shows_plan(parser):
-                return
-            trainer, script, training = _prepare(parser, trainer_class)
-            checkpoint = trainer.find_checkpoint(_resume(training.resume_from_checkpoint))
-        except USER_ERRORS as error:
-            if os.environ.get("TRL_DEBUG") == "1":
-                raise
-            _report(parser.prog, error)
-            raise SystemExit(2) from None
-    with telling_the_end(parser.prog, trainer):
+    with one_line_errors(parser):
+        warn_of_missing_ranks()
+        if _shows_plan(parser):
+            return
+        trainer, script, training = _prepare(parser, trainer_class)
+        checkpoint = trainer.find_checkpoint(_resume(training.resume_from_checkpoint))
+    with one_line_errors(parser, trainer):
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model(training.output_dir)
         tell_success(trainer)
@@ -71,15 +57,6 @@ def _shows_plan(parser: TrlParser) -> bool:
     return True
 
 
-def _report(program: str, error: Exception) -> None:
-    """Print a mistake once: the main process does, and its end is the end of the others."""
-    number = rank()
-    if number > 0:
-        time.sleep(PATIENCE)
-    where = f" (process {number})" if number > 0 else ""
-    print(f"{program}: error: {' '.join(str(error).split())}{where}", file=sys.stderr, flush=True)
-
-
 def _prepare(parser: TrlParser, trainer_class: Callable[..., Any]) -> tuple[Any, Any, Any]:
     values, from_file, unknown = parser.read()
     if unknown:
@@ -90,7 +67,9 @@ def _prepare(parser: TrlParser, trainer_class: Callable[..., Any]) -> tuple[Any,
         raise ValueError("--model_name_or_path is required.")
     if rank() == 0:
         check_output_dir(training.output_dir)
-    functions = reward_functions(script)
+    sources = {}
+    if isinstance(script, OnlineScriptArguments):
+        sources = {"reward_funcs": reward_functions(script)}
     dataset = load_data(script, mixture)
     init_kwargs = {
         "revision": model.model_revision,
@@ -102,8 +81,8 @@ def _prepare(parser: TrlParser, trainer_class: Callable[..., Any]) -> tuple[Any,
     try:
         trainer = trainer_class(
             model=model.model_name_or_path,
-            reward_funcs=functions,
             args=training,
+            **sources,
             train_dataset=take_split(dataset, script.dataset_train_split, "--dataset_train_split"),
             eval_dataset=take_split(dataset, script.dataset_test_split, "--dataset_test_split")
             if evaluates
@@ -112,7 +91,7 @@ def _prepare(parser: TrlParser, trainer_class: Callable[..., Any]) -> tuple[Any,
             peft_config=get_peft_config(model),
         )
     except SafetensorError as error:
-        names = [model.model_name_or_path, script.reward_model_name_or_path or ""]
+        names = [model.model_name_or_path, getattr(script, "reward_model_name_or_path", None)]
         raise ValueError(
             f"The weights of {' or '.join(filter(None, names))} are damaged: {error}."
         ) from error

@@ -6,9 +6,6 @@ import difflib
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 
-TRAINING = ("rloo", "grpo")
-COMMANDS = (*TRAINING, "memory-plan", "completions", "vllm-serve")
-
 
 def describe_unknown(
     names: Iterable[str], legal: Iterable[str], keys: Mapping[str, str], program: str
@@ -50,10 +47,11 @@ def _command_with(name: str, program: str) -> str | None:
     """The command of this package that has an option which `program` does not have."""
     if not program.startswith("trl "):
         return None
-    for command in COMMANDS:
-        home = "scripts" if command in TRAINING else "cli"
-        module = import_module(f"trl.{home}.{command.replace('-', '_')}")
-        action = module.make_parser()._option_string_actions.get(f"--{name}")
+    # Commands have parsers, which tell of unknown options: this import would be circular above.
+    for command in import_module(f"{__package__}.commands").COMMANDS.values():
+        if command.name == "env":
+            continue
+        action = command.option_parser()._option_string_actions.get(f"--{name}")
         if action is not None and action.dest == name:  # no_x has the destination x
-            return command
+            return command.name
     return None

@@ -1,0 +1,192 @@
+"""The commands of `trl`. A new one is an entry here; nothing heavy is imported to list them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pydoc import locate
+from typing import Any
+
+from ..text import did_you_mean
+from .help import short_help
+from .launch_words import launch_option_names, unknown_options
+from .options import options_of_source
+from .parser import OptionParser, TrlParser, required
+
+
+@dataclass(frozen=True)
+class Command:
+    """A module `trl.cli.NAME` with `main(words)`, and with `make_parser()` if it has options.
+
+    Args:
+        name (`str`): what a user writes.
+        summary (`str`): what it does, for `trl --help`.
+    """
+
+    name: str
+    summary: str
+
+    def run(self, words: list[str]) -> None:
+        """Do what the words after the name say."""
+        import_module(self.module).main(words)
+
+    @property
+    def module(self) -> str:
+        """Where it is."""
+        return f"trl.cli.{self.name.replace('-', '_')}"
+
+    def option_parser(self) -> Any:
+        """The options of the command, to look names up."""
+        return import_module(self.module).make_parser()
+
+
+@dataclass(frozen=True)
+class PlanCommand(Command):
+    """`trl memory-plan`, whose options are looked up in its source."""
+
+    def option_parser(self) -> OptionParser:
+        """The options of its own."""
+        return OptionParser([options_of_source(f"{self.module}.PlanArguments")])
+
+
+@dataclass(frozen=True)
+class TrainingCommand(Command):
+    """A command whose workers are started through `accelerate launch`, from `trl.scripts.NAME`.
+
+    Args:
+        config, trainer, arguments (`str`): the paths of its classes.
+        needed: options that must be given; of several in a tuple, one must be.
+        common: further options that `--help` lists.
+        example (`str`): options of a run, for `--help`.
+    """
+
+    config: str
+    trainer: str
+    arguments: str
+    needed: tuple[tuple[str, ...], ...]
+    common: tuple[str, ...]
+    example: str
+
+    @property
+    def _classes(self) -> tuple[str, ...]:
+        model, mixture = "trl.trainer.model_config.ModelConfig", "trl.data.mixture"
+        return self.arguments, self.config, model, f"{mixture}.DatasetMixtureConfig"
+
+    def make_parser(self) -> TrlParser:
+        """A parser that builds the dataclasses; imports them."""
+        return TrlParser(tuple(map(locate, self._classes)), prog=f"trl {self.name}")
+
+    def option_parser(self) -> OptionParser:
+        """A parser of the same options, which imports nothing heavy."""
+        return OptionParser(list(map(options_of_source, self._classes)), prog=f"trl {self.name}")
+
+    def run(self, words: list[str]) -> None:
+        """Show help, tell of all mistakes in the words at once, or start the workers."""
+        parser = self.option_parser()
+        if "--help-all" in words:
+            parser.print_help()
+        elif {"-h", "--help"} & set(words):
+            print(self.help(parser))
+        else:
+            try:
+                mistakes = self.mistakes(parser, words)
+            except (ValueError, OSError) as error:  # of the configuration file
+                parser.error(" ".join(str(error).split()))
+            if mistakes:
+                parser.error(f"{' '.join(mistakes)} `trl {self.name} --help` has an example.")
+            import_module("trl.cli.launch").launch(self.name, parser, words)
+
+    def mistakes(self, parser: OptionParser, words: Sequence[str]) -> list[str]:
+        """Find unknown and missing options, and values that do not fit.
+
+        Raises:
+            ValueError, OSError: if the configuration file cannot be used.
+        """
+        values, from_file, rest = parser.collect(words)
+        values, found = parser.convert(values)
+        if values.get("plan"):
+            return []  # the plan has further options, and tells of mistakes in all of them
+        extra = unknown_options([*from_file, *rest])
+        if extra:
+            found.insert(0, f"{parser.unknown(extra, sorted(launch_option_names()))}.")
+        missing = [names for names in self.needed if not any(values.get(x) for x in names)]
+        words = [first + "".join(f" (or --{x})" for x in others) for first, *others in missing]
+        return [*found, required(words)] if words else found
+
+    def help(self, parser: OptionParser) -> str:
+        """The options that a first run needs."""
+        groups = {
+            "required": [name for names in self.needed for name in names],
+            "common": self.common,
+        }
+        return "\n".join(
+            [
+                f"usage: trl {self.name} [options]\n\n{self.summary}\n\nexample:",
+                f"  trl {self.name} {self.example}\n",
+                short_help(parser, groups),
+                f"`trl {self.name} --help-all` lists all {len(parser.names)} options. Options of "
+                "`accelerate launch`, such as\n--num_processes 2, may stand among them.",
+            ]
+        )
+
+    def work(self) -> None:
+        """Train as the words of this process say, as one of the workers."""
+        if {"-h", "--help", "--help-all"} & set(sys.argv):
+            self.run(sys.argv[1:])
+            raise SystemExit(0)
+        parser, trainer = self.make_parser(), locate(self.trainer)
+        import_module("trl.cli.train").run_training(parser, trainer)
+
+
+def _online(name: str, title: str, common: tuple[str, ...]) -> TrainingCommand:
+    return TrainingCommand(
+        name,
+        f"train with {title}",
+        config=f"trl.trainer.{name}_config.{title}Config",
+        trainer=f"trl.trainer.{name}_trainer.{title}Trainer",
+        arguments="trl.cli.arguments.OnlineScriptArguments",
+        needed=(
+            ("model_name_or_path",),
+            ("dataset_name", "datasets"),
+            ("reward_funcs", "reward_model_name_or_path"),
+        ),
+        common=(
+            *("output_dir", "num_generations", *common, "learning_rate", "max_steps"),
+            *("per_device_train_batch_size", "gradient_accumulation_steps", "temperature"),
+            *("max_completion_length", "use_peft", "use_vllm", "report_to", "plan", "config"),
+        ),
+        example="--model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/DeepMath-103K \\\n"
+        "    --reward_funcs accuracy_reward --output_dir output",
+    )
+
+
+TRAINING: dict[str, TrainingCommand] = {
+    command.name: command
+    for command in (
+        _online("rloo", "RLOO", ("beta",)),
+        _online("grpo", "GRPO", ("beta", "loss_type", "scale_rewards")),
+    )
+}
+COMMANDS: dict[str, Command] = TRAINING | {
+    command.name: command
+    for command in (
+        PlanCommand("memory-plan", "print how much memory a training command would take"),
+        Command("vllm-serve", "serve a model with vLLM for vllm_mode='server'"),
+        Command("completions", "show the completions a run wrote"),
+        Command("env", "print versions for a bug report"),
+    )
+}
+
+# Commands of Hugging Face TRL that this release does not have.
+ABSENT = ("sft", "dpo", "kto", "reward", "distillation")
+
+
+def unknown_command(name: str) -> str:
+    """Say that there is no such command, and which was meant."""
+    names = ", ".join(COMMANDS)
+    if name in ABSENT:
+        return f"`trl {name}` is not part of this release. Commands: {names}."
+    hint = did_you_mean(name, COMMANDS, otherwise=f" Commands: {names}.")
+    return f"unknown command {name!r}.{hint}"
