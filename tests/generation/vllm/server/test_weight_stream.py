@@ -1,5 +1,6 @@
 """Weights between members of a group, in one process and over gloo."""
 
+import dataclasses
 import threading
 import time
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from trl.generation.vllm.server.meeting import Door, Meeting, Peer, TransferError, join
+from trl.generation.vllm.server.waiting import Deadline
 from trl.generation.vllm.server.weight_stream import WeightGroup, nothing
 
 CPU = torch.device("cpu")
@@ -146,6 +148,57 @@ def test_a_receiver_that_leaves_is_an_error_of_no_rank_of_training(meeting):
     with pytest.raises(TransferError) as caught:
         send_for_long(host)
     assert not _is_lost(caught.value)
+
+
+class StandIn:
+    """What torch's NCCL group does with its store, on CPUs: members who know its identity meet."""
+
+    class Options:
+        pass
+
+    boards = {}  # what was broadcast, by identity and number
+
+    def __init__(self, store, rank, size, options):
+        self.store, self.rank, self.count = store, rank, 0
+        assert options._timeout.total_seconds() == 10
+
+    def broadcast(self, tensors, options):
+        assert options.rootRank == 0
+        if self.rank == 0 and not self.count:
+            self.store.set("0", bytes(range(128, 256)))
+        key, self.count = (self.store.get("0"), self.count), self.count + 1
+        if self.rank == 0:
+            self.boards[key] = tensors[0].clone()
+        end = Deadline(5)
+        while key not in self.boards and not end.has_passed:
+            time.sleep(0.001)
+        tensors[0].copy_(self.boards[key])
+        return self
+
+    def is_completed(self):
+        return True
+
+    def wait(self):
+        return True
+
+    def abort(self):
+        pass
+
+
+def test_the_identity_of_a_group_over_nccl_goes_over_proven_connections(meeting, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", StandIn, raising=False)
+    on_gpu, found = dataclasses.replace(meeting, on_gpu=True), []
+    host, receivers = meet(on_gpu, lambda group, rank: found.append(list(group.receive())))
+    for name, weight in WEIGHTS.items():
+        host.send(name, weight, nothing)
+    host.end()
+    for receiver in receivers:
+        receiver.join(5)
+    assert len(found) == 2 and len({key for key, _ in StandIn.boards}) == 1
+    for rows in found:
+        for name, weight, is_whole in rows:
+            assert is_whole and torch.equal(weight, WEIGHTS[name])
+    host.close()
 
 
 @pytest.mark.gpu

@@ -70,6 +70,8 @@ class WeightGroup:
         begun = in_background(lambda: self._start(first))  # returns once all have come
         if self._rank == 0:
             self._wait(lambda: store.check([NCCL_ID]) or begun.done(), nothing)
+            if begun.done():
+                begun.result()  # it failed, or there is nobody else
             self._tell_all(base64.b64encode(store.get(NCCL_ID)).decode())
         self._wait(begun.done, nothing)
         begun.result().wait()
