@@ -23,7 +23,6 @@ import torch
 from datasets import Dataset
 
 import trl
-from trl.generation.base import kept_awake
 from trl.types import Prompts
 
 ROWS = 32  # that an engine is made for
@@ -155,7 +154,7 @@ def measure(trainer: Any, work: dict[str, Any], held: list[int]) -> dict[str, An
             next(trainer.model.parameters()).mul_(1.0)  # so that weights count as moved
         watch = Stopwatch()
         backend.sync_weights(step)
-        with kept_awake(backend):
+        with backend.awake():
             syncs.append(watch.read())
             if step == SYNCS:
                 held.append(used_memory())

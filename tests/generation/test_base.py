@@ -1,14 +1,15 @@
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 from backend_contract import BackendContract, model_logps
 from tiny import tiny_model
 
-from trl.generation.base import cut_at_stop, kept_awake, row_seeds
+from trl.generation.base import cut_at_stop, cut_generations, row_seeds
 from trl.generation.scripted import ScriptedBackend
 from trl.generation.transformers.backend import TransformersBackend
 from trl.generation.transformers.continuous import ContinuousBackend
+from trl.types import Sampling
 
 
 class ModelContract(BackendContract):
@@ -72,19 +73,15 @@ def test_cut_behind_the_first_stop_token():
     assert cut_at_stop([], (7,), 3) == ([], "length")
 
 
-def test_engines_that_sleep_are_kept_awake():
-    class Sleeper:
-        is_awake = False
+def test_engines_that_do_not_sleep_are_always_awake_and_in_sync():
+    backend = TransformersBackend(nullcontext, pad_id=0, device=torch.device("cpu"))
+    backend.sync_weights(3)
+    with backend.awake():
+        assert backend.context is None, "as the policy"
 
-        @contextmanager
-        def awake(self):
-            self.is_awake = True
-            yield
-            self.is_awake = False
 
-    engine = Sleeper()
-    with kept_awake(engine):
-        assert engine.is_awake
-    assert not engine.is_awake
-    with kept_awake(ScriptedBackend(lambda ids, place: ids)):
-        pass
+def test_generations_are_cut():
+    drawing = Sampling(max_tokens=3, stop_ids=(7,))
+    found = cut_generations([[5, 7, 5], [5, 5, 5, 7]], drawing, [[0.0, -1.0], [0.0] * 3])
+    assert found.completion_ids == [[5, 7], [5, 5, 5]] and found.finish == ["stop", "length"]
+    assert found.sampling_logps == [[0.0, -1.0], [0.0] * 3]

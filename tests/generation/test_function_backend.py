@@ -69,11 +69,11 @@ def test_arrays_and_tensors_are_lists():
     [
         ({"logprobs": None}, "returned no logprobs; it must return .* and has prompt_ids"),
         ({"completion_ids": [[30]]}, "completion_ids has 1 rows for 2 prompts"),
-        ({"completion_ids": 5}, "completion_ids is a int; it must be a list with 2 rows"),
+        ({"completion_ids": 5}, "completion_ids is 5; it must be a list"),
         ({"prompt_ids": [[20], []]}, "prompt_ids of row 1 is empty"),
         ({"completion_ids": [[30, 31, 1], ["x"]]}, "completion_ids of row 1 holds 'x'"),
         ({"completion_ids": [[30, 31, 1], [-1]]}, "completion_ids of row 1 holds -1"),
-        ({"completion_ids": [[30, 31, 1], 4]}, "completion_ids of row 1 'int' object"),
+        ({"completion_ids": [[30, 31, 1], 4]}, "completion_ids of row 1 is 4; it must be a list"),
         ({"logprobs": [[-0.1, -0.2], [-0.4]]}, "logprobs of row 0 has 2 entries for 3"),
         ({"logprobs": [[-0.1, -0.2, [-0.3]], [-0.4]]}, "logprobs of row 0 holds \\[-0.3\\]"),
         ({"env_mask": [[1, 1, 1], [2]]}, "env_mask of row 1 holds 2"),

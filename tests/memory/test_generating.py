@@ -7,7 +7,7 @@ import torch
 from tiny import tiny_model
 
 from trl.generation.transformers.backend import TransformersBackend
-from trl.generation.transformers.batch_limits import Limits
+from trl.generation.transformers.batch_limits import BatchLimits
 from trl.generation.transformers.shared_decoding import PREFILL_TOKENS as REAL_PREFILL_TOKENS
 from trl.generation.transformers.shared_decoding import GrowingCache
 from trl.memory.estimate import Estimate
@@ -66,7 +66,7 @@ def decode(model, run, limits):
 def test_peak_of_a_round(changes):
     model = tiny_model("llama", **SHAPE).eval()
     run = settings(2, **changes)
-    measured = decode(model, run, Limits(run.generation_rows))
+    measured = decode(model, run, BatchLimits(run.generation_rows))
     predicted = Estimate(model_size(model.config), run).phases["generation"].total
     assert predicted == pytest.approx(measured, rel=0.1)
 
@@ -91,7 +91,7 @@ def test_rows_in_flight_are_those_of_the_largest_piece(shared, rows, tokens):
     run = run.replace(generation_kv_gb=None if tokens is None else (tokens + 0.5) * each / 1e9)
     cache_bytes = None if tokens is None else (tokens + 0.5) * each
     ids = [[row // run.group_size] * run.prompt for row in range(run.rows)]
-    pieces = list(Limits(rows, cache_bytes).cut(ids, run.completion, model, shared))
+    pieces = list(BatchLimits(rows, cache_bytes).cut(ids, run.completion, model, shared))
     most = max(len(piece) for piece in pieces)
     copies = [len({row // 4 for row in piece}) if shared else len(piece) for piece in pieces]
     found = generation(run, model).in_flight()

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from ..types import FinishReason, Generations, Prompts, Sampling
 
 
-class GenerationBackend(Protocol):
-    """Where completions come from. The trainer knows nothing else about engines."""
+class GenerationBackend(ABC):
+    """Where completions come from. The trainer knows nothing else about engines.
 
-    reports_policy_logps: bool
-    """Whether `sampling_logps` are the policy's own, computed with the weights that train."""
+    Attributes:
+        reports_policy_logps (`bool`): whether `sampling_logps` are the policy's own, computed with
+            the weights that train.
+        context (`int`, *optional*): most tokens of a prompt with its completion. None: as many as
+            the policy sees.
+    """
 
-    def sync_weights(self, step: int) -> None:
-        """Make the engine hold the weights of optimizer step `step`."""
-        ...
+    reports_policy_logps = False
+    context: int | None = None
 
+    def sync_weights(self, step: int) -> None:  # noqa: B027
+        """Make the engine hold the weights of optimizer step `step`, unless it is the policy."""
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Keep an engine that sleeps outside generation awake for several generations in a row."""
+        yield
+
+    @abstractmethod
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
         """Complete every row; rows of one prompt are `group_size` neighbors.
 
@@ -31,19 +43,6 @@ class GenerationBackend(Protocol):
         Returns:
             `Generations`: B completions in the order of the rows.
         """
-        ...
-
-
-def kept_awake(backend: GenerationBackend) -> AbstractContextManager[None]:
-    """Keep an engine that sleeps outside generation awake for several generations in a row."""
-    awake: Callable[[], AbstractContextManager[None]] = getattr(backend, "awake", nullcontext)
-    return awake()
-
-
-def context_of(backend: GenerationBackend) -> int | None:
-    """Most tokens that an engine sees of a prompt with its completion; None: as the policy."""
-    context: int | None = getattr(backend, "context", None)
-    return context
 
 
 def row_seeds(key: Sequence[object], first_row: int, count: int) -> tuple[int, ...]:
@@ -80,3 +79,15 @@ def cut_at_stop(
         if token in stops:
             return kept[: place + 1], "stop"
     return kept, "length"
+
+
+def cut_generations(
+    rows: Sequence[Sequence[int]], sampling: Sampling, logps: list[list[float]] | None = None
+) -> Generations:
+    """Cut each completion as `cut_at_stop` does; `logps` are those of the tokens that are left."""
+    cut = [cut_at_stop(row, sampling.stop_ids, sampling.max_tokens) for row in rows]
+    return Generations(
+        completion_ids=[ids for ids, _ in cut],
+        finish=[reason for _, reason in cut],
+        sampling_logps=logps,
+    )

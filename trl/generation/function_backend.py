@@ -15,7 +15,25 @@ REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 RolloutFunction = Callable[[list[Any], Any], Mapping[str, Any]]
 
 
-class FunctionBackend:
+def _is_token(value: Any) -> bool:
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_whole and int(value) >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real)
+
+
+# What an entry of each key must be, what it is converted to, and its name in messages.
+KINDS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], Any], str]] = {
+    "prompt_ids": (_is_token, int, "a token id"),
+    "completion_ids": (_is_token, int, "a token id"),
+    "logprobs": (_is_number, float, "a number"),
+    "env_mask": (lambda value: value in (0, 1), bool, "0 or 1"),
+}
+
+
+class FunctionBackend(GenerationBackend):
     """Lets a function make the completions: agents, environments, engines of one's own.
 
     The function is called once a round on each rank, as `function(prompts)`, with one prompt for
@@ -34,8 +52,6 @@ class FunctionBackend:
             use as `trainer.backend.engine`.
         ranks (`Ranks`): all processes, which fail together.
     """
-
-    reports_policy_logps = False
 
     def __init__(
         self,
@@ -93,16 +109,21 @@ def _checked(found: Any, count: int) -> dict[str, Any]:
             f"rollout_func returned no {', '.join(missing)}; it must return {', '.join(REQUIRED)}, "
             f"and has {', '.join(map(str, found)) or 'nothing'}."
         )
-    checked: dict[str, Any] = dict.fromkeys(KINDS) | {
-        name: _each(name, _rows(name, found[name], count), KINDS[name])
+    checked: dict[str, Any] = {
+        name: None if found.get(name) is None else _entries(name, _rows(name, found[name], count))
         for name in KINDS
-        if found.get(name) is not None
     }
-    for row, ids in enumerate(checked["prompt_ids"]):
-        if not ids:
+    for row, (prompt, ids) in enumerate(
+        zip(checked["prompt_ids"], checked["completion_ids"], strict=True)
+    ):
+        if not prompt:
             raise ValueError(f"rollout_func: prompt_ids of row {row} is empty.")
-    for name in ("logprobs", "env_mask"):
-        _check_lengths(name, checked[name], checked["completion_ids"])
+        for name in ("logprobs", "env_mask"):
+            if checked[name] is not None and len(checked[name][row]) != len(ids):
+                raise ValueError(
+                    f"rollout_func: {name} of row {row} has {len(checked[name][row])} entries for "
+                    f"{len(ids)} completion tokens."
+                )
     others = {name: value for name, value in found.items() if name not in KINDS}
     return checked | {"columns": _columns(others, count)}
 
@@ -120,61 +141,33 @@ def _is_listed(value: Any) -> bool:
 
 
 def _rows(name: str, values: Any, count: int) -> list[Any]:
+    rows = _listed(name, values)
+    if len(rows) != count:
+        raise ValueError(
+            f"rollout_func: {name} has {len(rows)} rows for {count} prompts; return one for each "
+            "prompt, in their order."
+        )
+    return rows
+
+
+def _listed(what: str, values: Any) -> list[Any]:
     if hasattr(values, "tolist"):  # tensors and arrays
         values = values.tolist()
     if not isinstance(values, (list, tuple)):
-        kind = type(values).__name__
-        raise ValueError(f"rollout_func: {name} is a {kind}; it must be a list with {count} rows.")
-    if len(values) != count:
-        raise ValueError(
-            f"rollout_func: {name} has {len(values)} rows for {count} prompts; return one for each "
-            "prompt, in their order."
-        )
+        raise ValueError(f"rollout_func: {what} is {values!r:.60}; it must be a list.")
     return list(values)
 
 
-def _each(name: str, rows: Sequence[Any], convert: Callable[[Any], Any]) -> list[list[Any]]:
+def _entries(name: str, rows: Sequence[Any]) -> list[list[Any]]:
     """Convert the entries of each row."""
-    converted = []
+    fits, convert, words = KINDS[name]
+    found = []
     for row, values in enumerate(rows):
-        values = values.tolist() if hasattr(values, "tolist") else values
-        try:
-            converted.append([convert(value) for value in values])
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"rollout_func: {name} of row {row} {error}.") from None
-    return converted
-
-
-def _token(value: Any) -> int:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"holds {value!r:.60}, which is not a token id")
-    return int(value)
-
-
-def _number(value: Any) -> float:
-    if not isinstance(value, numbers.Real):
-        raise ValueError(f"holds {value!r:.60}; it must be one number for each token")
-    return float(value)
-
-
-def _flag(value: Any) -> bool:
-    if value not in (0, 1):
-        raise ValueError(f"holds {value!r:.60}; it must be 0 or 1 for each token")
-    return bool(value)
-
-
-KINDS: dict[str, Callable[[Any], Any]] = {
-    "prompt_ids": _token,
-    "completion_ids": _token,
-    "logprobs": _number,
-    "env_mask": _flag,
-}
-
-
-def _check_lengths(name: str, rows: Sequence[Any] | None, completions: Sequence[Any]) -> None:
-    for row, (values, ids) in enumerate(zip(rows or completions, completions, strict=True)):
-        if len(values) != len(ids):
-            raise ValueError(
-                f"rollout_func: {name} of row {row} has {len(values)} entries for {len(ids)} "
-                "completion tokens."
-            )
+        values = _listed(f"{name} of row {row}", values)
+        for value in values:
+            if not fits(value):
+                raise ValueError(
+                    f"rollout_func: {name} of row {row} holds {value!r:.60}, which is not {words}."
+                )
+        found.append([convert(value) for value in values])
+    return found

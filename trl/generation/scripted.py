@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..types import Generations, Prompts, Sampling
-from .base import cut_at_stop
+from .base import GenerationBackend, cut_generations
 
 Script = Callable[[Sequence[int], int], Sequence[int]]
 
 
-class ScriptedBackend:
+class ScriptedBackend(GenerationBackend):
     """Returns completions from a function of the prompt's ids and the row's place in its group.
 
     Args:
@@ -18,8 +18,6 @@ class ScriptedBackend:
             token. What follows the first stop token is dropped.
         first_row: index over all ranks of this rank's first row, for groups that span ranks.
     """
-
-    reports_policy_logps = False
 
     def __init__(self, script: Script, first_row: Callable[[int], int] = lambda count: 0):
         self._script = script
@@ -35,14 +33,5 @@ class ScriptedBackend:
         """Replay completions; see `GenerationBackend`."""
         self.calls.append(sampling)
         start = self._first_row(len(prompts))
-        cut = [
-            cut_at_stop(
-                self._script(ids, (start + row) % group_size),
-                sampling.stop_ids,
-                sampling.max_tokens,
-            )
-            for row, ids in enumerate(prompts.token_ids)
-        ]
-        return Generations(
-            completion_ids=[ids for ids, _ in cut], finish=[reason for _, reason in cut]
-        )
+        rows = enumerate(prompts.token_ids, start)
+        return cut_generations([self._script(ids, row % group_size) for row, ids in rows], sampling)

@@ -1,5 +1,4 @@
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from tool_chat import END, STOPS, add, call, fail, ids, spell, tool_tokenizer, u
 
 from trl.data.tool_template import ToolTurns
 from trl.distributed import Ranks
+from trl.generation.base import GenerationBackend
 from trl.generation.function_backend import FunctionBackend
 from trl.generation.scripted import ScriptedBackend
 from trl.generation.tools.calls import CallParser
@@ -173,7 +173,7 @@ def test_without_calls_completions_are_those_of_the_engine():
 def test_a_real_engine_goes_on_behind_an_answer():
     """Tokens and log-probabilities of the second turn are those of the model on all before it."""
 
-    class Starts:
+    class Starts(GenerationBackend):
         """An engine whose first turn is a call, whatever it draws."""
 
         reports_policy_logps = True
@@ -232,13 +232,11 @@ def work(rank: int, port: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-class Together(SimpleNamespace):
+class Together(GenerationBackend):
     """An engine whose call is a collective."""
 
-    reports_policy_logps = False
-
     def __init__(self, engine, ranks):
-        super().__init__(engine=engine, ranks=ranks)
+        self.engine, self.ranks = engine, ranks
 
     def generate(self, given, drawn, group_size):
         self.ranks.gather_objects(len(given))

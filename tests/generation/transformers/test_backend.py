@@ -5,7 +5,7 @@ import torch
 from tiny import tiny_model
 
 from trl.generation.transformers.backend import TransformersBackend, merge_extra
-from trl.generation.transformers.batch_limits import Limits
+from trl.generation.transformers.batch_limits import BatchLimits
 from trl.memory.probes import TensorBytes
 from trl.types import Prompts, Sampling
 
@@ -61,9 +61,9 @@ def most_bytes(count, limits):
 
 
 def test_a_large_group_decodes_in_the_memory_of_a_small_one():
-    few = most_bytes(2, Limits(rows=2))
-    assert most_bytes(32, Limits(rows=2)) <= 1.02 * few
-    assert most_bytes(32, Limits()) > 2 * few
+    few = most_bytes(2, BatchLimits(rows=2))
+    assert most_bytes(32, BatchLimits(rows=2)) <= 1.02 * few
+    assert most_bytes(32, BatchLimits()) > 2 * few
 
 
 def test_matches_sampling_one_token_at_a_time():

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tiny import tiny_model
 from transformers import DynamicCache
 
-from trl.generation.transformers.batch_limits import Limits, cache_bytes_per_token
+from trl.generation.transformers.batch_limits import BatchLimits, cache_bytes_per_token
 
 MODEL = tiny_model()
 TOKEN = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, head size, bytes of float32
@@ -41,7 +41,7 @@ def test_bytes_of_the_tiny_model():
     ],
 )
 def test_bounded_rows(rows, pieces):
-    assert cut(Limits(rows=rows), [A] * 4 + [B] * 3) == pieces
+    assert cut(BatchLimits(rows=rows), [A] * 4 + [B] * 3) == pieces
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,11 @@ def test_bounded_rows(rows, pieces):
     ],
 )
 def test_bounded_bytes(tokens, shared, pieces):
-    assert cut(Limits(cache_bytes=tokens * TOKEN), [A] * 4 + [B] * 3, shared) == pieces
+    assert cut(BatchLimits(cache_bytes=tokens * TOKEN), [A] * 4 + [B] * 3, shared) == pieces
 
 
 def test_no_rows_are_no_pieces():
-    assert cut(Limits(), []) == [] and cut(Limits(2, 1e9), []) == []
+    assert cut(BatchLimits(), []) == [] and cut(BatchLimits(2, 1e9), []) == []
 
 
 @settings(deadline=None, max_examples=200)
@@ -85,7 +85,7 @@ def test_pieces_are_in_order_within_bounds_and_no_smaller_than_needed(
         within = tokens is None or size <= tokens
         return stop - start == 1 or (within and (rows is None or stop - start <= rows))
 
-    limits = Limits(rows, None if tokens is None else tokens * TOKEN)
+    limits = BatchLimits(rows, None if tokens is None else tokens * TOKEN)
     pieces = cut(limits, prompts, shared)
     assert [row for start, stop in pieces for row in range(start, stop)] == [*range(len(prompts))]
     assert all(fits(start, stop) for start, stop in pieces)

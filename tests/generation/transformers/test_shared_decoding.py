@@ -9,7 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from trl.generation.transformers import shared_decoding
 from trl.generation.transformers.backend import TransformersBackend
-from trl.generation.transformers.batch_limits import Limits
+from trl.generation.transformers.batch_limits import BatchLimits
 from trl.generation.transformers.sampler import NonFiniteLogitsError, RowSampler
 from trl.generation.transformers.shared_decoding import GrowingCache, SharedDecoder
 from trl.models.lm_head import HeadFinder, cast_head_to_float32
@@ -130,10 +130,10 @@ def test_padded_rows_give_the_same_tokens(changes):
 
 
 PIECES = [
-    {"limits": Limits(rows=1)},
-    {"limits": Limits(rows=2)},
-    {"limits": Limits(rows=4)},
-    {"limits": Limits(cache_bytes=20_000)},
+    {"limits": BatchLimits(rows=1)},
+    {"limits": BatchLimits(rows=2)},
+    {"limits": BatchLimits(rows=4)},
+    {"limits": BatchLimits(cache_bytes=20_000)},
     {"chunk": 95},
     {"chunk": 200},
     {"chunk": 0},
@@ -159,7 +159,9 @@ def test_a_model_without_a_distribution_is_an_error(shared, bad):
     with pytest.raises(NonFiniteLogitsError, match="logits of row 3, 4, 8 are NaN"):
         complete(model, sampling(), shared_prefix=shared)
     with pytest.raises(NonFiniteLogitsError, match="logits of row 4 are NaN"):
-        complete(model, sampling(), shared_prefix=shared, limits=Limits(rows=2), attempt=from_4)
+        complete(
+            model, sampling(), shared_prefix=shared, limits=BatchLimits(rows=2), attempt=from_4
+        )
 
 
 def from_4(count, complete):

@@ -13,8 +13,8 @@ from tiny import tiny_model
 
 from trl.distributed import RankError, Ranks
 from trl.generation.transformers.backend import TransformersBackend
-from trl.generation.transformers.batch_limits import Limits
-from trl.generation.transformers.synced_forward import Lockstep
+from trl.generation.transformers.batch_limits import BatchLimits
+from trl.generation.transformers.synced_forward import SyncedForward
 from trl.types import Prompts, Sampling
 
 ONE = torch.tensor([[3]])
@@ -66,7 +66,7 @@ def generations(rank, ranks=None):
         lambda: nullcontext(model.eval()),
         pad_id=0,
         device=torch.device("cpu"),
-        limits=Limits(rows=2),
+        limits=BatchLimits(rows=2),
         shared_prefix=rank < 2,
         ranks=ranks,
         in_step=ranks is not None,
@@ -85,7 +85,7 @@ def work(rank: int, folder: str) -> None:
     ranks = Ranks(Accelerator(cpu=True))
     generated = generations(rank, ranks)
     assert generated.sampling_logps is None
-    lockstep = Lockstep(ranks, torch.device("cpu"))
+    lockstep = SyncedForward(ranks, torch.device("cpu"))
     model, found = decoder(), {"generated": generated.completion_ids}
     for name, parts in CASES.items():
         Layer.calls = 0
@@ -129,7 +129,7 @@ def test_unequal_work_failures_and_what_comes_after(tmp_path):
 
 
 def test_a_forward_that_failed_is_not_followed_by_another():
-    lockstep = Lockstep(Ranks(), torch.device("cpu"))
+    lockstep = SyncedForward(Ranks(), torch.device("cpu"))
     model = tiny_model().model
     with pytest.raises(ValueError, match="shared_prefix=False"), lockstep.over(model):
         swallowed_failure(model)
@@ -139,7 +139,7 @@ def test_a_forward_that_failed_is_not_followed_by_another():
 
 def test_one_process_runs_what_it_asks_for():
     model = tiny_model().model
-    with Lockstep(Ranks(), torch.device("cpu")).over(model):
+    with SyncedForward(Ranks(), torch.device("cpu")).over(model):
         forwards(3)(model)
-    with pytest.raises(RankError), Lockstep(Ranks(), torch.device("cpu")).over(model):
+    with pytest.raises(RankError), SyncedForward(Ranks(), torch.device("cpu")).over(model):
         raise RankError

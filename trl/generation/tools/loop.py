@@ -9,7 +9,7 @@ from typing import Any
 from ...data.tool_template import ToolTurns
 from ...distributed import Ranks
 from ...types import FinishReason, Generations, Prompts, Sampling
-from ..base import GenerationBackend, kept_awake, row_seeds
+from ..base import GenerationBackend, row_seeds
 from .calls import CallParser, ToolCall
 from .runner import ToolResult, ToolRunner
 
@@ -71,7 +71,7 @@ class _Row:
         self.turns += [result.as_message() for result in results]
 
 
-class ToolLoop:
+class ToolLoop(GenerationBackend):
     """A backend that lets another one go on after each tool call.
 
     Tokens go from the engine into the next prompt as they are; only the tools' answers are
@@ -120,7 +120,7 @@ class ToolLoop:
         seeds = sampling.seeds or [None] * len(prompts)
         texts = zip(prompts.token_ids, prompts.messages, seeds, strict=True)
         rows = [_Row(list(ids), message, seed) for ids, message, seed in texts]
-        with kept_awake(self.engine):
+        with self.engine.awake():
             self._run(rows, sampling, group_size)
         return _joined(rows)
 

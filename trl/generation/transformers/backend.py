@@ -18,12 +18,12 @@ from ...ops.masking import pad_ragged
 from ...progress import finish
 from ...text import did_you_mean
 from ...types import Generations, Prompts, Sampling
-from ..base import cut_at_stop
-from .batch_limits import Limits
+from ..base import GenerationBackend, cut_generations
+from .batch_limits import BatchLimits
 from .decoding_check import decoding_comparison
 from .sampler import RowSampler, check_rows, rows_from
 from .shared_decoding import SharedDecoder
-from .synced_forward import Lockstep
+from .synced_forward import SyncedForward
 
 Complete = Callable[[Prompts, Sampling], Generations]
 Attempt = Callable[[int, Callable[[range], Generations]], list[Generations]]
@@ -75,11 +75,11 @@ def _check_names(options: Mapping[str, Any]) -> None:
             raise ValueError(f"generation_kwargs[{name!r}] cannot be used in training.")
         if name not in known and name not in NAMED:
             hint = did_you_mean(name, known | set(NAMED))
-            raise ValueError(f"generation_kwargs[{name!r}] is no generation option.{hint}")
+            raise ValueError(f"generation_kwargs[{name!r}] is not a generation option.{hint}")
 
 
-class TransformersBackend:
-    """Generates with the policy, in pieces of bounded size.
+class TransformersBackend(GenerationBackend):
+    """Generates with the policy, in batches of bounded size.
 
     Each prompt is computed once for all its completions, which then decode on one copy of its keys
     and values. Models that cannot do so, and options that only `generate` of transformers knows,
@@ -92,7 +92,7 @@ class TransformersBackend:
         cache_implementation (`str`, *optional*): kind of key-value cache of padded rows.
         shared_prefix (`bool`): False: padded rows.
         chunk (`int`, *optional*): logits held at once. None: a measured default; 0: all rows'.
-        limits (`Limits`, *optional*): rows and cache bytes held at once.
+        limits (`BatchLimits`, *optional*): rows and cache bytes held at once.
         ranks (`Ranks`, *optional*): all processes, which then fail together.
         in_step (`bool`): whether all ranks must run the policy's layers equally often.
         attempt (*optional*): called with a number of rows and what completes some of them; returns
@@ -110,7 +110,7 @@ class TransformersBackend:
         cache_implementation: str | None = None,
         shared_prefix: bool = True,
         chunk: int | None = None,
-        limits: Limits | None = None,
+        limits: BatchLimits | None = None,
         ranks: Ranks | None = None,
         in_step: bool = False,
         attempt: Attempt = lambda count, complete: [complete(range(count))] if count else [],
@@ -119,15 +119,12 @@ class TransformersBackend:
         self._pad_id = pad_id
         self._device = device
         self._cache_implementation = cache_implementation
-        self._limits = limits or Limits()
+        self._limits = limits or BatchLimits()
         self._heads = HeadFinder(1.0, chunk)
         self._ranks = ranks or Ranks()
-        self._lockstep = Lockstep(self._ranks, device) if in_step else None
+        self._synced = SyncedForward(self._ranks, device) if in_step else None
         self._attempt = attempt
         self._check = LayoutCheck(shared_prefix)
-
-    def sync_weights(self, step: int) -> None:
-        """Nothing to do: the policy that trains is the one that generates."""
 
     @torch.no_grad()
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
@@ -146,9 +143,9 @@ class TransformersBackend:
         return found
 
     def _with_others(self, model: Any) -> AbstractContextManager[None]:
-        if self._lockstep is None:
+        if self._synced is None:
             return self._ranks.together("generation")
-        return self._lockstep.over(causal_model(model).base_model)
+        return self._synced.over(causal_model(model).base_model)
 
     def _complete(self, model: Any, prompts: Prompts, sampling: Sampling) -> Generations:
         sampling, rest = merge_extra(sampling)
@@ -171,7 +168,7 @@ class TransformersBackend:
     def _shared(self, decode: SharedDecoder) -> Complete:
         def complete(prompts: Prompts, sampling: Sampling) -> Generations:
             ids, logps = decode(prompts.token_ids, sampling.seeds or ())
-            return _finished(ids, sampling, logps)
+            return cut_generations(ids, sampling, logps)
 
         return complete
 
@@ -189,7 +186,7 @@ class TransformersBackend:
             for sampler in drawing:
                 check_rows(sampler.is_bad)
             finish(len(prompts))
-            return _finished(output[:, ids.shape[1] :].tolist(), sampling)
+            return cut_generations(output[:, ids.shape[1] :].tolist(), sampling)
 
         return complete
 
@@ -205,17 +202,6 @@ class TransformersBackend:
             "disable_compile": True,
         }
         return GenerationConfig(**options | rest)
-
-
-def _finished(
-    rows: list[list[int]], sampling: Sampling, logps: list[list[float]] | None = None
-) -> Generations:
-    cut = [cut_at_stop(row, sampling.stop_ids, sampling.max_tokens) for row in rows]
-    return Generations(
-        completion_ids=[ids for ids, _ in cut],
-        finish=[reason for _, reason in cut],
-        sampling_logps=logps,
-    )
 
 
 def _seeds(sampling: Sampling, rows: range) -> Sampling:

@@ -10,7 +10,7 @@ from ...models.unwrap import causal_model
 
 
 @dataclass(frozen=True)
-class Limits:
+class BatchLimits:
     """Bounds of what one call holds; None means no bound.
 
     Args:

@@ -20,7 +20,7 @@ from ...models.unwrap import causal_model
 from ...progress import finish
 from ...text import did_you_mean
 from ...types import Generations, Prompts, Sampling
-from ..base import cut_at_stop
+from ..base import GenerationBackend, cut_generations
 from .backend import merge_extra
 from .sampler import check_rows, pick, uniforms, warpers, without_choice
 
@@ -40,12 +40,12 @@ def check_options(options: Mapping[str, Any]) -> None:
         if name not in known:
             hint = did_you_mean(name, known)
             raise ValueError(
-                f"transformers_continuous_batching_config[{name!r}] is no option of "
+                f"transformers_continuous_batching_config[{name!r}] is not an option of "
                 f"ContinuousBatchingConfig.{hint}"
             )
 
 
-class ContinuousBackend:
+class ContinuousBackend(GenerationBackend):
     """Generates with the policy; rows enter and leave the running batch one by one.
 
     Each row draws from its own random stream, as with `TransformersBackend`: what a row becomes
@@ -62,8 +62,6 @@ class ContinuousBackend:
         ValueError: as `check_options`.
     """
 
-    reports_policy_logps = False
-
     def __init__(
         self,
         policy: Callable[[], AbstractContextManager[Any]],
@@ -77,9 +75,6 @@ class ContinuousBackend:
         self._options = dict(options or {})
         self._ranks = ranks or Ranks()
         check_options(self._options)
-
-    def sync_weights(self, step: int) -> None:
-        """Nothing to do: the policy that trains is the one that generates."""
 
     @torch.no_grad()
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
@@ -98,10 +93,7 @@ class ContinuousBackend:
             model = causal_model(policy)
             with _without_autocast(model):
                 rows = self._run(model, prompts.token_ids, sampling, greedy)
-        cut = [cut_at_stop(row, sampling.stop_ids, sampling.max_tokens) for row in rows]
-        return Generations(
-            completion_ids=[ids for ids, _ in cut], finish=[reason for _, reason in cut]
-        )
+        return cut_generations(rows, sampling)
 
     def _run(
         self, model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, greedy: bool

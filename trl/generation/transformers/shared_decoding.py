@@ -7,8 +7,8 @@ a step, each with its own short cache; logits exist for a few rows at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,22 +107,47 @@ class Prefix:
         return Prefix(layers, self.hidden)
 
 
-@dataclass
 class _Rows:
-    """What the rows of a batch wrote, and which of them go on."""
+    """The unfinished rows of a batch, in order, and what all rows wrote.
 
-    prompts: list[tuple[int, ...]]
-    numbers: list[int]  # rows that are not finished, in the order of the batch
-    written: list[list[int]]
-    logps: list[list[float]]
+    The device knows all that a step needs of m unfinished rows, so nothing has to be brought there.
 
-    @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]]) -> _Rows:
-        """All rows at their beginning."""
-        count = range(len(prompts))
-        return cls(
-            [tuple(ids) for ids in prompts], list(count), [[] for _ in count], [[] for _ in count]
-        )
+    Args:
+        prompts: token ids of each row.
+        draws (`Tensor` (m, steps), *optional*): random numbers. None: greedy.
+        is_penalized (`bool`): whether tokens seen before become less likely.
+        device (`torch.device`): of the model.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        draws: Tensor | None,
+        is_penalized: bool,
+        device: torch.device,
+    ):
+        self.prompts = [tuple(ids) for ids in prompts]
+        self.numbers = list(range(len(prompts)))  # of the unfinished rows
+        self.written: list[list[int]] = [[] for _ in prompts]
+        self.logps: list[list[float]] = [[] for _ in prompts]
+        lengths = list(map(len, prompts))
+        self.lengths = torch.tensor(lengths).to(device, non_blocking=True)  # (m,) of the prompts
+        self.draws = None if draws is None else draws.to(device, non_blocking=True)
+        self.seen = None  # (m, w) ids that are penalized; short prompts repeat their first one
+        if is_penalized:
+            seen = [[*ids, *[ids[0]] * (max(lengths) - len(ids))] for ids in prompts]
+            self.seen = torch.tensor(seen).to(device, non_blocking=True)
+
+    def see(self, tokens: Tensor) -> None:
+        """Add a token (m,) of each row to those that are penalized."""
+        if self.seen is not None:
+            self.seen = torch.cat([self.seen, tokens[:, None]], 1)
+
+    def keep(self, places: Tensor) -> None:
+        """Drop from the device all rows but those that `note` said go on."""
+        self.lengths = self.lengths[places]
+        self.draws = None if self.draws is None else self.draws[places]
+        self.seen = None if self.seen is None else self.seen[places]
 
     def note(
         self, tokens: Sequence[float], logps: Sequence[float], stops: Sequence[int]
@@ -156,37 +181,6 @@ class _Rows:
             else:
                 found.append((prompt, slice(place, place + 1)))
         return found
-
-
-@dataclass(frozen=True)
-class _State:
-    """What the device knows of m unfinished rows, so that no step has to bring it there."""
-
-    lengths: Tensor  # (m,) of the prompts
-    draws: Tensor | None  # (m, steps) random numbers; None: greedy
-    seen: Tensor | None  # (m, w) ids that are penalized; short prompts repeat their first one
-
-    @classmethod
-    def of(
-        cls, prompts: Sequence[Sequence[int]], draws: Tensor | None, is_penalized: bool
-    ) -> _State:
-        """Rows that wrote nothing yet."""
-        lengths = [len(ids) for ids in prompts]
-        if not is_penalized:
-            return cls(torch.tensor(lengths), draws, None)
-        seen = [[*ids, *[ids[0]] * (max(lengths) - len(ids))] for ids in prompts]
-        return cls(torch.tensor(lengths), draws, torch.tensor(seen))
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> _State:
-        """Change each tensor."""
-        values = (self.lengths, self.draws, self.seen)
-        return _State(*(value if value is None else change(value) for value in values))
-
-    def after(self, tokens: Tensor) -> _State:
-        """Add a token of each row."""
-        if self.seen is None:
-            return self
-        return replace(self, seen=torch.cat([self.seen, tokens[:, None]], 1))
 
 
 class SharedDecoder:
@@ -228,24 +222,20 @@ class SharedDecoder:
         Raises:
             NonFiniteLogitsError: naming the rows whose logits are NaN or infinite.
         """
-        rows = _Rows.of(prompts)
-        self._prefill(dict.fromkeys(rows.prompts))
         limit = self._sampling.max_tokens
         draws = None if self._greedy else uniforms(seeds, limit)
-        state = _State.of(prompts, draws, self._sampling.repetition_penalty != 1.0)
-        state = state.map(lambda x: x.to(self._device, non_blocking=True))
+        rows = _Rows(prompts, draws, self._sampling.repetition_penalty != 1.0, self._device)
+        self._prefill(list(dict.fromkeys(rows.prompts)))
         hidden = torch.stack([self._prefixes[prompt].hidden for prompt in rows.prompts])
         cache = GrowingCache(limit)
         for step in range(limit):
-            chosen = self._choose(hidden, state, step)
-            tokens, state = self._advance(rows, state, chosen, cache)
+            tokens = self._advance(rows, *self._choose(hidden, rows, step), cache)
             if not rows.numbers or step + 1 == limit:
                 break
-            positions = state.lengths[:, None] + step
-            hidden = self._forward(tokens, rows, cache, positions)
+            hidden = self._forward(tokens, rows, cache, rows.lengths[:, None] + step)
         return rows.written, rows.logps
 
-    def _prefill(self, prompts: Sequence[tuple[int, ...]] | dict[tuple[int, ...], None]) -> None:
+    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """Compute prompts that are not known yet, a few at a time, and forget all others."""
         kept = {p: known for p, known in self._prefixes.items() if p in prompts}
         if len(kept) < len(self._prefixes):
@@ -303,7 +293,7 @@ class SharedDecoder:
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
         return {"attention_mask": mask, "use_cache": True, KEYWORD: layout}
 
-    def _choose(self, hidden: Tensor, state: _State, step: int) -> tuple[Tensor, Tensor]:
+    def _choose(self, hidden: Tensor, rows: _Rows, step: int) -> tuple[Tensor, Tensor]:
         """The next token (m,) of each unfinished row, and its log-probability (m,)."""
         size = max(1, (self._head.chunk or default_chunk(self._device)) // self._head.vocabulary)
         chosen, logps = [], []
@@ -311,33 +301,31 @@ class SharedDecoder:
             at = slice(start, start + size)
             logits = self._head.logits(hidden[at], self._autocast)
             every = (logits / self._sampling.temperature).log_softmax(-1)
-            scores = logits if state.seen is None else self._penalized(logits, state.seen[at])
-            if state.draws is None:
+            scores = logits
+            if rows.seen is not None:
+                penalty = RepetitionPenaltyLogitsProcessor(self._sampling.repetition_penalty)
+                scores = penalty(rows.seen[at], logits)
+            if rows.draws is None:
                 tokens = scores.argmax(-1)
             else:
                 # None of the filters reads the ids of the rows.
-                tokens = pick(self._warpers(None, scores), state.draws[at, step])
+                tokens = pick(self._warpers(None, scores), rows.draws[at, step])
             chosen.append(tokens)
             logps.append(every.gather(1, tokens[:, None])[:, 0])
         return torch.cat(chosen), torch.cat(logps)
 
-    def _penalized(self, logits: Tensor, seen: Tensor) -> Tensor:
-        return RepetitionPenaltyLogitsProcessor(self._sampling.repetition_penalty)(seen, logits)
-
-    def _advance(
-        self, rows: _Rows, state: _State, chosen: tuple[Tensor, Tensor], cache: GrowingCache
-    ) -> tuple[Tensor, _State]:
-        """Append a token to each row, and drop those that end: tokens and state of the others."""
-        tokens, logps = chosen
+    def _advance(self, rows: _Rows, tokens: Tensor, logps: Tensor, cache: GrowingCache) -> Tensor:
+        """Append a token to each row and drop those that end; returns the tokens of the others."""
         # The one time in a step that the host waits for the device. Ids are exact in double.
         ids, values = torch.stack([tokens.double(), logps.double()]).tolist()
         alive = rows.note(ids, values, self._sampling.stop_ids)
-        state = state.after(tokens)
+        rows.see(tokens)
         if len(alive) == len(tokens):
-            return tokens, state
+            return tokens
         places = self._tensor(alive).long()
         cache.keep(places)
-        return tokens[places], state.map(lambda x: x[places])
+        rows.keep(places)
+        return tokens[places]
 
     def _tensor(self, values: Any) -> Tensor:
         return torch.tensor(values).to(self._device, non_blocking=True)

@@ -1,8 +1,8 @@
 """Ranks that run the layers of a model together, for each holds a part of every layer.
 
-They need not have the same work: lengths of completions, pieces and trials differ. So every forward
-begins with an agreement to run one, and a rank without work of its own runs along until all are
-done.
+They need not have the same work: lengths of completions, batches and checks differ. So every
+forward begins with an agreement to run one, and a rank without work of its own runs along until all
+are done.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from ...distributed import RankError, Ranks
 
 
-class Lockstep:
+class SyncedForward:
     """Makes all ranks run a decoder equally often.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...distributed import Ranks
 from ...types import Generations, Prompts, Sampling
+from ..base import GenerationBackend
 from .sampling import Request, check_lengths, row_seeds_of
 from .weight_proof import WeightSyncError
 
@@ -40,7 +41,7 @@ class Policy:
     temperature: Callable[[], float] = lambda: 1.0
 
 
-class VLLMBackend(ABC):
+class VLLMBackend(GenerationBackend):
     """Generates with vLLM, and proves after each sync that weights arrived.
 
     Args:
@@ -55,7 +56,7 @@ class VLLMBackend(ABC):
         WeightSyncError: while generating, if the engine does not hold the policy's weights.
     """
 
-    reports_policy_logps = False
+    context: int
 
     def __init__(
         self,
@@ -139,7 +140,7 @@ class VLLMBackend(ABC):
             The prompt, which may be another rank's, and a row from each engine.
         """
 
-    def _wake(self, part: str) -> None:  # noqa: B027
+    def _wake(self, part: str) -> None:
         """Give memory to a part of the engine, if it is one that sleeps."""
 
     def _keeps_weights(self) -> bool:

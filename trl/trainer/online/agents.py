@@ -8,7 +8,7 @@ from typing import Any
 
 from ...data.formats import is_conversational
 from ...data.tool_template import ToolTurns
-from ...generation.base import GenerationBackend, context_of
+from ...generation.base import GenerationBackend
 from ...generation.function_backend import RolloutFunction
 from ...generation.tools.calls import CallParser
 from ...generation.tools.loop import ToolLimits, ToolLoop
@@ -92,7 +92,7 @@ class Agents:
             return engine
         tokenizer = policy.tokenizer
         turns = ToolTurns(tokenizer, stop_ids, self.template_kwargs(args))
-        contexts = (context_of(engine), context_length(policy.model))
+        contexts = (engine.context, context_length(policy.model))
         bounds = [context for context in contexts if context is not None]
         return ToolLoop(
             engine,

@@ -7,7 +7,7 @@ from types import ModuleType
 
 from ...generation.base import GenerationBackend
 from ...generation.transformers.backend import Attempt, TransformersBackend, merge_extra
-from ...generation.transformers.batch_limits import Limits
+from ...generation.transformers.batch_limits import BatchLimits
 from ...models.policy_handle import PolicyHandle
 from ...types import Sampling
 from .online_config import OnlineConfig
@@ -71,7 +71,7 @@ def make_engine(
         cache_implementation=args.cache_implementation,
         shared_prefix=args.shared_prefix,
         chunk=args.logits_chunk_size,
-        limits=Limits(args.generation_max_rows, args.generation_max_kv_bytes),
+        limits=BatchLimits(args.generation_max_rows, args.generation_max_kv_bytes),
         ranks=policy.ranks,
         in_step=policy.layers_in_step,
         attempt=attempt,

@@ -73,6 +73,8 @@ class OnlineTrainer(OnlineScoring):
 
     config_class: ClassVar[type[OnlineConfig]]
     ratio_level: RatioLevel = "token"
+    train_dataset: Any
+    eval_dataset: Any
 
     def __init__(
         self,
