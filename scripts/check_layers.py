@@ -20,6 +20,7 @@ ALLOWED = {
     "text": set(),
     "timed_calls": set(),
     "progress": set(),
+    "absent": {"text"},
     "rewards": {"imports", "text"},
     "data": {"ops", "types", "imports", "text"},
     "distributed": {"ops", "types", "imports", "text"},

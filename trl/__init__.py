@@ -51,7 +51,9 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return import_module(f".{name}", __name__)
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from .absent import refuse
+
+        refuse(name, _HOME)
     return getattr(import_module(f".{_HOME[name]}", __name__), name)
 
 

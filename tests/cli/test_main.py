@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import subprocess
+import sys
 
 import pytest
-from workspace import run_python, run_trl
+from workspace import environment, run_python, run_trl
 
 import trl
 from trl.cli.commands import COMMANDS
@@ -101,3 +103,15 @@ def test_module_runs_the_command(tmp_path):
     done = run_trl(["rlooo"], tmp_path)
     assert done.returncode == 2
     assert done.stderr == "trl: error: unknown command 'rlooo'. Did you mean rloo?\n"
+
+
+def test_a_reader_that_ends_early_is_no_error(tmp_path):
+    """As `trl completions c.jsonl | head -1` is."""
+    (tmp_path / "c.jsonl").write_text(f"{json.dumps(COMPLETION)}\n" * 3000)
+    words = [sys.executable, "-m", "trl", "completions", "c.jsonl", "--limit", "3000"]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=tmp_path, env=environment(tmp_path), **pipe) as run:
+        assert run.stdout.readline()
+        run.stdout.close()
+        assert run.stderr.read() == ""
+    assert run.returncode == 141

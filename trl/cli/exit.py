@@ -12,13 +12,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..trainer.base.checkpoint import checkpoints_in
 from .main import INTERRUPTED
 from .parser import OptionParser
 from .processes import MISTAKE
 
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+# torch and transformers have no other type for weights that do not fit, or too little memory.
+USER_ERRORS = (ValueError, TypeError, ImportError, OSError, RuntimeError)
 MAIN_RANK_FIRST = 30.0  # seconds in which the main process should meet a mistake that others met
 
 
@@ -28,7 +33,7 @@ def rank() -> int:
 
 
 @contextmanager
-def one_line_errors(parser: OptionParser, trainer: Any = None) -> Iterator[None]:
+def one_line_errors(parser: OptionParser, trainer: Trainer | None = None) -> Iterator[None]:
     """Turn what goes wrong inside into one line that says how to go on.
 
     Ctrl-C ends the process with status 130, an error with 2. The trace of an error is shown if the
@@ -51,7 +56,7 @@ def one_line_errors(parser: OptionParser, trainer: Any = None) -> Iterator[None]
         words = [as_command_line(describe(error), parser.names)]
         if trainer is not None:
             words += [f"This was {_place(trainer)}"] if trainer.state.global_step else []
-            words += [_keep_trace(Path(trainer.args.output_dir))]
+            words += [_keep_trace(Path(str(trainer.args.output_dir)))]
         _report(parser.prog, " ".join(filter(None, words)))
         raise SystemExit(MISTAKE) from None
 
@@ -59,7 +64,7 @@ def one_line_errors(parser: OptionParser, trainer: Any = None) -> Iterator[None]
 def describe(error: BaseException) -> str:
     """An error in one line, with its kind if the words alone do not say what it is."""
     text = " ".join(str(error).split())
-    plain = isinstance(error, (ValueError, TypeError, ImportError, OSError, RuntimeError))
+    plain = isinstance(error, USER_ERRORS)
     return text if plain and text else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
@@ -94,11 +99,11 @@ def _keep_trace(folder: Path) -> str:
     return f"The trace is in {file}."
 
 
-def _place(trainer: Any) -> str:
+def _place(trainer: Trainer | None) -> str:
     """After how many steps that is, and the newest checkpoint."""
     if trainer is None:
         return "before training began."
-    state, folder = trainer.state, trainer.args.output_dir
+    state, folder = trainer.state, str(trainer.args.output_dir)
     steps = f"after {state.global_step} of {state.max_steps} steps."
     found = checkpoints_in(folder)
     if not found:
@@ -111,7 +116,7 @@ def _place(trainer: Any) -> str:
     )
 
 
-def tell_success(trainer: Any) -> None:
+def tell_success(trainer: Trainer) -> None:
     """Print how many steps are done, and where the model is."""
     if trainer.is_world_process_zero():
         state = trainer.state

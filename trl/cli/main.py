@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from importlib import import_module
@@ -19,8 +20,12 @@ def main(words: list[str] | None = None) -> None:
     """
     try:
         _run(list(sys.argv[1:] if words is None else words))
+        sys.stdout.flush()
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:  # of `trl completions output | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _run(words: list[str]) -> None:

@@ -25,9 +25,9 @@ from ..trainer.base.options import option
 from ..trainer.model_config import ModelConfig, get_peft_config
 from ..trainer.online.planned_run import ASSUMED_PROMPT, device_bytes, planned_run
 from .arguments import OnlineScriptArguments
+from .exit import USER_ERRORS
 from .launch import launch_options, split
 from .parser import TrlParser
-from .train import USER_ERRORS
 
 METHODS = ("rloo", "grpo")
 # Bytes of a quantized weight: its bits, and the float32 or nested scale of each block of 64.

@@ -109,23 +109,25 @@ class _Module(dict):
     def __init__(self, name: str):
         super().__init__()
         self.name = name
-        top, *inner = name.split(".")
-        spec = importlib.util.find_spec(top)
-        root = Path(str(spec and spec.origin)).parent.joinpath(*inner)
-        file = root / "__init__.py" if root.is_dir() else root.with_suffix(".py")
-        package = inner if root.is_dir() else inner[:-1]
-        self.classes: dict[str, ast.ClassDef] = {}
-        self._constants: dict[str, ast.expr] = {}
-        self.imported: dict[str, tuple[str, str]] = {}
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef):
-                self.classes[node.name] = node
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                self._constants[node.targets[0].id] = node.value
-            elif isinstance(node, ast.ImportFrom):
-                base = [top, *package][: len(package) + 2 - node.level] if node.level else []
-                home = ".".join([*base, *([node.module] if node.module else [])])
-                self.imported |= {x.asname or x.name: (home, x.name) for x in node.names}
+        file, self._package = _located(name)
+        nodes = ast.parse(file.read_text(encoding="utf-8")).body
+        self.classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+        self._constants = {
+            ast.unparse(node.targets[0]): node.value
+            for node in nodes
+            if isinstance(node, ast.Assign)
+        }
+        self.imported = {
+            x.asname or x.name: (self._home(node), x.name)
+            for node in nodes
+            if isinstance(node, ast.ImportFrom)
+            for x in node.names
+        }
+
+    def _home(self, node: ast.ImportFrom) -> str:
+        """The module that a line imports from."""
+        above = self._package[: len(self._package) + 1 - node.level] if node.level else []
+        return ".".join([*above, *filter(None, [node.module])])
 
     def value(self, expression: ast.expr) -> Any:
         """Evaluate a type or a default, whose names stand for what sources tell."""
@@ -138,24 +140,38 @@ class _Module(dict):
         return otherwise
 
     def __missing__(self, name: str) -> Any:
-        if hasattr(typing, name) or hasattr(builtins, name):
-            return getattr(typing, name, None) or getattr(builtins, name)
+        for built_in in (typing, builtins):
+            if hasattr(built_in, name):
+                return getattr(built_in, name)
         if name in self._constants:
             return self.value(self._constants[name])
         if name in self.classes:
             return _stand_in(self.classes[name])
-        home, inner = self.imported.get(name, ("", ""))
-        if home.partition(".")[0] not in ("trl", "transformers"):
+        return self._elsewhere(*self.imported.get(name, ("", "")))
+
+    def _elsewhere(self, module: str, name: str) -> Any:
+        """An imported name; functions of this package alone are imported, to be called."""
+        if module.partition(".")[0] not in ("trl", "transformers"):
             return Any
-        other = _module(home)
-        if inner in other or inner in other._constants or inner in other.classes:
-            return other[inner]
-        return getattr(importlib.import_module(home), inner) if home.startswith("trl.") else Any
+        other = _module(module)
+        if name in other._constants or name in other.classes:
+            return other[name]
+        return getattr(importlib.import_module(module), name) if module[:4] == "trl." else Any
 
 
 @cache
 def _module(name: str) -> _Module:
     return _Module(name)
+
+
+def _located(name: str) -> tuple[Path, list[str]]:
+    """The file of a module, and the package it belongs to."""
+    words = name.split(".")
+    spec = importlib.util.find_spec(words[0])
+    place = Path(str(spec and spec.origin)).parent.joinpath(*words[1:])
+    if place.is_dir():
+        return place / "__init__.py", words
+    return place.with_suffix(".py"), words[:-1]
 
 
 def _split(path: str) -> tuple[str, str]:

@@ -19,9 +19,6 @@ from .parser import TrlParser
 from .processes import warn_of_missing_ranks
 from .reward_lookup import find_reward
 
-# torch and transformers have no other type for weights that do not fit, or too little memory.
-USER_ERRORS = (ValueError, TypeError, ImportError, OSError, RuntimeError)
-
 
 def run_training(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
     """Train as the command line says.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from ..distributed import fsdp_version
 from ..imports import is_available, require
@@ -135,7 +135,51 @@ class _Progress:
         return f"{words} {now.done}/{now.rows}" if now.done else f"{words} {count(now.rows, 'row')}"
 
 
-class PlainProgressCallback(TrainerCallback):
+class _ProgressCallback(TrainerCallback):
+    """Follows training on the main process; displays say how it is shown."""
+
+    def __init__(self) -> None:
+        self._training: _Progress | None = None
+        self._watching = ExitStack()
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Start the clock, and say at which step a resumed run goes on."""
+        if state.is_world_process_zero:
+            if state.global_step:
+                self._say([_step(state), "resumed"])
+            self._training = _Progress(state)
+            self._watching.enter_context(watched(self._follow))
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Measure the speed."""
+        if self._training is not None:
+            self._training.advance()
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        """Say what an evaluation found."""
+        if state.is_world_process_zero:
+            self._say(_evaluated(state, metrics or {}))
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Stop the clock."""
+        self.close()
+
+    def close(self) -> None:
+        """Show nothing more, whatever is still going on."""
+        self._watching.close()
+        self._training = None
+
+    def _follow(self, activity: Activity) -> None:
+        if self._training is not None:
+            self._training.activity = activity
+
+    def _say(self, words: Iterable[str]) -> None:
+        print("  ".join(words), flush=True)
+
+
+class PlainProgressCallback(_ProgressCallback):
     """Prints a line for each log and each evaluation: progress for files and batch systems.
 
     During the first step it also prints which phase begins, and later what a step is doing when it
@@ -143,92 +187,48 @@ class PlainProgressCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._progress: _Progress | None = None
-        self._watching = ExitStack()
+        super().__init__()
         self._told: set[str] = set()
-        self._printed = time.monotonic()
+        self._said = time.monotonic()
 
-    def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Start the clock, and say at which step a resumed run goes on."""
-        if not state.is_world_process_zero:
-            return
-        self._progress = _Progress(state)
-        self._told = set()
-        self._watching.enter_context(watched(self._follow))
-        if state.global_step:
-            self._print([_step(state), "resumed"])
-
-    def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Print that the first step is done, which may be long before the first log."""
-        progress = self._progress
-        if progress is not None:
-            progress.advance()
-            if state.global_step == progress.first + 1 and not control.should_log:
-                self._print_step(progress, [])
+        super().on_step_end(args, state, control)
+        now = self._training
+        if now is not None and state.global_step == now.first + 1 and not control.should_log:
+            self._say_step(now, [])
 
     def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
     ) -> None:
         """Print reward, KL and length, or the loss, of the steps since the last log."""
         words = _shown(logs or {})
-        if words and self._progress is not None:
-            self._print_step(self._progress, words)
-
-    def on_evaluate(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Print what an evaluation found."""
-        if state.is_world_process_zero:
-            self._print(_evaluated(state, metrics or {}))
-
-    def on_train_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Stop the clock."""
-        self.close()
-
-    def close(self) -> None:
-        """Print nothing more, whatever is still going on."""
-        self._watching.close()
-        self._progress = None
+        if words and self._training is not None:
+            self._say_step(self._training, words)
 
     def _follow(self, activity: Activity) -> None:
-        progress = self._progress
-        if progress is None:
+        super()._follow(activity)
+        now = self._training
+        if now is None:
             return
-        progress.activity = activity
-        state, words = progress.state, DOING.get(activity.name, activity.name)
-        is_new = state.global_step == progress.first and words not in self._told
-        if is_new or time.monotonic() - self._printed > QUIET:
+        state, words = now.state, DOING.get(activity.name, activity.name)
+        is_new = state.global_step == now.first and words not in self._told
+        if is_new or time.monotonic() - self._said > QUIET:
             self._told.add(words)
-            self._print([f"step {state.global_step + 1}/{state.max_steps}", progress.doing()])
+            self._say([f"step {state.global_step + 1}/{state.max_steps}", now.doing()])
 
-    def _print_step(self, progress: _Progress, words: list[str]) -> None:
-        left = progress.remaining()
-        clock = f"{_clock(progress.elapsed)} elapsed"
+    def _say_step(self, now: _Progress, words: list[str]) -> None:
+        left = now.remaining()
+        clock = f"{_clock(now.elapsed)} elapsed"
         clock += "" if left is None else f", {_clock(left)} left"
-        self._print([_step(progress.state), *words, clock])
+        self._say([_step(now.state), *words, clock])
 
-    def _print(self, words: Iterable[str]) -> None:
-        self._printed = time.monotonic()
-        print("  ".join(words), flush=True)
+    def _say(self, words: Iterable[str]) -> None:
+        self._said = time.monotonic()
+        super()._say(words)
 
 
-class RichProgressCallback(TrainerCallback):
+class RichProgressCallback(_ProgressCallback):
     """Shows in one line of a terminal how far training is, what it is doing, and the last metrics.
 
     The line is drawn anew for the width that the terminal has: step and remaining time first, then
@@ -240,35 +240,21 @@ class RichProgressCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._live = require("rich.live", "RichProgressCallback")
         self._text = require("rich.text", "RichProgressCallback").Text
         self._console = require("rich.console", "RichProgressCallback").Console()
         self._drawing: Any = None
-        self._training: _Progress | None = None
         self._evaluation: tuple[int, int | None] | None = None  # batches done, and of how many
-        self._watching = ExitStack()
 
-    def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Begin to draw on the main process, and say at which step a resumed run goes on."""
-        if not state.is_world_process_zero:
-            return
-        if state.global_step:
-            self._say([_step(state), "resumed"])
-        self._training = _Progress(state)
-        self._watching.enter_context(watched(self._follow))
-        self._open()
-
-    def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Measure the speed."""
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Begin to draw on the main process."""
+        super().on_train_begin(args, state, control)
         if self._training is not None:
-            self._training.advance()
+            self._open()
 
     def on_prediction_step(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: Any, state: TrainerState, control: Any, **kwargs: Any
     ) -> None:
         """Count the batches of an evaluation."""
         if not state.is_world_process_zero:
@@ -281,45 +267,28 @@ class RichProgressCallback(TrainerCallback):
         self._evaluation = done + 1, total
 
     def on_evaluate(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **kwargs: Any
     ) -> None:
         """Print a line that says what was found."""
-        if state.is_world_process_zero:
-            self._evaluation = None
-            self._close_if_idle()
-            self._say(_evaluated(state, metrics or {}))
+        self._evaluation = None
+        if self._training is None:
+            self.close()
+        super().on_evaluate(args, state, control, metrics)
 
     def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
     ) -> None:
         """Show reward, KL and length, or the loss."""
         if self._training is not None:
             self._training.metrics = _shown(logs or {}) or self._training.metrics
 
-    def on_train_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Stop drawing."""
-        if self._training is not None:
-            self._training.activity = Activity("")
-        self.close()
-
     def close(self) -> None:
         """Stop drawing, whatever is still going on."""
-        self._watching.close()
+        self._follow(Activity(""))
         if self._drawing is not None:
-            self._drawing.stop()  # draws the last line once more
-        self._drawing = self._training = self._evaluation = None
+            self._drawing.stop()  # draws the line once more
+        self._drawing = self._evaluation = None
+        super().close()
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         yield self._text(self._line(options.max_width), no_wrap=True, overflow="ellipsis")
@@ -346,10 +315,6 @@ class RichProgressCallback(TrainerCallback):
             kept.insert(1, _bar(self._training.state, min(room, WIDEST_BAR)))
         return "  ".join(kept)
 
-    def _follow(self, activity: Activity) -> None:
-        if self._training is not None:
-            self._training.activity = activity
-
     def _say(self, words: Iterable[str]) -> None:
         self._console.print("  ".join(words), markup=False, highlight=False)
 
@@ -358,12 +323,8 @@ class RichProgressCallback(TrainerCallback):
             self._drawing = self._live.Live(self, console=self._console, refresh_per_second=4)
             self._drawing.start()
 
-    def _close_if_idle(self) -> None:
-        if self._training is None:
-            self.close()
 
-
-def show_progress(trainer: Any) -> None:
+def show_progress(trainer: Trainer) -> None:
     """Replace the bar of transformers: by one line in a terminal, by plain lines elsewhere.
 
     Nothing changes where the bar was switched off, in notebooks, or in a terminal without rich.
@@ -378,7 +339,7 @@ def show_progress(trainer: Any) -> None:
 def close_progress(callbacks: Iterable[TrainerCallback]) -> None:
     """Stop the displays among the callbacks, so that other text can be shown."""
     for callback in callbacks:
-        if isinstance(callback, (RichProgressCallback, PlainProgressCallback)):
+        if isinstance(callback, _ProgressCallback):
             callback.close()
 
 

@@ -87,7 +87,7 @@ def test_liger_kernels_need_their_package():
     ("tracker", "words"),
     [
         ("wandbb", "'wandbb' is no tracker that is known. Did you mean wandb?"),
-        ("clearml", "'clearml': its package is not installed"),
+        ("clearml", "'clearml' needs the package .clearml., which is not installed."),
     ],
 )
 def test_trackers_that_cannot_be_reported_to(tracker, words):

@@ -18,6 +18,9 @@ from ...imports import require
 from ...text import did_you_mean
 from .options import option
 
+# Packages of trackers that have another name than the tracker.
+PACKAGES = {"azure_ml": "azureml-mlflow", "comet_ml": "comet-ml", "dagshub": "dagshub mlflow"}
+
 
 @dataclass
 class BaseConfig(TrainingArguments):
@@ -80,9 +83,10 @@ class BaseConfig(TrainingArguments):
                 hint = did_you_mean(name, known)
                 raise ValueError(f"report_to={name!r} is no tracker that is known.{hint}")
             if name not in ("flyte", *get_available_reporting_integrations()):
+                package = PACKAGES.get(name, name)
                 raise ValueError(
-                    f"report_to={name!r}: its package is not installed. Install it, or set "
-                    "report_to='none'."
+                    f"report_to={name!r} needs the package `{package}`, which is not installed. "
+                    f"Run: pip install {package}; or set report_to='none'."
                 )
 
     def _check_mappings(self) -> None:

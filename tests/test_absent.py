@@ -1,0 +1,33 @@
+import pytest
+
+import trl
+from trl.absent import UPSTREAM
+
+
+def imported(name):
+    with pytest.raises(ImportError) as error:
+        exec(f"from trl import {name}", {})
+    return str(error.value)
+
+
+def test_names_of_upstream_say_that_they_are_not_there():
+    end = " It is not part of this release, whose trainers are GRPOTrainer, RLOOTrainer."
+    assert imported("SFTTrainer") == f"module 'trl' has no name 'SFTTrainer'.{end}"
+    assert imported("BEMACallback").endswith(end)
+    with pytest.raises(AttributeError, match="'PPOConfig'. It is not part of this release"):
+        trl.PPOConfig  # noqa: B018
+
+
+def test_misspelled_names():
+    assert imported("RLOTrainer").endswith("'RLOTrainer'. Did you mean RLOOTrainer?")
+    assert imported("qqqq") == "module 'trl' has no name 'qqqq'."
+
+
+def test_programs_may_ask_for_names():
+    assert [name for name in UPSTREAM if hasattr(trl, name) or name in trl.__all__] == []
+
+
+def test_submodules_are_imported_as_before():
+    names = {}
+    exec("from trl import absent, trainer", names)
+    assert names["absent"] is trl.absent
