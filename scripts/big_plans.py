@@ -1,7 +1,7 @@
 """Memory and time of runs that need 8 and 64 GPUs, predicted: docs/benchmarks/big_plans.md.
 
 The runs are those of examples/cli_configs, and some that differ from them in a few options. All
-figures are those of `trl memory-plan --step_time h100`; none is measured.
+figures are those of `trl memory-plan` and scripts/step_time.py; none is measured.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trl.cli.launch import launch_options, split
-from trl.cli.memory_plan import Planned, make_parser, plan_of
+import step_time
+from step_time import MACHINES, StepTime
+
+from trl.cli.memory_plan import Planned
 from trl.memory.plan import Plan
 from trl.memory.plan_table import size
 from trl.memory.settings import RunSettings
 from trl.memory.sharding import Sharding
 from trl.memory.shares import Shares
-from trl.memory.step_time import StepTime
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "big_plans.md"
@@ -60,21 +61,20 @@ ENGINES = {
     "FSDP1": Sharding("fsdp1", 3, 8),
     "FSDP2": Sharding("fsdp2", 3, 8),
 }
-INTRODUCTION = f"""# Plans for 8 and 64 GPUs
+INTRODUCTION = """# Plans for 8 and 64 GPUs
 
-Predicted by `trl memory-plan --step_time {GPU}` and written by `make big-plans`. Nothing here was
-measured on GPUs. What was measured is that two CPU processes hold the predicted bytes of weights,
-gradients and states under each engine, within 2 % (`tests/distributed/test_held_bytes.py`).
+Predicted by `trl memory-plan` (bytes) and `scripts/step_time.py` (seconds), written by `make
+big-plans`. Nothing here was measured on GPUs. What was measured is that two CPU processes hold the
+predicted bytes of weights, gradients and states under each engine, within 2 %
+(`tests/distributed/test_held_bytes.py`).
 """
 
 
-def planned(config: str, changes: dict[str, str]) -> Planned:
-    """The plan of a run of examples/cli_configs with a few other options."""
-    words = ["--config", f"examples/cli_configs/{config}.yaml", "--step_time", GPU]
+def planned(config: str, changes: dict[str, str]) -> tuple[Planned, StepTime]:
+    """The plan of a run of examples/cli_configs with a few other options, and its time."""
+    words = ["--config", f"examples/cli_configs/{config}.yaml"]
     words += [word for name, value in changes.items() for word in (f"--{name}", value)]
-    parser = make_parser("rloo")
-    script, launcher = split(parser, words)
-    return plan_of(parser, parser.read(script)[0], launch_options(launcher))
+    return step_time.planned(words, MACHINES[GPU])
 
 
 def markdown(rows: list[list[str]]) -> str:
@@ -89,8 +89,8 @@ def run_table(config: str) -> str:
     rows = [["run", *heads, "fits"]]
     rows[0] += ["generation, s", "forward + backward, s", "update, s", "all, s"]
     for title, changes in RUNS[config]:
-        found = planned(config, changes)
-        rows.append([title, *_bytes(found.plan, heads), *_seconds(found.time)])
+        found, time = planned(config, changes)
+        rows.append([title, *_bytes(found.plan, heads), *_seconds(time)])
     return markdown(rows)
 
 
@@ -99,8 +99,7 @@ def _bytes(plan: Plan, phases: list[str]) -> list[str]:
     return [*totals, "yes" if plan.fits else "no"]
 
 
-def _seconds(time: StepTime | None) -> list[str]:
-    assert time is not None
+def _seconds(time: StepTime) -> list[str]:
     phases = time.phases
     generation = phases["prefill"].total + phases["decoding"].total
     rest = [phases[name].total for name in ("forward + backward", "optimizer")]
@@ -109,7 +108,7 @@ def _seconds(time: StepTime | None) -> list[str]:
 
 def engine_table() -> str:
     """Who keeps what: bytes on each of 8 ranks, in half precision, for the model of 7 billion."""
-    model = planned(SEVEN, {}).plan.model
+    model = planned(SEVEN, {})[0].plan.model
     rows = [["each of 8 ranks", "weights", "gradients at the update", "between micro-batches"]]
     rows[0] += ["optimizer", "gathered in training", "gathered to generate", "layer by layer"]
     for name, sharding in ENGINES.items():
@@ -130,8 +129,8 @@ def _run(sharding: Sharding) -> RunSettings:
 
 def full(config: str) -> str:
     """The plan as the command prints it."""
-    command = f"trl memory-plan --config examples/cli_configs/{config}.yaml --step_time {GPU}"
-    return f"```text\n$ {command}\n{planned(config, {}).text}\n```"
+    command = f"python scripts/step_time.py --gpu {GPU} --config examples/cli_configs/{config}.yaml"
+    return f"```text\n$ {command}\n{step_time.text(*planned(config, {}))}\n```"
 
 
 def page() -> str:

@@ -25,7 +25,10 @@ ALLOWED = {
     "data": {"ops", "types", "imports", "text"},
     "distributed": {"ops", "types", "imports", "text"},
     "models": {"ops", "types", "imports", "text", "data", "distributed"},
-    "memory": {*("ops", "types", "imports", "text", "data", "distributed"), "random_numbers"},
+    "memory": {
+        *("ops", "types", "imports", "text", "data", "distributed", "models", "generation"),
+        "random_numbers",
+    },
     "generation": {
         *("ops", "types", "imports", "text", "data", "distributed", "models"),
         *("random_numbers", "progress", "timed_calls"),

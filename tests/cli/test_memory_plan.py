@@ -230,14 +230,6 @@ def test_a_generation_engine_on_the_same_device(folder):
         divided(folder, **changes | {"vllm_gpu_memory_utilization": 0.000001})
 
 
-def test_the_time_of_a_step(folder, capsys):
-    main([*words(folder, longest_prompt=64, step_time="a100", hardware='{"mfu": 0.5}'), *ZERO3])
-    shown = capsys.readouterr().out
-    assert "predicted seconds of" in shown
-    assert "312 TFLOP/s at an MFU of 50%" in shown
-    assert "within a machine of 2 GPUs" in shown
-
-
 def test_workers_plan_what_was_launched(folder):
     environment = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}
     found = memory_plan.options_of_worker(environment)

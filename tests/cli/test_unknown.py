@@ -8,7 +8,7 @@ from trl.cli.unknown import describe_unknown
     [
         ("loss_type", "trl rloo", " (an option of `trl grpo`)"),
         ("loss_type", "trl memory-plan", " (an option of `trl grpo`)"),
-        ("step_time", "trl grpo", " (an option of `trl memory-plan`)"),
+        ("method", "trl grpo", " (an option of `trl memory-plan`)"),
         ("step", "trl grpo", " (an option of `trl completions`)"),
         ("port", "trl rloo", " (an option of `trl vllm-serve`)"),
         ("loss_type", "train.py", ""),

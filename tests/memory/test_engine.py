@@ -7,6 +7,7 @@ from trl.memory.engine import SMALLEST_CACHE, EngineNeeds, engine_memory, workin
 from trl.memory.estimate import Estimate
 from trl.memory.model_size import model_size
 from trl.memory.plan import HEADROOM, Plan
+from trl.memory.probes import DeviceMemory
 from trl.memory.settings import RunSettings
 
 SIZE = model_size(tiny_model("llama", max_position_embeddings=4096).config)
@@ -64,3 +65,36 @@ def test_too_little_for_one_completion_is_said_in_numbers(sleeps, words):
     assert given(52e6, sleeps).context in (51, 52)
     with pytest.raises(ValueError, match=words):
         given(50e6, sleeps)
+
+
+def with_measured(measured):
+    """The memory of an engine on a device that, by the plan, has 600 MB left for the cache."""
+    taken = phases(False)
+    fixed = NEEDS.weights + working_bytes(Plan(SIZE, RUN, 0.0), NEEDS)
+    plan = Plan(SIZE, RUN, (max(taken.values()) + fixed + 600e6) / (1 - HEADROOM))
+    found = None if measured is None else measured(plan.device_bytes)
+    return engine_memory(plan, NEEDS, False, 51, found)
+
+
+def test_less_free_memory_than_planned_makes_a_smaller_engine():
+    """Another process uses some of the device."""
+    assert with_measured(None).cache == pytest.approx(600e6, rel=1e-6)
+    empty = with_measured(lambda device: DeviceMemory(free=device, held=0.0))
+    assert empty == with_measured(None)
+    shared = with_measured(lambda device: DeviceMemory(free=device - 200e6, held=0.0))
+    assert shared.cache == pytest.approx(600e6 - (1 - HEADROOM) * 200e6, rel=1e-6)
+    assert shared.context < with_measured(None).context
+    # Weights that are there already are part of what training takes.
+    held = with_measured(lambda device: DeviceMemory(free=device - 300e3, held=300e3))
+    assert held == with_measured(None)
+
+
+def test_training_that_holds_more_than_planned_makes_a_smaller_engine():
+    busy = max(phases(False).values())
+    found = with_measured(lambda device: DeviceMemory(device - busy - 1e8, held=busy + 1e8))
+    assert found.cache == pytest.approx(500e6, rel=1e-6)
+
+
+def test_too_little_free_memory_is_an_error_that_names_both_numbers():
+    with pytest.raises(ValueError, match="0.06 GB of the device's .* GB are free now"):
+        with_measured(lambda device: DeviceMemory(free=60e6, held=2e6))

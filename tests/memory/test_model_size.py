@@ -2,9 +2,26 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny import save_tiny, tiny_model
-from transformers import Gemma2Config, GPT2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Adafactor,
+    Gemma2Config,
+    GPT2Config,
+    MistralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.training_args import OptimizerNames
 
-from trl.memory.model_size import load_config, model_size, shares_prompts
+from trl.memory.model_size import (
+    KNOWN,
+    load_config,
+    model_size,
+    shares_prompts,
+    state_bytes,
+    states_of,
+)
 
 
 def count(parameters):
@@ -98,9 +115,66 @@ def test_reading_a_configuration(tmp_path):
         (Qwen3Config(), "sdpa", 10**6, True),
         (Qwen3Config(), "eager", 10, False),
         (Gemma2Config(attn_logit_softcapping=50.0), None, 10, False),
-        (Gemma2Config(attn_logit_softcapping=None, sliding_window=64), None, 64, True),
-        (Gemma2Config(attn_logit_softcapping=None, sliding_window=64), None, 65, False),
+        (MistralConfig(sliding_window=64), None, 64, True),
+        (MistralConfig(sliding_window=64), None, 65, False),
+        (MistralConfig(sliding_window=None), None, 10**6, True),
+        (Qwen3Config(), "absent", 10, False),
     ],
 )
 def test_models_that_share_prompts(config, attention, longest, shares):
     assert shares_prompts(config, attention, longest) is shares
+
+
+# --- States of real optimizers after a step ---
+
+
+def held(optimizer):
+    tensors = [t for state in optimizer.state.values() for t in state.values()]
+    return sum(t.numel() * t.element_size() for t in tensors if torch.is_tensor(t) and t.dim())
+
+
+def stepped(name, arguments, dtype):
+    model = tiny_model("llama").to(dtype)
+    options = TrainingArguments("unused", optim=name, optim_args=arguments, use_cpu=True)
+    kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(options)
+    optimizer = kind(model.parameters(), **kwargs)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer, model_size(model.config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        *(("adamw_torch", None), ("adamw_torch_fused", None), ("sgd", None)),
+        *(("sgd", "momentum=0.9"), ("sgd", "momentum=0"), ("rmsprop", None), ("adagrad", None)),
+    ],
+)
+def test_states_of_torch(name, arguments, dtype):
+    optimizer, size = stepped(name, arguments, dtype)
+    assert state_bytes(name, arguments, size, dtype.itemsize) == held(optimizer)
+
+
+def test_adafactor_keeps_rows_and_columns():
+    optimizer, size = stepped("adafactor", None, torch.float32)
+    assert isinstance(optimizer, Adafactor)
+    assert state_bytes("adafactor", None, size, 4) == held(optimizer)
+
+
+def test_eight_bits_take_a_byte_for_each_state():
+    size = model_size(tiny_model("llama").config)
+    for weight_bytes in (2, 4):
+        assert state_bytes("adamw_bnb_8bit", None, size, weight_bytes) == 2 * size.trainable
+        assert state_bytes("lion_8bit", None, size, weight_bytes) == size.trainable
+
+
+def test_names_are_those_of_transformers():
+    assert set(KNOWN) <= {name.value for name in OptimizerNames}
+
+
+def test_an_unknown_optimizer_is_taken_to_be_like_adam():
+    size = model_size(tiny_model("llama").config)
+    assert states_of("lomo") is None
+    assert state_bytes("lomo", None, size, 2) == 8 * size.trainable

@@ -1,4 +1,5 @@
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,9 +8,11 @@ from tiny import tiny_model
 from trl.memory.probes import (
     FLOOR,
     CudaProbe,
+    DeviceMemory,
     HeapProbe,
     ProcessProbe,
     TensorBytes,
+    device_bytes,
     fragmentation,
     release_cached_blocks,
     should_empty_cache,
@@ -278,3 +281,27 @@ def test_bytes_of_a_model_step_equal_a_sum_by_hand():
     assert tracker.live == by_hand
     assert by_hand < tracker.peak <= by_hand + 3 * 16 * 32 * 4
     assert pytest.approx(rows.sum().item()) == 1024
+
+
+def test_the_memory_of_a_device(monkeypatch):
+    sizes = {torch.device("cuda", 1): SimpleNamespace(total_memory=80 * 2**30)}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", sizes.__getitem__)
+    assert device_bytes(torch.device("cuda", 1)) == 80 * 2**30
+    with open("/proc/meminfo", encoding="utf-8") as file:
+        total = int(file.readline().split()[1])
+    assert device_bytes(torch.device("cpu")) == 1024 * total
+
+
+def test_free_and_held_memory(monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * GIB)
+    found = DeviceMemory.of(device)
+    assert found == DeviceMemory(free=32 * GIB, held=4 * GIB)
+    assert found.reachable == 36 * GIB
+    before = DeviceMemory.of(torch.device("cpu")).held
+    block = torch.zeros(MB)
+    found = DeviceMemory.of(torch.device("cpu"))
+    assert found.held - before == block.nbytes
+    assert 0 < found.free < device_bytes(torch.device("cpu"))

@@ -2,15 +2,9 @@
 
 import pytest
 import torch
+from online_runs import config
 
-from trl.memory.settings import (
-    SHORTEST_PASS,
-    SHORTEST_TAIL_PASS,
-    Forward,
-    Parts,
-    RunSettings,
-    largest,
-)
+from trl.memory.settings import RunSettings
 from trl.memory.sharding import Sharding
 from trl.models import packed_passes as passes
 from trl.models.packed_attention import KEYWORD
@@ -43,10 +37,9 @@ def test_tokens_are_those_of_the_layouts(prompts, group_size):
     batch = rollout(prompts, group_size, 7, 5)
     run = settings(group_size, 7, 5, len(batch))
     packed = packed_layout(batch, CPU).inputs["input_ids"]
-    assert run.forward(len(batch), cuts=False).tokens == packed.numel()
+    assert run.forward_passes(cuts=False) == [packed.numel()]
     plain = plain_layout(batch, 0, CPU).inputs["input_ids"]
-    unshared = run.replace(shared_prefix=False).forward(len(batch), cuts=True)
-    assert unshared == Forward(((plain.numel(), 0),))
+    assert run.replace(shared_prefix=False).forward_passes(cuts=True) == [plain.numel()]
 
 
 @pytest.mark.parametrize(
@@ -56,24 +49,14 @@ def test_tokens_are_those_of_the_layouts(prompts, group_size):
 def test_passes_are_those_of_the_scorer(prompts, group_size, prompt, completion):
     batch = rollout(prompts, group_size, prompt, completion)
     run = settings(group_size, prompt, completion, len(batch))
-    packing = packed_layout(batch, CPU).inputs[KEYWORD]
-    found = run.forward(len(batch), cuts=True)
-    if found.tokens <= passes.SHORTEST_PASS:
-        assert not found.is_cut
-        assert found.kept == 0
-        return
-    together = prompts * prompt
-    cut = passes._tail_passes(packing, {}, CPU)
-    sizes = [at.stop - at.start for at, _ in cut]
-    assert found.passes == ((together, 0), *((size, size) for size in sizes))
-    assert found.kept == together
-
-
-def test_bounds_are_those_of_the_scorer():
-    assert (SHORTEST_PASS, SHORTEST_TAIL_PASS) == (
-        passes.SHORTEST_PASS,
-        passes.SHORTEST_TAIL_PASS,
-    )
+    layout = packed_layout(batch, CPU)
+    found = run.forward_passes(cuts=True)
+    with torch.no_grad():
+        is_cut = passes.wants_passes(torch.nn.Identity(), layout)
+    assert is_cut == (len(found) > 1)
+    if is_cut:
+        cut = passes._tail_passes(layout.inputs[KEYWORD], {}, CPU)
+        assert found == [prompts * prompt, *(at.stop - at.start for at, _ in cut)]
 
 
 @pytest.mark.parametrize("group_size", range(2, 9))
@@ -94,16 +77,50 @@ def test_rows_and_autocast():
     assert not run.replace(weight_bytes=2).autocast
 
 
-def test_parts_add_up():
-    parts = Parts(weights=1, kv_cache=2).plus(kv_cache=3, head=0.5)
-    assert parts == Parts(weights=1, kv_cache=5, head=0.5)
-    assert parts.total == 6.5
-    assert largest([Parts(head=1), parts, Parts(weights=6)]) is parts
-
-
 def test_a_forward_over_sharded_weights_is_one_pass():
     run = RunSettings(8, 2000, 600, 8)
-    assert run.forward(8, cuts=True).is_cut
-    whole = run.replace(sharding=Sharding("zero", 2, 2)).forward(8, cuts=True)
-    shards = run.replace(sharding=Sharding("fsdp2", 3, 2)).forward(8, cuts=True)
-    assert whole.is_cut and not shards.is_cut
+    assert len(run.forward_passes(cuts=True)) > 1
+    assert len(run.replace(sharding=Sharding("zero", 2, 2)).forward_passes(cuts=True)) > 1
+    assert len(run.replace(sharding=Sharding("fsdp2", 3, 2)).forward_passes(cuts=True)) == 1
+
+
+def test_each_number_comes_from_its_option(tmp_path):
+    args = config(
+        tmp_path,
+        per_device_train_batch_size=6,
+        num_generations=3,
+        gradient_accumulation_steps=4,
+        steps_per_generation=2,
+        num_iterations=5,
+        max_completion_length=7,
+        optim="adafactor",
+        optim_args="scale_parameter=False",
+        gradient_checkpointing=False,
+        shared_prefix=False,
+        logits_chunk_size=11,
+        generation_max_rows=13,
+        generation_max_kv_gb=0.5,
+        ds3_gather_for_generation=False,
+        beta=0.1,
+    )
+    assert RunSettings.of(args, prompt=17, product_bytes=2, completion=8) == RunSettings(
+        group_size=3,
+        prompt=17,
+        completion=8,
+        micro_batch=6,
+        slices=2,
+        accumulation=4,
+        passes=5,
+        product_bytes=2,
+        optimizer="adafactor",
+        optimizer_args="scale_parameter=False",
+        gradient_checkpointing=False,
+        reference=True,
+        scores_policy=True,
+        shared_prefix=False,
+        logits_chunk=11,
+        generation_rows=13,
+        generation_kv_gb=0.5,
+        gathers=False,
+    )
+    assert RunSettings.of(args, prompt=1).completion == 7

@@ -11,7 +11,7 @@ from trl.memory.estimate import Estimate
 from trl.memory.model_size import model_size
 from trl.memory.settings import RunSettings
 from trl.memory.sharding import Sharding
-from trl.memory.shares import Shares
+from trl.memory.shares import Parts, Shares
 
 SIZE = model_size(tiny_model("llama").config)
 N = SIZE.parameters
@@ -103,7 +103,7 @@ def test_what_stays_on_the_device_always():
     assert shares("fsdp1", 3).held().gradients == 4 * N / R
     assert shares("fsdp2", 3).held().gradients == shares("zero", 2).held().gradients == 0
     assert shares("zero", 2).held().buffers == 0
-    assert shares("zero", 2, double=True).first_buckets == 2 * 2 * 100
+    assert shares("zero", 2).first_buckets == 2 * 100
     assert shares("zero", 1, accumulation=1).first_buckets == 2 * 100
     assert shares("zero", 1).first_buckets == shares("zero", 3).first_buckets == 0
 
@@ -150,3 +150,9 @@ def test_more_ranks_never_need_more(engine, stage):
     many = Estimate(SIZE, few.run.replace(sharding=wider, processes=2 * R))
     for name, parts in many.phases.items():
         assert parts.total < few.phases[name].total
+
+
+def test_parts_add_up():
+    parts = Parts(weights=1, kv_cache=2).plus(kv_cache=3, head=0.5)
+    assert parts == Parts(weights=1, kv_cache=5, head=0.5)
+    assert parts.total == 6.5

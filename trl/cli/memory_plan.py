@@ -14,16 +14,14 @@ import torch
 from ..data.mixture import DatasetMixtureConfig
 from ..imports import is_available
 from ..memory.engine import EngineNeeds, engine_memory
-from ..memory.model_size import ModelSize, load_config, model_size, shares_prompts
-from ..memory.optimizers import states_of
+from ..memory.model_size import ModelSize, load_config, model_size, shares_prompts, states_of
 from ..memory.plan import Plan
 from ..memory.plan_table import render, size
-from ..memory.settings import RunSettings
+from ..memory.probes import device_bytes
+from ..memory.settings import ASSUMED_PROMPT, RunSettings
 from ..memory.sharding import Sharding, options_of_environment, read_sharding
-from ..memory.step_time import MACHINES, StepTime, render_time
 from ..trainer.base.options import option
 from ..trainer.model_config import ModelConfig, get_peft_config
-from ..trainer.online.planned_run import ASSUMED_PROMPT, device_bytes, planned_run
 from .arguments import OnlineScriptArguments
 from .exit import USER_ERRORS
 from .launch import launch_options, split
@@ -40,12 +38,6 @@ class PlanArguments:
     """What is planned."""
 
     method: str = option("rloo", "Command whose options are given.", choices=METHODS)
-    step_time: str | None = option(
-        None, "Predict the time of a step on this kind of GPU, too.", choices=tuple(MACHINES)
-    )
-    hardware: dict | str | None = option(
-        None, "Figures of the GPU that differ from those assumed (JSON), such as mfu."
-    )
 
 
 def main(words: list[str] | None = None) -> None:
@@ -82,20 +74,16 @@ class Planned:
 
     Args:
         plan (`Plan`): its memory.
-        time (`StepTime`, *optional*): of an update, if that was asked for.
-        notes (`list[str]`): what both take for granted or leave out.
+        notes (`list[str]`): what it takes for granted or leaves out.
     """
 
     plan: Plan
-    time: StepTime | None
     notes: list[str]
 
     @property
     def text(self) -> str:
         """For a terminal."""
-        blocks = [render(self.plan)]
-        blocks += [] if self.time is None else [render_time(self.time)]
-        return "\n\n".join([*blocks, "\n".join(self.notes)]).rstrip("\n")
+        return "\n\n".join([render(self.plan), "\n".join(self.notes)]).rstrip("\n")
 
 
 def describe(parser: TrlParser, values: dict[str, Any], launched: Mapping[str, Any]) -> str:
@@ -121,15 +109,7 @@ def plan_of(parser: TrlParser, values: dict[str, Any], launched: Mapping[str, An
     if model_args.model_name_or_path is None:
         raise ValueError("--model_name_or_path is required.")
     plan = make_plan(script, training, model_args, read_sharding(launched, processes, machines))
-    notes = _notes(plan, script, training)
-    arguments = built.get("PlanArguments", PlanArguments())
-    if arguments.step_time is None:
-        return Planned(plan, None, notes)
-    figures = arguments.hardware if isinstance(arguments.hardware, dict) else {}
-    machine = MACHINES[arguments.step_time].replace(**figures)
-    machine = machine.replace(gpus=max(1, processes // machines))
-    parallel = training.vllm_tensor_parallel_size if training.use_vllm else 1
-    return Planned(plan, StepTime(plan.model, plan.run, machine, parallel), notes)
+    return Planned(plan, _notes(plan, script, training))
 
 
 def options_of_worker(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -203,16 +183,17 @@ def settings(
     """Turn options into the numbers of the estimate."""
     prompt = script.longest_prompt or _assumed_prompt(training, config)
     weight_bytes, product_bytes, matrix_bytes = _precision(training, model_args, config)
+    on_cpu = script.device_memory_gb is None and _trains_on_cpu(training)
     longest = prompt + training.max_completion_length
     shares = shares_prompts(config, model_args.attn_implementation, longest)
-    return planned_run(
+    return RunSettings.of(
         training,
         prompt=prompt,
         weight_bytes=weight_bytes,
         product_bytes=product_bytes,
         matrix_bytes=matrix_bytes,
         shared_prefix=training.shared_prefix and shares,
-        on_cpu=script.device_memory_gb is None and _trains_on_cpu(training),
+        on_cpu=on_cpu,
     )
 
 

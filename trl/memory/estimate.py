@@ -1,23 +1,149 @@
 """How many bytes each phase of a training step holds, by arithmetic alone.
 
 Each phase is the largest of the moments that can be its peak; the terms say what lives at that
-moment. What the ranks divide among themselves is counted by `Shares`.
+moment. The layer is that of Llama and its descendants: norm, attention, residual, norm, gated MLP,
+residual. Sizes of tiles, passes and caches are those of the modules that make them. What the ranks
+divide among themselves is counted by `Shares`. Small terms are left out: the aim is 10 %.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
-from .generating import Generation
-from .head import Head
-from .layer import FLOAT32, Layer
-from .model_size import ModelSize
-from .settings import Forward, Parts, RunSettings, largest
-from .shares import Shares
+from ..generation.transformers.shared_decoding import PREFILL_TOKENS, grown_capacity
+from ..ops.linear_logprobs import CHUNK_ON_ACCELERATOR, CHUNK_ON_CPU, tile_shape
+from ..ops.logprobs import BLOCK_ELEMENTS
+from .model_size import FLOAT32, ModelSize
+from .settings import RunSettings
+from .shares import Parts, Shares
 
-PHASES = ("generation", "scoring", "forward + backward", "optimizer")
+SAMPLING = 2 * FLOAT32 + 2 * 8  # logits, log-probabilities; probabilities, running sum in float64
+
+
+class Layer:
+    """What a token costs in one decoder layer, in bytes.
+
+    Args:
+        model (`ModelSize`): the widths.
+        run (`RunSettings`): precision of the residual stream and of matrix products.
+    """
+
+    def __init__(self, model: ModelSize, run: RunSettings):
+        self._model = model
+        self._product = product = run.product_bytes
+        self._autocast = run.autocast
+        self._wide = max(run.weight_bytes, product)
+        self._mask = run.weight_bytes if run.on_cpu else 1  # of dropout
+        self.stream = run.weight_bytes * model.hidden  # what a checkpoint keeps of a layer
+        # The result of attention, its norm and the input; both factors of the MLP, their product.
+        self.inference = 3 * self.stream + (3 if model.gated else 2) * product * model.intermediate
+        self.cache = product * 2 * model.keys
+        # Elsewhere rotation leaves keys as wide as the stream.
+        self.cache = self.cache if run.shared_prefix else (self._wide + product) * model.keys
+
+    @property
+    def saved(self) -> float:
+        """What autograd keeps of the layer for its backward pass."""
+        model, product = self._model, self._product
+        # Inputs of both norms, as float32; queries, keys, values and the result of attention.
+        kept = 2 * FLOAT32 * model.hidden + product * 2 * (model.queries + model.keys)
+        kept += (3 if model.gated else 1) * product * model.intermediate
+        if model.norms_heads:
+            kept += (FLOAT32 + product * (not model.frozen)) * (model.queries + model.keys)
+        if model.frozen:
+            return kept + self._adapter_inputs
+        # What both norms multiply; inputs of linear layers, each with a cast of its own.
+        casts = 5 if self._autocast else 2
+        inputs = product * (casts * model.hidden + model.intermediate)
+        return kept + 2 * self.stream + inputs
+
+    @property
+    def _adapter_inputs(self) -> float:
+        """What adapters keep of the inputs of their linear layers, and masks of dropout."""
+        model = self._model
+        widths = {"o_proj": model.queries, "down_proj": model.intermediate}
+        width = sum(widths.get(name, model.hidden) for name in model.adapted)
+        return (self._product + self._mask * model.dropout) * width
+
+    @property
+    def backward(self) -> float:
+        """The largest working set of the backward pass, next to what was saved."""
+        model = self._model
+        # Gradients of the result, and of both factors of the MLP.
+        factors = (2 if model.gated else 1) * self._product * model.intermediate
+        return self.stream + factors + (self._product * model.hidden if self._autocast else 0)
+
+
+class Head:
+    """What the output projection and log-probabilities take, in bytes.
+
+    Logits exist one tile of tokens x vocabulary entries at a time, or all at once if the chunk is
+    0.
+
+    Args:
+        model (`ModelSize`): the widths.
+        run (`RunSettings`): precision and chunk.
+    """
+
+    def __init__(self, model: ModelSize, run: RunSettings):
+        self._model = model
+        self._run = run
+        default = CHUNK_ON_CPU if run.on_cpu else CHUNK_ON_ACCELERATOR
+        self._chunk = default if run.logits_chunk is None else run.logits_chunk
+        self._product = run.product_bytes
+        self._cast = run.product_bytes if run.autocast else 0
+        # Copy of the whole weight that autocast makes when the module is called.
+        self.whole_cast = self._cast * model.head
+        self.gradient = 0 if model.frozen else run.weight_bytes * model.head
+
+    def forward(self, tokens: int) -> float:
+        """Bytes of a forward pass over tokens that predict: their hidden states and logits."""
+        kept = self._run.weight_bytes * tokens * self._model.hidden
+        if not self._chunk:
+            logits = tokens * self._model.vocabulary
+            working = max(self._product * logits, self._blocks(logits, 2))
+            return kept + self.whole_cast + FLOAT32 * logits + working
+        # Products become float32 next to the logits of the tile before.
+        return kept + self._tile(tokens, 2 * FLOAT32 + self._narrow)
+
+    def backward(self, tokens: int) -> float:
+        """Bytes of the backward pass, with the gradient of the weight, which is made anew."""
+        hidden = tokens * self._model.hidden
+        kept = self._run.weight_bytes * hidden
+        if not self._chunk:
+            logits = tokens * self._model.vocabulary
+            # Their gradient, made in blocks; then those of the products and of the weight.
+            made = FLOAT32 * logits + self._blocks(logits, 3)
+            working = max(made, self._narrow * logits + self.gradient)
+            return kept + self.whole_cast + FLOAT32 * logits + working
+        sums = 0 if self._model.frozen else FLOAT32 * self._entries(tokens) * self._model.hidden
+        tile = self._tile(tokens, 3 * FLOAT32 + self._narrow)
+        return kept + FLOAT32 * hidden + self.gradient + sums + tile
+
+    def sampling(self, rows: int) -> float:
+        """Bytes of drawing one token for each of so many rows."""
+        if self._run.shared_prefix:  # some rows at a time
+            rows = min(rows, max(1, (self._chunk or CHUNK_ON_CPU) // self._model.vocabulary))
+        return rows * self._model.vocabulary * SAMPLING
+
+    @property
+    def _narrow(self) -> int:
+        """Bytes of a product that must be widened to float32."""
+        return self._product if self._product < FLOAT32 else 0
+
+    def _blocks(self, logits: int, count: int) -> int:
+        """Bytes of so many tensors of a block of logits, and of one of the block before."""
+        return (count + (logits > BLOCK_ELEMENTS)) * FLOAT32 * min(logits, BLOCK_ELEMENTS)
+
+    def _entries(self, tokens: int) -> int:
+        return min(tile_shape(self._chunk, tokens)[1], self._model.vocabulary)
+
+    def _tile(self, tokens: int, each: int) -> float:
+        """Bytes of a tile, and of the casts of the hidden states and of the weight's rows."""
+        entries = self._entries(tokens)
+        rows = min(tile_shape(self._chunk, tokens)[0], tokens)
+        return rows * entries * each + self._cast * (tokens + entries) * self._model.hidden
 
 
 class Estimate:
@@ -32,14 +158,13 @@ class Estimate:
         self.model = model
         self.run = run
         self.shares = Shares(model, run)
-        repeats = run.shared_prefix and not run.on_cpu
-        self.layer = Layer(model, run.weight_bytes, run.product_bytes, run.on_cpu, repeats)
-        self.head = Head(model, run.weight_bytes, run.product_bytes, run.logits_chunk, run.on_cpu)
+        self.layer = Layer(model, run)
+        self.head = Head(model, run)
 
     @cached_property
     def phases(self) -> dict[str, Parts]:
         """What is held at the peak of each phase; phases that do not happen are left out."""
-        found = {"generation": self._generation()}
+        found = {"generation": self._generation()} if self.run.generates else {}
         if self.run.reference or self.run.scores_policy:
             found["scoring"] = self._scoring()
         found["forward + backward"] = self._training()
@@ -65,166 +190,112 @@ class Estimate:
         return self.shares.waiting if several else 0.0
 
     @property
-    def _largest_cast(self) -> float:
-        """The copy that autocast makes of one weight for its product."""
-        return self.run.product_bytes * self.model.largest_matrix if self.run.autocast else 0.0
+    def _casts(self) -> float:
+        """Copies of the layers' weights that autocast keeps until a forward ends."""
+        matrices = self.model.largest_matrix if self.model.frozen else self.model.layer_matrices
+        return self.run.product_bytes * matrices if self.run.autocast else 0.0
 
-    @property
-    def _all_casts(self) -> float:
-        return self.run.product_bytes * self.model.layer_matrices if self.run.autocast else 0.0
-
-    @property
-    def _cached_casts(self) -> float:
-        """Copies of weights that autocast keeps until a forward ends: those of trained ones."""
-        return self._largest_cast if self.model.frozen else self._all_casts
-
-    @property
-    def _saved_casts(self) -> float:
-        """Copies of weights that the graph of a forward keeps; a quantized weight has none."""
-        return self._all_casts if self.run.matrix_bytes is None else self._largest_cast
-
-    # --- Phases ---
+    # --- Generation ---
 
     def _generation(self) -> Parts:
-        shares = self.shares
-        if self.run.engine_bytes is not None:
+        run, shares = self.run, self.shares
+        if run.engine_bytes is not None:
             sent = self._held(self._waiting, shares.largest)  # weights reach it one at a time
-            return replace(sent, vllm=self.run.engine_bytes)
-        gathered = shares.whole if self.run.gathers else shares.layerwise
-        held = self._held(self._waiting, gathered)
-        casts = self._cached_casts + self.head.whole_cast
-        moments = Generation(self.model, self.run, self.layer, self.head).moments()
-        return largest(
-            [
-                held.plus(kv_cache=cache, head=head, activations=casts + working)
-                for cache, head, working in moments
-            ]
+            return replace(sent, vllm=run.engine_bytes)
+        rows, prompts = self.in_flight()
+        token = self.layer.cache * self.model.layers
+        cache = token * prompts * run.prompt
+        written = token * rows * self.cache_room()
+        # Keys or values of one layer are held twice while they move to a larger buffer.
+        moved = (written if run.shared_prefix else cache + written) / (2 * self.model.layers)
+        together = prompts * run.prompt
+        if run.shared_prefix:
+            together = min(together, max(run.prompt, PREFILL_TOKENS))
+        inference = self.layer.inference + self.layer.stream
+        casts = self._casts + self.head.whole_cast
+        held = self._held(self._waiting, shares.whole if run.gathers else shares.layerwise)
+        held = held.plus(activations=casts, kv_cache=cache)
+        return _largest(
+            held.plus(activations=inference * together),
+            held.plus(kv_cache=written + moved, activations=inference * rows),
+            held.plus(kv_cache=written, head=self.head.sampling(rows)),
         )
 
+    def cache_room(self) -> int:
+        """Tokens a completion has room for in the cache; its last one is never looked at."""
+        needed = self.run.completion - 1
+        room = min(1, needed)
+        while self.run.shared_prefix and room < needed:
+            room = grown_capacity(room + 1, self.run.completion)
+        return room if self.run.shared_prefix else needed
+
+    def in_flight(self) -> tuple[int, int]:
+        """Rows that decode together, and copies of prompts that they read."""
+        run = self.run
+        rows = min(run.rows, run.generation_rows or run.rows)
+        if run.generation_kv_gb is not None:
+            # The bound is kept as if keys and values had the precision of the weights.
+            token = 2 * run.weight_bytes * self.model.keys * self.model.layers
+            prompt = run.prompt / run.group_size if run.shared_prefix else run.prompt
+            most = run.generation_kv_gb * 1e9 / token / (run.completion + prompt)
+            rows = max(1, min(rows, int(most)))
+        return rows, min(rows, run.groups(rows)) if run.shared_prefix else rows
+
+    # --- Scoring and training ---
+
     def _scoring(self) -> Parts:
-        run, layer = self.run, self.layer
-        forward = run.forward(run.micro_batch, cuts=True)
-        casts = self._cached_casts if run.scores_policy else self._largest_cast
-        held = self._held(self._waiting, self.shares.layerwise).plus(activations=casts)
-        hidden = layer.stream * forward.tokens
-        end = held.plus(activations=hidden, head=self.head.whole_cast)
-        body = held.plus(activations=self._inference(forward) + self._kept_keys(forward))
-        # The hidden states of all tokens are held next to those that predict.
-        predicted = self.head.forward(run.micro_batch * run.completion)
-        head = held.plus(activations=hidden, head=predicted)
-        return largest([body, end, head])
+        run = self.run
+        passes = run.forward_passes(cuts=True)
+        held = self._held(self._waiting, self.shares.layerwise).plus(activations=self._casts)
+        hidden = self.layer.stream * sum(passes)
+        body = hidden + self.layer.inference * max(passes) + self._kept_keys(passes)
+        head = max(self.head.whole_cast, self.head.forward(run.micro_batch * run.completion))
+        return _largest(held.plus(activations=body), held.plus(activations=hidden, head=head))
 
-    def _inference(self, forward: Forward) -> float:
-        """The working set of the largest pass of a forward, above what earlier ones left."""
-        layer, done, sizes = self.layer, 0, []
-        for tokens, tails in forward.passes:
-            sizes.append(layer.stream * done + layer.once * tokens + layer.inference(tokens, tails))
-            done += tokens
-        return max(sizes)
-
-    def _kept_keys(self, forward: Forward) -> float:
-        return self.layer.keys_and_values(shared=True) * self.model.layers * forward.kept
+    def _kept_keys(self, passes: list[int]) -> float:
+        """Keys and values that the first of several passes keeps for the others."""
+        return self.layer.cache * self.model.layers * passes[0] if len(passes) > 1 else 0.0
 
     def _training(self) -> Parts:
-        run, layer = self.run, self.layer
-        forward = run.forward(run.micro_batch, cuts=run.gradient_checkpointing)
-        shares = self.shares
+        run, layer, head, shares = self.run, self.layer, self.head, self.shares
+        passes = run.forward_passes(cuts=run.gradient_checkpointing)
+        tokens, widest = sum(passes), max(passes)
+        checkpoints = run.gradient_checkpointing
+        of_layer = layer.stream if checkpoints else layer.saved
+        # A quantized weight has no cast that could be kept.
+        casts = self._casts if run.matrix_bytes is None else 0.0
+        casts = casts / self.model.layers if checkpoints else casts
+        keys = 2 * self._kept_keys(passes)  # and their gradients
+        kept = self.model.layers * of_layer * tokens + casts + keys
+        again = layer.backward + (layer.saved if checkpoints else 0.0)
         # Shares of gradients fill up while the first micro-batch runs already.
         before = shares.gradients if run.sharding.stage else 0.0
         before = shares.waiting if run.accumulation > 1 else before
         held = self._held(before, shares.training, shares.first_buckets)
-        kept = self._kept(forward)
-        end = held.plus(activations=kept + self.head.whole_cast)
-        if run.gradient_checkpointing:
-            end = end.plus(activations=self._cached_casts + self._inference(forward))
-        at_head = held.plus(
-            activations=kept + (layer.last_norm + layer.stream) * forward.tokens,
-            head=self._head(run.micro_batch * run.completion),
-        )
-        last = self._held(max(before, shares.gradients), shares.training, shares.first_buckets)
-        embedding = last.plus(gradients=self._second_embedding)
-        return largest([end, at_head, *self._backward(forward, held), embedding])
+        predicting = head.backward(run.micro_batch * run.completion)
+        # Behind the last layer: its result, and what the last norm keeps.
+        at_head = held.plus(activations=kept + 3 * layer.stream * tokens, head=predicting)
+        last_layer = held.plus(activations=kept + again * widest, gradients=head.gradient)
+        gradients = self._new_gradients(is_cut=len(passes) > 1)
+        first_layers = []
+        earlier = 0  # tokens of passes that are still to be gone back through
+        for count in passes:
+            working = (of_layer + again) * count + self.model.layers * of_layer * earlier
+            first_layers.append(held.plus(activations=working + casts + keys, gradients=gradients))
+            earlier += count
+        # The gradient of the embedding waits to be added: its own, and that of a tied head.
+        end = self._held(max(before, shares.gradients), shares.training, shares.first_buckets)
+        end = end.plus(gradients=head.gradient * (self.model.tied + (run.accumulation > 1)))
+        return _largest(at_head, last_layer, *first_layers, end)
 
-    @property
-    def _kept_of_layer(self) -> int:
-        """Bytes a token that a layer keeps for its backward pass."""
-        if self.run.gradient_checkpointing:
-            return self.layer.stream
-        # Under 4 bytes a norm keeps a float32 copy in place of the layer's input.
-        return self.layer.saved(self.run.weight_bytes == FLOAT32)
-
-    def _kept(self, forward: Forward) -> float:
-        """Activations that a forward keeps for its backward pass."""
-        casts = 0.0 if self.run.gradient_checkpointing else self._saved_casts
-        each = self.model.layers * self._kept_of_layer + self.layer.rotation
-        return each * forward.tokens + casts + self._kept_keys(forward)
-
-    def _backward(self, forward: Forward, held: Parts) -> Iterator[Parts]:
-        """The backward pass of each pass of a forward, at its last layer and at its first."""
-        layer, layers = self.layer, self.model.layers
-        casts = 0.0 if self.run.gradient_checkpointing else self._saved_casts
-        earlier = 0
-        for number, (tokens, tails) in enumerate(forward.passes):
-            always = casts + (layers * self._kept_of_layer + layer.last_norm) * earlier
-            # Kept keys and values, and their gradients; that of all hidden states, to the end.
-            always += 2 * self._kept_keys(forward)
-            always += layer.stream * forward.tokens if number else 0
-            always += self._again(tokens, tails, forward.kept if number else 0)
-            apart, own = self._gradients_apart(forward, of_tails=number > 0)
-            is_first_back = number + 1 == len(forward.passes)
-            yield held.plus(
-                activations=always + layers * self._kept_of_layer * tokens,
-                gradients=self.head.gradient if is_first_back else apart,
-            )
-            yield held.plus(
-                activations=always + self._kept_of_layer * tokens,
-                gradients=apart - own if is_first_back and apart else apart,
-            )
-            earlier += tokens
-
-    def _gradients_apart(self, forward: Forward, of_tails: bool) -> tuple[float, float]:
-        """Gradients beside those held, and how many of them the first layer is still to add."""
+    def _new_gradients(self, is_cut: bool) -> float:
+        """Gradients beside those held, when the backward pass reaches the first layer."""
         if self.run.sharding.stage:
-            return self.shares.in_flight, 0.0
-        # Gradients are added to what is held when the first pass, the last to be gone back
-        # through, is done; until then those of all passes are summed apart.
-        own = self._layer_gradient + self._embedding
-        if self.run.accumulation > 1 and not forward.is_cut:
-            return 0.0, own
-        return self._summed_gradients(of_tails), own
+            return self.shares.in_flight
+        # Those of several passes are summed apart before they are added to what is held.
+        return 0.0 if self.run.accumulation > 1 and not is_cut else self.shares.whole_gradients
 
-    def _summed_gradients(self, of_tails: bool) -> float:
-        """Gradients of all weights; passes over tails share their casts, and sum those of casts."""
-        if of_tails and self.run.autocast and not self.model.frozen:
-            return self._all_casts + self.head.gradient
-        return self.shares.trained * self.model.trainable
 
-    def _again(self, tokens: int, tails: int, prefix: int) -> float:
-        """What the backward pass of one layer of one pass adds."""
-        # For tails apart from their prefix: gradients of its keys and values, in two buffers.
-        keys = 2 * self.layer.keys_and_values(shared=True) * prefix
-        needed = self.layer.backward(tokens, tails) + keys
-        if self.run.gradient_checkpointing:
-            return needed + self._saved_casts / self.model.layers
-        return needed - self.layer.saved() * tokens
-
-    @property
-    def _layer_gradient(self) -> float:
-        """Gradients of one layer but for its last projection, which comes first."""
-        if self.model.frozen:
-            return 0.0
-        matrices = self.model.layer_matrices / self.model.layers
-        return self.run.weight_bytes * (matrices - self.model.hidden * self.model.intermediate)
-
-    @property
-    def _embedding(self) -> float:
-        """The gradient of an embedding of its own, which comes last."""
-        return 0.0 if self.model.tied else self.head.gradient
-
-    def _head(self, predicted: int) -> float:
-        return max(self.head.forward(predicted), self.head.backward(predicted))
-
-    @property
-    def _second_embedding(self) -> float:
-        """Gradients of the embedding that wait to be added: its own, and that of a tied head."""
-        return self.head.gradient * (self.model.tied + (self.run.accumulation > 1))
+def _largest(*moments: Parts) -> Parts:
+    """The moment at which most is held."""
+    return max(moments, key=lambda parts: parts.total)

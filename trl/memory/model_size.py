@@ -12,6 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ..distributed import undivided_models
 from ..imports import require
+from ..models.layout_check import why_not_shared
+
+FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,9 @@ def model_size(
         peft_config (`peft.PeftConfig`, *optional*): adapter to train instead of all weights.
         trust_remote_code (`bool`): whether code shipped with the model may run.
     """
-    with torch.device("meta"), undivided_models(), warnings.catch_warnings():
+    with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of peft, about names of transformers
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
+        model = _empty_model(config, trust_remote_code)
         base = sum(p.numel() for p in model.parameters())
         shape = _shape(config.get_text_config(), model)
         if peft_config is not None:
@@ -85,6 +86,33 @@ def model_size(
     )
 
 
+def shares_prompts(config: PretrainedConfig, attention: str | None, longest: int) -> bool:
+    """Whether completions of a model can see one copy of their prompt, on a CPU or a GPU.
+
+    Args:
+        config (`PretrainedConfig`): configuration of the model; code shipped with it does not run.
+        attention (`str`, *optional*): its attention implementation; None: what transformers takes.
+        longest (`int`): tokens of the longest row.
+    """
+    try:
+        model = _empty_model(config, False, attention)
+    except ValueError:  # this model has no such attention
+        return False
+    return why_not_shared(model, longest, "cpu") is None
+
+
+def _empty_model(
+    config: PretrainedConfig, trust_remote_code: bool, attention: str | None = None
+) -> Any:
+    with torch.device("meta"), undivided_models():
+        return AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+            attn_implementation=attention,
+        )
+
+
 def load_config(
     name: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
@@ -100,22 +128,6 @@ def load_config(
     except OSError as error:
         reason = str(error).splitlines()[0]
         raise OSError(f"--model_name_or_path {name}: {reason}") from error
-
-
-def shares_prompts(config: PretrainedConfig, attention: str | None, longest: int) -> bool:
-    """Whether completions of a model can see one copy of their prompt.
-
-    Args:
-        config (`PretrainedConfig`): configuration of the model.
-        attention (`str`, *optional*): its attention implementation; None: sdpa.
-        longest (`int`): tokens of the longest row.
-    """
-    text = config.get_text_config()
-    layers = set(getattr(text, "layer_types", None) or ())
-    window = getattr(text, "sliding_window", None)
-    plain = attention in (None, "sdpa") and not getattr(text, "attn_logit_softcapping", None)
-    full = layers <= {"full_attention", "sliding_attention"}
-    return plain and full and ("sliding_attention" not in layers or longest <= (window or longest))
 
 
 def _shape(config: Any, model: nn.Module) -> dict[str, Any]:
@@ -155,3 +167,66 @@ def _intermediate(config: Any) -> int:
 def _adapted(model: nn.Module) -> frozenset[str]:
     found = (name for name, module in model.named_modules() if getattr(module, "lora_A", None))
     return frozenset(name.rpartition(".")[2] for name in found)
+
+
+# --- Optimizer states ---
+
+
+@dataclass(frozen=True)
+class States:
+    """What an optimizer keeps for each trainable parameter.
+
+    Args:
+        copies (`float`): tensors of the parameter's own dtype.
+        size (`float`): bytes of states whose precision is the optimizer's own.
+        factored (`bool`): one float32 entry for each row and column instead.
+    """
+
+    copies: float = 0.0
+    size: float = 0.0
+    factored: bool = False
+
+    def total(self, model: ModelSize, weight_bytes: int) -> float:
+        """Bytes for all trainable parameters, whose entries take `weight_bytes`."""
+        rows = FLOAT32 * model.factored if self.factored else 0
+        return rows + (self.copies * weight_bytes + self.size) * model.trainable
+
+
+TWO = States(copies=2)
+KNOWN = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_xla"), TWO),
+    **dict.fromkeys(("adamw_torch_npu_fused", "stable_adamw"), TWO),
+    **dict.fromkeys(("paged_adamw_32bit",), States(size=8)),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), States(size=2)),
+    "adamw_torch_8bit": States(size=2),
+    "adamw_torch_4bit": States(size=1),
+    **dict.fromkeys(("ademamix", "paged_ademamix_32bit"), States(size=12)),
+    **dict.fromkeys(("ademamix_8bit", "paged_ademamix_8bit"), States(size=3)),
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), States(size=4)),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), States(size=1)),
+    **dict.fromkeys(("rmsprop", "adagrad"), States(copies=1)),
+    **dict.fromkeys(("rmsprop_bnb", "rmsprop_bnb_32bit"), States(size=4)),
+    "rmsprop_bnb_8bit": States(size=1),
+    "sgd": States(),
+    "adafactor": States(factored=True),
+}
+
+
+def states_of(name: str, arguments: str | None = None) -> States | None:
+    """What the optimizer of option `optim` keeps, or None if that is not known.
+
+    Args:
+        name (`str`): a value of `optim`.
+        arguments (`str`, *optional*): `optim_args`, such as "momentum=0.9".
+    """
+    found = KNOWN.get(name)
+    pairs = dict(pair.partition("=")[::2] for pair in (arguments or "").replace(" ", "").split(","))
+    if name == "sgd" and float(pairs.get("momentum") or 0):
+        return States(copies=1)
+    return found
+
+
+def state_bytes(name: str, arguments: str | None, model: ModelSize, weight_bytes: int) -> float:
+    """Bytes of all states; those of an unknown optimizer are taken to be two in float32."""
+    states = states_of(name, arguments) or States(size=2 * FLOAT32)
+    return states.total(model, weight_bytes)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from .estimate import Estimate
 from .model_size import ModelSize
@@ -94,134 +95,147 @@ class Plan:
     def limits(self) -> list[Limit]:
         """The largest value of four options that fits while the others stay as they are."""
         run, context = self.run, self.model.context or MOST
-        return [
-            self._largest_group(),
-            self._longest("prompt", "tokens of a prompt", context - run.completion),
-            self._longest("completion", "max_completion_length", context - run.prompt),
-            self._largest_micro_batch(),
-        ]
-
-    def _largest_group(self) -> Limit:
-        """Whole micro-batches hold the groups of as many prompts as now."""
-        run = self.run
+        # Whole micro-batches hold the groups of as many prompts as now.
         prompts = max(1, run.rows // run.group_size)
         sizes = group_sizes(run.micro_batch, prompts)
-        place = largest_fitting(
-            lambda place: self.fits_with(with_group_size(run, sizes[place], prompts)),
-            range(len(sizes)),
-            bisect_right(sizes, run.group_size) - 1,
-        )
-        found = None if place is None else sizes[place]
-        return Limit("num_generations", run.group_size, found, sizes[-1], "no limit")
+        start = bisect_right(sizes, run.group_size) - 1
+        group = self._largest(sizes, lambda size: with_group_size(run, size, prompts), start)
+        # Divisors of the round leave the gradient as it is.
+        parts = [size for size in range(1, run.rows + 1) if run.rows % size == 0]
+        rows = self._largest(parts, lambda size: with_micro_batch(run, size))
+        return [
+            Limit("num_generations", run.group_size, group, sizes[-1], "no limit"),
+            self._longest("prompt", "tokens of a prompt", context - run.completion),
+            self._longest("completion", "max_completion_length", context - run.prompt),
+            Limit(
+                "per_device_train_batch_size", run.micro_batch, rows, run.rows, "the whole round"
+            ),
+        ]
 
     def _longest(self, field: str, option: str, most: int) -> Limit:
-        found = largest_fitting(
-            lambda count: self.fits_with(self.run.replace(**{field: count})),
-            range(1, max(1, most) + 1),
-            getattr(self.run, field),
-        )
+        now = getattr(self.run, field)
+        lengths = range(1, max(1, most) + 1)
+        found = self._largest(lengths, lambda n: self.run.replace(**{field: n}), now - 1)
         bound = "no limit" if self.model.context is None else "the model's context"
-        return Limit(option, getattr(self.run, field), found, most, bound)
+        return Limit(option, now, found, most, bound)
 
-    def _largest_micro_batch(self) -> Limit:
-        """A divisor of the round, so that the gradient stays the same."""
-        run = self.run
-        sizes = [size for size in range(1, run.rows + 1) if run.rows % size == 0]
+    def _largest(
+        self, values: range | list[int], change: Callable[[int], RunSettings], start: int = 0
+    ) -> int | None:
+        """The largest of some rising values with which the run fits."""
         place = largest_fitting(
-            lambda place: self.fits_with(with_micro_batch(run, sizes[place])), range(len(sizes))
+            lambda place: self.fits_with(change(values[place])), range(len(values)), start
         )
-        found = None if place is None else sizes[place]
-        option = "per_device_train_batch_size"
-        return Limit(option, run.micro_batch, found, run.rows, "the whole round")
+        return None if place is None else values[place]
 
     def changes(self) -> list[Change]:
         """What other values of the options that save memory would make of each phase."""
+        others = [*_savings(self.run), *_other_runs(self.run), *_other_engines(self.run)]
         found = [
-            Change(option, value, _totals(Estimate(model, run)), note)
-            for option, value, model, run, note in self._alternatives()
+            Change(x.option, x.value, _totals(self.model, self.run.replace(**x.fields)), x.note)
+            for x in others
+            if x.applies
         ]
+        if self.adapter is not None:
+            phases = _totals(self.adapter, self.run)
+            found.append(Change("use_peft", "true", phases, "trains an adapter"))
         return sorted(found, key=lambda change: change.peak)
 
-    def _alternatives(self) -> Iterator[tuple[str, str, ModelSize, RunSettings, str]]:
-        model, run = self.model, self.run
-        yield (
+
+def _totals(model: ModelSize, run: RunSettings) -> dict[str, float]:
+    return {name: parts.total for name, parts in Estimate(model, run).phases.items()}
+
+
+@dataclass(frozen=True)
+class _Other:
+    """Another value of an option: what it sets in `RunSettings`, and whether it makes sense."""
+
+    option: str
+    value: str
+    fields: dict[str, Any]
+    note: str = ""
+    applies: bool = True
+
+
+def _savings(run: RunSettings) -> list[_Other]:
+    """Changes after which the same is computed."""
+    recomputes, shares, chunks = (
+        run.gradient_checkpointing,
+        run.shared_prefix,
+        run.logits_chunk != 0,
+    )
+    slower = "" if recomputes else "about a third more time"
+    split = with_micro_batch(run, 1)
+    split_fields = {"micro_batch": 1, "slices": split.slices, "accumulation": split.accumulation}
+    is_whole = run.generates and run.generation_rows is None and run.rows > run.group_size
+    group = {"generation_rows": run.group_size}
+    return [
+        _Other(
             "gradient_checkpointing",
-            _word(not run.gradient_checkpointing),
-            model,
-            run.replace(gradient_checkpointing=not run.gradient_checkpointing),
-            "" if run.gradient_checkpointing else "about a third more time",
+            _word(not recomputes),
+            {"gradient_checkpointing": not recomputes},
+            slower,
+        ),
+        _Other("shared_prefix", _word(not shares), {"shared_prefix": not shares}),
+        _Other(
+            "logits_chunk_size", "0" if chunks else "none", {"logits_chunk": 0 if chunks else None}
+        ),
+        _Other(
+            "per_device_train_batch_size",
+            "1",
+            split_fields,
+            "same gradient, more passes",
+            applies=run.micro_batch > 1,
+        ),
+        _Other("generation_max_rows", str(run.group_size), group, "more passes", applies=is_whole),
+    ]
+
+
+def _other_runs(run: RunSettings) -> list[_Other]:
+    """Changes after which something else is trained, or in another precision."""
+    unscored = {"reference": False, "scores_policy": run.scores_policy and not run.is_on_policy}
+    half = {"weight_bytes": 2, "product_bytes": 2}
+    rounded = "small updates are rounded away"
+    small = {"optimizer": "adamw_8bit"}
+    is_adam = run.optimizer.startswith("adamw_torch")
+    return [
+        _Other("beta", "0", unscored, "no KL penalty", applies=run.reference),
+        _Other("dtype", "bfloat16", half, rounded, applies=run.weight_bytes == 4),
+        _Other("optim", "adamw_8bit", small, "needs bitsandbytes", applies=is_adam),
+    ]
+
+
+def _other_engines(run: RunSettings) -> list[_Other]:
+    """Other ways for ranks to divide the model, and what the memory of the host could hold."""
+    sharding = run.sharding
+    found = [
+        _Other(
+            "ds3_gather_for_generation",
+            _word(not run.gathers),
+            {"gathers": not run.gathers},
+            "each token gathers all weights" if run.gathers else "",
+            applies=run.generates and sharding.divides_weights and run.engine_bytes is None,
         )
-        sharing = run.replace(shared_prefix=not run.shared_prefix)
-        yield "shared_prefix", _word(not run.shared_prefix), model, sharing, ""
-        chunked = run.logits_chunk != 0
-        bounded = run.replace(logits_chunk=0 if chunked else None)
-        yield "logits_chunk_size", "0" if chunked else "none", model, bounded, ""
-        if run.micro_batch > 1:
-            smaller = with_micro_batch(run, 1)
-            yield "per_device_train_batch_size", "1", model, smaller, "same gradient, more passes"
-        if run.generation_rows is None and run.rows > run.group_size:
-            rows = run.replace(generation_rows=run.group_size)
-            yield "generation_max_rows", str(run.group_size), model, rows, "more passes"
-        yield from self._other_runs()
-
-    def _other_runs(self) -> Iterator[tuple[str, str, ModelSize, RunSettings, str]]:
-        """Changes after which something else is trained, or in another precision."""
-        model, run = self.model, self.run
-        if run.reference:
-            free = run.replace(reference=False, scores_policy=not run.is_on_policy)
-            yield "beta", "0", model, free, "no KL penalty"
-        if run.weight_bytes == 4:
-            half = run.replace(weight_bytes=2, product_bytes=2)
-            yield "dtype", "bfloat16", model, half, "small updates are rounded away"
-        if run.optimizer.startswith("adamw_torch"):
-            small = run.replace(optimizer="adamw_8bit")
-            yield "optim", "adamw_8bit", model, small, "needs bitsandbytes"
-        if self.adapter is not None:
-            yield "use_peft", "true", self.adapter, run, "trains an adapter"
-        yield from self._other_engines()
-
-    def _other_engines(self) -> Iterator[tuple[str, str, ModelSize, RunSettings, str]]:
-        """Other ways for ranks to divide the model."""
-        model, run = self.model, self.run
-        sharding = run.sharding
-        if sharding.divides_weights and run.engine_bytes is None:
-            other = run.replace(gathers=not run.gathers)
-            note = "each token gathers all weights" if run.gathers else ""
-            yield "ds3_gather_for_generation", _word(not run.gathers), model, other, note
-        for stage in {1, 2, 3} - {sharding.stage}:
-            if run.processes > 1 and not sharding.is_fsdp:
-                yield (
-                    "accelerate_config",
-                    f"zero{stage}",
-                    model,
-                    _zero(run, stage),
-                    "needs deepspeed",
-                )
-        yield from self._offloaded()
-
-    def _offloaded(self) -> Iterator[tuple[str, str, ModelSize, RunSettings, str]]:
-        """What the memory of the host could hold."""
-        model, run = self.model, self.run
-        sharding = run.sharding
-        if sharding.is_zero and not sharding.offloads_optimizer:
-            other = run.replace(sharding=sharding.replace(offloads_optimizer=True))
-            yield "offload_optimizer_device", "cpu", model, other, "slower updates"
-        if sharding.is_fsdp and not sharding.offloads_weights:
-            moved = sharding.replace(offloads_optimizer=True, offloads_weights=True)
-            other = run.replace(sharding=moved)
-            yield "fsdp_offload_params", "true", model, other, "slower passes and updates"
-
-
-def _zero(run: RunSettings, stage: int) -> RunSettings:
-    """The same run under DeepSpeed, which casts the weights themselves instead of autocasting."""
-    sharding = run.sharding.replace(engine="zero", stage=stage, syncs=True)
-    if run.autocast:
-        run = run.replace(weight_bytes=run.product_bytes, loaded_bytes=run.weight_bytes)
-    return run.replace(sharding=sharding)
-
-
-def _totals(estimate: Estimate) -> dict[str, float]:
-    return {name: parts.total for name, parts in estimate.phases.items()}
+    ]
+    # DeepSpeed casts the weights themselves instead of autocasting.
+    cast = {"weight_bytes": run.product_bytes, "loaded_bytes": run.weight_bytes}
+    can_change = run.processes > 1 and not sharding.is_fsdp
+    for stage in {1, 2, 3} - {sharding.stage}:
+        zero = {"sharding": sharding.replace(engine="zero", stage=stage, syncs=True)}
+        fields = (cast | zero) if run.autocast else zero
+        config = f"zero{stage}"
+        note = "needs deepspeed"
+        found.append(_Other("accelerate_config", config, fields, note, applies=can_change))
+    states = {"sharding": sharding.replace(offloads_optimizer=True)}
+    moves = sharding.is_zero and not sharding.offloads_optimizer
+    weights = {"sharding": sharding.replace(offloads_optimizer=True, offloads_weights=True)}
+    slower = "slower passes and updates"
+    can_offload = sharding.is_fsdp and not sharding.offloads_weights
+    return [
+        *found,
+        _Other("offload_optimizer_device", "cpu", states, "slower updates", applies=moves),
+        _Other("fsdp_offload_params", "true", weights, slower, applies=can_offload),
+    ]
 
 
 def _word(value: bool) -> str:

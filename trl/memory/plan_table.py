@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from .plan import HEADROOM, Plan
-from .settings import Parts
+from .shares import Parts
 
 HEADINGS = {"kv_cache": "KV cache", "vllm": "vLLM"}
 NAMES = [field.name for field in fields(Parts)]
@@ -48,7 +48,7 @@ def _header(plan: Plan) -> str:
         f"Round on a rank: {run.rows} completions of up to {run.completion} tokens, "
         f"{run.group_size} for each prompt of up to {run.prompt} tokens\n"
         f"Micro-batch: {run.micro_batch} completions, "
-        f"{run.forward(run.micro_batch, cuts=False).tokens} tokens in one forward"
+        f"{sum(run.forward_passes(cuts=False))} tokens in one forward"
         f"{_ranks(plan)}"
     )
 

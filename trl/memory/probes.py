@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +23,7 @@ THRESHOLD = 0.25  # of what is reserved
 FLOOR = 256 * 2**20  # bytes worth waiting for the device and allocating again
 
 _STATUS = Path("/proc/self/status")
+_MEMINFO = Path("/proc/meminfo")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
@@ -107,6 +110,41 @@ def release_cached_blocks(policy: str, device: torch.device | str) -> bool:
     return decided
 
 
+def device_bytes(device: torch.device) -> float:
+    """Memory of a GPU, or of the machine for a CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What a device has left at a moment.
+
+    Args:
+        free (`float`): bytes that this process could still use, those of empty blocks included.
+        held (`float`): bytes that its tensors take.
+    """
+
+    free: float
+    held: float
+
+    @property
+    def reachable(self) -> float:
+        """Bytes that this process has or could have."""
+        return self.free + self.held
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceMemory:
+        """Measure a GPU, or the machine for a CPU, where free memory is known from Linux alone."""
+        if device.type == "cuda":
+            held = torch.cuda.memory_allocated(device)
+            unused = torch.cuda.memory_reserved(device) - held
+            return cls(float(torch.cuda.mem_get_info(device)[0] + unused), float(held))
+        free, held = _kilobytes(_MEMINFO, "MemAvailable"), visible_tensor_bytes()
+        return cls(device_bytes(device) - held if free is None else float(free), float(held))
+
+
 class ProcessProbe:
     """Reads the resident memory of this process from Linux.
 
@@ -134,11 +172,16 @@ class ProcessProbe:
 
 
 def _resident(field: str) -> int | None:
+    return _kilobytes(_STATUS, field)
+
+
+def _kilobytes(path: Path, field: str) -> int | None:
+    """A field of one of Linux' files, in bytes."""
     try:
-        status = _STATUS.read_text(encoding="ascii", errors="replace")
+        text = path.read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
-    _, found, rest = status.partition(f"{field}:")
+    _, found, rest = text.partition(f"{field}:")
     return int(rest.split(maxsplit=1)[0]) * 1024 if found else None
 
 

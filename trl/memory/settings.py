@@ -1,22 +1,26 @@
-"""What of a run decides how much memory it takes, and what the answer is made of."""
+"""What of a run decides how much memory it takes: the rows it computes, and how."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from ..models.packed_passes import SHORTEST_PASS, tails_of_passes
 from .sharding import Sharding
 
-# Tokens: shorter forwards over shared prompts are not cut, nor shorter passes over tails.
-SHORTEST_PASS = 2048
-SHORTEST_TAIL_PASS = 1536
+if TYPE_CHECKING:
+    from ..trainer.online.online_config import OnlineConfig
+
+ASSUMED_PROMPT = 512  # tokens, where nothing says how long prompts are
 
 
 @dataclass(frozen=True)
 class RunSettings:
     """The options of a run that cost memory, as numbers.
 
-    Letters: G completions of a prompt of P tokens, with C tokens each.
+    A row is a shared beginning of P tokens (a prompt) and own tokens, C of them (a completion); G
+    rows in a row share their beginning. Pairs of chosen and rejected answers have G = 2, documents
+    G = 1 and P = 0.
 
     Args:
         group_size (`int`): G.
@@ -27,6 +31,8 @@ class RunSettings:
         accumulation (`int`): micro-batches of an optimizer step.
         passes (`int`): times a round is trained on.
         processes (`int`): ranks.
+        generates (`bool`): the rows are generated; if not, they come from a dataset.
+        trained_models (`int`): models of this size that are trained; 2 with a value model.
         weight_bytes (`int`): of a weight, and of an entry of the residual stream.
         product_bytes (`int`): of an entry that matrix products read and write; 2 under autocast.
         matrix_bytes (`float`, *optional*): of a quantized weight of the layers.
@@ -58,6 +64,8 @@ class RunSettings:
     accumulation: int = 1
     passes: int = 1
     processes: int = 1
+    generates: bool = True
+    trained_models: int = 1
     weight_bytes: int = 4
     product_bytes: int = 4
     matrix_bytes: float | None = None
@@ -77,6 +85,36 @@ class RunSettings:
     gathers: bool = True
     engine_bytes: float | None = None
     engine_sleeps: bool = False
+
+    @classmethod
+    def of(cls, args: OnlineConfig, **facts: Any) -> RunSettings:
+        """What the options of a run say of its memory.
+
+        Args:
+            args (`OnlineConfig`): the options.
+            facts: further fields, of the model and the device; they win.
+        """
+        batches = args.batch_plan
+        options = {
+            "group_size": batches.group_size,
+            "completion": args.max_completion_length or 1,
+            "micro_batch": batches.micro_batch,
+            "slices": batches.slices,
+            "accumulation": batches.accumulation,
+            "passes": batches.iterations,
+            "processes": batches.num_processes,
+            "optimizer": str(getattr(args.optim, "value", args.optim)),
+            "optimizer_args": args.optim_args,
+            "gradient_checkpointing": bool(args.gradient_checkpointing),
+            "reference": args.beta != 0.0,
+            "scores_policy": args.scores_policy,
+            "shared_prefix": args.shared_prefix,
+            "logits_chunk": args.logits_chunk_size,
+            "generation_rows": args.generation_max_rows,
+            "generation_kv_gb": args.generation_max_kv_gb,
+            "gathers": args.ds3_gather_for_generation,
+        }
+        return cls(**(options | facts))
 
     def replace(self, **changes: Any) -> RunSettings:
         """Return a copy with fields changed."""
@@ -104,79 +142,20 @@ class RunSettings:
             return max(1, whole)
         return whole + 2
 
-    def forward(self, rows: int, cuts: bool) -> Forward:
-        """What one forward over so many rows computes.
+    def forward_passes(self, cuts: bool) -> list[int]:
+        """Tokens of each pass of the forward over a micro-batch.
 
         Args:
-            rows (`int`): completions.
-            cuts (`bool`): whether long forwards over shared prompts are made in passes.
+            cuts (`bool`): whether a long forward over shared prompts is made in passes: one over
+                the prompts, then some over the completions.
         """
+        rows = self.micro_batch
         if not self.shared_prefix:
-            return Forward(((rows * (self.prompt + self.completion), 0),))
+            return [rows * (self.prompt + self.completion)]
         prefix = min(rows, self.groups(rows)) * self.prompt
         tail = self.completion - 1  # the last token of a completion predicts nothing
-        tails = rows * tail
         # With sharded weights a forward is always one pass, so that all ranks run as many.
-        cuts = cuts and not self.sharding.divides_weights
-        if not cuts or prefix + tails <= SHORTEST_PASS or not tails:
-            return Forward(((prefix + tails, tails),))
-        most = max(1, max(SHORTEST_TAIL_PASS, prefix // 2) // tail) * tail
-        sizes = [most] * (tails // most) + [tails % most] * (tails % most > 0)
-        return Forward(((prefix, 0), *((size, size) for size in sizes)))
-
-
-@dataclass(frozen=True)
-class Forward:
-    """Tokens of one forward.
-
-    Args:
-        passes (`tuple`): one pair for each pass, in order: tokens that are computed together, and
-            those among them that attend to a shared prompt.
-    """
-
-    passes: tuple[tuple[int, int], ...]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all passes."""
-        return sum(tokens for tokens, _ in self.passes)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether there are several passes."""
-        return len(self.passes) > 1
-
-    @property
-    def kept(self) -> int:
-        """Tokens whose keys and values are kept for later passes: those of the first."""
-        return self.passes[0][0] if self.is_cut else 0
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Bytes held at one moment, by what they are for."""
-
-    weights: float = 0.0
-    reference: float = 0.0
-    gathered: float = 0.0
-    gradients: float = 0.0
-    buffers: float = 0.0
-    optimizer: float = 0.0
-    vllm: float = 0.0
-    kv_cache: float = 0.0
-    head: float = 0.0
-    activations: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Bytes of all parts."""
-        return sum(getattr(self, field.name) for field in fields(self))
-
-    def plus(self, **more: float) -> Parts:
-        """Return a copy with bytes added to some parts."""
-        return replace(self, **{name: getattr(self, name) + size for name, size in more.items()})
-
-
-def largest(moments: list[Parts]) -> Parts:
-    """The moment at which most is held."""
-    return max(moments, key=lambda parts: parts.total)
+        whole = not cuts or self.sharding.divides_weights
+        if whole or prefix + rows * tail <= SHORTEST_PASS or not tail:
+            return [prefix + rows * tail]
+        return [prefix, *(count * tail for count in tails_of_passes([tail] * rows, prefix))]

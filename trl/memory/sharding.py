@@ -48,7 +48,6 @@ class Sharding:
         offloads_optimizer (`bool`), offloads_weights (`bool`): to the memory of the host.
         syncs (`bool`): gradients are reduced after each micro-batch; if not, FSDP sums whole ones.
         bucket (`int`): entries of the buffer in which gradients are reduced.
-        double (`bool`): whether there are two of them.
         live (`int`): entries of weights that ZeRO-3 keeps gathered.
         sub_group (`int`): entries that it updates at a time.
     """
@@ -61,7 +60,6 @@ class Sharding:
     offloads_weights: bool = False
     syncs: bool = False
     bucket: int = 500_000_000
-    double: bool = False
     live: int = 1_000_000_000
     sub_group: int = 1_000_000_000
 
@@ -137,7 +135,6 @@ def _zero(options: Mapping[str, Any], ranks: int) -> Sharding:
         offloads_optimizer=_offloads(options, own, "optimizer"),
         offloads_weights=stage == WEIGHTS and _offloads(options, own, "param"),
         syncs=True,
-        double=stage < WEIGHTS and bool(own.get("overlap_comm")),
         **fields,
     )
 

@@ -6,13 +6,36 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
-from .layer import FLOAT32
-from .model_size import ModelSize
-from .optimizers import state_bytes
-from .settings import Parts, RunSettings
+from .model_size import FLOAT32, ModelSize, state_bytes
+from .settings import RunSettings
 from .sharding import GRADIENTS, OPTIMIZER, WEIGHTS
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Bytes held at one moment, by what they are for."""
+
+    weights: float = 0.0
+    reference: float = 0.0
+    gathered: float = 0.0
+    gradients: float = 0.0
+    buffers: float = 0.0
+    optimizer: float = 0.0
+    vllm: float = 0.0
+    kv_cache: float = 0.0
+    head: float = 0.0
+    activations: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Bytes of all parts."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def plus(self, **more: float) -> Parts:
+        """Return a copy with bytes added to some parts."""
+        return replace(self, **{name: getattr(self, name) + size for name, size in more.items()})
 
 
 @dataclass(frozen=True)
@@ -56,12 +79,15 @@ class Shares:
         weights = self.weights + self.reference if sharding.offloads_weights else 0.0
         if not sharding.offloads_optimizer:
             return weights
-        share = sharding.share(OPTIMIZER) * self.model.trainable
-        if sharding.is_fsdp:
-            return weights + self.optimizer + self.stored * share
-        # Gradients in float32; up to stage 2 the updated weights, on their way to the device.
-        narrow = self.run.weight_bytes if sharding.stage < WEIGHTS else 0
-        return weights + self.optimizer + (FLOAT32 + narrow) * share
+        # Gradients lie there too; up to ZeRO-2, the updated weights on their way to the device.
+        entry = self.stored if sharding.is_fsdp else FLOAT32
+        narrow = self.run.weight_bytes if sharding.is_zero and sharding.stage < WEIGHTS else 0
+        return weights + self.optimizer + (entry + narrow) * sharding.share(OPTIMIZER) * self._count
+
+    @property
+    def _count(self) -> int:
+        """Entries that are trained."""
+        return self.model.trainable * self.run.trained_models
 
     # --- Weights ---
 
@@ -76,52 +102,41 @@ class Shares:
     @property
     def weights(self) -> float:
         """Weights that a rank keeps, adapter included."""
-        share = self.run.sharding.share(WEIGHTS)
-        return self._base * share + self.stored * self.model.adapter * share + self._undivided
+        model, run = self.model, self.run
+        share = run.sharding.share(WEIGHTS)
+        ends = model.parameters - model.adapter - model.layer_matrices
+        each = self._frozen_bytes if model.frozen else self.stored
+        matrices = (each if run.matrix_bytes is None else run.matrix_bytes) * model.layer_matrices
+        # Quantized matrices stay whole where the engine cannot divide their storage.
+        is_whole = run.matrix_bytes is not None and not run.divides_quantized
+        base = matrices * (1.0 if is_whole else share) + each * ends * share
+        return run.trained_models * (base + self.stored * model.adapter * share)
 
     @property
     def reference(self) -> float:
         """Weights of the reference policy, which is divided as the policy is."""
         if not self.run.reference or self.model.frozen:
             return 0.0
-        share = self.run.sharding.share(WEIGHTS)
-        return self._frozen_bytes * self.model.parameters * share
+        return self._frozen_bytes * self.model.parameters * self.run.sharding.share(WEIGHTS)
 
     @property
     def _frozen_bytes(self) -> int:
         """DeepSpeed casts what it does not train too; FSDP leaves it as it was loaded."""
-        if self.run.sharding.is_fsdp and self.run.loaded_bytes is not None:
-            return self.run.loaded_bytes
-        return self.run.weight_bytes
-
-    @property
-    def _base(self) -> float:
-        """Weights without adapter, on all ranks together."""
-        model, run = self.model, self.run
-        each = self._frozen_bytes if model.frozen else self.stored
-        ends = model.parameters - model.adapter - model.layer_matrices
-        if run.matrix_bytes is None:
-            return each * (model.layer_matrices + ends)
-        divided = run.matrix_bytes if run.divides_quantized else 0.0
-        return divided * model.layer_matrices + each * ends
-
-    @property
-    def _undivided(self) -> float:
-        """Quantized matrices whose storage the engine cannot divide."""
-        if self.run.matrix_bytes is None or self.run.divides_quantized:
-            return 0.0
-        return self.run.matrix_bytes * self.model.layer_matrices
+        loaded = self.run.loaded_bytes if self.run.sharding.is_fsdp else None
+        return loaded or self.run.weight_bytes
 
     @property
     def whole(self) -> float:
         """Bytes of all weights together, gathered for generation from the shards."""
-        if not self.run.sharding.divides_weights:
+        run, model = self.run, self.model
+        if not run.sharding.divides_weights:
             return 0.0
-        if self.run.matrix_bytes is not None:
-            return self._base
+        if run.matrix_bytes is not None:
+            ends = model.parameters - model.layer_matrices
+            return run.matrix_bytes * model.layer_matrices + run.weight_bytes * ends
         # FSDP1 gathers what it stores, the others what they compute with.
-        is_first = self.run.sharding.engine == "fsdp1"
-        return (self.stored if is_first else self.run.weight_bytes) * self.model.parameters
+        is_first = run.sharding.engine == "fsdp1"
+        return (self.stored if is_first else run.weight_bytes) * model.parameters
 
     @property
     def layerwise(self) -> float:
@@ -130,11 +145,11 @@ class Shares:
         What is outside the layers stays for the whole forward; a layer is gathered while it runs,
         by FSDP in a buffer that it is copied out of.
         """
-        sharding, model, run = self.run.sharding, self.model, self.run
+        sharding, model = self.run.sharding, self.model
         if not sharding.divides_weights:
             return 0.0
-        ends = run.weight_bytes * (model.parameters - model.layer_matrices - model.adapter)
-        return ends + (2 if sharding.is_fsdp else 1) * self._layer
+        ends = model.parameters - model.layer_matrices - model.adapter
+        return self.run.weight_bytes * ends + (2 if sharding.is_fsdp else 1) * self._layer
 
     @property
     def training(self) -> float:
@@ -142,10 +157,9 @@ class Shares:
         sharding = self.run.sharding
         if not sharding.divides_weights:
             return 0.0
-        if sharding.keeps_weights:
-            return self.run.weight_bytes * self.model.parameters
-        if sharding.is_zero:
-            return self.run.weight_bytes * min(self.model.parameters, sharding.live)
+        if sharding.is_zero or sharding.keeps_weights:
+            most = sharding.live if sharding.is_zero else self.model.parameters
+            return self.run.weight_bytes * min(self.model.parameters, most)
         return self.layerwise + self._layer  # the next layer is gathered ahead
 
     @property
@@ -165,22 +179,27 @@ class Shares:
     @property
     def trained(self) -> int:
         """Bytes of an entry of a gradient as the backward pass makes it."""
-        if self.run.sharding.stage and self.run.loaded_bytes is not None:
-            return self.run.weight_bytes
-        return FLOAT32 if self.model.frozen else self.run.weight_bytes
+        if self.model.frozen and not (self.run.sharding.stage and self.run.loaded_bytes):
+            return FLOAT32
+        return self.run.weight_bytes
+
+    @property
+    def whole_gradients(self) -> float:
+        """Bytes of the gradients of all trained weights as the backward pass makes them."""
+        return self.trained * self._count
 
     @property
     def gradients(self) -> float:
         """What a rank has of the gradients at the update, on the device."""
-        sharding, trainable = self.run.sharding, self.model.trainable
+        sharding = self.run.sharding
         if sharding.offloads_optimizer:
             return 0.0
         if sharding.stage and sharding.is_fsdp:
-            return self.stored * trainable * sharding.share(GRADIENTS)
+            return self.stored * self._count * sharding.share(GRADIENTS)
         if sharding.stage:
-            return self.trained * trainable * sharding.share(OPTIMIZER)
+            return self.whole_gradients * sharding.share(OPTIMIZER)
         # Data parallelism exchanges them in buckets as large as themselves.
-        return (2 if self.run.processes > 1 else 1) * self.trained * trainable
+        return (2 if self.run.processes > 1 else 1) * self.whole_gradients
 
     @property
     def waiting(self) -> float:
@@ -190,11 +209,10 @@ class Shares:
         has its bucket by then.
         """
         sharding = self.run.sharding
-        whole = self.trained * self.model.trainable
         if sharding.is_zero and sharding.stage == OPTIMIZER:
-            return whole + self.bucket
+            return self.whole_gradients + self.bucket
         if sharding.is_fsdp and sharding.stage and not sharding.syncs:
-            return max(self.gradients, whole)
+            return max(self.gradients, self.whole_gradients)
         return self.gradients
 
     @property
@@ -206,33 +224,31 @@ class Shares:
     @property
     def in_flight(self) -> float:
         """Gradients that a backward pass holds before they are divided."""
-        model, sharding = self.model, self.run.sharding
+        model = self.model
         if model.frozen:
-            return self.trained * model.trainable / model.layers
-        if sharding.is_zero:
+            return self.whole_gradients / model.layers
+        if self.run.sharding.is_zero:
             return self.trained * max(model.largest_matrix, model.head)
-        ends = model.parameters - model.layer_matrices
         # Those of one layer, and the buffer they are reduced in.
+        ends = model.parameters - model.layer_matrices
         return self.trained * (ends + 2 * model.layer_matrices / model.layers)
 
     @property
     def bucket(self) -> float:
         """The buffers in which DeepSpeed reduces gradients."""
         sharding = self.run.sharding
-        if not (sharding.is_zero and sharding.stage):
-            return 0.0
-        return self.trained * sharding.bucket * (1 + sharding.double)
+        return self.trained * sharding.bucket if sharding.is_zero and sharding.stage else 0.0
 
     # --- Optimizer ---
 
     @property
     def optimizer(self) -> float:
         """States, and the float32 weights that DeepSpeed updates in place of the model's own."""
-        sharding, run, model = self.run.sharding, self.run, self.model
+        sharding, run = self.run.sharding, self.run
         entry = FLOAT32 if sharding.is_zero else self.stored
-        states = state_bytes(run.optimizer, run.optimizer_args, model, entry)
-        masters = FLOAT32 * model.trainable if sharding.is_zero else 0.0
-        return (states + masters) * sharding.share(OPTIMIZER)
+        states = state_bytes(run.optimizer, run.optimizer_args, self.model, entry)
+        masters = FLOAT32 * self._count if sharding.is_zero else 0.0
+        return (run.trained_models * states + masters) * sharding.share(OPTIMIZER)
 
     @property
     def update(self) -> float:
@@ -240,7 +256,5 @@ class Shares:
         sharding = self.run.sharding
         if not sharding.is_zero or sharding.offloads_optimizer:
             return 0.0
-        entries = self.model.trainable * sharding.share(OPTIMIZER)
-        if sharding.stage >= WEIGHTS:
-            entries = min(entries, sharding.sub_group)
-        return FLOAT32 * entries
+        entries = self._count * sharding.share(OPTIMIZER)
+        return FLOAT32 * (min(entries, sharding.sub_group) if sharding.divides_weights else entries)

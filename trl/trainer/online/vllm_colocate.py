@@ -24,7 +24,8 @@ from ...generation.vllm.sampling import needs_text
 from ...memory.engine import BATCHED_TOKENS, EngineMemory, EngineNeeds, engine_memory
 from ...memory.model_size import model_size
 from ...memory.plan import Plan
-from ...memory.settings import RunSettings
+from ...memory.probes import DeviceMemory, device_bytes
+from ...memory.settings import ASSUMED_PROMPT, RunSettings
 from ...memory.sharding import options_of_environment, read_sharding
 from ...models.loading import context_length
 from ...models.policy_handle import PolicyHandle
@@ -34,7 +35,6 @@ from ...models.unwrap import causal_model
 from ...models.weights import check_weights
 from ...types import Sampling
 from .online_config import OnlineConfig
-from .planned_run import ASSUMED_PROMPT, device_bytes, planned_run
 from .vllm_adapter import adapter_policy, adapter_settings
 from .vllm_policy import policy_of
 
@@ -133,7 +133,9 @@ def engine_settings(handle: PolicyHandle, args: OnlineConfig, sampling: Sampling
     share, cache = args.vllm_gpu_memory_utilization, None
     if share is None:
         adapter = handle.model.active_peft_config if is_peft_model(handle.model) else None
-        memory = Sizing(args, causal, dtype, context, adapter).memory(handle.device)
+        memory = Sizing(args, causal, dtype, context, adapter).memory(
+            handle.device, _least_memory(handle)
+        )
         if memory.context < context:
             logger.info(f"The vLLM engine has room for contexts of {memory.context} tokens.")
         context, cache = memory.context, memory.cache
@@ -154,6 +156,13 @@ def engine_settings(handle: PolicyHandle, args: OnlineConfig, sampling: Sampling
         implementation=args.vllm_model_impl,
         trust_remote_code=args.trust_remote_code,
     )
+
+
+def _least_memory(handle: PolicyHandle) -> DeviceMemory:
+    """What is free where least is: engines of several ranks must be of one size."""
+    found = DeviceMemory.of(handle.device)
+    least = handle.ranks.largest
+    return DeviceMemory(free=-least(-found.free), held=-least(-found.held))
 
 
 def rows_of(args: OnlineConfig) -> int:
@@ -181,7 +190,7 @@ class Sizing:
     context: int
     adapter: Any = None
 
-    def memory(self, device: torch.device) -> EngineMemory:
+    def memory(self, device: torch.device, measured: DeviceMemory | None = None) -> EngineMemory:
         """What the engine is given; see `engine_memory`."""
         args = self.args
         size = model_size(self.causal.config, self._new_adapter(), args.trust_remote_code)
@@ -202,7 +211,8 @@ class Sizing:
             entry=entry,
             rows=rows,
         )
-        return engine_memory(plan, needs, args.vllm_enable_sleep_mode, plan.run.completion + 1)
+        shortest = plan.run.completion + 1
+        return engine_memory(plan, needs, args.vllm_enable_sleep_mode, shortest, measured)
 
     def _new_adapter(self) -> Any:
         """An adapter as large, whose start is not computed from weights that are not there."""
@@ -213,7 +223,7 @@ class Sizing:
     def run(self, device: torch.device) -> RunSettings:
         """The run as the memory plan takes it."""
         completion = self.args.max_completion_length or 1
-        return planned_run(
+        return RunSettings.of(
             self.args,
             prompt=max(1, min(ASSUMED_PROMPT, self.context - completion)),
             on_cpu=device.type == "cpu",

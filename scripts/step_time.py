@@ -1,8 +1,11 @@
 """How long a training step should take, from floating-point operations and bytes moved.
 
-A model on paper: it is meant for comparing settings, and for planning a run before the machines are
-there. What no term covers (launches of small kernels, reward functions, waiting for the longest
-completion of other ranks) makes a real step longer. Sources:
+    python scripts/step_time.py --gpu h100 --config examples/cli_configs/rloo_7b_8_gpus.yaml
+
+takes the options of `trl memory-plan` behind its own and prints that plan with the seconds of each
+phase. It is meant for comparing settings, and for planning a run before the machines are there.
+What no term covers (launches of small kernels, reward functions, waiting for the longest completion
+of other ranks) makes a real step longer. Sources:
 
 - operations: Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1 (2 N a
   token forward, 4 N backward), and Chowdhery et al., "PaLM", 2022, appendix B (attention);
@@ -13,15 +16,18 @@ completion of other ranks) makes a real step longer. Sources:
 
 from __future__ import annotations
 
+import argparse
+import json
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .generating import Generation
-from .head import Head
-from .layer import FLOAT32, Layer
-from .model_size import ModelSize
-from .settings import RunSettings
-from .shares import Shares
+from trl.cli.launch import launch_options, split
+from trl.cli.memory_plan import Planned, make_parser, plan_of
+from trl.memory.estimate import Estimate
+from trl.memory.model_size import FLOAT32, ModelSize
+from trl.memory.plan_table import table
+from trl.memory.settings import RunSettings
+from trl.memory.shares import Shares
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,7 @@ class StepTime:
     @property
     def _tokens(self) -> int:
         """Tokens of the forward of one micro-batch."""
-        return self.run.forward(self.run.micro_batch, cuts=False).tokens
+        return sum(self.run.forward_passes(cuts=False))
 
     def _operations(self, tokens: float) -> float:
         """Of one forward: 2 for each weight a token meets, 4 for each pair that attends."""
@@ -187,7 +193,8 @@ class StepTime:
         run = self.run
         rows, prompts = self._in_flight
         steps = self.rounds * -(-run.rows // rows) * run.completion
-        cache = self._generation.token * (prompts * run.prompt + rows * run.completion / 2)
+        token = Estimate(self.model, run).layer.cache * self.model.layers
+        cache = token * (prompts * run.prompt + rows * run.completion / 2)
         weights = run.product_bytes * self.model.parameters / self.parallel
         # From shards that are gathered layer by layer, every token moves all weights.
         layerwise = not (run.gathers or self._is_engine)
@@ -198,16 +205,12 @@ class StepTime:
         )
 
     @property
-    def _generation(self) -> Generation:
-        run, model = self.run, self.model
-        layer = Layer(model, run.weight_bytes, run.product_bytes)
-        return Generation(model, run, layer, Head(model, run.weight_bytes, run.product_bytes))
-
-    @property
     def _in_flight(self) -> tuple[int, int]:
         """Rows that decode together, and prompts that they read; an engine takes all."""
         run = self.run
-        return (run.rows, run.groups(run.rows)) if self._is_engine else self._generation.in_flight()
+        if self._is_engine:
+            return run.rows, run.groups(run.rows)
+        return Estimate(self.model, run).in_flight()
 
     @property
     def _is_engine(self) -> bool:
@@ -272,8 +275,6 @@ class StepTime:
 
 def render_time(step: StepTime) -> str:
     """Write the times as a table of plain text, with what was assumed."""
-    from .plan_table import table
-
     rows = [["predicted seconds of", "compute", "memory", "communication", "total"]]
     for name, phase in step.phases.items():
         parts = (phase.compute, phase.memory, phase.communication, phase.total)
@@ -291,3 +292,40 @@ def render_time(step: StepTime) -> str:
 
 def _seconds(value: float) -> str:
     return f"{value:.3g}" if value else "0"
+
+
+def planned(words: list[str], machine: Machine) -> tuple[Planned, StepTime]:
+    """The plan of a run, and the time of its steps.
+
+    Args:
+        words: options of `trl memory-plan`.
+        machine (`Machine`): what it runs on; the number of its GPUs follows from the options.
+    """
+    method = argparse.ArgumentParser(add_help=False)
+    method.add_argument("--method", default="rloo")
+    parser = make_parser(method.parse_known_args(words)[0].method)
+    script, launcher = split(parser, words)
+    values, launched = parser.read(script)[0], launch_options(launcher)
+    found = plan_of(parser, values, launched)
+    machine = machine.replace(gpus=max(1, launched["num_processes"] // launched["num_machines"]))
+    is_divided = str(values.get("use_vllm", False)).lower() == "true"
+    parallel = int(values.get("vllm_tensor_parallel_size", 1)) if is_divided else 1
+    return found, StepTime(found.plan.model, found.plan.run, machine, parallel)
+
+
+def text(found: Planned, step: StepTime) -> str:
+    """What the command prints."""
+    return f"{found.text}\n\n{render_time(step)}"
+
+
+def main(words: list[str] | None = None) -> None:
+    """Print the plan and the time of a run."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gpu", choices=tuple(MACHINES), required=True)
+    parser.add_argument("--hardware", type=json.loads, default={}, help="other figures (JSON)")
+    own, rest = parser.parse_known_args(words)
+    print(text(*planned(rest, MACHINES[own.gpu].replace(**own.hardware))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,15 +1,19 @@
 """Seconds against the formulas written out, and against what is known of the limits."""
 
 import dataclasses
+import sys
+from pathlib import Path
 
 import pytest
 from peft import LoraConfig
-from tiny import tiny_model
+from tiny import save_tiny, tiny_model
 
 from trl.memory.model_size import model_size
 from trl.memory.settings import RunSettings
 from trl.memory.sharding import Sharding
-from trl.memory.step_time import MACHINES, Machine, Seconds, StepTime, render_time
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from step_time import MACHINES, Machine, Seconds, StepTime, main, render_time
 
 SIZE = model_size(tiny_model("llama").config)
 MET = SIZE.parameters - (0 if SIZE.tied else SIZE.head)
@@ -159,3 +163,16 @@ def test_the_table_says_what_was_assumed():
         "an update",
     ]
     assert "MFU of 100%" in shown[-1]
+
+
+def test_the_command_prints_plan_and_time(tmp_path, capsys):
+    words = ["--model_name_or_path", save_tiny(tmp_path / "model"), "--use_cpu", "--bf16", "false"]
+    words += ["--accelerate_config", "zero3", "--num_processes", "2", "--longest_prompt", "64"]
+    main(["--gpu", "a100", "--hardware", '{"mfu": 0.5}', "--method", "grpo", *words])
+    shown = capsys.readouterr().out
+    assert "held at the peak of" in shown
+    assert "predicted seconds of" in shown
+    assert "312 TFLOP/s at an MFU of 50%" in shown
+    assert "within a machine of 2 GPUs" in shown
+    with pytest.raises(SystemExit):
+        main(["--gpu", "abacus", *words])
