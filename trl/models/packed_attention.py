@@ -12,7 +12,7 @@ tails, which read them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -41,10 +41,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tails of similar length, whose e tokens are read and written by integer places alone.
-
-    A boolean index would make the host wait for the device, in every layer.
-    """
+    """Tails of similar length; a boolean index would make the host wait, in every layer."""
 
     index: Tensor  # (n, w) places in the row; a shorter tail repeats its last one
     exists: Tensor  # (n, w) bool: False at the repeats
@@ -76,26 +73,18 @@ class Packing:
     kept: Layers | None = None
 
     @classmethod
-    def of(
-        cls,
-        groups: Sequence[tuple[int, Sequence[int]]],
-        device: torch.device | str,
-        kept: Layers | None = None,
-    ) -> Packing:
+    def of(cls, groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str) -> Packing:
         """Lay out groups given as (prefix length, tail lengths)."""
         places: list[Group] = []
-        starts: list[int] = []
-        lengths: list[int] = []
         prefix_start, tail_start = 0, sum(prefix for prefix, _ in groups)
         for prefix, tails in groups:
             ends = list(accumulate(tails, initial=tail_start))
             at = slice(prefix_start, prefix_start + prefix)
             cuts = tuple((start, stop) for start, stop in pairwise(ends) if start < stop)
             places.append(Group(at, slice(tail_start, ends[-1]), cuts))
-            starts += ends[:-1]
-            lengths += tails
             prefix_start, tail_start = prefix_start + prefix, ends[-1]
-        return cls(tuple(places), make_buckets(starts, lengths, device), kept)
+        cuts = (cut for group in places for cut in group.cuts)
+        return cls(tuple(places), make_buckets(cuts, device))
 
 
 @dataclass(frozen=True)
@@ -118,27 +107,22 @@ class Tails:
         return [states[:, :, group.prefix] for group in self.groups for states in pair]
 
 
-def make_buckets(
-    starts: Sequence[int], lengths: Sequence[int], device: torch.device | str
-) -> Buckets:
-    """Put tails together whose lengths lie between two powers of two; empty ones are left out."""
-    tails = [(start, length) for start, length in zip(starts, lengths, strict=True) if length]
-    return tuple(_buckets(tails, device))
-
-
-def _buckets(tails: Sequence[tuple[int, int]], device: torch.device | str) -> Iterator[Bucket]:
-    """Put tails (start, length) together whose lengths lie between two powers of two."""
+def make_buckets(cuts: Iterable[tuple[int, int]], device: torch.device | str) -> Buckets:
+    """Put tails (start, stop) together whose lengths lie between two powers of two."""
     by_size: dict[int, list[tuple[int, int]]] = {}
-    for tail in tails:
-        by_size.setdefault(tail[1].bit_length(), []).append(tail)
-    for members in by_size.values():
-        starts, lengths = torch.tensor(members).t()
-        offsets = torch.arange(int(lengths.max()))
-        exists = offsets < lengths[:, None]
-        index = starts[:, None] + torch.minimum(offsets, lengths[:, None] - 1)
-        found = index, exists, exists.flatten().nonzero()[:, 0], index[exists]
-        # Made here and read on the device alone, so the host need not wait for the copies.
-        yield Bucket(*(x.to(device, non_blocking=True) for x in found))
+    for start, stop in cuts:
+        by_size.setdefault((stop - start).bit_length(), []).append((start, stop - start))
+    return tuple(_bucket(members, device) for members in by_size.values())
+
+
+def _bucket(tails: Sequence[tuple[int, int]], device: torch.device | str) -> Bucket:
+    starts, lengths = torch.tensor(tails).t()
+    offsets = torch.arange(int(lengths.max()))
+    exists = offsets < lengths[:, None]
+    index = starts[:, None] + torch.minimum(offsets, lengths[:, None] - 1)
+    found = index, exists, exists.flatten().nonzero()[:, 0], index[exists]
+    # Made here and read on the device alone, so the host need not wait for the copies.
+    return Bucket(*(x.to(device, non_blocking=True) for x in found))
 
 
 @dataclass(frozen=True)
@@ -168,7 +152,9 @@ class _PackedAttention(torch.autograd.Function):
             return output
         # What has no prefix has attended to nothing before it attends to itself.
         output = torch.zeros_like(query)
-        normalizer = query.new_full(query.shape[:3], -torch.inf, dtype=_statistics_dtype(query))
+        normalizer = query.new_full(
+            query.shape[:3], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32)
+        )
         for part in _parts(layout):
             key, value = part.of(keys)
             found = kernel.forward(query[:, :, part.queries], key, value, part.causal, scale)
@@ -244,10 +230,6 @@ def _parts(layout: Packing | Tails) -> Iterator[_Part]:
             yield _Part(group.tails, group.prefix, False, 0)
 
 
-def _statistics_dtype(query: Tensor) -> torch.dtype:
-    return torch.promote_types(query.dtype, torch.float32)
-
-
 def packed_attention(
     query: Tensor,
     own: tuple[Tensor, Tensor],
@@ -262,8 +244,7 @@ def packed_attention(
         own (`tuple[Tensor, Tensor]`): keys and values (1, K, T, D) of the row; N is a multiple of
             K.
         layout (`Packing` or `Tails`): where prefixes and tails are.
-        layer (`int`): index of the layer.
-        scale (`float`): of the products of queries and keys.
+        layer, scale: index of the layer; factor of the products of queries and keys.
     """
     more = layout.prefixes(layer) if isinstance(layout, Tails) else []
     if isinstance(layout, Packing) and layout.kept is not None:
@@ -283,12 +264,13 @@ def decoding_attention(
         query (`Tensor`): (m, N, 1, D).
         own (`tuple[Tensor, Tensor]`): keys and values (m, K, t, D) of what the rows generated.
         decoding (`Decoding`): the shared prefixes.
-        layer (`int`): index of the layer.
-        scale (`float`): of the products of queries and keys.
+        layer, scale: as in `packed_attention`.
     """
     kernel = choose_kernel(query)
     output = torch.empty_like(query)
-    normalizer = query.new_empty(query.shape[:3], dtype=_statistics_dtype(query))
+    normalizer = query.new_empty(
+        query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32)
+    )
     parts = zip(decoding.groups, decoding.keys[layer], decoding.values[layer], strict=True)
     for rows, key, value in parts:
         # The rows of a group are queries of one attention to their prefix.

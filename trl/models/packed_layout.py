@@ -63,7 +63,8 @@ def plain_layout(
     columns = _width(batch)
     # One column at least, so that rows with empty completions still make a valid input.
     completions = pad_ragged(batch.completion_ids, pad_id, width=max(1, columns), multiple=multiple)
-    before, lengths = _lengths(batch.prompt_ids), _lengths(batch.completion_ids)
+    before = torch.tensor(list(map(len, batch.prompt_ids)))
+    lengths = torch.tensor(list(map(len, batch.completion_ids)))
     prompt_mask = length_mask(before, prompts.shape[1])
     exists = length_mask(lengths, completions.shape[1])
     attention = torch.cat([prompt_mask.flip(1), exists], 1).long()
@@ -108,21 +109,27 @@ def packed_layout(batch: Rows, device: torch.device, with_ends: bool = False) ->
         with_ends (`bool`): keep the last tokens, whose places are then known.
     """
     groups = [_GroupRows.of(batch, rows, with_ends) for rows in _same_prompt(batch.prompt_ids)]
-    packing = Packing.of([group.lengths for group in groups], device)
-    ids, positions = _tokens(groups)
-    predictions = _Predictions.of(groups, packing)
+    lengths = [(len(group.prefix), list(map(len, group.tails))) for group in groups]
+    packing = Packing.of(lengths, device)
+    runs = [(group.prefix, 0) for group in groups]
+    runs += [(tail, len(group.prefix)) for group in groups for tail in group.tails]
+    # One token at least, and one prediction, so that rows of nothing make a valid input.
+    ids = [token for run, _ in runs for token in run] or [0]
+    positions = [first + i for run, first in runs for i in range(len(run))] or [0]
+    found = _Predictions()
+    for group, places in zip(groups, packing.groups, strict=True):
+        found.add(group, places)
+    ends = torch.tensor(found.ends if with_ends else [], dtype=torch.long)
     width = _width(batch)
-    ends = predictions.ends if with_ends else []
     layout = Layout(
         inputs=packed_inputs(torch.tensor([ids]), torch.tensor([positions]), packing),
         shape=(len(batch), width),
-        # One prediction at least, so that rows with empty completions make a valid input.
-        sources=torch.tensor(predictions.sources or [0]),
-        targets=torch.tensor(predictions.targets or [0]),
-        slots=torch.tensor(predictions.slots, dtype=torch.long),
+        sources=torch.tensor(found.sources or [0]),
+        targets=torch.tensor(found.targets or [0]),
+        slots=torch.tensor(found.slots, dtype=torch.long),
         places=_marked(_predicted(batch, width)),
-        ends=torch.tensor([end for end in ends if end is not None], dtype=torch.long),
-        rows=torch.tensor([i for i, end in enumerate(ends) if end is not None], dtype=torch.long),
+        ends=ends[ends >= 0],
+        rows=_marked(ends >= 0),
     )
     return _on_device(layout, device)
 
@@ -159,22 +166,6 @@ class _GroupRows:
     def prefix(self) -> list[int]:
         return self.prompt + self.shared
 
-    @property
-    def lengths(self) -> tuple[int, list[int]]:
-        return len(self.prefix), [len(tail) for tail in self.tails]
-
-
-def _tokens(groups: Sequence[_GroupRows]) -> tuple[list[int], list[int]]:
-    """Ids and positions of all prefixes, then of all tails; one token if there is none."""
-    runs = [(group.prefix, 0) for group in groups]
-    runs += [(tail, len(group.prefix)) for group in groups for tail in group.tails]
-    ids: list[int] = []
-    positions: list[int] = []
-    for run, first in runs:
-        ids += run
-        positions += range(first, first + len(run))
-    return ids or [0], positions or [0]
-
 
 @dataclass
 class _Predictions:
@@ -183,14 +174,7 @@ class _Predictions:
     sources: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    ends: list[int | None] = field(default_factory=list)  # B: the last token of each row
-
-    @classmethod
-    def of(cls, groups: Sequence[_GroupRows], packing: Packing) -> _Predictions:
-        found = cls()
-        for group, places in zip(groups, packing.groups, strict=True):
-            found.add(group, places)
-        return found
+    ends: list[int] = field(default_factory=list)  # B: place of the last token; -1 without any
 
     def add(self, group: _GroupRows, places: Group) -> None:
         """Add the predictions of a group that lies at `places`."""
@@ -204,7 +188,7 @@ class _Predictions:
             self.slots += common[: len(ids)] + self._predict(sources[first:], own[first:])
             start += len(tail)
             end = start if ids else places.prefix.start + len(group.prompt)
-            self.ends.append(end - 1 if ids or group.prompt else None)
+            self.ends.append(end - 1 if ids or group.prompt else -1)
 
     def _predict(self, sources: Sequence[int], targets: Sequence[int]) -> list[int]:
         start = len(self.sources)
@@ -213,13 +197,12 @@ class _Predictions:
         return list(range(start, start + len(targets)))
 
 
-def common_prefix(rows: Sequence[Sequence[int]]) -> list[int]:
+def common_prefix(rows: Sequence[list[int]]) -> list[int]:
     """The longest beginning that all rows share."""
-    # Between the first and the last row in order lie all others.
-    ordered = sorted(map(list, rows))
-    if not ordered:
+    if not rows:
         return []
-    pairs = zip(ordered[0], ordered[-1], strict=False)
+    # Between the first and the last row in order lie all others.
+    pairs = zip(min(rows), max(rows), strict=False)
     return [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
@@ -229,10 +212,6 @@ def _same_prompt(prompt_ids: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         yield list(rows)
 
 
-def _lengths(rows: Sequence[Sequence[int]]) -> Tensor:
-    return torch.tensor([len(ids) for ids in rows])
-
-
 def _width(batch: Rows) -> int:
     """Columns C: tokens of the longest completion."""
     return max(map(len, batch.completion_ids), default=0)
@@ -240,8 +219,8 @@ def _width(batch: Rows) -> int:
 
 def _predicted(batch: Rows, width: int) -> Tensor:
     """Mark the completion tokens (B, C) that have something before them."""
-    found = length_mask(_lengths(batch.completion_ids), width)
-    found[:, :1] &= _lengths(batch.prompt_ids)[:, None] > 0
+    found = length_mask(torch.tensor(list(map(len, batch.completion_ids))), width)
+    found[:, :1] &= torch.tensor([len(prompt) > 0 for prompt in batch.prompt_ids])[:, None]
     return found
 
 

@@ -9,6 +9,7 @@ working memory is that of the longest pass, whatever the number of completions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -124,19 +125,13 @@ def _tail_passes(
 ) -> Iterator[tuple[slice, Tails]]:
     """Cut the tails into runs; those of all groups follow each other without a gap."""
     tails = [(group.prefix, start, stop) for group in packing.groups for start, stop in group.cuts]
-    prefix = packing.groups[-1].prefix.stop
-    for count in tails_of_passes([stop - start for _, start, stop in tails], prefix):
+    lengths = [stop - start for _, start, stop in tails]
+    for count in tails_of_passes(lengths, packing.groups[-1].prefix.stop):
         run, tails = tails[:count], tails[count:]
-        first = run[0][1]
+        first, last = run[0][1], run[-1][2]
         groups: list[Group] = []
-        for prefix, start, stop in run:
-            if groups and groups[-1].prefix == prefix:
-                groups[-1] = Group(prefix, slice(groups[-1].tails.start, stop - first))
-            else:
-                groups.append(Group(prefix, slice(start - first, stop - first)))
-        starts = [start - first for _, start, _ in run]
-        lengths = [stop - start for _, start, stop in run]
-        yield (
-            slice(first, run[-1][2]),
-            Tails(tuple(groups), make_buckets(starts, lengths, device), kept),
-        )
+        for prefix, parts in groupby(run, key=lambda tail: tail[0]):
+            cuts = tuple((start - first, stop - first) for _, start, stop in parts)
+            groups.append(Group(prefix, slice(cuts[0][0], cuts[-1][1]), cuts))
+        buckets = make_buckets((cut for group in groups for cut in group.cuts), device)
+        yield slice(first, last), Tails(tuple(groups), buckets, kept)
