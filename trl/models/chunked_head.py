@@ -89,29 +89,24 @@ class _ModuleLogProbs(torch.autograd.Function):
         (hidden, ids), parameters = ctx.saved_tensors, ctx.parameters
         run, _, with_entropy = ctx.call
         grad_hidden = torch.zeros_like(hidden)
-        sums = [torch.zeros_like(p, dtype=_wide(p)) for p in parameters]
+        wide = [torch.promote_types(p.dtype, torch.float32) for p in parameters]
+        sums = [torch.zeros_like(p, dtype=d) for p, d in zip(parameters, wide, strict=True)]
         with _random_numbers(*ctx.random):
             for piece in ctx.pieces:
                 part = hidden[piece].detach().requires_grad_()
                 with torch.enable_grad():
                     found = _statistics(run(part), ids[piece], with_entropy)
-                results = _gradients(found, grads, piece, [part, *parameters])
+                pairs = zip(found, grads, strict=False)
+                used = [(value, grad[piece]) for value, grad in pairs if grad is not None]
+                values, upstream = zip(*used, strict=True)
+                inputs = [part, *parameters]
+                results = torch.autograd.grad(values, inputs, upstream, allow_unused=True)
                 grad_hidden[piece] = results[0]
                 for total, result in zip(sums, results[1:], strict=True):
                     if result is not None:
                         total += result
         cast = [total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)]
         return grad_hidden, None, None, *cast
-
-
-def _gradients(
-    found: Sequence[Tensor], grads: Sequence[Tensor | None], piece: slice, inputs: list[Tensor]
-) -> tuple[Tensor, ...]:
-    pairs = zip(found, grads, strict=False)
-    used = [(value, grad[piece]) for value, grad in pairs if grad is not None]
-    return torch.autograd.grad(
-        [value for value, _ in used], inputs, [grad for _, grad in used], allow_unused=True
-    )
 
 
 @contextmanager
@@ -121,7 +116,3 @@ def _random_numbers(state: Tensor, devices: tuple[list[int], list[Tensor]]) -> I
         torch.set_rng_state(state)
         set_device_states(*devices)
         yield
-
-
-def _wide(parameter: Tensor) -> torch.dtype:
-    return torch.promote_types(parameter.dtype, torch.float32)

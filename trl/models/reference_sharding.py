@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from ..imports import require
-from .sharded import is_fsdp1, sharded_engine, whole
+from .sharded import FSDP1, gathered_parameters, sharded_engine, whole
 
 # Blocks of a DeepSpeed configuration that are about training.
 TRAINING = ("optimizer", "scheduler", "train_batch_size", "gradient_accumulation_steps")
@@ -98,7 +98,7 @@ def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Names and full tensors in main memory, one gathered at a time; all ranks must go on alike."""
     with _named_as_trained(model):
         for name, value in model.state_dict(keep_vars=True).items():
-            with _gathered(value):
+            with gathered_parameters([value]) if hasattr(value, "ds_id") else nullcontext():
                 yield name, whole(value).cpu().clone()
 
 
@@ -109,33 +109,27 @@ def load_weights(model: nn.Module, state: dict[str, Tensor]) -> None:
     Raises:
         RuntimeError: if a name is missing or unknown, or a shape is another.
     """
-    if sharded_engine(model) is None or is_fsdp1(model):
+    engine = sharded_engine(model)
+    if engine is None or isinstance(engine, FSDP1):
         with _named_as_trained(model):
             model.load_state_dict(state)
         return
     targets: dict[str, Any] = model.state_dict(keep_vars=True)
     if targets.keys() != state.keys():
-        raise RuntimeError(f"Other weights: {sorted(targets.keys() ^ state.keys())}.")
+        differing = ", ".join(sorted(targets.keys() ^ state.keys()))
+        raise RuntimeError(f"The stored reference has other weights than the model: {differing}.")
     for name, target in targets.items():
-        with _gathered(target, changes=True):
+        with gathered_parameters([target], 0) if hasattr(target, "ds_id") else nullcontext():
             target.data.copy_(_like(state[name], target))
 
 
 def _named_as_trained(model: nn.Module) -> AbstractContextManager[Any]:
     """Let states of the old FSDP be full tensors under the names of the model itself."""
-    if not is_fsdp1(model):
+    if not isinstance(sharded_engine(model), FSDP1):
         return nullcontext()
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
     return FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT)
-
-
-def _gathered(parameter: Any, changes: bool = False) -> AbstractContextManager[Any]:
-    if not hasattr(parameter, "ds_id"):
-        return nullcontext()
-    parameter.ds_active_sub_modules.clear()
-    gather = require("deepspeed", "ZeRO-3").zero.GatheredParameters
-    return gather([parameter], modifier_rank=0 if changes else None)
 
 
 def _like(value: Tensor, target: Any) -> Any:

@@ -7,9 +7,9 @@ are off, so that nothing communicates but what is written here.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,39 +17,51 @@ from torch import Tensor, nn
 from ..imports import require
 
 
-class ShardedEngine(Protocol):
+class ShardedEngine:
     """What an engine that shards weights can do. All ranks must call it alike."""
+
+    package = ""  # whose hooks communicate
 
     def gather(self, modules: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Hold the whole weights that belong to modules themselves, not to their children."""
-        ...
+        raise NotImplementedError
 
     def bypass(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Let the modules of `model` compute without communicating."""
-        ...
+        return _without_hooks(model, self.package)
 
 
-class Zero3:
+class Zero3(ShardedEngine):
     """DeepSpeed ZeRO-3: each parameter is partitioned."""
+
+    package = "deepspeed"
 
     def gather(self, modules: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Hold whole weights; see `ShardedEngine`."""
-        parameters = [p for m in modules for p in m.parameters(recurse=False)]
-        for parameter in parameters:
-            # Marks that a forward without backward left would forbid to partition it again.
-            getattr(parameter, "ds_active_sub_modules", set()).clear()
-        gathered: AbstractContextManager[Any] = require(
-            "deepspeed", "ZeRO-3"
-        ).zero.GatheredParameters(parameters)
-        return gathered
-
-    def bypass(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Switch communication off; see `ShardedEngine`."""
-        return _without_hooks(model, "deepspeed")
+        return gathered_parameters(p for m in modules for p in m.parameters(recurse=False))
 
 
-class FSDP2:
+def gathered_parameters(
+    parameters: Iterable[Any], changed_by: int | None = None
+) -> AbstractContextManager[Any]:
+    """Hold whole parameters that ZeRO-3 has partitioned, and others.
+
+    Args:
+        parameters: of a model.
+        changed_by (`int`, *optional*): rank whose changes all ranks take over.
+    """
+    found = list(parameters)
+    for parameter in found:
+        # Marks that a forward without backward left would forbid to partition it again.
+        getattr(parameter, "ds_active_sub_modules", set()).clear()
+    gather = require("deepspeed", "ZeRO-3").zero.GatheredParameters
+    return gather(found, modifier_rank=changed_by)
+
+
+class FSDP2(ShardedEngine):
     """`fully_shard` of torch: the parameters of a unit are DTensors."""
+
+    package = "torch.distributed.fsdp"
 
     @contextmanager
     def gather(self, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -65,12 +77,8 @@ class FSDP2:
             for unit in units:
                 unit.reshard()
 
-    def bypass(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Switch communication off; see `ShardedEngine`."""
-        return _without_hooks(model, "torch.distributed.fsdp")
 
-
-class FSDP1:
+class FSDP1(ShardedEngine):
     """`FullyShardedDataParallel` of torch: a wrapper around each unit holds its flat parameter."""
 
     @contextmanager
@@ -103,13 +111,10 @@ def sharded_engine(model: nn.Module) -> ShardedEngine | None:
 
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return Zero3()
-    if _has(model, FSDPModule):
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
         return FSDP2()
-    return FSDP1() if _has(model, FullyShardedDataParallel) else None
-
-
-def _has(model: nn.Module, kind: type) -> bool:
-    return any(isinstance(module, kind) for module in model.modules())
+    is_unit = (isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    return FSDP1() if any(is_unit) else None
 
 
 @contextmanager
@@ -161,28 +166,25 @@ def _gathering(layer: nn.Module, engine: ShardedEngine) -> Callable[..., Any]:
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Let calls of `module` run `forward`, between hooks that fire as usual."""
-    own = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
+    own = {name: value for name, value in vars(module).items() if name == "forward"}
+    vars(module)["forward"] = forward
     try:
         yield
     finally:
-        del module.__dict__["forward"]
-        if own is not None:
-            module.__dict__["forward"] = own
+        del vars(module)["forward"]
+        vars(module).update(own)
 
 
 @contextmanager
 def _without_hooks(model: nn.Module, package: str) -> Iterator[None]:
     """Take away the hooks around forwards that a package has put on modules."""
-    kept: list[tuple[Any, Any]] = []
+    both = [h for m in model.modules() for h in (m._forward_pre_hooks, m._forward_hooks)]
+    kept: list[tuple[Any, Any]] = [(hooks, dict(hooks)) for hooks in both if hooks]
     try:
-        for module in model.modules():
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                if any(_is_of(hook, package) for hook in hooks.values()):
-                    kept.append((hooks, dict(hooks)))
-                    others = {key: h for key, h in hooks.items() if not _is_of(h, package)}
-                    hooks.clear()
-                    hooks.update(others)
+        for hooks, before in kept:
+            for key, hook in before.items():
+                if str(getattr(hook, "__module__", "")).startswith(package):
+                    del hooks[key]
         yield
     finally:
         for hooks, before in kept:
@@ -190,18 +192,13 @@ def _without_hooks(model: nn.Module, package: str) -> Iterator[None]:
             hooks.update(before)
 
 
-def _is_of(hook: Any, package: str) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(package)
-
-
 def whole(parameter: Tensor) -> Tensor:
     """The full tensor of a parameter that FSDP2 may have sharded; a collective if it has."""
     value: Any = parameter.detach()
-    if not hasattr(value, "full_tensor"):
-        return parameter.detach()
-    # Shards offloaded to the host travel through the device that the ranks talk over.
-    full: Tensor = value.to(value.device_mesh.device_type).full_tensor()
-    return full
+    if hasattr(value, "full_tensor"):
+        # Shards offloaded to the host travel through the device that the ranks talk over.
+        value = value.to(value.device_mesh.device_type).full_tensor()
+    return value
 
 
 def unwrapped(model: nn.Module) -> Any:
@@ -221,13 +218,6 @@ def unwrapped(model: nn.Module) -> Any:
     while isinstance(found, around) or hasattr(found, "_orig_mod"):
         found = getattr(found, "module" if isinstance(found, around) else "_orig_mod")
     return found
-
-
-def is_fsdp1(model: nn.Module) -> bool:
-    """Whether `model` is a wrapper of the old FSDP."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return isinstance(model, FullyShardedDataParallel)
 
 
 def original_class(kind: type) -> type:

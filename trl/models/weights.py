@@ -148,7 +148,8 @@ def _chosen(module: nn.Module) -> nn.Module:
     wrapper: Any = module
     if _is_adapted(module) and wrapper.disable_adapters:
         return _chosen(wrapper.get_base_layer())
-    if not _is_saved_whole(module):
+    # With `modules_to_save` an adapter trains copies of the whole module.
+    if not _is_of(module, "peft.utils", "ModulesToSaveWrapper"):
         return module
     active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
     if wrapper.disable_adapters or not active:
@@ -157,17 +158,13 @@ def _chosen(module: nn.Module) -> nn.Module:
     return chosen
 
 
-def _is_saved_whole(module: nn.Module) -> bool:
-    """Whether an adapter trains copies of the whole module (`modules_to_save`)."""
-    if not is_available("peft"):
-        return False
-    return isinstance(module, require("peft.utils", "adapters").ModulesToSaveWrapper)
-
-
 def _is_adapted(module: nn.Module) -> bool:
-    if not is_available("peft"):
-        return False
-    return isinstance(module, require("peft.tuners.tuners_utils", "adapters").BaseTunerLayer)
+    return _is_of(module, "peft.tuners.tuners_utils", "BaseTunerLayer")
+
+
+def _is_of(module: nn.Module, package: str, kind: str) -> bool:
+    """Whether a module is of a class of peft, which need not be installed."""
+    return is_available("peft") and isinstance(module, getattr(require(package, "adapters"), kind))
 
 
 def _own(block: _Block, seen: set[int]) -> Weights:
@@ -195,11 +192,12 @@ def _merged(block: _Block) -> Weights:
     base: nn.Module = layers[0].get_base_layer()
     states = [(layer, list(layer.merged_adapters)) for layer in layers]
     # What bitsandbytes' own layers merge they quantize again.
-    merge = None if quantization_of(base) is None else _lora_layer().merge
+    requantizes = quantization_of(base) is not None
+    merge = require("peft.tuners.lora.layer", "adapters").Linear.merge
     with _copies(block.module):
         try:
             for layer in reversed(layers):  # the innermost holds the weights
-                layer.merge() if merge is None else merge(layer)
+                merge(layer) if requantizes else layer.merge()
             found = [(block.name + n, p.detach()) for n, p in base.named_parameters()]
         finally:
             for layer, merged in states:
@@ -207,10 +205,6 @@ def _merged(block: _Block) -> Weights:
     yield from found
     for name, module in base.named_modules():
         yield from _buffers(module, block.name + (f"{name}." if name else ""))
-
-
-def _lora_layer() -> Any:
-    return require("peft.tuners.lora.layer", "adapters").Linear
 
 
 @contextmanager
