@@ -34,14 +34,15 @@ def storing_adapters_only(model: nn.Module) -> Iterator[None]:
     if not is_peft_model(model) or _has_grown(model):
         yield
         return
-    vars(model)["save_pretrained"] = partial(model.save_pretrained, save_embedding_layers=False)
+    wrapped: Any = model
+    wrapped.save_pretrained = partial(wrapped.save_pretrained, save_embedding_layers=False)
     try:
         yield
     finally:
-        del vars(model)["save_pretrained"]
+        del wrapped.save_pretrained
 
 
-def check_adapters(model: nn.Module, folder: str | Path) -> None:
+def check_adapters(model: Any, folder: str | Path) -> None:
     """Refuse a checkpoint whose adapters are not exactly those of the model.
 
     Args:
@@ -54,28 +55,25 @@ def check_adapters(model: nn.Module, folder: str | Path) -> None:
     folder = Path(folder)
     stored = {"default"} if (folder / CONFIG).exists() else set()
     stored |= {path.parent.name for path in folder.glob(f"*/{CONFIG}")}
-    if is_peft_model(model):
-        _check_names(model, stored, folder)
-        for name in model.peft_config:
-            _check_one(model, name, folder if name == "default" else folder / name)
-    elif stored:
-        raise ValueError(
-            f"{folder} holds an adapter, but the model has none: give the peft_config (--use_peft) "
-            "or the adapter that the run was started with."
-        )
-
-
-def _check_names(model: Any, stored: set[str], folder: Path) -> None:
+    if not is_peft_model(model):
+        if stored:
+            raise ValueError(
+                f"{folder} holds an adapter, but the model has none: give the peft_config "
+                "(--use_peft) or the adapter that the run was started with."
+            )
+        return
     if not stored:
         raise ValueError(f"{folder} holds no adapter, but an adapter is trained.")
-    missing, extra = set(model.peft_config) - stored, stored - set(model.peft_config)
-    if missing or extra:
+    names = set(model.peft_config)
+    if names != stored:
+        missing, extra = (", ".join(sorted(x)) or "none" for x in (names - stored, stored - names))
         raise ValueError(
-            f"{folder}: its adapters differ from those of the model. Missing: "
-            f"{', '.join(sorted(missing)) or 'none'}; unexpected: "
-            f"{', '.join(sorted(extra)) or 'none'}. {REFERENCE_ADAPTER!r} is the frozen copy of an "
-            "adapter that serves as reference; there is none if beta is 0."
+            f"{folder}: its adapters differ from those of the model. Missing: {missing}; "
+            f"unexpected: {extra}. {REFERENCE_ADAPTER!r} is the frozen copy of an adapter that "
+            "serves as reference; there is none if beta is 0."
         )
+    for name in model.peft_config:
+        _check_one(model, name, folder if name == "default" else folder / name)
 
 
 def _check_one(model: Any, name: str, folder: Path) -> None:
@@ -87,23 +85,21 @@ def _check_one(model: Any, name: str, folder: Path) -> None:
                 f"{folder / CONFIG}: {option} is {theirs.get(option)!r}, but {ours.get(option)!r} "
                 f"in the adapter {name!r} of the model; resume with the options of the run."
             )
-    _compare(folder / WEIGHTS, _stored_shapes(folder / WEIGHTS), _expected_shapes(model, name))
-
-
-def _compare(path: Path, stored: Shapes, expected: Shapes) -> None:
-    reshaped = [
-        f"{name} {stored[name]} instead of {expected[name]}"
-        for name in sorted(stored.keys() & expected.keys())
-        if stored[name] != expected[name]
-    ]
+    stored, expected = _stored_shapes(folder / WEIGHTS), _expected_shapes(model, name)
     problems = {
         "missing": sorted(expected.keys() - stored.keys()),
         "unexpected": sorted(stored.keys() - expected.keys()),
-        "of another shape": reshaped,
+        "of another shape": [
+            f"{name} {stored[name]} instead of {expected[name]}"
+            for name in sorted(stored.keys() & expected.keys())
+            if stored[name] != expected[name]
+        ],
     }
     words = [f"{kind}: {_few(names)}" for kind, names in problems.items() if names]
     if words:
-        raise ValueError(f"{path} does not fit the adapter of the model. {'; '.join(words)}.")
+        raise ValueError(
+            f"{folder / WEIGHTS} does not fit the adapter of the model. {'; '.join(words)}."
+        )
 
 
 def _few(names: list[str]) -> str:
@@ -115,8 +111,7 @@ def _stored_shapes(path: Path) -> Shapes:
     if not path.exists():
         raise ValueError(f"{path} is missing from the checkpoint.")
     with safe_open(str(path), framework="pt") as file:
-        names = list(file.keys())
-        return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def _expected_shapes(model: Any, name: str) -> Shapes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from ..ops.linear_logprobs import LogitTransform, Tiling, default_chunk, linear_
 from ..ops.logprobs import token_log_probs, token_statistics
 from ..ops.oom import is_out_of_memory
 from ..ops.support import Support
-from .chunked_head import checkpointed_log_probs, module_log_probs
+from .chunked_head import Run, checkpointed_log_probs, module_log_probs
 from .sharded import is_sharded, original_class, replaced_forward, unwrapped
 from .unwrap import as_made, capture_hidden, causal_model, evaluating, run_inside
 
@@ -65,15 +65,23 @@ class OutputHead:
         """The module below a wrapper of its own."""
         return unwrapped(self.module) if self.sharded else self.module
 
-    def logits(self, hidden: Tensor, autocast: torch.dtype | None) -> Tensor:
-        """Logits (M, V) of hidden states (M, H), in float32 at least."""
-        return self._logits(self.module, hidden, autocast)
-
-    def _logits(
-        self, project: Callable[[Tensor], Tensor], hidden: Tensor, autocast: torch.dtype | None
+    def logits(
+        self,
+        hidden: Tensor,
+        autocast: torch.dtype | None,
+        project: Run | None = None,
     ) -> Tensor:
+        """Logits (M, V) of hidden states (M, H), in float32 at least.
+
+        Args:
+            autocast (`torch.dtype`, *optional*): precision of autocast in the model's forward.
+            project (*optional*): what is called in place of the module.
+        """
+        if self._kind is nn.Linear and autocast is None:  # other modules convert by themselves
+            weight: Any = self._inner.weight
+            hidden = hidden.to(weight.dtype)
         with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):
-            products = project(self._as_input(hidden, autocast))
+            products = (project or self.module)(hidden)
         wide = products.to(torch.promote_types(products.dtype, torch.float32))
         return self.transform.forward(wide.clone() if wide is products else wide)
 
@@ -101,10 +109,14 @@ class OutputHead:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """As `log_probs`, and the logarithm of the mass (M,) of a support if one is given."""
         if self.chunk == 0:
-            return scores_of_logits(self.logits(hidden, autocast), ids, with_entropy, support)
+            logits = self.logits(hidden, autocast)
+            mass = None if support is None else support.log_mass(logits.detach(), ids)
+            if with_entropy:
+                return *token_statistics(logits, ids), mass
+            return token_log_probs(logits, ids), None, mass
         if self.sharded:
             return self._sharded_scores(hidden, ids, autocast, with_entropy, support)
-        run = partial(self._logits, self.module, autocast=autocast)
+        run = partial(self.logits, autocast=autocast)
         mass = self._log_mass(run, hidden, ids, support)
         if self.is_plain:
             return *self._tiled_log_probs(hidden, ids, autocast, with_entropy), mass
@@ -114,11 +126,7 @@ class OutputHead:
 
     @torch.no_grad()
     def _log_mass(
-        self,
-        run: Callable[[Tensor], Tensor],
-        hidden: Tensor,
-        ids: Tensor,
-        support: Support | None,
+        self, run: Run, hidden: Tensor, ids: Tensor, support: Support | None
     ) -> Tensor | None:
         """Filters look at the whole vocabulary at once, so this is by tokens, not by tiles."""
         if support is None:
@@ -150,7 +158,7 @@ class OutputHead:
         support: Support | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Call the module once, which makes its weight whole meanwhile."""
-        run = partial(self._logits, self._inner.forward, autocast=autocast)
+        run = partial(self.logits, autocast=autocast, project=self._inner.forward)
         made: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
 
         def inside(hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -165,22 +173,6 @@ class OutputHead:
             returned = self.module(hidden)
         logps, entropies, mass = as_made(made[-1], returned)
         return logps, entropies, mass
-
-    def _as_input(self, hidden: Tensor, autocast: torch.dtype | None) -> Tensor:
-        """Hidden states in the dtype of a plain projection; the others convert by themselves."""
-        plain = self._kind is nn.Linear and autocast is None
-        weight: Any = self._inner.weight if plain else None
-        return hidden.to(weight.dtype) if plain else hidden
-
-
-def scores_of_logits(
-    logits: Tensor, ids: Tensor, with_entropy: bool, support: Support | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What `OutputHead.scores` returns, from logits (M, V) at the temperature."""
-    mass = None if support is None else support.log_mass(logits.detach(), ids)
-    if with_entropy:
-        return *token_statistics(logits, ids), mass
-    return token_log_probs(logits, ids), None, mass
 
 
 class Float32Linear(nn.Linear):

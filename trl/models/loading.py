@@ -53,8 +53,14 @@ def load_policy(
     Raises:
         ValueError: for an unknown dtype, or a quantization given twice.
     """
-    kwargs = _loading_options(init_kwargs or {}, quantization_config)
-    kwargs.setdefault("trust_remote_code", trust_remote_code)
+    kwargs = {"trust_remote_code": trust_remote_code, "dtype": "float32"} | (init_kwargs or {})
+    kwargs["dtype"] = resolve_dtype(kwargs["dtype"])
+    if quantization_config is not None:
+        if "quantization_config" in kwargs:
+            raise ValueError(
+                "quantization_config was given both as an argument and in model_init_kwargs."
+            )
+        kwargs["quantization_config"] = quantization_config
     if distributed and kwargs.get("device_map") is not None:
         warnings.warn(
             "model_init_kwargs: device_map is left out, as each process has its own device.",
@@ -64,36 +70,18 @@ def load_policy(
     return _architecture(name, kwargs).from_pretrained(name, **kwargs)
 
 
-def _loading_options(init_kwargs: dict[str, Any], quantization_config: Any) -> dict[str, Any]:
-    kwargs = dict(init_kwargs)
-    if quantization_config is not None:
-        if "quantization_config" in kwargs:
-            raise ValueError(
-                "quantization_config was given both as an argument and in model_init_kwargs."
-            )
-        kwargs["quantization_config"] = quantization_config
-    kwargs["dtype"] = resolve_dtype(kwargs.get("dtype", "float32"))
-    return kwargs
-
-
 def _architecture(name: str, kwargs: dict[str, Any]) -> Any:
     """The class named in the model's configuration, if transformers has it as a generator."""
+    options = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
     try:
-        config = AutoConfig.from_pretrained(
-            name,
-            revision=kwargs.get("revision"),
-            trust_remote_code=kwargs["trust_remote_code"],
-        )
+        config = AutoConfig.from_pretrained(name, **options)
     except OSError as error:
         reason = str(error).splitlines()[0]
         raise OSError(
             f"The model {name!r} is neither a folder with a config.json nor on the hub: {reason}"
         ) from error
-    for architecture in config.architectures or []:
-        found = getattr(transformers, architecture, None)
-        if found is not None and hasattr(found, "generate"):
-            return found
-    return AutoModelForCausalLM
+    named = [getattr(transformers, kind, None) for kind in config.architectures or []]
+    return next((kind for kind in named if hasattr(kind, "generate")), AutoModelForCausalLM)
 
 
 def load_tokenizer(
@@ -127,14 +115,8 @@ def settle_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every token that ends a completion: the tokenizer's EOS and all of the generation config."""
     configured = model.generation_config.eos_token_id if model.generation_config else None
-    if configured is None:
-        configured = []
-    elif isinstance(configured, int):
-        configured = [configured]
-    ids = set(configured)
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return tuple(sorted(ids))
+    several = configured if isinstance(configured, (list, tuple)) else [configured]
+    return tuple(sorted({*several, tokenizer.eos_token_id} - {None}))
 
 
 def disable_dropout_in_model(model: nn.Module) -> None:
@@ -148,5 +130,4 @@ def disable_dropout_in_model(model: nn.Module) -> None:
 
 def context_length(model: PreTrainedModel) -> int | None:
     """Most tokens the model can see, or None if its configuration does not say."""
-    config = model.config.get_text_config()
-    return getattr(config, "max_position_embeddings", None)
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)

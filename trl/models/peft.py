@@ -36,8 +36,9 @@ def add_adapter(model: PreTrainedModel, peft_config: Any, checkpointing: bool) -
             "The model already has an adapter: pass it without peft_config to continue training "
             "that adapter, or merge it first."
         )
-    wrapped = peft.get_peft_model(prepare_base(model), peft_config)
-    require_input_gradients(wrapped, checkpointing)
+    wrapped = peft.get_peft_model(_prepare_base(model), peft_config)
+    if checkpointing:
+        wrapped.enable_input_require_grads()
     return wrapped
 
 
@@ -56,21 +57,16 @@ def continue_adapter(model: nn.Module, checkpointing: bool) -> None:
             "Nothing in the model can be trained: its adapter was loaded for inference. Load it "
             "with PeftModel.from_pretrained(model, folder, is_trainable=True)."
         )
-    require_input_gradients(model, checkpointing)
+    if checkpointing:
+        model.enable_input_require_grads()
 
 
-def prepare_base(model: PreTrainedModel) -> PreTrainedModel:
+def _prepare_base(model: PreTrainedModel) -> PreTrainedModel:
     """Freeze a quantized base model and widen what is not quantized, as peft advises."""
     if not is_quantized(model):
         return model
     prepare = require("peft", "peft_config").prepare_model_for_kbit_training
     return prepare(model, use_gradient_checkpointing=False)
-
-
-def require_input_gradients(model: nn.Module, checkpointing: bool) -> None:
-    """Let gradients pass a recomputed layer whose parameters and inputs are all frozen."""
-    if checkpointing:
-        model.enable_input_require_grads()
 
 
 def is_adapter(name: str, revision: str | None = None) -> bool:
@@ -106,5 +102,5 @@ def adapter_base(name: str, revision: str | None = None) -> tuple[str, str | Non
 def load_adapter(model: PreTrainedModel, name: str, revision: str | None = None) -> nn.Module:
     """Put a stored adapter on its base model, to be trained further."""
     peft = require("peft", "the adapter")
-    base = prepare_base(model)
+    base = _prepare_base(model)
     return peft.PeftModel.from_pretrained(base, name, is_trainable=True, revision=revision)

@@ -24,14 +24,11 @@ def check_sharding(model: nn.Module, accelerator: Any) -> None:
             FSDP2.
     """
     version = fsdp_version(accelerator)
-    if version is None or not is_quantized(model):
-        return
-    eight = bool(getattr(model, "is_loaded_in_8bit", False))
-    if version == 1 or eight:
+    bits = 8 if getattr(model, "is_loaded_in_8bit", False) else 4
+    if is_quantized(model) and (version == 1 or (version is not None and bits == 8)):
         raise ValueError(
-            f"A base model in {8 if eight else 4} bits cannot be divided by "
-            f"FSDP{version}. Use 4 bits under FSDP2 (--accelerate_config fsdp2), or "
-            "ZeRO-3 (--accelerate_config zero3)."
+            f"A base model in {bits} bits cannot be divided by FSDP{version}. Use 4 bits under "
+            "FSDP2 (--accelerate_config fsdp2), or ZeRO-3 (--accelerate_config zero3)."
         )
 
 
@@ -80,8 +77,9 @@ def check_dense(causal: Any) -> None:
         ValueError: for any quantization but the 4 bits of bitsandbytes.
     """
     if is_quantized(causal) and not getattr(causal, "is_loaded_in_4bit", False):
-        eight = getattr(causal, "is_loaded_in_8bit", False)
-        kind = "in 8 bits, which round the inputs of its layers as well" if eight else "quantized"
+        kind = "quantized"
+        if getattr(causal, "is_loaded_in_8bit", False):
+            kind = "in 8 bits, which round the inputs of its layers as well"
         raise ValueError(
             f"The base model is {kind}, so that whole weights cannot stand for it. Load it "
             "in 4 bits (--load_in_4bit), or without quantization."

@@ -92,18 +92,21 @@ class AdapterOff:
         Args:
             policy (*optional*): the policy as it was prepared for training; None: as it was before.
         """
-        outer = self.model if policy is None else policy
-        with _same_trainable(self.model):
-            if self.adapter is None:
-                with self.model.disable_adapter():
-                    yield outer
-                return
-            trained = self.model.active_adapter
-            self.model.set_adapter(self.adapter, inference_mode=True)
-            try:
-                yield outer
-            finally:
-                self.model.set_adapter(trained)
+        with _same_trainable(self.model), self._switched():
+            yield self.model if policy is None else policy
+
+    @contextmanager
+    def _switched(self) -> Iterator[None]:
+        if self.adapter is None:
+            with self.model.disable_adapter():
+                yield
+            return
+        trained = self.model.active_adapter
+        self.model.set_adapter(self.adapter, inference_mode=True)
+        try:
+            yield
+        finally:
+            self.model.set_adapter(trained)
 
 
 @contextmanager
@@ -158,12 +161,15 @@ def frozen_pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]
     """Each weight of the frozen copy of an adapter, with the trained weight it is a copy of."""
     states = dict(model.named_parameters())
     for name, parameter in states.items():
-        if REFERENCE_ADAPTER in name.split("."):
-            yield parameter, states[_swap_adapter(name, model.active_adapter)]
+        parts = name.split(".")
+        if REFERENCE_ADAPTER in parts:
+            own = [model.active_adapter if part == REFERENCE_ADAPTER else part for part in parts]
+            yield parameter, states[".".join(own)]
 
 
 def _check_bias(model: nn.Module) -> None:
-    bias = getattr(model.peft_config[model.active_adapter], "bias", "none")
+    config = model.peft_config[model.active_adapter]
+    bias = getattr(config, "bias", "none")
     if bias != "none":
         raise ValueError(
             f"bias={bias!r} trains biases of the base model, so no reference is left for the KL "
@@ -174,7 +180,3 @@ def _check_bias(model: nn.Module) -> None:
 def _changed_base(model: nn.Module) -> bool:
     start = getattr(model.peft_config[model.active_adapter], "init_lora_weights", True)
     return isinstance(start, str) and start.startswith(CHANGING_STARTS)
-
-
-def _swap_adapter(name: str, adapter: str) -> str:
-    return ".".join(adapter if part == REFERENCE_ADAPTER else part for part in name.split("."))
