@@ -56,6 +56,7 @@ def ended(tmp_path_factory):
     ("job", "where", "kind", "words", "stage"),
     [
         ("whole weights", "prompts", "Mistake", PLANNED, "reading prompts"),
+        ("whole weights", "reward", "RewardError", f"Mistake: {PLANNED}.", "rewards"),
         ("whole weights", "sampling", "Mistake", PLANNED, "generation"),
         ("shards", "sampling", "Mistake", PLANNED, "generation"),
         ("shards", "layerwise sampling", "Mistake", PLANNED, "generation"),
@@ -66,14 +67,6 @@ def test_all_ranks_hear_of_a_failure_between_collectives(ended, job, where, kind
     assert failed[0] == kind and failed[1].endswith(words)
     assert failed[2] == ["This was rank 1 of 2."]
     assert other[:2] == ("RankError", f"Rank 1 failed in {stage}: {kind}: {failed[1]}")
-
-
-@pytest.mark.distributed
-def test_all_ranks_hear_of_a_reward_that_failed(ended):
-    for heard in ended["whole weights"][1]:
-        kind, message, _ = heard["reward"]
-        assert kind == "RewardError"
-        assert message.endswith(f"failed: Mistake: {PLANNED}. (on rank 1)")
 
 
 @pytest.mark.distributed

@@ -2,7 +2,8 @@ import pytest
 from datasets import Dataset
 from tiny import tiny_tokenizer
 
-from trl.online.prompts import PromptEncoder, PromptLimit
+from trl.data.prompt_limit import PromptLimit
+from trl.online.prompts import PromptEncoder
 
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "yo"}
@@ -102,25 +103,6 @@ def test_a_dataset_is_checked_row_by_row(row, words, streams):
 def test_messages_that_call_tools_need_no_content():
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
     assert PromptEncoder(tiny_tokenizer())([{"prompt": [USER, call, USER]}]).token_ids
-
-
-@pytest.mark.parametrize(
-    ("given", "tokens"),
-    [
-        ({}, 19),
-        ({"action": "drop"}, 12),
-        ({"action": "cut-left"}, 12),
-        ({"longest": 15}, 15),
-        ({"longest": 15, "action": "drop"}, 15),
-        ({"longest": 50}, 19),
-        ({"context": None}, None),
-        ({"context": None, "action": "drop"}, None),
-        ({"context": None, "longest": 50}, 50),
-    ],
-)
-def test_where_the_limit_comes_from(given, tokens):
-    """20 tokens of context leave 19 for a prompt that may have any completion, 12 for one of 8."""
-    assert limit(**given).tokens == tokens
 
 
 @pytest.mark.parametrize("streams", [False, True])

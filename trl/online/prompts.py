@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,70 +11,14 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..data.formats import is_conversational
+from ..data.prompt_limit import PromptLimit, malformed_prompt
 from ..data.responses import as_message
 from ..types import Prompts
 
 CHECKED_AT_ONCE = 1_000  # rows
-SAYS_SOMETHING = ("content", "tool_calls", "reasoning_content")
 COUNTED = {"drop": "prompts/dropped", "cut-left": "prompts/cut"}
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class PromptLimit:
-    """How long a prompt may be, and what becomes of a longer one.
-
-    Args:
-        tokens (`int`, *optional*): most tokens. None: no limit.
-        reason (`str`): where that number comes from, for messages.
-        action (`str`): "error", "drop", or "cut-left", which keeps the end of the prompt.
-    """
-
-    tokens: int | None = None
-    reason: str = ""
-    action: str = "error"
-
-    @classmethod
-    def of(
-        cls, longest: int | None, action: str, context: int | None, completion: int
-    ) -> PromptLimit:
-        """Settle the limit of a run.
-
-        Args:
-            longest (`int`, *optional*): `max_prompt_length`.
-            action (`str`): `long_prompts`.
-            context (`int`, *optional*): most tokens the model sees.
-            completion (`int`): `max_completion_length`. If there is no `longest`, prompts are
-                dropped or cut so that a whole completion has room; an error needs less reason.
-        """
-        if longest is not None and (context is None or longest < context):
-            return cls(longest, f"max_prompt_length={longest}", action)
-        if context is None:
-            return cls(action=action)
-        room = 1 if action == "error" or longest is not None else completion
-        reason = f"the model sees {context} tokens of prompt and completion together"
-        return cls(context - room, reason, action)
-
-    def is_broken_by(self, ids: Sequence[int]) -> bool:
-        """Whether a prompt is too long."""
-        return self.tokens is not None and len(ids) > self.tokens
-
-    def problem(self, ids: Sequence[int]) -> str | None:
-        """Say what is wrong with a prompt, if the run cannot go on with it."""
-        if not ids:
-            return "has no tokens. Remove such rows from the dataset."
-        if self.action != "error" or not self.is_broken_by(ids):
-            return None
-        return (
-            f"has {len(ids)} tokens; at most {self.tokens} are possible ({self.reason}). Shorten "
-            "such prompts, or set long_prompts to 'drop' or 'cut-left'."
-        )
-
-    def cut(self, ids: list[int]) -> list[int]:
-        """Keep the end of a prompt that is too long."""
-        return ids[-self.tokens :] if self.tokens and self.action == "cut-left" else ids
 
 
 class PromptEncoder:
@@ -154,7 +97,7 @@ class PromptEncoder:
         return dataset if len(kept) == len(dataset) else dataset.select(kept)
 
     def counts(self, name: str = "train_dataset") -> dict[str, float]:
-        """How many prompts of a dataset were too long so far, if that is no error: for the log."""
+        """How many prompts were dropped or cut so far, as a metric; none if they are errors."""
         metric = COUNTED.get(self._limit.action)
         return {metric: float(self._long[name])} if metric else {}
 
@@ -190,7 +133,7 @@ class PromptEncoder:
         """Token ids of each row, in few calls of the tokenizer; errors name the row's number."""
         alike: dict[str, list[int]] = {}
         for place, row in enumerate(rows):
-            problem = _malformed(row["prompt"])
+            problem = malformed_prompt(row["prompt"])
             if problem is not None:
                 raise _unusable(name, numbers[place], row, problem)
             alike.setdefault(_kind(row), []).append(place)
@@ -238,20 +181,6 @@ def _kind(row: dict[str, Any]) -> str:
     if isinstance(prompt, str):
         return "text"
     return repr((prompt[-1]["role"] == "assistant", row.get("chat_template_kwargs")))
-
-
-def _malformed(prompt: Any) -> str | None:
-    """Say what is wrong with the form of a prompt."""
-    if isinstance(prompt, str):
-        return None
-    if not is_conversational({"prompt": prompt}):
-        return "must be a string or a list of messages with 'role' and 'content'."
-    for place, message in enumerate(prompt):
-        if not message.get("role"):
-            return f"has no 'role' in message {place}."
-        if all(message.get(name) is None for name in SAYS_SOMETHING):
-            return f"has no 'content' in message {place}."
-    return None
 
 
 def _unusable(name: str, place: int, row: dict[str, Any], problem: str) -> ValueError:

@@ -8,11 +8,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..distributed import Ranks
+from ..text import count
 from ..timed_calls import Outcome, TimedCalls, TooSlow
 from ..types import RewardTable
 from .reward_sources import ModelReward, RewardSource
@@ -21,15 +23,6 @@ RESERVED = ("prompt", "completion", "completion_ids")
 LARGEST = torch.finfo(torch.float32).max
 LogMetric = Callable[[str, float], None]
 InPieces = Callable[[int, Callable[[range], list[float]]], list[list[float]]]
-
-
-class Gatherer(Protocol):
-    """The two collectives that rewards need."""
-
-    rank: int
-
-    def gather(self, rows: Tensor) -> Tensor: ...
-    def gather_objects(self, value: Any) -> list[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,7 @@ class RewardSuite:
         sources: what `resolve_rewards` returned.
         weights (`list[float]`, *optional*): one for each source; None: all 1.
         timeout (`float`, *optional*): seconds a call may take.
-        ranks (`Gatherer`): collectives.
+        ranks (`Ranks`): all processes, which fail together.
         in_pieces (*optional*): called with a number of rows and what scores some of them by a
             model; returns what that returned, in the order of the rows.
 
@@ -96,14 +89,14 @@ class RewardSuite:
         sources: Sequence[RewardSource],
         weights: Sequence[float] | None,
         timeout: float | None,
-        ranks: Gatherer,
+        ranks: Ranks,
         in_pieces: InPieces = lambda count, score: [score(range(count))],
     ):
         if weights is not None and len(weights) != len(sources):
             names = ", ".join(source.name for source in sources)
             raise ValueError(
-                f"reward_weights has {len(weights)} entries for {len(sources)} reward functions "
-                f"({names})."
+                f"reward_weights has {count(len(weights), 'entry', 'entries')} for "
+                f"{count(len(sources), 'reward function')} ({names})."
             )
         self.sources = tuple(sources)
         self.weights = torch.tensor([1.0] * len(sources) if weights is None else list(weights))
@@ -133,16 +126,14 @@ class RewardSuite:
             `log_extra(column, values)`, with B values each.
 
         Raises:
-            RewardError: on every rank, if a function failed on one.
+            RewardError: if a function failed on this rank.
+            RankError: if one failed on another rank.
         """
         extras: dict[str, list[Any]] = {}
-        failure, columns = None, []
-        try:
-            columns = self._score(inputs, extras, log_metric)
-        except RewardError as error:
-            failure = error
-        self._raise_everywhere(failure)
-        local = torch.tensor(columns, dtype=torch.float32).T
+        with self._ranks.together("rewards"):
+            columns = self._call(self.sources, inputs, extras, log_metric)
+        rewards = [[math.nan if x is None else x for x in column] for column in columns]
+        local = torch.tensor(rewards, dtype=torch.float32).T
         values = self._ranks.gather(local)
         self._warn_unscored(local, inputs)
         weights = self.weights.to(values.device)
@@ -183,12 +174,6 @@ class RewardSuite:
                     stacklevel=2,
                 )
 
-    def _score(
-        self, inputs: RewardInputs, extras: dict[str, list[Any]], log_metric: LogMetric
-    ) -> list[list[float]]:
-        columns = self._call(self.sources, inputs, extras, log_metric)
-        return [[math.nan if x is None else x for x in column] for column in columns]
-
     def _call(
         self,
         sources: Sequence[RewardSource],
@@ -197,25 +182,26 @@ class RewardSuite:
         log_metric: LogMetric,
     ) -> list[list[float | None]]:
         """Call the sources, coroutines all at once, and check what they return."""
-        values: dict[str, Any] = {}
+        rows = len(inputs.completions)
+        found: dict[str, list[float | None]] = {}
         added: dict[str, dict[str, list[Any]]] = {source.name: {} for source in sources}
         waiting: dict[str, Callable[[], Any]] = {}
         for source in sources:
             if isinstance(source, ModelReward):
                 outcome = Outcome.of(partial(self._scored, source, inputs))
-                values[source.name] = _value(source.name, outcome)
-                continue
-            keywords = _keywords(inputs, added[source.name], log_metric)
-            call = partial(source.function, **keywords)
-            if source.is_async:
-                waiting[source.name] = call
             else:
-                values[source.name] = _value(source.name, self._calls.run(call))
+                keywords = _keywords(inputs, added[source.name], log_metric)
+                call = partial(source.function, **keywords)
+                if source.is_async:
+                    waiting[source.name] = call
+                    continue
+                outcome = self._calls.run(call)
+            found[source.name] = _rewards(source.name, outcome, rows)
         outcomes = self._calls.run_at_once(list(waiting.values()))
         for name, outcome in zip(waiting, outcomes, strict=True):
-            values[name] = _value(name, outcome)
+            found[name] = _rewards(name, outcome, rows)
         _add_columns(extras, added)
-        return [_checked(source.name, values[source.name], inputs) for source in sources]
+        return [found[source.name] for source in sources]
 
     def _scored(self, source: ModelReward, inputs: RewardInputs) -> list[float]:
         count = len(inputs.completions)
@@ -227,20 +213,13 @@ class RewardSuite:
 
         return [reward for piece in self._in_pieces(count, score) for reward in piece]
 
-    def _raise_everywhere(self, failure: RewardError | None) -> None:
-        messages = self._ranks.gather_objects(None if failure is None else str(failure))
-        for rank, message in enumerate(messages):
-            if message is not None:
-                where = f" (on rank {rank})" if len(messages) > 1 else ""
-                raise RewardError(f"{message}{where}") from failure
-
     def _warn_unscored(self, local: Tensor, inputs: RewardInputs) -> None:
         rows = local.isnan().all(1).nonzero().flatten().tolist()
         if rows:
             warnings.warn(
-                f"No reward function scored {len(rows)} completions; the first is row {rows[0]} "
-                f"of rank {self._ranks.rank}: {inputs.completions[rows[0]]!r:.80}. Such rows do "
-                "not train.",
+                f"No reward function scored {count(len(rows), 'completion')}; the first is row "
+                f"{rows[0]} of rank {self._ranks.rank}: {inputs.completions[rows[0]]!r:.80}. Such "
+                "rows do not train.",
                 stacklevel=3,
             )
 
@@ -252,17 +231,6 @@ def _trial_inputs(rows: list[dict[str, Any]], text: str, trainer_state: Any) -> 
     return RewardInputs.from_rows(rows, completions, ids, trainer_state)
 
 
-def _value(name: str, outcome: Outcome) -> Any:
-    """What a call returned, or the `RewardError` that says why it did not."""
-    if outcome.failure is None:
-        return outcome.value
-    if isinstance(outcome.failure, TooSlow):
-        words = f"{outcome.words} (reward_timeout)"
-    else:
-        words = f"failed: {outcome.words}"
-    raise RewardError(f"The reward function {name!r} {words}.") from outcome.failure
-
-
 def _keywords(
     inputs: RewardInputs, columns: dict[str, list[Any]], log_metric: LogMetric
 ) -> dict[str, Any]:
@@ -270,8 +238,8 @@ def _keywords(
         values = list(values)
         if len(values) != len(inputs.completions):
             raise ValueError(
-                f"log_extra({column!r}) got {len(values)} values for "
-                f"{len(inputs.completions)} completions"
+                f"log_extra({column!r}) got {count(len(values), 'value')} for "
+                f"{count(len(inputs.completions), 'completion')}"
             )
         columns[column] = values
 
@@ -289,40 +257,36 @@ def _add_columns(extras: dict[str, list[Any]], added: dict[str, dict[str, list[A
             extras[f"{name}/{column}" if column in extras else column] = values
 
 
-def _checked(name: str, values: Any, inputs: RewardInputs) -> list[float | None]:
-    """Return one number or None for each row, or say what is wrong with them."""
-    count = len(inputs.completions)
+def _rewards(name: str, outcome: Outcome, rows: int) -> list[float | None]:
+    """One number or None for each row, or the `RewardError` that says what is wrong."""
+    if isinstance(outcome.failure, TooSlow):
+        raise _error(name, f"{outcome.words} (reward_timeout)") from outcome.failure
+    if outcome.failure is not None:
+        raise _error(name, f"failed: {outcome.words}") from outcome.failure
+    values = outcome.value
     if hasattr(values, "tolist"):  # tensors and arrays
         values = values.tolist()
     if not isinstance(values, (list, tuple)):
-        raise RewardError(
-            f"The reward function {name!r} returned a {type(values).__name__}; it must return a "
-            f"list of {count} numbers, one for each completion."
-        )
-    if len(values) != count:
-        raise RewardError(
-            f"The reward function {name!r} returned {len(values)} rewards for {count} completions."
-        )
+        kind = type(values).__name__
+        raise _error(name, f"returned a {kind}; it must return a list of {count(rows, 'number')}")
+    if len(values) != rows:
+        given = f"{count(len(values), 'reward')} for {count(rows, 'completion')}"
+        raise _error(name, f"returned {given}")
     return [_number(name, row, value) for row, value in enumerate(values)]
-
-
-def _plain(value: Any) -> Any:
-    is_scalar = getattr(value, "ndim", 1) == 0 and hasattr(value, "item")
-    return value.item() if is_scalar else value
 
 
 def _number(name: str, row: int, value: Any) -> float | None:
     if value is None:
         return None
-    number = _plain(value)
+    is_scalar = getattr(value, "ndim", 1) == 0 and hasattr(value, "item")
+    number = value.item() if is_scalar else value
+    where = f"for row {row}; a reward must be"
     if not isinstance(number, numbers.Real):
-        raise RewardError(
-            f"The reward function {name!r} returned {value!r:.60} for row {row}; a reward must "
-            "be a number or None."
-        )
+        raise _error(name, f"returned {value!r:.60} {where} a number or None")
     if abs(number) > LARGEST:
-        raise RewardError(
-            f"The reward function {name!r} returned {value!s:.60} for row {row}; a reward must "
-            "be finite in float32."
-        )
+        raise _error(name, f"returned {value!s:.60} {where} finite in float32")
     return float(number)
+
+
+def _error(name: str, words: str) -> RewardError:
+    return RewardError(f"The reward function {name!r} {words}.")

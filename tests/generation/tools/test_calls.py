@@ -36,8 +36,8 @@ def test_tagged_calls(text, content, calls):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ('{"name": "add", "arguments": {"a": 1', "it is no JSON"),
-        ("add(1, 2)", "it is no JSON"),
+        ('{"name": "add", "arguments": {"a": 1', "it is not JSON"),
+        ("add(1, 2)", "it is not JSON"),
         ("[1]", "an object with a name"),
         ('{"arguments": {}}', "an object with a name"),
         ('{"name": "add", "arguments": [1, 2]}', "arguments must be an object"),

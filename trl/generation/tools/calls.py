@@ -88,7 +88,7 @@ def _read_json(text: str) -> ToolCall:
     try:
         return ToolCall.of(json.loads(text))
     except (ValueError, RecursionError) as error:
-        return ToolCall.malformed(f"it is no JSON: {error}", text.strip())
+        return ToolCall.malformed(f"it is not JSON: {error}", text.strip())
 
 
 def _declared(schemas: Sequence[dict[str, Any]], name: str, argument: str) -> str:

@@ -75,7 +75,7 @@ class ToolLoop(GenerationBackend):
     """A backend that lets another one go on after each tool call.
 
     Tokens go from the engine into the next prompt as they are; only the tools' answers are
-    tokenized. Those tokens are no choice of the policy: `Generations.trainable` is False on them.
+    tokenized. The policy did not choose those tokens: `Generations.trainable` is False on them.
 
     In each turn all ranks call the engine once, with the same `max_tokens`, as long as one of them
     has a completion that goes on; a rank without one completes a row that is thrown away.

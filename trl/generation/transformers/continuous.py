@@ -228,7 +228,7 @@ class _RowDraws(ContinuousBatchingLogitsProcessor):
     def __init__(self, sampling: Sampling, prompt_lengths: list[int], device: torch.device):
         self._warpers = warpers(sampling)
         draws = uniforms(sampling.seeds or (), sampling.max_tokens).flatten()
-        # One number more, for what is no row.
+        # One more number, for requests that are not rows.
         self._draws = torch.cat([draws, draws.new_zeros(1)]).to(device)
         self._no_row = len(draws)
         self._width = sampling.max_tokens

@@ -47,7 +47,7 @@ def check_rows(is_bad: Tensor) -> None:
 
 
 def without_choice(scores: Tensor) -> Tensor:
-    """Mark the rows (B,) of logits (B, V) that are no distribution: NaN, inf, or all -inf."""
+    """Mark the rows (B,) of logits (B, V) that are not a distribution: NaN, inf, or all -inf."""
     return ~scores.amax(-1).isfinite()
 
 

@@ -13,7 +13,8 @@ import pyarrow.compute as compute
 from datasets import Dataset, IterableDataset, Value
 from transformers.utils import logging
 
-from ...online.prompts import PromptEncoder, PromptLimit
+from ...data.prompt_limit import PromptLimit
+from ...online.prompts import PromptEncoder
 from ...text import did_you_mean
 from ...types import Prompts, Sampling
 from .batch_math import smaller_round
