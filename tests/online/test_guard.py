@@ -3,6 +3,7 @@ import torch
 from rollouts import small_rollout
 
 from trl.online.guard import FiniteGuard, NonFiniteError, bad_rows
+from trl.types import TokenRows
 
 
 def guard(rank=0, gather=lambda value: [value]) -> FiniteGuard:
@@ -22,6 +23,15 @@ def test_message_names_step_rank_row_and_value():
     watcher.watch("log-probability", torch.tensor([[0.0, 0.0], [torch.nan, 0.0]]), batch)
     with pytest.raises(NonFiniteError, match="Step 5: log-probability of row 8 on rank 3 is NaN"):
         watcher.check(5)
+
+
+def test_only_entries_of_the_mask_count():
+    watcher, rows = guard(), TokenRows.of([([1], [2, 3]), ([1], [4])])
+    values = torch.tensor([[0.0, 0.0], [0.0, torch.nan]])
+    watcher.watch("value", values, rows, torch.tensor([[True, True], [True, False]]))
+    assert watcher.findings() == ""
+    watcher.watch("value", values, rows)
+    assert "value of row 1 on rank 0" in watcher.findings()
 
 
 def test_every_rank_raises_what_one_found():

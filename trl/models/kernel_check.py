@@ -16,8 +16,9 @@ from ..ops.attention_kernels import Kernel
 from . import packed_attention as shared_attention
 from .packed_attention import Packing, packed_attention, visible
 
-# Prefix and tail lengths: longer than the blocks of 32 and 64 tokens that kernels work in.
-EXAMPLE = ((70, (3, 0, 40, 1)), (9, (2, 2)))
+# Prefix and tail lengths: longer than the blocks of 32 and 64 tokens that kernels work in; the
+# last are documents.
+EXAMPLE = ((70, (3, 0, 40, 1)), (9, (2, 2)), (0, (5, 1)))
 HALF = (torch.float16, torch.bfloat16)
 # Times the error of masked attention; merging two attentions rounds twice where that rounds once,
 # which comes to 1.5 on CPUs.

@@ -194,7 +194,7 @@ class LayoutCheck:
         if worst == 0.0:
             return None
         self.enabled = False
-        return reason if worst == difference else "it did not pass the check on another rank"
+        return reason or "it did not pass the check on another rank"
 
     def _compare(self, model: nn.Module, comparison: Comparison) -> tuple[float, str]:
         """The largest difference, 0 if rounding explains it, and what it means."""

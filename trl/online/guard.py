@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..types import Rollout
+from ..types import Rows
 
 
 class NonFiniteError(RuntimeError):
@@ -35,13 +35,17 @@ class FiniteGuard:
 
     rank: int
     gather: Callable[[Any], list[Any]]
-    _watched: list[tuple[str, list[int], Tensor]] = field(default_factory=list)
+    _watched: list[tuple[str, Sequence[int], Tensor]] = field(default_factory=list)
 
-    def watch(self, what: str, values: Tensor, batch: Rollout) -> None:
-        """Remember which rows of `values` (B, ...) are not finite on trained-on tokens."""
-        mask = batch.loss_mask if values.dim() > 1 else None
+    def watch(self, what: str, values: Tensor, rows: Rows, mask: Tensor | None = None) -> None:
+        """Remember which rows of `values` (B, ...) are not finite.
+
+        Args:
+            what (`str`): the values, for messages.
+            mask (`Tensor`, *optional*): the entries that count, such as trained-on tokens (B, C).
+        """
         with torch.no_grad():
-            self._watched.append((what, batch.row_ids, bad_rows(values.detach(), mask)))
+            self._watched.append((what, rows.row_ids, bad_rows(values.detach(), mask)))
 
     def check(self, step: int) -> None:
         """Raise on every rank if any rank watched something bad.

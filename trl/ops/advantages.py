@@ -1,8 +1,8 @@
 """How much credit a completion's reward gives it, compared with its siblings.
 
-Rewards are (N,), rows of one prompt consecutive, `group_size` rows a prompt. NaN marks a row that
-could not be scored: its advantage is 0, and its siblings are compared without it. Equal rewards
-in a group give advantages of exactly 0.
+Rewards and advantages are (N,), rows of one prompt consecutive, `group_size` rows a prompt. NaN
+marks a row that could not be scored: its advantage is 0, and its siblings are compared without it.
+Equal rewards in a group give advantages of exactly 0.
 """
 
 from typing import Literal
@@ -20,13 +20,6 @@ def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
 
     With n scored rows this is n / (n - 1) * (reward - group mean); 0 where n is 1.
 
-    Args:
-        rewards (`Tensor`): (N,) float.
-        group_size (`int`): rows of a prompt.
-
-    Returns:
-        `Tensor`: (N,).
-
     Raises:
         ValueError: if N is not a multiple of `group_size`.
     """
@@ -43,7 +36,6 @@ def group_relative(
 
     Args:
         rewards (`Tensor`): (N,) float.
-        group_size (`int`): rows of a prompt.
         scale (`str`): "group" divides by the deviation of the group plus 1e-4, "batch" by that of
             all rows plus 1e-4, "none" does not divide (Dr. GRPO, arXiv 2503.20783).
 

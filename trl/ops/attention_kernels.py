@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,25 +28,23 @@ MERGED_ON_CPU = 2**18
 MERGED_ON_ACCELERATOR = 2**24
 
 
-class Kernel(Protocol):
+class Kernel:
     """One attention kernel."""
 
-    def __hash__(self) -> int: ...
-
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, /
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Attend to (B, K, S, D): output (B, N, Q, D) and log-normalizer (B, N, Q)."""
-        ...
+        raise NotImplementedError
 
     def backward(
         self, grad: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value; `saved` is (query, key, value, output, normalizer)."""
-        ...
+        raise NotImplementedError
 
 
-class CpuFlash:
+class CpuFlash(Kernel):
     """The kernel behind `scaled_dot_product_attention` on CPUs; every floating dtype."""
 
     def forward(
@@ -67,7 +64,7 @@ class CpuFlash:
         )
 
 
-class CudaFlash:
+class CudaFlash(Kernel):
     """FlashAttention 2 as shipped with torch: half precision, head sizes in multiples of 8.
 
     It takes fewer key heads than query heads as they are, and sums their gradients itself
@@ -108,7 +105,7 @@ class CudaFlash:
         )
 
 
-class CudaEfficient:
+class CudaEfficient(Kernel):
     """The memory-efficient kernel of torch (arXiv 2112.05682): float32 too, and older GPUs.
 
     It wants as many key heads as query heads, so key heads that are shared are copied.

@@ -32,44 +32,24 @@ def token_log_probs(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Te
     return _statistics(logits, ids, temperature, with_entropy=False)[0]
 
 
-def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Entropy, in nats, of softmax(logits / temperature).
-
-    Args:
-        logits (`Tensor`): (..., V); -inf marks an impossible token.
-        temperature (`float`): greater than 0.
-
-    Returns:
-        `Tensor`: (...) float32, or float64 for float64 logits; differentiable once.
-
-    Raises:
-        ValueError: if `temperature` is not greater than 0.
-    """
-    return _statistics(logits, None, temperature, with_entropy=True)[1]
-
-
 def token_statistics(
     logits: Tensor, ids: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """`token_log_probs` and `token_entropy` in one pass over the logits."""
+    """`token_log_probs`, and entropies in nats; a logit of -inf marks an impossible token."""
     return _statistics(logits, ids, temperature, with_entropy=True)
 
 
 def _statistics(
-    logits: Tensor, ids: Tensor | None, temperature: float, with_entropy: bool
+    logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Any, Any]:
     if not temperature > 0:
         raise ValueError(f"temperature must be greater than 0, got {temperature}.")
     shape = logits.shape[:-1]
     if logits.is_contiguous() or logits.dim() < 3:
         logits = logits.reshape(-1, logits.shape[-1])
-    if ids is not None:
-        ids = ids.reshape(logits.shape[:-1])
+    ids = ids.reshape(logits.shape[:-1])
     logps, entropies = _TokenStatistics.apply(logits, ids, temperature, with_entropy)
-    return (
-        None if logps is None else logps.reshape(shape),
-        None if entropies is None else entropies.reshape(shape),
-    )
+    return logps.reshape(shape), None if entropies is None else entropies.reshape(shape)
 
 
 def _blocks(logits: Tensor) -> Iterator[tuple[int | slice, ...]]:
@@ -89,19 +69,17 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, ids: Tensor | None, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
+        ctx: Any, logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(logits, ids)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         wide = torch.promote_types(logits.dtype, torch.float32)
-        empty = logits.new_empty(logits.shape[:-1], dtype=wide)
-        logps = None if ids is None else empty
-        entropies = torch.empty_like(empty) if with_entropy else None
+        logps = logits.new_empty(logits.shape[:-1], dtype=wide)
+        entropies = torch.empty_like(logps) if with_entropy else None
         for block in _blocks(logits):
             every = _scaled(logits[block], temperature).log_softmax(-1)
-            if logps is not None and ids is not None:
-                logps[block] = every.gather(-1, ids[block].unsqueeze(-1)).squeeze(-1)
+            logps[block] = every.gather(-1, ids[block].unsqueeze(-1)).squeeze(-1)
             if entropies is not None:
                 entropies[block] = torch.special.entr(every.exp_()).sum(-1)
         return logps, entropies

@@ -74,11 +74,15 @@ class OnlineScoring(OnlineLoop):
         policy_is_scored = self.needs_old_logps
         if policy_is_scored:
             batch = self._with_policy_logps(batch)
-            self.guard.watch("log-probability of the policy", batch.old_logps, batch)
+            self.guard.watch(
+                "log-probability of the policy", batch.old_logps, batch, batch.loss_mask
+            )
         if self.reference is not None:
             with self.reference.active(self.model) as reference:
                 batch = batch.replace(ref_logps=self._frozen_scores(reference, batch).logps)
-            self.guard.watch("log-probability of the reference", batch.ref_logps, batch)
+            self.guard.watch(
+                "log-probability of the reference", batch.ref_logps, batch, batch.loss_mask
+            )
         try:
             if policy_is_scored or self.reference is not None:
                 self.guard.check(self.state.global_step)
@@ -165,7 +169,7 @@ class OnlineScoring(OnlineLoop):
         # What was scored once a round, with the weights that generated, is known by now.
         support = self._filters(batch) if batch.old_logps is None else None
         scores = self.scorer(model, part, with_entropy, support)
-        self.guard.watch("log-probability", scores.logps, part)
+        self.guard.watch("log-probability", scores.logps, part, part.loss_mask)
         if scores.entropies is not None:
             record_entropy(self.store, scores.entropies.detach(), part.loss_mask)
         return scores if part is batch else scores.spread(rows, _constant_logps(batch))

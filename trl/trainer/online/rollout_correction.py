@@ -113,7 +113,9 @@ class SamplerMismatch:
         if not self._is_used():
             return batch, scores.logps
         weights = self._bounds.weight(ratio)
-        self.guard.watch("ratio of trainer to engine probabilities", weights, batch)
+        self.guard.watch(
+            "ratio of trainer to engine probabilities", weights, batch, batch.loss_mask
+        )
         return self._weigh(scores.logps, batch, weights, level)
 
     def _is_used(self) -> bool:
