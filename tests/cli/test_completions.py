@@ -88,7 +88,9 @@ def test_a_step_without_completions(tmp_path, capsys, step, steps, names):
     path.write_text("\n".join(json.dumps(record(found, 0, "a", 1.0)) for found in steps))
     with pytest.raises(SystemExit) as end:
         main([str(path), "--step", str(step)])
-    message = f"trl completions: error: --step {step}: there are completions of the steps {names}"
+    message = (
+        f"trl completions: error: --step {step} has no completions; the steps that have are {names}"
+    )
     assert (end.value.code, capsys.readouterr().err) == (2, f"{message}\n")
 
 
@@ -132,7 +134,7 @@ def test_a_run_without_completions(tmp_path, capsys):
 def test_a_damaged_line_is_named(folder):
     path = folder / "completions" / "train.jsonl"
     path.write_text(path.read_text() + '{"step": 1, "gr')
-    with pytest.raises(ValueError, match=r"line 6 of .*train\.jsonl is no JSON"):
+    with pytest.raises(ValueError, match=r"line 6 of .*train\.jsonl is not valid JSON"):
         read_records(folder, "train")
 
 
@@ -140,7 +142,7 @@ def test_a_damaged_line_is_named(folder):
 def test_other_files_are_refused(tmp_path, line):
     path = tmp_path / "prompts.jsonl"
     path.write_text(f"{json.dumps(RECORDS[0])}\n{line}\n")
-    with pytest.raises(ValueError, match=r"line 2 of .*prompts\.jsonl is no record"):
+    with pytest.raises(ValueError, match=r"line 2 of .*prompts\.jsonl is not the record"):
         read_records(path, "train")
 
 

@@ -23,10 +23,10 @@ def test_names_have_underscores_and_the_environment_is_set(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("beta: 1\nseed: 2\nbeta: 1\n", "the key beta stands in lines 1 and 3."),
-        ("{beta: 1, beta: 2}", "the key beta stands in lines 1 and 1."),
-        ("seed: 1\nenv:\n  A: 1\n  A: 2\n", "the key A stands in lines 3 and 4."),
-        ("max_steps: 1\nmax-steps: 2\n", "the key max_steps stands twice, once with hyphens."),
+        ("beta: 1\nseed: 2\nbeta: 1\n", "the key beta is given twice, in lines 1 and 3."),
+        ("{beta: 1, beta: 2}", "the key beta is given twice, in lines 1 and 1."),
+        ("seed: 1\nenv:\n  A: 1\n  A: 2\n", "the key A is given twice, in lines 3 and 4."),
+        ("max_steps: 1\nmax-steps: 2\n", "the key max_steps is given twice, once with hyphens."),
     ],
 )
 def test_a_key_that_stands_twice_is_an_error(tmp_path, text, problem):

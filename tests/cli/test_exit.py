@@ -130,7 +130,7 @@ def test_success_says_where_the_model_is(tmp_path, capsys):
     trainer.train()
     tell_success(trainer)
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"1 of 1 steps are done; the model is in {tmp_path}."
+    assert last == f"1 of 1 steps done; the model is in {tmp_path}."
 
 
 def test_output_folders(tmp_path):

@@ -130,7 +130,7 @@ def test_an_unknown_key_of_the_file_is_never_dropped(tmp_path, value):
         ({"num_processes": [1, 2]}, "unexpected words: 2."),
         ({"num_processes": "two"}, "invalid int value: 'two'"),
         ({"accelerate_config": "zero22"}, "closest: zero2"),
-        ({"learning_rate": "fast"}, "--learning_rate: 'fast' is no number."),
+        ({"learning_rate": "fast"}, "--learning_rate: 'fast' is not a number."),
         ({"no_shuffle_dataset": True}, "unknown key no_shuffle_dataset"),
     ],
 )
@@ -169,7 +169,7 @@ def test_a_file_is_taken_as_accelerate_configuration(tmp_path):
         (["--qqqqqqqq"], ("unknown option --qqqqqqqq.",)),
         (["word"], ("starts with --", "'word'")),
         (["--no_beta"], ("--no_beta (closest: --beta",)),
-        (["--num_generations", "four"], ("--num_generations: 'four' is no integer.",)),
+        (["--num_generations", "four"], ("--num_generations: 'four' is not an integer.",)),
         (["--num_generations", "4", "5"], ("unexpected words: 5.",)),
         (["--loss_type", "dapo"], ("unknown option --loss_type", "an option of `trl grpo`)")),
         (["--num_processes", "two"], ("--num_processes", "invalid int value: 'two'")),

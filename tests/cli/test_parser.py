@@ -163,7 +163,7 @@ def test_wrong_values_are_one_line(capsys):
     with pytest.raises(SystemExit) as exit_info:
         parse(["--learning_rate", "fast"])
     assert exit_info.value.code == 2
-    assert capsys.readouterr().err == "trl: error: --learning_rate: 'fast' is no number.\n"
+    assert capsys.readouterr().err == "trl: error: --learning_rate: 'fast' is not a number.\n"
 
 
 def test_files_must_be_mappings(tmp_path):
@@ -258,7 +258,7 @@ def test_values_outside_of_the_choices(tmp_path, capsys, in_file):
         parse(words, GRPOConfig)
     assert end.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith("trl: error: --loss_type: 'dapoo' is none of grpo, dr_grpo, dapo,")
+    assert error.startswith("trl: error: --loss_type: 'dapoo' is not one of grpo, dr_grpo, dapo,")
     assert error.count("\n") == 1
 
 
@@ -273,7 +273,7 @@ def test_choices_hold_for_each_item_of_a_list(capsys):
     assert parser.parse_args_and_config(["--colors", "red", "green"]) == (Colors(["red", "green"]),)
     with pytest.raises(SystemExit):
         parser.parse_args_and_config(["--colors", "red", "blue"])
-    assert capsys.readouterr().err == "trl: error: --colors: 'blue' is none of red, green.\n"
+    assert capsys.readouterr().err == "trl: error: --colors: 'blue' is not one of red, green.\n"
     assert "{red,green}" in parser.format_help()
 
 

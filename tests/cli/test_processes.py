@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from workspace import run_python
 
 from trl.cli import launch, processes
 from trl.cli.commands import TRAINING
@@ -51,7 +53,7 @@ def interrupt(start, code):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        processes.ending_workers()(work)()
+        processes.stopping_on_interrupt()(work)()
     return found[0]
 
 
@@ -62,7 +64,7 @@ def test_one_that_was_not_told_is_told(started, monkeypatch):
 
 def test_one_that_goes_on_is_killed(started, monkeypatch):
     monkeypatch.setattr(processes, "ALONE", 0.01)
-    monkeypatch.setattr(processes, "PATIENCE", 0.01)
+    monkeypatch.setattr(processes, "GRACE", 0.01)
     process = interrupt(started, DEAF)
     assert process.wait(10) == -signal.SIGKILL
     assert process.stdout.read() == b""
@@ -119,3 +121,20 @@ def test_a_signal_to_the_launcher(monkeypatch, capsys, error, code, words):
         launch.launch("rloo", PARSER, ["--output_dir", "out"])
     assert end.value.code == code
     assert capsys.readouterr().err.startswith(words)
+
+
+LAUNCH = ["-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no"]
+LAUNCH += ["--dynamo_backend", "no"]
+WARNS = "from trl.cli.processes import warn_of_missing_ranks\nwarn_of_missing_ranks()\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs have a process each")
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(["--num_processes", "2"], True), (["--num_processes", "1"], False)],
+)
+def test_one_process_instead_of_several_is_told(tmp_path, words, says):
+    (tmp_path / "warns.py").write_text(WARNS)
+    done = run_python([*LAUNCH, *words, "warns.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert ("has started one process, because there are no GPUs" in done.stderr) is says

@@ -132,7 +132,7 @@ def inputs(tmp_path_factory):
         ({"dataset_train_split": "tren"}, "--dataset_train_split tren: the dataset has"),
         ({"eval_strategy": "epoch"}, "--dataset_test_split test: the dataset has"),
         ({"num_generation": 4}, "unknown option --num_generation (closest: --num_generations"),
-        ({"num_generations": "four"}, "--num_generations: 'four' is no integer."),
+        ({"num_generations": "four"}, "--num_generations: 'four' is not an integer."),
         ({"num_generations": 3}, "--num_generations 3"),
         ({"load_in_4bit": "true", "load_in_8bit": "true"}, "exclude each other"),
         ({"loss_type": "dapo"}, "an option of `trl grpo`)."),
@@ -244,7 +244,7 @@ def test_a_run_saves_its_model(inputs, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", command(inputs))
     run_training(rloo.make_parser(), RLOOTrainer)
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"1 of 1 steps are done; the model is in {inputs / 'out'}."
+    assert last == f"1 of 1 steps done; the model is in {inputs / 'out'}."
     saved = AutoModelForCausalLM.from_pretrained(inputs / "out")
     start = AutoModelForCausalLM.from_pretrained(inputs / "tiny-model")
     assert saved.config.to_dict()["hidden_size"] == start.config.to_dict()["hidden_size"]

@@ -27,7 +27,9 @@ class ScriptArguments:
 class OnlineScriptArguments(ScriptArguments):
     """Which dataset is trained on, and what rewards completions."""
 
-    reward_model_name_or_path: str | None = option(None, "Sequence classifier that rewards.")
+    reward_model_name_or_path: str | None = option(
+        None, "Sequence classifier whose score is the reward."
+    )
     reward_funcs: list[str] | None = option(
         None,
         "Reward functions: names from trl.rewards, dotted paths (package.module.function), or "

@@ -72,9 +72,9 @@ def _record(line: str, place: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except ValueError:
-        raise ValueError(f"{place} is no JSON.") from None
+        raise ValueError(f"{place} is not valid JSON.") from None
     if not isinstance(record, dict) or not record.keys() >= FIELDS:
-        raise ValueError(f"{place} is no record of a completion.")
+        raise ValueError(f"{place} is not the record of a completion.")
     return record
 
 
@@ -103,7 +103,7 @@ def _steps(records: list[dict[str, Any]], wanted: int) -> str:
     if len(steps) > MOST_STEPS:
         nearest = sorted(steps, key=lambda step: abs(step - wanted))[:2]
         names = f"{steps[0]} to {steps[-1]}; the nearest are {nearest[0]} and {nearest[1]}"
-    return f"--step {wanted}: there are completions of the steps {names}."
+    return f"--step {wanted} has no completions; the steps that have are {names}."
 
 
 def show(records: list[dict[str, Any]]) -> None:

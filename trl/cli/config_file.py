@@ -14,7 +14,8 @@ def read_config(path: str) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file is no YAML, a key stands twice, or it or its `env` is no mapping.
+        ValueError: if the file is not valid YAML, a key is given twice, or it or its `env` is not
+            a mapping.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"--config {path}: there is no such file.")
@@ -24,7 +25,7 @@ def read_config(path: str) -> dict[str, Any]:
     except _TwiceError as error:
         raise ValueError(f"{path}: {error}.") from None
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}.") from None
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} must be a mapping of option names to values.")
     _set_environment(config.pop("env", {}), path)
@@ -44,7 +45,8 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             name, line = (key.tag, str(key.value)), key.start_mark.line + 1
             if name in lines:
-                raise _TwiceError(f"the key {name[1]} stands in lines {lines[name]} and {line}")
+                where = f"in lines {lines[name]} and {line}"
+                raise _TwiceError(f"the key {name[1]} is given twice, {where}")
             lines[name] = line
         return node
 
@@ -54,7 +56,7 @@ def _with_underscores(config: dict[Any, Any], path: str) -> dict[str, Any]:
     for key, value in config.items():
         name = str(key).replace("-", "_")
         if name in found:
-            raise ValueError(f"{path}: the key {name} stands twice, once with hyphens.")
+            raise ValueError(f"{path}: the key {name} is given twice, once with hyphens.")
         found[name] = value
     return found
 

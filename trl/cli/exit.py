@@ -120,7 +120,7 @@ def tell_success(trainer: Trainer) -> None:
     """Print how many steps are done, and where the model is."""
     if trainer.is_world_process_zero():
         state = trainer.state
-        steps = f"{state.global_step} of {state.max_steps} steps are done"
+        steps = f"{state.global_step} of {state.max_steps} steps done"
         print(f"{steps}; the model is in {trainer.args.output_dir}.", flush=True)
 
 
@@ -135,7 +135,7 @@ def check_output_dir(folder: str) -> None:
         while not os.path.lexists(place):
             place = place.parent
         if not place.is_dir():
-            raise NotADirectoryError(None, "it is no folder")
+            raise NotADirectoryError(None, "it is not a folder")
         with TemporaryFile(dir=place):
             pass
     except OSError as error:

@@ -26,7 +26,7 @@ from .config_file import read_config
 from .launch_words import check_launch_options, launch_option_names, option_name
 from .main import INTERRUPTED
 from .parser import OptionParser, as_words
-from .processes import end_like, ending_workers
+from .processes import exit_like, stopping_on_interrupt
 
 # What accelerate would otherwise guess, and warn about, when it has no configuration.
 SINGLE_MACHINE = {"num_machines": "1", "mixed_precision": "no", "dynamo_backend": "no"}
@@ -58,12 +58,12 @@ def launch(command: str, parser: OptionParser, words: list[str]) -> None:
     except KeyboardInterrupt:
         parser.exit(INTERRUPTED)
     except SignalException as error:
-        end_like(parser, 0, -error.sigval if error.sigval != signal.SIGINT else INTERRUPTED)
+        exit_like(parser, 0, -error.sigval if error.sigval != signal.SIGINT else INTERRUPTED)
     except subprocess.CalledProcessError as error:
-        end_like(parser, 0, error.returncode)
+        exit_like(parser, 0, error.returncode)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        end_like(parser, rank, failure.exitcode)
+        exit_like(parser, rank, failure.exitcode)
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("TRL_DEBUG") == "1":
             raise
@@ -80,7 +80,7 @@ def _start(command: str, parser: OptionParser, words: list[str]) -> None:
     options = [*launcher, "--module", f"trl.scripts.{command}", *script]
     for name in LOUD:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    with ending_workers():
+    with stopping_on_interrupt():
         launch_command(launch_command_parser().parse_args(options))
 
 

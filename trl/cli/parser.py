@@ -183,7 +183,7 @@ class OptionParser(argparse.ArgumentParser):
         wrong = [value for value in values if value not in choices]
         if wrong:
             legal = ", ".join(map(str, choices))
-            raise ConversionError(f"--{name}: {wrong[0]!r} is none of {legal}.")
+            raise ConversionError(f"--{name}: {wrong[0]!r} is not one of {legal}.")
 
 
 class TrlParser(OptionParser):

@@ -1,4 +1,4 @@
-"""The end of the processes that a command has started."""
+"""Processes that a command has started: how they stop, and how many there are."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .main import INTERRUPTED
 MISTAKE = 2  # status of a worker that has told of a mistake in options or inputs
 
 ALONE = 2.0  # seconds after which a process that goes on was not told by the terminal
-PATIENCE = 60.0  # seconds in which it should end
+GRACE = 60.0  # seconds in which it should end
 
 
 @contextmanager
-def ending_workers() -> Iterator[None]:
+def stopping_on_interrupt() -> Iterator[None]:
     """If this process is interrupted inside, wait until those that were started there have ended.
 
     A terminal interrupts them together with this process. Others may interrupt this one alone, so
@@ -32,21 +32,21 @@ def ending_workers() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _end(list(set(psutil.Process().children()) - before))
+        _stop(list(set(psutil.Process().children()) - before))
         raise
 
 
-def _end(workers: list[psutil.Process]) -> None:
+def _stop(workers: list[psutil.Process]) -> None:
     with suppress(KeyboardInterrupt):
         _, running = psutil.wait_procs(workers, timeout=ALONE)
         for worker in running:
             _send(worker, signal.SIGINT)
-        psutil.wait_procs(running, timeout=PATIENCE)
+        psutil.wait_procs(running, timeout=GRACE)
     for worker in workers:
         _send(worker, signal.SIGKILL)
 
 
-def end_like(parser: ArgumentParser, rank: int, status: int) -> NoReturn:
+def exit_like(parser: ArgumentParser, rank: int, status: int) -> NoReturn:
     """End with the status of a worker, as shells write it; some mean that it has said why."""
     if status in (MISTAKE, INTERRUPTED):
         parser.exit(status)

@@ -19,7 +19,7 @@ class ConversionError(ValueError):
 
 
 class DecisiveError(ConversionError):
-    """A value fits one of the types so nearly that it is no text of any kind."""
+    """A value fits one of the types so nearly that it is not text of any kind."""
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
@@ -114,33 +114,33 @@ def _bool(value: Any) -> bool:
         return value
     if str(value).lower() in TRUE + FALSE:
         return str(value).lower() in TRUE
-    raise ConversionError(f"{value!r} is no boolean (true or false)")
+    raise ConversionError(f"{value!r} is neither true nor false")
 
 
 def _int(value: Any) -> int:
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-        raise ConversionError(f"{value!r} is no integer")
+        raise ConversionError(f"{value!r} is not an integer")
     try:
         return int(value)
     except (ValueError, TypeError):
-        raise ConversionError(f"{value!r} is no integer") from None
+        raise ConversionError(f"{value!r} is not an integer") from None
 
 
 def _float(value: Any) -> float:
     if isinstance(value, bool):
-        raise ConversionError(f"{value!r} is no number")
+        raise ConversionError(f"{value!r} is not a number")
     try:
         found = float(value)
     except (ValueError, TypeError):
-        raise ConversionError(f"{value!r} is no number") from None
+        raise ConversionError(f"{value!r} is not a number") from None
     if math.isnan(found):
-        raise ConversionError("NaN is no usable number")
+        raise ConversionError("NaN cannot be used here")
     return found
 
 
 def _str(value: Any) -> str:
     if isinstance(value, (dict, list)):
-        raise ConversionError(f"{value!r} is no text")
+        raise ConversionError(f"{value!r} is not text")
     if isinstance(value, bool):
         return str(value).lower()
     return str(value)
@@ -152,9 +152,9 @@ def _dict(value: Any) -> dict[str, Any]:
             value = json.loads(value)
         except json.JSONDecodeError as error:
             kind = DecisiveError if value.lstrip().startswith("{") else ConversionError
-            raise kind(f"{value!r} is no JSON object ({error})") from None
+            raise kind(f"{value!r} is not a JSON object ({error})") from None
     if not isinstance(value, dict):
-        raise ConversionError(f"{value!r} is no mapping")
+        raise ConversionError(f"{value!r} is not a mapping")
     return value
 
 
@@ -162,7 +162,7 @@ def _one_of(value: Any, choices: tuple[Any, ...]) -> Any:
     for choice in choices:
         if value == choice or (not isinstance(choice, bool) and str(value) == str(choice)):
             return choice
-    raise ConversionError(f"{value!r} is none of {', '.join(map(str, choices))}")
+    raise ConversionError(f"{value!r} is not one of {', '.join(map(str, choices))}")
 
 
 def _name_of(value: Any, names: type[Enum]) -> Any:

@@ -86,7 +86,7 @@ def test_liger_kernels_need_their_package():
 @pytest.mark.parametrize(
     ("tracker", "words"),
     [
-        ("wandbb", "'wandbb' is no tracker that is known. Did you mean wandb?"),
+        ("wandbb", "'wandbb' is not a known tracker. Did you mean wandb?"),
         ("clearml", "'clearml' needs the package .clearml., which is not installed."),
     ],
 )

@@ -81,7 +81,7 @@ class BaseConfig(TrainingArguments):
         for name in self.report_to if isinstance(self.report_to, list) else ():
             if name not in known:
                 hint = did_you_mean(name, known)
-                raise ValueError(f"report_to={name!r} is no tracker that is known.{hint}")
+                raise ValueError(f"report_to={name!r} is not a known tracker.{hint}")
             if name not in ("flyte", *get_available_reporting_integrations()):
                 package = PACKAGES.get(name, name)
                 raise ValueError(
@@ -90,7 +90,7 @@ class BaseConfig(TrainingArguments):
                 )
 
     def _check_mappings(self) -> None:
-        """Text that is no JSON object would be taken apart into letters later on."""
+        """Text that is not a JSON object would be taken apart into letters later on."""
         for name in set(self._VALID_DICT_FIELDS) - set(TrainingArguments._VALID_DICT_FIELDS):
             value = getattr(self, name)
             if not isinstance(_from_json(value), dict | None):
