@@ -17,7 +17,7 @@ from tiny import tiny_tokenizer
 from workspace import ROOT, environment
 
 from trl.generation.vllm.server.backend import VLLMServerBackend
-from trl.generation.vllm.server.server_pool import Fleet, Server
+from trl.generation.vllm.server.server_pool import Server, ServerPool
 
 START = 240.0  # seconds: importing vLLM alone may take a minute on a machine that is busy
 SECONDS = 20.0  # in which a server that runs must answer
@@ -104,16 +104,16 @@ def shared_server() -> RunningServer:
     return RunningServer()
 
 
-def fleet(*servers: RunningServer, seconds=SECONDS) -> Fleet:
+def connected_pool(*servers: RunningServer, seconds=SECONDS) -> ServerPool:
     """Servers that have met this process."""
-    found = Fleet([server.connect(seconds) for server in servers or (shared_server(),)])
+    found = ServerPool([server.connect(seconds) for server in servers or (shared_server(),)])
     found.meet(free_port(), CPU)
     return found
 
 
-def server_backend(model, *, policy=None, fleet_=None, **options) -> VLLMServerBackend:
+def server_backend(model, *, policy=None, pool=None, **options) -> VLLMServerBackend:
     """A backend over the shared server, unless others are given."""
-    servers = fleet_ or fleet()
+    servers = pool or connected_pool()
     return VLLMServerBackend(
         servers,
         policy or model_policy(model),

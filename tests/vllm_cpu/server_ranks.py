@@ -21,16 +21,16 @@ trainer = trainer_of(
     num_generations=4,
 )
 served = []
-fleet = trainer.backend._fleet
-if fleet is not None:
-    for place, server in enumerate(fleet.servers):
+pool = trainer.backend._pool
+if pool is not None:
+    for place, server in enumerate(pool.servers):
         ask = server.client.ask_again
         server.client.ask_again = lambda *a, place=place, ask=ask: served.append(place) or ask(*a)
 
 
 def complete(*args):
     """Before the third generation: each step of the second server's model hangs from now on."""
-    if trainer.state.global_step == 2 and fleet is not None:
+    if trainer.state.global_step == 2 and pool is not None:
         file.touch()
         VLLMClient(urls.split(",")[1], 20.0).call_workers("trl_test_hang", str(file))
     return own_complete(*args)

@@ -13,7 +13,7 @@ from vllm_rows import PROMPTS, gap, sampling
 from trl.generation.vllm.adapter_engine import AdapterBackend, AdapterEngine, AdapterPolicy
 from trl.generation.vllm.weight_proof import WeightSyncError
 from trl.models.lora_factors import base_stamp, base_weights, low_rank_factors
-from trl.trainer.online import vllm_colocate
+from trl.trainer.online import vllm_engines
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
 LAYERS = ["q_proj", "v_proj", "down_proj"]  # a part of what vLLM fuses
@@ -137,7 +137,7 @@ def test_an_adapter_on_4_bits_is_trained_with_the_engine_that_options_start(tmp_
         asked.append(wanted)
         return CountingEngine(started())
 
-    monkeypatch.setattr(vllm_colocate, "start_engine", start)
+    monkeypatch.setattr(vllm_engines, "start_engine", start)
     trainer = make_trainer(
         tmp_path,
         **settings,

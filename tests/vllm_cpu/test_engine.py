@@ -23,7 +23,7 @@ UNTOUCHED = """
 import os, random, sys
 sys.path[:0] = ["tests"]
 import numpy, torch
-import trl, trl.trainer.online.vllm_colocate, trl.generation.vllm.colocate
+import trl, trl.trainer.online.vllm_engines
 assert "vllm" not in sys.modules, "imported without being asked for"
 torch.set_num_threads(2)
 def state():

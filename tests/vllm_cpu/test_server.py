@@ -19,11 +19,11 @@ from vllm_rows import (
     gap,
     sampling,
 )
-from vllm_server import CPU, fleet, server_backend, shared_server
+from vllm_server import CPU, connected_pool, server_backend, shared_server
 
 from trl.generation.vllm.server.client import ServerError
 from trl.generation.vllm.server.meeting import Peer, TransferError
-from trl.generation.vllm.server.server_pool import Fleet
+from trl.generation.vllm.server.server_pool import ServerPool
 from trl.generation.vllm.weight_proof import WeightSyncError
 from trl.types import Prompts
 
@@ -81,7 +81,7 @@ def test_filters_change_the_reported_log_probabilities_as_they_change_the_distri
 
 def test_one_request_for_each_prompt_and_no_more_tokens_than_there_is_room_for(monkeypatch):
     found, bodies = server_backend(policy_model(), probe_syncs=0), []
-    client = found._fleet.servers[0].client
+    client = found._pool.servers[0].client
     ask = client.ask_again
     monkeypatch.setattr(client, "ask_again", lambda *a: bodies.append(a[2]) or ask(*a))
     rows = Prompts(messages=list("aaabbb"), token_ids=[[20] * 120] * 3 + [[21]] * 3)
@@ -112,8 +112,8 @@ def test_text_changes_after_a_step_and_log_probabilities_follow():
 
 def test_weights_that_did_not_move_are_sent_once(monkeypatch):
     found, sent = server_backend(policy_model()), []
-    transfer = Fleet.transfer
-    monkeypatch.setattr(Fleet, "transfer", lambda self, s: sent.append(s) or transfer(self, s))
+    send = ServerPool.send
+    monkeypatch.setattr(ServerPool, "send", lambda self, w, s: sent.append(s) or send(self, w, s))
     for step in (4, 4, 5):
         found.sync_weights(step)
         with found.awake():
@@ -209,7 +209,7 @@ def test_a_server_that_another_trainer_has_taken_is_not_used():
 
 
 def test_a_worker_that_hangs_while_weights_are_sent_ends_the_wait():
-    found = server_backend(policy_model(), fleet_=fleet(seconds=1.5))
+    found = server_backend(policy_model(), pool=connected_pool(seconds=1.5))
     shared_server().fault("slow", K)
     started = time.monotonic()
     words = r"While sending the weights of step 0, (at model|after the last).*: .* (1.5|.*gone)"
@@ -219,7 +219,7 @@ def test_a_worker_that_hangs_while_weights_are_sent_ends_the_wait():
 
 
 def test_an_engine_that_hangs_while_generating_ends_the_wait(tmp_path):
-    found = server_backend(policy_model(), fleet_=fleet(seconds=1.5), probe_syncs=0)
+    found = server_backend(policy_model(), pool=connected_pool(seconds=1.5), probe_syncs=0)
     with found.awake():
         pass
     file = tmp_path / "hangs"
@@ -236,7 +236,7 @@ def test_an_engine_that_hangs_while_generating_ends_the_wait(tmp_path):
 
 def test_an_engine_that_is_slow_is_waited_for(tmp_path):
     """Longer than the deadline, since it goes on with its work."""
-    found = server_backend(policy_model(), fleet_=fleet(seconds=0.6), probe_syncs=0)
+    found = server_backend(policy_model(), pool=connected_pool(seconds=0.6), probe_syncs=0)
     with found.awake():
         pass
     client = shared_server().connect().client
@@ -250,7 +250,7 @@ def test_an_engine_that_is_slow_is_waited_for(tmp_path):
 
 
 def test_a_port_that_is_taken_is_named():
-    servers = Fleet([shared_server().connect()])
+    servers = ServerPool([shared_server().connect()])
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
         with pytest.raises(TransferError, match=f"Port {port}.*choose another vllm_group_port"):

@@ -9,7 +9,14 @@ import pytest
 from distributed.engines import launch
 from shared_vllm import needs_vllm, policy_model
 from vllm_cpu.test_server_training import completions, trainer_of
-from vllm_server import START, RunningServer, fleet, free_port, server_backend, shared_server
+from vllm_server import (
+    START,
+    RunningServer,
+    connected_pool,
+    free_port,
+    server_backend,
+    shared_server,
+)
 
 from trl.generation.vllm.server.client import ServerError
 from trl.types import Prompts, Sampling
@@ -90,7 +97,7 @@ def kill_once(server, file):
 
 def test_a_server_that_stops_answering_is_given_up(tmp_path):
     """Connections to it stay open, as when a machine hangs."""
-    found = server_backend(policy_model(), fleet_=fleet(seconds=1.5), probe_syncs=0)
+    found = server_backend(policy_model(), pool=connected_pool(seconds=1.5), probe_syncs=0)
     prompts = Prompts(messages=["a"], token_ids=[[20, 21]])
     with found.awake(), shared_server().stopped():
         started = time.monotonic()

@@ -12,9 +12,9 @@ from vllm_server import CPU, RunningServer, free_port, server_backend
 
 from trl.generation.vllm.server.client import SecretError, ServerError, VLLMClient
 from trl.generation.vllm.server.guard import ROUTES
+from trl.generation.vllm.server.meeting import in_background
 from trl.generation.vllm.server.secret import ANSWER, CHALLENGE, REQUEST, Claim
-from trl.generation.vllm.server.server_pool import Fleet
-from trl.generation.vllm.server.waiting import in_background
+from trl.generation.vllm.server.server_pool import ServerPool
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
 SECRET = "of trainer and server"
@@ -132,9 +132,9 @@ def test_strangers_at_the_meeting_neither_stop_nor_change_a_run(running):
 
     for _ in range(3):
         in_background(knock)
-    found = Fleet([running.connect()])
+    found = ServerPool([running.connect()])
     found.meet(port, CPU)
-    backend = server_backend(model, fleet_=found)
+    backend = server_backend(model, pool=found)
     for step in range(2):
         backend.sync_weights(step)
         assert gap(model, backend.generate(PROMPTS, sampling(), 4)) <= 1e-4

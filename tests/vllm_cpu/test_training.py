@@ -14,7 +14,7 @@ from vllm_runs import check_reward_rises, check_seeds, completions, logged
 
 from examples.quickstart import copying
 from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.online import vllm_colocate
+from trl.trainer.online import vllm_engines
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
@@ -32,7 +32,7 @@ def running(monkeypatch):
         asked.append(found)
         return found
 
-    monkeypatch.setattr(vllm_colocate, "start_engine", start)
+    monkeypatch.setattr(vllm_engines, "start_engine", start)
     return asked
 
 
@@ -176,7 +176,7 @@ def test_vllm_itself_accepts_sleep_mode_and_its_calls(tmp_path, can_sleep, monke
     """With an engine of its own, built with `enable_sleep_mode=True`."""
     found = fresh_engine(policy_model(), sleeps=True)
     monkeypatch.setattr(
-        vllm_colocate, "start_engine", lambda *args: ForgetfulEngine(found._llm, sleeps=True)
+        vllm_engines, "start_engine", lambda *args: ForgetfulEngine(found._llm, sleeps=True)
     )
     trainer = trainer_of(tmp_path, vllm_enable_sleep_mode=True)
     trainer.train()

@@ -1,15 +1,23 @@
-"""What an engine holds of an adapter against what it was sent; tests/vllm_cpu has an engine."""
+"""When an adapter can be sent alone, and whether it arrived; tests/vllm_cpu has an engine."""
+
+from dataclasses import replace
 
 import pytest
 import torch
+from online_runs import config, make_trainer
+from peft import IA3Config, LoraConfig
 
-from trl.generation.vllm.adapter_engine import adapter_problem
+from trl.generation.vllm.adapter_engine import adapter_problem, adapter_settings, room_for
+from trl.generation.vllm.engine import EngineSettings
 from trl.models.lora_factors import Factors
 
 SENT = [
     Factors("a.q", torch.ones(2, 3), torch.full((4, 2), 2.0)),
     Factors("b.q", torch.ones(1, 3), torch.full((4, 1), 3.0)),
 ]
+
+SETTINGS = EngineSettings(context=64, rows=8, batched=64, dtype=torch.float32)
+Q = {"target_modules": ["q_proj"]}
 
 
 def held():
@@ -40,3 +48,62 @@ def test_the_first_of_several_is_named():
     assert (
         adapter_problem(slots, SENT) == "the adapter in a.q and 1 more layers was not what was sent"
     )
+
+
+# --- Settings ---
+
+
+def settings_of(folder, adapter):
+    return adapter_settings(make_trainer(folder, peft_config=adapter).policy, SETTINGS)
+
+
+def test_the_engine_has_room_for_the_layers_of_the_adapter(tmp_path):
+    adapter = LoraConfig(r=9, target_modules=["q_proj", "up_proj"], rank_pattern={"up_proj": 33})
+    found = settings_of(tmp_path, adapter)
+    assert (found.adapter_rank, found.adapter_layers) == (64, ("q_proj", "up_proj"))
+    options = found.arguments(on_cpu=True)
+    assert options["enable_lora"] and options["max_lora_rank"] == 64
+    assert "enable_lora" not in SETTINGS.arguments(on_cpu=True)
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (8, 8), (129, 256), (512, 512)])
+def test_room_is_what_vllm_offers(rank, room):
+    assert room_for(rank) == room
+
+
+@pytest.mark.parametrize(
+    ("adapter", "words"),
+    [
+        (None, "the policy has no adapter"),
+        (IA3Config(target_modules=["v_proj"], feedforward_modules=[]), "of type IA3, not LoRA"),
+        (LoraConfig(use_dora=True, **Q), "an adapter with use_dora"),
+        (LoraConfig(modules_to_save=["lm_head"], **Q), "an adapter with modules_to_save"),
+        (LoraConfig(bias="all", **Q), "an adapter with bias"),
+        (LoraConfig(target_modules=["q_proj", "lm_head"]), "an adapter on lm_head, which is no"),
+        (LoraConfig(target_modules=["embed_tokens"]), "an adapter on model.embed_tokens, which"),
+        (LoraConfig(r=600, **Q), "up to rank 512, and this one has 600"),
+    ],
+)
+def test_what_is_more_than_vllm_applies_is_refused(tmp_path, adapter, words):
+    with pytest.raises(ValueError, match=f"vllm_sync_adapter_only=True.*{words}"):
+        settings_of(tmp_path, adapter)
+
+
+def test_a_gpu_needs_half_precision(tmp_path):
+    trainer = make_trainer(tmp_path, peft_config=LoraConfig(**Q))
+    policy = replace(trainer.policy, device=torch.device("cuda"))
+    with pytest.raises(ValueError, match="bfloat16 and float16 only: set bf16=True"):
+        adapter_settings(policy, SETTINGS)
+    adapter_settings(policy, replace(SETTINGS, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode=True: base weights that sleep"),
+        ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size above 1"),
+    ],
+)
+def test_options_that_do_not_go_together(tmp_path, options, words):
+    with pytest.raises(ValueError, match=f"cannot be used with {words}"):
+        config(tmp_path, use_vllm=True, vllm_sync_adapter_only=True, **options)

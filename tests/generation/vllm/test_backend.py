@@ -13,7 +13,7 @@ POLICY = Policy(
     weights=lambda: iter(()),
     stamp=lambda: 0,
     logps=lambda prompt, ids: [-1.0] * len(ids),
-    temperature=lambda: 0.7,
+    temperature=0.7,
 )
 PROMPTS = Prompts(messages=["a"] * 2, token_ids=[[5, 6, 7]] * 2)
 

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...distributed import Ranks
+from ...models.policy_handle import PolicyHandle
+from ...models.weights import full_weights
 from ...types import Generations, Prompts, Sampling
 from ..base import GenerationBackend
 from .sampling import Request, check_lengths, row_seeds_of
@@ -38,7 +40,22 @@ class Policy:
     weights: Callable[[], Iterable[tuple[str, Tensor]]]
     stamp: Callable[[], object]
     logps: Callable[[list[int], list[int]], list[float]]
-    temperature: Callable[[], float] = lambda: 1.0
+    temperature: float = 1.0
+
+    @classmethod
+    def of(cls, handle: PolicyHandle, temperature: float) -> Policy:
+        """A policy, whatever wraps it by the time it is read."""
+        return cls(
+            weights=lambda: full_weights(handle.model),
+            stamp=lambda: version_of(handle.model),
+            logps=handle.logps,
+            temperature=temperature,
+        )
+
+
+def version_of(model: nn.Module) -> int:
+    """A number that changes when a weight does."""
+    return sum(parameter._version for parameter in model.parameters())
 
 
 class VLLMBackend(GenerationBackend):
@@ -170,7 +187,7 @@ class VLLMBackend(GenerationBackend):
         prompt = prompt[-min(PROBE_PROMPT, self.context - 1) :]
         few = Sampling(
             max_tokens=min(PROBE_TOKENS, self.context - len(prompt)),
-            temperature=self._policy.temperature(),
+            temperature=self._policy.temperature,
         )
         gap, bound = self._largest_gap(*self._complete_probe(prompt, few)), BOUNDS[self._dtype]
         self._report("vllm/logp_gap", gap)

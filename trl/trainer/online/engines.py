@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 
 from ...generation.base import GenerationBackend
 from ...generation.transformers.backend import Attempt, TransformersBackend, merge_extra
@@ -21,7 +20,9 @@ def check_engine(args: OnlineConfig) -> None:
         ValueError: for options that contradict each other or the platform.
     """
     if args.use_vllm:
-        _vllm(args).check_options(args)
+        from .vllm_engines import check_options  # imported only where it is used
+
+        check_options(args)
 
 
 def settle_sampling(args: OnlineConfig, sampling: Sampling) -> Sampling:
@@ -31,7 +32,7 @@ def settle_sampling(args: OnlineConfig, sampling: Sampling) -> Sampling:
         ValueError: for an option in `generation_kwargs` that the engine does not know.
     """
     if args.use_vllm:
-        from .vllm_policy import settle_sampling as settle_vllm
+        from .vllm_engines import settle_sampling as settle_vllm
 
         return settle_vllm(args, sampling)
     merged, rest = merge_extra(sampling)
@@ -61,7 +62,9 @@ def make_engine(
         ValueError: for options that the engine cannot honor.
     """
     if args.use_vllm:
-        return _vllm(args).make_backend(policy, args, sampling, report, check_prompts)
+        from .vllm_engines import make_backend
+
+        return make_backend(policy, args, sampling, report, check_prompts)
     if args.use_transformers_continuous_batching:
         return _make_continuous(policy, args)
     return TransformersBackend(
@@ -76,17 +79,6 @@ def make_engine(
         in_step=policy.layers_in_step,
         attempt=attempt,
     )
-
-
-def _vllm(args: OnlineConfig) -> ModuleType:
-    """Only the engine that is used is imported."""
-    if args.vllm_mode == "server":
-        from . import vllm_server
-
-        return vllm_server
-    from . import vllm_colocate
-
-    return vllm_colocate
 
 
 def _make_continuous(policy: PolicyHandle, args: OnlineConfig) -> GenerationBackend:

@@ -9,7 +9,7 @@ from stub_server import routes, stub_server
 from trl.generation.vllm.backend import Policy
 from trl.generation.vllm.server.backend import VLLMServerBackend
 from trl.generation.vllm.server.client import ServerError
-from trl.generation.vllm.server.server_pool import Fleet, Server
+from trl.generation.vllm.server.server_pool import Server, ServerPool
 from trl.types import Prompts, Sampling
 
 POLICY = Policy(weights=lambda: iter(()), stamp=lambda: 0, logps=lambda prompt, ids: [])
@@ -21,8 +21,8 @@ ONE = Sampling(max_tokens=1, seeds=(3,))
 def backend():
     """Over a server that answers requests, but has not met this process."""
     with stub_server(routes() | {"/v1/completions": [(400, "too long")]}) as stub:
-        fleet = Fleet([Server.connect(stub.url, 5.0)])
-        yield lambda policy: VLLMServerBackend(fleet, policy, fleet.context, torch.float32)
+        pool = ServerPool([Server.connect(stub.url, 5.0)])
+        yield lambda policy: VLLMServerBackend(pool, policy, pool.context, torch.float32)
 
 
 def test_an_error_of_the_policy_is_not_taken_for_one_of_the_server(backend):

@@ -9,15 +9,16 @@ import pytest
 from trl.generation.vllm.server import meeting as meetings
 from trl.generation.vllm.server.meeting import (
     MOST_UNPROVEN,
+    Deadline,
     Door,
     Meeting,
     Peer,
     TransferError,
+    in_background,
     join,
     local_address,
 )
 from trl.generation.vllm.server.secret import proof
-from trl.generation.vllm.server.waiting import in_background
 from trl.generation.vllm.server.weight_stream import nothing
 
 SECRET = "of trainer and workers"
@@ -122,7 +123,7 @@ def test_a_greeting_that_was_recorded_does_not_open(meeting, door, monkeypatch):
         Peer, "send", lambda self, data: sent.append(bytes(data)) or own(self, data)
     )
     worker = join(meeting, 1)
-    (greeting,) = [data for data in sent if len(data) == 16 + 4 + 32]
+    (greeting,) = [data for data in sent if len(data) == 16 + 4 + 64]
     connection = stranger(meeting)
     connection.sendall(greeting)
     assert refused(connection)
@@ -143,7 +144,7 @@ def test_a_stranger_who_is_there_first_is_not_taken_for_the_trainer(meeting):
             connection.sendall(bytes(16))
             claim = connection.recv(1000)
             words = [meeting.run.encode(), bytes(16), claim[:16], claim[16:20]]
-            connection.sendall(proof(b"guessed", b"trainer", *words))
+            connection.sendall(proof(b"guessed", b"trainer", *words).encode())
 
     in_background(pretend)
     with pytest.raises(TransferError, match="who listens there does not know the secret"):
@@ -186,3 +187,18 @@ def test_messages_have_deadlines_and_ends(meeting, door):
     worker.result(5).close()
     with pytest.raises(TransferError, match="the other side has left"):
         peer.hear()
+
+
+# --- Waiting ---
+
+
+def test_deadlines():
+    deadline = Deadline(30.0)
+    assert not deadline.has_passed and deadline.left == pytest.approx(30.0, abs=10.0)
+    assert Deadline(0.0).has_passed and Deadline(-1.0).left == 0.0
+
+
+def test_errors_of_the_background_are_kept():
+    assert in_background(lambda: 3).result(5) == 3
+    with pytest.raises(ZeroDivisionError):
+        in_background(lambda: 1 // 0).result(5)

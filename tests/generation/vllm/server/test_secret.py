@@ -18,9 +18,9 @@ def test_the_secret_is_that_of_the_environment(monkeypatch):
 
 def test_proofs_depend_on_secret_words_and_where_words_end():
     found = proof(KEY, b"ab", b"c")
-    assert len(found) == 32 and is_proven(found, KEY, b"ab", b"c")
+    assert len(found) == 64 and is_proven(found.encode(), KEY, b"ab", b"c")
     for secret, words in ((b"", (b"ab", b"c")), (KEY, (b"a", b"bc")), (KEY, (b"abc",))):
-        assert not is_proven(found, secret, *words)
+        assert not is_proven(found.encode(), secret, *words)
     assert not is_proven(b"", KEY, b"ab", b"c")
 
 

@@ -1,5 +1,6 @@
 """Servers as they answer when something is wrong; tests/vllm_cpu has real ones."""
 
+import dataclasses
 import time
 
 import pytest
@@ -8,16 +9,16 @@ from stub_server import HEALTHY, routes, stub_server
 
 from trl.generation.vllm.sampling import Request
 from trl.generation.vllm.server import client as vllm_client
-from trl.generation.vllm.server import server_pool as vllm_fleet
+from trl.generation.vllm.server import server_pool
 from trl.generation.vllm.server.client import ServerError
-from trl.generation.vllm.server.server_pool import Fleet, Server
+from trl.generation.vllm.server.server_pool import Server, ServerPool
 from trl.types import Sampling
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
     monkeypatch.setattr(vllm_client, "PAUSES", (0.01,) * 4)
-    monkeypatch.setattr(vllm_fleet, "GRACE", 0.1)
+    monkeypatch.setattr(server_pool, "LAST_WORDS_SECONDS", 0.1)
 
 
 def test_what_a_server_says_of_itself():
@@ -26,10 +27,25 @@ def test_what_a_server_says_of_itself():
     assert found.facts.context == 64
 
 
-def test_the_options_of_a_request():
-    schema = {"schemas": {"CompletionRequest": {"properties": {"stop": {}, "n": {}}}}}
+def test_options_that_a_server_would_not_read():
+    schema = {"schemas": {"CompletionRequest": {"properties": {"stop": {}, "logit_bias": {}}}}}
     with stub_server(routes() | {"/openapi.json": [(200, {"components": schema})]}) as stub:
-        assert Server.connect(stub.url, 5.0).sampling_fields() == {"stop", "n"}
+        server = Server.connect(stub.url, 5.0)
+        server.check(server.facts, Sampling(max_tokens=1))
+        assert "/openapi.json" not in [path for path, _ in stub.seen], "it takes long"
+        server.check(
+            server.facts, Sampling(max_tokens=1, extra={"stop": ["a"], "do_sample": False})
+        )
+        with pytest.raises(ValueError, match="'logit_bia'. .* Did you mean logit_bias?"):
+            server.check(server.facts, Sampling(max_tokens=1, extra={"logit_bia": {}}))
+
+
+def test_a_server_that_does_not_fit_is_named():
+    with stub_server(routes()) as stub:
+        server = Server.connect(stub.url, 5.0)
+        wanted = dataclasses.replace(server.facts, dtype="bfloat16")
+        with pytest.raises(ValueError, match=f"{stub.url} cannot be used. It computes in float32"):
+            server.check(wanted, Sampling(max_tokens=1))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +65,7 @@ def test_servers_that_were_not_started_for_training(answer, words):
 
 def test_a_worker_that_does_not_come_to_the_meeting(free_port):
     with stub_server(routes()) as stub:
-        found = Fleet([Server.connect(stub.url, 0.3)])
+        found = ServerPool([Server.connect(stub.url, 0.3)])
         with pytest.raises(ConnectionError, match="1 of 1 workers .* did not reach 127.0.0.1"):
             found.meet(free_port, torch.device("cpu"))
 
@@ -57,7 +73,7 @@ def test_a_worker_that_does_not_come_to_the_meeting(free_port):
 def test_a_worker_that_cannot_come_is_not_waited_for(free_port):
     failed = (500, {"error": {"message": "no route to host"}})
     with stub_server(routes()) as stub:
-        found = Fleet([Server.connect(stub.url, 30.0)])
+        found = ServerPool([Server.connect(stub.url, 30.0)])
         stub.routes["/collective_rpc"] = [failed]
         started = time.monotonic()
         with pytest.raises(ServerError, match="no route to host"):
@@ -68,7 +84,7 @@ def test_a_worker_that_cannot_come_is_not_waited_for(free_port):
 def test_prompts_are_divided_and_answers_put_in_order():
     held = []
     with stub_server(routes(trl_held=held)) as one, stub_server(routes(trl_held=held)) as two:
-        found = Fleet([Server.connect(stub.url, 5.0) for stub in (one, two)])
+        found = ServerPool([Server.connect(stub.url, 5.0) for stub in (one, two)])
         held[:] = [found.run, 0]
         requests = [Request([10 * place], 2, place) for place in range(1, 6)]
         rows = found.complete(requests, Sampling(max_tokens=1))
@@ -80,15 +96,15 @@ def test_prompts_are_divided_and_answers_put_in_order():
 
 def test_a_refused_request_ends_the_others():
     with stub_server(routes() | {"/v1/completions": [(400, "too long")]}) as stub:
-        found = Fleet([Server.connect(stub.url, 5.0)])
+        found = ServerPool([Server.connect(stub.url, 5.0)])
         words = "While generating, with 0 of 2 prompts answered: .*status 400: too long"
         with pytest.raises(ServerError, match=words):
             found.complete([Request([1], 1, 0)] * 2, Sampling(max_tokens=1))
 
 
 def test_weights_are_not_sent_to_servers_that_were_left():
-    with stub_server(routes()) as stub:
-        transfer = Fleet([Server.connect(stub.url, 5.0)]).transfer(step=3)
-        transfer.add("name", torch.zeros(2))
-        with pytest.raises(ServerError, match="weights of step 3, the servers were left after a"):
-            transfer.finish()
+    walked = iter([("name", torch.zeros(2))])
+    left = pytest.raises(ServerError, match="weights of step 3, the servers were left after a")
+    with stub_server(routes()) as stub, left:
+        ServerPool([Server.connect(stub.url, 5.0)]).send(walked, step=3)
+    assert not list(walked), "other ranks go through them, too"

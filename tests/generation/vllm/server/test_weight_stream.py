@@ -7,8 +7,7 @@ import time
 import pytest
 import torch
 
-from trl.generation.vllm.server.meeting import Door, Meeting, Peer, TransferError, join
-from trl.generation.vllm.server.waiting import Deadline
+from trl.generation.vllm.server.meeting import Deadline, Door, Meeting, Peer, TransferError, join
 from trl.generation.vllm.server.weight_stream import WeightGroup, nothing
 
 CPU = torch.device("cpu")

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trl.generation.vllm.server.meeting import Door, Meeting, join
-from trl.generation.vllm.server.waiting import in_background
+from trl.generation.vllm.server.meeting import Door, Meeting, in_background, join
 from trl.generation.vllm.server.weight_stream import WeightGroup, nothing
 from trl.imports import is_available
 

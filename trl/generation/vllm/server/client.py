@@ -11,8 +11,8 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from .meeting import Deadline
 from .secret import ANSWER, CHALLENGE, REQUEST, VARIABLE, Claim, shared_secret
-from .waiting import Deadline
 
 BUSY = (500, 502, 503)  # statuses after which an idempotent request is sent again
 REFUSED = 401  # the status where the secret was not proven

@@ -8,21 +8,60 @@ from __future__ import annotations
 import json
 import secrets
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from .secret import is_proven, proof, shared_secret
-from .waiting import Deadline, in_background
 
 GREETING_SECONDS = 5.0  # in which who connects must prove to know the secret
 MOST_UNPROVEN = 64  # connections that may be proving it; the oldest give way to new ones
 LONGEST_WORDS = 2**20  # bytes
 LOOK_SECONDS = 0.01  # between two looks at who has come
-NONCE, PROOF = 16, 32  # bytes
+NONCE, PROOF = 16, 64  # bytes
+
+Answer = TypeVar("Answer")
+
+
+class Deadline:
+    """A point in time.
+
+    Args:
+        seconds (`float`): from now.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds until then; 0 once it has passed."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether it is over."""
+        return not self.left
+
+
+def in_background(work: Callable[[], Answer]) -> Future[Answer]:
+    """Do something in a thread that the end of the process does not wait for."""
+    future: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 class TransferError(ConnectionError):
@@ -213,7 +252,7 @@ class Door:
             is_expected = 0 < rank < self._meeting.size
             if not is_proven(peer.take(PROOF), self._secret, b"worker", *words) or not is_expected:
                 raise TransferError("a stranger")
-            peer.send(proof(self._secret, b"trainer", *words))
+            peer.send(proof(self._secret, b"trainer", *words).encode())
             peer.seconds = self._meeting.seconds
             self._here[rank] = peer
         except OSError:
@@ -252,7 +291,7 @@ def _prove(meeting: Meeting, rank: int, secret: bytes) -> Peer:
     try:
         nonce, place = secrets.token_bytes(NONCE), rank.to_bytes(4, "big")
         words = [meeting.run.encode(), peer.take(NONCE), nonce, place]
-        peer.send(nonce + place + proof(secret, b"worker", *words))
+        peer.send(nonce + place + proof(secret, b"worker", *words).encode())
         if not is_proven(peer.take(PROOF), secret, b"trainer", *words):
             raise TransferError("who listens there does not know the secret")
     except OSError:

@@ -11,7 +11,7 @@ import hmac
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 VARIABLE = "TRL_VLLM_TOKEN"
 REQUEST, ANSWER, CHALLENGE = "X-TRL-Request", "X-TRL-Answer", "X-TRL-Challenge"  # HTTP headers
@@ -25,17 +25,17 @@ def shared_secret() -> bytes:
     return os.environ.get(VARIABLE, "").encode()
 
 
-def proof(secret: bytes, *words: bytes) -> bytes:
-    """32 bytes that only who knows the secret can make of the words."""
+def proof(secret: bytes, *words: bytes) -> str:
+    """64 hexadecimal digits that only who knows the secret can make of the words."""
     found = hmac.new(secret, digestmod="sha256")
     for word in words:
         found.update(len(word).to_bytes(8, "big") + word)
-    return found.digest()
+    return found.hexdigest()
 
 
 def is_proven(given: bytes, secret: bytes, *words: bytes) -> bool:
     """Whether `given` is the proof of the words; takes as long whatever it is."""
-    return hmac.compare_digest(given, proof(secret, *words))
+    return hmac.compare_digest(given, proof(secret, *words).encode())
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Claim:
         """The claim of a new request to a path."""
         found = cls(challenge, secrets.token_hex(16), hashlib.sha256(body).hexdigest(), "")
         words = found._words(method, target)
-        return cls(found.challenge, found.nonce, found.body, proof(secret, *words).hex())
+        return replace(found, proof=proof(secret, *words))
 
     @classmethod
     def read(cls, header: str) -> Claim | None:
@@ -74,7 +74,7 @@ class Claim:
 
     def is_proven(self, secret: bytes, method: str, target: str) -> bool:
         """Whether who made it knows the secret, and made it for this request."""
-        return is_proven(_bytes(self.proof), secret, *self._words(method, target))
+        return is_proven(self.proof.encode(), secret, *self._words(method, target))
 
     def is_of(self, body: bytes) -> bool:
         """Whether the body is the one that was claimed."""
@@ -82,7 +82,7 @@ class Claim:
 
     def answer(self, secret: bytes, status: int, body: bytes) -> str:
         """For `ANSWER`: the proof of an answer to this request."""
-        return proof(secret, b"answer", self.nonce.encode(), b"%d" % status, body).hex()
+        return proof(secret, b"answer", self.nonce.encode(), b"%d" % status, body)
 
     def is_answered(self, given: str, secret: bytes, status: int, body: bytes) -> bool:
         """Whether an answer is of someone who knows the secret, and to this request."""
@@ -91,14 +91,6 @@ class Claim:
     def _words(self, method: str, target: str) -> list[bytes]:
         words = "request", self.challenge, self.nonce, method, target, self.body
         return [word.encode() for word in words]
-
-
-def _bytes(text: str) -> bytes:
-    """The bytes of hexadecimal digits; none if it is something else."""
-    try:
-        return bytes.fromhex(text)
-    except ValueError:
-        return b""
 
 
 class Challenges:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from ....text import did_you_mean
 from ....types import Generations, Sampling
 from ..sampling import Request, completion_body, read_answers
 from ..weight_proof import WeightSyncError
 from .client import HOW, ServerError, VLLMClient
-from .compat import ServerFacts
-from .meeting import Door, Meeting, TransferError, local_address
-from .waiting import in_background
+from .compat import ServerFacts, refusals
+from .meeting import Door, Meeting, TransferError, in_background, local_address
 from .weight_stream import WeightGroup
 
 logger = logging.get_logger(__name__)
 
-GRACE = 1.0  # seconds in which a server may say why it received no more
-AT_ONCE = 256  # requests that are under way; a server queues them itself
+LAST_WORDS_SECONDS = 1.0  # seconds in which a server may say why it received no more
+MOST_REQUESTS = 256  # requests that are under way; a server queues them itself
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,27 @@ class Server:
             words = f"cannot take weights of a trainer. {HOW} It said: {error}"
         raise ServerError(f"The vLLM server {client.url} {words}")
 
-    def sampling_fields(self) -> set[str]:
-        """Names of all options of a request."""
+    def check(self, wanted: ServerFacts, sampling: Sampling) -> None:
+        """Refuse a server with which a policy cannot be trained; see `refusals`.
+
+        Raises:
+            ValueError: with the first reason, or naming a sampling option that it would not read.
+        """
+        for reason in refusals(self.facts, wanted):
+            raise ValueError(f"The vLLM server {self.client.url} cannot be used. {reason}")
+        legal = self._request_fields() if sampling.extra else set()
+        for name in set(sampling.extra) - legal - {"do_sample"}:
+            raise ValueError(
+                f"generation_kwargs[{name!r}] cannot be asked of a vLLM server."
+                f"{did_you_mean(name, legal)}"
+            )
+
+    def _request_fields(self) -> set[str]:
         schema = self.client.ask_again("GET", "/openapi.json")["components"]["schemas"]
         return set(schema["CompletionRequest"]["properties"])
 
 
-class Fleet:
+class ServerPool:
     """All servers of a run.
 
     Args:
@@ -137,12 +151,60 @@ class Fleet:
             rank += server.facts.workers
         return calls
 
-    def transfer(self, step: int) -> Transfer:
-        """Begin to send all weights of an optimizer step."""
+    def send(self, weights: Iterable[tuple[str, Tensor]], step: int) -> str | None:
+        """Send all weights of an optimizer step.
+
+        After a failure those that follow are left out, and it is raised at the end: other ranks go
+        through all of them, and so must this one.
+
+        Returns:
+            What is wrong with what a server holds then, in words; None if nothing is.
+
+        Raises:
+            ServerError: if a server is gone or silent.
+        """
         self._syncs += 1
-        ready = self.servers if self._group is not None else []
-        calls = [_call(server, "trl_receive", self.run, self._syncs) for server in ready]
-        return Transfer(self, self._group, calls, step)
+        remaining = iter(weights)
+        problem: str | None = None
+        failure: str | None = "the servers were left after a failure"
+        try:
+            if self._group is not None:
+                problem, failure = self._stream(self._group, remaining)
+            for _ in remaining:
+                pass
+        except BaseException:
+            self.leave()
+            raise
+        if failure is None:
+            return problem
+        self.leave()
+        raise ServerError(f"While sending the weights of step {step}, {failure}")
+
+    def _stream(
+        self, group: WeightGroup, weights: Iterator[tuple[str, Tensor]]
+    ) -> tuple[str | None, str | None]:
+        """Send weights; what is wrong with what a server holds then, and what failed on the way."""
+        calls = [_call(server, "trl_receive", self.run, self._syncs) for server in self.servers]
+        sent = 0
+        where = "before the first weight"
+        try:
+            for name, weight in weights:
+                where = f"at {name}, after {sent} weights"
+                group.send(name, weight, lambda: _raise_from(calls))
+                sent += 1
+            where = f"after the last of {sent} weights"
+            group.end()
+            verdicts = group.answers()
+            wait(calls, self.seconds)
+            _raise_from(calls)
+            for server in self.servers:
+                server.client.forget_prefixes()
+        except (ServerError, TransferError) as error:
+            return None, f"{where}: {_reason(calls, error)}"
+        for _, doubt in verdicts[:1]:
+            if doubt is not None:
+                logger.warning(doubt)
+        return next((problem for problem, _ in verdicts if problem is not None), None), None
 
     def leave(self) -> None:
         """Leave the workers and end all requests, after a failure."""
@@ -151,11 +213,6 @@ class Fleet:
             self._group = None
         for server in self.servers:
             server.client.close()
-
-    def forget_prefixes(self) -> None:
-        """Drop the cached prompts of all servers."""
-        for server in self.servers:
-            server.client.forget_prefixes()
 
     # --- Requests ---
 
@@ -176,7 +233,7 @@ class Fleet:
     def _complete(
         self, servers: Sequence[Server], requests: Sequence[Request], sampling: Sampling
     ) -> Generations:
-        turn = threading.BoundedSemaphore(AT_ONCE)
+        turn = threading.BoundedSemaphore(MOST_REQUESTS)
 
         def ask(server: Server, request: Request) -> Any:
             body = completion_body(request, sampling, self.context)
@@ -224,85 +281,6 @@ class Fleet:
                 )
 
 
-class Transfer:
-    """All weights on their way to all servers.
-
-    After a failure the weights that follow are left out, and `finish` raises it: other ranks go
-    through all of them, and so must this one.
-
-    Args:
-        fleet (`Fleet`): the servers.
-        group (`WeightGroup`, *optional*): over which they go; None after a failure.
-        calls: of the workers that receive.
-        step (`int`): optimizer step of the weights, for messages.
-    """
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        group: WeightGroup | None,
-        calls: list[Future[Any]],
-        step: int,
-    ):
-        self._fleet = fleet
-        self._group = group
-        self._calls = calls
-        self._step = step
-        self._sent = 0
-        self._failure = None if group is not None else "the servers were left after a failure"
-
-    def add(self, name: str, weight: Tensor) -> None:
-        """Send one weight."""
-        if self._group is None or self._failure is not None:
-            return
-        try:
-            self._group.send(name, weight, self._check)
-            self._sent += 1
-        except (ServerError, TransferError) as error:
-            self._failure = f"at {name}, after {self._sent} weights: {self._reason(error)}"
-
-    def finish(self) -> str | None:
-        """Tell that this was all; returns what is wrong with what a server holds then.
-
-        Raises:
-            ServerError: if a server is gone or silent.
-        """
-        verdicts: list[Any] = []
-        try:
-            if self._group is not None and self._failure is None:
-                verdicts = self._end(self._group)
-        except (ServerError, TransferError) as error:
-            self._failure = f"after the last of {self._sent} weights: {self._reason(error)}"
-        if self._failure is not None:
-            self.abandon()
-            raise ServerError(f"While sending the weights of step {self._step}, {self._failure}")
-        for _, doubt in verdicts[:1]:
-            if doubt is not None:
-                logger.warning(doubt)
-        return next((problem for problem, _ in verdicts if problem is not None), None)
-
-    def abandon(self) -> None:
-        """Send no more; servers need not wait for the rest."""
-        self._fleet.leave()
-
-    def _end(self, group: WeightGroup) -> list[Any]:
-        group.end()
-        verdicts = group.answers()
-        wait(self._calls, self._fleet.seconds)
-        self._check()
-        self._fleet.forget_prefixes()
-        return verdicts
-
-    def _check(self) -> None:
-        _raise_from(self._calls)
-
-    def _reason(self, error: Exception) -> Exception:
-        """What the server itself says, if it does so soon; a transfer only breaks."""
-        done = wait(self._calls, GRACE, FIRST_EXCEPTION).done
-        found = [call.exception() for call in done]
-        return next((failure for failure in found if isinstance(failure, Exception)), error)
-
-
 def _call(server: Server, method: str, *args: Any) -> Future[Any]:
     """Call a method that takes as long as weights do; others see to its deadline."""
     return in_background(lambda: server.client.call_workers(method, *args, seconds=math.inf))
@@ -313,3 +291,9 @@ def _raise_from(calls: Iterable[Future[Any]]) -> None:
     for call in calls:
         if call.done():
             call.result()
+
+
+def _reason(calls: Iterable[Future[Any]], error: Exception) -> BaseException:
+    """What the server itself says, if it does so soon; a transfer only breaks."""
+    done = wait(calls, LAST_WORDS_SECONDS, FIRST_EXCEPTION).done
+    return next((failure for call in done if (failure := call.exception()) is not None), error)

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..weight_proof import fingerprint
-from .meeting import Meeting, Peer, TransferError
-from .waiting import Deadline, in_background
+from .meeting import Deadline, Meeting, Peer, TransferError, in_background
 
 SHORTEST_LOOK, LONGEST_LOOK = 5e-5, 5e-3  # seconds between two looks at a transfer
 NCCL_SLACK = 2  # times its deadline, after which NCCL itself gives up

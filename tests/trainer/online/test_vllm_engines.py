@@ -8,12 +8,8 @@ from tiny import tiny_model
 
 from trl.generation.vllm import engine as vllm_engine
 from trl.imports import is_available
-from trl.trainer.online import vllm_colocate
-from trl.trainer.online.vllm_colocate import (
-    Sizing,
-    check_options,
-    rows_of,
-)
+from trl.trainer.online import vllm_engines
+from trl.trainer.online.vllm_engines import Sizing, check_options, rows_of, server_options
 
 needs_vllm = pytest.mark.skipif(
     not is_available("vllm"), reason="vLLM is not installed: make test installs its CPU build"
@@ -38,7 +34,7 @@ def test_sleep_on_a_cpu_is_refused_before_anything_is_loaded(tmp_path):
 
 @pytest.fixture
 def no_platform(monkeypatch):
-    monkeypatch.setattr(vllm_colocate, "check_platform", lambda sleeps: None)
+    monkeypatch.setattr(vllm_engines, "check_platform", lambda sleeps: None)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +79,7 @@ def test_rows_are_those_of_a_round_or_an_evaluation(tmp_path):
 
 
 def test_the_memory_of_an_engine_that_shares_a_large_device(tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm_colocate, "device_bytes", lambda device: 80e9)
+    monkeypatch.setattr(vllm_engines, "device_bytes", lambda device: 80e9)
     args, model = vllm_config(tmp_path, max_completion_length=100), tiny_model()
     found = Sizing(args, model, torch.float32, 256).memory(torch.device("cpu"))
     assert found.context == 256 and found.cache == 16 * 2**20
@@ -93,14 +89,14 @@ def test_the_memory_of_an_engine_that_shares_a_large_device(tmp_path, monkeypatc
 
 
 def test_a_small_device_is_refused_in_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm_colocate, "device_bytes", lambda device: 1e6)
+    monkeypatch.setattr(vllm_engines, "device_bytes", lambda device: 1e6)
     with pytest.raises(ValueError, match="The vLLM engine does not fit beside training"):
         Sizing(vllm_config(tmp_path), tiny_model(), torch.float32, 256).memory(torch.device("cpu"))
 
 
 def test_a_quantized_policy_needs_an_engine_with_whole_weights(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(vllm_colocate, "engine_memory", lambda *parts: seen.extend(parts[:2]))
+    monkeypatch.setattr(vllm_engines, "engine_memory", lambda *parts: seen.extend(parts[:2]))
     pytest.importorskip("bitsandbytes")
     options = four_bits(tmp_path / "base")
     trainer = make_trainer(tmp_path, **options)
@@ -117,3 +113,75 @@ def test_a_quantized_policy_needs_an_engine_with_whole_weights(tmp_path, monkeyp
 
 def test_the_module_says_which_releases_it_is_for():
     assert (vllm_engine.OLDEST, vllm_engine.NEWEST) == ("0.26", "0.33")
+
+
+@needs_vllm
+def test_unknown_sampling_options_are_refused_before_the_engine_starts(tmp_path):
+    with pytest.raises(ValueError, match="'num_beams'. is no sampling option of vLLM"):
+        make_trainer(tmp_path, use_vllm=True, generation_kwargs={"num_beams": 2})
+
+
+# --- Servers ---
+
+
+def server_config(folder, **changes):
+    return config(folder, use_vllm=True, vllm_mode="server", **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ["http://0.0.0.0:8000"]),
+        ({"vllm_server_host": "a", "vllm_server_port": 81}, ["http://a:81"]),
+        ({"vllm_server_host": "::1"}, ["http://[::1]:8000"]),
+        ({"vllm_server_base_url": "http://a:1", "vllm_server_port": 2}, ["http://a:1"]),
+        ({"vllm_server_base_url": "http://a:1, http://b:2,"}, ["http://a:1", "http://b:2"]),
+    ],
+)
+def test_addresses(tmp_path, changes, expected):
+    assert server_options(server_config(tmp_path, **changes)).urls == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vllm_server_base_url": ","}, "','. must be an address such as"),
+        ({"vllm_server_base_url": "a:1,a:1"}, "several different ones"),
+        ({"vllm_server_base_url": "ftp://a"}, "'ftp://a' is not an address"),
+        ({"vllm_server_timeout": 0}, "vllm_server_timeout=0 must be above 0"),
+        ({"vllm_tensor_parallel_size": 2}, "give --tensor_parallel_size to `trl vllm-serve`"),
+        ({"vllm_max_model_length": 64}, "vllm_max_model_length=64 is for .*give --max_model_len"),
+        ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode=True .*leave it out"),
+    ],
+)
+def test_options_of_servers_that_are_refused(tmp_path, no_platform, changes, words):
+    check_options(server_config(tmp_path))
+    if "vllm_server_base_url" in changes:
+        words = words.replace("'.", "'")
+    with pytest.raises(ValueError, match=words):
+        check_options(server_config(tmp_path, **changes))
+
+
+@needs_vllm
+def test_mistakes_are_found_before_anything_is_loaded(tmp_path):
+    with pytest.raises(ValueError, match="'ftp://a' is not an address"):
+        make_trainer(
+            tmp_path,
+            model="no-such-model",
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_server_base_url="ftp://a",
+        )
+
+
+@needs_vllm
+def test_a_server_that_is_not_there_ends_training_in_time(tmp_path, free_port):
+    words = f"No vLLM server was ready at http://0.0.0.0:{free_port} within .*=0.3 s"
+    with pytest.raises(ConnectionError, match=words):
+        make_trainer(
+            tmp_path,
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_server_port=free_port,
+            vllm_server_timeout=0.3,
+        )

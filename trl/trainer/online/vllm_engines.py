@@ -1,4 +1,4 @@
-"""What a vLLM engine in the training process needs of a trainer: its options, and its size."""
+"""What vLLM needs of a run, wherever it runs: options, and the size of an engine in training."""
 
 from __future__ import annotations
 
@@ -11,16 +11,24 @@ import torch
 from transformers.utils import logging
 
 from ...generation.transformers.batch_limits import cache_bytes_per_token
-from ...generation.vllm.adapter_engine import AdapterBackend, AdapterEngine
+from ...generation.vllm.adapter_engine import (
+    AdapterBackend,
+    AdapterEngine,
+    AdapterPolicy,
+    adapter_settings,
+)
+from ...generation.vllm.backend import Policy, VLLMBackend
 from ...generation.vllm.colocate import VLLMColocateBackend
 from ...generation.vllm.engine import (
     CPU_BLOCK,
     EngineSettings,
     VLLMEngine,
     check_platform,
+    sampling_fields,
     start_engine,
 )
-from ...generation.vllm.sampling import needs_text
+from ...generation.vllm.sampling import merge_options, needs_text
+from ...generation.vllm.server.backend import ServerOptions, connect
 from ...memory.engine import BATCHED_TOKENS, EngineMemory, EngineNeeds, engine_memory
 from ...memory.model_size import model_size
 from ...memory.plan import Plan
@@ -35,12 +43,19 @@ from ...models.unwrap import causal_model
 from ...models.weights import check_weights
 from ...types import Sampling
 from .online_config import OnlineConfig
-from .vllm_adapter import adapter_policy, adapter_settings
-from .vllm_policy import policy_of
 
 logger = logging.get_logger(__name__)
 
 MOST_ROWS = 1024  # completions that decode together; vLLM lets the others wait
+# Options of an engine in the training process, and what `trl vllm-serve` calls them.
+ELSEWHERE = {
+    "vllm_tensor_parallel_size": "--tensor_parallel_size",
+    "vllm_gpu_memory_utilization": "--gpu_memory_utilization",
+    "vllm_max_model_length": "--max_model_len",
+    "vllm_model_impl": "--vllm_model_impl",
+    "vllm_enable_sleep_mode": None,
+    "vllm_sync_adapter_only": None,
+}
 
 
 def check_options(args: OnlineConfig) -> None:
@@ -48,8 +63,14 @@ def check_options(args: OnlineConfig) -> None:
 
     Raises:
         ImportError: if vLLM is not installed.
-        ValueError: for options that contradict each other or the platform.
+        ValueError: for options that contradict each other or the platform, or addresses of servers
+            that cannot be used.
     """
+    if args.vllm_mode == "server":
+        _check_not_elsewhere(args)
+        server_options(args).check()
+        check_platform(False)
+        return
     size, ranks = args.vllm_tensor_parallel_size, args.world_size
     if size < 1 or ranks % size:
         legal = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
@@ -59,6 +80,29 @@ def check_options(args: OnlineConfig) -> None:
         )
     check_context(args, args.vllm_max_model_length)
     check_platform(args.vllm_enable_sleep_mode)
+
+
+def _check_not_elsewhere(args: OnlineConfig) -> None:
+    fields = type(args).__dataclass_fields__
+    for name, flag in ELSEWHERE.items():
+        if name in fields and getattr(args, name) != fields[name].default:
+            where = f"give {flag} to `trl vllm-serve`" if flag else "leave it out"
+            raise ValueError(
+                f"{name}={getattr(args, name)} is for an engine in the training process; with "
+                f"vllm_mode='server' {where}."
+            )
+
+
+def server_options(args: OnlineConfig) -> ServerOptions:
+    """The servers that the options name: by `vllm_server_base_url`, or by host and port."""
+    host = args.vllm_server_host
+    address = f"http://{f'[{host}]' if ':' in host else host}:{args.vllm_server_port}"
+    return ServerOptions(
+        addresses=args.vllm_server_base_url or address,
+        seconds=args.vllm_server_timeout,
+        port=args.vllm_group_port,
+        completion=args.max_completion_length or 0,
+    )
 
 
 def check_context(args: OnlineConfig, context: int | None) -> None:
@@ -76,14 +120,26 @@ def check_context(args: OnlineConfig, context: int | None) -> None:
         )
 
 
+def settle_sampling(args: OnlineConfig, sampling: Sampling) -> Sampling:
+    """Sampling as the engine takes it.
+
+    Raises:
+        ValueError: for an option in `generation_kwargs` that vLLM does not know.
+    """
+    extra = dict(sampling.extra)
+    if args.vllm_structured_outputs_regex is not None:
+        extra["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
+    return merge_options(sampling.replace(extra=extra), sampling_fields())
+
+
 def make_backend(
     handle: PolicyHandle,
     args: OnlineConfig,
     sampling: Sampling,
     report: Callable[[str, float], None],
     check_prompts: Callable[[int], None],
-) -> VLLMColocateBackend:
-    """Start an engine for a policy.
+) -> VLLMBackend:
+    """Start an engine for a policy, or connect it with servers.
 
     Args:
         handle (`PolicyHandle`): what generates.
@@ -93,28 +149,31 @@ def make_backend(
         check_prompts: refuses prompts too long for an engine that sees so many tokens.
 
     Raises:
-        ValueError: for a policy for which whole weights cannot stand, or if the engine does not
-            fit beside training, or has no room for completions.
+        ServerError: if a server is not ready in time, or was not started for training.
+        ValueError: for a policy for which whole weights cannot stand; or if the engine does not fit
+            beside training, has no room for completions, or a server does not fit the policy.
     """
-    causal = causal_model(handle.model)
     check_weights(handle.model)
+    shared = {"probe_syncs": args.vllm_probe_syncs, "report": report}
+    if args.vllm_mode == "server":
+        backend = connect(handle, server_options(args), sampling, **shared)
+        check_prompts(backend.context)
+        return backend
     settings = engine_settings(handle, args, sampling)
     check_context(args, settings.context)
     check_prompts(settings.context)
-    policy = policy_of(handle, sampling)
-    kinds: tuple[Any, Any] = (VLLMEngine, VLLMColocateBackend)
+    kinds: tuple[Any, Any, Any] = (Policy, VLLMEngine, VLLMColocateBackend)
     if args.vllm_sync_adapter_only:
         settings = adapter_settings(handle, settings)
-        policy, kinds = adapter_policy(policy, handle), (AdapterEngine, AdapterBackend)
-    engine = start_engine(causal, handle.tokenizer, settings, kinds[0])
+        kinds = (AdapterPolicy, AdapterEngine, AdapterBackend)
+    engine = start_engine(causal_model(handle.model), handle.tokenizer, settings, kinds[1])
     handle.ranks.wait()
-    return kinds[1](
+    return kinds[2](
         engine,
-        policy,
+        kinds[0].of(handle, sampling.temperature),
         ranks=handle.ranks,
         tensor_parallel=args.vllm_tensor_parallel_size,
-        probe_syncs=args.vllm_probe_syncs,
-        report=report,
+        **shared,
     )
 
 
