@@ -14,38 +14,23 @@ BATCHED_TOKENS = 4096  # that one step of the engine computes
 
 @dataclass(frozen=True)
 class EngineNeeds:
-    """What an engine holds, in bytes of one rank.
+    """What an engine holds, in bytes of one rank."""
 
-    Args:
-        weights (`float`): its own copy.
-        token (`float`): keys and values of one token in all layers.
-        tokens (`int`): of all prompts and completions of a round; more cache would be idle.
-        context (`int`): most tokens of one prompt with its completion.
-        entry (`int`): of a number.
-        rows (`int`): completions that decode together.
-    """
-
-    weights: float
-    token: float
-    tokens: int
-    context: int
-    entry: int
-    rows: int
+    weights: float  # its own copy
+    token: float  # keys and values of one token in all layers
+    tokens: int  # of all prompts and completions of a round; more cache would be idle
+    context: int  # most tokens of one prompt with its completion
+    entry: int  # bytes of a number
+    rows: int  # completions that decode together
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What an engine is given.
+    """What an engine is given."""
 
-    Args:
-        cache (`int`): bytes for keys and values.
-        context (`int`): most tokens of one prompt with its completion that they hold.
-        total (`float`): bytes with weights and working memory.
-    """
-
-    cache: int
-    context: int
-    total: float
+    cache: int  # bytes for keys and values
+    context: int  # most tokens of one prompt with its completion that they hold
+    total: float  # bytes with weights and working memory
 
 
 def engine_memory(

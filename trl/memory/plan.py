@@ -18,19 +18,12 @@ MOST_IN_GROUP = 2**14
 
 @dataclass(frozen=True)
 class Change:
-    """Another value of one option, and what it would make of each phase.
-
-    Args:
-        option (`str`): name of the option.
-        value (`str`): the other value.
-        phases (`dict[str, float]`): bytes of each phase with it.
-        note (`str`): what it costs or needs.
-    """
+    """Another value of one option, and what it would make of each phase."""
 
     option: str
     value: str
-    phases: dict[str, float]
-    note: str = ""
+    phases: dict[str, float]  # bytes with it
+    note: str = ""  # what it costs or needs
 
     @property
     def peak(self) -> float:
@@ -40,21 +33,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Limit:
-    """The largest value of an option that fits a device.
-
-    Args:
-        option (`str`): its name.
-        now (`int`): the value planned.
-        largest (`int`, *optional*): None: not even the smallest fits.
-        bound (`int`): the largest value that was tried.
-        words (`str`): what that bound is.
-    """
+    """The largest value of an option that fits a device."""
 
     option: str
     now: int
-    largest: int | None
-    bound: int
-    words: str
+    largest: int | None  # None: not even the smallest fits
+    bound: int  # the largest value that was tried
+    words: str  # what that bound is
 
 
 @dataclass(frozen=True)

@@ -119,15 +119,10 @@ def device_bytes(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What a device has left at a moment.
+    """What a device has left at a moment, in bytes."""
 
-    Args:
-        free (`float`): bytes that this process could still use, those of empty blocks included.
-        held (`float`): bytes that its tensors take.
-    """
-
-    free: float
-    held: float
+    free: float  # that this process could still use, those of its empty blocks included
+    held: float  # that its tensors take
 
     @property
     def reachable(self) -> float:
@@ -156,7 +151,7 @@ class ProcessProbe:
     """
 
     def __init__(self) -> None:
-        self._before = _resident("VmRSS")
+        self._before = _kilobytes(_STATUS, "VmRSS")
         self.is_exact = self._before is not None and _reset_high_water()
 
     def boundary(self) -> dict[str, float]:
@@ -164,15 +159,11 @@ class ProcessProbe:
         if self._before is None:
             return {}
         if self.is_exact:
-            peak = _resident("VmHWM")
+            peak = _kilobytes(_STATUS, "VmHWM")
             _reset_high_water()
             return {} if peak is None else {"peak": peak}
-        before, self._before = self._before, _resident("VmRSS") or 0
+        before, self._before = self._before, _kilobytes(_STATUS, "VmRSS") or 0
         return {"peak": max(before, self._before)}
-
-
-def _resident(field: str) -> int | None:
-    return _kilobytes(_STATUS, field)
 
 
 def _kilobytes(path: Path, field: str) -> int | None:

@@ -21,70 +21,40 @@ class RunSettings:
     A row is a shared beginning of P tokens (a prompt) and own tokens, C of them (a completion); G
     rows in a row share their beginning. Pairs of chosen and rejected answers have G = 2, documents
     G = 1 and P = 0.
-
-    Args:
-        group_size (`int`): G.
-        prompt (`int`): P, of the longest prompt.
-        completion (`int`): C, of the longest completion.
-        micro_batch (`int`): rows of one forward with gradient on a rank.
-        slices (`int`): micro-batches of a round on a rank.
-        accumulation (`int`): micro-batches of an optimizer step.
-        passes (`int`): times a round is trained on.
-        processes (`int`): ranks.
-        generates (`bool`): the rows are generated; if not, they come from a dataset.
-        trained_models (`int`): models of this size that are trained; 2 with a value model.
-        weight_bytes (`int`): of a weight, and of an entry of the residual stream.
-        product_bytes (`int`): of an entry that matrix products read and write; 2 under autocast.
-        matrix_bytes (`float`, *optional*): of a quantized weight of the layers.
-        optimizer (`str`): value of `optim`.
-        optimizer_args (`str`, *optional*): value of `optim_args`.
-        gradient_checkpointing (`bool`): activations are computed again in the backward pass.
-        reference (`bool`): a reference policy is scored.
-        scores_policy (`bool`): the policy is scored without gradient.
-        shared_prefix (`bool`): one copy of a prompt in a forward.
-        logits_chunk (`int`, *optional*): logits held at once. None: the default; 0: all.
-        generation_rows (`int`, *optional*): most rows generated at once.
-        generation_kv_gb (`float`, *optional*): most gigabytes of key-value cache at once.
-        on_cpu (`bool`): whether a CPU trains; defaults differ.
-        sharding (`Sharding`): what each of the ranks holds.
-        loaded_bytes (`int`, *optional*): of a weight as it was loaded, where the engine casts it:
-            DeepSpeed and FSDP in half precision.
-        divides_quantized (`bool`): the engine can divide quantized weights.
-        gathers (`bool`): all weights are gathered for generation from shards.
-        engine_bytes (`float`, *optional*): of a generation engine on the same device, weights and
-            cache; 0 if it runs elsewhere. None: the policy itself generates.
-        engine_sleeps (`bool`): the engine gives them back outside generation.
     """
 
-    group_size: int
-    prompt: int
-    completion: int
-    micro_batch: int
-    slices: int = 1
-    accumulation: int = 1
-    passes: int = 1
-    processes: int = 1
-    generates: bool = True
-    trained_models: int = 1
-    weight_bytes: int = 4
-    product_bytes: int = 4
-    matrix_bytes: float | None = None
-    optimizer: str = "adamw_torch_fused"
+    group_size: int  # G
+    prompt: int  # P, of the longest prompt
+    completion: int  # C, of the longest completion
+    micro_batch: int  # rows of one forward with gradient on a rank
+    slices: int = 1  # micro-batches of a round on a rank
+    accumulation: int = 1  # micro-batches of an optimizer step
+    passes: int = 1  # times a round is trained on
+    processes: int = 1  # ranks
+    generates: bool = True  # False: the rows come from a dataset
+    trained_models: int = 1  # of this size; 2 with a value model
+    weight_bytes: int = 4  # of a weight, and of an entry of the residual stream
+    product_bytes: int = 4  # of what matrix products read and write; 2 under autocast
+    matrix_bytes: float | None = None  # of a quantized weight of the layers
+    optimizer: str = "adamw_torch_fused"  # value of `optim`
     optimizer_args: str | None = None
     gradient_checkpointing: bool = True
-    reference: bool = False
-    scores_policy: bool = False
-    shared_prefix: bool = True
-    logits_chunk: int | None = None
-    generation_rows: int | None = None
-    generation_kv_gb: float | None = None
-    on_cpu: bool = False
-    sharding: Sharding = Sharding()
+    reference: bool = False  # a reference policy is scored
+    scores_policy: bool = False  # the policy is scored without gradient
+    shared_prefix: bool = True  # one copy of a prompt in a forward
+    logits_chunk: int | None = None  # logits held at once; None: the default; 0: all
+    generation_rows: int | None = None  # most rows generated at once
+    generation_kv_gb: float | None = None  # most gigabytes of key-value cache at once
+    on_cpu: bool = False  # a CPU trains; defaults differ
+    sharding: Sharding = Sharding()  # what each of the ranks holds
+    # Of a weight as it was loaded, where the engine casts it: DeepSpeed and FSDP in half precision.
     loaded_bytes: int | None = None
-    divides_quantized: bool = True
-    gathers: bool = True
+    divides_quantized: bool = True  # the engine can divide quantized weights
+    gathers: bool = True  # all weights are gathered for generation from shards
+    # Weights and cache of a generation engine on the same device; 0 if it runs elsewhere. None: the
+    # policy itself generates.
     engine_bytes: float | None = None
-    engine_sleeps: bool = False
+    engine_sleeps: bool = False  # it gives them back outside generation
 
     @classmethod
     def of(cls, args: OnlineConfig, **facts: Any) -> RunSettings:

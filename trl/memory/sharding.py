@@ -37,31 +37,18 @@ ENTRIES = {
 
 @dataclass(frozen=True)
 class Sharding:
-    """Who holds what.
+    """Who holds what."""
 
-    Args:
-        engine (`str`): "ddp", "zero" (DeepSpeed), "fsdp1" or "fsdp2".
-        stage (`int`): what is divided: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights
-            too, which is what FSDP does.
-        ranks (`int`): that divide one copy among them; fewer than all under hybrid sharding.
-        keeps_weights (`bool`): gathered weights stay until the backward pass is done.
-        offloads_optimizer (`bool`), offloads_weights (`bool`): to the memory of the host.
-        syncs (`bool`): gradients are reduced after each micro-batch; if not, FSDP sums whole ones.
-        bucket (`int`): entries of the buffer in which gradients are reduced.
-        live (`int`): entries of weights that ZeRO-3 keeps gathered.
-        sub_group (`int`): entries that it updates at a time.
-    """
-
-    engine: str = "ddp"
-    stage: int = WHOLE
-    ranks: int = 1
-    keeps_weights: bool = False
-    offloads_optimizer: bool = False
+    engine: str = "ddp"  # or "zero" (DeepSpeed), "fsdp1", "fsdp2"
+    stage: int = WHOLE  # WEIGHTS is what FSDP does
+    ranks: int = 1  # that divide one copy among them; fewer than all under hybrid sharding
+    keeps_weights: bool = False  # gathered weights stay until the backward pass is done
+    offloads_optimizer: bool = False  # to the memory of the host
     offloads_weights: bool = False
-    syncs: bool = False
-    bucket: int = 500_000_000
-    live: int = 1_000_000_000
-    sub_group: int = 1_000_000_000
+    syncs: bool = False  # gradients are reduced after each micro-batch; if not, FSDP sums them
+    bucket: int = 500_000_000  # entries of the buffer in which gradients are reduced
+    live: int = 1_000_000_000  # entries of weights that ZeRO-3 keeps gathered
+    sub_group: int = 1_000_000_000  # entries that it updates at a time
 
     def replace(self, **changes: Any) -> Sharding:
         """Return a copy with fields changed."""
