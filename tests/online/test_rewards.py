@@ -200,7 +200,7 @@ def test_misaligned_columns_are_an_error():
         log_extra("text", [1])
         return [0.0, 0.0]
 
-    words = r"'short' failed: ValueError: log_extra\('text'\) got 1 values for 2 completions"
+    words = r"'short' failed: ValueError: log_extra\('text'\) got 1 value for 2 completions"
     with pytest.raises(RewardError, match=words):
         call(short)
 
@@ -256,7 +256,7 @@ def test_the_error_of_a_function_is_named(is_async):
     name = "broken_async" if is_async else "broken"
     with pytest.raises(RewardError, match=f"'{name}' failed: KeyError: 'lost'") as found:
         rewards(inputs(), 2, print)
-    assert isinstance(found.value.__cause__.__cause__, KeyError)
+    assert isinstance(found.value.__cause__, KeyError)
     assert rewards(inputs(), 2, print)[0].total.tolist() == [1.0, 1.0], "usable afterwards"
 
 
