@@ -9,6 +9,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import NoReturn
 
 import psutil
@@ -67,7 +68,8 @@ def warn_of_missing_ranks() -> None:
     """Say that `accelerate launch --num_processes N` started one process, for want of GPUs."""
     words = psutil.Process().parent().cmdline() if "WORLD_SIZE" not in os.environ else []
     wanted = dict(pairwise(words)).get("--num_processes", "1")
-    if "launch" in words and wanted.isdigit() and int(wanted) > 1:
+    launched = any(Path(word).stem.endswith("launch") for word in words)
+    if launched and wanted.isdigit() and int(wanted) > 1:
         print(
             f"accelerate launch --num_processes {wanted} has started one process, because there "
             f"are no GPUs. For {wanted} processes on CPUs add --multi_gpu, or use `trl COMMAND "
