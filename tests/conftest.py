@@ -2,6 +2,8 @@
 
 import os
 import socket
+import sys
+from pathlib import Path
 
 import pytest
 import rounding  # noqa: F401  # changes how products round, if it is told to
@@ -16,3 +18,40 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
+
+
+# --- `make test-fast` ---
+
+MARKED = ("gpu", "vllm", "distributed", "slow")
+FOLDERS = ("adapters", "distributed", "docs", "examples", "invariance", "package", "vllm_cpu")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fast", action="store_true", help="no engine and no second process")
+
+
+def pytest_configure(config):
+    if config.getoption("--fast"):
+        sys.addaudithook(_skip_what_starts_a_process)
+
+
+def _skip_what_starts_a_process(event, arguments):
+    """Called by Python itself, so that no test must be marked for it and none is forgotten."""
+    if event == "subprocess.Popen" and "PYTEST_CURRENT_TEST" in os.environ:
+        program = Path(os.fsdecode(arguments[0])).name
+        if program not in ("git", "uname"):  # they take milliseconds
+            pytest.skip(f"starts {program}")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--fast"):
+        return
+    here = Path(__file__).parent
+    left_out = [
+        item
+        for item in items
+        if item.path.relative_to(here).parts[0] in FOLDERS
+        or any(item.get_closest_marker(name) for name in MARKED)
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]

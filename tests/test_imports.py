@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from trl.imports import EXTRAS, is_available, require
+from trl import imports
+from trl.imports import EXTRAS, TESTED, beyond_tested, is_available, require
 
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Distributions whose name differs from the module's, or that bring the module along.
 BRINGS = {
     "latex2sympy2_extended": "math-verify",
@@ -78,3 +80,28 @@ def test_availability_imports_nothing(tmp_path, monkeypatch):
     assert is_available("fails_on_import")
     assert "fails_on_import" not in sys.modules
     assert not is_available("surely_absent_module")
+
+
+def pinned(file, package):
+    text = (ROOT / "requirements" / file).read_text()
+    return re.search(rf"^{package}==(\d+\.\d+)", text, re.MULTILINE).group(1)
+
+
+@pytest.mark.parametrize("package", TESTED)
+def test_what_is_said_to_be_tested_is_what_the_tests_install(package):
+    assert TESTED[package] == (pinned("lowest.txt", package), pinned("constraints.txt", package))
+    assert f"{package}>={TESTED[package][0]}" in PROJECT["dependencies"]
+
+
+@pytest.mark.parametrize(
+    ("installed", "warns"),
+    [("5.16.0", False), ("5.23.4", False), ("5.24.0.dev0", True), ("5.100", True), ("6.0", True)],
+)
+def test_a_version_beyond_those_tested_is_named(monkeypatch, installed, warns):
+    monkeypatch.setitem(TESTED, "transformers", ("5.16", "5.23"))
+    monkeypatch.setattr(imports, "version", lambda package: installed)
+    expected = (
+        f"transformers {installed} is newer than the versions that trl was tested with (5.16 to "
+        "5.23). If training fails or behaves oddly, run: pip install 'transformers==5.23.*'"
+    )
+    assert beyond_tested("transformers") == (expected if warns else None)

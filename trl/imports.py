@@ -2,8 +2,10 @@
 
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +20,9 @@ EXTRAS = {
     "rich": "quickstart",
     "vllm": "vllm",
 }
+
+# Oldest and newest version that the tests run with. Trainers override private methods of it.
+TESTED = {"transformers": ("5.18", "5.23")}
 
 
 def is_available(module: str) -> bool:
@@ -46,6 +51,27 @@ def require(module: str, feature: str) -> ModuleType:
             f"{feature} needs the package `{package}`, which is not installed. "
             f"Run: pip install 'trl[{extra}]'"
         ) from error
+
+
+def beyond_tested(package: str) -> str | None:
+    """Say that the installed version of a package is newer than those tested; None if it is not.
+
+    Args:
+        package (`str`): a key of `TESTED`.
+    """
+    installed, (oldest, newest) = version(package), TESTED[package]
+    if _numbers(installed) <= _numbers(newest):
+        return None
+    return (
+        f"{package} {installed} is newer than the versions that trl was tested with "
+        f"({oldest} to {newest}). If training fails or behaves oddly, run: "
+        f"pip install '{package}=={newest}.*'"
+    )
+
+
+def _numbers(version: str) -> list[int]:
+    """The first two numbers of a version, which can be compared."""
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def public_names(part: str) -> Callable[[str], Any]:

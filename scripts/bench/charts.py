@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -25,6 +26,14 @@ def _finish(figure: Any, path: Path) -> None:
 SHAPES = ((3100, 53), (3100, 256), (512, 53), (512, 256))
 
 
+# Enough for all settings that are measured; no two lines of a chart share one.
+LINES = (
+    *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f"),
+    *("#bcbd22", "#17becf", "#000000", "#1a55ff", "#b8860b", "#006400", "#800000", "#4b0082"),
+)
+GAP = 0.048  # between two labels, of the height of a panel
+
+
 def peak_against_count(
     rows: Rows,
     titles: dict[str, str],
@@ -33,24 +42,69 @@ def peak_against_count(
     shapes: Sequence[tuple[int, int]] = SHAPES,
 ) -> None:
     """Peak against the number of completions, both axes logarithmic, one panel a shape."""
+    _finish(peak_figure(rows, titles, counts, shapes), path)
+
+
+def peak_figure(
+    rows: Rows,
+    titles: dict[str, str],
+    counts: Sequence[int],
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+) -> Any:
+    """The figure: each setting has a colour of its own, and its name at the end of its line."""
+    colors = dict(zip(titles, LINES[: len(titles)], strict=True))
     height = -(-len(shapes) // 2)
-    figure, axes = plt.subplots(height, 2, figsize=(12, 4.5 * height), sharex=True, squeeze=False)
+    figure, axes = plt.subplots(height, 2, figsize=(15, 4.8 * height), squeeze=False)
     for axis, (prompt, completion) in zip(axes.flat, shapes, strict=False):
-        for place, (name, title) in enumerate(titles.items()):
+        axis.set(xscale="log", yscale="log", xlabel="completions of a prompt (k)", ylabel="MB")
+        ends = {}
+        for name, title in titles.items():
             shape = {"prompt": prompt, "completion": completion}
             points = [(k, rows.peak(name, completions=k, **shape)) for k in counts]
             points = [(k, peak / 1e6) for k, peak in points if peak is not None]
             if points:
-                axis.plot(*zip(*points, strict=True), f"C{place % 10}o-", label=title)
-        axis.set(xscale="log", yscale="log", xlabel="completions of a prompt (k)", ylabel="MB")
+                axis.plot(*zip(*points, strict=True), "o-", color=colors[name], markersize=4)
+                ends[title] = (*points[-1], colors[name])
         axis.set_title(f"prompt {prompt:,}, completion {completion}")
         axis.set_xticks(counts, [str(k) for k in counts])
+        axis.set_xlim(counts[0] * 0.9, counts[-1] * 1.1)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    drawn = {line.get_label(): line for axis in axes.flat for line in axis.lines}
-    if drawn:
-        figure.legend(drawn.values(), drawn, fontsize=8, ncol=4, loc="lower center")
-    _finish(figure, path)
+        _name_lines(axis, ends)
+    for axis in axes.flat[len(shapes) :]:
+        axis.remove()
+    return figure
+
+
+def _name_lines(axis: Any, ends: dict[str, tuple[float, float, str]]) -> None:
+    """Write names beside a panel, in the order in which lines end, each with a line to its end."""
+    low, high = np.log10(axis.get_ylim())
+    places = {title: (np.log10(y) - low) / (high - low) for title, (_, y, _) in ends.items()}
+    upwards, lowest, highest = sorted(places, key=lambda title: places[title]), 0.0, 1.0
+    for title in upwards:  # apart from each other,
+        places[title] = max(places[title], lowest)
+        lowest = places[title] + GAP
+    for title in reversed(upwards):  # and below the top
+        places[title] = min(places[title], highest)
+        highest = places[title] - GAP
+    for title, (x, y, color) in ends.items():
+        axis.annotate(
+            title,
+            (x, y),
+            (1.03, places[title]),
+            textcoords="axes fraction",
+            color=color,
+            fontsize=8,
+            va="center",
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": color,
+                "linewidth": 0.8,
+                "linestyle": ":",
+                "relpos": (0, 0.5),
+            },
+        )
 
 
 def memory_over_time(rows: Rows, titles: dict[str, str], path: Path, **work: int) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 from bench_rows import BENCH, COUNTING, loader, row, run  # noqa: F401
@@ -234,6 +235,23 @@ def test_the_report_is_written_from_results_alone(load, tmp_path):
     assert "| + bounded generation: all on, 8 rows at once | - | - | 1 | - | - | - |" in text
     charts = {path.name for path in tmp_path.glob("*.png")}
     assert {"peak_against_k.png", "memory_over_time.png", "tokens.png"} <= charts
+
+
+def test_no_two_lines_of_a_chart_share_a_colour_and_no_two_names_a_place(load):
+    charts, tables = load("charts"), load("tables")
+    titles = {f"s{i}": f"setting {i}" for i in range(13)}
+    runs = [run(1_000_000 + i // 2) for i in range(13)]
+    rows = [row(s, r, prompt=3100) for s, r in zip(titles, runs, strict=True)]
+    figure = charts.peak_figure(tables.Rows(rows), titles, [2, 4], [(3100, 53)])
+    axis = figure.axes[0]
+    colors = [line.get_color() for line in axis.lines]
+    assert len(set(colors)) == len(colors) == len(titles) and not figure.legends
+    assert {text.get_text(): text.get_color() for text in axis.texts} == dict(
+        zip(titles.values(), colors, strict=True)
+    )
+    heights = sorted(text.xyann[1] for text in axis.texts)
+    gaps = [above - below for below, above in pairwise(heights)]
+    assert min(gaps) > 0.99 * charts.GAP and heights[-1] <= 1.0
 
 
 def test_goals_are_judged_by_the_worst_cell_and_never_without_one(load, tmp_path):

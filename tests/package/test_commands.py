@@ -11,7 +11,7 @@ from workspace import ROOT
 TARGETS = {"quickstart", "quickstart-tiny", "test", "lint", "format", "docs", "clean", "help"}
 TARGETS |= {"invariance", "bench-memory", "bench-report", "bench-step", "bench-head", "bench-plan"}
 TARGETS |= {"bench-gpu", "bench-siblings", "bench-options", "bench-generation", "engine-table"}
-TARGETS |= {"big-plans"}
+TARGETS |= {"big-plans", "gpu-check", "gpu-wheels", "test-fast", "test-lowest"}
 
 
 @pytest.fixture
@@ -87,8 +87,8 @@ def test_environments_are_made_once_and_again_when_they_must(folder):
     assert "-m venv" in calls(12, "test")
 
 
-@pytest.mark.parametrize("failing", ["nothing", "test", "lint"])
-def test_ci_runs_both_and_fails_if_either_fails(tmp_path, failing):
+@pytest.mark.parametrize("failing", ["nothing", "test", "test-lowest", "lint"])
+def test_ci_runs_all_and_fails_if_one_fails(tmp_path, failing):
     write_program(tmp_path / "bin" / "make", f'echo "making $1"; [ "$1" != {failing} ]')
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
@@ -100,8 +100,8 @@ def test_ci_runs_both_and_fails_if_either_fails(tmp_path, failing):
         text=True,
     )
     *made, end = done.stdout.splitlines()
-    assert made == ["making test", "making lint"]
-    expected = {"nothing": "CI: make test and make lint succeeded"}
+    assert made == ["making test", "making test-lowest", "making lint"]
+    expected = {"nothing": "CI: make test, make test-lowest and make lint succeeded"}
     assert end == expected.get(failing, f"CI: failed: make {failing}")
     assert done.returncode == (failing != "nothing")
 

@@ -4,6 +4,9 @@ import pytest
 from online_runs import make_trainer
 from transformers import Trainer
 
+from trl.imports import TESTED
+from trl.trainer.base import base_trainer
+
 
 def test_the_card_is_named_after_the_folder(tmp_path):
     trainer = make_trainer(tmp_path / "my-run")
@@ -53,3 +56,14 @@ def test_the_hub_is_called_only_when_it_is_on(tmp_path, monkeypatch, offline):
     ]
     assert calls == ([] if offline else expected)
     assert returned == (None if offline else "push_to_hub")
+
+
+@pytest.mark.parametrize(("newest", "warnings"), [("5.0", 1), ("999.0", 0)])
+def test_a_version_of_transformers_that_is_not_tested_is_named(
+    tmp_path, monkeypatch, newest, warnings
+):
+    said = []
+    monkeypatch.setitem(TESTED, "transformers", ("5.0", newest))
+    monkeypatch.setattr(base_trainer.logger, "warning_once", said.append)
+    make_trainer(tmp_path)
+    assert len([x for x in said if "was tested with (5.0 to" in x]) == warnings

@@ -17,6 +17,7 @@ from transformers import Trainer
 from transformers.utils import logging
 
 from ...distributed import Ranks
+from ...imports import beyond_tested
 from ...models.adapter_checkpoint import check_adapters, storing_adapters_only
 from ..callbacks import close_progress
 from .checkpoint import UNFINISHED, checkpoints_in, publish, rotate, seal
@@ -33,6 +34,12 @@ class BaseTrainer(Trainer):
     method: ClassVar[Method]
     _is_saving = False
     _chosen: str | None = None  # the checkpoint that was found intact
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        warning = beyond_tested("transformers")
+        if warning is not None:
+            logger.warning_once(warning)
+        super().__init__(*args, **kwargs)
 
     # --- Resuming ---
 
