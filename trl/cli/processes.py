@@ -9,7 +9,6 @@ from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
-from pathlib import Path
 from typing import NoReturn
 
 import psutil
@@ -68,7 +67,7 @@ def warn_of_missing_ranks() -> None:
     """Say that `accelerate launch --num_processes N` started one process, for want of GPUs."""
     words = psutil.Process().parent().cmdline() if "WORLD_SIZE" not in os.environ else []
     wanted = dict(pairwise(words)).get("--num_processes", "1")
-    launched = any(Path(word).stem.endswith("launch") for word in words)
+    launched = any(word.endswith(("launch", "launch.py")) for word in words)
     if launched and wanted.isdigit() and int(wanted) > 1:
         print(
             f"accelerate launch --num_processes {wanted} has started one process, because there "
