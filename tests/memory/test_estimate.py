@@ -389,7 +389,7 @@ def peaks(tokens, real, autocast):
     ids = torch.arange(tokens)
     held = weight.untyped_storage().nbytes()
     with TensorBytes([hidden, weight]) as tracker:
-        logps, entropies = real.log_probs(hidden, ids, autocast, with_entropy=True)
+        logps, entropies = real.scores(hidden, ids, autocast, with_entropy=True)[:2]
         forward = tracker.boundary()["tensors_peak"]
         del entropies
         logps.sum().backward()

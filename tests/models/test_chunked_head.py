@@ -90,9 +90,9 @@ def test_heads_that_are_called_equal_full_logits(kind, step):
     assert len(expected) > 1
     head = OutputHead(module, TRANSFORM, VOCABULARY, step * VOCABULARY)
     assert head.is_plain == (kind == "plain")
-    found, none = head.log_probs(hidden, ids)
+    found, none = head.scores(hidden, ids)[:2]
     assert none is None and (found - logps).abs().max() < 1e-10
-    ours, spread = head.log_probs(hidden, ids, with_entropy=True)
+    ours, spread = head.scores(hidden, ids, with_entropy=True)[:2]
     assert (ours - logps).abs().max() < 1e-10 and (spread - entropies).abs().max() < 1e-10
     got = gradients((ours * weights + 0.3 * spread).sum(), hidden, module)
     assert close(got, expected, 1e-10)
@@ -111,7 +111,7 @@ def test_heads_of_sharded_weights_are_called_once(kind, step):
     expected = gradients((logps * weights + 0.3 * entropies).sum(), hidden, module)
     module.register_forward_hook(lambda *args: calls.append(len(args[1][0])))
     head = OutputHead(module, TRANSFORM, VOCABULARY, step * VOCABULARY, sharded=True)
-    ours, spread = head.log_probs(hidden, ids, with_entropy=True)
+    ours, spread = head.scores(hidden, ids, with_entropy=True)[:2]
     assert calls == [TOKENS] and "forward" not in vars(module)
     assert (ours - logps).abs().max() < 1e-10 and (spread - entropies).abs().max() < 1e-10
     got = gradients((ours * weights + 0.3 * spread).sum(), hidden, module)
@@ -123,7 +123,7 @@ def test_only_so_many_tokens_are_projected_at_once():
     module = hooked_head()
     module.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
     hidden, ids = data(torch.float32)
-    found, _ = OutputHead(module, TRANSFORM, VOCABULARY, 5 * VOCABULARY).log_probs(hidden, ids)
+    found, _ = OutputHead(module, TRANSFORM, VOCABULARY, 5 * VOCABULARY).scores(hidden, ids)[:2]
     assert sizes == [5, 5, 5, 5, 3]
     found.sum().backward()
     assert sizes == 2 * [5, 5, 5, 5, 3], "projected again for the backward pass"
@@ -132,7 +132,7 @@ def test_only_so_many_tokens_are_projected_at_once():
 def test_frozen_weights_get_no_gradient():
     module = lora_head()
     hidden, ids = data(torch.float32)
-    OutputHead(module, TRANSFORM, VOCABULARY, 300).log_probs(hidden, ids)[0].sum().backward()
+    OutputHead(module, TRANSFORM, VOCABULARY, 300).scores(hidden, ids)[0].sum().backward()
     grads = {name: p.grad for name, p in module.named_parameters()}
     assert [name for name in grads if grads[name] is not None] == [
         name for name in grads if "lora_" in name
@@ -159,7 +159,7 @@ def test_gradients_of_chunks_are_added_in_float32():
     full = gradients(definition(module, hidden, ids)[0].sum(), hidden, module)
     module.register_forward_hook(lambda module, args, output: None)
     head = OutputHead(module, TRANSFORM, VOCABULARY, VOCABULARY)
-    found = gradients(head.log_probs(hidden, ids)[0].sum(), hidden, module)
+    found = gradients(head.scores(hidden, ids)[0].sum(), hidden, module)
     for ours, theirs, wanted in zip(found, full, expected, strict=True):
         error = (ours.double() - wanted).norm() / wanted.norm()
         assert error < 1.3 * (theirs.double() - wanted).norm() / wanted.norm() + 1e-6
@@ -205,7 +205,7 @@ def test_dropout_is_the_same_when_logits_are_computed_again(step):
     expected = gradients(logps.sum(), hidden, module)
     torch.manual_seed(7)
     head = OutputHead(module, TRANSFORM, VOCABULARY, step * VOCABULARY)
-    found, _ = head.log_probs(hidden, ids)
+    found, _ = head.scores(hidden, ids)[:2]
     torch.rand(5)  # what a loss may draw
     assert (found - logps).abs().max() < 1e-10
     assert close(gradients(found.sum(), hidden, module), expected, 1e-10)

@@ -91,7 +91,7 @@ def ours(model, finder, with_entropy=True):
     with capture_hidden(model) as capture:
         model(IDS, logits_to_keep=none if head.is_plain else 1)
     hidden = capture.hidden.flatten(0, 1)
-    return head.log_probs(hidden, TARGETS, capture.autocast, with_entropy)
+    return head.scores(hidden, TARGETS, capture.autocast, with_entropy)[:2]
 
 
 def gradients(model, values):
@@ -277,9 +277,9 @@ def test_autocast_at_the_call_of_the_head_changes_nothing():
     with capture_hidden(model) as capture:
         model(IDS)
     hidden = capture.hidden.flatten(0, 1)
-    plain, _ = head.log_probs(hidden, TARGETS, capture.autocast)
+    plain, _ = head.scores(hidden, TARGETS, capture.autocast)[:2]
     with torch.autocast("cpu", torch.bfloat16):
-        inside, _ = head.log_probs(hidden, TARGETS, capture.autocast)
+        inside, _ = head.scores(hidden, TARGETS, capture.autocast)[:2]
     assert torch.equal(plain, inside)
 
 

@@ -111,7 +111,8 @@ def _stored_shapes(path: Path) -> Shapes:
     if not path.exists():
         raise ValueError(f"{path} is missing from the checkpoint.")
     with safe_open(str(path), framework="pt") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        names = list(file.keys())
+        return {name: tuple(file.get_slice(name).get_shape()) for name in names}
 
 
 def _expected_shapes(model: Any, name: str) -> Shapes:

@@ -52,6 +52,8 @@ def why_not_shared(model: nn.Module, longest: int, device: str | None = None) ->
     border = _rotary_border(config)
     dropout = any(getattr(module, "attention_dropout", 0.0) for module in causal.modules())
     device = device or next(causal.parameters()).device.type
+    configs = getattr(model, "peft_config", None) or {}
+    virtual = any(getattr(config, "is_prompt_learning", False) for config in configs.values())
     findings = {
         f"its attention implementation is {config._attn_implementation!r}, not 'sdpa'": (
             config._attn_implementation != "sdpa"
@@ -68,7 +70,7 @@ def why_not_shared(model: nn.Module, longest: int, device: str | None = None) ->
             border is not None and longest >= border
         ),
         "its attention has dropout": bool(dropout) and model.training,
-        "its adapter adds virtual tokens": _has_virtual_tokens(model),
+        "its adapter adds virtual tokens": virtual,
         f"devices of type {device} have no kernel for it": device not in ("cpu", "cuda"),
     }
     return next((words for words, holds in findings.items() if holds), None)
@@ -94,11 +96,6 @@ def _rotary_border(config: Any) -> int | None:
         if kind.get("rope_type") in LENGTH_DEPENDENT
     ]
     return min(borders, default=None)
-
-
-def _has_virtual_tokens(model: nn.Module) -> bool:
-    configs = getattr(model, "peft_config", None) or {}
-    return any(getattr(config, "is_prompt_learning", False) for config in configs.values())
 
 
 @dataclass(frozen=True)
@@ -150,12 +147,10 @@ class LayoutCheck:
         """
         if not self.enabled:
             return False
-        reason = why_not_shared(model, comparison.longest)
         if self.has_agreed or is_sharded(model):
-            return reason is None and comparison.length <= 2 * self._checked_length
-        if reason is None:
-            reason = self._checked(model, comparison, comparison.length, lambda found: found)
-        return self._is_none(model, reason)
+            fits = comparison.length <= 2 * self._checked_length
+            return fits and why_not_shared(model, comparison.longest) is None
+        return self._decide(model, comparison, lambda mine: mine)
 
     def agree(
         self, model: nn.Module, comparison: Comparison, largest: Callable[[float], float]
@@ -170,34 +165,32 @@ class LayoutCheck:
             largest: the largest of the values that the ranks give it.
         """
         self.has_agreed = True
-        if not self.enabled:
-            return
+        if self.enabled:
+            self._decide(model, comparison, largest)
+
+    def _decide(
+        self, model: nn.Module, comparison: Comparison, largest: Callable[[float], float]
+    ) -> bool:
+        """Compare if rows have outgrown the last time; warn once for each reason against it."""
         length = int(largest(comparison.length))
         reason = why_not_shared(model, max(length, comparison.longest))
-        if reason is None:
-            reason = self._checked(model, comparison, length, largest)
-        self._is_none(model, reason)
+        if reason is None and length > 2 * self._checked_length:
+            difference, reason = self._compare(model, comparison)
+            self._checked_length = length
+            if largest(difference) != 0.0:
+                self.enabled = False
+                reason = reason or "it did not pass the check on another rank"
+        if reason is not None and reason not in self._warned:
+            self._warned.add(reason)
+            name = type(causal_model(model)).__name__
+            logger.warning(
+                f"shared_prefix: each completion of {name} carries its own copy of the prompt, "
+                f"because {reason}. Results are the same, memory and time are not."
+            )
+        return reason is None
 
-    def _checked(
-        self,
-        model: nn.Module,
-        comparison: Comparison,
-        length: int,
-        largest: Callable[[float], float],
-    ) -> str | None:
-        """Compare, if rows have outgrown the last time, and say what is wrong."""
-        if length <= 2 * self._checked_length:
-            return None
-        difference, reason = self._compare(model, comparison)
-        worst = largest(difference)
-        self._checked_length = length
-        if worst == 0.0:
-            return None
-        self.enabled = False
-        return reason or "it did not pass the check on another rank"
-
-    def _compare(self, model: nn.Module, comparison: Comparison) -> tuple[float, str]:
-        """The largest difference, 0 if rounding explains it, and what it means."""
+    def _compare(self, model: nn.Module, comparison: Comparison) -> tuple[float, str | None]:
+        """The difference, 0 if rounding explains it, and else what is wrong."""
         device = next(model.parameters()).device
         try:
             for precision in precisions_to_check(model, comparison.autocast()):
@@ -212,18 +205,7 @@ class LayoutCheck:
             if is_out_of_memory(error):
                 raise
             return float("inf"), f"a check of {comparison.what} failed ({error})"
-        return 0.0, ""
-
-    def _is_none(self, model: nn.Module, reason: str | None) -> bool:
-        """Whether there is no reason against it; else warn once for each."""
-        if reason is not None and reason not in self._warned:
-            self._warned.add(reason)
-            name = type(causal_model(model)).__name__
-            logger.warning(
-                f"shared_prefix: each completion of {name} carries its own copy of the prompt, "
-                f"because {reason}. Results are the same, memory and time are not."
-            )
-        return reason is None
+        return 0.0, None
 
 
 def disagreement(found: Results) -> float | None:

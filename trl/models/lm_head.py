@@ -85,20 +85,6 @@ class OutputHead:
         wide = products.to(torch.promote_types(products.dtype, torch.float32))
         return self.transform.forward(wide.clone() if wide is products else wide)
 
-    def log_probs(
-        self,
-        hidden: Tensor,
-        ids: Tensor,
-        autocast: torch.dtype | None = None,
-        with_entropy: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities (M,) of ids (M,) after hidden states (M, H), and entropies if asked.
-
-        Args:
-            autocast (`torch.dtype`, *optional*): precision of autocast in the model's forward.
-        """
-        return self.scores(hidden, ids, autocast, with_entropy)[:2]
-
     def scores(
         self,
         hidden: Tensor,
@@ -107,7 +93,14 @@ class OutputHead:
         with_entropy: bool = False,
         support: Support | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As `log_probs`, and the logarithm of the mass (M,) of a support if one is given."""
+        """Log-probabilities (M,) of ids (M,) after hidden states (M, H).
+
+        Args:
+            autocast (`torch.dtype`, *optional*): precision of autocast in the model's forward.
+
+        Returns:
+            With entropies (M,) if asked, and log-masses (M,) of a support if one is given.
+        """
         if self.chunk == 0:
             logits = self.logits(hidden, autocast)
             mass = None if support is None else support.log_mass(logits.detach(), ids)
@@ -239,8 +232,8 @@ class HeadFinder:
         transform = self._known[kind]
         if transform is None:
             return None
-        module = causal.get_output_embeddings()
-        return OutputHead(module, transform, _vocabulary(causal), self.chunk, is_sharded(model))
+        module, size = causal.get_output_embeddings(), causal.config.get_text_config().vocab_size
+        return OutputHead(module, transform, size, self.chunk, is_sharded(model))
 
     def _search(self, model: nn.Module, causal: Any) -> LogitTransform | None:
         reason = "its logits cannot be reproduced from its last hidden states"
@@ -315,10 +308,6 @@ def _sample(model: nn.Module, module: nn.Module) -> tuple[Tensor, Tensor]:
     if len(seen) != 1 or not torch.equal(seen[0][0], hidden.to(seen[0][0].dtype)):
         raise RuntimeError("it projects something other than its last hidden states")
     return seen[0][1][0], logits[0]
-
-
-def _vocabulary(causal: Any) -> int:
-    return int(causal.config.get_text_config().vocab_size)
 
 
 def _agree(ours: Tensor, theirs: Tensor) -> bool:

@@ -111,11 +111,7 @@ def packed_layout(batch: Rows, device: torch.device, with_ends: bool = False) ->
     groups = [_GroupRows.of(batch, rows, with_ends) for rows in _same_prompt(batch.prompt_ids)]
     lengths = [(len(group.prefix), list(map(len, group.tails))) for group in groups]
     packing = Packing.of(lengths, device)
-    runs = [(group.prefix, 0) for group in groups]
-    runs += [(tail, len(group.prefix)) for group in groups for tail in group.tails]
-    # One token at least, and one prediction, so that rows of nothing make a valid input.
-    ids = [token for run, _ in runs for token in run] or [0]
-    positions = [first + i for run, first in runs for i in range(len(run))] or [0]
+    ids, positions = _tokens(groups)
     found = _Predictions()
     for group, places in zip(groups, packing.groups, strict=True):
         found.add(group, places)
@@ -124,6 +120,7 @@ def packed_layout(batch: Rows, device: torch.device, with_ends: bool = False) ->
     layout = Layout(
         inputs=packed_inputs(torch.tensor([ids]), torch.tensor([positions]), packing),
         shape=(len(batch), width),
+        # One prediction at least, so that rows of nothing make a valid input.
         sources=torch.tensor(found.sources or [0]),
         targets=torch.tensor(found.targets or [0]),
         slots=torch.tensor(found.slots, dtype=torch.long),
@@ -165,6 +162,15 @@ class _GroupRows:
     @property
     def prefix(self) -> list[int]:
         return self.prompt + self.shared
+
+
+def _tokens(groups: Sequence[_GroupRows]) -> tuple[list[int], list[int]]:
+    """Ids and positions of all prefixes, then of all tails; one token if there is none."""
+    runs = [(group.prefix, 0) for group in groups]
+    runs += [(tail, len(group.prefix)) for group in groups for tail in group.tails]
+    ids = [token for run, _ in runs for token in run]
+    positions = [first + i for run, first in runs for i in range(len(run))]
+    return ids or [0], positions or [0]
 
 
 @dataclass

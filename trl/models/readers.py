@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,35 +38,24 @@ class Hidden:
         return self.states[places]
 
 
-class Reader(Protocol):
+class Reader:
     """Turns hidden states into what it is asked for; one forward serves several readers."""
 
-    @property
-    def what(self) -> str:
-        """What is read first, in plural."""
-        ...
-
-    @property
-    def can_pack(self) -> bool:
-        """Whether rows may lie behind one copy of their prompt."""
-        ...
-
-    @property
-    def at_end(self) -> bool:
-        """Whether the last token of each row is read, which predicts nothing."""
-        ...
+    what = ""  # is read first, in plural
+    can_pack = True  # whether rows may lie behind one copy of their prompt
+    at_end = False  # whether the last token of each row is read, which predicts nothing
 
     def __call__(self, hidden: Hidden) -> tuple[Tensor | None, ...]:
         """What was read, in the shape of the rows: (B, C) or (B,)."""
-        ...
+        raise NotImplementedError
 
     def scale(self, found: Tensor) -> float:
         """What differences of two readings are divided by before they are called rounding."""
-        ...
+        return 1.0
 
 
 @dataclass(frozen=True)
-class TokenReader:
+class TokenReader(Reader):
     """Log-probabilities, entropies and log-masses (B, C) of completion tokens, 0 beyond their end.
 
     Args:
@@ -83,11 +71,10 @@ class TokenReader:
     with_entropy: bool = False
     support: Support | None = None
     what = "log-probabilities"
-    at_end = False
 
     @property
-    def can_pack(self) -> bool:
-        """See `Reader`."""
+    def can_pack(self) -> bool:  # type: ignore[override]
+        """The model's own logits are read of plain rows."""
         return self.head is not None
 
     def __call__(self, hidden: Hidden) -> tuple[Tensor | None, ...]:
@@ -99,10 +86,6 @@ class TokenReader:
             states, options = hidden.at(layout.sources), (self.with_entropy, self.support)
             found = self.head.scores(states, layout.targets, hidden.autocast, *options)
         return tuple(None if values is None else layout.scatter(values) for values in found)
-
-    def scale(self, found: Tensor) -> float:
-        """Nats are compared as they are; see `Reader`."""
-        return 1.0
 
     def _of_logits(self, logits: Tensor, layout: Layout) -> Iterator[Tensor | None]:
         """Predictions (B * C,) of plain rows, whose last token predicts nothing."""
@@ -129,7 +112,7 @@ class TokenReader:
 
 
 @dataclass(frozen=True)
-class ValueReader:
+class ValueReader(Reader):
     """Values by a linear layer from H to 1, in its own precision whatever autocast says.
 
     Args:
@@ -141,7 +124,6 @@ class ValueReader:
     module: nn.Module
     at_end: bool = False
     what = "values"
-    can_pack = True
 
     def __call__(self, hidden: Hidden) -> tuple[Tensor]:
         """Read (values,)."""
