@@ -50,6 +50,13 @@ class Ranks:
         return bool(kind == DistributedType.FSDP)
 
     @property
+    def is_distributed(self) -> bool:
+        """Whether something besides this process takes part in its passes, even an engine alone."""
+        if self._accelerator is None:
+            return False
+        return bool(self._accelerator.distributed_type != DistributedType.NO)
+
+    @property
     def fsdp_version(self) -> int | None:
         """1 or 2; None without FSDP."""
         return None if self._accelerator is None else fsdp_version(self._accelerator)

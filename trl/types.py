@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
-ROW_TENSORS = ("loss_mask", "old_logps", "ref_logps", "sampling_logps", "log_mass", "advantages")
+Mode = Literal["train", "eval"]
+ROW_TENSORS = (
+    "loss_mask",
+    "old_logps",
+    "ref_logps",
+    "sampling_logps",
+    "log_mass",
+    "advantages",
+    "weights",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,12 +180,15 @@ class Rollout:
     loss_mask: Tensor  # (B, C) bool
     num_loss_tokens: Tensor  # () trained-on tokens of the round, all ranks
     num_loss_rows: Tensor  # () rows with at least one trained-on token, all ranks
+    mode: Mode = "train"  # what it was generated for
     num_slices: int = 1  # micro-batches the round is cut into on this rank
     old_logps: Tensor | None = None  # (B, C) under the policy that generated
     ref_logps: Tensor | None = None  # (B, C) under the reference policy
     sampling_logps: Tensor | None = None  # (B, C) as reported by the engine
+    sampled_by_policy: bool = False  # whether these are the policy's own, of the weights that train
     log_mass: Tensor | None = None  # (B, C) of the sampler's filters, with `old_logps`
     advantages: Tensor | None = None  # (B,) or (B, C)
+    weights: Tensor | None = None  # (B, C) or (B, 1) that the losses are multiplied by
     num_slice_tokens: Tensor | None = None  # () trained-on tokens of the micro-batch
     num_slice_rows: int | None = None  # rows of the micro-batch
     has_gradient: list[bool] | None = None  # B; False: the row's gradient is exactly zero
@@ -203,6 +215,25 @@ class Rollout:
                 value = value[rows]
                 changes[name] = value[:, :width] if value.dim() > 1 else value
         return self.replace(**changes)
+
+    @property
+    def has_foreign_logps(self) -> bool:
+        """Whether an engine that computes in another way than the policy reported its own."""
+        return self.sampling_logps is not None and not self.sampled_by_policy
+
+    def resolved(self, scores: TokenScores) -> Rollout:
+        """Take the detached `scores` for those under the policy that generated, if none are known.
+
+        On-policy, the weights have not moved since: the ratio is then exactly 1, and its gradient
+        that of the log-probability. No rounding of the forward pass can make it differ.
+        """
+        if self.old_logps is not None:
+            return self
+        return self.replace(old_logps=scores.logps.detach(), log_mass=scores.log_mass)
+
+    def weighted(self, losses: Tensor) -> Tensor:
+        """Multiply losses (B, C) or (B, 1) by the weights of their tokens or completions."""
+        return losses if self.weights is None else losses * self.weights
 
     @property
     def slice_tokens(self) -> Tensor:

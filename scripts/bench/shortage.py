@@ -37,7 +37,7 @@ class Trial:
     def begin(self) -> None:
         """Set pieces and limit, just before training."""
         for name, rows in self._asked.get("pieces", {}).items():
-            getattr(self._trainer.phases, name).size = rows
+            self._trainer.phases.batches[name].size = rows
         if "room" in self._asked:
             limit(self._asked["room"], self._trainer.args.device)
 
@@ -49,8 +49,8 @@ class Trial:
         after = self._weights()
         changes = {name: value - self._before[name] for name, value in after.items()}
         torch.save(changes, self._asked["changes"])
-        phases = self._trainer.phases
-        pieces = {p.phase: p for p in (phases.generation, phases.scoring, phases.training)}
+        batches = self._trainer.phases.batches
+        pieces = {name: batches[name] for name in ("generation", "scoring", "training")}
         return {
             "failures": {name: piece.failures for name, piece in pieces.items()},
             "pieces": {name: piece.size for name, piece in pieces.items() if piece.size},

@@ -69,11 +69,11 @@ class Start:
         self.trainer, self.step = trainer, trainer.collect
         trainer.collect = self.collect
 
-    def collect(self, rows):
+    def collect(self, rows, mode):
         if not hasattr(self, "weights"):
             self.weights = whole(self.trainer)
             self.logps = reference_logps(self.trainer) if self.trainer.reference else None
-        return self.step(rows)
+        return self.step(rows, mode)
 
 
 def measure(trainer):

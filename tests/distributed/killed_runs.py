@@ -29,7 +29,7 @@ import torch  # noqa: E402
 from engines import environment  # noqa: E402
 from online_runs import dataset, make_trainer  # noqa: E402
 
-import trl.trainer.base.base_trainer as saving  # noqa: E402
+import trl.trainer.base.checkpoint as saving  # noqa: E402
 from trl.trainer.base.checkpoint import checkpoints_in  # noqa: E402
 
 LAST = 11
@@ -99,7 +99,7 @@ def end_at(trainer, place, step):
 
     owners = {
         "generate": (trainer.backend, "generate"),
-        "score": (trainer, "score"),
+        "score": (trainer.scoring, "score"),
         "reward": (trainer.rewards, "_score"),
         "backward": (trainer.accelerator, "backward"),
         "optimizer": (trainer, "_get_grad_norm"),

@@ -64,7 +64,7 @@ def spoil(trainer: Any) -> None:
 
     def policy_loss(*args: Any) -> torch.Tensor:
         last = trainer.ranks.rank == trainer.ranks.count - 1
-        wrong = trainer.model.training and trainer.state.global_step == 0 and last
+        wrong = args[-1].mode == "train" and trainer.state.global_step == 0 and last
         return right(*args) * (torch.nan if wrong else 1.0)
 
     trainer.policy_loss = policy_loss

@@ -59,10 +59,10 @@ def silence(trainer: Any, loss: str, single_zeros: bool, with_signal: bool) -> N
     What is left is what the other rows add to the gradient, in the same forward and backward.
     """
     signals = rows_with_signal(loss, single_zeros)
-    score = trainer.current_scores
+    score = trainer.scoring.current
 
-    def current_scores(model: nn.Module, batch: Rollout) -> TokenScores:
-        scores: TokenScores = score(model, batch)
+    def current(model: nn.Module, batch: Rollout, *others: Any) -> TokenScores:
+        scores: TokenScores = score(model, batch, *others)
         rows = zip(batch.prompt_ids, batch.completion_ids, strict=True)
         silent = [((tuple(prompt), tuple(ids)) in signals) == with_signal for prompt, ids in rows]
         columns = torch.tensor(silent)[:, None]
@@ -73,7 +73,7 @@ def silence(trainer: Any, loss: str, single_zeros: bool, with_signal: bool) -> N
         scores.logps.register_hook(cut)
         return scores
 
-    trainer.current_scores = current_scores
+    trainer.scoring.current = current
 
 
 def rows_with_signal(loss: str, single_zeros: bool) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -7,6 +7,7 @@ from joined import join_two
 
 from trl.distributed import Ranks
 from trl.online.completions import CompletionLog
+from trl.online.metrics import MetricStore
 from trl.online.reports import Reports, Round
 from trl.types import Generations, Prompts, RewardTable
 
@@ -39,6 +40,14 @@ def a_round(rows=(0, 1, 2, 3), **changes) -> Round:
     return Round(**given | changes)
 
 
+def new_stores():
+    return {"train": MetricStore(), "eval": MetricStore()}
+
+
+def alone(value):
+    return [value]
+
+
 def written(folder, mode="train"):
     with (folder / "completions" / f"{mode}.jsonl").open() as file:
         return [json.loads(line) for line in file]
@@ -56,17 +65,18 @@ def test_records_by_hand():
 
 
 def test_a_round_is_counted_recorded_and_written_by_mode(tmp_path):
-    reports = Reports(CompletionLog(str(tmp_path), writes=True), Ranks())
+    stores = new_stores()
+    reports = Reports(CompletionLog(str(tmp_path), writes=True), Ranks(), stores)
     assert reports.add("train", a_round()) == 4 * 3 + 1 + 2 + 3 + 4
     assert reports.add("eval", a_round(step=4)) == 22
     assert [record["step"] for record in written(tmp_path)] == [3] * 4
     assert [record["step"] for record in written(tmp_path, "eval")] == [4] * 4
-    found = reports.flush("train")
+    found = stores["train"].flush(alone)
     assert found["reward"] == pytest.approx(10 / 3)
     assert found["completions/mean_length"] == 2.5
     assert found["completions/clipped_ratio"] == 0.5
-    assert reports.flush("train") == {}, "forgotten"
-    assert reports.flush("eval")["completions/max_length"] == 4
+    assert stores["train"].flush(alone) == {}, "forgotten"
+    assert stores["eval"].flush(alone)["completions/max_length"] == 4
 
 
 def test_tokens_of_tools_are_not_counted(tmp_path):
@@ -76,18 +86,24 @@ def test_tokens_of_tools_are_not_counted(tmp_path):
         trainable=[[True, False, False, True]] * 4,
         tool_calls=[(1, 0), (1, 1), (0, 0), (0, 0)],
     )
-    reports = Reports(CompletionLog(str(tmp_path), writes=True), Ranks())
+    stores = new_stores()
+    reports = Reports(CompletionLog(str(tmp_path), writes=True), Ranks(), stores)
     assert reports.add("train", a_round(generations=generations)) == 4 * (3 + 2)
-    found = reports.flush("train")
+    found = stores["train"].flush(alone)
     assert found["tools/call_frequency"] == 0.5 and found["completions/mean_length"] == 2
 
 
 def work(rank, port, folder):
     ranks = join_two(rank, port)
-    reports = Reports(CompletionLog(folder, writes=rank == 0), ranks)
+    stores = new_stores()
+    reports = Reports(CompletionLog(folder, writes=rank == 0), ranks, stores)
     tokens = reports.add("train", a_round(rows=(2 * rank, 2 * rank + 1)))
     taken = len(reports.completions.take("train"))
-    found = {"tokens": tokens, "taken": taken, "reward": reports.flush("train")["reward"]}
+    found = {
+        "tokens": tokens,
+        "taken": taken,
+        "reward": stores["train"].flush(ranks.gather_objects)["reward"],
+    }
     torch.save(found, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 

@@ -30,18 +30,16 @@ ROUND = {
     "online/rewards.py __call__": 1,
     "online/reports.py _count_tokens": 1,
     "online/reports.py records": 3,
-    "trainer/online/online_scoring.py rows_with_gradient": 1,
-    "trainer/online/online_trainer.py _excluded": 1,
-    "trainer/online/online_trainer.py _sampling_logps": 1,
-    "trainer/online/online_trainer.py assemble": 1,
+    "trainer/online/rollouts.py assemble": 2,
+    "trainer/online/rollouts.py rows_with_gradient": 1,
+    "trainer/online/rollouts.py uncredited": 1,
 }
 MICRO_BATCH = {
-    "trainer/base/base_trainer.py train": 2,  # `logging_nan_inf_filter` of transformers
     "models/scorer.py _at_once": 2,  # transformers asks of plain rows whether a mask is all ones
 }
 UPDATE = {
     "trainer/base/base_trainer.py train": 2,  # loss and norm of the gradient, for the log
-    "trainer/online/online_loop.py _get_grad_norm": 1,
+    "trainer/base/base_trainer.py _get_grad_norm": 1,
 }
 VALUE = {"online/metrics.py <dictcomp>": 2}  # sum and weight
 

@@ -79,7 +79,6 @@ def test_the_command_line_offers_the_names_the_check_accepts(name):
             {"entropy_coef_min": 0.5, "entropy_coef_max": 0.4},
             "entropy_coef_min=0.5 must not exceed entropy_coef_max=0.4",
         ),
-        ({"log_completions_hub_repo": "me/rows"}, "needs log_completions=True"),
         ({"num_generations": 1}, "num_generations=1"),
         ({"num_generations": 3}, "num_generations=2 or 4"),
     ],
@@ -87,6 +86,11 @@ def test_the_command_line_offers_the_names_the_check_accepts(name):
 def test_errors_name_option_and_remedy(changes, words):
     with pytest.raises(ValueError, match=words):
         make(**changes)
+
+
+def test_uploading_completions_is_refused_before_anything_is_loaded():
+    with pytest.raises(NotImplementedError, match="log_completions_hub_repo: uploading"):
+        make(log_completions_hub_repo="me/rows", log_completions=True)
 
 
 @pytest.mark.parametrize("mode", MODES)

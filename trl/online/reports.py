@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import Ranks
-from ..types import Generations, Prompts, RewardTable
+from ..types import Generations, Mode, Prompts, RewardTable
 from .completions import CompletionLog, plain
 from .metrics import MetricStore
 from .statistics import record_lengths, record_rewards, record_tools
@@ -60,33 +61,29 @@ class Reports:
     Args:
         completions (`CompletionLog`): where the completions go.
         ranks (`Ranks`): all processes, which call every method together.
-
-    Attributes:
-        metrics (`dict[str, MetricStore]`): what was collected in "train" and in "eval".
+        metrics (`dict[str, MetricStore]`): where those of "train" and of "eval" go.
     """
 
-    def __init__(self, completions: CompletionLog, ranks: Ranks):
+    def __init__(
+        self, completions: CompletionLog, ranks: Ranks, metrics: Mapping[Mode, MetricStore]
+    ):
         self.completions = completions
-        self.metrics = {"train": MetricStore(), "eval": MetricStore()}
+        self._metrics = metrics
         self._ranks = ranks
 
-    def add(self, mode: str, found: Round) -> int:
+    def add(self, mode: Mode, found: Round) -> int:
         """Record the metrics of a round and write its completions.
 
         Returns:
             `int`: tokens of prompts and completions of all ranks that the policy wrote or read.
         """
-        store = self.metrics[mode]
+        store = self._metrics[mode]
         tokens = self._count_tokens(store, found)
         record_rewards(store, found.table)
         record_tools(store, found.generations.tool_calls)
         ranks = self._ranks.objects_on_first(found.records(self._ranks.rank))
         self.completions.add(mode, [record for records in ranks for record in records])
         return tokens
-
-    def flush(self, mode: str) -> dict[str, float | None]:
-        """Return what was collected in `mode` on all ranks, and forget it."""
-        return self.metrics[mode].flush(self._ranks.gather_objects)
 
     def _count_tokens(self, store: MetricStore, found: Round) -> int:
         lengths = found.generations.trained_lengths()

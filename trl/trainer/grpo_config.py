@@ -73,8 +73,11 @@ class GRPOConfig(OnlineConfig):
         self._warn_unusual_levels()
         self._check_entropy()
         self._check_vespo()
-        if self.log_completions_hub_repo is not None and not self.log_completions:
-            raise ValueError("log_completions_hub_repo needs log_completions=True.")
+        if self.log_completions_hub_repo is not None:
+            raise NotImplementedError(
+                "log_completions_hub_repo: uploading completions is not available in this release; "
+                "they are in the folder `completions` of output_dir."
+            )
 
     def _settle_scale(self) -> None:
         scale = self.scale_rewards

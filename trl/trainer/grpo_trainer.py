@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import TrainerCallback
 
+from ..online.metrics import MetricStore
 from ..online.statistics import record_clipping
 from ..ops.advantages import group_relative, normalize_then_sum
 from ..ops.entropy import entropy_threshold, high_entropy_mask
@@ -18,6 +19,7 @@ from ..ops.kl import k3
 from ..ops.masking import masked_sum
 from ..ops.policy_losses import (
     GammaShape,
+    RatioLevel,
     cispo,
     clip_flags,
     clipped_surrogate,
@@ -73,18 +75,11 @@ class GRPOTrainer(OnlineTrainer):
 }""",
     )
 
-    def _build_stages(self, sources: Any, brought_adapter: bool) -> None:
-        super()._build_stages(sources, brought_adapter)
-        if self.args.log_completions_hub_repo is not None:
-            raise NotImplementedError(
-                "log_completions_hub_repo: uploading completions is not available in this release; "
-                "they are in the folder `completions` of output_dir."
-            )
-        by_sequence = self.args.importance_sampling_level == "sequence"
-        self.ratio_level = "sequence_mean" if by_sequence else "token"
-        self.mismatch.in_ratio = self.args.loss_type == "vespo"
+    def set_up(self) -> None:
+        """Build the controller of the entropy bonus."""
         self.entropy = EntropyController.from_args(self.args)
         self._entropy_seen: list[tuple[Tensor, Tensor]] = []
+        self.phases.on_forget(self._entropy_seen.clear)
         if self.entropy.is_used:
             self.add_callback(_EntropyCallback(self))
 
@@ -95,8 +90,21 @@ class GRPOTrainer(OnlineTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and (path := Path(checkpoint, STATE_FILE)).exists():
-            self.entropy.restore(json.loads(path.read_text()))
+        path = None if checkpoint is None else Path(checkpoint, STATE_FILE)
+        found = path.read_text() if path is not None and path.exists() else None
+        if (state := self.ranks.gather_objects(found)[0]) is not None:
+            self.entropy.restore(json.loads(state))
+
+    @property
+    def ratio_level(self) -> RatioLevel:
+        """One ratio for each token, or the geometric mean of a completion's."""
+        by_sequence = self.args.importance_sampling_level == "sequence"
+        return "sequence_mean" if by_sequence else "token"
+
+    @property
+    def has_token_losses(self) -> bool:
+        """These weigh log-probabilities of tokens, not the ratio."""
+        return self.args.loss_type in ("cispo", "vespo")
 
     @property
     def needs_entropy(self) -> bool:
@@ -108,11 +116,7 @@ class GRPOTrainer(OnlineTrainer):
         """Neither the KL penalty in the loss nor entropies are multiples of the advantage."""
         return super().skips_zero_advantages and self.args.beta == 0.0 and not self.needs_entropy
 
-    def _undo_update(self) -> None:
-        super()._undo_update()
-        self._entropy_seen.clear()
-
-    def compute_advantages(self, rewards: Tensor, table: RewardTable) -> Tensor:
+    def compute_advantages(self, rewards: Tensor, table: RewardTable, batch: Rollout) -> Tensor:
         """Compare each completion with the mean of its group: (N,)."""
         if self.args.multi_objective_aggregation == "normalize_then_sum":
             return normalize_then_sum(table.per_function, table.weights, table.group_size)
@@ -120,53 +124,59 @@ class GRPOTrainer(OnlineTrainer):
 
     def policy_loss(self, scores: TokenScores, ratio: Tensor, batch: Rollout) -> Tensor:
         """Return the objective of the trained-on tokens, with KL penalty and entropy bonus."""
-        args, mask = self.args, batch.loss_mask
-        losses = self._objective(scores, ratio, batch)
+        args, mask, store = self.args, batch.loss_mask, self.metrics[batch.mode]
+        losses = self._objective(scores, ratio, batch, store)
         losses, kept = torch.broadcast_tensors(losses, self._kept(scores, batch))
         losses = torch.where(kept, losses, 0.0)
         if args.beta != 0.0:
             divergence = k3(scores.logps, batch.ref_logps, mask)
             if args.use_bias_correction_kl:
                 divergence = divergence * ratio
-            self.store.mean("kl", masked_sum(divergence, mask), mask.sum())
+            store.mean("kl", masked_sum(divergence, mask), mask.sum())
             losses = losses + args.beta * divergence
         loss = self._aggregate(losses, batch)
         if not self.entropy.is_used:
             return loss
-        self.store.value("policy_loss", loss)
+        store.value("policy_loss", loss)
         return loss - self.entropy.active * self._mean_entropy(scores, batch)
 
-    def _objective(self, scores: TokenScores, ratio: Tensor, batch: Rollout) -> Tensor:
+    def _objective(
+        self, scores: TokenScores, ratio: Tensor, batch: Rollout, store: MetricStore
+    ) -> Tensor:
         args, advantages, logps = self.args, batch.advantages, scores.logps
         if args.loss_type in CLIPPED:
             high = args.epsilon if args.epsilon_high is None else args.epsilon_high
             flags = clip_flags(ratio, advantages, args.epsilon, high)
             mask = batch.loss_mask if ratio.shape[1] > 1 else batch.loss_mask.any(1, keepdim=True)
-            record_clipping(self.store, *flags, mask)
-            return clipped_surrogate(ratio, advantages, args.epsilon, high, args.delta)
+            record_clipping(store, *flags, mask)
+            losses = clipped_surrogate(ratio, advantages, args.epsilon, high, args.delta)
+            return batch.weighted(losses)
         if args.loss_type == "cispo":
             high = 1 + args.epsilon if args.epsilon_high is None else args.epsilon_high
-            self._record_cispo(ratio, batch, high)
-            return cispo(ratio, logps, advantages, high)
+            _record_cispo(store, ratio, batch, high)
+            return batch.weighted(cispo(ratio, logps, advantages, high))
         if args.loss_type == "sapo":
-            return sapo(ratio, advantages, args.sapo_temperature_pos, args.sapo_temperature_neg)
+            temperatures = args.sapo_temperature_pos, args.sapo_temperature_neg
+            return batch.weighted(sapo(ratio, advantages, *temperatures))
+        moved = log_ratio(logps, batch.old_logps, batch.loss_mask, "token")
+        if batch.weights is not None:  # part of the ratio that the weight is a function of
+            moved = moved + torch.where(batch.loss_mask, batch.weights.log(), 0.0)
         weight = vespo_weight(
-            log_ratio(logps, self._old_logps(scores, batch), batch.loss_mask, "token"),
+            moved,
             batch.loss_mask,
             advantages,
             GammaShape(args.vespo_k_pos, args.vespo_lambda_pos),
             GammaShape(args.vespo_k_neg, args.vespo_lambda_neg),
         )
-        self.store.value("vespo/phi_seq_mean", weight.mean())
+        store.value("vespo/phi_seq_mean", weight.mean())
         return vespo(weight, logps, advantages)
 
     def _kept(self, scores: TokenScores, batch: Rollout) -> Tensor:
         """Mark the tokens (B, C) whose objective counts; the KL penalty counts for all."""
         args, kept = self.args, batch.loss_mask
         if args.off_policy_mask_threshold is not None:
-            old_logps = self._old_logps(scores, batch)
-            if batch.sampling_logps is not None:
-                old_logps = batch.sampling_logps
+            drawn = batch.sampling_logps
+            old_logps = batch.old_logps if drawn is None else drawn
             kept = kept & off_policy_mask(
                 scores.logps,
                 old_logps,
@@ -198,18 +208,16 @@ class GRPOTrainer(OnlineTrainer):
 
     def _mean_entropy(self, scores: TokenScores, batch: Rollout) -> Tensor:
         total = masked_sum(scores.entropies, batch.loss_mask)
-        if self.model.training:
+        if batch.mode == "train":
             self._entropy_seen.append((total.detach(), batch.loss_mask.sum()))
         return total / self.per_micro_batch(batch.num_loss_tokens, batch)
 
-    def _old_logps(self, scores: TokenScores, batch: Rollout) -> Tensor:
-        return scores.logps.detach() if batch.old_logps is None else batch.old_logps
 
-    def _record_cispo(self, ratio: Tensor, batch: Rollout, high: float) -> None:
-        advantages = torch.as_tensor(batch.advantages).view(len(batch), -1)
-        clipped = (ratio > high) & (advantages > 0)
-        clipped, mask = torch.broadcast_tensors(clipped, batch.loss_mask)
-        self.store.mean("cispo_clip_ratio", (clipped & mask).sum(), mask.sum())
+def _record_cispo(store: MetricStore, ratio: Tensor, batch: Rollout, high: float) -> None:
+    advantages = torch.as_tensor(batch.advantages).view(len(batch), -1)
+    clipped = (ratio > high) & (advantages > 0)
+    clipped, mask = torch.broadcast_tensors(clipped, batch.loss_mask)
+    store.mean("cispo_clip_ratio", (clipped & mask).sum(), mask.sum())
 
 
 class _EntropyCallback(TrainerCallback):

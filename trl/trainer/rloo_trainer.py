@@ -66,10 +66,10 @@ class RLOOTrainer(OnlineTrainer):
         if self.args.beta == 0.0:
             return rewards
         divergence = sequence_kl(batch.old_logps, batch.ref_logps, batch.loss_mask)
-        self.store.mean("kl", divergence.sum(), batch.loss_mask.sum())
+        self.metrics[batch.mode].mean("kl", divergence.sum(), batch.loss_mask.sum())
         return rewards - self.args.beta * self.ranks.gather(divergence)
 
-    def compute_advantages(self, rewards: Tensor, table: RewardTable) -> Tensor:
+    def compute_advantages(self, rewards: Tensor, table: RewardTable, batch: Rollout) -> Tensor:
         """Compare each completion with the others of its prompt: (N,)."""
         advantages = leave_one_out(rewards, table.group_size)
         if self.args.normalize_advantages:
@@ -81,6 +81,7 @@ class RLOOTrainer(OnlineTrainer):
         low = self.args.epsilon
         high = low if self.args.epsilon_high is None else self.args.epsilon_high
         rows = batch.loss_mask.any(1, keepdim=True)
-        losses = clipped_surrogate(ratio, batch.advantages, low, high)
-        record_clipping(self.store, *clip_flags(ratio, batch.advantages, low, high), rows)
+        losses = batch.weighted(clipped_surrogate(ratio, batch.advantages, low, high))
+        flags = clip_flags(ratio, batch.advantages, low, high)
+        record_clipping(self.metrics[batch.mode], *flags, rows)
         return masked_sum(losses, rows) / self.per_micro_batch(batch.num_loss_rows, batch)

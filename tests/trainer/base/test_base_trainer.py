@@ -1,61 +1,115 @@
-"""What every trainer adds to that of transformers."""
+"""Where trainers hook into the loop of transformers."""
+
+import time
 
 import pytest
-from online_runs import make_trainer
-from transformers import Trainer
+from online_runs import (
+    dataset,
+    make_trainer,
+    rows_of,
+    token_sum,
+)
 
 from trl.imports import TESTED
 from trl.trainer.base import base_trainer
 
 
-def test_the_card_is_named_after_the_folder(tmp_path):
-    trainer = make_trainer(tmp_path / "my-run")
-    trainer.model.config._name_or_path = "me/base"
-    trainer.create_model_card()
-    card = (tmp_path / "my-run" / "README.md").read_text()
-    assert "\nmodel_name: my-run\n" in card
-    assert "\nbase_model: me/base\n" in card
-    assert "- rloo\n" in card
-    assert "datasets:" not in card.split("---")[1]
+def mean_reward(prompts, group_size=4):
+    rewards = token_sum([ids for _, ids in rows_of(prompts, group_size)])
+    return sum(rewards) / len(rewards)
 
 
-def test_the_card_is_named_after_the_hub_id_or_the_caller(tmp_path):
-    trainer = make_trainer(tmp_path, hub_model_id="me/hub-name")
-    trainer.create_model_card(tags=["x"], language="en")
-    assert "\nmodel_name: hub-name\n" in (tmp_path / "README.md").read_text()
-    trainer.create_model_card("chosen", "me/data")
-    card = (tmp_path / "README.md").read_text()
-    assert "\nmodel_name: chosen\n" in card
-    assert "\ndatasets: me/data\n" in card
+def test_several_evaluation_datasets(tmp_path):
+    """Each has its own prefix; a name may itself end like a metric."""
+    sets = {"easy": ["xy", "z"], "hard_loss": ["w", "vu"]}
+    trainer = make_trainer(
+        tmp_path,
+        eval_dataset={name: dataset(prompts) for name, prompts in sets.items()},
+        per_device_eval_batch_size=8,
+        eval_strategy="steps",
+        eval_steps=1,
+        max_steps=2,
+    )
+    trainer.train()
+    history = trainer.state.log_history
+    assert mean_reward(sets["easy"]) != mean_reward(sets["hard_loss"])
+    for name, prompts in sets.items():
+        entries = [entry for entry in history if f"eval_{name}_runtime" in entry]
+        assert [entry["step"] for entry in entries] == [1, 2]
+        for entry in entries:
+            assert entry[f"eval_{name}_reward"] == pytest.approx(mean_reward(prompts), abs=1e-5)
+            assert entry[f"eval_{name}_frac_reward_zero_std"] == 0.0
+            ours = [key for key in entry if key.startswith("eval_")]
+            assert all(key.startswith(f"eval_{name}_") for key in ours)
+    trained = [entry for entry in history if "loss" in entry]
+    assert len(trained) == 2
+    assert not any(key.startswith("eval_") for entry in trained for key in entry)
 
 
-def test_each_checkpoint_has_a_card_beside_its_weights(tmp_path):
-    make_trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=2).train()
-    for step in (1, 2):
-        folder = tmp_path / f"checkpoint-{step}"
-        assert (folder / "model.safetensors").exists()
-        assert "library_name: transformers" in (folder / "README.md").read_text()
+def test_evaluation_under_another_prefix(tmp_path):
+    trainer = make_trainer(tmp_path, eval_dataset=dataset(["xy"]), per_device_eval_batch_size=4)
+    found = trainer.evaluate(dataset(["z", "w"]), metric_key_prefix="test")
+    assert found["test_reward"] == pytest.approx(mean_reward(["z", "w"]), abs=1e-5)
+    # Nothing of it is left for the next one.
+    assert trainer.evaluate()["eval_reward"] == pytest.approx(mean_reward(["xy"]), abs=1e-5)
 
 
-@pytest.mark.parametrize("offline", [True, False])
-def test_the_hub_is_called_only_when_it_is_on(tmp_path, monkeypatch, offline):
-    trainer = make_trainer(tmp_path)
-    calls = []
-    for name in ("init_hf_repo", "push_to_hub", "_push_from_checkpoint"):
-        monkeypatch.setattr(
-            Trainer, name, lambda self, *a, name=name, **k: calls.append((name, a, k)) or name
-        )
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
-    trainer.init_hf_repo(token="t")
-    returned = trainer.push_to_hub("message", blocking=False)
-    trainer._push_from_checkpoint("folder")
-    expected = [
-        ("init_hf_repo", (), {"token": "t"}),
-        ("push_to_hub", ("message",), {"blocking": False}),
-        ("_push_from_checkpoint", ("folder",), {}),
-    ]
-    assert calls == ([] if offline else expected)
-    assert returned == (None if offline else "push_to_hub")
+def test_step_time(tmp_path):
+    """The mean over the steps of a log of the seconds of all their micro-batches."""
+
+    def slow(completion_ids, **kwargs):
+        time.sleep(0.2)
+        return token_sum(completion_ids)
+
+    trainer = make_trainer(
+        tmp_path,
+        reward=slow,
+        reward_dry_run=False,
+        gradient_accumulation_steps=2,
+        steps_per_generation=1,
+        max_steps=2,
+        logging_steps=2,
+    )
+    started = time.perf_counter()
+    trainer.train()
+    elapsed = time.perf_counter() - started
+    (found,) = [e["step_time"] for e in trainer.state.log_history if "step_time" in e]
+    assert 0.4 <= found <= elapsed / 2
+
+
+@pytest.mark.parametrize(
+    ("rewards", "zero_std", "without_baseline"),
+    [
+        ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], 0.0, 0.0),
+        ([1.0, 1.0, 1.0, 1.0, 5.0, 6.0, 7.0, 8.0], 0.5, 0.0),
+        ([1.0] * 4 + [0.0] * 4, 1.0, 0.0),
+        ([1.0, 2.0, 3.0, 4.0, 5.0, None, None, None], 0.5, 0.5),
+        ([1.0, 2.0, 3.0, None, 5.0, 6.0, None, None], 0.0, 0.0),
+    ],
+)
+def test_shares_of_groups(tmp_path, rewards, zero_std, without_baseline):
+    trainer = make_trainer(
+        tmp_path, reward=lambda completion_ids, **kwargs: rewards, reward_dry_run=False
+    )
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    scored = [reward for reward in rewards if reward is not None]
+    assert entry["reward"] == pytest.approx(sum(scored) / len(scored))
+    assert entry["frac_groups_without_baseline"] == without_baseline
+    assert entry["frac_reward_zero_std"] == zero_std
+
+
+def test_tokens_are_counted_in_training_alone(tmp_path):
+    trainer = make_trainer(tmp_path, eval_dataset=dataset(["xy"]), per_device_eval_batch_size=4)
+    trainer.train()
+    expected = sum(len(prompt) + len(ids) for prompt, ids in rows_of(["ab", "cde"], 4))
+    assert trainer.state.log_history[0]["num_tokens"] == expected
+    assert trainer.evaluate()["eval_num_tokens"] == expected
+
+
+def test_the_batch_plan_is_printed(tmp_path, capsys):
+    make_trainer(tmp_path).train()
+    assert "each update: 2 prompts x 4 completions = 8 sequences" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("newest", "warnings"), [("5.0", 1), ("999.0", 0)])

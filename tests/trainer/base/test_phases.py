@@ -98,7 +98,7 @@ def run(folder, shortage=None, sizes=None, kind=RLOOTrainer, **changes):
     trainer = make_trainer(folder, kind, model, **(ACCUMULATED | changes))
     found = None if shortage is None else Shortage(trainer.model, *shortage)
     for name, size in (sizes or {}).items():
-        getattr(trainer.phases, name).size = size
+        trainer.phases.batches[name].size = size
     trainer.train()
     return trainer, found
 
@@ -109,10 +109,10 @@ def check_equal(tmp_path, phase, shortage, bound=0.0, **changes):
     Returns both trainers.
     """
     short, injected = run(tmp_path / "short", shortage, **changes)
-    piece = getattr(short.phases, phase)
+    piece = short.phases.batches[phase]
     assert injected.failures == piece.failures >= 1
     small, _ = run(tmp_path / "small", sizes={phase: piece.size}, **changes)
-    assert getattr(small.phases, phase).failures == 0
+    assert small.phases.batches[phase].failures == 0
     expected = weights(small.model)
     assert (weights(short.model) - expected).norm() <= bound * expected.norm()
     assert not torch.equal(weights(short.model), weights(tiny_model()))
@@ -142,7 +142,7 @@ def test_training_goes_on_in_smaller_pieces(tmp_path, phase, spared, changes):
     """Memory runs out after `spared` micro-batches of an update."""
     most = 2 if "shared_prefix" in changes else TWO_ROWS
     short, small = check_equal(tmp_path, "training", (phase, most, spared), **changes)
-    assert short.phases.training.size == 2
+    assert short.phases.batches["training"].size == 2
     logs = [[e for e in t.state.log_history if "loss" in e] for t in (short, small)]
     for ours, theirs in zip(*logs, strict=True):
         for name in set(SAME) & set(theirs) - ({"entropy"} if "dropout" in changes else set()):
@@ -153,7 +153,7 @@ def test_micro_batches_that_are_no_multiple_of_a_piece(tmp_path):
     """Five rows in pieces of two: cut elsewhere the second time, so equal up to rounding."""
     odd = {"per_device_train_batch_size": 5, "max_steps": 1, "optim": "sgd", "learning_rate": 1.0}
     short, injected = run(tmp_path / "short", ("backward", 15, 2), **odd)
-    assert injected.failures == 1 and short.phases.training.size == 2
+    assert injected.failures == 1 and short.phases.batches["training"].size == 2
     small, _ = run(tmp_path / "small", sizes={"training": 2}, **odd)
     start = weights(tiny_model())
     assert relative(weights(short.model) - start, weights(small.model) - start) < 5e-6
@@ -217,7 +217,7 @@ def test_micro_batches_of_an_interrupted_update_are_forgotten(tmp_path):
 )
 def test_generation_goes_on_with_fewer_rows(tmp_path, changes):
     short, _ = check_equal(tmp_path, "generation", ("generation", 4, 1), script=None, **changes)
-    assert short.phases.generation.size == 4
+    assert short.phases.batches["generation"].size == 4
     lines = [(tmp_path / x / "completions" / "train.jsonl").read_text() for x in ("short", "small")]
     assert lines[0] == lines[1]
 
@@ -237,7 +237,7 @@ def test_scoring_goes_on_with_fewer_rows(tmp_path, spared, changes):
     spared += 0 if "shared_prefix" in changes else 4
     # What was scored before the shortage had more rows, and may be rounded otherwise.
     short, _ = check_equal(tmp_path, "scoring", ("scoring", most, spared), 5e-6, **changes)
-    assert short.phases.scoring.size == 2
+    assert short.phases.batches["scoring"].size == 2
 
 
 def test_the_load_balancing_loss_is_that_of_smaller_micro_batches(tmp_path):
@@ -249,7 +249,7 @@ def test_the_load_balancing_loss_is_that_of_smaller_micro_batches(tmp_path):
     ):
         changes |= {"router_aux_loss_coef": 0.5}
         trainer = make_trainer(tmp_path / name, model=mixture("qwen3"), **changes)
-        trainer.phases.training.size = size
+        trainer.phases.batches["training"].size = size
         trainer.train()
         runs.append(trainer)
     pieces, slices = (weights(trainer.model) - weights(mixture("qwen3")) for trainer in runs)
@@ -289,7 +289,7 @@ def test_reward_models_score_a_micro_batch_at_once_and_go_on_with_fewer_rows(tmp
         runs.append((trainer, judge))
     (usual, whole), (short, cut) = runs
     assert whole.seen == [4] * 8
-    assert cut.failures == short.phases.rewards.failures == 1
+    assert cut.failures == short.phases.batches["rewards"].failures == 1
     assert cut.seen == [2] * 16
     assert torch.equal(weights(short.model), weights(usual.model))
     assert not torch.equal(weights(short.model), weights(tiny_model()))
@@ -341,7 +341,7 @@ def test_other_errors_pass(tmp_path):
     trainer.model.model.layers[1].register_forward_hook(fail)
     with pytest.raises(RuntimeError, match="device-side assert"):
         trainer.train()
-    assert trainer.phases.training.failures == 0
+    assert trainer.phases.batches["training"].failures == 0
 
 
 def test_sizes_stay_small_and_are_said_once(tmp_path, log):
@@ -376,13 +376,9 @@ def test_nothing_is_measured_if_not_asked_to(tmp_path):
     assert not (tmp_path / "memory.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("shards", "gather", "recovers"),
-    [(False, False, (True, True)), (True, True, (True, False)), (True, False, (False, False))],
-)
-def test_no_rank_goes_back_alone_where_others_need_its_weights(tmp_path, shards, gather, recovers):
-    ranks = SimpleNamespace(count=2, share_weights=shards)
-    phases = Phases(config(tmp_path, ds3_gather_for_generation=gather), ranks, MetricStore())
-    assert (not phases.generation.disabled, not phases.scoring.disabled) == recovers
-    assert phases.training.disabled
-    assert phases.layers_are_shared == (shards and not gather)
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_rank_goes_back_alone_where_others_wait_for_it(tmp_path, count):
+    phases = Phases(config(tmp_path), SimpleNamespace(count=count), MetricStore())
+    assert phases.batches["training"].disabled == (count > 1)
+    assert phases.adaptive("scoring", alone=True).disabled
+    assert not phases.adaptive("rewards").disabled

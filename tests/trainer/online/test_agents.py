@@ -197,7 +197,7 @@ def test_rollout_functions(tmp_path, kind):
     trainer = trainer_of(tmp_path, kind, reward=reward, rollout_func=rollout, beta=0.0)
     batches = []
     collect = trainer.collect
-    trainer.collect = lambda rows: batches.append(collect(rows)) or batches[-1]
+    trainer.collect = lambda *given: batches.append(collect(*given)) or batches[-1]
     trainer.train()
     record = records(tmp_path)[3]
     assert record["completion_ids"] == [23, 30, 40, END] and record["rewards"]["reward"] == 1.5

@@ -1,11 +1,15 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
-from online_runs import dataset, make_trainer, weights
+from accelerate.utils import DistributedType
+from online_runs import config, dataset, make_trainer, weights
+from tiny import tiny_model, tiny_tokenizer
 
 from trl.generation.transformers.backend import TransformersBackend
 from trl.generation.transformers.continuous import ContinuousBackend
+from trl.trainer.online.engines import handle_of
 
 CONTINUOUS = {"use_transformers_continuous_batching": True, "script": None}
 
@@ -52,6 +56,23 @@ def test_options_that_continuous_batching_cannot_honor(tmp_path, change):
     name = next(iter(change))
     with pytest.raises(ValueError, match=f"cannot be used with {name}"):
         make_trainer(tmp_path, **CONTINUOUS, **change)
+
+
+@pytest.mark.parametrize(
+    ("kind", "gather", "in_step"),
+    [
+        (DistributedType.MULTI_CPU, False, False),
+        (DistributedType.FSDP, True, False),
+        (DistributedType.FSDP, False, True),
+    ],
+)
+def test_sharded_layers_run_in_step_unless_they_are_gathered_at_once(
+    tmp_path, kind, gather, in_step
+):
+    accelerator = SimpleNamespace(process_index=0, num_processes=2, distributed_type=kind)
+    args = config(tmp_path, ds3_gather_for_generation=gather)
+    policy = handle_of(tiny_model, accelerator, tiny_tokenizer(), args, None)
+    assert policy.layers_in_step == in_step
 
 
 def test_options_of_continuous_batching_are_checked(tmp_path):

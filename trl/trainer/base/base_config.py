@@ -52,7 +52,17 @@ class BaseConfig(TrainingArguments):
         False, "Resume from a checkpoint although settings differ from those of its run."
     )
 
+    checkpoint_checksums: str = option(
+        "sampled",
+        "Take checksums of all bytes of checkpoints, or of samples of large files.",
+        choices=("sampled", "all"),
+    )
+    logging_nan_inf_filter: bool = option(
+        False, "No effect: see non_finite. As transformers filters, each micro-batch is waited for."
+    )
+
     def __post_init__(self) -> None:
+        self.logging_nan_inf_filter = False
         if self.bf16 is None:
             # On a machine without a fitting GPU, transformers refuses bf16 unless told use_cpu.
             self.bf16 = not self.fp16 and (self.use_cpu or is_torch_bf16_gpu_available())

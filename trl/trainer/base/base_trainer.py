@@ -1,50 +1,119 @@
-"""What every trainer of this package adds to `transformers.Trainer`: safe checkpoints, model card.
-
-The hub is left alone when it is switched off.
-"""
+"""What every trainer of this package adds to the loop of `transformers.Trainer`."""
 
 from __future__ import annotations
 
 import os
-import shutil
-from functools import cached_property
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from huggingface_hub import constants as hub
-from safetensors import SafetensorError
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.utils import logging
 
 from ...distributed import Ranks
 from ...imports import beyond_tested
+from ...memory.callback import MemoryCallback
 from ...models.adapter_checkpoint import check_adapters, storing_adapters_only
-from ..callbacks import close_progress
-from .checkpoint import UNFINISHED, checkpoints_in, publish, rotate, seal
-from .model_card import Method, render_model_card
-from .resuming import check_engine, choose_checkpoint
-from .run_settings import PROCESSES, describe_dataset, describe_model, describe_options
+from ...models.quantized import check_sharding
+from ...models.reference import FrozenCopy, ReferencePolicy, make_reference
+from ...online.guard import FiniteGuard, NonFiniteError
+from ...online.metrics import MetricStore
+from ...random_numbers import random_numbers_kept
+from ...types import Mode, Rows
+from ..callbacks import close_progress, show_progress
+from .base_config import BaseConfig
+from .checkpoint import UNFINISHED, publish_together, told
+from .loop_state import LoopCallback, Place, RankState
+from .phases import Phases
+from .policy import Policy
+from .publishing import Publishing
+from .references import follower, read_reference, write_reference
+from .resuming import check_engine, choose_checkpoint, warn_of_earlier_run
+from .run_settings import describe_run, fingerprint
 
 logger = logging.get_logger(__name__)
 
 
-class BaseTrainer(Trainer):
-    """A `transformers.Trainer` with complete checkpoints and a model card, silent offline."""
+class BaseTrainer(Publishing, Trainer):
+    """A training loop with exact resumption, a finite guard, metrics and measured phases.
 
-    method: ClassVar[Method]
-    _is_saving = False
+    A subclass says how the batches of its loader become rows (`prepare`), and what their loss is
+    (`compute_loss`). A mode is handed along: rows are prepared, and metrics collected, for "train"
+    or for "eval".
+
+    Args:
+        policy (`Policy`): what is trained.
+        args (`BaseConfig`): options.
+        options: further arguments of `transformers.Trainer`.
+    """
+
     _chosen: str | None = None  # the checkpoint that was found intact
+    _prefix = ""  # of the metrics of the evaluation that is running
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        warning = beyond_tested("transformers")
-        if warning is not None:
+    def __init__(self, policy: Policy, args: BaseConfig, **options: Any):
+        if (warning := beyond_tested("transformers")) is not None:
             logger.warning_once(warning)
-        super().__init__(*args, **kwargs)
+        super().__init__(
+            model=policy.model, args=args, processing_class=policy.tokenizer, **options
+        )
+        # `compute_loss` returns the mean of a micro-batch; the Trainer divides by accumulation.
+        self.model_accepts_loss_kwargs = False
+        check_sharding(self.model, self.accelerator)
+        self.model.add_model_tags(["trl", self.method.tag])
+        self.ranks = Ranks(self.accelerator)
+        self.metrics: dict[Mode, MetricStore] = {"train": MetricStore(), "eval": MetricStore()}
+        self.guard = FiniteGuard(self.ranks.rank, self.ranks.gather_objects)
+        self.phases = Phases(args, self.ranks, self.metrics["train"])
+        self.phases.on_forget(lambda: self.model.zero_grad())
+        self.reference: ReferencePolicy | None = None
+        self.run_facts: dict[str, Any] = {}  # that a resumed run must share, besides options
+        self.place = Place()
+        self.rank_state = RankState(self.ranks)
+        self._saved: tuple[str, dict[str, Any] | None] | None = None  # checkpoint and its state
+        self._register_state()
+        callbacks = self._begin_training, self.begin_epoch, self._end_epoch, self._end_update
+        self.add_callback(LoopCallback(*callbacks))
+        show_progress(self)
+        if args.log_memory:
+            self.add_callback(MemoryCallback(self.phases.meter, passes=False, metrics=False))
 
-    # --- Resuming ---
+    # --- What a trainer says ---
+
+    def prepare(self, inputs: Any, mode: Mode) -> Any:
+        """Turn what the loader gave into the rows of a micro-batch."""
+        return inputs
+
+    def batch_layout(self) -> list[int]:
+        """The sizes of batches: a checkpoint's place in its data holds for these alone."""
+        rows, accumulated = self.args.train_batch_size, self.args.gradient_accumulation_steps
+        return [rows, self.ranks.count, accumulated]
+
+    def begin_training(self) -> None:
+        """Called when training begins, before the state of a checkpoint is restored."""
+
+    def begin_epoch(self) -> None:
+        """Called when an epoch begins; `place.epoch` is its number."""
+
+    def end_epoch(self) -> None:
+        """Called when an epoch of the data is over."""
+
+    def check_update(self, step: int) -> None:
+        """Called on every rank before update `step`, and after each evaluation batch."""
+
+    def show(self, mode: Mode) -> None:
+        """Show what a log holds besides numbers."""
+
+    # --- Training ---
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `transformers.Trainer` does, from the start or an intact checkpoint.
+
+        If this process fails, its error names its rank, and the others end with it.
 
         Args:
             resume_from_checkpoint (`bool` or `str`, *optional*): True for the newest intact
@@ -53,18 +122,219 @@ class BaseTrainer(Trainer):
         Raises:
             ValueError: as `find_checkpoint`.
         """
-        found = self.find_checkpoint(resume_from_checkpoint)
-        earlier = checkpoints_in(self.args.output_dir)
-        if found is None and earlier and self.is_world_process_zero():
-            logger.warning(
-                f"{self.args.output_dir} has {earlier[0].name} of an earlier run, which this run "
-                "begins over. To go on with it, set resume_from_checkpoint=True; to keep the runs "
-                "apart, choose another output_dir."
-            )
         try:
-            return super().train(found, *args, **kwargs)
+            with self.ranks.ending_together():
+                found = self.find_checkpoint(resume_from_checkpoint)
+                if found is None and self.is_world_process_zero():
+                    warn_of_earlier_run(self.args.output_dir)
+                return super().train(found, *args, **kwargs)
         finally:
             close_progress(self.callback_handler.callbacks)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs  # they are rows by now, from `prepare`
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Train on one micro-batch, counting steps and seconds."""
+        self.place.begin_micro_step()
+        model.train()
+        rows: Rows = self.prepare(inputs, "train")
+        loss = self.phases.train(rows, partial(super().training_step, model))
+        self.place.end_micro_step()
+        # The guard refuses such an update, or skips it; the mean in the log is then of the others.
+        return torch.where(loss.isfinite(), loss, 0.0)
+
+    def per_micro_batch(self, total: Tensor, batch: Any) -> Tensor:
+        """Turn a total over all ranks and micro-batches into the denominator of one micro-batch.
+
+        Dividing a micro-batch's sum by it, and averaging over micro-batches and ranks, gives the
+        mean over all rows, however they were cut.
+
+        Args:
+            total (`Tensor` ()): such as the number of trained-on tokens.
+            batch: rows with `num_slices`, the micro-batches on this rank that `total` is of.
+        """
+        return total.clamp(min=1) / (self.ranks.count * batch.num_slices)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Look at the gradient before the optimizer does: the one place that waits for it."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        finite = bool(torch.isfinite(torch.as_tensor(norm)))
+        # With a loss scaler an infinite gradient is its signal to lower the scale.
+        if finite or self.accelerator.scaler is not None:
+            self.guard.forget()
+        else:
+            self._refuse_update(model)
+        if self.args.non_finite == "skip":
+            self.metrics["train"].value("frac_skipped_updates", float(not finite))
+        self.check_update(self.state.global_step + 1)
+        return norm
+
+    def _refuse_update(self, model: nn.Module) -> None:
+        """Stop, or take the gradients away so that the optimizer leaves the weights alone."""
+        step = self.state.global_step + 1
+        try:
+            self.guard.check(step)
+            raise NonFiniteError(
+                f"Step {step}: the gradient is NaN or infinite on rank {self.ranks.rank}, though "
+                "all log-probabilities are finite; look at what the loss is weighted with."
+            )
+        except NonFiniteError as error:
+            if self.args.non_finite == "raise":
+                raise
+            logger.warning(f"{error} This update is skipped.")
+        if not self.is_deepspeed_enabled:  # it has left such an update out by itself
+            model.zero_grad(set_to_none=True)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Rows have no token count before they are prepared, so nothing is counted."""
+        return 0
+
+    def _end_epoch(self, stays: bool) -> None:
+        """Turn to the next epoch, unless training ends within this one."""
+        if self.place.substep:
+            logger.warning(
+                f"The last {self.place.substep} micro-batches of the stream are not trained on: an "
+                f"update takes {self.args.gradient_accumulation_steps}."
+            )
+            self.phases.drop_update()
+            self.place.substep = 0
+        if not stays:
+            self.place.begin_epoch(self.place.epoch + 1)
+            self.end_epoch()
+
+    def _end_update(self) -> None:
+        # Devices work behind: looking at the gradient's norm has waited for all of the backward.
+        self.metrics["train"].value("step_time", self.place.seconds())
+        self.place.substep = 0
+        self.phases.end_update()
+
+    # --- Evaluation and logs ---
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate as `transformers.Trainer` does; training goes on as if nothing had been."""
+        with self._evaluating(metric_key_prefix):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test"
+    ) -> Any:
+        """Evaluate another dataset. Metrics are returned and not logged."""
+        with self._evaluating(metric_key_prefix):
+            output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+            self._add_collected(output.metrics)
+        self.show("eval")
+        return output
+
+    @contextmanager
+    def _evaluating(self, prefix: str) -> Iterator[None]:
+        outer, self._prefix = self._prefix, f"{prefix}_"
+        self.place.eval_batches = 0
+        try:
+            with self.ranks.ending_together(), random_numbers_kept():
+                yield
+        finally:
+            self._prefix = outer
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor, None, None]:
+        """Compute the loss of one evaluation batch."""
+        with torch.no_grad():
+            rows = self.prepare(inputs, "eval")
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, rows)
+        self.guard.check(self.state.global_step)
+        self.place.eval_batches += 1
+        self.check_update(self.state.global_step)
+        return loss.mean().detach(), None, None
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the collected metrics to `logs` and write them."""
+        mode = self._add_collected(logs)
+        super().log(logs, start_time)
+        self.show(mode)
+
+    def _add_collected(self, logs: dict[str, float]) -> Mode:
+        """Move what was collected in the current mode into `logs`; returns the mode."""
+        mode: Mode = "eval" if self._prefix else "train"
+        collected = self.metrics[mode].flush(self.ranks.gather_objects)
+        if collected:
+            logs.update({self._prefix + name: value for name, value in collected.items()})
+            logs[self._prefix + "num_tokens"] = float(self.state.num_input_tokens_seen)
+        return mode
+
+    def logs_next(self, mode: Mode) -> bool:
+        """Whether metrics are logged after the update that is being computed."""
+        strategy = self.args.logging_strategy
+        if mode == "eval" or strategy == "epoch":
+            return True
+        number = self.state.global_step + 1
+        first = self.args.logging_first_step and number == 1
+        return strategy == "steps" and (first or number % max(1, self.state.logging_steps) == 0)
+
+    # --- State and resuming ---
+
+    def _register_state(self) -> None:
+        def restore_loss(loss: Tensor) -> None:
+            self._tr_loss += loss.to(self.args.device)
+            # The average that `train` returns is over the steps of its own call.
+            self._total_loss_scalar -= float(self.ranks.sum(self._tr_loss)) / self.ranks.count
+
+        def restore_metrics(stores: dict[Mode, Any]) -> None:
+            for mode, store in stores.items():
+                self.metrics[mode].load(store)
+
+        keep, last = self.rank_state.register, "_globalstep_last_logged"
+        keep("metrics", lambda: {m: s.state() for m, s in self.metrics.items()}, restore_metrics)
+        keep("loss", lambda: self._tr_loss.cpu(), restore_loss)
+        keep("last_logged", partial(getattr, self, last), partial(setattr, self, last))
+
+    def _init_training_state(self, *args: Any) -> tuple[int, int]:
+        epochs, micro_steps = super()._init_training_state(*args)
+        most_steps, _, most_epochs, checkpoint, _ = args
+        self._saved = None
+        if checkpoint is not None:
+            state = self.rank_state.read(checkpoint, self.batch_layout())
+            self._saved = checkpoint, state
+            streams = isinstance(self.train_dataset, IterableDataset)
+            if state is not None and streams and not self.args.ignore_data_skip:
+                # Where the epochs of a stream end follows from no step count.
+                epochs, micro_steps = state["epoch"], state["micro_steps"]
+            if self.state.global_step >= most_steps:
+                epochs, micro_steps = most_epochs, 0  # transformers would make one step more
+        self.place = Place(epochs, micro_steps)
+        self.phases.begin_update()
+        return epochs, micro_steps
+
+    def _begin_training(self) -> None:
+        """Continue as the run that wrote the checkpoint would have; transformers is ready."""
+        self.begin_training()
+        if self._saved is None:
+            return
+        checkpoint, state = self._saved
+        if state is not None:
+            self.rank_state.restore(state)
+        if self._moving_reference is not None:
+            read_reference(self._moving_reference, checkpoint, self.ranks)
+        self._saved = None
+        if self.is_world_process_zero():
+            where = f"step {self.state.global_step} of {self.state.max_steps}"
+            print(f"resumed from {checkpoint}: {where}, epoch {self.state.epoch:.2f}", flush=True)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.rank_state.write(output_dir, self.batch_layout(), self.place)
+        if self._moving_reference is not None:
+            write_reference(self._moving_reference, output_dir, self.args.should_save)
 
     def find_checkpoint(self, wanted: Any = True) -> str | None:
         """Choose the checkpoint to resume from. All processes must call this.
@@ -76,37 +346,35 @@ class BaseTrainer(Trainer):
             `str`: the folder; None if nothing is to be resumed.
 
         Raises:
-            ValueError: if there is no checkpoint, the named one is damaged, or the settings are
-                not those of the run that wrote it and `resume_with_changes` is not set; and for an
-                adapter under FSDP1.
+            ValueError: see `choose_checkpoint`; and for an adapter under FSDP1.
         """
         if wanted:
             check_engine(self.model, self.accelerator)
-        if self._chosen is not None and str(wanted) == self._chosen:
-            return self._chosen
-        ranks = Ranks(self.accelerator)
-        found: tuple[str | None, str | None] = (None, None)
-        if ranks.rank == 0:
-            found = choose_checkpoint(wanted, self.args, self.run_settings)
-        self._chosen, problem = ranks.gather_objects(found)[0]
-        if problem is not None:
-            raise ValueError(problem)
+        if self._chosen is None or str(wanted) != self._chosen:
+            self._chosen = choose_checkpoint(wanted, self.args, self.run_settings, self.ranks)
         return self._chosen
 
     @cached_property
     def run_settings(self) -> dict[str, Any]:
         """What the outcome of the run depends on, by name: JSON values, read before training."""
-        return self.describe_run()
+        name, facts = type(self).__name__, dict(self.run_facts)
+        if isinstance(self.reference, FrozenCopy) and not self.args.sync_ref_model:
+            weights = dict(self.model.named_parameters())  # the copy may be sharded
+            facts["the reference's weights (fingerprint)"] = fingerprint(weights)
+        return describe_run(name, self.args, self.train_dataset, self.model) | facts
 
-    def describe_run(self) -> dict[str, Any]:
-        """Collect the settings that a resumed run must share."""
-        return {
-            "trainer": type(self).__name__,
-            PROCESSES: self.args.world_size,
-            **describe_options(self.args),
-            **describe_dataset(self.train_dataset),
-            **describe_model(self.model),
-        }
+    # --- Reference policy ---
+
+    def _make_reference(self, brought_adapter: bool) -> None:
+        self.reference = make_reference(self.model, brought_adapter).prepare(self.accelerator)
+        if self.args.sync_ref_model:
+            self.add_callback(follower(self.reference, self.accelerator))
+
+    @property
+    def _moving_reference(self) -> FrozenCopy | None:
+        """The reference if it moves and no other file of a checkpoint holds it."""
+        moves = self.args.sync_ref_model and isinstance(self.reference, FrozenCopy)
+        return self.reference if moves else None
 
     # --- Saving ---
 
@@ -115,26 +383,17 @@ class BaseTrainer(Trainer):
         folder = Path(self._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
         staged, final = folder / UNFINISHED / name, folder / name
+        facts = {"settings": self.run_settings, "weights_only": self.args.save_only_model}
         self._is_saving = True
         try:
-            self._write_card(str(staged))
-            super()._save_checkpoint(model, trial)
-            self._name_best(staged, final)
-            self.accelerator.wait_for_everyone()
-            if self.is_world_process_zero():
-                facts = {"settings": self.run_settings, "weights_only": self.args.save_only_model}
-                seal(staged, facts)
-                publish(staged, final)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            shutil.rmtree(staged, ignore_errors=True)
-            raise OSError(_not_saved(final, error)) from error
+            with told(staged, final):
+                self._write_card(staged)
+                super()._save_checkpoint(model, trial)
+                self._name_best(staged, final)
+                best = self.state.best_model_checkpoint
+                publish_together(staged, final, facts, best, self.args, self.ranks)
         finally:
             self._is_saving = False
-        if self.is_world_process_zero():
-            best = self.state.best_model_checkpoint
-            keep = [final, Path(best)] if best else [final]
-            rotate(folder, self.args.save_total_limit, keep)
-        self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
 
@@ -150,8 +409,6 @@ class BaseTrainer(Trainer):
         if self.args.should_save:
             self.state.save_to_json(str(staged / "trainer_state.json"))
 
-    # --- Adapters ---
-
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         with storing_adapters_only(self.accelerator.unwrap_model(self.model)):
             super()._save(output_dir, state_dict)
@@ -160,65 +417,3 @@ class BaseTrainer(Trainer):
         bare = self.accelerator.unwrap_model(self.model if model is None else model)
         check_adapters(bare, resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    # --- Model card ---
-
-    def create_model_card(
-        self,
-        model_name: str | None = None,
-        dataset_name: str | None = None,
-        tags: str | list[str] | None = None,
-        **ignored: Any,
-    ) -> None:
-        """Write `README.md` into the output folder.
-
-        Args:
-            model_name (`str`, *optional*): defaults to the hub id or the folder's name.
-            dataset_name (`str`, *optional*): what was trained on.
-            tags (*optional*): accepted for compatibility; the trainer's own tags are written.
-        """
-        self._write_card(self.args.output_dir, model_name, dataset_name)
-
-    def _write_card(
-        self, folder: str, model_name: str | None = None, dataset_name: str | None = None
-    ) -> None:
-        if not self.is_world_process_zero():
-            return
-        source = self.args.hub_model_id or self.args.output_dir
-        card = render_model_card(
-            self.method,
-            model_name or Path(source).name,
-            self.model.config._name_or_path or None,
-            dataset_name,
-        )
-        path = Path(folder) / "README.md"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(card, encoding="utf-8")
-
-    # --- Hub ---
-
-    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
-        """Create the hub repository, unless the hub is switched off."""
-        if not hub.HF_HUB_OFFLINE:
-            super().init_hf_repo(*args, **kwargs)
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Upload model and card, unless the hub is switched off."""
-        if hub.HF_HUB_OFFLINE:
-            return None
-        return super().push_to_hub(*args, **kwargs)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # A checkpoint that is being written will move; it is uploaded afterwards.
-        if not hub.HF_HUB_OFFLINE and not self._is_saving:
-            super()._push_from_checkpoint(checkpoint_folder)
-
-
-def _not_saved(final: Path, error: Exception) -> str:
-    place = next(path for path in final.absolute().parents if path.is_dir())
-    free = shutil.disk_usage(place).free / 1e6
-    older = ", ".join(path.name for path in checkpoints_in(final.parent))
-    return (
-        f"{final.name} could not be saved in {final.parent} ({error}); {free:.0f} MB are free "
-        f"there. Checkpoints written before it are untouched: {older or 'there are none'}."
-    )

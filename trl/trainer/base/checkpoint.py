@@ -1,7 +1,7 @@
 """Checkpoint folders: complete under their name or not there, and what is wrong with damaged ones.
 
-A checkpoint is written below `unfinished/`, sealed by a manifest with the size and SHA-256 of each
-file, and then renamed.
+A checkpoint is written below `unfinished/`, sealed by a manifest with the size and a checksum of
+each file, and then renamed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,21 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
+
+from ...distributed import Ranks
 
 MANIFEST = "trl_manifest.json"
 UNFINISHED = "unfinished"
 _FREE = (MANIFEST, "README.md")  # files that a user may edit, and the manifest itself
+_SAMPLES, _SAMPLE = 256, 2**16  # of a large file, and bytes of each: 16 MiB
+_DISK = ".disk-of-rank-0"  # shows who writes to the same disk
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -33,24 +41,72 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def seal(folder: Path, facts: dict[str, Any]) -> None:
+@contextmanager
+def told(staged: Path, final: Path) -> Iterator[None]:
+    """Remove what was written of a checkpoint that failed, and say so in terms of disks.
+
+    Raises:
+        OSError: naming the free space and the checkpoints that are left.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(staged, ignore_errors=True)
+        place = next(path for path in final.absolute().parents if path.is_dir())
+        free = shutil.disk_usage(place).free / 1e6
+        older = ", ".join(path.name for path in checkpoints_in(final.parent))
+        raise OSError(
+            f"{final.name} could not be saved in {final.parent} ({error}); {free:.0f} MB are free "
+            f"there. Checkpoints written before it are untouched: {older or 'there are none'}."
+        ) from error
+
+
+def publish_together(
+    staged: Path, final: Path, facts: dict[str, Any], best: str | None, args: Any, ranks: Ranks
+) -> None:
+    """Seal and publish what all ranks have written, once on each disk, and remove old checkpoints.
+
+    Args:
+        staged, final (`Path`): where it was written, and its name.
+        facts: JSON values to keep with the checksums.
+        best (`str`, *optional*): the best checkpoint, which stays.
+        args (`TrainingArguments`): `checkpoint_checksums`, `save_total_limit`.
+        ranks (`Ranks`): all processes; every one calls this.
+    """
+    mark = staged / _DISK
+    if ranks.rank == 0:
+        mark.touch()
+    ranks.wait()  # also for all files
+    shares = mark.exists()  # the disk of rank 0: nodes may have disks of their own
+    ranks.wait()
+    if ranks.rank == 0:
+        mark.unlink()
+    if ranks.rank == 0 or (args.local_process_index == 0 and not shares):
+        seal(staged, facts, args.checkpoint_checksums == "all")
+        publish(staged, final)
+        rotate(final.parent, args.save_total_limit, [final, *([Path(best)] if best else [])])
+    ranks.wait()
+
+
+def seal(folder: Path, facts: dict[str, Any], whole: bool = True) -> None:
     """Write the manifest, when everything else in `folder` is written, and flush all to the disk.
 
     Args:
         facts: JSON values to keep with the checksums.
+        whole (`bool`): False: of large files, checksums are of their ends and of samples between.
     """
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     files = [path for path in files if path.name not in _FREE]
     with ThreadPoolExecutor(4) as pool:
-        sums = dict(zip(files, pool.map(_flushed_sum, files), strict=True))
-    described = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sums[path]}
-        for path in files
-    }
+        sums = pool.map(lambda path: _flushed_sum(path, whole), files)
+        described = {
+            path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size} | sums_of_file
+            for path, sums_of_file in zip(files, sums, strict=True)
+        }
     content = {"facts": facts, "files": described}
     text = json.dumps({"content": content, "sha256": _text_sum(content)}, indent=1)
     (folder / MANIFEST).write_text(text, encoding="utf-8")
-    _flushed_sum(folder / MANIFEST)
+    _flushed_sum(folder / MANIFEST, whole=False)
     _flush_folder(folder)
 
 
@@ -65,7 +121,7 @@ def facts_of(folder: Path) -> dict[str, Any] | None:
 
 
 def find_fault(folder: Path) -> str | None:
-    """Say what is wrong with a checkpoint, after reading all of it; None if nothing is."""
+    """Say what is wrong with a checkpoint, after checking all files; None if nothing is."""
     if not (folder / "trainer_state.json").is_file():
         return "trainer_state.json is missing"
     try:
@@ -145,7 +201,8 @@ def _fault_of(path: Path, expected: dict[str, Any]) -> str | None:
     size = path.stat().st_size
     if size != expected["bytes"]:
         return f"{path.name} has {size} bytes, not {expected['bytes']}"
-    if _sum(path) != expected["sha256"]:
+    whole = "sha256" in expected
+    if _sum(path, whole) != {k: v for k, v in expected.items() if k != "bytes"}:
         return f"{path.name} is not what was written: its checksum differs"
     return None
 
@@ -154,16 +211,23 @@ def _text_sum(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _sum(path: Path) -> str:
+def _sum(path: Path, whole: bool) -> dict[str, str]:
+    """The checksum of a file, under a name that says of what of it."""
+    size, found = path.stat().st_size, hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        if whole or size <= _SAMPLES * _SAMPLE:
+            return {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        for sample in range(_SAMPLES):  # the first begins the file, the last ends it
+            file.seek((size - _SAMPLE) * sample // (_SAMPLES - 1))
+            found.update(file.read(_SAMPLE))
+    return {"sampled_sha256": found.hexdigest()}
 
 
-def _flushed_sum(path: Path) -> str:
+def _flushed_sum(path: Path, whole: bool) -> dict[str, str]:
     """The checksum of a file whose bytes are on the disk, not only on their way to it."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return _sum(path)
+    return _sum(path, whole)
 
 
 def _flush_folder(folder: Path) -> None:

@@ -30,6 +30,19 @@ class Method:
     citation: str
 
 
+def write_model_card(
+    folder: Path,
+    method: Method,
+    model_name: str,
+    base_model: str | None,
+    dataset_name: str | None,
+) -> None:
+    """Write `README.md` into `folder`; see `render_model_card`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    card = render_model_card(method, model_name, base_model, dataset_name)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
 def render_model_card(
     method: Method, model_name: str, base_model: str | None, dataset_name: str | None
 ) -> str:

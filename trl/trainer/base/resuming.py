@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ...distributed import fsdp_version
+from ...distributed import Ranks, fsdp_version
 from ...models.reference import is_peft_model
 from .checkpoint import checkpoints_in, facts_of, find_fault, settle
 from .run_settings import PROCESSES, differences
@@ -15,20 +15,38 @@ from .run_settings import PROCESSES, differences
 logger = logging.get_logger(__name__)
 
 
-def choose_checkpoint(
-    wanted: Any, args: Any, settings: dict[str, Any]
-) -> tuple[str | None, str | None]:
-    """Find the checkpoint to resume from, on the main process.
+def choose_checkpoint(wanted: Any, args: Any, settings: dict[str, Any], ranks: Ranks) -> str | None:
+    """Find the checkpoint to resume from; every rank must call this.
 
     Args:
         wanted (`bool` or `str`, *optional*): True for the newest intact one in `args.output_dir`,
             or the path of one.
         args (`TrainingArguments`): options.
         settings: those of this run, by name.
+        ranks (`Ranks`): all processes, which decide together.
 
     Returns:
-        The folder, None if nothing is wanted; and what is wrong, None if nothing is.
+        `str`: the folder; None if nothing is wanted.
+
+    Raises:
+        ValueError: on every rank, if there is none, or some rank does not find it.
     """
+    found: tuple[str | None, str | None] = (None, None)
+    if ranks.rank == 0:
+        found = _chosen_on_first(wanted, args, settings)
+    chosen, problem = ranks.gather_objects(found)[0]
+    if args.local_process_index == 0:
+        settle(args.output_dir)  # of a disk of its own; on that of rank 0 all is done
+    if problem is not None:
+        raise ValueError(problem)
+    if chosen is not None:
+        _check_found(chosen, ranks)
+    return chosen
+
+
+def _chosen_on_first(
+    wanted: Any, args: Any, settings: dict[str, Any]
+) -> tuple[str | None, str | None]:
     settle(args.output_dir)
     if not wanted:
         return None, None
@@ -38,6 +56,28 @@ def choose_checkpoint(
     except ValueError as error:
         return None, str(error)
     return str(found), None
+
+
+def _check_found(chosen: str, ranks: Ranks) -> None:
+    """A process that finds nothing would begin anew while the others go on."""
+    finds = ranks.gather_objects((Path(chosen) / "trainer_state.json").is_file())
+    lacking = [str(rank) for rank, found in enumerate(finds) if not found]
+    if lacking:
+        raise ValueError(
+            f"{chosen} cannot be resumed from: rank {', '.join(lacking)} does not find it. Put "
+            "output_dir on a disk that all nodes share, or train with save_on_each_node=True."
+        )
+
+
+def warn_of_earlier_run(folder: str) -> None:
+    """Say that a run that begins at its start will write over an earlier one."""
+    earlier = checkpoints_in(folder)
+    if earlier:
+        logger.warning(
+            f"{folder} has {earlier[0].name} of an earlier run, which this run begins over. To go "
+            "on with it, set resume_from_checkpoint=True; to keep the runs apart, choose another "
+            "output_dir."
+        )
 
 
 def check_engine(model: Any, accelerator: Any) -> None:

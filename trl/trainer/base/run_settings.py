@@ -27,7 +27,13 @@ FREE = {
     *("batch_eval_metrics", "include_for_metrics", "include_num_input_tokens_seen"),
     *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
     *("activation_checkpointing", "activation_checkpointing_kwargs"),
-    *("logits_chunk_size", "empty_cache", "torch_empty_cache_steps", "recover_from_oom"),
+    *(
+        "checkpoint_checksums",
+        "logits_chunk_size",
+        "empty_cache",
+        "torch_empty_cache_steps",
+        "recover_from_oom",
+    ),
     *("generation_max_rows", "generation_max_kv_gb", "ds3_gather_for_generation"),
     *("reward_timeout", "reward_dry_run", "num_completions_to_print"),
     *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"),
@@ -39,6 +45,24 @@ FREE_PREFIXES = ("logging_", "log_", "save_", "eval_", "hub_", "trackio_", "data
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SAMPLED_ROWS = 1000
 _SAMPLED_VALUES = 64
+
+
+def describe_run(trainer: str, args: Any, dataset: Any, model: nn.Module) -> dict[str, Any]:
+    """Collect the settings that a resumed run must share.
+
+    Args:
+        trainer (`str`): name of its class.
+        args (`TrainingArguments`): options.
+        dataset: that training draws from.
+        model: that is trained, before anything wraps it.
+    """
+    return {
+        "trainer": trainer,
+        PROCESSES: args.world_size,
+        **describe_options(args),
+        **describe_dataset(dataset),
+        **describe_model(model),
+    }
 
 
 def describe_options(args: Any) -> dict[str, Any]:

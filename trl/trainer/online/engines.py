@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
+
+from ...distributed import Ranks
 from ...generation.base import GenerationBackend
 from ...generation.transformers.backend import Attempt, TransformersBackend, merge_extra
 from ...generation.transformers.batch_limits import BatchLimits
 from ...models.policy_handle import PolicyHandle
+from ...models.quantized import working_precision
+from ...models.unwrap import causal_model, policy_for_inference
 from ...types import Sampling
 from .online_config import OnlineConfig
 
@@ -25,18 +33,53 @@ def check_engine(args: OnlineConfig) -> None:
         check_options(args)
 
 
-def settle_sampling(args: OnlineConfig, sampling: Sampling) -> Sampling:
-    """Turn sampling as configured into what the engine takes.
+def sampling_for(args: OnlineConfig, stop_ids: tuple[int, ...]) -> Sampling:
+    """How the engine draws: `generation_kwargs` win over the named options.
 
     Raises:
         ValueError: for an option in `generation_kwargs` that the engine does not know.
     """
+    sampling = Sampling(
+        max_tokens=args.max_completion_length or 0,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k or 0,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        stop_ids=stop_ids,
+        extra=args.generation_kwargs or {},
+    )
     if args.use_vllm:
-        from .vllm_engines import settle_sampling as settle_vllm
+        from .vllm_engines import settle_sampling
 
-        return settle_vllm(args, sampling)
+        return settle_sampling(args, sampling)
     merged, rest = merge_extra(sampling)
     return merged.replace(extra=rest)
+
+
+def handle_of(
+    current: Callable[[], Any],
+    accelerator: Accelerator,
+    tokenizer: PreTrainedTokenizerBase,
+    args: OnlineConfig,
+    logps: Callable[[list[int], list[int]], list[float]],
+) -> PolicyHandle:
+    """Describe a policy to engines; see `PolicyHandle` for the arguments."""
+    ranks = Ranks(accelerator)
+    dtype = torch.bfloat16 if args.bf16 else torch.float16
+    if not (args.bf16 or args.fp16):
+        dtype = working_precision(causal_model(current()))
+    in_step = ranks.share_weights and not args.ds3_gather_for_generation
+    return PolicyHandle(
+        current=current,
+        tokenizer=tokenizer,
+        ranks=ranks,
+        device=args.device,
+        dtype=dtype,
+        logps=logps,
+        inference=lambda: policy_for_inference(current(), accelerator, at_once=not in_step),
+        layers_in_step=in_step,
+    )
 
 
 def make_engine(
@@ -53,7 +96,7 @@ def make_engine(
     Args:
         policy (`PolicyHandle`): what generates.
         args (`OnlineConfig`): options.
-        sampling (`Sampling`): how it draws, from `settle_sampling`.
+        sampling (`Sampling`): how it draws, from `sampling_for`.
         report: takes the name and value of a metric.
         check_prompts: refuses prompts too long for an engine that sees so many tokens.
         attempt: runs generation, in pieces if it does not fit; see `TransformersBackend`.

@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ...types import Mode
 from ..base.options import option
 from .batch_math import BatchPlan, check_eval_groups, check_groups, resolve_rounds
 from .rollout_correction_config import MismatchConfig
@@ -210,6 +211,10 @@ class OnlineConfig(MismatchConfig):
         """Completions for each prompt in evaluation."""
         chosen = self.num_generations_eval
         return self.group_size if chosen is None else chosen
+
+    def group_size_in(self, mode: Mode) -> int:
+        """Completions for each prompt in training or evaluation."""
+        return self.group_size if mode == "train" else self.eval_group_size
 
     @property
     def generation_max_kv_bytes(self) -> float | None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as arrow
 import pyarrow.compute as compute
 from datasets import Dataset, IterableDataset, Value
+from transformers import TrainerState
 from transformers.utils import logging
 
 from ...data.prompt_limit import PromptLimit
 from ...online.prompts import PromptEncoder
+from ...online.rewards import RewardSuite
 from ...text import did_you_mean
 from ...types import Prompts, Sampling
 from .batch_math import smaller_round
@@ -22,6 +23,7 @@ from .online_config import OnlineConfig
 
 logger = logging.get_logger(__name__)
 
+PROMPT_COLUMNS = ("prompt", "chat_template_kwargs")
 PROMPTS_AT_ONCE = 10_000
 SEARCHED_ROWS = 100_000  # of the dataset, for a long prompt
 
@@ -235,19 +237,19 @@ def _check_loading(args: OnlineConfig) -> None:
             )
 
 
-@contextmanager
-def reading_in_this_process(args: OnlineConfig) -> Iterator[None]:
-    """Make loaders without workers: each would read the whole of a stream."""
-    alone = {
-        "dataloader_num_workers": 0,
-        "dataloader_persistent_workers": False,
-        "dataloader_prefetch_factor": None,
-    }
-    usual = {name: getattr(args, name) for name in alone}
-    try:
-        for name, value in alone.items():
-            setattr(args, name, value)
-        yield
-    finally:
-        for name, value in usual.items():
-            setattr(args, name, value)
+def dry_run(
+    args: OnlineConfig,
+    dataset: Any,
+    encode: PromptEncoder,
+    rewards: RewardSuite,
+    state: TrainerState,
+) -> None:
+    """Find what is wrong with chat template, prompts or reward functions from one row."""
+    if not args.reward_dry_run and isinstance(dataset, IterableDataset):
+        return
+    row = next(iter(dataset))
+    encode([row])
+    if args.remove_unused_columns:
+        row = {name: row[name] for name in PROMPT_COLUMNS if name in row}
+    if args.reward_dry_run:
+        rewards.dry_run(row, state, args.group_size)

@@ -2,52 +2,55 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from ...generation.base import GenerationBackend, row_seeds
 from ...generation.function_backend import FunctionBackend, RolloutFunction
 from ...models.loading import context_length, stop_token_ids
-from ...models.policy_handle import PolicyHandle
-from ...models.quantized import check_sharding, working_precision
-from ...models.reference import FrozenCopy, ReferencePolicy, make_reference
 from ...models.scorer import Scorer
-from ...models.unwrap import causal_model, policy_for_inference
 from ...online.buffer import Buffer
+from ...online.completions import CompletionLog, print_table, tracker_rows
 from ...online.prompts import PromptEncoder
+from ...online.reports import Reports, Round
 from ...online.reward_sources import resolve_rewards
 from ...online.rewards import RewardInputs, RewardSuite
-from ...ops.masking import length_mask, pad_ragged
+from ...ops.masking import masked_mean
 from ...ops.policy_losses import RatioLevel, importance_ratio
-from ...types import Generations, Prompts, RewardTable, Rollout, Sampling, TokenScores
+from ...types import Generations, Mode, Prompts, RewardTable, Rollout, TokenScores
+from ..base.base_trainer import BaseTrainer
 from ..base.policy import check_devices, init_options, prepare_policy, router_coefficient
-from ..base.run_settings import fingerprint
-from ..callbacks import SyncRefAdapterCallback, SyncRefModelCallback
+from ..base.trackers import log_table
 from .agents import Agents
-from .engines import check_engine, make_engine, settle_sampling
+from .engines import check_engine, handle_of, make_engine, sampling_for
 from .online_config import OnlineConfig
-from .online_scoring import OnlineScoring
 from .online_setup import (
+    PROMPT_COLUMNS,
     check_context,
     check_datasets,
     check_longest_prompt,
     check_run,
     checked_prompts,
+    dry_run,
     prompt_limit,
     warn_if_endless,
 )
-from .rollout_correction import SamplerMismatch
+from .prompt_order import PromptOrder
+from .rollout_correction import RolloutCorrection
+from .rollouts import assemble, rows_with_gradient, uncredited
+from .scoring import Scoring
 
 
-class OnlineTrainer(OnlineScoring):
-    """The skeleton: sampling, generation, rewards, scoring, buffering, metrics, checkpoints.
+class OnlineTrainer(BaseTrainer):
+    """The skeleton: prompts, generation, rewards, scoring, credit, buffer, reports.
 
     An algorithm is a subclass that says how rewards become advantages and advantages a loss, by
     `shape_rewards`, `compute_advantages`, `policy_loss` and `ratio_level`.
@@ -111,47 +114,38 @@ class OnlineTrainer(OnlineScoring):
         )
         policy = prepare_policy(model, args, processing_class, quantization_config, peft_config)
         super().__init__(
-            model=policy.model,
-            args=args,
+            policy,
+            args,
             data_collator=list,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=policy.tokenizer,
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        # `compute_loss` returns the mean of a micro-batch; the Trainer divides by accumulation.
-        self.model_accepts_loss_kwargs = False
-        check_sharding(self.model, self.accelerator)
-        self.model.add_model_tags(["trl", self.method.tag])
-        self._build_loop()
-        self._build_stages(sources, policy.brought_adapter)
-        self._dry_run()
+        # Otherwise rank 0 would read streams for all ranks, and send batches of text as tensors.
+        self.accelerator.dataloader_config.dispatch_batches = False
+        self._read_prompts()
+        self._build_policy(policy.brought_adapter)
+        self._build_credit(sources)
+        self.set_up()
+        dry_run(args, self.train_dataset, self.encode, self.rewards, self.state)
 
     # --- Construction ---
 
-    def _build_stages(self, sources: Any, brought_adapter: bool) -> None:
-        args, tokenizer = self.args, self.processing_class
-        plan = args.batch_plan
-        self.buffer = Buffer(plan.slices, plan.iterations)
+    def _read_prompts(self) -> None:
+        args = self.args
         context = context_length(self.model)
         check_context(args, context)
-        limit = prompt_limit(args, context)
-        self.encode = PromptEncoder(tokenizer, self._agents.template_kwargs(args), limit)
+        options, limit = self._agents.template_kwargs(args), prompt_limit(args, context)
+        self.encode = PromptEncoder(self.processing_class, options, limit)
         self.train_dataset, self.eval_dataset = checked_prompts(
             self.encode, self.train_dataset, self.eval_dataset, args
         )
-        drawing = Sampling(
-            max_tokens=args.max_completion_length,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            min_p=args.min_p,
-            repetition_penalty=args.repetition_penalty,
-            stop_ids=stop_token_ids(self.model, tokenizer),
-            extra=args.generation_kwargs or {},
-        )
-        self.sampling = settle_sampling(args, drawing)
+        self._order = PromptOrder(args, self.encode)
+
+    def _build_policy(self, brought_adapter: bool) -> None:
+        args, tokenizer = self.args, self.processing_class
+        self.sampling = sampling_for(args, stop_token_ids(self.model, tokenizer))
         warn_if_endless(self.sampling)
         self.router_coefficient = router_coefficient(self.model, args)
         self.scorer = Scorer(
@@ -163,126 +157,157 @@ class OnlineTrainer(OnlineScoring):
             shared_prefix=args.shared_prefix,
             chunk=args.logits_chunk_size,
         )
-        self.policy = self._make_handle()
+        self.phases.on_forget(self.scorer.forget)
+        self.policy = handle_of(
+            lambda: self.model,
+            self.accelerator,
+            tokenizer,
+            args,
+            lambda prompt, completion: self.scoring.row_logps(prompt, completion),
+        )
         self.backend = self._make_backend()
-        self.mismatch = SamplerMismatch(args, self.sampling, self.guard, self.ranks)
-        self.reference = self._make_reference(brought_adapter)
-        self.rewards = RewardSuite(
-            sources,
-            args.reward_weights,
-            args.reward_timeout,
-            self.ranks,
-            partial(self.phases.rewards.run, most=args.per_device_train_batch_size),
-        ).to(args.device)
+        if args.beta != 0.0:
+            self._make_reference(brought_adapter)
 
-    def _make_handle(self) -> PolicyHandle:
-        args = self.args
-        dtype = torch.bfloat16 if args.bf16 else torch.float16
-        if not (args.bf16 or args.fp16):
-            dtype = working_precision(causal_model(self.model))
-        return PolicyHandle(
-            current=lambda: self.model,
-            tokenizer=self.processing_class,
-            ranks=self.ranks,
-            device=args.device,
-            dtype=dtype,
-            logps=self.row_logps,
-            inference=self._policy_for_inference,
-            layers_in_step=self.phases.layers_are_shared,
+    def _build_credit(self, sources: Any) -> None:
+        args, phases = self.args, self.phases
+        self.correction = RolloutCorrection(
+            args, self.sampling, self.guard, self.ranks, self.has_token_losses
+        )
+        phases.on_forget(self.correction.forget)
+        self.scoring = Scoring(
+            args=args,
+            policy=self.policy,
+            scorer=self.scorer,
+            reference=self.reference,
+            support=self.correction.support,
+            guard=self.guard,
+            # A process cannot go back alone while others wait for its part of the weights.
+            batch=phases.adaptive("scoring", alone=self.ranks.share_weights),
+            autocast=self.accelerator.autocast,
+        )
+        at_once = partial(phases.adaptive("rewards").run, most=args.per_device_train_batch_size)
+        self.rewards = RewardSuite(
+            sources, args.reward_weights, args.reward_timeout, self.ranks, at_once
+        ).to(args.device)
+        self.run_facts["reward functions"] = [source.name for source in sources]
+        log = CompletionLog(args.output_dir, self.is_world_process_zero())
+        self.reports = Reports(log, self.ranks, self.metrics)
+        self.buffer = Buffer(args.batch_plan.slices, args.batch_plan.iterations)
+        self.rank_state.register(
+            "round",
+            lambda: self.buffer.state(self.place.micro_steps),
+            lambda held: self.buffer.restore(self.place.micro_steps, held, args.device),
         )
 
     def _make_backend(self) -> GenerationBackend:
         args, given = self.args, self._agents.rollout_func
+        self._engine_reports: list[tuple[str, float]] = []
         engine = make_engine(
             self.policy,
             args,
             self.sampling,
-            report=lambda name, value: self.store.value(name, value),
+            report=lambda name, value: self._engine_reports.append((name, value)),
             check_prompts=partial(check_longest_prompt, self.train_dataset, self.encode, args),
-            attempt=self.phases.generation.run,
+            attempt=self.phases.adaptive("generation", alone=self.policy.layers_in_step).run,
         )
         if given is not None:
             return FunctionBackend(lambda prompts: given(prompts, self), engine, self.ranks)
         return self._agents.with_tools(engine, self.policy, args, self.sampling.stop_ids)
 
-    def _make_reference(self, brought_adapter: bool) -> ReferencePolicy | None:
-        if self.args.beta == 0.0:
-            return None
-        reference = make_reference(self.model, brought_adapter).prepare(self.accelerator)
-        if self.args.sync_ref_model:
-            self.add_callback(self._follower(reference))
-        return reference
-
-    def _follower(self, reference: ReferencePolicy) -> TrainerCallback:
-        """What moves the reference towards the policy."""
-        if isinstance(reference, FrozenCopy):
-            return SyncRefModelCallback(reference.model, self.accelerator)
-        if reference.adapter is None:
-            raise NotImplementedError(
-                "sync_ref_model=True: the reference is the base model, which has no weights of its "
-                "own that could move. Leave the option out, or pass a model that already has an "
-                "adapter: its reference is a copy of that."
-            )
-        return SyncRefAdapterCallback(reference.model, self.accelerator)
-
-    def describe_run(self) -> dict[str, Any]:
-        """Add where rewards come from, and the weights that a reference copied and keeps."""
-        settings = super().describe_run()
-        settings["reward functions"] = [source.name for source in self.rewards.sources]
-        if isinstance(self.reference, FrozenCopy) and not self.args.sync_ref_model:
-            weights = dict(self.model.named_parameters())  # the copy may be sharded
-            settings["the reference's weights (fingerprint)"] = fingerprint(weights)
-        return settings
-
     # --- What an algorithm says ---
+
+    def set_up(self) -> None:
+        """Build what only this algorithm has; all stages are there."""
 
     def shape_rewards(self, table: RewardTable, batch: Rollout) -> Tensor:
         """Return the reward (N,) that credit is computed from; NaN marks an unscorable row."""
         return table.total
 
-    def compute_advantages(self, rewards: Tensor, table: RewardTable) -> Tensor:
-        """Return advantages (N,); 0 for unscorable rows."""
+    def compute_advantages(self, rewards: Tensor, table: RewardTable, batch: Rollout) -> Tensor:
+        """Return advantages: (N,), one a completion of all ranks, or (B, C), one a token of this.
+
+        Those of unscorable rows are 0.
+        """
         raise NotImplementedError
 
     def policy_loss(self, scores: TokenScores, ratio: Tensor, batch: Rollout) -> Tensor:
-        """Return the loss () of a micro-batch; denominators come from `per_micro_batch`."""
+        """Return the loss () of a micro-batch; denominators come from `per_micro_batch`.
+
+        Losses of tokens or completions go through `batch.weighted` before they are added up.
+        Metrics go to `self.metrics[batch.mode]`.
+        """
         raise NotImplementedError
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss reads entropies."""
+        return False
+
+    @property
+    def has_token_losses(self) -> bool:
+        """Whether each token has a loss even where a completion has one ratio."""
+        return False
+
+    @property
+    def skips_zero_advantages(self) -> bool:
+        """Whether a row of zero advantage adds exactly nothing to the gradient, so may be left out.
+
+        That holds while each term of the loss is a multiple of the advantage.
+        """
+        return bool(self.args.skip_zero_advantages) and self.router_coefficient == 0.0
 
     # --- One training step ---
 
-    def _prepare_inputs(self, rows: list[dict[str, Any]] | Rollout) -> Rollout:
-        if isinstance(rows, Rollout):
-            return rows
-        if not self.model.training:
-            return self.collect(rows)
-        if self.buffer.is_stale(self._step):
-            self.buffer.fill(self._step, self.collect(rows))
+    def prepare(self, inputs: list[dict[str, Any]], mode: Mode) -> Rollout:
+        """Return the micro-batch of this step, from the round that it belongs to."""
+        if mode == "eval":
+            return self.collect(inputs, mode)
+        step = self.place.micro_steps
+        if self.buffer.is_stale(step):
+            self.buffer.fill(step, self.collect(inputs, mode))
         elif self.ranks.count > 1 and not self.scorer.has_agreed:
             # The round comes from a checkpoint: this process has scored nothing yet.
-            self.agree_on(self.buffer.longest())
-        return self.buffer.at(self._step)
+            self.scoring.agree_on(self.buffer.longest())
+        return self.buffer.at(step)
 
     @torch.no_grad()
-    def collect(self, rows: list[dict[str, Any]]) -> Rollout:
+    def collect(self, rows: list[dict[str, Any]], mode: Mode = "train") -> Rollout:
         """Generate completions for the rows, reward them and give them credit."""
         with self.ranks.together("reading prompts"):
             prompts = self.encode(rows)
-        with self.phases.inference("generation", len(prompts)):
-            generations = self.generate(prompts)
+        with self.phases.inference("generation", len(rows)):
+            generations = self.generate(prompts, mode)
         prompts, rows = generations.prompts(prompts), generations.rows(rows)
         completions = generations.messages or self.encode.completions(
             prompts, generations.completion_ids
         )
         with self.phases.inference("scoring"):
-            batch, healthy = self.score(self.assemble(prompts, generations))
+            batch = assemble(prompts, generations, mode, self.args, self.ranks)
+            if batch.sampling_logps is not None:
+                batch = batch.replace(sampled_by_policy=self.backend.reports_policy_logps)
+            batch, healthy = self.scoring.score(batch, self.state.global_step)
         inputs = RewardInputs.from_rows(rows, completions, generations.completion_ids, self.state)
         with self.phases("rewards"):
-            table, extras = self.rewards(inputs, self.group_size, self.store.value)
-        credited = table.without(self._excluded(generations))
+            size, report = self.args.group_size_in(mode), self.metrics[mode].value
+            table, extras = self.rewards(inputs, size, report)
+        credited = table.without(uncredited(generations, self.args, self.ranks))
         rewards = self.shape_rewards(credited, batch)
-        advantages = self.compute_advantages(rewards, credited)
-        self.report_round(prompts, completions, generations, (table, extras, advantages))
-        return self._finish(batch, self.ranks.local(advantages), healthy)
+        advantages = self.compute_advantages(rewards, credited, batch)
+        found = Round(
+            step=self.state.global_step,
+            number=self.place.round_number(mode, self.args.batch_plan.micro_steps_per_round),
+            prompts=prompts,
+            completions=completions,
+            generations=generations,
+            table=table,
+            extras=extras,
+            advantages=advantages
+            if advantages.dim() == 1
+            else self.ranks.gather(masked_mean(advantages, batch.loss_mask, dim=1)),
+        )
+        self._report(found, mode)
+        return self._finish(batch, advantages, healthy)
 
     def compute_loss(
         self,
@@ -294,106 +319,101 @@ class OnlineTrainer(OnlineScoring):
         """Return the loss of one micro-batch of a rollout."""
         if return_outputs:
             raise ValueError("return_outputs=True: a rollout has no model outputs to return.")
+        store = self.metrics[inputs.mode]
         with self.phases("forward"):
-            scores = self.current_scores(model, inputs)
-        current = scores.logps.detach()
-        old_logps = current if inputs.old_logps is None else inputs.old_logps
-        inputs, logps = self.corrected(scores, inputs)
-        ratio = importance_ratio(logps, old_logps, inputs.loss_mask, self.ratio_level)
-        loss = self.policy_loss(scores, ratio, inputs)
+            with_entropy = self.needs_entropy or self.logs_next(inputs.mode)
+            scores = self.scoring.current(model, inputs, store, with_entropy)
+        batch, logps = self.correction.correct(scores, inputs, self.ratio_level, store)
+        ratio = importance_ratio(logps, batch.old_logps, batch.loss_mask, self.ratio_level)
+        loss = self.policy_loss(scores, ratio, batch)
         if scores.aux_loss is not None:
             # It is a mean over what one forward pass routes, not a sum over rows.
-            loss = loss + self.router_coefficient * scores.aux_loss * inputs.share_of_slice
-            self.store.value("aux_loss", scores.aux_loss)
+            loss = loss + self.router_coefficient * scores.aux_loss * batch.share_of_slice
+            store.value("aux_loss", scores.aux_loss)
         return loss
+
+    def check_update(self, step: int) -> None:
+        """Compare the log-probabilities of engine and trainer."""
+        self.correction.check(step)
 
     # --- Stages ---
 
-    def generate(self, prompts: Prompts) -> Generations:
+    def generate(self, prompts: Prompts, mode: Mode = "train") -> Generations:
         """Complete every row."""
         self.backend.sync_weights(self.state.global_step)
-        sampling = self.sampling.replace(seeds=self._row_seeds(len(prompts)))
-        return self.backend.generate(prompts, sampling, self.group_size)
-
-    def _policy_for_inference(self) -> AbstractContextManager[Any]:
-        # Engines that shard weights replace `self.model` when training begins.
-        return policy_for_inference(
-            self.model, self.accelerator, at_once=not self.phases.layers_are_shared
-        )
-
-    def per_micro_batch(self, total: Tensor, batch: Rollout) -> Tensor:
-        """Turn a total over all ranks and slices into the denominator of one micro-batch.
-
-        Dividing a micro-batch's sum by it, and averaging over micro-batches and ranks, gives the
-        mean over the whole round, however the round was cut.
-        """
-        return total.clamp(min=1) / (self.ranks.count * batch.num_slices)
-
-    def assemble(self, prompts: Prompts, generations: Generations) -> Rollout:
-        """Say which tokens are trained on, and count them over all ranks."""
-        ids = generations.completion_ids
-        lengths = torch.tensor([len(row) for row in ids])
-        mask = length_mask(lengths, int(lengths.max()))
-        if generations.trainable is not None:
-            mask = mask & pad_ragged(generations.trainable, False, width=mask.shape[1]).bool()
-        if self.args.mask_truncated_completions:
-            stopped = torch.tensor([reason == "stop" for reason in generations.finish])
-            mask = mask & stopped[:, None]
-        mask = mask.to(self.args.device)
-        totals = self.ranks.sum(torch.stack([mask.sum(), mask.any(1).sum()]))
-        return Rollout(
-            prompt_ids=prompts.token_ids,
-            completion_ids=ids,
-            row_ids=list(range(len(ids))),
-            loss_mask=mask,
-            num_loss_tokens=totals[0],
-            num_loss_rows=totals[1],
-            num_slices=self.args.steps_per_generation if self.model.training else 1,
-            sampling_logps=self._sampling_logps(generations),
-        )
+        place = self.place.substep if mode == "train" else self.place.eval_batches
+        key = (self.args.seed, mode, self.state.global_step, place)
+        seeds = row_seeds(key, self.ranks.rank * len(prompts), len(prompts))
+        sampling = self.sampling.replace(seeds=seeds)
+        found = self.backend.generate(prompts, sampling, self.args.group_size_in(mode))
+        for name, value in self._engine_reports:
+            self.metrics[mode].value(name, value)
+        self._engine_reports.clear()
+        return found
 
     def _finish(self, batch: Rollout, advantages: Tensor, healthy: bool) -> Rollout:
         """Drop what the loss must not read.
 
-        On-policy the loss takes the detached current log-probabilities as old ones, which makes
-        the ratio 1 exactly. An unhealthy round gets NaN advantages, so each update is refused.
+        On-policy that are old log-probabilities, see `Rollout.resolved`. An unhealthy round gets
+        NaN advantages, so each update is refused.
         """
+        if advantages.dim() == 1:
+            advantages = self.ranks.local(advantages)
+        advantages = advantages.to(self.args.device)
         if not healthy:
             advantages = torch.full_like(advantages, torch.nan)
-        if self.is_on_policy:
+        if self.scoring.is_on_policy(batch.mode):
             batch = batch.replace(old_logps=None)
-        advantages = advantages.to(self.args.device)
-        return batch.replace(
-            advantages=advantages, has_gradient=self.rows_with_gradient(batch, advantages)
-        )
+        known = rows_with_gradient(batch, advantages) if self.skips_zero_advantages else None
+        return batch.replace(advantages=advantages, has_gradient=known)
 
-    def _sampling_logps(self, generations: Generations) -> Tensor | None:
-        if generations.sampling_logps is None:
-            return None
-        rows = generations.sampling_logps
-        return pad_ragged(rows, 0.0, dtype=torch.float32).to(self.args.device)
+    # --- Reports ---
 
-    def _row_seeds(self, count: int) -> tuple[int, ...]:
-        place = self._substep if self.model.training else self._eval_batch
-        key = (self.args.seed, self.mode, self.state.global_step, place)
-        return row_seeds(key, self.ranks.rank * count, count)
+    def _report(self, found: Round, mode: Mode) -> None:
+        tokens = self.reports.add(mode, found)
+        if mode == "train":
+            self.state.num_input_tokens_seen += tokens
+            for name, count in self.encode.counts().items():
+                self.metrics[mode].maximum(name, count)
 
-    def _excluded(self, generations: Generations) -> Tensor:
-        """Mark the rows (N,) of all ranks that give no credit because they were cut off."""
-        truncated = [reason != "stop" for reason in generations.finish]
-        rows = torch.tensor(truncated, device=self.args.device)
-        if not self.args.mask_truncated_completions:
-            rows = torch.zeros_like(rows)
-        return self.ranks.gather(rows)
+    def show(self, mode: Mode) -> None:
+        """Show the completions of the latest round, if asked to."""
+        args, records = self.args, self.reports.completions.take(mode)
+        if args.log_completions and records:
+            print_table(records, self.state.global_step, args.num_completions_to_print)
+            log_table(args.report_to, *tracker_rows(records, args.log_unique_prompts))
 
-    def _dry_run(self) -> None:
-        """Find what is wrong with chat template, prompts or reward functions from one row."""
-        if not self.args.reward_dry_run and isinstance(self.train_dataset, IterableDataset):
-            return
-        row = next(iter(self.train_dataset))
-        self.encode([row])
-        if self.args.remove_unused_columns:
-            self._set_signature_columns_if_needed()
-            row = {name: row[name] for name in self._signature_columns if name in row}
-        if self.args.reward_dry_run:
-            self.rewards.dry_run(row, self.state, self.args.group_size)
+    # --- Loaders ---
+
+    def begin_training(self) -> None:
+        """Drop what an earlier call has left."""
+        self.buffer.clear()
+        self.reports.completions.restart(self.state.global_step)
+        if self.is_world_process_zero():
+            print(self.args.batch_plan.describe(), flush=True)
+
+    def begin_epoch(self) -> None:
+        """Read the prompts in the order of the epoch."""
+        self._order.set_epoch(self.place.epoch)
+
+    def end_epoch(self) -> None:
+        """Drop the rest of a round that was not trained on."""
+        self.buffer.clear()
+
+    def batch_layout(self) -> list[int]:
+        """The numbers of `BatchPlan`."""
+        return list(dataclasses.astuple(self.args.batch_plan))
+
+    def _get_dataloader(
+        self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any
+    ) -> DataLoader:
+        if kwargs.get("is_training"):
+            rows, kwargs["sampler_fn"] = self._order.for_training(dataset)
+            batch_size = self.args.batch_plan.rows_per_rank
+        else:
+            rows, kwargs["sampler_fn"] = self._order.for_evaluation(dataset)
+        with self._order.reading(rows):
+            return super()._get_dataloader(rows, description, batch_size, *args, **kwargs)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = list(PROMPT_COLUMNS)

@@ -44,7 +44,7 @@ def not_replayed(sampling: Sampling) -> list[str]:
 
 
 @dataclass
-class SamplerMismatch:
+class RolloutCorrection:
     """Compares the log-probabilities of trainer and engine, and weights the loss by their ratio.
 
     Those of the trainer are of the weights that generated. On-policy the forward that trains has
@@ -56,7 +56,7 @@ class SamplerMismatch:
         sampling (`Sampling`): how the engine draws.
         guard (`FiniteGuard`): is shown each weight.
         ranks (`Ranks`): all processes, which decide together.
-        in_ratio (`bool`): the loss is no multiple of token weights; they enter its own ratio.
+        by_token (`bool`): losses are of tokens, even where the ratio is of completions.
 
     Raises:
         ValueError: if a bound is set that options would exceed which cannot be replayed.
@@ -66,7 +66,7 @@ class SamplerMismatch:
     sampling: Sampling
     guard: FiniteGuard
     ranks: Ranks
-    in_ratio: bool = False
+    by_token: bool = False
     _seen: list[Tensor] = field(default_factory=list)  # sums of gaps, and how many
 
     def __post_init__(self) -> None:
@@ -88,18 +88,18 @@ class SamplerMismatch:
 
         Args:
             scores (`TokenScores`): of the forward that trains.
-            batch (`Rollout`): rows with the engine's log-probabilities.
+            batch (`Rollout`): rows, maybe with log-probabilities of an engine.
             level (`str`): of the ratio to the policy that generated.
             store (`MetricStore`): where metrics go.
 
         Returns:
-            `tuple[Rollout, Tensor]`: the batch for the loss, and the log-probabilities (B, C) to
-            form the ratio of.
+            `tuple[Rollout, Tensor]`: the resolved batch for the loss, and the log-probabilities
+            (B, C) to form the ratio of.
         """
-        mask = _scored(batch)
-        on_policy = batch.old_logps is None
-        logps = scores.logps.detach() if on_policy else torch.as_tensor(batch.old_logps)
-        log_mass = scores.log_mass if on_policy else batch.log_mass
+        if not batch.has_foreign_logps:
+            return batch.resolved(scores), scores.logps
+        mask, batch = _scored(batch), batch.resolved(scores)
+        logps, log_mass = torch.as_tensor(batch.old_logps), batch.log_mass
         reported = torch.as_tensor(batch.sampling_logps)
         # As if the engine had drawn from the whole vocabulary.
         drawn = reported if log_mass is None else reported + log_mass
@@ -131,18 +131,11 @@ class SamplerMismatch:
     def _weigh(
         self, logps: Tensor, batch: Rollout, weights: Tensor, level: RatioLevel
     ) -> tuple[Rollout, Tensor]:
-        if self._bounds.level == "token":
-            if self.in_ratio:
-                old_logps = logps.detach() if batch.old_logps is None else batch.old_logps
-                return batch.replace(old_logps=old_logps - weights.log()), logps
-            if level != "token":
-                # A completion has one ratio, to whose gradient its tokens add different shares.
-                return batch, scale_gradient(logps, weights)
-        # Each loss is a multiple of the advantage, and of a weight that is not negative.
-        advantages = torch.as_tensor(batch.advantages)
-        weighted = advantages.view(len(batch), -1) * weights
-        flat = advantages.dim() == 1 and self._bounds.level != "token"
-        return batch.replace(advantages=weighted.squeeze(1) if flat else weighted), logps
+        if self._bounds.level == "token" and level != "token" and not self.by_token:
+            # A completion has one loss, so no token has one that could be multiplied: its tokens
+            # add different shares to the gradient of the ratio instead.
+            return batch, scale_gradient(logps, weights)
+        return batch.replace(weights=weights), logps
 
     def forget(self) -> None:
         """Drop the gaps of an update that begins anew."""

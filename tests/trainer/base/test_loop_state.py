@@ -40,8 +40,8 @@ class Watch(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         drawn = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
         self.places[state.global_step] = (
-            self.trainer._epoch,
-            self.trainer._step,
+            self.trainer.place.epoch,
+            self.trainer.place.micro_steps,
             tuple(self.trainer.lr_scheduler.get_last_lr()),
             state.num_input_tokens_seen,
             *(hashlib.sha256(repr(x).encode()).hexdigest() for x in drawn[:2]),
@@ -115,9 +115,9 @@ def test_epochs_of_a_stream_have_their_own_order(tmp_path):
     trainer, _ = watched(tmp_path, True, max_steps=24)
     orders, collect = [], trainer.collect
 
-    def noted(rows):
+    def noted(rows, mode):
         orders.append([row["prompt"] for row in rows[::4]])
-        return collect(rows)
+        return collect(rows, mode)
 
     trainer.collect = noted
     trainer.train()

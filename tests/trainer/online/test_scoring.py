@@ -19,6 +19,7 @@ from online_runs import (
 from tiny import tiny_model
 
 from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.online.rollouts import rows_with_gradient
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 MANY = ["ab", "cde", "f", "ghij", "kl", "mno", "p", "qrst"]
@@ -155,7 +156,7 @@ def test_nan_advantages_are_not_left_out(tmp_path):
     batch = trainer.collect([{"prompt": p} for p in ("ab", "cde") for _ in range(4)])
     advantages = torch.zeros(8)
     advantages[3] = torch.nan
-    assert trainer.rows_with_gradient(batch, advantages) == [row == 3 for row in range(8)]
+    assert rows_with_gradient(batch, advantages) == [row == 3 for row in range(8)]
 
 
 # --- Reusing what generation computed ---
@@ -218,7 +219,7 @@ def test_other_algorithms_score_the_policy_only_off_policy(tmp_path):
 def test_old_log_probabilities_are_those_of_one_row_at_a_time(tmp_path):
     """Off-policy, scored in pieces smaller than a group."""
     trainer = make_trainer(tmp_path, num_iterations=2, per_device_train_batch_size=8)
-    trainer.phases.scoring.size = 3
+    trainer.phases.batches["scoring"].size = 3
     trainer.model.train()
     batch = trainer.collect([{"prompt": p} for p in ("ab", "cde") for _ in range(4)])
     for row, (prompt, completion) in enumerate(rows_of(["ab", "cde"], 4)):
@@ -268,7 +269,7 @@ def test_which_steps_report(tmp_path, changes, steps):
     found = []
 
     def reward(completion_ids, **kwargs):
-        found.append(trainer.reports_this_step)
+        found.append(trainer.logs_next("train"))
         return token_sum(completion_ids)
 
     trainer = make_trainer(

@@ -1,0 +1,57 @@
+"""A reference policy that moves is in checkpoints, and all ranks take it over or none."""
+
+import pytest
+import torch
+from joined import join_two
+from online_runs import make_trainer, weights
+from tiny import tiny_model
+from torch import multiprocessing as mp
+
+from trl.distributed import Ranks
+from trl.models.reference import AdapterOff, FrozenCopy
+from trl.trainer.base.references import (
+    REFERENCE_FILE,
+    follower,
+    read_reference,
+    write_reference,
+)
+
+
+def test_what_is_written_is_read(tmp_path):
+    first, second = FrozenCopy(tiny_model(seed=1)), FrozenCopy(tiny_model(seed=2))
+    write_reference(first, tmp_path, writes=False)
+    assert not (tmp_path / REFERENCE_FILE).exists()
+    write_reference(first, tmp_path, writes=True)
+    read_reference(second, tmp_path, Ranks())
+    assert torch.equal(weights(second.model), weights(first.model))
+
+
+def test_a_reference_without_weights_of_its_own_cannot_follow():
+    with pytest.raises(NotImplementedError, match="sync_ref_model=True: the reference is the base"):
+        follower(AdapterOff(tiny_model()), None)
+
+
+def test_a_copy_that_stays_is_in_no_checkpoint(tmp_path):
+    trainer = make_trainer(tmp_path, beta=0.1, save_strategy="steps", save_steps=1)
+    trainer.train()
+    assert not (tmp_path / "checkpoint-1" / REFERENCE_FILE).exists()
+
+
+def work(rank, port, folder):
+    """One of two processes; only the first finds a file."""
+    ranks = join_two(rank, port)
+    reference = FrozenCopy(tiny_model(seed=2))
+    if rank == 0:
+        write_reference(FrozenCopy(tiny_model(seed=1)), f"{folder}/0", writes=True)
+    read_reference(reference, f"{folder}/{rank}", ranks)
+    torch.save(weights(reference.model), f"{folder}/weights-{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_a_rank_without_the_file_keeps_the_others_from_reading_it(tmp_path, free_port):
+    (tmp_path / "0").mkdir()
+    mp.spawn(work, args=(free_port, str(tmp_path)), nprocs=2)
+    expected = weights(tiny_model(seed=2))
+    for rank in (0, 1):
+        assert torch.equal(torch.load(tmp_path / f"weights-{rank}.pt"), expected)

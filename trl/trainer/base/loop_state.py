@@ -1,0 +1,162 @@
+"""Where a run stands in its data, and what each process adds to a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from ...distributed import Ranks
+from ...types import Mode
+
+logger = logging.get_logger(__name__)
+
+Save, Restore = Callable[[], Any], Callable[[Any], None]
+
+
+@dataclass
+class Place:
+    """The place of a run in its data."""
+
+    epoch: int = 0
+    micro_steps: int = 0  # since the start of the epoch
+    substep: int = 0  # micro-steps since the last update
+    started: float = 0.0  # when the first of them began, in seconds
+    eval_batches: int = 0  # since the start of the evaluation
+
+    def begin_micro_step(self) -> None:
+        """Note when an update begins."""
+        if self.substep == 0:
+            self.started = time.perf_counter()
+
+    def end_micro_step(self) -> None:
+        """Count a micro-step."""
+        self.micro_steps += 1
+        self.substep += 1
+
+    def seconds(self) -> float:
+        """Since the update began."""
+        return time.perf_counter() - self.started
+
+    def round_number(self, mode: Mode, period: int) -> int:
+        """Number of what is prepared now among that of this update, or this evaluation.
+
+        Args:
+            mode (`str`): "train" or "eval".
+            period (`int`): micro-steps that are prepared at once in training.
+        """
+        return self.eval_batches if mode == "eval" else self.substep // period
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch."""
+        self.epoch, self.micro_steps = epoch, 0
+
+
+class RankState:
+    """What the next step depends on and only this process knows, in a file for each process.
+
+    transformers saves the rest: weights, optimizer, schedule, random numbers.
+
+    Args:
+        ranks (`Ranks`): all processes.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
+        self._parts: dict[str, tuple[Save, Restore]] = {}
+
+    def register(self, name: str, save: Save, restore: Restore) -> None:
+        """Add a part.
+
+        Args:
+            name (`str`): of the part in the file.
+            save: returns numbers, strings, containers and tensors.
+            restore: takes what `save` returned, when everything is ready for the next step.
+        """
+        self._parts[name] = save, restore
+
+    def write(self, folder: str | Path, layout: list[int], place: Place) -> None:
+        """Write the file of this process.
+
+        Args:
+            folder: of the checkpoint.
+            layout: the sizes of batches; under others the state has no meaning.
+            place (`Place`): in the data.
+        """
+        state = {name: save() for name, (save, _) in self._parts.items()}
+        where = {"plan": layout, "epoch": place.epoch, "micro_steps": place.micro_steps}
+        torch.save(where | state, self._path(folder))
+
+    def read(self, folder: str | Path, layout: list[int]) -> dict[str, Any] | None:
+        """Read what `write` wrote; None on every rank if one of them has no file for `layout`.
+
+        The ranks decide together: those that go on within a round and those that begin one would
+        wait for each other.
+        """
+        path = self._path(folder)
+        state = load(path) if path.exists() else None
+        fits = state is not None and state["plan"] == layout
+        lacking = [rank for rank, has in enumerate(self._ranks.gather_objects(fits)) if not has]
+        if not lacking:
+            return state
+        if self._ranks.rank == 0:
+            logger.warning(
+                f"{folder} has no state of rank {', '.join(map(str, lacking))} for these batches: "
+                "a round in progress is generated anew on all ranks."
+            )
+        return None
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Hand each part what it saved; one that the checkpoint does not know stays as it is."""
+        for name, (_, restore) in self._parts.items():
+            if name in state:
+                restore(state[name])
+
+    def _path(self, folder: str | Path) -> Path:
+        return Path(folder) / f"trl_state_{self._ranks.rank}.pt"
+
+
+def load(path: Path) -> Any:
+    """Read tensors and plain values; a file with anything else in it is refused."""
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+class LoopCallback(TrainerCallback):
+    """Calls a trainer where the loop of transformers begins and ends something.
+
+    Args:
+        begin_training, begin_epoch, end_update: called without arguments.
+        end_epoch: called with whether training ends within the epoch.
+    """
+
+    def __init__(
+        self,
+        begin_training: Callable[[], None],
+        begin_epoch: Callable[[], None],
+        end_epoch: Callable[[bool], None],
+        end_update: Callable[[], None],
+    ):
+        self._begin_training, self._begin_epoch = begin_training, begin_epoch
+        self._end_epoch, self._end_update = end_epoch, end_update
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Everything is ready for the first step."""
+        self._begin_training()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The loader begins."""
+        self._begin_epoch()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The loader is at its end, or training is."""
+        self._end_epoch(control.should_training_stop)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """An update is done."""
+        self._end_update()

@@ -1,0 +1,58 @@
+"""From what an engine generated to the rows that are trained on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...distributed import Ranks
+from ...ops.masking import length_mask, pad_ragged
+from ...types import Generations, Mode, Prompts, Rollout
+from .online_config import OnlineConfig
+
+
+def assemble(
+    prompts: Prompts, generations: Generations, mode: Mode, args: OnlineConfig, ranks: Ranks
+) -> Rollout:
+    """Say which tokens are trained on, and count them over all ranks."""
+    ids = generations.completion_ids
+    lengths = torch.tensor([len(row) for row in ids])
+    mask = length_mask(lengths, int(lengths.max()))
+    if generations.trainable is not None:
+        mask = mask & pad_ragged(generations.trainable, False, width=mask.shape[1]).bool()
+    if args.mask_truncated_completions:
+        mask = mask & ~_truncated(generations)[:, None]
+    mask = mask.to(args.device)
+    totals = ranks.sum(torch.stack([mask.sum(), mask.any(1).sum()]))
+    logps = generations.sampling_logps
+    if logps is not None:
+        logps = pad_ragged(logps, 0.0, dtype=torch.float32).to(args.device)
+    return Rollout(
+        prompt_ids=prompts.token_ids,
+        completion_ids=ids,
+        row_ids=list(range(len(ids))),
+        loss_mask=mask,
+        num_loss_tokens=totals[0],
+        num_loss_rows=totals[1],
+        mode=mode,
+        num_slices=args.batch_plan.slices if mode == "train" else 1,
+        sampling_logps=logps,
+    )
+
+
+def uncredited(generations: Generations, args: OnlineConfig, ranks: Ranks) -> Tensor:
+    """Mark the rows (N,) of all ranks that give no credit because they were cut off."""
+    rows = _truncated(generations)
+    if not args.mask_truncated_completions:
+        rows = torch.zeros_like(rows)
+    return ranks.gather(rows.to(args.device))
+
+
+def rows_with_gradient(batch: Rollout, advantages: Tensor) -> list[bool]:
+    """Mark the rows whose gradient is not exactly zero, if each term has the advantage in it."""
+    credited = (advantages != 0).view(len(batch), -1) & batch.loss_mask
+    return credited.any(1).tolist()
+
+
+def _truncated(generations: Generations) -> Tensor:
+    return torch.tensor([reason != "stop" for reason in generations.finish])

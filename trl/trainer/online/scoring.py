@@ -1,0 +1,193 @@
+"""Log-probabilities of a rollout: under old policies once a round, then to train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from ...memory.adaptive_batch import AdaptiveBatch
+from ...models.policy_handle import PolicyHandle
+from ...models.reference import ReferencePolicy
+from ...models.scorer import Scorer
+from ...online.guard import FiniteGuard, NonFiniteError
+from ...online.metrics import MetricStore
+from ...online.statistics import record_entropy
+from ...ops.support import Support
+from ...types import Mode, Rollout, Rows, TokenRows, TokenScores
+from .online_config import OnlineConfig
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(kw_only=True)
+class Scoring:
+    """Computes the log-probabilities that something needs, and no others.
+
+    Args:
+        args (`OnlineConfig`): options.
+        policy (`PolicyHandle`): what is trained.
+        scorer (`Scorer`): computes log-probabilities of a few rows.
+        reference (`ReferencePolicy`, *optional*): of the KL penalty.
+        support (`Support`, *optional*): the filters of the engine, which are replayed where its
+            log-probabilities are compared with the policy's.
+        guard (`FiniteGuard`): is shown all log-probabilities.
+        batch (`AdaptiveBatch`): how many rows are scored at once without gradient.
+        autocast: the precision of training.
+    """
+
+    args: OnlineConfig
+    policy: PolicyHandle
+    scorer: Scorer
+    reference: ReferencePolicy | None
+    support: Support | None
+    guard: FiniteGuard
+    batch: AdaptiveBatch
+    autocast: Callable[[], AbstractContextManager[None]]
+
+    # --- What is needed ---
+
+    def is_on_policy(self, mode: Mode) -> bool:
+        """Whether the weights that generated a rollout are those its loss is computed with."""
+        return mode == "eval" or self.args.batch_plan.is_on_policy
+
+    def scores_policy(self, mode: Mode) -> bool:
+        """Whether log-probabilities under the policy that generated must be known beforehand.
+
+        Off-policy ratios and a KL penalty in the reward need them.
+        """
+        return not self.is_on_policy(mode) or self.args.penalizes_rewards
+
+    # --- Once a round ---
+
+    def score(self, batch: Rollout, step: int) -> tuple[Rollout, bool]:
+        """Add old and reference log-probabilities, if something needs them.
+
+        Args:
+            batch (`Rollout`): as it was generated.
+            step (`int`): for messages.
+
+        Returns:
+            The batch, and whether all of them are finite on every rank.
+
+        Raises:
+            NonFiniteError: if they are not and `non_finite="raise"`.
+        """
+        self.agree_on(batch)
+        if self.scores_policy(batch.mode):
+            batch = self._with_policy_logps(batch)
+            self._watch("log-probability of the policy", batch.old_logps, batch)
+        if self.reference is not None:
+            with self.reference.active(self.policy.model) as reference:
+                batch = batch.replace(ref_logps=self._frozen_scores(reference, batch).logps)
+            self._watch("log-probability of the reference", batch.ref_logps, batch)
+        try:
+            if self.scores_policy(batch.mode) or self.reference is not None:
+                self.guard.check(step)
+        except NonFiniteError as error:
+            if self.args.non_finite == "raise":
+                raise
+            logger.warning(f"{error} The updates of this round are skipped.")
+            return batch, False
+        return batch, True
+
+    @torch.no_grad()
+    def agree_on(self, batch: Rows) -> None:
+        """Let all ranks decide together in which layout rows up to this length are scored."""
+        if self.policy.ranks.count > 1:
+            self.scorer.agree(self.policy.model, batch, self.policy.ranks.largest)
+
+    def row_logps(self, prompt: list[int], completion: list[int]) -> list[float]:
+        """Log-probabilities of a completion under the policy; all ranks ask together."""
+        batch = TokenRows.of([(prompt, completion)])
+        self.agree_on(batch)
+        with self.autocast():
+            return self.scorer.logps(self.policy.model, batch)[0].tolist()
+
+    def _with_policy_logps(self, batch: Rollout) -> Rollout:
+        """Those computed while generating, where only the KL penalty reads them; else a pass.
+
+        A ratio of probabilities is formed from the same computation on both sides, so that rounding
+        does not look like a policy that has moved.
+        """
+        on_policy = self.is_on_policy(batch.mode)
+        if batch.sampled_by_policy and self.args.reuse_sampling_logps and on_policy:
+            return batch.replace(old_logps=batch.sampling_logps)
+        support = None if on_policy else self._support(batch)
+        scores = self._frozen_scores(self.policy.model, batch, support)
+        return batch.replace(old_logps=scores.logps, log_mass=scores.log_mass)
+
+    def _support(self, batch: Rollout) -> Support | None:
+        """The filters of the engine, if what it reported is to be compared with the policy."""
+        return self.support if batch.has_foreign_logps else None
+
+    def _frozen_scores(
+        self, model: nn.Module, batch: Rollout, support: Support | None = None
+    ) -> TokenScores:
+        """Score without gradient, a few rows at a time."""
+        args = self.args
+        size = args.per_device_train_batch_size
+        if batch.mode == "eval":
+            size = args.per_device_eval_batch_size
+        logps = torch.zeros(batch.loss_mask.shape, device=self.policy.device)
+        log_mass = None if support is None else torch.zeros_like(logps)
+
+        def score(rows: range) -> None:
+            found = self.scorer.frozen_scores(model, batch.select(rows), support)
+            place = slice(rows.start, rows.stop), slice(found.logps.shape[1])
+            logps[place] = found.logps
+            if log_mass is not None:
+                log_mass[place] = torch.as_tensor(found.log_mass)
+
+        with self.autocast():
+            self.batch.run(len(batch), score, most=size)
+        return TokenScores(logps=logps, log_mass=log_mass)
+
+    def _watch(self, what: str, logps: Tensor | None, batch: Rollout) -> None:
+        self.guard.watch(what, torch.as_tensor(logps), batch, batch.loss_mask)
+
+    # --- Every micro-batch ---
+
+    def current(
+        self, model: nn.Module, batch: Rollout, store: MetricStore, with_entropy: bool
+    ) -> TokenScores:
+        """Score the rows that have a gradient; the others count as not moved."""
+        rows = self._rows_to_score(batch)
+        if not rows:
+            return _no_scores(model, batch)
+        part = batch if len(rows) == len(batch) else batch.select(rows)
+        # What was scored once a round, with the weights that generated, is known by now.
+        support = self._support(batch) if batch.old_logps is None else None
+        scores = self.scorer(model, part, with_entropy, support)
+        self._watch("log-probability", scores.logps, part)
+        if scores.entropies is not None:
+            record_entropy(store, scores.entropies.detach(), part.loss_mask)
+        return scores if part is batch else scores.spread(rows, _constant_logps(batch))
+
+    def _rows_to_score(self, batch: Rollout) -> list[int]:
+        rows = range(len(batch))
+        if batch.has_gradient is None:
+            return list(rows)
+        chosen = [row for row in rows if batch.has_gradient[row]]
+        if not chosen and self.policy.ranks.is_distributed:
+            # Every rank runs a forward and a backward pass, for the others wait for its gradient.
+            chosen = [min(rows, key=lambda row: len(batch.completion_ids[row]))]
+        return chosen
+
+
+def _no_scores(model: nn.Module, batch: Rollout) -> TokenScores:
+    """Scores whose gradient is zero, not absent: the optimizer steps as it does elsewhere."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    zero = torch.stack([p.flatten()[:1].sum().float() for p in trained]).sum() * 0.0
+    return TokenScores(logps=_constant_logps(batch) + zero)
+
+
+def _constant_logps(batch: Rollout) -> Tensor:
+    """Log-probabilities (B, C) that make the ratio of a row exactly 1."""
+    if batch.old_logps is not None:
+        return batch.old_logps
+    return torch.zeros(batch.loss_mask.shape, device=batch.loss_mask.device)
