@@ -29,8 +29,8 @@ lint: $(VENV)/.dev  ## style, types, dependency rules and size bars
 	$(PY) scripts/check_mirror.py
 	$(PY) scripts/check_budgets.py
 
-format: $(VENV)/.dev  ## rewrite the code in the project's style
-	$(PY) -m ruff check --fix . && $(PY) -m ruff format .
+format: $(VENV)/.dev  ## rewrite the code in the project's style, and docs/architecture.md
+	$(PY) -m ruff check --fix . && $(PY) -m ruff format . && $(PY) scripts/architecture.py
 
 docs: $(VENV)/.docs  ## build the pages of docs/ into site/
 	$(PY) -m mkdocs build -q --strict
