@@ -52,7 +52,8 @@ def test_a_run_goes_on_with_a_server_that_was_started_again(tmp_path, started):
 
     trainer.backend._policy = dataclasses.replace(policy, weights=weights)
     begun = time.monotonic()
-    words = f"While sending the weights of step 2, at {K}, after [0-9]+ weights: The vLLM server"
+    # Small weights may all be on their way before the process that takes them has ended.
+    words = "While sending the weights of step 2, (at model|after the last).*: The vLLM server"
     with pytest.raises(ServerError, match=words):
         trainer.train()
     assert time.monotonic() - begun < 60

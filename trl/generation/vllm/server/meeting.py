@@ -127,6 +127,13 @@ class Peer:
                     raise ConnectionError("the other side has left")
                 filled += count
 
+    def check(self) -> None:
+        """Raise `TransferError` if the other side, which has nothing to say now, has left."""
+        self._connection.setblocking(False)
+        with _transfer_errors(self.seconds), suppress(BlockingIOError):
+            if not self._connection.recv(1, socket.MSG_PEEK):
+                raise ConnectionError("the other side has left")
+
     def tell(self, words: Any) -> None:
         """Send what JSON can hold."""
         text = json.dumps(words).encode()

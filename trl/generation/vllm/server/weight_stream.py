@@ -96,6 +96,8 @@ class WeightGroup:
         Raises:
             TransferError: if it does not get through in time.
         """
+        for peer in self._peers:
+            peer.check()  # what is sent to a process that has just ended would get lost in buffers
         flat = weight.detach().to(self._device).contiguous()
         header = {
             "name": name,
