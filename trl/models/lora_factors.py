@@ -61,7 +61,7 @@ def why_not_low_rank(model: nn.Module) -> str | None:
     ends = {id(causal.get_input_embeddings()), id(causal.get_output_embeddings())}
     for name, layer in adapted_layers(causal):
         if id(layer) in ends or not isinstance(layer.get_base_layer(), nn.Linear):
-            return f"an adapter on {name}, which is no linear layer inside the model"
+            return f"an adapter on {name}, which is not a linear layer inside the model"
         if layer.lora_variant or len(layer.active_adapters) != 1:
             return f"more than one pair of factors on {name}"
     return None

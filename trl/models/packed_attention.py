@@ -45,7 +45,7 @@ class Bucket:
 
     index: Tensor  # (n, w) places in the row; a shorter tail repeats its last one
     exists: Tensor  # (n, w) bool: False at the repeats
-    cells: Tensor  # (e,) places in the flattened (n, w) that are no repeats
+    cells: Tensor  # (e,) places in the flattened (n, w), repeats left out
     places: Tensor  # (e,) their places in the row, each once
 
     def gather(self, packed: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ def entropy_threshold(entropies: Tensor, top_quantile: float) -> Tensor:
 
     Args:
         entropies (`Tensor`): (n,) entropies of the trained-on tokens of all ranks; -inf marks
-            entries that are no token.
+            entries that stand for no token.
         top_quantile (`float`): share of tokens to keep, in [0, 1].
 
     Returns:
