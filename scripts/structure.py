@@ -13,6 +13,7 @@ from pathlib import Path
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Graph = dict[str, set[str]]
+BASE = "trl.trainer.base."
 
 
 # --- Imports ---
@@ -177,14 +178,16 @@ def chain(classes: dict[str, Class], name: str) -> list[Class]:
 def attributes_set_elsewhere(root: Path) -> list[str]:
     """Attributes that one class of a chain sets on `self` and another one reads.
 
-    What the root of a chain sets is its subclasses' to read; so are the fields of dataclasses.
+    What the root of a chain sets is its subclasses' to read (above it may be protocols, which set
+    nothing), and for trainers what classes of `trainer/base` set; so are the fields of dataclasses.
     """
     classes = classes_of(root)
     readers: dict[tuple[str, str], set[str]] = defaultdict(set)
     for name in classes:
         linked = chain(classes, name)
         for owner in linked:
-            is_root = len(chain(classes, owner.name)) == 1
+            above_owner = chain(classes, owner.name)[1:]
+            is_root = not any(c.sets for c in above_owner) or owner.module.startswith(BASE)
             for other in linked:
                 if other is owner or owner.is_data:
                     continue

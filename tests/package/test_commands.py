@@ -106,6 +106,12 @@ def test_ci_runs_all_and_fails_if_one_fails(tmp_path, failing):
     assert done.returncode == (failing != "nothing")
 
 
+def test_the_tests_of_the_lowest_versions_are_there():
+    text = (ROOT / "requirements" / "tests.mk").read_text().replace("\\\n", " ")
+    named = re.search(r"^LOWEST_TESTS := (.*)$", text, re.MULTILINE).group(1).split()
+    assert named and all((ROOT / name).exists() for name in named)
+
+
 def test_workflows_run_targets_that_exist():
     for path in (ROOT / ".github" / "workflows").glob("*.yml"):
         called = re.findall(r"make ([\w-]+)", path.read_text())
