@@ -34,7 +34,7 @@ def test_one_target_is_no_list(given, kept):
     [
         ({"load_in_8bit": True, "load_in_4bit": True}, "exclude each other"),
         ({"dtype": "float23"}, "dtype='float23' must be one of auto, bfloat16, float16, float32"),
-        ({"bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type='int4' must be nf4 or fp4"),
+        ({"bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type='int4' must be one of nf4, fp4"),
         ({"lora_target_parameters": ["w"]}, r"with lora_dropout=0.05: .* Set lora_dropout=0"),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 
 from ..imports import require
 from ..models.loading import DTYPES
-from .base.options import option
+from .base.options import check_options, option
 
 
 @dataclass
@@ -45,14 +45,9 @@ class ModelConfig:
     bnb_4bit_quant_storage: str | None = option(None, "Data type that holds 4-bit weights.")
 
     def __post_init__(self) -> None:
+        check_options(self)
         if self.load_in_8bit and self.load_in_4bit:
             raise ValueError("load_in_8bit and load_in_4bit exclude each other; choose one.")
-        if self.dtype not in (None, *DTYPES):
-            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}.")
-        if self.bnb_4bit_quant_type not in ("nf4", "fp4"):
-            raise ValueError(
-                f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} must be nf4 or fp4."
-            )
         if self.lora_target_parameters and self.lora_dropout:
             raise ValueError(
                 f"lora_target_parameters cannot be used with lora_dropout={self.lora_dropout}: "

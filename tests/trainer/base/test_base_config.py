@@ -61,7 +61,9 @@ def test_mappings_may_be_json(name):
 
 
 def test_every_new_option_has_help():
-    own = {f.name for f in dataclasses.fields(BaseConfig)} & set(BaseConfig.__annotations__)
+    ours = [kind for kind in BaseConfig.__mro__ if kind.__module__.startswith("trl.")]
+    own = {name for kind in ours for name in kind.__annotations__ if not name.startswith("_")}
+    own -= {"legacy_options"}
     helps = {f.name: f.metadata.get("help") for f in dataclasses.fields(BaseConfig)}
     assert {"model_init_kwargs", "trust_remote_code", "bf16"} <= own
     assert all(helps[name] and helps[name].endswith((".", "(JSON).")) for name in own)
@@ -96,3 +98,30 @@ def test_trackers_that_cannot_be_reported_to(tracker, words):
         make(report_to=tracker)
     with pytest.raises(ValueError, match=words):
         make(report_to=["tensorboard", tracker] if is_available("tensorboard") else [tracker])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "legal"),
+    [
+        ("gradient_accumulation_steps", 0, "at least 1"),
+        ("save_steps", -3, "at least 0"),
+        ("max_grad_norm", -1, "at least 0"),
+        ("num_train_epochs", 0, "above 0"),
+        ("per_device_eval_batch_size", 0, "at least 1"),
+        ("adam_beta1", 1.0, "at least 0 and below 1"),
+    ],
+)
+def test_options_that_transformers_does_not_check(name, value, legal):
+    with pytest.raises(ValueError, match=f"^{name}={value} must be {legal}"):
+        make(**({name: value}))
+
+
+@pytest.mark.parametrize("given", [{"torch_compile": True}, {"torch_compile_backend": "eager"}])
+def test_compiling_is_refused_with_a_reason(given):
+    with pytest.raises(ValueError, match="torch_compile=True cannot be used: micro-batches differ"):
+        make(**(given))
+
+
+def test_nothing_waits_for_the_loss_of_each_micro_batch():
+    assert make().logging_nan_inf_filter is False
+    assert make(logging_nan_inf_filter=True).logging_nan_inf_filter is False

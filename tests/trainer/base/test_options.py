@@ -1,9 +1,12 @@
 """Declaring configuration fields."""
 
 import dataclasses
+import re
 from dataclasses import dataclass
 
-from trl.trainer.base.options import option
+import pytest
+
+from trl.trainer.base.options import check_options, option
 
 WORDS = ["a"]
 
@@ -43,3 +46,41 @@ def test_each_instance_of_a_field_has_its_own_choices():
     first, second = option("x", "A.", choices), option("x", "B.", choices)
     assert first.metadata["choices"] == second.metadata["choices"] == ["x", "y"]
     assert first.metadata["choices"] is not second.metadata["choices"]
+
+
+@dataclass
+class Ranges:
+    share: float = option(0.5, "A share.", gt=0, le=1)
+    count: int | None = option(None, "A count.", ge=1, hint="None: all")
+    kind: str = option("colocate", "A kind.", choices=("colocate", "server"))
+    steps: int = 1
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"share": 1}, {"share": 1e-9}, {"count": 1}, {"kind": "server"}, {"steps": 0}]
+)
+def test_values_in_range(given):
+    check_options(Ranges(**given))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"share": 0}, "share=0 must be above 0 and at most 1."),
+        ({"share": 1.5}, "share=1.5 must be above 0 and at most 1."),
+        ({"share": float("nan")}, "share=nan must be above 0 and at most 1."),
+        ({"share": None}, "share=None must be a number, above 0 and at most 1."),
+        ({"share": "0.1"}, "share='0.1' must be a number, above 0 and at most 1."),
+        ({"count": 0}, "count=0 must be at least 1 (None: all)."),
+        ({"kind": "colocated"}, "kind='colocated' must be one of colocate, server. Did you mean"),
+        ({"steps": -1}, "steps=-1 must be at least 0."),
+    ],
+)
+def test_values_out_of_range_are_named_with_what_is_legal(given, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        check_options(Ranges(**given), {"steps": {"ge": 0}})
+
+
+def test_ranges_that_are_spelled_wrongly_are_found():
+    with pytest.raises(TypeError, match="minimum"):
+        option(1, "A number.", minimum=0)

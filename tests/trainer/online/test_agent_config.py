@@ -16,7 +16,7 @@ def test_defaults(tmp_path, kind):
     ("change", "words"),
     [
         ({"max_tool_calling_iterations": -1}, "max_tool_calling_iterations=-1 must be at least 0"),
-        ({"tool_timeout": 0}, "tool_timeout=0 must be above 0; None means no limit"),
+        ({"tool_timeout": 0}, "tool_timeout=0 must be above 0 .None: no limit."),
     ],
 )
 def test_values_out_of_range(tmp_path, change, words):

@@ -1,5 +1,7 @@
 """Options shared by every trainer that generates."""
 
+import warnings
+
 import pytest
 from accelerate import ParallelismConfig
 
@@ -152,10 +154,20 @@ def test_options_of_losses_on_labels_are_refused(given):
     ("given", "words"),
     [
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0 must be at least 1"),
-        ({"learning_rate": -1.0}, "learning_rate=-1.0 must be 0 or more"),
-        ({"beta": -0.1}, r"beta=-0.1 must be 0 \(no KL penalty\) or more"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0 must be at least 0"),
+        ({"beta": -0.1}, r"beta=-0.1 must be at least 0 \(0: no KL penalty\)"),
     ],
 )
 def test_ranges_of_what_all_trainers_have(given, words):
     with pytest.raises(ValueError, match=words):
         make(**given)
+
+
+def test_options_of_vllm_without_it_have_no_effect():
+    words = "vllm_mode, vllm_probe_syncs: without use_vllm=True no vLLM engine"
+    with pytest.warns(UserWarning, match=words):
+        make(vllm_mode="server", vllm_probe_syncs=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        make(vllm_max_logp_gap=0.5, vllm_importance_sampling_mode="token_mask")
+        make(use_vllm=True, vllm_probe_syncs=3)

@@ -25,8 +25,8 @@ def test_defaults(tmp_path, kind):
         ({MODE: "mask"}, f"{MODE}='mask' must be one of {', '.join(MODES)}"),
         ({LOW: 3.0}, f"{LOW}=3.0 must be below {HIGH}=3.0"),
         ({LOW: -0.1}, f"{LOW}=-0.1 must be at least 0"),
-        ({HIGH: 0.0}, f"{HIGH}=0.0 must be above 0; None means no bound"),
-        ({"vllm_max_logp_gap": 0.0}, "vllm_max_logp_gap=0.0 must be above 0; None means no bound"),
+        ({HIGH: 0.0}, f"{HIGH}=0.0 must be above 0 .None: no bound."),
+        ({"vllm_max_logp_gap": 0.0}, "vllm_max_logp_gap=0.0 must be above 0 .None: no bound."),
         (
             {"vllm_logp_gap_action": "skip"},
             "vllm_logp_gap_action='skip' must be one of warn, raise",

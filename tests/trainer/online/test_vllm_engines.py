@@ -59,11 +59,11 @@ def test_the_context_has_room_for_a_prompt(tmp_path, no_platform, context):
 @pytest.mark.parametrize(
     ("option", "value", "legal"),
     [
-        ("vllm_model_impl", "torch", "vllm or transformers"),
+        ("vllm_model_impl", "torch", "one of vllm, transformers"),
         ("vllm_gpu_memory_utilization", 0, "above 0 and at most 1"),
         ("vllm_gpu_memory_utilization", 30, "above 0 and at most 1"),
         ("vllm_max_model_length", 0, "at least 1"),
-        ("vllm_probe_syncs", -1, "0 .never. or more"),
+        ("vllm_probe_syncs", -1, "at least 0 .0: never."),
     ],
 )
 def test_values_out_of_range(tmp_path, option, value, legal):

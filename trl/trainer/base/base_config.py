@@ -16,25 +16,38 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from ...imports import require
 from ...text import did_you_mean
-from .options import option
+from .option_groups import LoopOptions, MemoryOptions, PolicyOptions, ReferenceOptions
+from .options import check_options, option
+
+# Ranges of options that transformers declares and does not check.
+INHERITED = {
+    "per_device_train_batch_size": {"ge": 1},
+    "per_device_eval_batch_size": {"ge": 1},
+    "gradient_accumulation_steps": {"ge": 1},
+    "learning_rate": {"ge": 0},
+    "weight_decay": {"ge": 0},
+    "max_grad_norm": {"ge": 0},
+    "num_train_epochs": {"gt": 0},
+    "warmup_steps": {"ge": 0},
+    "save_steps": {"ge": 0},
+    "eval_steps": {"ge": 0},
+    "adam_beta1": {"ge": 0, "lt": 1},
+    "adam_beta2": {"ge": 0, "lt": 1},
+    "adam_epsilon": {"ge": 0},
+    "dataloader_num_workers": {"ge": 0},
+}
 
 # Packages of trackers that have another name than the tracker.
 PACKAGES = {"azure_ml": "azureml-mlflow", "comet_ml": "comet-ml", "dagshub": "dagshub mlflow"}
 
 
 @dataclass
-class BaseConfig(TrainingArguments):
+class BaseConfig(LoopOptions, PolicyOptions, ReferenceOptions, MemoryOptions, TrainingArguments):
     """`transformers.TrainingArguments` with the defaults of this package."""
 
     legacy_options: ClassVar[dict[str, str | None]] = {}
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
 
-    model_init_kwargs: dict | str | None = option(
-        None, "Keyword arguments of from_pretrained when the model is given by name (JSON)."
-    )
-    trust_remote_code: bool = option(
-        False, "Whether code shipped with a model or tokenizer may be executed."
-    )
     logging_steps: float = option(
         10, "Log every this many optimizer steps; a ratio of all steps if below 1."
     )
@@ -48,20 +61,12 @@ class BaseConfig(TrainingArguments):
         None, "Extra arguments of the learning-rate scheduler (JSON)."
     )
 
-    resume_with_changes: bool = option(
-        False, "Resume from a checkpoint although settings differ from those of its run."
-    )
-
-    checkpoint_checksums: str = option(
-        "sampled",
-        "Take checksums of all bytes of checkpoints, or of samples of large files.",
-        choices=("sampled", "all"),
-    )
     logging_nan_inf_filter: bool = option(
         False, "No effect: see non_finite. As transformers filters, each micro-batch is waited for."
     )
 
     def __post_init__(self) -> None:
+        check_options(self, INHERITED)
         self.logging_nan_inf_filter = False
         if self.bf16 is None:
             # On a machine without a fitting GPU, transformers refuses bf16 unless told use_cpu.
@@ -75,6 +80,12 @@ class BaseConfig(TrainingArguments):
         self._check_packages()
         super().__post_init__()
         self._check_trackers()
+        if self.torch_compile:
+            raise ValueError(
+                "torch_compile=True cannot be used: micro-batches differ in length, so the model "
+                "would be compiled again and again, and its layers are also called outside of its "
+                "forward. Leave torch_compile, torch_compile_backend and torch_compile_mode out."
+            )
         if self.use_liger_kernel:
             kernels: str = "liger_kernel_config"  # declared without a type that is known
             setattr(self, kernels, _layers_only(getattr(self, kernels) or {}))

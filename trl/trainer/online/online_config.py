@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,6 +11,9 @@ from ...types import Mode
 from ..base.options import option
 from .batch_math import BatchPlan, check_eval_groups, check_groups, resolve_rounds
 from .rollout_correction_config import MismatchConfig
+
+# They compare any engine, or a rollout function, with the trainer.
+FOR_ANY_ENGINE = ("vllm_importance_sampling_", "vllm_max_logp_gap", "vllm_logp_gap_action")
 
 
 @dataclass
@@ -25,21 +29,9 @@ class OnlineConfig(MismatchConfig):
     kl_in_reward: ClassVar[bool] = False  # otherwise the KL penalty is part of the loss
 
     # --- Optimization ---
-    learning_rate: float = option(1e-6, "Initial learning rate.")
+    learning_rate: float = option(1e-6, "Initial learning rate.", ge=0)
     remove_unused_columns: bool | None = option(
         False, "Keep only the prompt columns; reward functions then get no other column."
-    )
-    disable_dropout: bool = option(False, "Set the probability of every dropout layer to zero.")
-    router_aux_loss_coef: float | None = option(
-        None, "Weight of the load-balancing loss of mixture-of-experts models. None: its config's."
-    )
-    cast_lm_head_to_fp32: bool = option(
-        False, "Compute the output projection in float32, whatever the precision of the rest."
-    )
-    non_finite: str = option(
-        "raise",
-        "What to do when a loss or gradient is NaN or infinite: stop, or skip that update.",
-        choices=("raise", "skip"),
     )
 
     dataloader_pin_memory: bool = option(False, "Pin memory; rows are text, so there is no need.")
@@ -55,19 +47,13 @@ class OnlineConfig(MismatchConfig):
     steps_per_generation: int | None = option(
         None, "Micro-batches a generation round is cut into. None: gradient_accumulation_steps."
     )
-    num_iterations: int = option(1, "Passes of optimization over each generation round.")
+    num_iterations: int = option(1, "Passes of optimization over each generation round.", ge=1)
     shuffle_dataset: bool | None = option(True, "Shuffle the training prompts.")
     pad_to_multiple_of: int | str | None = option(
         "auto", "Pad widths to a multiple of this; auto means none except on Neuron devices."
     )
 
     # --- Memory ---
-    shared_prefix: bool = option(
-        True, "Compute a prompt once for all its completions that are in one forward."
-    )
-    logits_chunk_size: int | None = option(
-        None, "Logits (tokens x vocabulary) held at once. None: the device's default; 0: all."
-    )
     skip_zero_advantages: bool = option(
         True, "Run no forward with gradient for completions whose gradient is exactly zero."
     )
@@ -75,40 +61,40 @@ class OnlineConfig(MismatchConfig):
         True, "Take the log-probabilities of the KL penalty from generation, if it was on-policy."
     )
     generation_max_rows: int | None = option(
-        None, "Most completions generated at once on a rank. None: all of a round."
+        None, "Most completions generated at once on a rank. None: all of a round.", ge=1
     )
     generation_max_kv_gb: float | None = option(
-        None, "Most GB of key-value cache held at once while generating. None: no limit."
-    )
-    empty_cache: str = option(
-        "auto",
-        "Return cached blocks to the device after inference; auto: when they are fragmented.",
-        choices=("never", "auto", "always"),
-    )
-    log_memory: bool = option(
-        True, "Log the peak memory of each phase, also to memory.jsonl in output_dir."
-    )
-    recover_from_oom: bool = option(
-        True, "After running out of memory, go on with smaller pieces of the same data."
+        None, "Most GB of key-value cache held at once while generating. None: no limit.", gt=0
     )
 
     # --- Generation ---
     max_prompt_length: int | None = option(
-        None, "Most tokens of a prompt. None: what the model can see."
+        None, "Most tokens of a prompt. None: what the model can see.", ge=1
     )
     long_prompts: str = option(
         "error",
         "What becomes of prompts that are too long; cut-left keeps their end.",
         choices=("error", "drop", "cut-left"),
     )
-    max_completion_length: int | None = option(512, "Most tokens of a completion.")
-    temperature: float = option(1.0, "Sampling temperature; also divides the logits in training.")
-    top_p: float = option(1.0, "Sample from the smallest set of tokens with this probability.")
-    top_k: int | None = option(0, "Sample from this many most likely tokens; 0 or None: all.")
-    min_p: float | None = option(
-        None, "Drop tokens less likely than this share of the most likely one."
+    max_completion_length: int = option(512, "Most tokens of a completion.", ge=1)
+    temperature: float = option(
+        1.0,
+        "Sampling temperature; also divides the logits in training.",
+        gt=0,
+        hint="for greedy decoding: generation_kwargs={'do_sample': False}",
     )
-    repetition_penalty: float = option(1.0, "Above 1, tokens already present become less likely.")
+    top_p: float = option(
+        1.0, "Sample from the smallest set of tokens with this probability.", gt=0, le=1
+    )
+    top_k: int | None = option(
+        0, "Sample from this many most likely tokens; 0 or None: all.", ge=0, hint="0: off"
+    )
+    min_p: float | None = option(
+        None, "Drop tokens less likely than this share of the most likely one.", ge=0, le=1
+    )
+    repetition_penalty: float = option(
+        1.0, "Above 1, tokens already present become less likely.", gt=0
+    )
     generation_kwargs: dict | str | None = option(
         None, "More options of the generation engine (JSON); they win over the named ones."
     )
@@ -147,36 +133,38 @@ class OnlineConfig(MismatchConfig):
     vllm_server_timeout: float = option(240.0, "Seconds to wait for the vLLM server.")
     vllm_group_port: int = option(51216, "Port over which weights are sent to the vLLM server.")
     vllm_gpu_memory_utilization: float | None = option(
-        None, "Share of the GPU memory for a colocated engine. None: what training leaves of it."
+        None,
+        "Share of the GPU memory for a colocated engine. None: what training leaves of it.",
+        gt=0,
+        le=1,
     )
     vllm_max_model_length: int | None = option(
-        None, "Context length of a colocated engine. None: from the model."
+        None, "Context length of a colocated engine. None: from the model.", ge=1
     )
     vllm_tensor_parallel_size: int = option(1, "Ranks over which a colocated engine is split.")
     vllm_probe_syncs: int = option(
-        50, "Compare log-probabilities with vLLM at one of so many weight syncs; 0: never."
+        50,
+        "Compare log-probabilities with vLLM at one of so many weight syncs; 0: never.",
+        ge=0,
+        hint="0: never",
     )
     vllm_sync_adapter_only: bool = option(
         False, "Send base weights to a colocated engine once, and then only the LoRA adapter."
     )
 
     # --- Policy objective ---
-    beta: float = option(0.0, "Coefficient of the KL penalty; 0 needs no reference policy.")
-    epsilon: float = option(0.2, "Clip width of the probability ratio.")
+    epsilon: float = option(0.2, "Clip width of the probability ratio.", ge=0)
     epsilon_high: float | None = option(None, "Upper clip width. None: epsilon.")
     mask_truncated_completions: bool = option(
         False, "Leave completions cut at the token limit out of loss and baselines."
     )
-    sync_ref_model: bool = option(False, "Move the reference policy towards the policy.")
-    ref_model_mixup_alpha: float = option(0.6, "Share of the policy in each reference update.")
-    ref_model_sync_steps: int = option(512, "Optimizer steps between two reference updates.")
 
     # --- Rewards ---
     reward_weights: list[float] | None = option(
         None, "One weight for each reward function. None: all 1."
     )
     reward_timeout: float | None = option(
-        None, "Seconds a call of a reward function may take. None: no limit."
+        None, "Seconds a call of a reward function may take. None: no limit.", gt=0
     )
     reward_dry_run: bool = option(
         True, "Call the reward functions on one row before training, to find mistakes early."
@@ -198,7 +186,7 @@ class OnlineConfig(MismatchConfig):
         super().__post_init__()
         self._resolve_aliases()
         self._refuse_unsupported()
-        self._check_ranges()
+        self._warn_unused()
         self._resolve_batches()
 
     @property
@@ -312,70 +300,22 @@ class OnlineConfig(MismatchConfig):
         if self.use_vllm and self.vllm_sync_adapter_only and found:
             raise ValueError(f"vllm_sync_adapter_only=True cannot be used with {found[0]}.")
 
-    def _check_ranges(self) -> None:
-        rules = {
-            "per_device_train_batch_size": (self.per_device_train_batch_size >= 1, "at least 1"),
-            "per_device_eval_batch_size": (self.per_device_eval_batch_size >= 1, "at least 1"),
-            "learning_rate": (self.learning_rate >= 0, "0 or more"),
-            "beta": (self.beta >= 0, "0 (no KL penalty) or more"),
-            "max_prompt_length": (
-                _is_unset_or_at_least(self.max_prompt_length, 1),
-                "at least 1, or None for what the model can see",
-            ),
-            "long_prompts": (
-                self.long_prompts in ("error", "drop", "cut-left"),
-                "error, drop or cut-left",
-            ),
-            "max_completion_length": ((self.max_completion_length or 0) >= 1, "at least 1"),
-            "temperature": (
-                self.temperature > 0,
-                "above 0 (for greedy decoding: generation_kwargs={'do_sample': False})",
-            ),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "top_k": ((self.top_k or 0) >= 0, "0 (off) or more"),
-            "min_p": (self.min_p is None or 0 <= self.min_p <= 1, "between 0 and 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
-            "num_iterations": (self.num_iterations >= 1, "at least 1"),
-            "epsilon": (self.epsilon >= 0, "at least 0"),
-            "ref_model_mixup_alpha": (0 <= self.ref_model_mixup_alpha <= 1, "between 0 and 1"),
-            "ref_model_sync_steps": (self.ref_model_sync_steps >= 1, "at least 1"),
-            "reward_timeout": (self.reward_timeout is None or self.reward_timeout > 0, "above 0"),
-            "logits_chunk_size": (
-                _is_unset_or_at_least(self.logits_chunk_size, 0),
-                "0 (all at once) or more",
-            ),
-            "generation_max_rows": (
-                _is_unset_or_at_least(self.generation_max_rows, 1),
-                "at least 1",
-            ),
-            "generation_max_kv_gb": (
-                self.generation_max_kv_gb is None or self.generation_max_kv_gb > 0,
-                "above 0",
-            ),
-            "empty_cache": (
-                self.empty_cache in ("never", "auto", "always"),
-                "never, auto or always",
-            ),
-            "non_finite": (self.non_finite in ("raise", "skip"), "raise or skip"),
-            "vllm_mode": (self.vllm_mode in ("colocate", "server"), "colocate or server"),
-            "vllm_model_impl": (
-                self.vllm_model_impl in ("vllm", "transformers"),
-                "vllm or transformers",
-            ),
-            "vllm_gpu_memory_utilization": (
-                self.vllm_gpu_memory_utilization is None
-                or 0 < self.vllm_gpu_memory_utilization <= 1,
-                "above 0 and at most 1",
-            ),
-            "vllm_max_model_length": (
-                _is_unset_or_at_least(self.vllm_max_model_length, 1),
-                "at least 1",
-            ),
-            "vllm_probe_syncs": (self.vllm_probe_syncs >= 0, "0 (never) or more"),
-        }
-        for name, (holds, legal) in rules.items():
-            if not holds:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be {legal}.")
+    def _warn_unused(self) -> None:
+        if self.use_vllm:
+            return
+        changed = [
+            field.name
+            for field in dataclasses.fields(self)
+            if field.name.startswith("vllm_")
+            and not field.name.startswith(FOR_ANY_ENGINE)
+            and getattr(self, field.name) != field.default
+        ]
+        if changed:
+            warnings.warn(
+                f"{', '.join(changed)}: without use_vllm=True no vLLM engine generates, so they "
+                "have no effect.",
+                stacklevel=4,
+            )
 
     def _resolve_batches(self) -> None:
         micro_batches = self.per_device_train_batch_size * self.world_size
@@ -390,7 +330,3 @@ class OnlineConfig(MismatchConfig):
             check_eval_groups(
                 self.per_device_eval_batch_size, self.world_size, self.eval_group_size
             )
-
-
-def _is_unset_or_at_least(value: int | None, least: int) -> bool:
-    return value is None or value >= least
