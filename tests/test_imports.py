@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from trl import imports
 from trl.imports import EXTRAS, TESTED, beyond_tested, is_available, require
 
 ROOT = Path(__file__).parents[1]
@@ -99,7 +98,7 @@ def test_what_is_said_to_be_tested_is_what_the_tests_install(package):
 )
 def test_a_version_beyond_those_tested_is_named(monkeypatch, installed, warns):
     monkeypatch.setitem(TESTED, "transformers", ("5.16", "5.23"))
-    monkeypatch.setattr(imports, "version", lambda package: installed)
+    monkeypatch.setattr("trl.imports.version", lambda package: installed)
     expected = (
         f"transformers {installed} is newer than the versions that trl was tested with (5.16 to "
         "5.23). If training fails or behaves oddly, run: pip install 'transformers==5.23.*'"
