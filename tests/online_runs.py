@@ -6,10 +6,10 @@ import math
 
 import torch
 from datasets import Dataset
+from scripted import ScriptedBackend
 from slow_support import kept_mass
 from tiny import tiny_model, tiny_tokenizer
 
-from trl.generation.scripted import ScriptedBackend
 from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer
 

@@ -3,10 +3,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 from backend_contract import BackendContract, model_logps
+from scripted import ScriptedBackend
 from tiny import tiny_model
 
 from trl.generation.base import cut_at_stop, cut_generations, row_seeds
-from trl.generation.scripted import ScriptedBackend
 from trl.generation.transformers.backend import TransformersBackend
 from trl.generation.transformers.continuous import ContinuousBackend
 from trl.types import Sampling

@@ -20,11 +20,11 @@ from cases import EOS, GROUP, LOSSES, MODELS, ORDERS, TEXTS
 from datasets import Dataset
 from forced import conditions
 from online_runs import config
+from scripted import ScriptedBackend
 from tiny import tiny_tokenizer
 from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerCallback
 
-from trl.generation.scripted import ScriptedBackend
 from trl.models.packed_attention import KEYWORD
 from trl.models.unwrap import causal_model
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from joined import join_two
+from scripted import ScriptedBackend
 from tiny import tiny_model, tiny_tokenizer
 from tool_chat import END, STOPS, add, call, fail, ids, spell, tool_tokenizer, user
 
@@ -11,7 +12,6 @@ from trl.data.tool_template import ToolTurns
 from trl.distributed import Ranks
 from trl.generation.base import GenerationBackend
 from trl.generation.function_backend import FunctionBackend
-from trl.generation.scripted import ScriptedBackend
 from trl.generation.tools.calls import CallParser
 from trl.generation.tools.loop import ToolLimits, ToolLoop
 from trl.generation.tools.runner import ToolRunner

@@ -4,14 +4,16 @@ from transformers import LogitsProcessorList
 
 from trl.generation.transformers.sampler import (
     NonFiniteLogitsError,
+    RowDraws,
     RowSampler,
-    check_rows,
     pick,
     rows_from,
     uniforms,
     warpers,
 )
 from trl.types import Sampling
+
+CPU = torch.device("cpu")
 
 
 def test_pick_inverts_the_distribution():
@@ -39,11 +41,12 @@ def test_logits_without_a_distribution_give_an_id_and_are_found(bad):
     chosen = pick(scores, draws[:, 0])
     assert 0 <= chosen[1] < 3
     assert torch.equal(chosen[[0, 2]], pick(scores[[0, 2]], draws[[0, 2], 0]))
-    sampler = RowSampler(Sampling(max_tokens=2, seeds=(7, 8, 9)), prompt_width=1)
+    by_row = RowDraws(Sampling(max_tokens=2, seeds=(7, 8, 9)), CPU)
+    sampler = RowSampler(by_row, prompt_width=1)
     sampler(torch.zeros(3, 1, dtype=torch.long), scores)
     sampler(torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 3))
     with pytest.raises(NonFiniteLogitsError, match="logits of row 5 are NaN"), rows_from(4):
-        check_rows(sampler.is_bad)
+        by_row.check()
 
 
 def test_frequencies_follow_temperature_and_filters():
@@ -75,7 +78,7 @@ def test_streams_belong_to_rows():
 
 def test_row_sampler_decides_by_place():
     sampling = Sampling(max_tokens=3, seeds=(11, 12))
-    sampler = RowSampler(sampling, prompt_width=2)
+    sampler = RowSampler(RowDraws(sampling, CPU), prompt_width=2)
     scores = torch.zeros(2, 6)
     draws = uniforms((11, 12), 3)
     for place in range(3):
@@ -86,6 +89,6 @@ def test_row_sampler_decides_by_place():
 
 def test_seeds_are_required():
     with pytest.raises(ValueError, match="seeds"):
-        RowSampler(Sampling(max_tokens=1), 1)
+        RowDraws(Sampling(max_tokens=1), CPU)
     assert isinstance(warpers(Sampling(max_tokens=1)), LogitsProcessorList)
     assert len(warpers(Sampling(max_tokens=1))) == 0

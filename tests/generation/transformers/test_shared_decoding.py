@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from trl.generation.transformers import shared_decoding
 from trl.generation.transformers.backend import TransformersBackend
 from trl.generation.transformers.batch_limits import BatchLimits
-from trl.generation.transformers.sampler import NonFiniteLogitsError, RowSampler
+from trl.generation.transformers.sampler import NonFiniteLogitsError, RowDraws, RowSampler
 from trl.generation.transformers.shared_decoding import GrowingCache, SharedDecoder
 from trl.models.lm_head import HeadFinder, cast_head_to_float32
 from trl.models.packed_attention import install
@@ -49,7 +49,8 @@ def by_transformers(model, options, greedy=False):
     )
     found = []
     for prompt, seed in zip(ROWS, SEEDS, strict=True):
-        sampler = RowSampler(options.replace(seeds=(seed,)), len(prompt))
+        draws = RowDraws(options.replace(seeds=(seed,)), torch.device("cpu"))
+        sampler = RowSampler(draws, len(prompt))
         output = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

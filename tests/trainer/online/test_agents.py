@@ -5,10 +5,10 @@ import pytest
 import torch
 from datasets import Dataset
 from online_runs import completion_logps, config, relative, step_direction
+from scripted import ScriptedBackend
 from tiny import tiny_model, tiny_tokenizer
 from tool_chat import END, add, call, fail, ids, tool_tokenizer, user
 
-from trl.generation.scripted import ScriptedBackend
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_config import RLOOConfig

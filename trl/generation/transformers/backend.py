@@ -21,7 +21,7 @@ from ...types import Generations, Prompts, Sampling
 from ..base import GenerationBackend, cut_generations
 from .batch_limits import BatchLimits
 from .decoding_check import decoding_comparison
-from .sampler import RowSampler, check_rows, rows_from
+from .sampler import RowDraws, RowSampler, rows_from, seeded
 from .shared_decoding import SharedDecoder
 from .synced_forward import SyncedForward
 
@@ -58,14 +58,9 @@ def merge_extra(sampling: Sampling) -> tuple[Sampling, dict[str, Any]]:
     if "max_new_tokens" in rest:
         named["max_tokens"] = rest.pop("max_new_tokens")
     if "eos_token_id" in rest:
-        named["stop_ids"] = _stop_ids(rest.pop("eos_token_id"))
+        eos = rest.pop("eos_token_id")
+        named["stop_ids"] = (eos,) if isinstance(eos, int) else tuple(eos or ())
     return sampling.replace(extra={}, **named), rest
-
-
-def _stop_ids(eos: int | list[int] | None) -> tuple[int, ...]:
-    if eos is None:
-        return ()
-    return (eos,) if isinstance(eos, int) else tuple(eos)
 
 
 def _check_names(options: Mapping[str, Any]) -> None:
@@ -129,7 +124,7 @@ class TransformersBackend(GenerationBackend):
     @torch.no_grad()
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
         """Complete every row; see `GenerationBackend`."""
-        sampling = _seeded(sampling, len(prompts))
+        sampling = seeded(sampling, len(prompts))
         with self._policy() as model, self._with_others(model):
 
             def complete(rows: range) -> Generations:
@@ -176,15 +171,15 @@ class TransformersBackend(GenerationBackend):
         def complete(prompts: Prompts, sampling: Sampling) -> Generations:
             ids = pad_ragged(prompts.token_ids, self._pad_id, side="left")
             mask = pad_ragged([[1] * len(row) for row in prompts.token_ids], 0, side="left")
-            drawing = [] if greedy else [RowSampler(sampling, ids.shape[1])]
+            draws = RowDraws(sampling, self._device)
+            drawing = [] if greedy else [RowSampler(draws, ids.shape[1])]
             output = model.generate(
                 input_ids=ids.to(self._device),
                 attention_mask=mask.to(self._device),
                 generation_config=config,
                 logits_processor=LogitsProcessorList(drawing),
             )
-            for sampler in drawing:
-                check_rows(sampler.is_bad)
+            draws.check()
             finish(len(prompts))
             return cut_generations(output[:, ids.shape[1] :].tolist(), sampling)
 
@@ -206,9 +201,3 @@ class TransformersBackend(GenerationBackend):
 
 def _seeds(sampling: Sampling, rows: range) -> Sampling:
     return sampling.replace(seeds=tuple(sampling.seeds or ())[rows.start : rows.stop])
-
-
-def _seeded(sampling: Sampling, count: int) -> Sampling:
-    if sampling.seeds is not None:
-        return sampling
-    return sampling.replace(seeds=tuple(torch.randint(2**62, (count,)).tolist()))

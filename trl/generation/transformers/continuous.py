@@ -18,31 +18,16 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 from ...distributed import Ranks
 from ...models.unwrap import causal_model
 from ...progress import finish
+from ...random_numbers import random_numbers_kept
 from ...text import did_you_mean
 from ...types import Generations, Prompts, Sampling
 from ..base import GenerationBackend, cut_generations
 from .backend import merge_extra
-from .sampler import check_rows, pick, uniforms, warpers, without_choice
+from .sampler import RowDraws, seeded
 
 CACHE_SHARE = 0.5  # of the free memory of a device, unless the options say otherwise
 STOP_SECONDS = 30.0
 ROW = "row-"
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Check the options of continuous batching.
-
-    Raises:
-        ValueError: for an option that transformers does not know.
-    """
-    known = {field.name for field in fields(ContinuousBatchingConfig)}
-    for name in options:
-        if name not in known:
-            hint = did_you_mean(name, known)
-            raise ValueError(
-                f"transformers_continuous_batching_config[{name!r}] is not an option of "
-                f"ContinuousBatchingConfig.{hint}"
-            )
 
 
 class ContinuousBackend(GenerationBackend):
@@ -59,7 +44,7 @@ class ContinuousBackend(GenerationBackend):
         ranks (`Ranks`, *optional*): all processes, which then fail together.
 
     Raises:
-        ValueError: as `check_options`.
+        ValueError: for an option that transformers does not know.
     """
 
     def __init__(
@@ -74,7 +59,13 @@ class ContinuousBackend(GenerationBackend):
         self._pad_id = pad_id
         self._options = dict(options or {})
         self._ranks = ranks or Ranks()
-        check_options(self._options)
+        known = [field.name for field in fields(ContinuousBatchingConfig)]
+        for name in self._options:
+            if name not in known:
+                raise ValueError(
+                    f"transformers_continuous_batching_config[{name!r}] is not an option of "
+                    f"ContinuousBatchingConfig.{did_you_mean(name, known)}"
+                )
 
     @torch.no_grad()
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
@@ -86,29 +77,33 @@ class ContinuousBackend(GenerationBackend):
             NonFiniteLogitsError: naming the rows whose logits are NaN or infinite.
         """
         sampling, greedy = _supported(sampling)
-        if sampling.seeds is None:
-            seeds = torch.randint(2**62, (len(prompts),)).tolist()
-            sampling = sampling.replace(seeds=tuple(seeds))
-        with self._policy() as policy, self._ranks.together("generation"), _same_random_state():
-            model = causal_model(policy)
-            with _without_autocast(model):
-                rows = self._run(model, prompts.token_ids, sampling, greedy)
+        sampling = seeded(sampling, len(prompts))
+        with (
+            self._policy() as policy,
+            self._ranks.together("generation"),
+            random_numbers_kept(),  # the engine seeds torch's generators
+            _without_autocast(model := causal_model(policy)),
+        ):
+            rows = self._run(model, prompts.token_ids, sampling, greedy)
         return cut_generations(rows, sampling)
 
     def _run(
         self, model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, greedy: bool
     ) -> list[list[int]]:
         with self._engine(model, prompts, sampling) as manager:
-            draws = _RowDraws(sampling, list(map(len, prompts)), model.device)
+            draws = _Draws(sampling, list(map(len, prompts)), model.device)
             if not greedy:
-                _draw_by_row(manager, draws)
+                processors = manager.logit_processor
+                processors.logits_processor.append(draws)
+                processors.tensors_required += 1
+                processors.do_processing = True
             if model.device.type == "cuda":
                 manager.warmup()
             for row, ids in enumerate(prompts):
                 manager.add_request(list(ids), request_id=f"{ROW}{row}")
             manager.start()
             found = _collect(manager, len(prompts))
-            check_rows(draws.is_bad[: len(prompts)])
+            draws.of_rows.check()
             return found
 
     @contextmanager
@@ -167,12 +162,6 @@ def _supported(sampling: Sampling) -> tuple[Sampling, bool]:
     return sampling, greedy
 
 
-def _same_random_state() -> AbstractContextManager[None]:
-    """The engine seeds torch's generators."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    return torch.random.fork_rng(devices)
-
-
 @contextmanager
 def _without_autocast(model: Any) -> Iterator[None]:
     """Take off the autocast that accelerate puts around the forward.
@@ -189,14 +178,6 @@ def _without_autocast(model: Any) -> Iterator[None]:
         yield
     finally:
         model.forward = wrapped
-
-
-def _draw_by_row(manager: Any, draws: _RowDraws) -> None:
-    """Let greedy decoding sample: the scores are replaced by choices already made."""
-    processors = manager.logit_processor
-    processors.logits_processor.append(draws)
-    processors.tensors_required += 1
-    processors.do_processing = True
 
 
 def _collect(manager: Any, count: int) -> list[list[int]]:
@@ -219,45 +200,43 @@ def _row_of(request_id: str) -> int:
     return int(request_id.removeprefix(ROW))
 
 
-class _RowDraws(ContinuousBatchingLogitsProcessor):
-    """Chooses each row's next token with the row's own random numbers."""
+class _Draws(ContinuousBatchingLogitsProcessor):
+    """Lets greedy decoding sample: the scores are replaced by choices already made.
+
+    A request takes the random number of its row and of the place of its new token.
+    """
 
     supported_kwargs: dict[str, type] = {}
     ignored_kwargs: tuple[str, ...] = ()
 
     def __init__(self, sampling: Sampling, prompt_lengths: list[int], device: torch.device):
-        self._warpers = warpers(sampling)
-        draws = uniforms(sampling.seeds or (), sampling.max_tokens).flatten()
-        # One more number, for requests that are not rows.
-        self._draws = torch.cat([draws, draws.new_zeros(1)]).to(device)
-        self._no_row = len(draws)
+        self.of_rows = RowDraws(sampling, device)
         self._width = sampling.max_tokens
         self._prompt_lengths = prompt_lengths
-        self.is_bad = torch.zeros(len(prompt_lengths) + 1, dtype=torch.int32, device=device)
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
-        """Requests that only warm the engine up take the last number."""
+        """Requests that only warm the engine up come after all rows."""
         int32_tensor.fill_(self._no_row)
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
-        """Which number each request takes: that of its row and of the place of its new token."""
+        """Which number each request takes, counted through all rows."""
         return torch.tensor(
-            [self._place(request.state) for request in requests_with_new_token], dtype=torch.int32
+            [self._number(request.state) for request in requests_with_new_token], dtype=torch.int32
         )
 
-    def _place(self, state: Any) -> int:
+    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
+        """Return scores (B, V) that are 0 at the tokens drawn, and -inf elsewhere."""
+        numbers = tensor_arg[: scores.shape[0]].long()
+        return self.of_rows.decide(scores, numbers // self._width, numbers % self._width)
+
+    @property
+    def _no_row(self) -> int:
+        return len(self._prompt_lengths) * self._width
+
+    def _number(self, state: Any) -> int:
         if not state.request_id.startswith(ROW):
             return self._no_row
         row = _row_of(state.request_id)
         place = state.position_offset - self._prompt_lengths[row]
         # The engine may ask for one token more than it keeps.
         return row * self._width + min(place, self._width - 1)
-
-    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        """Return scores (B, V) that are 0 at the tokens drawn, and -inf elsewhere."""
-        places = tensor_arg[: scores.shape[0]].long()
-        self.is_bad.index_add_(0, places // self._width, without_choice(scores).int())
-        # None of the filters reads the ids of the rows.
-        chosen = pick(self._warpers(None, scores), self._draws[places])
-        decided = torch.full_like(scores, -torch.inf)
-        return decided.scatter_(1, chosen[:, None], 0.0)

@@ -35,22 +35,6 @@ class NonFiniteLogitsError(RuntimeError):
         )
 
 
-def check_rows(is_bad: Tensor) -> None:
-    """Raise if one of the marks (B,), set while tokens were drawn, says that logits were bad.
-
-    Raises:
-        NonFiniteLogitsError: naming the rows.
-    """
-    rows = [row for row, found in enumerate(is_bad.tolist()) if found]
-    if rows:
-        raise NonFiniteLogitsError(rows)
-
-
-def without_choice(scores: Tensor) -> Tensor:
-    """Mark the rows (B,) of logits (B, V) that are not a distribution: NaN, inf, or all -inf."""
-    return ~scores.amax(-1).isfinite()
-
-
 @contextmanager
 def rows_from(start: int) -> Iterator[None]:
     """Let an error inside count its rows from those of a larger batch."""
@@ -58,6 +42,13 @@ def rows_from(start: int) -> Iterator[None]:
         yield
     except NonFiniteLogitsError as error:
         raise NonFiniteLogitsError([start + row for row in error.rows]) from None
+
+
+def seeded(sampling: Sampling, rows: int) -> Sampling:
+    """Seed each row from torch's generator, if there are no seeds."""
+    if sampling.seeds is not None:
+        return sampling
+    return sampling.replace(seeds=tuple(torch.randint(2**62, (rows,)).tolist()))
 
 
 def warpers(sampling: Sampling) -> LogitsProcessorList:
@@ -100,28 +91,62 @@ def pick(scores: Tensor, draws: Tensor) -> Tensor:
     return found.clamp(max=scores.shape[-1] - 1)
 
 
-class RowSampler(LogitsProcessor):
-    """Replaces the scores by a choice already made, so that greedy decoding samples.
+class RowDraws:
+    """Chooses the next token of each row with the row's own random numbers.
 
     A row's tokens depend on its own scores and seed alone, whatever else is in the batch.
 
     Args:
-        sampling (`Sampling`): filters, and one seed for each row.
-        prompt_width (`int`): columns of the padded prompts.
+        sampling (`Sampling`): filters, and a seed for each of B rows. What draws as row B, such as
+            a request that warms an engine up, is never checked.
+        device (`torch.device`): of the scores.
     """
 
-    def __init__(self, sampling: Sampling, prompt_width: int):
+    def __init__(self, sampling: Sampling, device: torch.device):
         if sampling.seeds is None:
             raise ValueError("Sampling.seeds must hold one seed for each row.")
         self._warpers = warpers(sampling)
-        self._draws = uniforms(sampling.seeds, sampling.max_tokens)
+        self._draws = uniforms((*sampling.seeds, 0), sampling.max_tokens).to(device)
+        # Counted on the device: nothing waits for it before `check`.
+        self._bad = torch.zeros(len(self._draws), dtype=torch.int32, device=device)
+
+    def decide(self, scores: Tensor, rows: Tensor, places: Tensor | int) -> Tensor:
+        """Return scores (b, V) that are 0 at the tokens drawn, and -inf elsewhere.
+
+        Args:
+            scores (`Tensor` (b, V)): logits.
+            rows (`Tensor` (b,)): which row each of them belongs to.
+            places (`Tensor` (b,) or `int`): of the token within its completion.
+        """
+        is_bad = ~scores.amax(-1).isfinite()  # NaN, inf, or all -inf
+        self._bad.index_add_(0, rows, is_bad.int())
+        # None of the filters reads the ids of the rows.
+        chosen = pick(self._warpers(None, scores), self._draws[rows, places])
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
+
+    def check(self) -> None:
+        """Raise if a token was to be drawn from logits that are not a distribution.
+
+        Raises:
+            NonFiniteLogitsError: naming the rows.
+        """
+        rows = self._bad[:-1].nonzero().flatten().tolist()
+        if rows:
+            raise NonFiniteLogitsError(rows)
+
+
+class RowSampler(LogitsProcessor):
+    """Makes greedy decoding sample: scores are replaced by a choice already made.
+
+    Args:
+        draws (`RowDraws`): of the rows of the batch, in order.
+        prompt_width (`int`): columns of the padded prompts.
+    """
+
+    def __init__(self, draws: RowDraws, prompt_width: int):
+        self._draws = draws
         self._prompt_width = prompt_width
-        self.is_bad = torch.zeros(len(sampling.seeds), dtype=torch.bool)  # see `check_rows`
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        place = input_ids.shape[1] - self._prompt_width
-        self._draws = self._draws.to(scores.device)
-        self.is_bad = self.is_bad.to(scores.device) | without_choice(scores)
-        chosen = pick(self._warpers(input_ids, scores), self._draws[:, place])
-        decided = torch.full_like(scores, -torch.inf)
-        return decided.scatter_(1, chosen[:, None], 0.0)
+        rows = torch.arange(len(scores), device=scores.device)
+        return self._draws.decide(scores, rows, input_ids.shape[1] - self._prompt_width)

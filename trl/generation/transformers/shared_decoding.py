@@ -97,10 +97,6 @@ class Prefix:
     layers: tuple[tuple[Tensor, Tensor], ...]  # keys and values (1, K, P, D)
     hidden: Tensor  # (H,) at its last token
 
-    @property
-    def length(self) -> int:
-        return self.layers[0][0].shape[2]
-
     def copy(self) -> Prefix:
         """The same in memory of its own."""
         layers = tuple((key.clone(), value.clone()) for key, value in self.layers)
