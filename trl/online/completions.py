@@ -74,7 +74,9 @@ def print_table(records: list[dict[str, Any]], step: int, count: int | None) -> 
     """
     if not records or not is_available("rich"):
         return
-    records = _drawn(records, step, count)
+    if count is not None and count < len(records):
+        chosen = random.Random(step).sample(range(len(records)), max(count, 0))
+        records = [records[i] for i in sorted(chosen)]
     table = require("rich.table", "log_completions").Table(
         title=f"Step {step}", show_lines=True, expand=True
     )
@@ -87,13 +89,6 @@ def print_table(records: list[dict[str, Any]], step: int, count: int | None) -> 
         table.add_row(*map(text, texts), *map(_cell, values))
     if records:
         require("rich.console", "log_completions").Console().print(table)
-
-
-def _drawn(records: list[dict[str, Any]], step: int, count: int | None) -> list[dict[str, Any]]:
-    if count is None or count >= len(records):
-        return records
-    chosen = random.Random(step).sample(range(len(records)), max(count, 0))
-    return [records[i] for i in sorted(chosen)]
 
 
 def _columns(records: list[dict[str, Any]]) -> list[str]:

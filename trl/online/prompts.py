@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,9 @@ from ..data.responses import as_message
 from ..types import Prompts
 
 CHECKED_AT_ONCE = 1_000  # rows
+COLUMNS = {"prompt", "chat_template_kwargs"}  # that encoding reads
 COUNTED = {"drop": "prompts/dropped", "cut-left": "prompts/cut"}
+Row = dict[str, Any]
 
 logger = logging.get_logger(__name__)
 
@@ -42,7 +44,7 @@ class PromptEncoder:
         self._long: Counter[str] = Counter()  # rows of each dataset
         self._checked: list[Any] = []
 
-    def __call__(self, rows: Sequence[dict[str, Any]]) -> Prompts:
+    def __call__(self, rows: Sequence[Row]) -> Prompts:
         """Encode the `prompt` of each row; repeated rows share one list of ids.
 
         Raises:
@@ -56,8 +58,8 @@ class PromptEncoder:
         places: dict[str, int] = {}
         for place, key in enumerate(keys):
             places.setdefault(key, place)
-        found = self._encode([rows[p] for p in places.values()], "the batch", [*places.values()])
-        known = dict(zip(places, map(self._limit.cut, found), strict=True))
+        found = self._encode({place: rows[place] for place in places.values()}, "the batch")
+        known = {key: self._limit.cut(found[place]) for key, place in places.items()}
         messages = [row["prompt"] for row in rows]
         return Prompts(messages=messages, token_ids=[known[key] for key in keys])
 
@@ -84,10 +86,15 @@ class PromptEncoder:
         return found
 
     def _checked_rows(self, name: str, dataset: Dataset) -> Dataset:
+        read = dataset
+        if dataset.format["type"] != "custom":  # a transform may read any column
+            read = dataset.select_columns(sorted(COLUMNS & set(dataset.column_names)))
         kept: list[int] = []
-        for start, rows in _batches(dataset):
-            ids = self._encode(rows, name, range(start, start + len(rows)))
-            kept += [start + place for place in self._kept(ids, name)]
+        for start in range(0, len(read), CHECKED_AT_ONCE):
+            columns = read[start : start + CHECKED_AT_ONCE]
+            values = zip(*columns.values(), strict=True)
+            rows = [dict(zip(columns, row, strict=True)) for row in values]
+            kept += self._kept(dict(enumerate(rows, start)), name)
         if self._long[name]:
             done = "left out" if self._limit.action == "drop" else "cut on the left"
             logger.warning(
@@ -117,50 +124,45 @@ class PromptEncoder:
             )
         ]
 
-    def _keeps(self, name: str, row: dict[str, Any], place: int) -> bool:
-        return bool(self._kept(self._encode([row], name, [place]), name))
+    def _keeps(self, name: str, row: Row, number: int) -> bool:
+        return bool(self._kept({number: row}, name))
 
-    def _kept(self, found: list[list[int]], name: str) -> list[int]:
-        """Count the long prompts among some, and say which places are not dropped."""
-        long = {place for place, ids in enumerate(found) if self._limit.is_broken_by(ids)}
+    def _kept(self, rows: dict[int, Row], name: str) -> list[int]:
+        """Count the long prompts among some, and return the numbers of those not dropped."""
+        found = self._encode(rows, name)
+        long = {number for number, ids in found.items() if self._limit.is_broken_by(ids)}
         self._long[name] += len(long)
-        dropped = long if self._limit.action == "drop" else ()
-        return [place for place in range(len(found)) if place not in dropped]
+        return [number for number in rows if self._limit.action != "drop" or number not in long]
 
-    def _encode(
-        self, rows: Sequence[dict[str, Any]], name: str, numbers: Sequence[int]
-    ) -> list[list[int]]:
-        """Token ids of each row, in few calls of the tokenizer; errors name the row's number."""
-        alike: dict[str, list[int]] = {}
-        for place, row in enumerate(rows):
+    def _encode(self, rows: dict[int, Row], name: str) -> dict[int, list[int]]:
+        """Token ids of numbered rows, in few calls of the tokenizer; errors name the number."""
+        alike: dict[str, dict[int, Row]] = {}
+        for number, row in rows.items():
             problem = malformed_prompt(row["prompt"])
             if problem is not None:
-                raise _unusable(name, numbers[place], row, problem)
-            alike.setdefault(_kind(row), []).append(place)
+                raise _unusable(name, number, row, problem)
+            alike.setdefault(_kind(row), {})[number] = row
         found: dict[int, list[int]] = {}
-        for places in alike.values():
-            ids = self._tokenize([rows[p] for p in places], name, [numbers[p] for p in places])
-            found |= dict(zip(places, ids, strict=True))
-        for place, row in enumerate(rows):
-            problem = self._limit.problem(found[place])
+        for some in alike.values():
+            found |= self._tokenize(some, name)
+        for number, row in rows.items():
+            problem = self._limit.problem(found[number])
             if problem is not None:
-                raise _unusable(name, numbers[place], row, problem)
-        return [found[place] for place in range(len(rows))]
+                raise _unusable(name, number, row, problem)
+        return found
 
-    def _tokenize(
-        self, rows: list[dict[str, Any]], name: str, numbers: Sequence[int]
-    ) -> list[list[int]]:
+    def _tokenize(self, rows: dict[int, Row], name: str) -> dict[int, list[int]]:
         """Token ids of rows of a kind, in one call unless one of them is refused."""
         try:
-            return self._token_ids(rows)
+            return dict(zip(rows, self._token_ids([*rows.values()]), strict=True))
         except Exception as error:  # chat templates raise anything
             if len(rows) == 1:
+                number, row = next(iter(rows.items()))
                 problem = f"cannot be tokenized: {type(error).__name__}: {error}"
-                raise _unusable(name, numbers[0], rows[0], problem) from error
-        pairs = zip(rows, numbers, strict=True)
-        return [self._tokenize([row], name, [number])[0] for row, number in pairs]
+                raise _unusable(name, number, row, problem) from error
+        return {number: self._tokenize({number: rows[number]}, name)[number] for number in rows}
 
-    def _token_ids(self, rows: list[dict[str, Any]]) -> list[list[int]]:
+    def _token_ids(self, rows: list[Row]) -> list[list[int]]:
         prompts = [row["prompt"] for row in rows]
         if isinstance(prompts[0], str):
             return list(self._tokenizer(prompts)["input_ids"])
@@ -175,7 +177,7 @@ class PromptEncoder:
         )["input_ids"]
 
 
-def _kind(row: dict[str, Any]) -> str:
+def _kind(row: Row) -> str:
     """The same for rows that one call of the tokenizer can take."""
     prompt = row["prompt"]
     if isinstance(prompt, str):
@@ -183,17 +185,5 @@ def _kind(row: dict[str, Any]) -> str:
     return repr((prompt[-1]["role"] == "assistant", row.get("chat_template_kwargs")))
 
 
-def _unusable(name: str, place: int, row: dict[str, Any], problem: str) -> ValueError:
-    return ValueError(f"The prompt of row {place} of {name} ({row['prompt']!r:.80}) {problem}")
-
-
-def _batches(dataset: Dataset) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """The first row of each batch, and its rows with the columns that encoding reads."""
-    if dataset.format["type"] != "custom":  # a transform may read any column
-        names = {"prompt", "chat_template_kwargs"} & set(dataset.column_names)
-        dataset = dataset.select_columns(sorted(names))
-    start = 0
-    for batch in dataset.iter(CHECKED_AT_ONCE):
-        rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
-        yield start, rows
-        start += len(rows)
+def _unusable(name: str, number: int, row: Row, problem: str) -> ValueError:
+    return ValueError(f"The prompt of row {number} of {name} ({row['prompt']!r:.80}) {problem}")

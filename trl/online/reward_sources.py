@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -143,21 +144,20 @@ def resolve_rewards(
     if reward_funcs is None or not functions:
         raise ValueError("reward_funcs is empty: give at least one reward function or model.")
     tokenizers = _tokenizers(processing_classes, len(functions))
-    options = {
-        name: value
-        for name, value in (model_init_kwargs or {}).items()
-        if name in SHARED_INIT_OPTIONS
-    }
+    given = model_init_kwargs or {}
+    options = {name: given[name] for name in SHARED_INIT_OPTIONS if name in given}
     options.setdefault("trust_remote_code", trust_remote_code)
-    names: list[str] = []
-    sources: list[RewardSource] = []
+    found: dict[str, RewardSource] = {}
     for place, (function, tokenizer) in enumerate(zip(functions, tokenizers, strict=True)):
-        names.append(_unique(_name(function, place), names))
-        source = _source(names[-1], function, tokenizer, options)
-        if isinstance(source, ModelReward):
-            source = replace(source, template_kwargs=template_kwargs or {})
-        sources.append(source)
-    return tuple(sources)
+        name = _name(function, place)
+        numbered = (f"{name}_{i}" for i in itertools.count(2))
+        name = next(x for x in itertools.chain([name], numbered) if x not in found)
+        if isinstance(function, (str, nn.Module)):
+            model, tokenizer = _model(name, function, tokenizer, options)
+            found[name] = ModelReward(name, model, tokenizer, template_kwargs or {})
+        else:
+            found[name] = FunctionReward(name, function, _is_coroutine_function(function))
+    return tuple(found.values())
 
 
 def _tokenizers(given: Any, count: int) -> list[Any]:
@@ -189,25 +189,33 @@ def _name(function: Any, place: int) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _unique(name: str, taken: list[str]) -> str:
-    if name not in taken:
-        return name
-    return next(f"{name}_{i}" for i in range(2, len(taken) + 3) if f"{name}_{i}" not in taken)
-
-
-def _source(name: str, function: Any, tokenizer: Any, options: dict[str, Any]) -> RewardSource:
-    if isinstance(function, str):
-        model = _load(function, options)
-        return _model_source(name, model, _tokenizer_for(name, tokenizer, function, options))
-    if isinstance(function, nn.Module):
-        if isinstance(function, PreTrainedModel) and function.can_generate():
+def _model(
+    name: str, given: str | nn.Module, tokenizer: Any, options: dict[str, Any]
+) -> tuple[nn.Module, Any]:
+    """A reward model in evaluation mode, and its tokenizer, which can pad."""
+    model = _load(given, options) if isinstance(given, str) else given
+    path = given if isinstance(given, str) else ""
+    if isinstance(given, PreTrainedModel):
+        path = given.config._name_or_path
+        if given.can_generate():
             raise TypeError(
-                f"reward_funcs: {name!r} is a {type(function).__name__}, which writes text and "
+                f"reward_funcs: {name!r} is a {type(given).__name__}, which writes text and "
                 f"gives no reward. {TRAINED}"
             )
-        path = function.config._name_or_path if isinstance(function, PreTrainedModel) else ""
-        return _model_source(name, function, _tokenizer_for(name, tokenizer, path, options))
-    return FunctionReward(name, function, _is_coroutine_function(function))
+    if tokenizer is None and not path:
+        raise ValueError(
+            f"The reward model {name!r} does not say where it was loaded from: pass its "
+            "tokenizer in reward_processing_classes."
+        )
+    if tokenizer is None:
+        trust = options["trust_remote_code"]
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+    if tokenizer.pad_token is None:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.pad_token = tokenizer.eos_token
+    if isinstance(model, PreTrainedModel):
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return model.eval(), tokenizer
 
 
 def _load(name: str, options: dict[str, Any]) -> nn.Module:
@@ -246,26 +254,6 @@ def _check_exists(name: str) -> None:
         f"reward_funcs: {name!r} is not a reward model: {reason}.{hint} A reward function is "
         "passed itself, not its name."
     )
-
-
-def _tokenizer_for(name: str, given: Any, path: str, options: dict[str, Any]) -> Any:
-    if given is not None:
-        return given
-    if not path:
-        raise ValueError(
-            f"The reward model {name!r} does not say where it was loaded from: pass its "
-            "tokenizer in reward_processing_classes."
-        )
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=options["trust_remote_code"])
-
-
-def _model_source(name: str, model: nn.Module, tokenizer: Any) -> ModelReward:
-    if tokenizer.pad_token is None:
-        tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.pad_token = tokenizer.eos_token
-    if isinstance(model, PreTrainedModel):
-        model.config.pad_token_id = tokenizer.pad_token_id
-    return ModelReward(name, model.eval(), tokenizer)
 
 
 def _is_coroutine_function(function: Any) -> bool:

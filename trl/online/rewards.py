@@ -139,9 +139,12 @@ class RewardSuite:
         weights = self.weights.to(values.device)
         total = (values * weights).nansum(1)
         total = total.masked_fill(values.isnan().all(1), torch.nan)
-        names = tuple(source.name for source in self.sources)
         table = RewardTable(
-            per_function=values, weights=weights, total=total, names=names, group_size=group_size
+            per_function=values,
+            weights=weights,
+            total=total,
+            names=tuple(source.name for source in self.sources),
+            group_size=group_size,
         )
         return table, extras
 
@@ -157,9 +160,14 @@ class RewardSuite:
             ValueError: naming the function, what is wrong, and the row.
         """
         text = "0"
-        inputs = _trial_inputs([row] * group_size, text, trainer_state)
-        functions = [s for s in self.sources if not isinstance(s, ModelReward)]
-        for source in functions:
+        is_plain = isinstance(row["prompt"], str)
+        completion = text if is_plain else [{"role": "assistant", "content": text}]
+        inputs = RewardInputs.from_rows(
+            [row] * group_size, [completion] * group_size, [[0]] * group_size, trainer_state
+        )
+        for source in self.sources:
+            if isinstance(source, ModelReward):
+                continue
             try:
                 column = self._call([source], inputs, {}, lambda name, value: None)[0]
             except RewardError as error:
@@ -200,7 +208,10 @@ class RewardSuite:
         outcomes = self._calls.run_at_once(list(waiting.values()))
         for name, outcome in zip(waiting, outcomes, strict=True):
             found[name] = _rewards(name, outcome, rows)
-        _add_columns(extras, added)
+        # In the order of the sources, whichever ended first: ranks must agree on the names.
+        for name, columns in added.items():
+            for column, values in columns.items():
+                extras[f"{name}/{column}" if column in extras else column] = values
         return [found[source.name] for source in sources]
 
     def _scored(self, source: ModelReward, inputs: RewardInputs) -> list[float]:
@@ -224,13 +235,6 @@ class RewardSuite:
             )
 
 
-def _trial_inputs(rows: list[dict[str, Any]], text: str, trainer_state: Any) -> RewardInputs:
-    plain = isinstance(rows[0]["prompt"], str)
-    completion = text if plain else [{"role": "assistant", "content": text}]
-    completions, ids = [completion] * len(rows), [[0]] * len(rows)
-    return RewardInputs.from_rows(rows, completions, ids, trainer_state)
-
-
 def _keywords(
     inputs: RewardInputs, columns: dict[str, list[Any]], log_metric: LogMetric
 ) -> dict[str, Any]:
@@ -244,17 +248,6 @@ def _keywords(
         columns[column] = values
 
     return inputs.keywords() | {"log_extra": log_extra, "log_metric": log_metric}
-
-
-def _add_columns(extras: dict[str, list[Any]], added: dict[str, dict[str, list[Any]]]) -> None:
-    """Keep the columns of all functions under the same names on every rank.
-
-    If two functions choose the same column, the later in the list of functions has its own name
-    in front, whichever ended first.
-    """
-    for name, columns in added.items():
-        for column, values in columns.items():
-            extras[f"{name}/{column}" if column in extras else column] = values
 
 
 def _rewards(name: str, outcome: Outcome, rows: int) -> list[float | None]:

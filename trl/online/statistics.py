@@ -98,7 +98,7 @@ def record_sampling(
         kinds["replayed_logp_difference"] = replayed
         store.mean("sampling/kept_mass", masked_sum(log_mass.exp(), mask), mask.sum())
     for name, values in kinds.items():
-        _spread(store, f"sampling/{name}", values.abs(), mask, ("mean", "max"))
+        _mean_and_largest(store, f"sampling/{name}", values.abs(), mask)
 
 
 def record_ratio(store: MetricStore, ratio: Tensor, beyond: Tensor, mask: Tensor) -> None:
@@ -109,15 +109,13 @@ def record_ratio(store: MetricStore, ratio: Tensor, beyond: Tensor, mask: Tensor
         beyond (`Tensor`, same shape): where it is outside the bounds.
         mask (`Tensor`, same shape): which entries count.
     """
-    _spread(store, "sampling/importance_sampling_ratio", ratio, mask, ("min", "mean", "max"))
+    name = "sampling/importance_sampling_ratio"
+    _mean_and_largest(store, name, ratio, mask)
+    store.minimum(f"{name}/min", -_largest(-ratio, mask))
     store.mean("sampling/frac_out_of_bounds", (beyond & mask).sum(), mask.sum())
 
 
-def _spread(
-    store: MetricStore, name: str, values: Tensor, mask: Tensor, kinds: tuple[str, ...]
-) -> None:
-    if "min" in kinds:
-        store.minimum(f"{name}/min", -_largest(-values, mask))
+def _mean_and_largest(store: MetricStore, name: str, values: Tensor, mask: Tensor) -> None:
     store.mean(f"{name}/mean", masked_sum(values, mask), mask.sum())
     store.maximum(f"{name}/max", _largest(values, mask))
 
