@@ -10,8 +10,8 @@ from pathlib import Path
 from tiny import save_tiny
 
 from trl.cli.arguments import OnlineScriptArguments
-from trl.cli.launch_words import launch_option_names
 from trl.cli.values import ConversionError, convert
+from trl.cli.words import launch_option_names
 from trl.data.mixture import DatasetMixtureConfig
 from trl.scripts import grpo, rloo
 from trl.trainer.model_config import ModelConfig

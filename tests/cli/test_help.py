@@ -6,7 +6,7 @@ import pytest
 
 from trl.cli import memory_plan
 from trl.cli.help import TITLES, OptionHelp, option_groups, title
-from trl.cli.options import options_of_class
+from trl.cli.options import options_of
 from trl.cli.parser import TrlParser
 from trl.scripts import grpo, rloo
 from trl.trainer.rloo_config import RLOOConfig
@@ -27,7 +27,7 @@ def test_options_of_transformers_come_last_and_groups_have_titles(parser):
 
 
 def test_an_option_stands_with_the_class_that_declares_it_last():
-    groups = dict(option_groups([options_of_class(RLOOConfig)]))
+    groups = dict(option_groups(options_of(RLOOConfig)))
     names = {title: [x.name for x in options] for title, options in groups.items()}
     assert list(names)[:2] == ["RLOO", title("OnlineConfig")]
     assert "beta" in names["RLOO"]

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from accelerate.commands.launch import launch_command_parser
 from tiny import save_tiny
 
 from trl.cli import launch
@@ -35,7 +34,7 @@ def started(monkeypatch):
 
 def split(*words):
     ours, theirs = launch.split(rloo.make_parser(), list(words))
-    return ours, launch_command_parser().parse_args([*theirs, "script"])
+    return ours, launch._parsed(theirs)
 
 
 def write(path, **values):
@@ -163,7 +162,7 @@ def test_a_file_is_taken_as_accelerate_configuration(tmp_path):
     ("words", "parts"),
     [
         (["--accelerate_config", "zero22"], ("zero22", "closest: zero2")),
-        (["--accelerate_config"], ("needs a file or one of", *CONFIGS)),
+        (["--accelerate_config"], ("a file is needed, or one of", *CONFIGS)),
         (["--num_generation", "4"], ("--num_generation", "--num_generations")),
         (["--num_proceses", "4"], ("--num_proceses", "--num_processes")),
         (["--qqqqqqqq"], ("unknown option --qqqqqqqq.",)),
@@ -319,13 +318,13 @@ def test_debugging_shows_where(monkeypatch):
 )
 def test_how_many_processes_will_start(words, count):
     _, theirs = launch.split(rloo.make_parser(), ["--use_cpu", *words])
-    assert launch.num_processes(theirs) == count
+    assert launch.launch_options(theirs)["num_processes"] == count
 
 
 def test_the_default_configuration_says_how_many_start(monkeypatch, tmp_path):
     path = write(tmp_path / "default.yaml", num_processes=7, distributed_type="MULTI_GPU")
     monkeypatch.setattr(launch, "default_config_file", path)
-    assert launch.num_processes([]) == 7
+    assert launch.launch_options([])["num_processes"] == 7
 
 
 @pytest.mark.parametrize("in_file", [False, True])

@@ -66,7 +66,7 @@ def test_every_option_is_read_with_its_type(config_class):
         kind, words, expected = known
         for spelling in {option.name, option.name.replace("_", "-")}:
             values, file, line = parser.read([f"--{spelling}", *words])
-            assert (values, file, line) == ({option.name: expected}, [], []), option.name
+            assert (values, file, line) == ({option.name: expected}, {}, []), option.name
             assert type(values[option.name]) is (typing.get_origin(kind) or kind), option.name
     assert set(left_out) <= {"parallelism_config"}, "an object, no text"
 
@@ -97,7 +97,7 @@ def test_every_option_is_read_with_its_type(config_class):
 )
 def test_words_and_their_values(words, name, expected):
     values, file, line = TrlParser((RLOOConfig,)).read(words.split())
-    assert (values, file, line) == ({name: expected}, [], [])
+    assert (values, file, line) == ({name: expected}, {}, [])
     assert type(values[name]) is type(expected)
 
 
@@ -297,7 +297,7 @@ def test_no_unknown_key_of_a_file_is_overlooked(tmp_path, value):
 def test_a_key_may_have_any_name(tmp_path):
     path = config_file(tmp_path, self=1)
     _, unused, _ = TrlParser((ModelConfig,)).read(["--config", path])
-    assert unused == ["--self", "1"]
+    assert unused == {"self": 1}
 
 
 def test_required_fields_and_reserved_names(capsys):
@@ -331,3 +331,12 @@ def test_options_added_by_hand_come_in_a_namespace():
     assert (model.model_name_or_path, vars(own)) == ("m", {"extra": 5})
     model, own, rest = parser.parse_args_and_config(["--left"], return_remaining_strings=True)
     assert (vars(own), rest) == ({"extra": 3}, ["--left"])
+
+
+def test_words_left_over_may_be_for_another_program():
+    parser = TrlParser(prog="trl")
+    parser.check(["--num_proc", "2"], {"num_proc"})
+    with pytest.raises(ValueError, match=r"^unknown option --num_prc \(closest: --num_proc\)\.$"):
+        parser.check(["--num_prc", "2"], {"num_proc"})
+    with pytest.raises(ValueError, match=r"^unexpected words: 2 3\.$"):
+        parser.check(["2", "3"])

@@ -87,10 +87,10 @@ def drawing(tmp_path, step=3):
     args = RLOOConfig(str(tmp_path), use_cpu=True, report_to="none")
     state.is_world_process_zero = True
     callback.on_train_begin(args, state, TrainerControl())
-    callback._training._started -= 40.0  # a step that took 40 seconds
+    callback._training.started -= 40.0  # a step that took 40 seconds
     state.global_step = step
     callback.on_step_end(args, state, TrainerControl())
-    callback.on_log(args, state, TrainerControl(), {"reward": 0.5, "loss": 1e-9})
+    callback.on_log(args, state, TrainerControl(), logs={"reward": 0.5, "loss": 1e-9})
     return callback
 
 

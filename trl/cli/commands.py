@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pydoc import locate
@@ -11,9 +11,9 @@ from typing import Any
 
 from ..text import did_you_mean
 from .help import short_help
-from .launch_words import launch_option_names, unknown_options
-from .options import options_of_source
-from .parser import OptionParser, TrlParser, required
+from .options import class_from_source
+from .parser import TrlParser, required
+from .words import as_words, launch_option_names
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Command:
 class PlanCommand(Command):
     """`trl memory-plan`, whose options are looked up in its source."""
 
-    def option_parser(self) -> OptionParser:
+    def option_parser(self) -> TrlParser:
         """The options of its own."""
-        return OptionParser([options_of_source(f"{self.module}.PlanArguments")])
+        return TrlParser(class_from_source(f"{self.module}.PlanArguments"))
 
 
 @dataclass(frozen=True)
@@ -69,18 +69,15 @@ class TrainingCommand(Command):
     common: tuple[str, ...]
     example: str
 
-    @property
-    def _classes(self) -> tuple[str, ...]:
+    def make_parser(self, load: Callable[[str], Any] = locate) -> TrlParser:
+        """A parser that builds the dataclasses; imports them, unless they are loaded otherwise."""
         model, mixture = "trl.trainer.model_config.ModelConfig", "trl.data.mixture"
-        return self.arguments, self.config, model, f"{mixture}.DatasetMixtureConfig"
+        paths = (self.arguments, self.config, model, f"{mixture}.DatasetMixtureConfig")
+        return TrlParser(tuple(map(load, paths)), prog=f"trl {self.name}")
 
-    def make_parser(self) -> TrlParser:
-        """A parser that builds the dataclasses; imports them."""
-        return TrlParser(tuple(map(locate, self._classes)), prog=f"trl {self.name}")
-
-    def option_parser(self) -> OptionParser:
-        """A parser of the same options, which imports nothing heavy."""
-        return OptionParser(list(map(options_of_source, self._classes)), prog=f"trl {self.name}")
+    def option_parser(self) -> TrlParser:
+        """A parser of the same options, which imports nothing heavy and builds nothing."""
+        return self.make_parser(class_from_source)
 
     def run(self, words: list[str]) -> None:
         """Show help, tell of all mistakes in the words at once, or start the workers."""
@@ -98,24 +95,21 @@ class TrainingCommand(Command):
                 parser.error(f"{' '.join(mistakes)} `trl {self.name} --help` has an example.")
             import_module("trl.cli.launch").launch(self.name, parser, words)
 
-    def mistakes(self, parser: OptionParser, words: Sequence[str]) -> list[str]:
+    def mistakes(self, parser: TrlParser, words: Sequence[str]) -> list[str]:
         """Find unknown and missing options, and values that do not fit.
 
         Raises:
             ValueError, OSError: if the configuration file cannot be used.
         """
-        values, from_file, rest = parser.collect(words)
-        values, found = parser.convert(values)
+        values, problems, others, rest = parser.collect(words)
         if values.get("plan"):
             return []  # the plan has further options, and tells of mistakes in all of them
-        extra = unknown_options([*from_file, *rest])
-        if extra:
-            found.insert(0, f"{parser.unknown(extra, sorted(launch_option_names()))}.")
+        unknown = parser.unknown([*as_words(others), *rest], launch_option_names())
         missing = [names for names in self.needed if not any(values.get(x) for x in names)]
         words = [first + "".join(f" (or --{x})" for x in others) for first, *others in missing]
-        return [*found, required(words)] if words else found
+        return [*filter(None, [unknown]), *problems, *([required(words)] if words else [])]
 
-    def help(self, parser: OptionParser) -> str:
+    def help(self, parser: TrlParser) -> str:
         """The options that a first run needs."""
         groups = {
             "required": [name for names in self.needed for name in names],
@@ -190,3 +184,13 @@ def unknown_command(name: str) -> str:
         return f"`trl {name}` is not part of this release. Commands: {names}."
     hint = did_you_mean(name, COMMANDS, otherwise=f" Commands: {names}.")
     return f"unknown command {name!r}.{hint}"
+
+
+def command_with(option: str) -> str | None:
+    """The first command that has an option (with underscores)."""
+    for command in COMMANDS.values():
+        if command.name != "env":
+            action = command.option_parser()._option_string_actions.get(f"--{option}")
+            if action is not None and action.dest == option:  # no_x has the destination x
+                return command.name
+    return None

@@ -1,4 +1,4 @@
-"""What a training command says when it ends: where the model is, or how to go on."""
+"""How training commands end: what they say then, and what becomes of their workers."""
 
 from __future__ import annotations
 
@@ -8,23 +8,29 @@ import signal
 import sys
 import time
 import traceback
+from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
+
+import psutil
 
 from ..trainer.base.checkpoint import checkpoints_in
 from .main import INTERRUPTED
-from .parser import OptionParser
-from .processes import MISTAKE
+from .parser import TrlParser
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 # torch and transformers have no other type for weights that do not fit, or too little memory.
 USER_ERRORS = (ValueError, TypeError, ImportError, OSError, RuntimeError)
+MISTAKE = 2  # status of a worker that has told of a mistake in options or inputs
 MAIN_RANK_FIRST = 30.0  # seconds in which the main process should meet a mistake that others met
+ALONE = 2.0  # seconds after which a worker that goes on was not interrupted by the terminal
+GRACE = 60.0  # seconds in which it should end when it is interrupted
 
 
 def rank() -> int:
@@ -33,7 +39,7 @@ def rank() -> int:
 
 
 @contextmanager
-def one_line_errors(parser: OptionParser, trainer: Trainer | None = None) -> Iterator[None]:
+def one_line_errors(parser: TrlParser, trainer: Trainer | None = None) -> Iterator[None]:
     """Turn what goes wrong inside into one line that says how to go on.
 
     Ctrl-C ends the process with status 130, an error with 2. The trace of an error is shown if the
@@ -108,12 +114,9 @@ def _place(trainer: Trainer | None) -> str:
     found = checkpoints_in(folder)
     if not found:
         return f"{steps} There is no checkpoint in {folder}."
-    words = f"{steps} The newest checkpoint is {found[0]}"
-    return words + (
-        "."
-        if trainer.args.save_only_model
-        else "; to go on from there, repeat the command with --resume_from_checkpoint true."
-    )
+    resume = "; to go on from there, repeat the command with --resume_from_checkpoint true"
+    resume = "" if trainer.args.save_only_model else resume
+    return f"{steps} The newest checkpoint is {found[0]}{resume}."
 
 
 def tell_success(trainer: Trainer) -> None:
@@ -142,3 +145,55 @@ def check_output_dir(folder: str) -> None:
         raise ValueError(
             f"--output_dir {folder}: nothing can be written in {place}: {error.strerror}."
         ) from None
+
+
+@contextmanager
+def stopping_on_interrupt() -> Iterator[None]:
+    """If this process is interrupted inside, wait until those that were started there have ended.
+
+    A terminal interrupts them together with this process. Others may interrupt this one alone, so
+    those that go on are told, and killed when patience is over. A second interrupt ends the wait.
+    """
+    before = set(psutil.Process().children())
+    try:
+        yield
+    except KeyboardInterrupt:
+        workers = list(set(psutil.Process().children()) - before)
+        with suppress(KeyboardInterrupt):
+            _, running = psutil.wait_procs(workers, timeout=ALONE)
+            _send(signal.SIGINT, running)
+            psutil.wait_procs(running, timeout=GRACE)
+        _send(signal.SIGKILL, workers)
+        raise
+
+
+def _send(number: signal.Signals, workers: Iterable[psutil.Process]) -> None:
+    for worker in workers:
+        with suppress(psutil.NoSuchProcess):
+            worker.send_signal(number)
+
+
+def exit_like(parser: ArgumentParser, rank: int, status: int) -> NoReturn:
+    """End with the status of a worker, as shells write it; some mean that it has said why."""
+    if status in (MISTAKE, INTERRUPTED):
+        parser.exit(status)
+    if status >= 0:
+        parser.exit(status, f"{parser.prog}: error: process {rank} ended with status {status}.\n")
+    name = signal.Signals(-status).name
+    hint = "; the system does that when main memory runs out" if name == "SIGKILL" else ""
+    message = f"{parser.prog}: error: process {rank} was ended by {name}{hint}.\n"
+    parser.exit(128 - status, message)
+
+
+def warn_of_missing_ranks() -> None:
+    """Say that `accelerate launch --num_processes N` started one process, for want of GPUs."""
+    words = psutil.Process().parent().cmdline() if "WORLD_SIZE" not in os.environ else []
+    wanted = dict(pairwise(words)).get("--num_processes", "1")
+    launched = any(word.endswith(("launch", "launch.py")) for word in words)
+    if launched and wanted.isdigit() and int(wanted) > 1:
+        print(
+            f"accelerate launch --num_processes {wanted} has started one process, because there "
+            f"are no GPUs. For {wanted} processes on CPUs add --multi_gpu, or use `trl COMMAND "
+            f"--num_processes {wanted}`.",
+            file=sys.stderr,
+        )

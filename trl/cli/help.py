@@ -7,7 +7,7 @@ import copy
 import re
 from collections.abc import Iterable, Mapping
 
-from .options import Option, OptionClass
+from .options import Option
 
 TITLES = {
     "PlanArguments": "what is planned",
@@ -40,23 +40,20 @@ class OptionHelp(argparse.HelpFormatter):
         return super()._format_action_invocation(shown)
 
 
-def option_groups(classes: Iterable[OptionClass]) -> list[tuple[str, list[Option]]]:
-    """Sort the options of dataclasses by the class that declares them.
+def option_groups(options: Iterable[Option]) -> list[tuple[str, list[Option]]]:
+    """Sort options by the class that declares them.
 
     Returns:
-        Title and options of each group: first those of each dataclass and of its bases in the same
-        package, then those of other packages.
+        Title and options of each group: first those of the dataclasses and of their bases in the
+        same package, then those of other packages. An option given twice stands once.
     """
+    unique: dict[str, Option] = {}
+    for option in options:
+        unique.setdefault(option.name, option)
     groups: dict[str, list[Option]] = {}
-    foreign: dict[str, bool] = {}
-    seen: set[str] = set()
-    for kind in classes:
-        for option in kind.options:
-            if option.name not in seen:
-                seen.add(option.name)
-                groups.setdefault(option.owner, []).append(option)
-                foreign.setdefault(option.owner, option.package != kind.package)
-    return [(title(owner), groups[owner]) for owner in sorted(groups, key=foreign.__getitem__)]
+    for option in sorted(unique.values(), key=lambda option: option.is_foreign):
+        groups.setdefault(option.owner, []).append(option)
+    return [(title(owner), found) for owner, found in groups.items()]
 
 
 def title(owner: str) -> str:

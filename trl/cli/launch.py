@@ -16,21 +16,20 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ..imports import is_available, require
-from .config_file import read_config
-from .launch_words import check_launch_options, launch_option_names, option_name
+from .exit import exit_like, stopping_on_interrupt
 from .main import INTERRUPTED
-from .parser import OptionParser, as_words
-from .processes import exit_like, stopping_on_interrupt
+from .parser import TrlParser
+from .words import as_words, launch_option_names, option_name
 
 # What accelerate would otherwise guess, and warn about, when it has no configuration.
 SINGLE_MACHINE = {"num_machines": "1", "mixed_precision": "no", "dynamo_backend": "no"}
-
 
 ELASTIC = "torch.distributed.elastic"
 LOUD = (f"{ELASTIC}.multiprocessing.api", f"{ELASTIC}.agent.server.api")  # log ends of workers
@@ -42,7 +41,7 @@ NAMED_NO = {"mixed_precision", "dynamo_backend"}  # YAML makes a boolean of thei
 STRATEGIES = {"multi_gpu", "use_deepspeed", "use_fsdp", "tpu", "use_megatron_lm"}
 
 
-def launch(command: str, parser: OptionParser, words: list[str]) -> None:
+def launch(command: str, parser: TrlParser, words: list[str]) -> None:
     """Start the workers of a training command and wait for them.
 
     Args:
@@ -70,32 +69,23 @@ def launch(command: str, parser: OptionParser, words: list[str]) -> None:
         parser.error(" ".join(str(error).split()))
 
 
-def _start(command: str, parser: OptionParser, words: list[str]) -> None:
+def _start(command: str, parser: TrlParser, words: list[str]) -> None:
     values = parser.read(words)[0]
     if values.get("plan"):
         import_module("trl.cli.memory_plan").main([*words, "--method", command])
         return
     script, launcher = split(parser, words)
-    _check_packages(values, launcher)
-    options = [*launcher, "--module", f"trl.scripts.{command}", *script]
-    for name in LOUD:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    with stopping_on_interrupt():
-        launch_command(launch_command_parser().parse_args(options))
-
-
-def _check_packages(values: dict[str, Any], launcher: list[str]) -> None:
-    """Check that what the launch needs is installed.
-
-    Raises:
-        ImportError: naming the extra.
-    """
     needed = values.get("deepspeed") or launch_options(launcher)["use_deepspeed"]
     if needed and not is_available("deepspeed"):
         require("deepspeed", "Training with DeepSpeed")
+    for name in LOUD:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    with stopping_on_interrupt():
+        options = [*launcher, "--module", f"trl.scripts.{command}", *script]
+        launch_command(_launch_parser().parse_args(options))
 
 
-def split(parser: OptionParser, words: list[str]) -> tuple[list[str], list[str]]:
+def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
     """Tell the options of the script from those of `accelerate launch`.
 
     Args:
@@ -111,38 +101,24 @@ def split(parser: OptionParser, words: list[str]) -> tuple[list[str], list[str]]
     """
     ours: list[str] = []
     theirs: list[str] = []
-    for option, values in _groups(words):
-        (ours if parser.knows(option_name(option)) else theirs).extend([option, *values])
-    given, _, extra = parser.read(ours)
-    if extra:
-        raise ValueError(f"{parser.unknown(extra)}.")
-    from_file = _entries_of_file(parser, ours, set(given))
-    theirs = _resolve_accelerate_config([*_words_of_file(from_file), *theirs])
-    if "--cpu" in theirs:
-        ours = [*ours, "--use_cpu"]
-    check_launch_options(parser, theirs)
+    group: list[str] | None = None
+    for word in words:
+        if word.startswith("--"):
+            group = ours if parser.knows(option_name(word)) else theirs
+        elif group is None:
+            raise ValueError(f"expected an option that starts with --, not {word!r}.")
+        group.append(word)
+    given, from_file, extra = parser.read(ours)
+    parser.check(extra)
+    theirs = [*_words_of_file(from_file), *theirs]
+    parser.check(theirs, launch_option_names())
     found = _parsed(theirs)
     if found.num_processes is not None and found.num_processes < 1:
         raise ValueError(f"--num_processes {found.num_processes}: at least one is needed.")
-    theirs = _in_one_precision(given, theirs, found.mixed_precision)
-    return ours, _with_defaults(theirs, on_cpu="--cpu" in theirs or bool(given.get("use_cpu")))
-
-
-def _in_one_precision(
-    given: dict[str, Any], launcher: list[str], precision: str | None
-) -> list[str]:
-    """Let `--bf16 false` win over what a configuration of accelerate says.
-
-    Raises:
-        ValueError: if `--mixed_precision` asks for what is switched off.
-    """
-    if precision in ("bf16", "fp16") and given.get(precision) is False:
-        raise ValueError(
-            f"--mixed_precision {precision} contradicts --{precision} false; leave one of them out."
-        )
-    if given.get("bf16") is False and not given.get("fp16") and precision is None:
-        return [*launcher, "--mixed_precision", "no"]
-    return launcher
+    if found.cpu:
+        ours = [*ours, "--use_cpu"]
+    theirs += _one_precision(given, found.mixed_precision)
+    return ours, _with_defaults(theirs, found, found.cpu or bool(given.get("use_cpu")))
 
 
 def launch_options(launcher: list[str]) -> dict[str, Any]:
@@ -155,123 +131,67 @@ def launch_options(launcher: list[str]) -> dict[str, Any]:
     """
     found = _parsed(launcher)
     file = found.config_file or (default_config_file if os.path.isfile(default_config_file) else "")
-    options = _options_of_config(load_config_from_file(file)) if file else {}
-    given = {option_name(word) for word, _ in _groups(launcher)} & vars(found).keys()
-    if given & STRATEGIES:
+    options = {"use_deepspeed": False, "use_fsdp": False}
+    options |= _options_of_config(load_config_from_file(file)) if file else {}
+    names = {option_name(word) for word in launcher if word.startswith("--")}
+    given = {name: value for name, value in vars(found).items() if name in names}
+    if given.keys() & STRATEGIES:
         options |= dict.fromkeys(STRATEGIES, False)
-    options |= {name: getattr(found, name) for name in given}
-    for name in ("num_processes", "num_machines"):
-        options[name] = int(options.get(name) or 1)
-    return {"use_deepspeed": False, "use_fsdp": False} | options
+    options |= given
+    return options | {x: int(options.get(x) or 1) for x in ("num_processes", "num_machines")}
 
 
 def _options_of_config(config: Any) -> dict[str, Any]:
     kind = config.distributed_type.value
     options = {name: value for name, value in vars(config).items() if not isinstance(value, dict)}
-    for name, values in vars(config).items():
-        if name in ("deepspeed_config", "fsdp_config") and values:
-            options |= values
+    options |= (config.deepspeed_config or {}) | (config.fsdp_config or {})
     return options | {"use_deepspeed": kind == "DEEPSPEED", "use_fsdp": kind == "FSDP"}
-
-
-def num_processes(launcher: list[str]) -> int:
-    """How many processes the words for `accelerate launch` start, on all machines."""
-    return int(launch_options(launcher)["num_processes"])
-
-
-def _entries_of_file(parser: OptionParser, words: list[str], ours: set[str]) -> dict[str, Any]:
-    """What the configuration file holds besides options of the script."""
-    path = vars(parser.parse_known_args(words)[0]).get("config")
-    config = read_config(path) if path else {}
-    return {name: value for name, value in config.items() if name not in ours}
 
 
 def _words_of_file(values: dict[str, Any]) -> list[str]:
     """Write what the file holds for `accelerate launch` as words; null stands for nothing."""
     legal = launch_option_names()
-    flags = {name for name, action in _accelerate_actions().items() if action.nargs == 0}
+    actions = _launch_parser()._option_string_actions
     words: list[str] = []
     for name, value in values.items():
-        if name in flags and isinstance(value, bool):
+        action = actions.get(f"--{name}")
+        if action is not None and action.nargs == 0 and isinstance(value, bool):
             words += [f"--{name}"] * value
         elif value is not None or name not in legal:
             words += as_words({name: "no" if value is False and name in NAMED_NO else value})
     return words
 
 
-def _groups(words: list[str]) -> list[tuple[str, list[str]]]:
-    """Group each option with the values that follow it."""
-    groups: list[tuple[str, list[str]]] = []
-    for word in words:
-        if word.startswith("--"):
-            groups.append((word, []))
-        elif groups:
-            groups[-1][1].append(word)
-        else:
-            raise ValueError(f"expected an option that starts with --, not {word!r}.")
-    return groups
+def _one_precision(given: dict[str, Any], precision: str | None) -> list[str]:
+    """What lets `--bf16 false` win over what a configuration of accelerate says.
 
-
-def _accelerate_actions() -> dict[str, argparse.Action]:
-    actions: list[argparse.Action] = launch_command_parser()._actions
-    named = {word: action for action in actions for word in action.option_strings}
-    return {option_name(word): action for word, action in named.items() if word.startswith("--")}
-
-
-def _resolve_accelerate_config(words: list[str]) -> list[str]:
-    """Replace `--accelerate_config NAME` by the file it stands for."""
-    rest: list[str] = []
-    path = None
-    for option, values in _groups(words):
-        if option_name(option) != "accelerate_config":
-            rest += [option, *values]
-            continue
-        given = option.split("=", 1)[1] if "=" in option else next(iter(values), None)
-        path = _accelerate_config(given)
-    return rest if path is None else ["--config_file", path, *rest]
-
-
-def _accelerate_config(given: str | None) -> str:
-    folder = resources.files("trl").joinpath("accelerate_configs")
-    shipped = {Path(str(f)).stem: str(f) for f in folder.iterdir() if f.name.endswith(".yaml")}
-    if given is None:
+    Raises:
+        ValueError: if `--mixed_precision` asks for what is switched off.
+    """
+    if precision in ("bf16", "fp16") and given.get(precision) is False:
         raise ValueError(
-            f"--accelerate_config needs a file or one of {', '.join(sorted(shipped))}."
+            f"--mixed_precision {precision} contradicts --{precision} false; leave one of them out."
         )
-    if Path(given).is_file():
-        return given
-    if given in shipped:
-        return shipped[given]
-    close = difflib.get_close_matches(given, shipped, n=1) or sorted(shipped)
-    raise ValueError(
-        f"--accelerate_config {given}: there is no such file, and no shipped configuration of "
-        f"that name (closest: {', '.join(close)})."
-    )
+    switched_off = given.get("bf16") is False and not given.get("fp16") and precision is None
+    return ["--mixed_precision", "no"] if switched_off else []
 
 
-def _with_defaults(words: list[str], on_cpu: bool) -> list[str]:
+def _with_defaults(words: list[str], found: argparse.Namespace, on_cpu: bool) -> list[str]:
     """Say what a single machine without a configuration means, so that nothing is guessed."""
-    given = {option_name(word) for word in words if word.startswith("--")}
-    if "config_file" in given or os.path.isfile(default_config_file):
+    if found.config_file or os.path.isfile(default_config_file):
         return words
-    defaults = SINGLE_MACHINE | {"num_processes": 1 if on_cpu else _devices()}
-    words = [*as_words(defaults), *words]
-    return words if given & STRATEGIES else _for_several(words)
-
-
-def _for_several(words: list[str]) -> list[str]:
-    """accelerate starts several processes on CPUs only under the name of several GPUs."""
-    if int(_parsed(words).num_processes) == 1:
+    processes = found.num_processes or (1 if on_cpu else max(1, torch.cuda.device_count()))
+    words = [*as_words(SINGLE_MACHINE | {"num_processes": processes}), *words]
+    if processes == 1 or any(getattr(found, strategy) for strategy in STRATEGIES):
         return words
+    # accelerate starts several processes on CPUs only under the name of several GPUs.
     return ["--multi_gpu", *(word for word in words if word != "--cpu")]
 
 
 def _parsed(words: list[str]) -> argparse.Namespace:
     """Read options of `accelerate launch`, with mistakes as ValueErrors."""
-    parser = launch_command_parser()
-    parser.exit_on_error = False
     try:
-        found = parser.parse_args([*words, "--", SCRIPT])
+        found = _launch_parser().parse_args([*words, "--", SCRIPT])
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}.") from None
     if found.training_script != SCRIPT:
@@ -279,7 +199,28 @@ def _parsed(words: list[str]) -> argparse.Namespace:
     return found
 
 
-def _devices() -> int:
-    import torch
+def _launch_parser() -> argparse.ArgumentParser:
+    """That of `accelerate launch`, which also takes `--accelerate_config NAME`."""
+    parser: argparse.ArgumentParser = launch_command_parser()
+    parser.exit_on_error = False
+    names = ("--accelerate_config", "--accelerate-config")
+    parser.add_argument(*names, dest="config_file", type=_accelerate_config, nargs="?", const="")
+    return parser
 
-    return max(1, torch.cuda.device_count())
+
+def _accelerate_config(given: str) -> str:
+    """The configuration file of a path, or of the name of one that comes with this package."""
+    folder = resources.files("trl").joinpath("accelerate_configs")
+    shipped = {Path(f.name).stem: str(f) for f in folder.iterdir() if f.name.endswith(".yaml")}
+    if Path(given).is_file():
+        return given
+    if given in shipped:
+        return shipped[given]
+    names = ", ".join(sorted(shipped))
+    if not given:
+        raise argparse.ArgumentTypeError(f"a file is needed, or one of {names}")
+    close = difflib.get_close_matches(given, shipped, n=1)
+    raise argparse.ArgumentTypeError(
+        f"{given}: there is no such file, and no shipped configuration of that name "
+        f"(closest: {close[0] if close else names})"
+    )

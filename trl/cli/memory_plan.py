@@ -50,7 +50,7 @@ def main(words: list[str] | None = None) -> None:
             parser.print_help()
             return
         script, launcher = split(parser, words)
-        print(describe(parser, parser.read(script)[0], launch_options(launcher)))
+        print(plan_of(parser, parser.read(script)[0], launch_options(launcher)).text)
     except USER_ERRORS as error:
         if os.environ.get("TRL_DEBUG") == "1":
             raise
@@ -86,11 +86,6 @@ class Planned:
         return "\n\n".join([render(self.plan), "\n".join(self.notes)]).rstrip("\n")
 
 
-def describe(parser: TrlParser, values: dict[str, Any], launched: Mapping[str, Any]) -> str:
-    """Return the plan as text; see `plan_of`."""
-    return plan_of(parser, values, launched).text
-
-
 def plan_of(parser: TrlParser, values: dict[str, Any], launched: Mapping[str, Any]) -> Planned:
     """Plan what the options describe.
 
@@ -113,7 +108,7 @@ def plan_of(parser: TrlParser, values: dict[str, Any], launched: Mapping[str, An
 
 
 def options_of_worker(environment: Mapping[str, str]) -> dict[str, Any]:
-    """What `describe` needs to know of a launch, in a process that was launched."""
+    """What `plan_of` needs to know of a launch, in a process that was launched."""
     ranks = int(environment.get("WORLD_SIZE", "1"))
     machines = max(1, ranks // int(environment.get("LOCAL_WORLD_SIZE", str(ranks))))
     counts = {"num_processes": ranks, "num_machines": machines}

@@ -1,4 +1,4 @@
-"""What the options of a dataclass are: taken from the class, or from its source.
+"""What the options of a dataclass are; and dataclasses made from sources that are not imported.
 
 A source tells names, types, defaults and help without importing torch and transformers, which takes
 longer than a user should wait for the news of a misspelled option.
@@ -14,9 +14,9 @@ import importlib
 import importlib.util
 import inspect
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Option:
         help (`str`): what it is for.
         choices: the values allowed; empty if all of the type are.
         owner (`str`): name of the class that declares it last.
-        package (`str`): of that class.
+        is_foreign (`bool`): that class is of another package than the one with the option.
     """
 
     name: str
@@ -45,80 +45,69 @@ class Option:
     help: str
     choices: tuple[Any, ...]
     owner: str
-    package: str
+    is_foreign: bool
 
 
-@dataclass(frozen=True)
-class OptionClass:
-    """A dataclass of options.
-
-    Args:
-        name, package (`str`): of the class.
-        options (`list[Option]`): those of the class itself first, then those of its bases.
-        legacy: old names that the class accepts -> the option that replaces each, if any.
-    """
-
-    name: str
-    package: str
-    options: list[Option]
-    legacy: dict[str, str | None]
-
-
-def options_of_class(kind: type) -> OptionClass:
-    """Read a dataclass."""
+def options_of(kind: type) -> list[Option]:
+    """Read a dataclass: its own options first, then those of its bases."""
     hints = typing.get_type_hints(kind)
     left = {field.name: field for field in dataclasses.fields(kind) if field.init}
     options = []
     for owner in kind.__mro__:
-        package = owner.__module__.partition(".")[0]
+        is_foreign = _package(owner) != _package(kind)
         for name in filter(left.__contains__, inspect.get_annotations(owner)):
             field = left.pop(name)
             factory = field.default_factory
             default = factory() if callable(factory) else field.default
-            text, choices = str(field.metadata.get("help", "")), field.metadata.get("choices", ())
+            text, choices = field.metadata.get("help", ""), field.metadata.get("choices")
+            choices = tuple(choices) if isinstance(choices, Iterable) else ()
             options.append(
-                Option(name, hints[name], default, text, tuple(choices), owner.__name__, package)
+                Option(name, hints[name], default, text, choices, owner.__name__, is_foreign)
             )
-    package = kind.__module__.partition(".")[0]
-    return OptionClass(kind.__name__, package, options, getattr(kind, "legacy_options", {}))
+    return options
 
 
-def options_of_source(path: str) -> OptionClass:
-    """Read the source of a dataclass and of its bases.
+def class_from_source(path: str) -> type:
+    """Make a dataclass with the options of another one, which is not imported.
 
     Args:
         path (`str`): such as "trl.trainer.rloo_config.RLOOConfig".
     """
-    found: dict[str, Option] = {}
-    legacy = None
-    for module, node in _lineage(*_split(path)):
-        for statement in node.body:
-            if isinstance(statement, ast.AnnAssign):
-                option = _option(module, node.name, statement)
-                if option is not None:
-                    found.setdefault(option.name, option)
-            elif legacy is None and _assigns(statement, "legacy_options"):
-                legacy = module.value(statement.value)
-    package, *_, name = path.split(".")
-    return OptionClass(name, package, list(found.values()), legacy or {})
+    module, _, name = HOMES.get(path, path).rpartition(".")
+    return _source(module)[name]
 
 
-class _Module(dict):
-    """The source of a module, and as a mapping what a name in it stands for."""
+class _Computed(type):
+    """What can be called and have attributes, without any effect."""
 
-    def __init__(self, name: str):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+    def __str__(cls) -> str:
+        return "computed"
+
+
+class Computed(metaclass=_Computed):
+    """Stands for a default or a type that only an import would tell."""
+
+
+class _Source(dict):
+    """What the names in a module stand for, as far as its source tells."""
+
+    def __init__(self, module: str):
         super().__init__()
-        self.name = name
-        file, self._package = _located(name)
+        self.module = module
+        file, self._package = _located(module)
         nodes = ast.parse(file.read_text(encoding="utf-8")).body
-        self.classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
-        self._constants = {
-            ast.unparse(node.targets[0]): node.value
-            for node in nodes
-            if isinstance(node, ast.Assign)
-        }
-        self.imported = {
-            x.asname or x.name: (self._home(node), x.name)
+        self._classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+        self._constants = _assigned(nodes)
+        self._imported = {
+            x.asname or x.name: f"{self._home(node)}.{x.name}"
             for node in nodes
             if isinstance(node, ast.ImportFrom)
             for x in node.names
@@ -129,44 +118,63 @@ class _Module(dict):
         above = self._package[: len(self._package) + 1 - node.level] if node.level else []
         return ".".join([*above, *filter(None, [node.module])])
 
-    def value(self, expression: ast.expr) -> Any:
-        """Evaluate a type or a default, whose names stand for what sources tell."""
-        return eval(compile(ast.Expression(expression), self.name, "eval"), {}, self)
-
-    def value_or(self, expression: ast.expr, otherwise: Any) -> Any:
-        """Evaluate what may be computed by functions that are not imported here."""
-        with suppress(Exception):
-            return self.value(expression)
-        return otherwise
+    def __contains__(self, name: object) -> bool:
+        return name in self._classes or name in self._constants
 
     def __missing__(self, name: str) -> Any:
-        for built_in in (typing, builtins):
-            if hasattr(built_in, name):
-                return getattr(built_in, name)
+        self[name] = self._found(name)
+        return self[name]
+
+    def _found(self, name: str) -> Any:
+        for known in (typing, builtins, dataclasses):
+            if hasattr(known, name):
+                return getattr(known, name)
         if name in self._constants:
-            return self.value(self._constants[name])
-        if name in self.classes:
-            return _stand_in(self.classes[name])
-        return self._elsewhere(*self.imported.get(name, ("", "")))
+            return self._value(self._constants[name])
+        if name in self._classes:
+            return self._class(self._classes[name])
+        return _elsewhere(self._imported.get(name, ""))
 
-    def _elsewhere(self, module: str, name: str) -> Any:
-        """An imported name; functions of this package alone are imported, to be called."""
-        if module.partition(".")[0] not in ("trl", "transformers"):
-            return Any
-        other = _module(module)
-        if name in other._constants or name in other.classes:
-            return other[name]
-        return getattr(importlib.import_module(module), name) if module[:4] == "trl." else Any
+    def _value(self, expression: ast.expr) -> Any:
+        with suppress(Exception):  # of what is done with values that only an import would tell
+            return eval(compile(ast.Expression(expression), self.module, "eval"), {}, self)
+        return Computed
+
+    def _class(self, node: ast.ClassDef) -> type:
+        """A dataclass with the same fields and old names, or an enumeration of the same values."""
+        constants = _assigned(node.body)
+        if any("Enum" in ast.unparse(base) for base in node.bases):
+            names = {name: x.value for name, x in constants.items() if isinstance(x, ast.Constant)}
+            return enum.Enum(node.name, names)  # type: ignore[misc,return-value]
+        fields = [
+            (ast.unparse(x.target), *map(self._value, filter(None, (x.annotation, x.value))))
+            for x in node.body
+            if isinstance(x, ast.AnnAssign)
+        ]
+        namespace: dict[str, Any] = {"__module__": self.module}
+        if "legacy_options" in constants:
+            namespace["legacy_options"] = self._value(constants["legacy_options"])
+        bases = tuple(x for x in map(self._value, node.bases) if x is not Computed)
+        return dataclasses.make_dataclass(
+            node.name, fields, bases=bases, namespace=namespace, init=False, repr=False, eq=False
+        )
 
 
-@cache
-def _module(name: str) -> _Module:
-    return _Module(name)
+_source = cache(_Source)
 
 
-def _located(name: str) -> tuple[Path, list[str]]:
+def _elsewhere(path: str) -> Any:
+    """An imported name; functions of this package alone are imported, to be called."""
+    module, _, name = HOMES.get(path, path).rpartition(".")
+    package = module.partition(".")[0]
+    if package in ("trl", "transformers") and name in _source(module):
+        return _source(module)[name]
+    return getattr(importlib.import_module(module), name) if package == "trl" else Computed
+
+
+def _located(module: str) -> tuple[Path, list[str]]:
     """The file of a module, and the package it belongs to."""
-    words = name.split(".")
+    words = module.split(".")
     spec = importlib.util.find_spec(words[0])
     place = Path(str(spec and spec.origin)).parent.joinpath(*words[1:])
     if place.is_dir():
@@ -174,74 +182,9 @@ def _located(name: str) -> tuple[Path, list[str]]:
     return place.with_suffix(".py"), words[:-1]
 
 
-def _split(path: str) -> tuple[str, str]:
-    module, _, name = HOMES.get(path, path).rpartition(".")
-    return module, name
+def _assigned(nodes: list[ast.stmt]) -> dict[str, ast.expr]:
+    return {ast.unparse(x.targets[0]): x.value for x in nodes if isinstance(x, ast.Assign)}
 
 
-def _lineage(module: str, name: str) -> Iterator[tuple[_Module, ast.ClassDef]]:
-    """The class and its bases, as far as they have sources here."""
-    source = _module(module)
-    node = source.classes[name]
-    yield source, node
-    for base in node.bases:
-        inner = ast.unparse(base)
-        if inner in source.classes:
-            yield from _lineage(module, inner)
-        elif inner in source.imported:
-            yield from _lineage(*_split(".".join(source.imported[inner])))
-
-
-def _assigns(statement: ast.stmt, name: str) -> typing.TypeGuard[ast.Assign]:
-    return isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == name
-
-
-def _stand_in(node: ast.ClassDef) -> Any:
-    """An enumeration with the same values; for another class, anything."""
-    if not any("Enum" in ast.unparse(base) for base in node.bases):
-        return Any
-    members = [(ast.unparse(x.targets[0]), x.value) for x in node.body if isinstance(x, ast.Assign)]
-    values = {name: x.value for name, x in members if isinstance(x, ast.Constant)}
-    return enum.Enum(node.name, values)  # type: ignore[misc]
-
-
-def _option(module: _Module, owner: str, node: ast.AnnAssign) -> Option | None:
-    """What a line of a class declares; None for class variables and fields that no one sets."""
-    if "ClassVar" in ast.unparse(node.annotation):
-        return None
-    annotation = module.value(node.annotation)
-    name, package = ast.unparse(node.target), module.name.partition(".")[0]
-    given = _arguments(node.value)
-    if given.get("init") is not None and not module.value(given["init"]):
-        return None
-    value = MISSING
-    if "default_factory" in given:
-        value = module.value(given["default_factory"])()
-    elif "default" in given:
-        value = _default(module, given["default"])
-    text, choices = (
-        module.value_or(given[x], None) if x in given else None for x in ("help", "choices")
-    )
-    return Option(name, annotation, value, text or "", tuple(choices or ()), owner, package)
-
-
-def _arguments(value: ast.expr | None) -> dict[str, ast.expr]:
-    """The arguments of `field(...)` or `option(...)`, or a plain default."""
-    if not isinstance(value, ast.Call):
-        return {} if value is None else {"default": value}
-    given = dict(zip(("default", "help", "choices"), value.args, strict=False))
-    given |= {str(word.arg): word.value for word in value.keywords}
-    metadata = given.pop("metadata", None)
-    if isinstance(metadata, ast.Dict):
-        given |= {
-            str(key.value): x
-            for key, x in zip(metadata.keys, metadata.values, strict=True)
-            if isinstance(key, ast.Constant)
-        }
-    return given
-
-
-def _default(module: _Module, expression: ast.expr) -> Any:
-    """A default, or a word that says it is computed."""
-    value = module.value_or(expression, Any)
-    return "computed" if value is Any else value
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]

@@ -13,11 +13,10 @@ from ..data.files import load_dataset_source
 from ..data.mixture import DatasetMixtureConfig, get_dataset
 from ..trainer.model_config import get_peft_config, get_quantization_config
 from .arguments import OnlineScriptArguments, ScriptArguments
-from .exit import check_output_dir, one_line_errors, rank, tell_success
-from .launch_words import check_launch_options
+from .exit import check_output_dir, one_line_errors, rank, tell_success, warn_of_missing_ranks
 from .parser import TrlParser
-from .processes import warn_of_missing_ranks
 from .reward_lookup import find_reward
+from .words import as_words, launch_option_names
 
 
 def run_training(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
@@ -45,20 +44,19 @@ def _shows_plan(parser: TrlParser) -> bool:
     values = parser.read()[0]
     if not values.get("plan"):
         return False
-    from .memory_plan import describe, options_of_worker
+    from .memory_plan import options_of_worker, plan_of
 
     # Configurations find the other workers, so that all of them make the plan.
-    plan = describe(parser, values, options_of_worker(os.environ))
+    plan = plan_of(parser, values, options_of_worker(os.environ))
     if rank() == 0:
-        print(plan)
+        print(plan.text)
     return True
 
 
 def _prepare(parser: TrlParser, trainer_class: Callable[..., Any]) -> tuple[Any, Any, Any]:
-    values, from_file, unknown = parser.read()
-    if unknown:
-        raise ValueError(f"{parser.unknown(unknown)}.")
-    check_launch_options(parser, from_file)
+    values, from_file, words = parser.read()
+    parser.check(words)
+    parser.check(as_words(from_file), launch_option_names())
     script, training, model, mixture = parser.build(values)
     if model.model_name_or_path is None:
         raise ValueError("--model_name_or_path is required.")

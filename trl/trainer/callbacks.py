@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerState
 
 from ..distributed import fsdp_version
 from ..imports import is_available, require
@@ -55,9 +55,7 @@ class SyncRefModelCallback(TrainerCallback):
         self.accelerator = accelerator
 
     @torch.no_grad()
-    def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Blend the weights if a sync is due."""
         if state.global_step % args.ref_model_sync_steps:
             return
@@ -106,25 +104,20 @@ class _Progress:
         self.first = state.global_step
         self.activity = Activity("")
         self.metrics: list[str] = []
-        self._started = time.monotonic()
-        self._updated = self._started
+        self.started = self.updated = time.monotonic()
 
-    def advance(self) -> None:
-        """A step is done."""
-        self._updated = time.monotonic()
+    def elapsed(self) -> str:
+        return f"{_clock(time.monotonic() - self.started)} elapsed"
 
-    @property
-    def elapsed(self) -> float:
-        return time.monotonic() - self._started
-
-    def remaining(self) -> float | None:
-        """Seconds left, from the mean of all steps of this run; None before the first is done."""
+    def left(self) -> str:
+        """Time left, from the mean of all steps of this run; "-" before the first is done."""
         done = self.state.global_step - self.first
         if not done:
-            return None
-        seconds = (self._updated - self._started) / done
-        since = time.monotonic() - self._updated
-        return max(0.0, seconds * (self.state.max_steps - self.state.global_step) - since)
+            return "-"
+        end = self.updated + (self.updated - self.started) / done * (
+            self.state.max_steps - self.state.global_step
+        )
+        return _clock(max(0.0, end - time.monotonic()))
 
     def doing(self) -> str:
         """Such as "generating 12/64"."""
@@ -153,14 +146,19 @@ class _ProgressCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Measure the speed."""
         if self._training is not None:
-            self._training.advance()
+            self._training.updated = time.monotonic()
 
-    def on_evaluate(
-        self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Say what an evaluation found."""
         if state.is_world_process_zero:
-            self._say(_evaluated(state, metrics or {}))
+            self._say(_evaluated(state, kwargs["metrics"]))
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Show reward, KL and length, or the loss, of the steps since the last log."""
+        words = _shown(kwargs["logs"])
+        if words and self._training is not None:
+            self._training.metrics = words
+            self._show_metrics(self._training)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Stop the clock."""
@@ -174,6 +172,9 @@ class _ProgressCallback(TrainerCallback):
     def _follow(self, activity: Activity) -> None:
         if self._training is not None:
             self._training.activity = activity
+
+    def _show_metrics(self, now: _Progress) -> None:
+        """A display that draws all the time has nothing to do."""
 
     def _say(self, words: Iterable[str]) -> None:
         print("  ".join(words), flush=True)
@@ -196,15 +197,7 @@ class PlainProgressCallback(_ProgressCallback):
         super().on_step_end(args, state, control)
         now = self._training
         if now is not None and state.global_step == now.first + 1 and not control.should_log:
-            self._say_step(now, [])
-
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
-    ) -> None:
-        """Print reward, KL and length, or the loss, of the steps since the last log."""
-        words = _shown(logs or {})
-        if words and self._training is not None:
-            self._say_step(self._training, words)
+            self._show_metrics(now)
 
     def _follow(self, activity: Activity) -> None:
         super()._follow(activity)
@@ -217,11 +210,8 @@ class PlainProgressCallback(_ProgressCallback):
             self._told.add(words)
             self._say([f"step {state.global_step + 1}/{state.max_steps}", now.doing()])
 
-    def _say_step(self, now: _Progress, words: list[str]) -> None:
-        left = now.remaining()
-        clock = f"{_clock(now.elapsed)} elapsed"
-        clock += "" if left is None else f", {_clock(left)} left"
-        self._say([_step(now.state), *words, clock])
+    def _show_metrics(self, now: _Progress) -> None:
+        self._say([_step(now.state), *now.metrics, f"{now.elapsed()}, {now.left()} left"])
 
     def _say(self, words: Iterable[str]) -> None:
         self._said = time.monotonic()
@@ -253,34 +243,20 @@ class RichProgressCallback(_ProgressCallback):
         if self._training is not None:
             self._open()
 
-    def on_prediction_step(
-        self, args: Any, state: TrainerState, control: Any, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the batches of an evaluation."""
-        if not state.is_world_process_zero:
-            return
-        if self._evaluation is None:
-            loader: Any = kwargs.get("eval_dataloader")
-            self._evaluation = 0, len(loader) if hasattr(loader, "__len__") else None
+        if state.is_world_process_zero:
+            loader = kwargs.get("eval_dataloader")
+            total = len(loader) if hasattr(loader, "__len__") else None
+            self._evaluation = (self._evaluation or (0, None))[0] + 1, total
             self._open()
-        done, total = self._evaluation
-        self._evaluation = done + 1, total
 
-    def on_evaluate(
-        self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Print a line that says what was found."""
         self._evaluation = None
         if self._training is None:
             self.close()
-        super().on_evaluate(args, state, control, metrics)
-
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
-    ) -> None:
-        """Show reward, KL and length, or the loss."""
-        if self._training is not None:
-            self._training.metrics = _shown(logs or {}) or self._training.metrics
+        super().on_evaluate(args, state, control, **kwargs)
 
     def close(self) -> None:
         """Stop drawing, whatever is still going on."""
@@ -294,26 +270,22 @@ class RichProgressCallback(_ProgressCallback):
         yield self._text(self._line(options.max_width), no_wrap=True, overflow="ellipsis")
 
     def _line(self, width: int) -> str:
-        """What is shown, the more the wider the terminal is."""
-        parts = []  # text, and how important it is: 0 comes first
-        if self._training is not None:
-            now = self._training
-            left = now.remaining()
-            parts = [
-                (_step(now.state), 0),
-                (f"ETA {'-' if left is None else _clock(left)}", 1),
-                (now.doing(), 2),
-                ("  ".join(now.metrics), 3),
-                (f"{_clock(now.elapsed)} elapsed", 4),
-            ]
+        """What is shown, the more the wider the terminal is; what comes first matters most."""
+        now, parts = self._training, []
+        if now is not None:
+            parts.append(_step(now.state))
         if self._evaluation is not None:
             done, total = self._evaluation
-            parts.insert(1, (f"evaluation {done}/{'?' if total is None else total}", -1))
-        kept = _fitting([part for part in parts if part[0]], width)
-        room = width - len("  ".join(kept)) - 2
-        if self._training is not None and room >= NARROWEST_BAR:
-            kept.insert(1, _bar(self._training.state, min(room, WIDEST_BAR)))
-        return "  ".join(kept)
+            parts.append(f"evaluation {done}/{'?' if total is None else total}")
+        if now is not None:
+            parts += [f"ETA {now.left()}", now.doing(), "  ".join(now.metrics), now.elapsed()]
+        parts = [part for part in parts if part]
+        while len(parts) > 1 and len("  ".join(parts)) > width:
+            parts.pop()
+        room = width - len("  ".join(parts)) - 2
+        if now is not None and room >= NARROWEST_BAR:
+            parts.insert(1, _bar(now.state, min(room, WIDEST_BAR)))
+        return "  ".join(parts)
 
     def _say(self, words: Iterable[str]) -> None:
         self._console.print("  ".join(words), markup=False, highlight=False)
@@ -341,16 +313,6 @@ def close_progress(callbacks: Iterable[TrainerCallback]) -> None:
     for callback in callbacks:
         if isinstance(callback, _ProgressCallback):
             callback.close()
-
-
-def _fitting(parts: list[tuple[str, int]], width: int) -> list[str]:
-    """As many texts as there is room for, the most important ones, in their order."""
-    kept: list[tuple[str, int]] = []
-    for part in sorted(parts, key=lambda part: part[1]):
-        if kept and len("  ".join(text for text, _ in [*kept, part])) > width:
-            break
-        kept.append(part)
-    return [text for text, _ in parts if any(text == other for other, _ in kept)]
 
 
 def _bar(state: TrainerState, width: int) -> str:
