@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import NoReturn
 
 from .text import did_you_mean
@@ -36,6 +37,7 @@ def refuse(name: str, known: Iterable[str]) -> NoReturn:
     else:
         hint = did_you_mean(name, known)
     message = f"module 'trl' has no attribute {name!r}.{hint}"
-    if sys._getframe(2).f_code.co_name == "_handle_fromlist" and not name.startswith("__"):
+    from_trl_import = sys._getframe(2).f_code.co_name == "_handle_fromlist"
+    if from_trl_import and not name.startswith("__") and find_spec(f"trl.{name}") is None:
         raise ImportError(message.replace("has no attribute", "has no name"), name="trl")
     raise AttributeError(message)
