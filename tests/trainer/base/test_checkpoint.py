@@ -218,3 +218,28 @@ def test_every_process_and_the_layout_of_transformers_are_there(tmp_path):
         *("trainer_state.json", "training_args.bin", "tokenizer.json", "README.md"),
         *("trl_state_0.pt", MANIFEST),
     }
+
+
+def bytes_read():
+    with open("/proc/self/io") as file:
+        return int(next(line.split()[1] for line in file if line.startswith("rchar")))
+
+
+@pytest.mark.parametrize(("whole", "share"), [(True, 1.0), (False, 0.25)])
+def test_checksums_of_large_files_are_sampled_unless_asked_for(tmp_path, whole, share):
+    folder, size = write(tmp_path / "checkpoint-1"), 2**27
+    with (folder / "large.bin").open("wb") as file:
+        file.truncate(size)
+    before = bytes_read()
+    seal(folder, {}, whole)
+    read = bytes_read() - before
+    assert read <= share * size + 2**20 and (not whole or read >= size)
+    assert find_fault(folder) is None
+    for place in (0, size - 1):  # both ends are always looked at
+        with (folder / "large.bin").open("r+b") as file:
+            file.seek(place)
+            file.write(b"x")
+        assert "its checksum differs" in find_fault(folder)
+        with (folder / "large.bin").open("r+b") as file:
+            file.seek(place)
+            file.write(b"\0")

@@ -184,3 +184,12 @@ def test_the_number_of_processes_must_stay(folder):
     trainer.run_settings["number of processes"] = 2
     with pytest.raises(ValueError, match="number of processes: 1 in the checkpoint, 2 now"):
         trainer.find_checkpoint(True)
+
+
+def test_a_resumed_run_says_from_where(tmp_path, capsys):
+    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    make_trainer(tmp_path, **saved).train()
+    assert "resumed" not in capsys.readouterr().out
+    make_trainer(tmp_path, max_steps=3).train(resume_from_checkpoint=True)
+    place = tmp_path / "checkpoint-2"
+    assert f"resumed from {place}: step 2 of 3, epoch 1.00" in capsys.readouterr().out

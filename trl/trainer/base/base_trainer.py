@@ -27,7 +27,7 @@ from ...random_numbers import random_numbers_kept
 from ...types import Mode, Rows
 from ..callbacks import close_progress, show_progress
 from .base_config import BaseConfig
-from .checkpoint import UNFINISHED, publish_together, told
+from .checkpoint import UNFINISHED, publish_together, told, written_by_each_node
 from .loop_state import LoopCallback, Place, RankState
 from .phases import Phases
 from .policy import Policy
@@ -410,7 +410,8 @@ class BaseTrainer(Publishing, Trainer):
             self.state.save_to_json(str(staged / "trainer_state.json"))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        with storing_adapters_only(self.accelerator.unwrap_model(self.model)):
+        bare = self.accelerator.unwrap_model(self.model)
+        with storing_adapters_only(bare), written_by_each_node(bare, self.args.save_on_each_node):
             super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

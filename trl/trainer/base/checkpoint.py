@@ -88,6 +88,20 @@ def publish_together(
     ranks.wait()
 
 
+@contextmanager
+def written_by_each_node(model: Any, wanted: bool) -> Iterator[None]:
+    """Let `save_pretrained` write where it is told to; it writes on rank 0 of all nodes alone."""
+    name = "should_save_on_this_rank"  # of newer releases of transformers
+    if not (wanted and hasattr(model, name)):
+        yield
+        return
+    setattr(model, name, bool)  # it is given what it is told
+    try:
+        yield
+    finally:
+        delattr(model, name)
+
+
 def seal(folder: Path, facts: dict[str, Any], whole: bool = True) -> None:
     """Write the manifest, when everything else in `folder` is written, and flush all to the disk.
 
