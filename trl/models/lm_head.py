@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..ops.linear_logprobs import LogitTransform, Tiling, default_chunk, linear_log_probs
-from ..ops.logprobs import token_log_probs, token_statistics
+from ..ops.logprobs import token_scores
 from ..ops.oom import is_out_of_memory
 from ..ops.support import Support
-from .chunked_head import Run, checkpointed_log_probs, module_log_probs
+from .chunked_head import Run, chunked_log_probs, summing_in_float32
 from .sharded import is_sharded, original_class, replaced_forward, unwrapped
 from .unwrap import as_made, capture_hidden, causal_model, evaluating, run_inside
 
@@ -104,18 +104,15 @@ class OutputHead:
         if self.chunk == 0:
             logits = self.logits(hidden, autocast)
             mass = None if support is None else support.log_mass(logits.detach(), ids)
-            if with_entropy:
-                return *token_statistics(logits, ids), mass
-            return token_log_probs(logits, ids), None, mass
+            return *token_scores(logits, ids, with_entropy=with_entropy), mass
         if self.sharded:
             return self._sharded_scores(hidden, ids, autocast, with_entropy, support)
         run = partial(self.logits, autocast=autocast)
         mass = self._log_mass(run, hidden, ids, support)
         if self.is_plain:
             return *self._tiled_log_probs(hidden, ids, autocast, with_entropy), mass
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
-        step = self._step(hidden)
-        return *module_log_probs(run, parameters, hidden, ids, step, with_entropy), mass
+        summing = partial(run, project=summing_in_float32(self.module))
+        return *chunked_log_probs(summing, hidden, ids, self._step(hidden), with_entropy), mass
 
     @torch.no_grad()
     def _log_mass(
@@ -158,7 +155,7 @@ class OutputHead:
             if self.is_plain:
                 found = self._tiled_log_probs(hidden, ids, autocast, with_entropy)
             else:
-                found = checkpointed_log_probs(run, hidden, ids, self._step(hidden), with_entropy)
+                found = chunked_log_probs(run, hidden, ids, self._step(hidden), with_entropy)
             made.append((*found, self._log_mass(run, hidden, ids, support)))
             return made[-1]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..ops.logprobs import token_log_probs, token_statistics
+from ..ops.logprobs import token_scores
 from ..ops.support import Support
 from .lm_head import OutputHead
 from .packed_layout import Layout
@@ -93,11 +93,7 @@ class TokenReader(Reader):
         # Without any prompt there is nothing before the first column of completions.
         missing = targets.shape[1] + 1 - logits.shape[1]
         logits, targets = logits[:, :-1], targets[:, missing:]
-        statistics: tuple[Tensor | None, ...]
-        if self.with_entropy:
-            statistics = token_statistics(logits, targets, self.temperature)
-        else:
-            statistics = token_log_probs(logits, targets, self.temperature), None
+        statistics = token_scores(logits, targets, self.temperature, self.with_entropy)
         for values in (*statistics, self._log_mass(logits.detach(), targets)):
             yield None if values is None else nn.functional.pad(values, (missing, 0)).flatten()
 

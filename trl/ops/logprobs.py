@@ -15,33 +15,23 @@ from torch.autograd.function import once_differentiable
 BLOCK_ELEMENTS = 2**23
 
 
-def token_log_probs(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probability of each id under softmax(logits / temperature).
+def token_scores(
+    logits: Tensor, ids: Tensor, temperature: float = 1.0, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each id under softmax(logits / temperature), and entropies if asked for.
 
     Args:
-        logits (`Tensor`): (..., V).
+        logits (`Tensor`): (..., V); a logit of -inf marks an impossible token.
         ids (`Tensor`): (...) integers in [0, V).
         temperature (`float`): greater than 0.
+        with_entropy (`bool`): also return entropies, in nats.
 
     Returns:
-        `Tensor`: (...) float32, or float64 for float64 logits; differentiable once.
+        (...) each, in float32, or float64 for float64 logits; differentiable once.
 
     Raises:
         ValueError: if `temperature` is not greater than 0.
     """
-    return _statistics(logits, ids, temperature, with_entropy=False)[0]
-
-
-def token_statistics(
-    logits: Tensor, ids: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """`token_log_probs`, and entropies in nats; a logit of -inf marks an impossible token."""
-    return _statistics(logits, ids, temperature, with_entropy=True)
-
-
-def _statistics(
-    logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool
-) -> tuple[Any, Any]:
     if not temperature > 0:
         raise ValueError(f"temperature must be greater than 0, got {temperature}.")
     shape = logits.shape[:-1]
