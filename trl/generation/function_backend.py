@@ -20,15 +20,11 @@ def _is_token(value: Any) -> bool:
     return is_whole and int(value) >= 0
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real)
-
-
 # What an entry of each key must be, what it is converted to, and its name in messages.
 KINDS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], Any], str]] = {
     "prompt_ids": (_is_token, int, "a token id"),
     "completion_ids": (_is_token, int, "a token id"),
-    "logprobs": (_is_number, float, "a number"),
+    "logprobs": (lambda value: isinstance(value, numbers.Real), float, "a number"),
     "env_mask": (lambda value: value in (0, 1), bool, "0 or 1"),
 }
 
@@ -75,7 +71,12 @@ class FunctionBackend(GenerationBackend):
                 names the key and the row.
             RankError: if the function failed on another rank.
         """
-        found = self._call(prompts)
+        messages = list(prompts.messages)
+        outcome = Outcome.of(lambda: _checked(self._function(messages), len(prompts)))
+        if isinstance(outcome.failure, RankError):  # from the engine, which the function may use
+            raise outcome.failure
+        self._ranks.raise_together(outcome.failure, "rollout_func")
+        found = outcome.value
         finish: list[FinishReason] = [
             "stop" if ids and ids[-1] in sampling.stop_ids else "length"
             for ids in found["completion_ids"]
@@ -89,17 +90,26 @@ class FunctionBackend(GenerationBackend):
             columns=found["columns"],
         )
 
-    def _call(self, prompts: Prompts) -> dict[str, Any]:
-        messages = list(prompts.messages)
-        found = Outcome.of(lambda: _checked(self._function(messages), len(prompts)))
-        if isinstance(found.failure, RankError):  # from the engine, which the function may use
-            raise found.failure
-        self._ranks.raise_together(found.failure, "rollout_func")
-        return found.value
-
 
 def _checked(found: Any, count: int) -> dict[str, Any]:
     """Turn what a rollout function returned into plain lists, or say what is wrong with it."""
+    _check_names(found)
+    checked: dict[str, Any] = {
+        name: None if found.get(name) is None else _entries(name, _rows(name, found[name], count))
+        for name in KINDS
+    }
+    for row in range(count):
+        _check_lengths(row, {name: rows[row] for name, rows in checked.items() if rows is not None})
+    columns = {
+        name: _rows(name, value, count) if _is_listed(value) else [value] * count
+        for name, value in found.items()
+        if name not in KINDS
+    }
+    rows = [{name: values[row] for name, values in columns.items()} for row in range(count)]
+    return checked | {"columns": rows}
+
+
+def _check_names(found: Any) -> None:
     if not isinstance(found, Mapping):
         kind = type(found).__name__
         raise ValueError(f"rollout_func returned a {kind}; it must be a dictionary.")
@@ -109,31 +119,18 @@ def _checked(found: Any, count: int) -> dict[str, Any]:
             f"rollout_func returned no {', '.join(missing)}; it must return {', '.join(REQUIRED)}, "
             f"and has {', '.join(map(str, found)) or 'nothing'}."
         )
-    checked: dict[str, Any] = {
-        name: None if found.get(name) is None else _entries(name, _rows(name, found[name], count))
-        for name in KINDS
-    }
-    for row, (prompt, ids) in enumerate(
-        zip(checked["prompt_ids"], checked["completion_ids"], strict=True)
-    ):
-        if not prompt:
-            raise ValueError(f"rollout_func: prompt_ids of row {row} is empty.")
-        for name in ("logprobs", "env_mask"):
-            if checked[name] is not None and len(checked[name][row]) != len(ids):
-                raise ValueError(
-                    f"rollout_func: {name} of row {row} has {len(checked[name][row])} entries for "
-                    f"{len(ids)} completion tokens."
-                )
-    others = {name: value for name, value in found.items() if name not in KINDS}
-    return checked | {"columns": _columns(others, count)}
 
 
-def _columns(others: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    columns = {
-        name: _rows(name, value, count) if _is_listed(value) else [value] * count
-        for name, value in others.items()
-    }
-    return [{name: values[row] for name, values in columns.items()} for row in range(count)]
+def _check_lengths(row: int, entries: Mapping[str, list[Any]]) -> None:
+    if not entries["prompt_ids"]:
+        raise ValueError(f"rollout_func: prompt_ids of row {row} is empty.")
+    tokens = len(entries["completion_ids"])
+    for name in ("logprobs", "env_mask"):
+        if name in entries and len(entries[name]) != tokens:
+            raise ValueError(
+                f"rollout_func: {name} of row {row} has {len(entries[name])} entries for "
+                f"{tokens} completion tokens."
+            )
 
 
 def _is_listed(value: Any) -> bool:

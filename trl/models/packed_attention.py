@@ -83,8 +83,8 @@ class Packing:
             cuts = tuple((start, stop) for start, stop in pairwise(ends) if start < stop)
             places.append(Group(at, slice(tail_start, ends[-1]), cuts))
             prefix_start, tail_start = prefix_start + prefix, ends[-1]
-        cuts = (cut for group in places for cut in group.cuts)
-        return cls(tuple(places), make_buckets(cuts, device))
+        every = (cut for group in places for cut in group.cuts)
+        return cls(tuple(places), make_buckets(every, device))
 
 
 @dataclass(frozen=True)

@@ -133,11 +133,11 @@ class Scorer:
     ) -> Forward:
         """What to call for hidden states; where there is a choice, without calling the head."""
         of_tokens = [reader for reader in readers if isinstance(reader, TokenReader)]
-        heads = [reader.head for reader in of_tokens]
-        if None in heads:
+        heads = [reader.head for reader in of_tokens if reader.head is not None]
+        if len(heads) < len(of_tokens):
             columns = len(layout.targets) // len(layout.inputs["input_ids"])
             return partial(forward, logits_to_keep=columns + 1)
-        if not self.router_logits and all(head.sharded for head in heads if head is not None):
+        if not self.router_logits and all(head.sharded for head in heads):
             return causal_model(model).base_model
         none = torch.empty(0, dtype=torch.long, device=self.device)
         return partial(forward, logits_to_keep=none if heads[0].is_plain else 1)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 Gather = Callable[[Any], list[Any]]
-Value = float | Tensor  # () tensors stay on their device until the log
+Value: TypeAlias = float | Tensor  # () tensors stay on their device until the log
 
 
 class MetricStore:

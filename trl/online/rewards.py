@@ -139,12 +139,9 @@ class RewardSuite:
         weights = self.weights.to(values.device)
         total = (values * weights).nansum(1)
         total = total.masked_fill(values.isnan().all(1), torch.nan)
+        names = tuple(source.name for source in self.sources)
         table = RewardTable(
-            per_function=values,
-            weights=weights,
-            total=total,
-            names=tuple(source.name for source in self.sources),
-            group_size=group_size,
+            per_function=values, weights=weights, total=total, names=names, group_size=group_size
         )
         return table, extras
 

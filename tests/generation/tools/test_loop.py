@@ -13,7 +13,7 @@ from trl.distributed import Ranks
 from trl.generation.base import GenerationBackend
 from trl.generation.function_backend import FunctionBackend
 from trl.generation.tools.calls import CallParser
-from trl.generation.tools.loop import ToolLimits, ToolLoop
+from trl.generation.tools.loop import ToolLoop
 from trl.generation.tools.runner import ToolRunner
 from trl.generation.transformers.backend import TransformersBackend
 from trl.types import Prompts, Sampling
@@ -22,12 +22,12 @@ ASK = call("add", '{"a": 2, "b": 3}')
 ANSWER = "(tool add: 5)<assistant>"
 
 
-def loop(engine, tokenizer=None, limits=None, ranks=None, tools=(add, spell, fail)) -> ToolLoop:
+def loop(engine, tokenizer=None, ranks=None, tools=(add, spell, fail), **limits) -> ToolLoop:
     tokenizer = tokenizer or tool_tokenizer()
     runner = ToolRunner(tools, 20.0)
     parser = CallParser(tokenizer, runner.schemas)
     turns = ToolTurns(tokenizer, STOPS)
-    return ToolLoop(engine, runner, parser, turns, limits or ToolLimits(), ranks or Ranks())
+    return ToolLoop(engine, runner, parser, turns, ranks or Ranks(), **limits)
 
 
 def prompts(*texts) -> Prompts:
@@ -112,7 +112,7 @@ def test_failures_are_told_and_counted():
 
 @pytest.mark.parametrize(("turns", "made"), [(0, 0), (1, 1), (2, 2), (None, 3)])
 def test_most_turns_that_are_answered(turns, made):
-    backend = loop(ScriptedBackend(says(ASK, ASK, ASK, "ok")), limits=ToolLimits(turns))
+    backend = loop(ScriptedBackend(says(ASK, ASK, ASK, "ok")), turns=turns)
     found = backend.generate(prompts("q"), sampling(), 1)
     assert found.tool_calls == [(made, 0)]
     assert found.messages[0][-1]["role"] == "assistant" and found.finish == ["stop"]
@@ -134,12 +134,12 @@ TWO = FIRST + len(ids(ANSWER))
 )
 @pytest.mark.parametrize("bound", ["max_tokens", "max_new_tokens", "context"])
 def test_a_completion_ends_where_there_is_no_room(bound, most, expected, finish):
-    changes, limits = {}, ToolLimits()
+    changes, limits = {}, {}
     if bound == "context":
-        limits = ToolLimits(context=most + len(ids("q")))
+        limits = {"context": most + len(ids("q"))}
     else:
         changes = {"max_tokens": most} if bound == "max_tokens" else {"extra": {bound: most}}
-    backend = loop(ScriptedBackend(says(ASK, "ok")), limits=limits)
+    backend = loop(ScriptedBackend(says(ASK, "ok")), **limits)
     found = backend.generate(prompts("q"), sampling(**changes), 1)
     assert text(found.completion_ids[0]) == expected and found.finish == [finish]
     assert found.messages[0][-1]["role"] == "assistant"
@@ -149,7 +149,7 @@ def test_a_completion_ends_where_there_is_no_room(bound, most, expected, finish)
 
 def test_a_row_with_less_room_than_the_others_is_cut():
     engine = ScriptedBackend(lambda seen, place: ids("a" * 30))
-    backend = loop(engine, limits=ToolLimits(context=20))
+    backend = loop(engine, context=20)
     found = backend.generate(prompts("q", "q" * 8), sampling(), 1)
     assert list(map(len, found.completion_ids)) == [19, 12] == found.trained_lengths()
     assert found.finish == ["length"] * 2 and engine.calls[0].max_tokens == 19

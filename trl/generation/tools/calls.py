@@ -77,10 +77,16 @@ def _read_body(body: str, schemas: Sequence[dict[str, Any]]) -> ToolCall:
     if match is None:
         return _read_json(body)
     name = match[1].strip()
-    arguments = {
-        key.strip(): _typed(value, _declared(schemas, name, key.strip()))
-        for key, value in PARAMETER.findall(match[2])
-    }
+    functions = [schema["function"] for schema in schemas]
+    known: dict[str, Any] = next(
+        (f["parameters"]["properties"] for f in functions if f["name"] == name), {}
+    )
+    arguments: dict[str, Any] = {}
+    for key, value in PARAMETER.findall(match[2]):
+        arguments[key.strip()] = value
+        if known.get(key.strip(), {}).get("type") != "string":  # those stay as they are written
+            with contextlib.suppress(ValueError):
+                arguments[key.strip()] = json.loads(value)
     return ToolCall(name, arguments)
 
 
@@ -89,28 +95,6 @@ def _read_json(text: str) -> ToolCall:
         return ToolCall.of(json.loads(text))
     except (ValueError, RecursionError) as error:
         return ToolCall.malformed(f"it is not JSON: {error}", text.strip())
-
-
-def _declared(schemas: Sequence[dict[str, Any]], name: str, argument: str) -> str:
-    for schema in schemas:
-        function = schema["function"]
-        if function["name"] == name:
-            known = function["parameters"]["properties"].get(argument, {}).get("type", "")
-            return known if isinstance(known, str) else ""
-    return ""
-
-
-def _typed(text: str, declared: str) -> Any:
-    """Read an argument that was written as plain text; strings stay as they are."""
-    if declared == "string":
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-READERS: tuple[Reader, ...] = (read_tagged, read_bare)
 
 
 class CallParser:
@@ -156,18 +140,12 @@ class CallParser:
         if self._reader is None:
             message, calls = self._parse(prompt, ids)
         else:
-            message, calls = self._read(self._reader, ids)
+            text, calls = self._reader(self._tokenizer.decode(list(ids)), self._schemas)
+            plain = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+            message = {"role": "assistant", "content": self._plain(text) if calls else plain}
         if calls:
             message["tool_calls"] = [call.as_message() for call in calls]
         return message, calls
-
-    def _read(self, reader: Reader, ids: Sequence[int]) -> tuple[dict[str, Any], list[ToolCall]]:
-        content, calls = reader(self._tokenizer.decode(list(ids)), self._schemas)
-        if calls:
-            content = self._plain(content)
-        else:
-            content = self._tokenizer.decode(list(ids), skip_special_tokens=True)
-        return {"role": "assistant", "content": content}, calls
 
     def _parse(
         self, prompt: Sequence[int], ids: Sequence[int]
@@ -188,7 +166,7 @@ class CallParser:
     def _find_reader(self, template_kwargs: dict[str, Any]) -> Reader:
         written = rendered_call(self._tokenizer, **template_kwargs)
         text = self._plain(written)
-        for reader in READERS:
+        for reader in (read_tagged, read_bare):
             _, calls = reader(text, self._schemas)
             if ToolCall(NAME, {"word": ARGUMENT}) in calls:
                 return reader

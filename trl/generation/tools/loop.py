@@ -14,24 +14,6 @@ from .calls import CallParser, ToolCall
 from .runner import ToolResult, ToolRunner
 
 
-@dataclass(frozen=True)
-class ToolLimits:
-    """Where a completion with tool calls ends.
-
-    Args:
-        turns (`int`, *optional*): most turns whose calls are answered. None: no limit.
-        context (`int`, *optional*): most tokens of prompt and completion together.
-    """
-
-    turns: int | None = None
-    context: int | None = None
-
-    def room(self, prompt: int, written: int, max_tokens: int) -> int:
-        """Tokens that may be added to a completion."""
-        most = max_tokens if self.context is None else min(max_tokens, self.context - prompt)
-        return max(0, most - written)
-
-
 @dataclass
 class _Row:
     """A completion in the making."""
@@ -62,13 +44,13 @@ class _Row:
             self.logps += logps[: len(kept)]
         return kept
 
-    def read(self, ids: Sequence[int], results: Sequence[ToolResult]) -> None:
+    def read(self, ids: Sequence[int], messages: Sequence[dict[str, Any]]) -> None:
         """Append what the tools answered; `ids` are its tokens."""
         self.ids += ids
         self.trainable += [False] * len(ids)
         if self.logps is not None:
             self.logps += [0.0] * len(ids)
-        self.turns += [result.as_message() for result in results]
+        self.turns += messages
 
 
 class ToolLoop(GenerationBackend):
@@ -85,8 +67,9 @@ class ToolLoop(GenerationBackend):
         tools (`ToolRunner`): makes the calls.
         parser (`CallParser`): finds them.
         template (`ToolTurns`): tokens of the answers.
-        limits (`ToolLimits`): where completions end, besides `Sampling.max_tokens`.
         ranks (`Ranks`): all processes.
+        turns (`int`, *optional*): most turns whose calls are answered. None: no limit.
+        context (`int`, *optional*): most tokens of prompt and completion together.
     """
 
     def __init__(
@@ -95,16 +78,18 @@ class ToolLoop(GenerationBackend):
         tools: ToolRunner,
         parser: CallParser,
         template: ToolTurns,
-        limits: ToolLimits,
         ranks: Ranks,
+        turns: int | None = None,
+        context: int | None = None,
     ):
         self.engine = engine
         self.reports_policy_logps = engine.reports_policy_logps
         self._tools = tools
         self._parse = parser
         self._template = template
-        self._limits = limits
         self._ranks = ranks
+        self._turns = turns
+        self._context = context
 
     def sync_weights(self, step: int) -> None:
         """Sync those of the engine, once for all turns."""
@@ -116,7 +101,10 @@ class ToolLoop(GenerationBackend):
         `Sampling.max_tokens` bounds the whole completion, answers included. Answers that leave no
         room for another token are taken back, and the completion ends before them.
         """
-        sampling = _settled(sampling)
+        # Engine options may name the longest completion too; here it changes from turn to turn.
+        extra = dict(sampling.extra)
+        limits = [extra.pop(name) for name in ("max_new_tokens", "max_tokens") if name in extra]
+        sampling = sampling.replace(extra=extra, max_tokens=[sampling.max_tokens, *limits][-1])
         seeds = sampling.seeds or [None] * len(prompts)
         texts = zip(prompts.token_ids, prompts.messages, seeds, strict=True)
         rows = [_Row(list(ids), message, seed) for ids, message, seed in texts]
@@ -129,7 +117,11 @@ class ToolLoop(GenerationBackend):
         while limit := self._longest(active, sampling):
             asked = active or [_Row(rows[0].prompt, rows[0].message, rows[0].seed)]
             drawn = sampling.replace(max_tokens=limit, seeds=_seeds(asked, turn))
-            found = self.engine.generate(_prompts(asked), drawn, group_size)
+            prompts = Prompts(
+                messages=[row.message for row in asked],
+                token_ids=[[*row.prompt, *row.ids] for row in asked],
+            )
+            found = self.engine.generate(prompts, drawn, group_size)
             for place, row in enumerate(active):
                 self._write(row, found, place, sampling)
             active = self._answered(active, sampling, turn)
@@ -141,7 +133,11 @@ class ToolLoop(GenerationBackend):
         return max(self._ranks.gather_objects(local))
 
     def _room(self, row: _Row, sampling: Sampling) -> int:
-        return self._limits.room(len(row.prompt), len(row.ids), sampling.max_tokens)
+        """Tokens that may be added to a completion."""
+        most = sampling.max_tokens
+        if self._context is not None:
+            most = min(most, self._context - len(row.prompt))
+        return max(0, most - len(row.ids))
 
     def _write(self, row: _Row, found: Generations, place: int, sampling: Sampling) -> None:
         """Append a turn of the policy, and find its calls if it ended by itself."""
@@ -157,7 +153,7 @@ class ToolLoop(GenerationBackend):
 
     def _answered(self, active: Sequence[_Row], sampling: Sampling, turn: int) -> list[_Row]:
         """Make the calls of all rows, and return the rows that go on."""
-        if self._limits.turns is not None and turn >= self._limits.turns:
+        if self._turns is not None and turn >= self._turns:
             return []
         results = iter(self._tools([call for row in active for call in row.pending]))
         going_on = []
@@ -171,35 +167,20 @@ class ToolLoop(GenerationBackend):
 
     def _answer(self, row: _Row, answers: Sequence[ToolResult], sampling: Sampling) -> bool:
         """Append answers if they leave room for another token."""
-        ids = self._template.after([answer.as_message() for answer in answers])
+        messages = [answer.as_message() for answer in answers]
+        ids = self._template.after(messages)
         if len(ids) >= self._room(row, sampling):
             return False
-        row.read(ids, answers)
+        row.read(ids, messages)
         return True
-
-
-def _settled(sampling: Sampling) -> Sampling:
-    """Engine options may name the longest completion too; here it changes from turn to turn."""
-    extra = dict(sampling.extra)
-    limits = [extra.pop(name) for name in ("max_new_tokens", "max_tokens") if name in extra]
-    return sampling.replace(extra=extra, max_tokens=[sampling.max_tokens, *limits][-1])
-
-
-def _prompts(rows: Sequence[_Row]) -> Prompts:
-    return Prompts(
-        messages=[row.message for row in rows], token_ids=[[*row.prompt, *row.ids] for row in rows]
-    )
 
 
 def _seeds(rows: Sequence[_Row], turn: int) -> tuple[int, ...] | None:
     """A random stream for each row and turn; the first turn's is that of plain completions."""
-    if any(row.seed is None for row in rows):
+    seeds = [row.seed for row in rows if row.seed is not None]
+    if len(seeds) < len(rows):
         return None
-    return tuple(_seed(row.seed or 0, turn) for row in rows)
-
-
-def _seed(seed: int, turn: int) -> int:
-    return seed if turn == 0 else row_seeds((seed, "turn"), turn, 1)[0]
+    return tuple(row_seeds((seed, "turn"), turn, 1)[0] if turn else seed for seed in seeds)
 
 
 def _joined(rows: Sequence[_Row]) -> Generations:

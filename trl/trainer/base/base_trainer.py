@@ -373,8 +373,10 @@ class BaseTrainer(Publishing, Trainer):
     @property
     def _moving_reference(self) -> FrozenCopy | None:
         """The reference if it moves and no other file of a checkpoint holds it."""
-        moves = self.args.sync_ref_model and isinstance(self.reference, FrozenCopy)
-        return self.reference if moves else None
+        reference = self.reference
+        if self.args.sync_ref_model and isinstance(reference, FrozenCopy):
+            return reference
+        return None
 
     # --- Saving ---
 

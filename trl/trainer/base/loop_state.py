@@ -17,7 +17,8 @@ from ...types import Mode
 
 logger = logging.get_logger(__name__)
 
-Save, Restore = Callable[[], Any], Callable[[Any], None]
+Save = Callable[[], Any]
+Restore = Callable[[Any], None]
 
 
 @dataclass

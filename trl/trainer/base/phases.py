@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -117,7 +117,7 @@ class Phases:
         total = earlier + len(batch)
         return torch.stack(self._training.retry_all(total, reset, work, start=earlier)).sum()
 
-    def _located(self, rows: range) -> Iterator[tuple[Rows, Rows]]:
+    def _located(self, rows: range) -> Iterator[tuple[Any, Any]]:
         """Each micro-batch of the update that has some of the rows, and those rows."""
         first = 0
         for micro_batch in self._done:

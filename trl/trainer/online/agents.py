@@ -11,7 +11,7 @@ from ...data.tool_template import ToolTurns
 from ...generation.base import GenerationBackend
 from ...generation.function_backend import RolloutFunction
 from ...generation.tools.calls import CallParser
-from ...generation.tools.loop import ToolLimits, ToolLoop
+from ...generation.tools.loop import ToolLoop
 from ...generation.tools.runner import ToolRunner
 from ...models.loading import context_length
 from ...models.policy_handle import PolicyHandle
@@ -94,11 +94,13 @@ class Agents:
         turns = ToolTurns(tokenizer, stop_ids, self.template_kwargs(args))
         contexts = (engine.context, context_length(policy.model))
         bounds = [context for context in contexts if context is not None]
+        options: Any = args.chat_template_kwargs
         return ToolLoop(
             engine,
             self.tools,
-            CallParser(tokenizer, self.tools.schemas, args.chat_template_kwargs),
+            CallParser(tokenizer, self.tools.schemas, options),
             turns,
-            ToolLimits(args.max_tool_calling_iterations, min(bounds, default=None)),
             policy.ranks,
+            args.max_tool_calling_iterations,
+            min(bounds, default=None),
         )

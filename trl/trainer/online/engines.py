@@ -39,6 +39,7 @@ def sampling_for(args: OnlineConfig, stop_ids: tuple[int, ...]) -> Sampling:
     Raises:
         ValueError: for an option in `generation_kwargs` that the engine does not know.
     """
+    extra: Any = args.generation_kwargs or {}
     sampling = Sampling(
         max_tokens=args.max_completion_length or 0,
         temperature=args.temperature,
@@ -47,7 +48,7 @@ def sampling_for(args: OnlineConfig, stop_ids: tuple[int, ...]) -> Sampling:
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
         stop_ids=stop_ids,
-        extra=args.generation_kwargs or {},
+        extra=extra,
     )
     if args.use_vllm:
         from .vllm_engines import settle_sampling
@@ -139,9 +140,10 @@ def _make_continuous(policy: PolicyHandle, args: OnlineConfig) -> GenerationBack
             f"use_transformers_continuous_batching=True cannot be used with {', '.join(refused)}; "
             "transformers_continuous_batching_config says how its cache is bounded."
         )
+    options: Any = args.transformers_continuous_batching_config
     return ContinuousBackend(
         policy.inference,
         pad_id=policy.tokenizer.pad_token_id,
-        options=args.transformers_continuous_batching_config,
+        options=options,
         ranks=policy.ranks,
     )
