@@ -65,15 +65,15 @@ def run_trl(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 def option_problems(config: dict[str, object]) -> list[str]:
     """What is wrong with a configuration file for `trl rloo` or `trl grpo`."""
-    types = grpo.make_parser()._types | rloo.make_parser()._types
+    options = grpo.make_parser()._options | rloo.make_parser()._options
     others = launch_option_names() | {"accelerate_config", "env"}
     problems = []
     for name, value in config.items():
-        if name not in types:
+        if name not in options:
             problems += [] if name in others else [f"{name}: no option"]
             continue
         try:
-            convert(value, types[name])
+            convert(value, options[name].annotation)
         except ConversionError as error:
             problems.append(f"{name}: {error}")
     return problems

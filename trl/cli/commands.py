@@ -23,10 +23,12 @@ class Command:
     Args:
         name (`str`): what a user writes.
         summary (`str`): what it does, for `trl --help`.
+        source (`str`): the path of a dataclass with its options, where importing them takes long.
     """
 
     name: str
     summary: str
+    source: str = ""
 
     def run(self, words: list[str]) -> None:
         """Do what the words after the name say."""
@@ -39,19 +41,12 @@ class Command:
 
     def option_parser(self) -> Any:
         """The options of the command, to look names up."""
+        if self.source:
+            return TrlParser(class_from_source(self.source))
         return import_module(self.module).make_parser()
 
 
-@dataclass(frozen=True)
-class PlanCommand(Command):
-    """`trl memory-plan`, whose options are looked up in its source."""
-
-    def option_parser(self) -> TrlParser:
-        """The options of its own."""
-        return TrlParser(class_from_source(f"{self.module}.PlanArguments"))
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingCommand(Command):
     """A command whose workers are started through `accelerate launch`, from `trl.scripts.NAME`.
 
@@ -137,7 +132,7 @@ class TrainingCommand(Command):
 def _online(name: str, title: str, common: tuple[str, ...]) -> TrainingCommand:
     return TrainingCommand(
         name,
-        f"train with {title}",
+        summary=f"train with {title}",
         config=f"trl.trainer.{name}_config.{title}Config",
         trainer=f"trl.trainer.{name}_trainer.{title}Trainer",
         arguments="trl.cli.arguments.OnlineScriptArguments",
@@ -166,7 +161,11 @@ TRAINING: dict[str, TrainingCommand] = {
 COMMANDS: dict[str, Command] = TRAINING | {
     command.name: command
     for command in (
-        PlanCommand("memory-plan", "print how much memory a training command would take"),
+        Command(
+            "memory-plan",
+            "print how much memory a training command would take",
+            "trl.cli.memory_plan.PlanArguments",
+        ),
         Command("vllm-serve", "serve a model with vLLM for vllm_mode='server'"),
         Command("completions", "show the completions a run wrote"),
         Command("env", "print versions for a bug report"),

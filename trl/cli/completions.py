@@ -19,7 +19,7 @@ FIELDS = {"step", "group", "prompt", "completion", "finish", "rewards", "reward"
 
 def main(words: list[str] | None = None) -> None:
     """Print a table of the completions that the options select."""
-    options = _options(words)
+    options = make_parser().parse_args(words)
     try:
         records = read_records(Path(options.folder), options.split)
         chosen = select(records, options)
@@ -27,15 +27,9 @@ def main(words: list[str] | None = None) -> None:
     except (FileNotFoundError, ValueError, ImportError) as error:
         print(f"trl completions: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    hidden = len(chosen) - min(len(chosen), options.limit)
-    print(
-        f"{len(chosen) - hidden} of {len(records)} completions"
-        + (f"; {hidden} more match, see --limit" if hidden else "")
-    )
-
-
-def _options(words: list[str] | None) -> argparse.Namespace:
-    return make_parser().parse_args(words)
+    hidden = max(0, len(chosen) - options.limit)
+    more = f"; {hidden} more match, see --limit" if hidden else ""
+    print(f"{len(chosen) - hidden} of {len(records)} completions{more}")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -61,11 +55,8 @@ def read_records(path: Path, split: str) -> list[dict[str, Any]]:
     file = path if path.is_file() else path / "completions" / f"{split}.jsonl"
     if not file.is_file():
         raise FileNotFoundError(f"there are no completions at {file}.")
-    records = []
     with file.open(encoding="utf-8") as lines:  # splitlines would split inside of completions
-        for number, line in enumerate(lines, 1):
-            records.append(_record(line, f"line {number} of {file}"))
-    return records
+        return [_record(line, f"line {number} of {file}") for number, line in enumerate(lines, 1)]
 
 
 def _record(line: str, place: str) -> dict[str, Any]:

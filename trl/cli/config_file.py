@@ -28,7 +28,10 @@ def read_config(path: str) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} must be a mapping of option names to values.")
-    _set_environment(config.pop("env", {}), path)
+    environment = config.pop("env", {})
+    if not isinstance(environment, dict):
+        raise ValueError(f"env in {path} must be a mapping of names to values.")
+    os.environ.update({str(name): str(value) for name, value in environment.items()})
     return _with_underscores(config, path)
 
 
@@ -59,9 +62,3 @@ def _with_underscores(config: dict[Any, Any], path: str) -> dict[str, Any]:
             raise ValueError(f"{path}: the key {name} is given twice, once with hyphens.")
         found[name] = value
     return found
-
-
-def _set_environment(environment: Any, path: str) -> None:
-    if not isinstance(environment, dict):
-        raise ValueError(f"env in {path} must be a mapping of names to values.")
-    os.environ.update({str(name): str(value) for name, value in environment.items()})

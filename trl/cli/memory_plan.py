@@ -6,12 +6,10 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 
 import torch
 
-from ..data.mixture import DatasetMixtureConfig
 from ..imports import is_available
 from ..memory.engine import EngineNeeds, engine_memory
 from ..memory.model_size import ModelSize, load_config, model_size, shares_prompts, states_of
@@ -23,11 +21,12 @@ from ..memory.sharding import Sharding, options_of_environment, read_sharding
 from ..trainer.base.options import option
 from ..trainer.model_config import ModelConfig, get_peft_config
 from .arguments import OnlineScriptArguments
+from .commands import TRAINING
 from .exit import USER_ERRORS
 from .launch import launch_options, split
 from .parser import TrlParser
 
-METHODS = ("rloo", "grpo")
+METHODS = tuple(TRAINING)
 # Bytes of a quantized weight: its bits, and the float32 or nested scale of each block of 64.
 QUANTIZED = {8: 1.0, 4: 0.5 + 4 / 64}
 NESTED = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -59,13 +58,8 @@ def main(words: list[str] | None = None) -> None:
 
 def make_parser(method: str = "rloo") -> TrlParser:
     """The options of `trl memory-plan --method METHOD`."""
-    types = (PlanArguments, OnlineScriptArguments, _config_class(method), ModelConfig)
-    return TrlParser((*types, DatasetMixtureConfig), prog="trl memory-plan")
-
-
-def _config_class(method: str) -> type:
-    module = import_module(f"trl.trainer.{method}_config")
-    return getattr(module, f"{method.upper()}Config")
+    types = TRAINING[method].make_parser().dataclass_types
+    return TrlParser((PlanArguments, *types), prog="trl memory-plan")
 
 
 @dataclass(frozen=True)
@@ -98,9 +92,7 @@ def plan_of(parser: TrlParser, values: dict[str, Any], launched: Mapping[str, An
         ValueError: for options that training would refuse, too.
     """
     processes, machines = launched["num_processes"], launched["num_machines"]
-    built = {type(x).__name__: x for x in _build(parser, values, processes)}
-    script, model_args = built["OnlineScriptArguments"], built["ModelConfig"]
-    training = next(x for x in built.values() if hasattr(x, "batch_plan"))
+    script, training, model_args, _ = _build(parser, values, processes)[-4:]
     if model_args.model_name_or_path is None:
         raise ValueError("--model_name_or_path is required.")
     plan = make_plan(script, training, model_args, read_sharding(launched, processes, machines))
@@ -121,10 +113,9 @@ def _build(parser: TrlParser, values: dict[str, Any], processes: int) -> tuple[A
         # transformers refuses what only a GPU can do, unless told that a CPU should.
         values = values | {"use_cpu": True}
     ranks = {"world_size": property(lambda self: processes)}
-    kinds = parser.dataclass_types
     parser.dataclass_types = tuple(
         type(kind.__name__, (kind,), ranks) if hasattr(kind, "batch_plan") else kind
-        for kind in kinds
+        for kind in parser.dataclass_types
     )
     return parser.build(values)
 
@@ -140,26 +131,21 @@ def make_plan(
     Raises:
         OSError: if the model has no configuration.
     """
-    init_kwargs = {"revision": model_args.model_revision} | (training.model_init_kwargs or {})
-    config = load_config(
-        model_args.model_name_or_path or "", init_kwargs["revision"], training.trust_remote_code
-    )
     trusted = training.trust_remote_code
-    device = script.device_memory_gb
+    revision = (training.model_init_kwargs or {}).get("revision", model_args.model_revision)
+    config = load_config(model_args.model_name_or_path or "", revision, trusted)
     run = settings(script, training, model_args, config)
     if sharding is not None:
         run = run.replace(**_division(training, model_args, run, sharding))
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    given = script.device_memory_gb
     plan = Plan(
         model=model_size(config, get_peft_config(model_args), trusted),
         run=run,
-        device_bytes=device_bytes(_first_device()) if device is None else device * 1e9,
+        device_bytes=device_bytes(device) if given is None else given * 1e9,
         adapter=None if model_args.use_peft else _with_adapter(config, model_args, trusted),
     )
     return _with_engine(plan, training)
-
-
-def _first_device() -> torch.device:
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _with_adapter(config: Any, model_args: ModelConfig, trusted: bool) -> ModelSize | None:
@@ -178,9 +164,9 @@ def settings(
     """Turn options into the numbers of the estimate."""
     prompt = script.longest_prompt or _assumed_prompt(training, config)
     weight_bytes, product_bytes, matrix_bytes = _precision(training, model_args, config)
-    on_cpu = script.device_memory_gb is None and _trains_on_cpu(training)
     longest = prompt + training.max_completion_length
     shares = shares_prompts(config, model_args.attn_implementation, longest)
+    has_gpu = torch.cuda.is_available() and not training.use_cpu
     return RunSettings.of(
         training,
         prompt=prompt,
@@ -188,7 +174,7 @@ def settings(
         product_bytes=product_bytes,
         matrix_bytes=matrix_bytes,
         shared_prefix=training.shared_prefix and shares,
-        on_cpu=on_cpu,
+        on_cpu=script.device_memory_gb is None and not has_gpu,
     )
 
 
@@ -208,33 +194,29 @@ def _with_engine(plan: Plan, training: Any) -> Plan:
     """
     if not training.use_vllm:
         return plan
-    found = 0.0
     sleeps, share = training.vllm_enable_sleep_mode, training.vllm_gpu_memory_utilization
-    if training.vllm_mode == "colocate":
-        found = engine_bytes(plan, training) if share is None else share * plan.device_bytes
+    if training.vllm_mode != "colocate":
+        found = 0.0
+    elif share is not None:
+        found = share * plan.device_bytes
+    else:
+        needs = _engine_needs(plan, training)
+        shortest = min(plan.run.prompt + plan.run.completion, needs.context)
+        found = engine_memory(plan, needs, sleeps, shortest).total
     return replace(plan, run=plan.run.replace(engine_bytes=found, engine_sleeps=sleeps))
 
 
-def engine_bytes(plan: Plan, training: Any) -> float:
-    """What an engine gets beside training if no option says so."""
+def _engine_needs(plan: Plan, training: Any) -> EngineNeeds:
     run, model, parallel = plan.run, plan.model, training.vllm_tensor_parallel_size
     row = run.prompt + run.completion
-    context = training.vllm_max_model_length or model.context or row
-    needs = EngineNeeds(
+    return EngineNeeds(
         weights=run.product_bytes * model.parameters / parallel,
-        token=_token_of_engine(plan, training),
+        token=run.product_bytes * 2 * model.keys * model.layers / parallel,
         tokens=run.rows * parallel * row,
-        context=context,
+        context=training.vllm_max_model_length or model.context or row,
         entry=run.product_bytes,
         rows=run.rows * parallel,
     )
-    return engine_memory(plan, needs, training.vllm_enable_sleep_mode, min(row, context)).total
-
-
-def _token_of_engine(plan: Plan, training: Any) -> float:
-    """Bytes of the keys and values of one token on one of the GPUs of an engine."""
-    entries = 2 * plan.model.keys * plan.model.layers
-    return float(plan.run.product_bytes * entries / training.vllm_tensor_parallel_size)
 
 
 def _division(
@@ -250,10 +232,6 @@ def _division(
         # The engine casts the weights themselves, so that no operator has to.
         found |= {"loaded_bytes": run.weight_bytes, "weight_bytes": 2}
     return found
-
-
-def _trains_on_cpu(training: Any) -> bool:
-    return bool(training.use_cpu) or not torch.cuda.is_available()
 
 
 def _precision(
@@ -315,13 +293,13 @@ def _engine_words(plan: Plan, training: Any) -> str:
     """What a generation engine makes of its memory."""
     if training.vllm_mode != "colocate":
         return "its server has GPUs of its own"
-    run, parallel = plan.run, training.vllm_tensor_parallel_size
-    weights = run.product_bytes * plan.model.parameters / parallel
-    room = (run.engine_bytes or 0.0) - weights
+    needs = _engine_needs(plan, training)
+    room = (plan.run.engine_bytes or 0.0) - needs.weights
     if room <= 0:
         raise ValueError(
             f"vllm_gpu_memory_utilization={training.vllm_gpu_memory_utilization} leaves no room "
-            f"for {size(weights)} of weights on each GPU: raise it, or vllm_tensor_parallel_size."
+            f"for {size(needs.weights)} of weights on each GPU: raise it, or "
+            "vllm_tensor_parallel_size."
         )
-    tokens = room / _token_of_engine(plan, training)
-    return f"{size(weights)} of weights, and room for a cache of {tokens:,.0f} tokens"
+    tokens = room / needs.token
+    return f"{size(needs.weights)} of weights, and room for a cache of {tokens:,.0f} tokens"

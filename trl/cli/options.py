@@ -43,9 +43,9 @@ class Option:
     annotation: Any
     default: Any
     help: str
-    choices: tuple[Any, ...]
-    owner: str
-    is_foreign: bool
+    choices: tuple[Any, ...] = ()
+    owner: str = ""
+    is_foreign: bool = False
 
 
 def options_of(kind: type) -> list[Option]:

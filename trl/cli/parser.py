@@ -50,8 +50,7 @@ class TrlParser(argparse.ArgumentParser):
         self._negative_number_matcher = NUMBER
         many = isinstance(dataclass_types, Iterable)
         self.dataclass_types = tuple(dataclass_types) if many else (dataclass_types,)
-        self._types: dict[str, Any] = {}
-        self._choices: dict[str, tuple[Any, ...]] = {}
+        self._options: dict[str, Option] = {}
         self._legacy: set[str] = set()
         self._defaults_from_config: dict[str, Any] = {}
         self._files: dict[str, str] = {}  # for names in a file that are no options: its path
@@ -103,7 +102,7 @@ class TrlParser(argparse.ArgumentParser):
         if fail_with_unknown_args and not return_remaining_strings:
             self.check(unused)
         built = self.build(values)
-        own = {name: value for name, value in values.items() if name not in self._types}
+        own = {name: value for name, value in values.items() if name not in self._options}
         if own:
             built = (*built, argparse.Namespace(**own))
         if not return_remaining_strings:
@@ -150,9 +149,9 @@ class TrlParser(argparse.ArgumentParser):
         self._files = dict.fromkeys(others, str(path))
         values = self._defaults_from_config | given
         problems = []
-        for name in values.keys() & self._types.keys():
+        for name in values.keys() & self._options.keys():
             try:
-                values[name] = self._converted(name, values[name])
+                values[name] = self._converted(self._options[name], values[name])
             except ConversionError as error:
                 problems.append(str(error))
         return values, sorted(problems), others, words
@@ -195,7 +194,7 @@ class TrlParser(argparse.ArgumentParser):
         names = [option_name(word) for word in words if word.startswith("--")]
         unknown = [name for name in names if name not in others]
         if unknown:
-            legal = [*self._types, *sorted(others)]
+            legal = [*self._options, *sorted(others)]
             return describe_unknown(unknown, legal, self._files, self.prog)
         return "" if others or not words else f"unexpected words: {' '.join(words)}."
 
@@ -206,7 +205,7 @@ class TrlParser(argparse.ArgumentParser):
     @property
     def names(self) -> list[str]:
         """All options, names of earlier releases excepted."""
-        return [name for name in self._types if name not in self._legacy]
+        return [name for name in self._options if name not in self._legacy]
 
     def knows(self, name: str) -> bool:
         """Whether `name` (with underscores) may be given, with hyphens in front."""
@@ -214,59 +213,50 @@ class TrlParser(argparse.ArgumentParser):
 
     def _take_defaults(self, values: dict[str, Any]) -> dict[str, Any]:
         """Take defaults for options; return the other entries."""
-        self._defaults_from_config |= {k: v for k, v in values.items() if k in self._types}
-        return {k: v for k, v in values.items() if k not in self._types}
+        self._defaults_from_config |= {k: v for k, v in values.items() if k in self._options}
+        return {k: v for k, v in values.items() if k not in self._options}
 
     def _add(self, group: Any, option: Option) -> None:
-        self._types[option.name] = option.annotation
-        if option.choices:
-            self._choices[option.name] = option.choices
+        self._options[option.name] = option
         text = option.help.replace("%", "%%").replace("%%%%", "%%")
-        default = None if option.default is MISSING else option.default
-        shown = str(default).replace("%", "%%")
-        self._add_option(group, option.name, f"{text} (default: {shown})")
-
-    def _add_option(self, group: Any, name: str, text: str) -> None:
-        annotation = self._types[name]
-        options: dict[str, Any] = {"help": text, "dest": name, "default": argparse.SUPPRESS}
-        if is_sequence(annotation):
-            options["nargs"] = "+"
-        elif annotation is Any or is_flag(annotation):
-            options |= {"nargs": "?", "const": True}
-        if name in self._choices:
-            options["metavar"] = f"{{{','.join(map(str, self._choices[name]))}}}"
-        group.add_argument(*_spellings(name), **options)
+        if text != argparse.SUPPRESS:
+            default = None if option.default is MISSING else option.default
+            text += f" (default: {default})".replace("%", "%%")
+        details: dict[str, Any] = {"help": text, "dest": option.name, "default": argparse.SUPPRESS}
+        if is_sequence(option.annotation):
+            details["nargs"] = "+"
+        elif option.annotation is Any or is_flag(option.annotation):
+            details |= {"nargs": "?", "const": True}
+        if option.choices:
+            details["metavar"] = f"{{{','.join(map(str, option.choices))}}}"
+        group.add_argument(*_spellings(option.name), **details)
 
     def _add_opposites(self) -> None:
-        hidden = argparse.SUPPRESS
-        for name in filter(lambda name: is_flag(self._types[name]), self._types):
-            if f"no_{name}" not in self._types:
-                names = _spellings(f"no_{name}")
-                self.add_argument(
-                    *names, dest=name, action="store_false", default=hidden, help=hidden
-                )
+        hidden: dict[str, Any] = {"action": "store_false"}
+        hidden |= dict.fromkeys(("default", "help"), argparse.SUPPRESS)
+        for option in self._options.values():
+            if is_flag(option.annotation) and f"no_{option.name}" not in self._options:
+                self.add_argument(*_spellings(f"no_{option.name}"), dest=option.name, **hidden)
 
     def _add_legacy(self, names: dict[str, str | None]) -> None:
         """Old names take the type of what replaces them, or else what YAML makes of a value."""
         for old, new in names.items():
-            if old not in self._types:
-                self._types[old] = self._types.get(str(new), Any)
+            if old not in self._options:
+                annotation = self._options[new].annotation if new in self._options else Any
                 self._legacy.add(old)
-                self._add_option(self, old, argparse.SUPPRESS)
+                self._add(self, Option(old, annotation, None, argparse.SUPPRESS))
 
-    def _converted(self, name: str, value: Any) -> Any:
-        annotation = self._types[name]
-        if annotation is Any and isinstance(value, str):
+    def _converted(self, option: Option, value: Any) -> Any:
+        if option.annotation is Any and isinstance(value, str):
             return _scalar(value)
         try:
-            found = convert(value, annotation)
+            found = convert(value, option.annotation)
         except ConversionError as error:
-            raise ConversionError(f"--{name}: {error}.") from None
-        choices = self._choices.get(name, ())
+            raise ConversionError(f"--{option.name}: {error}.") from None
         for item in found if isinstance(found, list) else [found]:
-            if choices and item is not None and item not in choices:
-                legal = ", ".join(map(str, choices))
-                raise ConversionError(f"--{name}: {item!r} is not one of {legal}.")
+            if option.choices and item is not None and item not in option.choices:
+                legal = ", ".join(map(str, option.choices))
+                raise ConversionError(f"--{option.name}: {item!r} is not one of {legal}.")
         return found
 
 

@@ -57,14 +57,13 @@ def _load_module(module: str, name: str) -> Any:
         sys.path.insert(0, folder)
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
-            raise _failure(name, error) from error
-        raise ValueError(
-            f"--reward_funcs {name}: there is no module {error.name!r} in {folder} or among the "
-            "installed packages."
-        ) from error
     except Exception as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent is not None and module.startswith(absent):
+            raise ValueError(
+                f"--reward_funcs {name}: there is no module {absent!r} in {folder} or among "
+                "the installed packages."
+            ) from error
         raise _failure(name, error) from error
 
 

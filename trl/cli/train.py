@@ -26,9 +26,13 @@ def run_training(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
     """
     with one_line_errors(parser):
         warn_of_missing_ranks()
-        if _shows_plan(parser):
+        values, from_file, words = parser.read()
+        if values.get("plan"):
+            _show_plan(parser, values)
             return
-        trainer, script, training = _prepare(parser, trainer_class)
+        parser.check(words)
+        parser.check(as_words(from_file), launch_option_names())
+        trainer, script, training = _prepare(parser, values, trainer_class)
         checkpoint = trainer.find_checkpoint(_resume(training.resume_from_checkpoint))
     with one_line_errors(parser, trainer):
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -39,24 +43,19 @@ def run_training(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
         trainer.accelerator.end_training()
 
 
-def _shows_plan(parser: TrlParser) -> bool:
-    """Print the memory plan instead, if workers are told so by `--plan`."""
-    values = parser.read()[0]
-    if not values.get("plan"):
-        return False
+def _show_plan(parser: TrlParser, values: dict[str, Any]) -> None:
+    """Print the memory plan, where workers are told so by `--plan`."""
     from .memory_plan import options_of_worker, plan_of
 
     # Configurations find the other workers, so that all of them make the plan.
     plan = plan_of(parser, values, options_of_worker(os.environ))
     if rank() == 0:
         print(plan.text)
-    return True
 
 
-def _prepare(parser: TrlParser, trainer_class: Callable[..., Any]) -> tuple[Any, Any, Any]:
-    values, from_file, words = parser.read()
-    parser.check(words)
-    parser.check(as_words(from_file), launch_option_names())
+def _prepare(
+    parser: TrlParser, values: dict[str, Any], trainer_class: Callable[..., Any]
+) -> tuple[Any, Any, Any]:
     script, training, model, mixture = parser.build(values)
     if model.model_name_or_path is None:
         raise ValueError("--model_name_or_path is required.")

@@ -9,8 +9,8 @@ import typing
 from enum import Enum
 from typing import Any
 
-TRUE = ("true", "t", "yes", "y", "1", "on")
-FALSE = ("false", "f", "no", "n", "0", "off")
+WORDS = dict.fromkeys(("true", "t", "yes", "y", "1", "on"), True)
+WORDS |= dict.fromkeys(("false", "f", "no", "n", "0", "off"), False)
 NONE = ("none", "null")
 
 
@@ -50,7 +50,7 @@ def convert(value: Any, annotation: Any) -> Any:
         ConversionError: saying what was expected.
     """
     choices = members(annotation)
-    if type(None) in choices and _means_none(value, choices):
+    if type(None) in choices and _means_none(_alone(value), choices):
         return None
     errors = []
     for member in sorted(choices, key=lambda m: _rank(m, value)):
@@ -60,17 +60,15 @@ def convert(value: Any, annotation: Any) -> Any:
             return _to(value, member)
         except DecisiveError:
             raise
-        except (ConversionError, ValueError, TypeError) as error:
-            errors.append(str(error))
-    raise ConversionError(errors[0] if errors else f"{value!r} is not allowed")
+        except ConversionError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def _means_none(value: Any, choices: tuple[Any, ...]) -> bool:
     """Where text is allowed, the word "none" is text."""
-    value = _alone(value)
-    return value is None or (
-        isinstance(value, str) and value.lower() in NONE and str not in choices
-    )
+    is_word = isinstance(value, str) and value.lower() in NONE
+    return value is None or (is_word and str not in choices)
 
 
 def _alone(value: Any) -> Any:
@@ -87,7 +85,7 @@ def _rank(member: Any, value: Any) -> int:
     base = _base(member)
     if base in (list, tuple):
         return 0 if isinstance(value, (list, tuple)) and len(value) != 1 else 3
-    return {bool: 1, int: 0, float: 0, dict: 1, str: 2}.get(base, 1)
+    return {int: 0, float: 0, str: 2}.get(base, 1)
 
 
 def _to(value: Any, member: Any) -> Any:
@@ -110,26 +108,25 @@ def _to(value: Any, member: Any) -> Any:
 
 
 def _bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if str(value).lower() in TRUE + FALSE:
-        return str(value).lower() in TRUE
-    raise ConversionError(f"{value!r} is neither true nor false")
+    word = str(value).lower()
+    if word not in WORDS:
+        raise ConversionError(f"{value!r} is neither true nor false")
+    return WORDS[word]
 
 
 def _int(value: Any) -> int:
-    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-        raise ConversionError(f"{value!r} is not an integer")
     try:
+        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+            raise ValueError
         return int(value)
     except (ValueError, TypeError):
         raise ConversionError(f"{value!r} is not an integer") from None
 
 
 def _float(value: Any) -> float:
-    if isinstance(value, bool):
-        raise ConversionError(f"{value!r} is not a number")
     try:
+        if isinstance(value, bool):
+            raise ValueError
         found = float(value)
     except (ValueError, TypeError):
         raise ConversionError(f"{value!r} is not a number") from None
@@ -141,9 +138,7 @@ def _float(value: Any) -> float:
 def _str(value: Any) -> str:
     if isinstance(value, (dict, list)):
         raise ConversionError(f"{value!r} is not text")
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _dict(value: Any) -> dict[str, Any]:
