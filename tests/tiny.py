@@ -1,6 +1,7 @@
 """Tiny real models and tokenizers, built in memory: nothing is downloaded."""
 
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -97,4 +98,15 @@ def in_double(model):
     for module in model.modules():
         if type(module) is LlamaRMSNorm:
             module.__class__ = DoubleNorm
+    return model
+
+
+def lora_model():
+    """A tiny model with an adapter on its values."""
+    return get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["v_proj"]))
+
+
+def with_autocast(model, dtype=torch.bfloat16):
+    """Autocast around the forward of the outermost module, where accelerate puts it."""
+    model.forward = torch.autocast("cpu", dtype)(model.forward)
     return model

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from accelerate import Accelerator
-from tiny import tiny_model
+from tiny import lora_model, tiny_model, with_autocast
 from torch import nn
 
-from trl.models.unwrap import policy_for_inference
+from trl.models.unwrap import autocast_of, policy_for_inference
 
 
 @pytest.fixture
@@ -45,3 +45,22 @@ def test_dropout_is_off(accelerator):
         assert torch.equal(policy(ids).logits, policy(ids).logits)
     with torch.no_grad():
         assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("build", [tiny_model, lora_model])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_the_autocast_around_a_decoder(build, dtype):
+    """Nothing of the model runs to find it out, and hooks do not fire."""
+    model = build()
+    if dtype is not None:
+        model = with_autocast(model, dtype)
+    calls = []
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: calls.append("after"))
+    model.register_forward_pre_hook(lambda *_: calls.append("before"))
+    assert autocast_of(model) == dtype
+    with torch.autocast("cpu", torch.float16):
+        assert autocast_of(model) == (dtype or torch.float16)
+    assert not calls
+    model(input_ids=torch.tensor([[20, 21]]))
+    assert calls, "the decoder runs again"

@@ -14,7 +14,8 @@ from transformers import AttentionInterface
 
 from ..ops.attention_kernels import Kernel
 from . import packed_attention as shared_attention
-from .packed_attention import Packing, packed_attention, visible
+from .packed_attention import Packing, install, packed_attention, visible
+from .unwrap import causal_model
 
 # Prefix and tail lengths: longer than the blocks of 32 and 64 tokens that kernels work in; the
 # last are documents.
@@ -41,12 +42,10 @@ class Heads:
 
 
 @contextmanager
-def noted_heads(implementation: str) -> Iterator[set[Heads]]:
-    """Note what the attention of all layers is called with meanwhile.
-
-    Args:
-        implementation (`str`): name of an attention implementation of transformers.
-    """
+def noted_heads(model: nn.Module) -> Iterator[set[Heads]]:
+    """Let the attention of a model understand layouts, and note what layers call it with."""
+    implementation = causal_model(model).config.get_text_config()._attn_implementation
+    install(implementation)
     table, found = AttentionInterface._global_mapping, set[Heads]()
     inner = table[implementation]
 

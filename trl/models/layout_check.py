@@ -7,7 +7,6 @@ autocast and with the attention kernels that the model trains or generates with.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +16,12 @@ from transformers.utils import logging
 
 from ..ops.oom import is_out_of_memory
 from ..types import Rows
-from .autocast import autocast_of, autocast_to, coarsest, precisions_to_check
-from .kernel_check import Heads, check_kernels, noted_heads
-from .packed_attention import install
+from .kernel_check import check_kernels, noted_heads
 from .packed_layout import Layout, packed_layout, plain_layout
 from .quantized import working_precision
 from .readers import Hidden, Reader
 from .sharded import is_sharded
-from .unwrap import causal_model, evaluating, run_inside
+from .unwrap import autocast_of, autocast_to, causal_model, evaluating, run_inside
 
 logger = logging.get_logger(__name__)
 
@@ -194,7 +191,7 @@ class LayoutCheck:
         device = next(model.parameters()).device
         try:
             for precision in precisions_to_check(model, comparison.autocast()):
-                with noted_attention(model) as layers:
+                with noted_heads(model) as layers:
                     found = comparison.compute(precision)
                 check_kernels(device, layers)
                 difference = disagreement(found)
@@ -208,6 +205,25 @@ class LayoutCheck:
         return 0.0, None
 
 
+def precisions_to_check(
+    model: nn.Module, autocast: torch.dtype | None
+) -> Sequence[torch.dtype | None]:
+    """Precisions of autocast for a check: none, where that is finer, and the one that is used.
+
+    The finer one tells about the layout, by a difference that no rounding hides; the other about
+    the kernels that will run.
+    """
+    if autocast is None:
+        return (None,)
+    own = working_precision(causal_model(model))
+    return (autocast,) if coarsest(own, autocast) == own else (None, autocast)
+
+
+def coarsest(*dtypes: torch.dtype | None) -> torch.dtype:
+    """The least precise of floating dtypes; None counts for nothing."""
+    return max(filter(None, dtypes), key=lambda dtype: torch.finfo(dtype).eps)
+
+
 def disagreement(found: Results) -> float | None:
     """The difference if it is more than rounding explains, else None."""
     difference = (found.packed - found.plain).abs()
@@ -218,13 +234,6 @@ def disagreement(found: Results) -> float | None:
     else:
         size, bound = float(difference.mean()), HALF_PRECISION_TOLERANCE
     return None if size <= bound else size
-
-
-def noted_attention(model: nn.Module) -> AbstractContextManager[set[Heads]]:
-    """Let the attention of a model understand layouts, and note what it is called with."""
-    implementation = causal_model(model).config.get_text_config()._attn_implementation
-    install(implementation)
-    return noted_heads(implementation)
 
 
 def scoring_comparison(model: nn.Module, reader: Reader, batch: Rows, pad_id: int) -> Comparison:

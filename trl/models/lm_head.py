@@ -18,7 +18,14 @@ from ..ops.oom import is_out_of_memory
 from ..ops.support import Support
 from .chunked_head import Run, chunked_log_probs, summing_in_float32
 from .sharded import is_sharded, original_class, replaced_forward, unwrapped
-from .unwrap import as_made, capture_hidden, causal_model, evaluating, run_inside
+from .unwrap import (
+    as_made,
+    autocast_to,
+    capture_hidden,
+    causal_model,
+    evaluating,
+    run_inside,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -80,7 +87,7 @@ class OutputHead:
         if self._kind is nn.Linear and autocast is None:  # other modules convert by themselves
             weight: Any = self._inner.weight
             hidden = hidden.to(weight.dtype)
-        with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):
+        with autocast_to(hidden.device, autocast):
             products = (project or self.module)(hidden)
         wide = products.to(torch.promote_types(products.dtype, torch.float32))
         return self.transform.forward(wide.clone() if wide is products else wide)

@@ -57,20 +57,19 @@ class Bucket:
         return values.transpose(0, 1).flatten(1, 2).index_select(1, self.cells)
 
 
-Buckets = tuple[Bucket, ...]
-
-
 @dataclass(frozen=True)
 class Packing:
     """Where the groups of a packed forward are.
 
     `buckets` hold the tails of similar length. Repeats stand behind a tail, where causality hides
-    them. Keys and values of every layer are put into `kept`, if there is one.
+    them. Keys and values of every layer are put into `kept`, if there is one; a row of tails alone
+    takes those of the prefixes from there.
     """
 
     groups: tuple[Group, ...]
-    buckets: Buckets
+    buckets: tuple[Bucket, ...]
     kept: Layers | None = None
+    tails_alone: bool = False
 
     @classmethod
     def of(cls, groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str) -> Packing:
@@ -87,27 +86,7 @@ class Packing:
         return cls(tuple(places), make_buckets(every, device))
 
 
-@dataclass(frozen=True)
-class Tails:
-    """A pass over tails alone.
-
-    Args:
-        groups: for each group with tails in this pass, their places and those of its prefix.
-        buckets: places of the tails, as in `Packing`.
-        kept: keys and values of the prefixes.
-    """
-
-    groups: tuple[Group, ...]
-    buckets: Buckets
-    kept: Layers
-
-    def prefixes(self, layer: int) -> list[Tensor]:
-        """Keys and values (1, K, P, D) of each group's prefix, in turn."""
-        pair = self.kept[layer]
-        return [states[:, :, group.prefix] for group in self.groups for states in pair]
-
-
-def make_buckets(cuts: Iterable[tuple[int, int]], device: torch.device | str) -> Buckets:
+def make_buckets(cuts: Iterable[tuple[int, int]], device: torch.device | str) -> tuple[Bucket, ...]:
     """Put tails (start, stop) together whose lengths lie between two powers of two."""
     by_size: dict[int, list[tuple[int, int]]] = {}
     for start, stop in cuts:
@@ -141,9 +120,7 @@ class Decoding:
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, layout: Packing | Tails, scale: float, query: Tensor, *keys: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, layout: Packing, scale: float, query: Tensor, *keys: Tensor) -> Tensor:
         kernel = choose_kernel(query)
         ctx.layout, ctx.scale = layout, scale
         if _is_one_prefix(layout):
@@ -197,9 +174,9 @@ class _PackedAttention(torch.autograd.Function):
         return None, None, of_query, *of_keys
 
 
-def _is_one_prefix(layout: Packing | Tails) -> bool:
+def _is_one_prefix(layout: Packing) -> bool:
     """Whether a layout is plain causal attention, which needs no places."""
-    return isinstance(layout, Packing) and len(layout.groups) == 1 and not layout.buckets
+    return len(layout.groups) == 1 and not layout.buckets
 
 
 @dataclass(frozen=True)
@@ -217,13 +194,12 @@ class _Part:
         return key[:, :, self.prefix], value[:, :, self.prefix]
 
 
-def _parts(layout: Packing | Tails) -> Iterator[_Part]:
-    everything = slice(None)
+def _parts(layout: Packing) -> Iterator[_Part]:
     for number, group in enumerate(layout.groups):
         if group.prefix.start == group.prefix.stop:
             continue
-        if isinstance(layout, Tails):
-            yield _Part(group.tails, everything, False, 2 * number + 2)
+        if layout.tails_alone:
+            yield _Part(group.tails, slice(None), False, 2 * number + 2)
             continue
         yield _Part(group.prefix, group.prefix, True, 0)
         if group.tails.stop > group.tails.start:
@@ -233,7 +209,7 @@ def _parts(layout: Packing | Tails) -> Iterator[_Part]:
 def packed_attention(
     query: Tensor,
     own: tuple[Tensor, Tensor],
-    layout: Packing | Tails,
+    layout: Packing,
     layer: int,
     scale: float,
 ) -> Tensor:
@@ -243,15 +219,17 @@ def packed_attention(
         query (`Tensor`): (1, N, T, D).
         own (`tuple[Tensor, Tensor]`): keys and values (1, K, T, D) of the row; N is a multiple of
             K.
-        layout (`Packing` or `Tails`): where prefixes and tails are.
+        layout (`Packing`): where prefixes and tails are.
         layer, scale: index of the layer; factor of the products of queries and keys.
     """
-    more = layout.prefixes(layer) if isinstance(layout, Tails) else []
-    if isinstance(layout, Packing) and layout.kept is not None:
-        # Not again when activations are recomputed.
-        layout.kept.setdefault(layer, own)
+    more: list[Tensor] = []
+    if layout.kept is not None:
+        # Not again when activations are recomputed, and not by tails, which come later.
+        known = layout.kept.setdefault(layer, own)
+        if layout.tails_alone:
+            more = [states[:, :, group.prefix] for group in layout.groups for states in known]
     # A graph that held `kept` would hold itself, since the kept tensors hold the graph.
-    places = replace(layout, kept=Layers())
+    places = replace(layout, kept=None)
     return _PackedAttention.apply(places, scale, query, *own, *more)
 
 
@@ -287,13 +265,9 @@ def visible(packing: Packing, total: int) -> Tensor:
     for group in packing.groups:
         mask[group.tails, group.prefix] = True
         mask[group.prefix, group.prefix] = True
-    for bucket in packing.buckets:
-        lengths = bucket.exists.sum(1).tolist()
-        for places, real in zip(bucket.index.tolist(), lengths, strict=True):
-            own = slice(places[0], places[0] + real)
-            mask[own, own] = True
-    causal = torch.ones(total, total, dtype=torch.bool).tril()
-    return mask & causal
+        for start, stop in group.cuts:
+            mask[start:stop, start:stop] = True
+    return mask.tril()
 
 
 def install(implementation: str) -> None:

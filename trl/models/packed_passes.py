@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .packed_attention import KEYWORD, Group, Layers, Packing, Tails, make_buckets
+from .packed_attention import KEYWORD, Group, Layers, Packing, make_buckets
 from .packed_layout import Layout, packed_inputs
-from .unwrap import Capture, capture_hidden, causal_model
+from .unwrap import Capture, autocast_to, capture_hidden, causal_model
 
 # Tokens; below these, passes cost more time than they save memory.
 SHORTEST_PASS = 2048
@@ -80,23 +80,20 @@ def run_passes(model: nn.Module, layout: Layout, run: Callable[..., Any], kept: 
     """
     packing: Packing = layout.inputs[KEYWORD]
     prefix = slice(0, packing.groups[-1].prefix.stop)
-    alone = Packing(
-        tuple(Group(group.prefix, slice(prefix.stop, prefix.stop)) for group in packing.groups),
-        (),
-        kept,
-    )
+    none = slice(prefix.stop, prefix.stop)
+    alone = Packing(tuple(Group(group.prefix, none) for group in packing.groups), (), kept)
     with capture_hidden(model) as capture:
         run(**_cut(layout, prefix, alone))
     parts = [torch.as_tensor(capture.hidden)]
     decoder = causal_model(model).base_model
     device = layout.sources.device
-    with torch.autocast(device.type, dtype=capture.autocast, enabled=capture.autocast is not None):
+    with autocast_to(device, capture.autocast):
         for at, tails in _tail_passes(packing, kept, device):
             parts.append(decoder(**_cut(layout, at, tails), use_cache=False)[0])
     return Capture(torch.cat(parts, 1), capture.autocast)
 
 
-def _cut(layout: Layout, at: slice, attention: Packing | Tails) -> dict[str, Any]:
+def _cut(layout: Layout, at: slice, attention: Packing) -> dict[str, Any]:
     ids: Tensor = layout.inputs["input_ids"]
     return packed_inputs(ids[:, at], layout.inputs["position_ids"][:, at], attention)
 
@@ -122,7 +119,7 @@ def tails_of_passes(lengths: Sequence[int], prefix: int) -> list[int]:
 
 def _tail_passes(
     packing: Packing, kept: Layers, device: torch.device
-) -> Iterator[tuple[slice, Tails]]:
+) -> Iterator[tuple[slice, Packing]]:
     """Cut the tails into runs; those of all groups follow each other without a gap."""
     tails = [(group.prefix, start, stop) for group in packing.groups for start, stop in group.cuts]
     lengths = [stop - start for _, start, stop in tails]
@@ -134,4 +131,4 @@ def _tail_passes(
             cuts = tuple((start - first, stop - first) for _, start, stop in parts)
             groups.append(Group(prefix, slice(cuts[0][0], cuts[-1][1]), cuts))
         buckets = make_buckets((cut for group in groups for cut in group.cuts), device)
-        yield slice(first, last), Tails(tuple(groups), buckets, kept)
+        yield slice(first, last), Packing(tuple(groups), buckets, kept, tails_alone=True)

@@ -73,6 +73,43 @@ def current_autocast(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
+def autocast_to(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    """Autocast in a precision; switched off for None."""
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+class _Reached(Exception):
+    """A call has come to the decoder."""
+
+
+@torch.no_grad()
+def autocast_of(model: nn.Module) -> torch.dtype | None:
+    """The precision of autocast in the decoder when `model` is called; None without.
+
+    Accelerate puts autocast around the forward of the module that it prepared. The call ends
+    before the decoder computes anything.
+
+    Args:
+        model: a causal language model, wrapped or not, whose weights are whole.
+    """
+    causal = causal_model(model)
+    device = next(causal.parameters()).device
+    found = [current_autocast(device)]
+
+    def note(module: nn.Module, args: Any) -> None:
+        found.append(current_autocast(device))
+        raise _Reached
+
+    handle = causal.base_model.register_forward_pre_hook(note, prepend=True)
+    try:
+        unwrapped(model).forward(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
+    except _Reached:
+        pass
+    finally:
+        handle.remove()
+    return found[-1]
+
+
 @dataclass
 class Capture:
     """Hidden states a decoder returned, and the precision its head would have worked in."""

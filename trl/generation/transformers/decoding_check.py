@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...models.autocast import autocast_to, coarsest
-from ...models.layout_check import Comparison, Results, read_plain_rows
+from ...models.layout_check import Comparison, Results, coarsest, read_plain_rows
 from ...models.lm_head import HeadFinder
 from ...models.quantized import working_precision
 from ...models.readers import TokenReader
-from ...models.unwrap import causal_model, current_autocast, evaluating
+from ...models.unwrap import autocast_to, causal_model, current_autocast, evaluating
 from ...types import Prompts, Sampling, TokenRows
 from .shared_decoding import SharedDecoder
 
