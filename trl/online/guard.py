@@ -59,6 +59,17 @@ class FiniteGuard:
         if reports:
             raise NonFiniteError(f"Step {step}: {' '.join(reports)}")
 
+    def reason(self, step: int) -> NonFiniteError:
+        """Say why a gradient is not finite; every rank must call this."""
+        try:
+            self.check(step)
+        except NonFiniteError as error:
+            return error
+        return NonFiniteError(
+            f"Step {step}: the gradient is NaN or infinite on rank {self.rank}, though all "
+            "log-probabilities are finite; look at what the loss is weighted with."
+        )
+
     def findings(self) -> str:
         """Describe what is bad on this rank, and forget it; empty if all is finite."""
         words = []

@@ -90,16 +90,15 @@ class GRPOTrainer(OnlineTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        path = None if checkpoint is None else Path(checkpoint, STATE_FILE)
-        found = path.read_text() if path is not None and path.exists() else None
-        if (state := self.ranks.gather_objects(found)[0]) is not None:
+        path = Path(checkpoint or "", STATE_FILE)
+        found = path.read_text() if checkpoint and path.exists() else None
+        if state := self.ranks.gather_objects(found)[0]:
             self.entropy.restore(json.loads(state))
 
     @property
     def ratio_level(self) -> RatioLevel:
         """One ratio for each token, or the geometric mean of a completion's."""
-        by_sequence = self.args.importance_sampling_level == "sequence"
-        return "sequence_mean" if by_sequence else "token"
+        return "token" if self.args.importance_sampling_level == "token" else "sequence_mean"
 
     @property
     def has_token_losses(self) -> bool:
@@ -125,7 +124,7 @@ class GRPOTrainer(OnlineTrainer):
     def policy_loss(self, scores: TokenScores, ratio: Tensor, batch: Rollout) -> Tensor:
         """Return the objective of the trained-on tokens, with KL penalty and entropy bonus."""
         args, mask, store = self.args, batch.loss_mask, self.metrics[batch.mode]
-        losses = self._objective(scores, ratio, batch, store)
+        losses = self._objective(scores, ratio, batch)
         losses, kept = torch.broadcast_tensors(losses, self._kept(scores, batch))
         losses = torch.where(kept, losses, 0.0)
         if args.beta != 0.0:
@@ -140,34 +139,31 @@ class GRPOTrainer(OnlineTrainer):
         store.value("policy_loss", loss)
         return loss - self.entropy.active * self._mean_entropy(scores, batch)
 
-    def _objective(
-        self, scores: TokenScores, ratio: Tensor, batch: Rollout, store: MetricStore
-    ) -> Tensor:
+    def _objective(self, scores: TokenScores, ratio: Tensor, batch: Rollout) -> Tensor:
         args, advantages, logps = self.args, batch.advantages, scores.logps
+        store = self.metrics[batch.mode]
         if args.loss_type in CLIPPED:
-            high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-            flags = clip_flags(ratio, advantages, args.epsilon, high)
+            low, high = args.clip_range
+            flags = clip_flags(ratio, advantages, low, high)
             mask = batch.loss_mask if ratio.shape[1] > 1 else batch.loss_mask.any(1, keepdim=True)
             record_clipping(store, *flags, mask)
-            losses = clipped_surrogate(ratio, advantages, args.epsilon, high, args.delta)
+            losses = clipped_surrogate(ratio, advantages, low, high, args.delta)
             return batch.weighted(losses)
         if args.loss_type == "cispo":
             high = 1 + args.epsilon if args.epsilon_high is None else args.epsilon_high
             _record_cispo(store, ratio, batch, high)
             return batch.weighted(cispo(ratio, logps, advantages, high))
         if args.loss_type == "sapo":
-            temperatures = args.sapo_temperature_pos, args.sapo_temperature_neg
-            return batch.weighted(sapo(ratio, advantages, *temperatures))
+            high, low = args.sapo_temperature_pos, args.sapo_temperature_neg
+            return batch.weighted(sapo(ratio, advantages, high, low))
         moved = log_ratio(logps, batch.old_logps, batch.loss_mask, "token")
         if batch.weights is not None:  # part of the ratio that the weight is a function of
             moved = moved + torch.where(batch.loss_mask, batch.weights.log(), 0.0)
-        weight = vespo_weight(
-            moved,
-            batch.loss_mask,
-            advantages,
+        shapes = (
             GammaShape(args.vespo_k_pos, args.vespo_lambda_pos),
             GammaShape(args.vespo_k_neg, args.vespo_lambda_neg),
         )
+        weight = vespo_weight(moved, batch.loss_mask, advantages, *shapes)
         store.value("vespo/phi_seq_mean", weight.mean())
         return vespo(weight, logps, advantages)
 
@@ -177,13 +173,8 @@ class GRPOTrainer(OnlineTrainer):
         if args.off_policy_mask_threshold is not None:
             drawn = batch.sampling_logps
             old_logps = batch.old_logps if drawn is None else drawn
-            kept = kept & off_policy_mask(
-                scores.logps,
-                old_logps,
-                batch.advantages,
-                batch.loss_mask,
-                args.off_policy_mask_threshold,
-            )
+            known = scores.logps, old_logps, batch.advantages, batch.loss_mask
+            kept = kept & off_policy_mask(*known, args.off_policy_mask_threshold)
         if args.top_entropy_quantile < 1.0:
             entropies = torch.as_tensor(scores.entropies).detach()
             marked = entropies.masked_fill(~batch.loss_mask, -torch.inf)

@@ -78,10 +78,9 @@ class RLOOTrainer(OnlineTrainer):
 
     def policy_loss(self, scores: TokenScores, ratio: Tensor, batch: Rollout) -> Tensor:
         """Return the clipped surrogate of whole completions, averaged over completions."""
-        low = self.args.epsilon
-        high = low if self.args.epsilon_high is None else self.args.epsilon_high
+        low, high = self.args.clip_range
         rows = batch.loss_mask.any(1, keepdim=True)
         losses = batch.weighted(clipped_surrogate(ratio, batch.advantages, low, high))
-        flags = clip_flags(ratio, batch.advantages, low, high)
-        record_clipping(self.metrics[batch.mode], *flags, rows)
+        clipped = clip_flags(ratio, batch.advantages, low, high)
+        record_clipping(self.metrics[batch.mode], *clipped, rows)
         return masked_sum(losses, rows) / self.per_micro_batch(batch.num_loss_rows, batch)

@@ -3,15 +3,25 @@
 import time
 
 import pytest
+import torch
+from datasets import Dataset
 from online_runs import (
     dataset,
     make_trainer,
     rows_of,
     token_sum,
+    weights,
 )
+from tiny import tiny_model, tiny_tokenizer
 
 from trl.imports import TESTED
+from trl.models.scorer import Scorer
 from trl.trainer.base import base_trainer
+from trl.trainer.base.base_config import BaseConfig
+from trl.trainer.base.base_trainer import BaseTrainer
+from trl.trainer.base.model_card import Method
+from trl.trainer.base.policy import Policy
+from trl.types import TokenRows
 
 
 def mean_reward(prompts, group_size=4):
@@ -121,3 +131,77 @@ def test_a_version_of_transformers_that_is_not_tested_is_named(
     monkeypatch.setattr(base_trainer.logger, "warning_once", said.append)
     make_trainer(tmp_path)
     assert len([x for x in said if "was tested with (5.0 to" in x]) == warnings
+
+
+# --- A trainer that generates nothing ---
+
+
+class Documents(BaseTrainer):
+    """Trains on the text of rows: what an offline trainer adds to the loop, and no more."""
+
+    method = Method("Documents", "documents", "A title", "none", "")
+
+    def prepare(self, inputs, mode):
+        self.seen = [*getattr(self, "seen", []), mode]
+        return TokenRows.of(
+            [([], self.processing_class(row["text"])["input_ids"]) for row in inputs]
+        )
+
+    def compute_loss(self, model, inputs, return_outputs=False, **others):
+        with self.phases("forward"):
+            scores = self.scorer(model, inputs)
+        self.guard.watch("log-probability", scores.logps, inputs, None)
+        return -scores.logps.sum() / 10
+
+
+def documents(folder, **changes):
+    texts = ["abcd", "bcde", "cdef", "defg"]
+    settings = {"use_cpu": True, "bf16": False, "report_to": "none", "optim": "sgd"}
+    settings |= {"per_device_train_batch_size": 2, "learning_rate": 0.01, "logging_steps": 1}
+    args = BaseConfig(str(folder), **(settings | {"max_steps": 3, "save_strategy": "no"} | changes))
+    args.remove_unused_columns = False
+    rows = Dataset.from_dict({"text": texts})
+    trainer = Documents(
+        Policy(tiny_model(), tiny_tokenizer(), False),
+        args,
+        data_collator=list,
+        train_dataset=rows,
+        eval_dataset=rows,
+    )
+    trainer.scorer = Scorer(pad_id=0, temperature=1.0, device=args.device)
+    trainer.phases.on_forget(trainer.scorer.forget)
+    return trainer
+
+
+def test_the_loop_needs_neither_prompts_nor_rewards(tmp_path):
+    """It trains, evaluates and resumes to the last bit."""
+    whole = documents(tmp_path / "whole", save_strategy="steps", save_steps=2)
+    whole.train()
+    assert whole.seen == ["train"] * 3
+    losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
+    assert len(losses) == 3 and losses[2] < losses[0]
+    assert "memory/backward/peak_gb" in whole.state.log_history[0]
+    resumed = documents(tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+    whole.seen.clear()
+    assert whole.evaluate()["eval_loss"] > 0 and set(whole.seen) == {"eval"}
+
+
+def test_the_loop_goes_on_after_running_out_of_memory(tmp_path):
+    small = documents(tmp_path / "small", max_steps=2, gradient_accumulation_steps=2)
+    small.phases.batches["training"].size = 1
+    small.train()
+    short = documents(tmp_path / "short", max_steps=2, gradient_accumulation_steps=2)
+    loss, failures = short.compute_loss, []
+
+    def scarce(model, inputs, *others, **options):
+        if len(inputs) > 1:
+            failures.append(len(inputs))
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss(model, inputs, *others, **options)
+
+    short.compute_loss = scarce
+    short.train()
+    assert failures == [2] and short.phases.batches["training"].size == 1
+    assert torch.equal(weights(short.model), weights(small.model))

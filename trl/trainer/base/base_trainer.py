@@ -21,14 +21,14 @@ from ...memory.callback import MemoryCallback
 from ...models.adapter_checkpoint import check_adapters, storing_adapters_only
 from ...models.quantized import check_sharding
 from ...models.reference import FrozenCopy, ReferencePolicy, make_reference
-from ...online.guard import FiniteGuard, NonFiniteError
+from ...online.guard import FiniteGuard
 from ...online.metrics import MetricStore
 from ...random_numbers import random_numbers_kept
 from ...types import Mode, Rows
 from ..callbacks import close_progress, show_progress
 from .base_config import BaseConfig
 from .checkpoint import UNFINISHED, publish_together, told, written_by_each_node
-from .loop_state import LoopCallback, Place, RankState
+from .loop_state import LoopCallback, Place, RankState, logs_at
 from .phases import Phases
 from .policy import Policy
 from .publishing import Publishing
@@ -52,6 +52,7 @@ class BaseTrainer(Publishing, Trainer):
         options: further arguments of `transformers.Trainer`.
     """
 
+    _is_saving = False  # a checkpoint
     _chosen: str | None = None  # the checkpoint that was found intact
     _prefix = ""  # of the metrics of the evaluation that is running
 
@@ -90,8 +91,7 @@ class BaseTrainer(Publishing, Trainer):
 
     def batch_layout(self) -> list[int]:
         """The sizes of batches: a checkpoint's place in its data holds for these alone."""
-        rows, accumulated = self.args.train_batch_size, self.args.gradient_accumulation_steps
-        return [rows, self.ranks.count, accumulated]
+        return [self.args.train_batch_size, self.ranks.count, self.args.gradient_accumulation_steps]
 
     def begin_training(self) -> None:
         """Called when training begins, before the state of a checkpoint is restored."""
@@ -134,9 +134,7 @@ class BaseTrainer(Publishing, Trainer):
     def _prepare_inputs(self, inputs: Any) -> Any:
         return inputs  # they are rows by now, from `prepare`
 
-    def training_step(
-        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
-    ) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, *others: Any) -> Tensor:
         """Train on one micro-batch, counting steps and seconds."""
         self.place.begin_micro_step()
         model.train()
@@ -147,14 +145,10 @@ class BaseTrainer(Publishing, Trainer):
         return torch.where(loss.isfinite(), loss, 0.0)
 
     def per_micro_batch(self, total: Tensor, batch: Any) -> Tensor:
-        """Turn a total over all ranks and micro-batches into the denominator of one micro-batch.
+        """Turn a total () over all ranks and micro-batches into the denominator of one of them.
 
         Dividing a micro-batch's sum by it, and averaging over micro-batches and ranks, gives the
-        mean over all rows, however they were cut.
-
-        Args:
-            total (`Tensor` ()): such as the number of trained-on tokens.
-            batch: rows with `num_slices`, the micro-batches on this rank that `total` is of.
+        mean over all rows, however they were cut into the `batch.num_slices` micro-batches.
         """
         return total.clamp(min=1) / (self.ranks.count * batch.num_slices)
 
@@ -174,17 +168,10 @@ class BaseTrainer(Publishing, Trainer):
 
     def _refuse_update(self, model: nn.Module) -> None:
         """Stop, or take the gradients away so that the optimizer leaves the weights alone."""
-        step = self.state.global_step + 1
-        try:
-            self.guard.check(step)
-            raise NonFiniteError(
-                f"Step {step}: the gradient is NaN or infinite on rank {self.ranks.rank}, though "
-                "all log-probabilities are finite; look at what the loss is weighted with."
-            )
-        except NonFiniteError as error:
-            if self.args.non_finite == "raise":
-                raise
-            logger.warning(f"{error} This update is skipped.")
+        error = self.guard.reason(self.state.global_step + 1)
+        if self.args.non_finite == "raise":
+            raise error
+        logger.warning(f"{error} This update is skipped.")
         if not self.is_deepspeed_enabled:  # it has left such an update out by itself
             model.zero_grad(set_to_none=True)
 
@@ -241,11 +228,7 @@ class BaseTrainer(Publishing, Trainer):
             self._prefix = outer
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: nn.Module, inputs: Any, *others: Any, **options: Any
     ) -> tuple[Tensor, None, None]:
         """Compute the loss of one evaluation batch."""
         with torch.no_grad():
@@ -274,12 +257,7 @@ class BaseTrainer(Publishing, Trainer):
 
     def logs_next(self, mode: Mode) -> bool:
         """Whether metrics are logged after the update that is being computed."""
-        strategy = self.args.logging_strategy
-        if mode == "eval" or strategy == "epoch":
-            return True
-        number = self.state.global_step + 1
-        first = self.args.logging_first_step and number == 1
-        return strategy == "steps" and (first or number % max(1, self.state.logging_steps) == 0)
+        return mode == "eval" or logs_at(self.args, self.state, self.state.global_step + 1)
 
     # --- State and resuming ---
 
@@ -337,10 +315,7 @@ class BaseTrainer(Publishing, Trainer):
             write_reference(self._moving_reference, output_dir, self.args.should_save)
 
     def find_checkpoint(self, wanted: Any = True) -> str | None:
-        """Choose the checkpoint to resume from. All processes must call this.
-
-        Args:
-            wanted (`bool` or `str`, *optional*): as in `train`.
+        """Choose the checkpoint `wanted`, as in `train`; all processes must call this.
 
         Returns:
             `str`: the folder; None if nothing is to be resumed.
@@ -373,10 +348,8 @@ class BaseTrainer(Publishing, Trainer):
     @property
     def _moving_reference(self) -> FrozenCopy | None:
         """The reference if it moves and no other file of a checkpoint holds it."""
-        reference = self.reference
-        if self.args.sync_ref_model and isinstance(reference, FrozenCopy):
-            return reference
-        return None
+        copied = self.reference if isinstance(self.reference, FrozenCopy) else None
+        return copied if self.args.sync_ref_model else None
 
     # --- Saving ---
 
@@ -398,6 +371,11 @@ class BaseTrainer(Publishing, Trainer):
             self._is_saving = False
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        # A checkpoint that is being written will move; it is uploaded afterwards.
+        if not self._is_saving:
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)

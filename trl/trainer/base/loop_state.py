@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from ...distributed import Ranks
@@ -121,6 +121,16 @@ class RankState:
 
     def _path(self, folder: str | Path) -> Path:
         return Path(folder) / f"trl_state_{self._ranks.rank}.pt"
+
+
+def logs_at(args: TrainingArguments, state: TrainerState, step: int) -> bool:
+    """Whether metrics are logged after update `step`."""
+    if args.logging_strategy == "epoch":
+        return True
+    first = args.logging_first_step and step == 1
+    return args.logging_strategy == "steps" and (
+        first or step % max(1, int(state.logging_steps)) == 0
+    )
 
 
 def load(path: Path) -> Any:

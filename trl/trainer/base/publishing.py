@@ -16,7 +16,6 @@ class Publishing:
     method: ClassVar[Method]
     args: Any
     model: Any
-    _is_saving = False  # a checkpoint
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, **ignored: Any
@@ -48,6 +47,5 @@ class Publishing:
         return None if hub.HF_HUB_OFFLINE else super().push_to_hub(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # A checkpoint that is being written will move; it is uploaded afterwards.
-        if not hub.HF_HUB_OFFLINE and not self._is_saving:
+        if not hub.HF_HUB_OFFLINE:
             super()._push_from_checkpoint(checkpoint_folder)

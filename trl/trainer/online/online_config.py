@@ -200,6 +200,11 @@ class OnlineConfig(MismatchConfig):
         chosen = self.num_generations_eval
         return self.group_size if chosen is None else chosen
 
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """Lower and upper clip width of the probability ratio."""
+        return self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
+
     def group_size_in(self, mode: Mode) -> int:
         """Completions for each prompt in training or evaluation."""
         return self.group_size if mode == "train" else self.eval_group_size

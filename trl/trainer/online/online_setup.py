@@ -73,7 +73,12 @@ def check_context(args: OnlineConfig, context: int | None) -> None:
 
 
 def prompt_limit(args: OnlineConfig, context: int | None) -> PromptLimit:
-    """How long a prompt may be in a run whose policy sees `context` tokens."""
+    """How long a prompt may be in a run whose policy sees `context` tokens.
+
+    Raises:
+        ValueError: if a completion leaves no room for any.
+    """
+    check_context(args, context)
     if args.use_vllm and args.vllm_max_model_length is not None:
         context = min(context or args.vllm_max_model_length, args.vllm_max_model_length)
     longest, completion = args.max_prompt_length, args.max_completion_length or 0

@@ -29,20 +29,10 @@ from ...types import Generations, Mode, Prompts, RewardTable, Rollout, TokenScor
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import check_devices, init_options, prepare_policy, router_coefficient
 from ..base.trackers import log_table
+from . import online_setup as setup
 from .agents import Agents
 from .engines import check_engine, handle_of, make_engine, sampling_for
 from .online_config import OnlineConfig
-from .online_setup import (
-    PROMPT_COLUMNS,
-    check_context,
-    check_datasets,
-    check_longest_prompt,
-    check_run,
-    checked_prompts,
-    dry_run,
-    prompt_limit,
-    warn_if_endless,
-)
 from .prompt_order import PromptOrder
 from .rollout_correction import RolloutCorrection
 from .rollouts import assemble, rows_with_gradient, uncredited
@@ -99,11 +89,11 @@ class OnlineTrainer(BaseTrainer):
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = self.config_class(f"{name.rstrip('/').split('/')[-1]}-{self.method.name}")
-        check_run(model, args, self.config_class)
+        setup.check_run(model, args, self.config_class)
         check_engine(args)
         self._agents = Agents.of(args, tools, rollout_func, environment_factory)
         check_devices(args)
-        check_datasets(train_dataset, eval_dataset, args)
+        setup.check_datasets(train_dataset, eval_dataset, args)
         self._agents.check_prompts(train_dataset)
         sources = resolve_rewards(
             reward_funcs,
@@ -128,17 +118,16 @@ class OnlineTrainer(BaseTrainer):
         self._build_policy(policy.brought_adapter)
         self._build_credit(sources)
         self.set_up()
-        dry_run(args, self.train_dataset, self.encode, self.rewards, self.state)
+        setup.dry_run(args, self.train_dataset, self.encode, self.rewards, self.state)
 
     # --- Construction ---
 
     def _read_prompts(self) -> None:
         args = self.args
         context = context_length(self.model)
-        check_context(args, context)
-        options, limit = self._agents.template_kwargs(args), prompt_limit(args, context)
+        options, limit = self._agents.template_kwargs(args), setup.prompt_limit(args, context)
         self.encode = PromptEncoder(self.processing_class, options, limit)
-        self.train_dataset, self.eval_dataset = checked_prompts(
+        self.train_dataset, self.eval_dataset = setup.checked_prompts(
             self.encode, self.train_dataset, self.eval_dataset, args
         )
         self._order = PromptOrder(args, self.encode)
@@ -146,7 +135,7 @@ class OnlineTrainer(BaseTrainer):
     def _build_policy(self, brought_adapter: bool) -> None:
         args, tokenizer = self.args, self.processing_class
         self.sampling = sampling_for(args, stop_token_ids(self.model, tokenizer))
-        warn_if_endless(self.sampling)
+        setup.warn_if_endless(self.sampling)
         self.router_coefficient = router_coefficient(self.model, args)
         self.scorer = Scorer(
             pad_id=tokenizer.pad_token_id,
@@ -163,7 +152,7 @@ class OnlineTrainer(BaseTrainer):
             self.accelerator,
             tokenizer,
             args,
-            lambda prompt, completion: self.scoring.row_logps(prompt, completion),
+            lambda *row: self.scoring.row_logps(*row),
         )
         self.backend = self._make_backend()
         if args.beta != 0.0:
@@ -202,13 +191,14 @@ class OnlineTrainer(BaseTrainer):
 
     def _make_backend(self) -> GenerationBackend:
         args, given = self.args, self._agents.rollout_func
+        check_prompts = partial(setup.check_longest_prompt, self.train_dataset, self.encode, args)
         self._engine_reports: list[tuple[str, float]] = []
         engine = make_engine(
             self.policy,
             args,
             self.sampling,
             report=lambda name, value: self._engine_reports.append((name, value)),
-            check_prompts=partial(check_longest_prompt, self.train_dataset, self.encode, args),
+            check_prompts=check_prompts,
             attempt=self.phases.adaptive("generation", alone=self.policy.layers_in_step).run,
         )
         if given is not None:
@@ -306,15 +296,15 @@ class OnlineTrainer(BaseTrainer):
             if advantages.dim() == 1
             else self.ranks.gather(masked_mean(advantages, batch.loss_mask, dim=1)),
         )
-        self._report(found, mode)
+        tokens = self.reports.add(mode, found)
+        if mode == "train":
+            self.state.num_input_tokens_seen += tokens
+            for name, count in self.encode.counts().items():
+                self.metrics[mode].maximum(name, count)
         return self._finish(batch, advantages, healthy)
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Rollout,
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        self, model: nn.Module, inputs: Rollout, return_outputs: bool = False, **others: Any
     ) -> Tensor:
         """Return the loss of one micro-batch of a rollout."""
         if return_outputs:
@@ -342,21 +332,17 @@ class OnlineTrainer(BaseTrainer):
         """Complete every row."""
         self.backend.sync_weights(self.state.global_step)
         place = self.place.substep if mode == "train" else self.place.eval_batches
-        key = (self.args.seed, mode, self.state.global_step, place)
-        seeds = row_seeds(key, self.ranks.rank * len(prompts), len(prompts))
-        sampling = self.sampling.replace(seeds=seeds)
-        found = self.backend.generate(prompts, sampling, self.args.group_size_in(mode))
+        key, count = (self.args.seed, mode, self.state.global_step, place), len(prompts)
+        seeds = row_seeds(key, self.ranks.rank * count, count)
+        sampling, size = self.sampling.replace(seeds=seeds), self.args.group_size_in(mode)
+        found = self.backend.generate(prompts, sampling, size)
         for name, value in self._engine_reports:
             self.metrics[mode].value(name, value)
         self._engine_reports.clear()
         return found
 
     def _finish(self, batch: Rollout, advantages: Tensor, healthy: bool) -> Rollout:
-        """Drop what the loss must not read.
-
-        On-policy that are old log-probabilities, see `Rollout.resolved`. An unhealthy round gets
-        NaN advantages, so each update is refused.
-        """
+        """Drop old log-probabilities on-policy; have updates of an unhealthy round refused."""
         if advantages.dim() == 1:
             advantages = self.ranks.local(advantages)
         advantages = advantages.to(self.args.device)
@@ -368,13 +354,6 @@ class OnlineTrainer(BaseTrainer):
         return batch.replace(advantages=advantages, has_gradient=known)
 
     # --- Reports ---
-
-    def _report(self, found: Round, mode: Mode) -> None:
-        tokens = self.reports.add(mode, found)
-        if mode == "train":
-            self.state.num_input_tokens_seen += tokens
-            for name, count in self.encode.counts().items():
-                self.metrics[mode].maximum(name, count)
 
     def show(self, mode: Mode) -> None:
         """Show the completions of the latest round, if asked to."""
@@ -416,4 +395,4 @@ class OnlineTrainer(BaseTrainer):
             return super()._get_dataloader(rows, description, batch_size, *args, **kwargs)
 
     def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = list(PROMPT_COLUMNS)
+        self._signature_columns = list(setup.PROMPT_COLUMNS)
