@@ -15,8 +15,7 @@ import step_time
 from step_time import MACHINES, StepTime
 
 from trl.cli.memory_plan import Planned
-from trl.memory.plan import Plan
-from trl.memory.plan_table import size
+from trl.memory.plan import Plan, size
 from trl.memory.settings import RunSettings
 from trl.memory.sharding import Sharding
 from trl.memory.shares import Shares

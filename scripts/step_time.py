@@ -25,7 +25,7 @@ from trl.cli.launch import launch_options, split
 from trl.cli.memory_plan import Planned, make_parser, plan_of
 from trl.memory.estimate import Estimate
 from trl.memory.model_size import FLOAT32, ModelSize
-from trl.memory.plan_table import table
+from trl.memory.plan import table
 from trl.memory.settings import RunSettings
 from trl.memory.shares import Shares
 

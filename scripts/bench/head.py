@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from runs import RESULTS
 from tables import markdown
 from torch import Tensor
 
-from trl.memory.probes import TensorBytes
 from trl.ops.linear_logprobs import Tiling, default_chunk, linear_log_probs
+
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+from tensor_bytes import TensorBytes
 
 # tokens, hidden size, vocabulary
 SHAPES = {

@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 from online_runs import make_trainer, token_sum
 from peft import LoraConfig, get_peft_model
+from tensor_bytes import TensorBytes
 from tiny import tiny_model
 
 from trl.generation.transformers.backend import TransformersBackend
@@ -15,7 +16,6 @@ from trl.generation.transformers.sampler import pick
 from trl.generation.transformers.shared_decoding import GrowingCache
 from trl.memory.estimate import Estimate, Head, Layer
 from trl.memory.model_size import model_size
-from trl.memory.probes import TensorBytes
 from trl.memory.settings import RunSettings
 from trl.memory.shares import Parts
 from trl.models.lm_head import OutputHead

@@ -2,9 +2,9 @@ import random
 
 import pytest
 import torch
+from tensor_bytes import TensorBytes
 
 from trl.memory.meter import PHASES, PhaseEvent, PhaseMeter, merge_peaks
-from trl.memory.probes import TensorBytes
 
 MB = 10**6
 

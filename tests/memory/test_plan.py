@@ -11,8 +11,10 @@ from trl.memory.plan import (
     Plan,
     group_sizes,
     largest_fitting,
-    with_group_size,
-    with_micro_batch,
+    render,
+    resized,
+    size,
+    table,
 )
 from trl.memory.settings import RunSettings
 from trl.memory.sharding import Sharding
@@ -85,7 +87,7 @@ def test_lengths_end_with_the_context():
 @pytest.mark.parametrize("share", [0.9, 1.0, 2.0, 3.0])
 def test_largest_group(share):
     found = plan(share)
-    fitting = [n for n in (2, *range(4, 400, 4)) if found.fits_with(with_group_size(RUN, n, 2))]
+    fitting = [n for n in (2, *range(4, 400, 4)) if found.fits_with(resized(RUN, group_size=n))]
     assert largest(found, "num_generations") == max(fitting, default=None)
 
 
@@ -101,17 +103,24 @@ def test_group_sizes():
 @pytest.mark.parametrize("share", [0.5, 0.9, 1.0, 2.0])
 def test_largest_micro_batch_divides_the_round(share):
     found = plan(share)
-    fitting = [n for n in (1, 2, 4, 8) if found.fits_with(with_micro_batch(RUN, n))]
+    fitting = [n for n in (1, 2, 4, 8) if found.fits_with(resized(RUN, micro_batch=n))]
     assert largest(found, "per_device_train_batch_size") == max(fitting, default=None)
 
 
 def test_other_splits_are_the_same_update():
-    smaller = with_micro_batch(RUN, 2)
+    smaller = resized(RUN, micro_batch=2)
     assert (smaller.micro_batch, smaller.slices, smaller.accumulation) == (2, 4, 4)
     assert smaller.rows == RUN.rows
-    larger = with_group_size(RUN, 16, 2)
+    larger = resized(RUN, group_size=16)
     assert (larger.rows, larger.micro_batch) == (32, 4)
     assert larger.accumulation == larger.slices == 8
+
+
+def test_a_group_that_ranks_share_grows_on_each_of_them():
+    """Two completions of a group of eight here: twice as large a group has four."""
+    run = RUN.replace(group_size=8, micro_batch=2, slices=1, accumulation=1)
+    assert resized(run, group_size=8) == run
+    assert resized(run, group_size=16).rows == 4
 
 
 def changes(found):
@@ -126,7 +135,7 @@ def test_each_change_is_the_estimate_with_it():
         "gradient_checkpointing": (SIZE, run.replace(gradient_checkpointing=False)),
         "shared_prefix": (SIZE, run.replace(shared_prefix=False)),
         "logits_chunk_size": (SIZE, run.replace(logits_chunk=0)),
-        "per_device_train_batch_size": (SIZE, with_micro_batch(run, 1)),
+        "per_device_train_batch_size": (SIZE, resized(run, micro_batch=1)),
         "generation_max_rows": (SIZE, run.replace(generation_rows=4)),
         "beta": (SIZE, run.replace(reference=False, scores_policy=False)),
         "dtype": (SIZE, run.replace(weight_bytes=2, product_bytes=2)),
@@ -178,3 +187,91 @@ def test_other_engines_are_proposed_to_several_ranks():
     assert "accelerate_config" not in fsdp
     assert "ds3_gather_for_generation" not in changes(Plan(SIZE, other, 1e9))
     assert "offload_optimizer_device" in changes(Plan(SIZE, other, 1e9))
+
+
+# --- Text ---
+
+
+TINY = model_size(tiny_model("llama").config)
+SHORT = RunSettings(4, 100, 20, 4, on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        *((0, "0"), (999, "0.999 kB"), (1234, "1.23 kB"), (83_100_000, "83.1 MB")),
+        *((999_600_000, "1 GB"), (1.76e9, "1.76 GB"), (123.4e9, "123 GB"), (2.5e12, "2.5 TB")),
+    ],
+)
+def test_sizes(count, text):
+    assert size(count) == text
+
+
+def test_columns_are_aligned():
+    shown = table([["a", "bb", "c"], ["long", "1", "22"]]).splitlines()
+    assert shown == ["a     bb   c", "long   1  22"]
+
+
+def sections(plan):
+    return render(plan).split("\n\n")
+
+
+def cells(section, start):
+    line = next(line for line in section.splitlines() if line.startswith(start))
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+def test_phases_show_every_part_and_its_sum():
+    plan = Plan(TINY, SHORT.replace(reference=True), 1e9)
+    phases = sections(plan)[1]
+    heading = cells(phases, "held at the peak of")[1:]
+    assert heading[:2] == ["weights", "reference"]
+    assert heading[-1] == "total"
+    for name, parts in plan.estimate.phases.items():
+        row = cells(phases, name)[1:]
+        assert row[0] == row[1] == size(parts.weights)
+        assert row[-1] == size(parts.total)
+    assert "reference" not in sections(Plan(TINY, SHORT, 1e9))[1]
+
+
+def test_the_peak_is_compared_with_the_device():
+    plan = Plan(TINY, SHORT, 1e9)
+    phase = max(plan.estimate.phases, key=lambda name: plan.estimate.phases[name].total)
+    assert sections(plan)[2] == (
+        f"Peak: {size(plan.estimate.peak)}, in {phase}; fits 900 MB of a device of 1 GB "
+        "(10% are left free)."
+    )
+    assert "does not fit 90 kB" in sections(Plan(TINY, SHORT, 1e5))[2]
+
+
+def test_largest_values():
+    limits = sections(Plan(TINY, SHORT, 1e12))[3]
+    assert cells(limits, "tokens of a prompt") == [
+        "tokens of a prompt",
+        "100",
+        "236 (the model's context)",
+    ]
+    assert cells(limits, "per_device")[1:] == ["4", "4 (the whole round)"]
+    assert cells(sections(Plan(TINY, SHORT, 1))[3], "num_generations")[1:] == ["4", "none fits"]
+
+
+def test_changes_are_differences():
+    plan = Plan(TINY, SHORT.replace(reference=True), 1e9)
+    shown = sections(plan)[4]
+    without = next(change for change in plan.changes() if change.option == "beta")
+    saved = plan.estimate.phases["optimizer"].total - without.phases["optimizer"]
+    row = cells(shown, "beta=0")
+    assert row[1].startswith("-")
+    assert row[2:] == [row[2], "gone", row[4], f"-{size(saved)}", "no KL penalty"]
+    assert cells(shown, "shared_prefix=false")[-1] == "="  # the optimizer does not see it
+
+
+def test_the_header_says_what_is_planned():
+    plan = Plan(TINY, SHORT.replace(product_bytes=2, optimizer="sgd", slices=3), 1e9)
+    first, second, third = sections(plan)[0].splitlines()
+    assert first.endswith("parameters; 32-bit weights, 16-bit autocast; sgd")
+    assert second == (
+        "Round on a rank: 12 completions of up to 20 tokens, 4 for each prompt of up to 100 tokens"
+    )
+    tokens = 100 + 4 * 19
+    assert third == f"Micro-batch: 4 completions, {tokens} tokens in one forward"

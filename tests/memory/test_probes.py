@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tensor_bytes import TensorBytes
 from tiny import tiny_model
 
 from trl.memory.probes import (
@@ -11,7 +12,6 @@ from trl.memory.probes import (
     DeviceMemory,
     HeapProbe,
     ProcessProbe,
-    TensorBytes,
     device_bytes,
     fragmentation,
     release_cached_blocks,

@@ -4,9 +4,9 @@ import gc
 
 import pytest
 import torch
+from tensor_bytes import TensorBytes
 from tiny import tiny_model
 
-from trl.memory.probes import TensorBytes
 from trl.models import packed_passes as passes
 from trl.models.packed_layout import packed_layout
 from trl.models.scorer import Scorer

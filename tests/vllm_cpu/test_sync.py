@@ -16,6 +16,7 @@ from shared_vllm import (
     nudge,
     policy_model,
 )
+from tensor_bytes import TensorBytes
 from vllm_rows import (
     DOWN,
     PROMPTS,
@@ -30,7 +31,6 @@ from vllm_rows import (
 
 from trl.generation.vllm.engine import SleepingEngineError, VLLMEngine
 from trl.generation.vllm.weight_proof import WeightSyncError, _factors
-from trl.memory.probes import TensorBytes
 from trl.models.weights import full_weights
 
 pytestmark = [needs_vllm, pytest.mark.vllm]

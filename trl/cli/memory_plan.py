@@ -12,9 +12,8 @@ import torch
 
 from ..imports import is_available
 from ..memory.engine import EngineNeeds, engine_memory
-from ..memory.model_size import ModelSize, load_config, model_size, shares_prompts, states_of
-from ..memory.plan import Plan
-from ..memory.plan_table import render, size
+from ..memory.model_size import KNOWN, ModelSize, load_config, model_size, shares_prompts
+from ..memory.plan import Plan, render, size
 from ..memory.probes import device_bytes
 from ..memory.settings import ASSUMED_PROMPT, RunSettings
 from ..memory.sharding import Sharding, options_of_environment, read_sharding
@@ -265,9 +264,7 @@ def _notes(plan: Plan, script: OnlineScriptArguments, training: Any) -> list[str
         f"The longest prompt and completion have {row} tokens, more than the model's context of "
         f"{context}.": context is not None and row > context,
         "The reward model is not counted.": script.reward_model_name_or_path is not None,
-        f"What {name} keeps is not known; two float32 states are assumed.": (
-            states_of(name, plan.run.optimizer_args) is None
-        ),
+        f"What {name} keeps is not known; two float32 states are assumed.": (name not in KNOWN),
         "Layers are taken to be like Llama's, with a gated MLP.": not model.gated,
         "Every rank holds the whole model; --accelerate_config zero2, zero3 or fsdp2 divides it.": (
             plan.run.processes > 1 and not plan.run.sharding.stage

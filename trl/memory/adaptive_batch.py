@@ -88,8 +88,8 @@ class AdaptiveBatch:
         results: list[T] = []
         start = 0
         while start < total:
-            rows = self._rows(start, total, most)
-            random = RandomState()
+            size = min(total, self.size or total, most or total)
+            rows, random = range(total)[start : start + size], RandomState()
             if self._attempt(rows, work, results):
                 start = rows.stop
             else:
@@ -98,20 +98,15 @@ class AdaptiveBatch:
         return results
 
     def retry_all(
-        self,
-        total: int,
-        reset: Callable[[], None],
-        work: Callable[[range], T],
-        start: int = 0,
+        self, total: int, reset: Callable[[], None], work: Callable[[range], T], start: int = 0
     ) -> list[T]:
         """Work on all rows, at most `size` at once; after a failure begin again at row 0.
 
         For training: a backward pass that fails leaves gradients half added, so all of them go.
 
         Args:
-            total (`int`): rows.
+            total, work: see `run`.
             reset: undoes everything that `work` has done so far, after a failure.
-            work: does some consecutive rows.
             start (`int`): rows that earlier calls did, which are done again after a failure.
 
         Returns:
@@ -130,13 +125,9 @@ class AdaptiveBatch:
             _free()
         return results
 
-    def _rows(self, start: int, total: int, most: int | None = None) -> range:
-        bounds = [total - start, *(bound for bound in (self.size, most) if bound is not None)]
-        return range(start, start + min(bounds))
-
     def _ranges(self, start: int, total: int) -> list[range]:
         step = self.size or max(total, 1)
-        return [self._rows(first, total) for first in range(start, total, step)]
+        return [range(total)[first : first + step] for first in range(start, total, step)]
 
     def _attempt(self, rows: range, work: Callable[[range], T], results: list[T]) -> bool:
         """Add what `work` returns to `results`; False if it ran out of memory."""
@@ -149,24 +140,18 @@ class AdaptiveBatch:
             drop_frames(error)
             self.failures += 1
             if len(rows) == 1:
-                raise RowTooLargeError(self._no_smaller(rows.start, error)) from error
-        self._shrink(len(rows))
-        return False
-
-    def _shrink(self, rows: int) -> None:
-        self.size = rows // 2
+                least = f", so {self.option}=1 does not help" if self.option else ""
+                raise RowTooLargeError(
+                    f"Out of memory in {self.phase} with a single row (number {rows.start})"
+                    f"{least}. What may help: {self._advice}. The allocator's message: {error}"
+                ) from error
+        self.size = len(rows) // 2
         known = f" Set {self.option}={self.size} to start with that." if self.option else ""
         logger.warning(
-            f"Out of memory in {self.phase} with {rows} rows at once: continuing with {self.size} "
-            f"at once on the same data.{known}"
+            f"Out of memory in {self.phase} with {len(rows)} rows at once: continuing with "
+            f"{self.size} at once on the same data.{known}"
         )
-
-    def _no_smaller(self, row: int, error: Exception) -> str:
-        least = f", so {self.option}=1 does not help" if self.option else ""
-        return (
-            f"Out of memory in {self.phase} with a single row (number {row}){least}. What may "
-            f"help: {self._advice}. The allocator's message: {error}"
-        )
+        return False
 
 
 def _free() -> None:

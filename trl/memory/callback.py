@@ -55,9 +55,7 @@ class MemoryCallback(TrainerCallback):
         chart: bool = True,
     ):
         self.meter = meter
-        self._finds_passes = passes
-        self._logs = metrics
-        self._draws = chart
+        self._finds_passes, self._logs, self._draws = passes, metrics, chart
         self._timeline: Timeline | None = None
         self._hooks: list[Any] = []
         self._in_step = False
@@ -94,8 +92,7 @@ class MemoryCallback(TrainerCallback):
             draw(timeline.path, timeline.path.with_suffix(".png"))
 
     def _detach(self) -> None:
-        for phase in _PASSES:
-            self._stop(phase)
+        self._stop(*_PASSES)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -115,13 +112,11 @@ class MemoryCallback(TrainerCallback):
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the passes of a micro-batch that is not the last."""
-        self._stop("forward")
-        self._stop("backward")
+        self._stop("forward", "backward")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the passes of the last micro-batch; begin the optimizer."""
-        self._stop("forward")
-        self._stop("backward")
+        self._stop("forward", "backward")
         self._start("optimizer")
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -129,12 +124,12 @@ class MemoryCallback(TrainerCallback):
         self._stop("optimizer")
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if _trains(module):
             self._stop("backward")
             self._start("forward")
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not module.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not _trains(module):
             return
         outputs = [x for x in _tensors(output) if x.requires_grad]
         for tensor in outputs:
@@ -151,9 +146,10 @@ class MemoryCallback(TrainerCallback):
         if self.meter is not None and not self.meter.is_open(phase):
             self.meter.start(phase)
 
-    def _stop(self, phase: str) -> None:
-        if self.meter is not None and self.meter.is_open(phase):
-            self.meter.stop(phase)
+    def _stop(self, *phases: str) -> None:
+        for phase in phases:
+            if self.meter is not None and self.meter.is_open(phase):
+                self.meter.stop(phase)
 
     # --- Reports ---
 
@@ -177,6 +173,10 @@ class MemoryCallback(TrainerCallback):
         logs.update(metrics)
         if state.log_history:
             state.log_history[-1].update(metrics)
+
+
+def _trains(module: nn.Module) -> bool:
+    return module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -24,55 +24,37 @@ SAMPLING = 2 * FLOAT32 + 2 * 8  # logits, log-probabilities; probabilities, runn
 class Layer:
     """What a token costs in one decoder layer, in bytes.
 
-    Args:
-        model (`ModelSize`): the widths.
-        run (`RunSettings`): precision of the residual stream and of matrix products.
+    Attributes:
+        stream: what a checkpoint keeps of the layer.
+        cache: keys and values.
+        inference: the largest working set of a forward without gradient.
+        saved: what autograd keeps of the layer for its backward pass.
+        backward: the largest working set of the backward pass, next to what was saved.
     """
 
     def __init__(self, model: ModelSize, run: RunSettings):
-        self._model = model
-        self._product = product = run.product_bytes
-        self._autocast = run.autocast
-        self._wide = max(run.weight_bytes, product)
-        self._mask = run.weight_bytes if run.on_cpu else 1  # of dropout
-        self.stream = run.weight_bytes * model.hidden  # what a checkpoint keeps of a layer
-        # The result of attention, its norm and the input; both factors of the MLP, their product.
-        self.inference = 3 * self.stream + (3 if model.gated else 2) * product * model.intermediate
-        self.cache = product * 2 * model.keys
-        # Elsewhere rotation leaves keys as wide as the stream.
-        self.cache = self.cache if run.shared_prefix else (self._wide + product) * model.keys
-
-    @property
-    def saved(self) -> float:
-        """What autograd keeps of the layer for its backward pass."""
-        model, product = self._model, self._product
+        product, hidden, heads = run.product_bytes, model.hidden, model.queries + model.keys
+        factors = (2 if model.gated else 1) * product * model.intermediate  # of the MLP
+        self.stream = run.weight_bytes * hidden
+        # Without sharing, rotation leaves keys as wide as the stream.
+        wide = product if run.shared_prefix else max(run.weight_bytes, product)
+        self.cache = (wide + product) * model.keys
+        # The result of attention, its norm and the input; factors of the MLP, their product.
+        self.inference = 3 * self.stream + factors + product * model.intermediate
+        # Gradients of the result, and of the factors of the MLP.
+        self.backward = self.stream + factors + (product * hidden if run.autocast else 0)
         # Inputs of both norms, as float32; queries, keys, values and the result of attention.
-        kept = 2 * FLOAT32 * model.hidden + product * 2 * (model.queries + model.keys)
-        kept += (3 if model.gated else 1) * product * model.intermediate
+        self.saved = 2 * FLOAT32 * hidden + 2 * product * heads + factors
+        self.saved += product * model.intermediate if model.gated else 0
         if model.norms_heads:
-            kept += (FLOAT32 + product * (not model.frozen)) * (model.queries + model.keys)
-        if model.frozen:
-            return kept + self._adapter_inputs
-        # What both norms multiply; inputs of linear layers, each with a cast of its own.
-        casts = 5 if self._autocast else 2
-        inputs = product * (casts * model.hidden + model.intermediate)
-        return kept + 2 * self.stream + inputs
-
-    @property
-    def _adapter_inputs(self) -> float:
-        """What adapters keep of the inputs of their linear layers, and masks of dropout."""
-        model = self._model
-        widths = {"o_proj": model.queries, "down_proj": model.intermediate}
-        width = sum(widths.get(name, model.hidden) for name in model.adapted)
-        return (self._product + self._mask * model.dropout) * width
-
-    @property
-    def backward(self) -> float:
-        """The largest working set of the backward pass, next to what was saved."""
-        model = self._model
-        # Gradients of the result, and of both factors of the MLP.
-        factors = (2 if model.gated else 1) * self._product * model.intermediate
-        return self.stream + factors + (self._product * model.hidden if self._autocast else 0)
+            self.saved += (FLOAT32 + product * (not model.frozen)) * heads
+        if model.frozen:  # inputs of adapted linear layers, and masks of dropout
+            widths = {"o_proj": model.queries, "down_proj": model.intermediate}
+            mask = (run.weight_bytes if run.on_cpu else 1) * model.dropout
+            self.saved += (product + mask) * sum(widths.get(x, hidden) for x in model.adapted)
+        else:  # what both norms multiply; inputs of linear layers, each with a cast of its own
+            casts = 5 if run.autocast else 2
+            self.saved += 2 * self.stream + product * (casts * hidden + model.intermediate)
 
 
 class Head:
@@ -81,45 +63,38 @@ class Head:
     Logits exist one tile of tokens x vocabulary entries at a time, or all at once if the chunk is
     0.
 
-    Args:
-        model (`ModelSize`): the widths.
-        run (`RunSettings`): precision and chunk.
+    Attributes:
+        whole_cast: the copy of the whole weight that autocast makes when the module is called.
+        gradient: of the weight.
     """
 
     def __init__(self, model: ModelSize, run: RunSettings):
-        self._model = model
-        self._run = run
+        self._model, self._run, self._product = model, run, run.product_bytes
         default = CHUNK_ON_CPU if run.on_cpu else CHUNK_ON_ACCELERATOR
         self._chunk = default if run.logits_chunk is None else run.logits_chunk
-        self._product = run.product_bytes
-        self._cast = run.product_bytes if run.autocast else 0
-        # Copy of the whole weight that autocast makes when the module is called.
+        self._narrow = self._product if self._product < FLOAT32 else 0  # widened to float32
+        self._cast = self._product if run.autocast else 0
         self.whole_cast = self._cast * model.head
         self.gradient = 0 if model.frozen else run.weight_bytes * model.head
 
     def forward(self, tokens: int) -> float:
         """Bytes of a forward pass over tokens that predict: their hidden states and logits."""
-        kept = self._run.weight_bytes * tokens * self._model.hidden
-        if not self._chunk:
-            logits = tokens * self._model.vocabulary
-            working = max(self._product * logits, self._blocks(logits, 2))
-            return kept + self.whole_cast + FLOAT32 * logits + working
-        # Products become float32 next to the logits of the tile before.
-        return kept + self._tile(tokens, 2 * FLOAT32 + self._narrow)
+        if self._chunk:
+            # Products become float32 next to the logits of the tile before.
+            return self._hidden(tokens) + self._tile(tokens, 2)
+        logits = tokens * self._model.vocabulary
+        return self._all_logits(tokens, max(self._product * logits, _blocks(logits, 2)))
 
     def backward(self, tokens: int) -> float:
         """Bytes of the backward pass, with the gradient of the weight, which is made anew."""
-        hidden = tokens * self._model.hidden
-        kept = self._run.weight_bytes * hidden
         if not self._chunk:
             logits = tokens * self._model.vocabulary
             # Their gradient, made in blocks; then those of the products and of the weight.
-            made = FLOAT32 * logits + self._blocks(logits, 3)
-            working = max(made, self._narrow * logits + self.gradient)
-            return kept + self.whole_cast + FLOAT32 * logits + working
-        sums = 0 if self._model.frozen else FLOAT32 * self._entries(tokens) * self._model.hidden
-        tile = self._tile(tokens, 3 * FLOAT32 + self._narrow)
-        return kept + FLOAT32 * hidden + self.gradient + sums + tile
+            made = FLOAT32 * logits + _blocks(logits, 3)
+            return self._all_logits(tokens, max(made, self._narrow * logits + self.gradient))
+        entries = 0 if self._model.frozen else self._tile_shape(tokens)[1]
+        sums = FLOAT32 * (tokens + entries) * self._model.hidden
+        return self._hidden(tokens) + self.gradient + sums + self._tile(tokens, 3)
 
     def sampling(self, rows: int) -> float:
         """Bytes of drawing one token for each of so many rows."""
@@ -127,23 +102,27 @@ class Head:
             rows = min(rows, max(1, (self._chunk or CHUNK_ON_CPU) // self._model.vocabulary))
         return rows * self._model.vocabulary * SAMPLING
 
-    @property
-    def _narrow(self) -> int:
-        """Bytes of a product that must be widened to float32."""
-        return self._product if self._product < FLOAT32 else 0
+    def _hidden(self, tokens: int) -> float:
+        return self._run.weight_bytes * tokens * self._model.hidden
 
-    def _blocks(self, logits: int, count: int) -> int:
-        """Bytes of so many tensors of a block of logits, and of one of the block before."""
-        return (count + (logits > BLOCK_ELEMENTS)) * FLOAT32 * min(logits, BLOCK_ELEMENTS)
+    def _all_logits(self, tokens: int, working: float) -> float:
+        logits = FLOAT32 * tokens * self._model.vocabulary
+        return self._hidden(tokens) + self.whole_cast + logits + working
 
-    def _entries(self, tokens: int) -> int:
-        return min(tile_shape(self._chunk, tokens)[1], self._model.vocabulary)
+    def _tile_shape(self, tokens: int) -> tuple[int, int]:
+        rows, entries = tile_shape(self._chunk, tokens)
+        return min(rows, tokens), min(entries, self._model.vocabulary)
 
-    def _tile(self, tokens: int, each: int) -> float:
-        """Bytes of a tile, and of the casts of the hidden states and of the weight's rows."""
-        entries = self._entries(tokens)
-        rows = min(tile_shape(self._chunk, tokens)[0], tokens)
-        return rows * entries * each + self._cast * (tokens + entries) * self._model.hidden
+    def _tile(self, tokens: int, count: int) -> float:
+        """Float32 tensors of a tile, and casts of the hidden states and of the weight's rows."""
+        rows, entries = self._tile_shape(tokens)
+        logits = rows * entries * (count * FLOAT32 + self._narrow)
+        return logits + self._cast * (tokens + entries) * self._model.hidden
+
+
+def _blocks(logits: int, count: int) -> int:
+    """Bytes of so many tensors of a block of logits, and of one of the block before."""
+    return (count + (logits > BLOCK_ELEMENTS)) * FLOAT32 * min(logits, BLOCK_ELEMENTS)
 
 
 class Estimate:
@@ -155,11 +134,14 @@ class Estimate:
     """
 
     def __init__(self, model: ModelSize, run: RunSettings):
-        self.model = model
-        self.run = run
-        self.shares = Shares(model, run)
-        self.layer = Layer(model, run)
-        self.head = Head(model, run)
+        self.model, self.run = model, run
+        self.shares, self.layer, self.head = Shares(model, run), Layer(model, run), Head(model, run)
+        # Gradients that are there already when the next round of an update is generated.
+        several = run.accumulation > run.slices * run.passes
+        self._waiting = self.shares.waiting if several else 0.0
+        # Copies of the layers' weights that autocast keeps until a forward ends.
+        matrices = model.largest_matrix if model.frozen else model.layer_matrices
+        self._casts = run.product_bytes * matrices if run.autocast else 0.0
 
     @cached_property
     def phases(self) -> dict[str, Parts]:
@@ -176,24 +158,9 @@ class Estimate:
         """Bytes of the largest phase."""
         return max(parts.total for parts in self.phases.values())
 
-    # --- What is always held ---
-
     def _held(self, gradients: float = 0.0, gathered: float = 0.0, buffers: float = 0.0) -> Parts:
         held = self.shares.held(gradients, gathered, buffers)
-        asleep = self.run.engine_sleeps or self.run.engine_bytes is None
-        return held if asleep else held.plus(vllm=self.run.engine_bytes or 0.0)
-
-    @property
-    def _waiting(self) -> float:
-        """Gradients that are there already when the next round of an update is generated."""
-        several = self.run.accumulation > self.run.slices * self.run.passes
-        return self.shares.waiting if several else 0.0
-
-    @property
-    def _casts(self) -> float:
-        """Copies of the layers' weights that autocast keeps until a forward ends."""
-        matrices = self.model.largest_matrix if self.model.frozen else self.model.layer_matrices
-        return self.run.product_bytes * matrices if self.run.autocast else 0.0
+        return held if self.run.engine_sleeps else held.plus(vllm=self.run.engine_bytes or 0.0)
 
     # --- Generation ---
 
@@ -224,10 +191,12 @@ class Estimate:
     def cache_room(self) -> int:
         """Tokens a completion has room for in the cache; its last one is never looked at."""
         needed = self.run.completion - 1
+        if not self.run.shared_prefix:
+            return needed
         room = min(1, needed)
-        while self.run.shared_prefix and room < needed:
+        while room < needed:
             room = grown_capacity(room + 1, self.run.completion)
-        return room if self.run.shared_prefix else needed
+        return room
 
     def in_flight(self) -> tuple[int, int]:
         """Rows that decode together, and copies of prompts that they read."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,24 +34,9 @@ class PhaseEvent:
 
     def readable(self) -> dict[str, float]:
         """Return the figures in GB (10^9 bytes) as `peak_gb` and so on, and `fragmentation`."""
-        return dict(_readable(name, value) for name, value in self.figures.items())
-
-
-def _readable(name: str, value: float) -> tuple[str, float]:
-    return (name, value) if name == "fragmentation" else (f"{name}_gb", value / GB)
-
-
-@dataclass
-class _Open:
-    phase: str
-    start: float
-    figures: dict[str, float] = field(default_factory=dict)
-
-    def merge(self, figures: dict[str, float]) -> None:
-        """Add a stretch in which this phase was the innermost one."""
-        for name, value in figures.items():
-            held = self.figures.get(name, value)
-            self.figures[name] = value if name in _AT_THE_END else max(held, value)
+        share = "fragmentation"
+        found = {f"{name}_gb": x / GB for name, x in self.figures.items() if name != share}
+        return found | {name: x for name, x in self.figures.items() if name == share}
 
 
 class PhaseMeter:
@@ -61,19 +46,17 @@ class PhaseMeter:
     function and ends in another. Phases may be nested. The inner one wins: what happens within it
     is not counted for the outer one, which goes on after it.
 
-    Figures on a CUDA device are `peak` (allocated bytes), `reserved` (bytes the allocator holds, at
-    the peak) and `fragmentation` (1 - allocated / reserved, at the end); see `CudaProbe`. Elsewhere
-    they are `peak` (resident bytes of the process, see `ProcessProbe` for how exact) and `tensors`
-    (bytes of live CPU tensors at the end, an estimate; see `HeapProbe`).
+    Figures on a CUDA device are those of `CudaProbe`: `peak`, `reserved` and `fragmentation`.
+    Elsewhere they are `peak` (resident bytes of the process, see `ProcessProbe` for how exact) and
+    `tensors` (bytes of live CPU tensors at the end, an estimate; see `HeapProbe`).
 
-    The peaks that the device or the kernel keep are reset at each end of a phase. `peak` holds the
-    largest one since the meter was made. Neither random numbers nor results change.
+    The peaks that the device or the kernel keep are reset at each end of a phase. Neither random
+    numbers nor results change.
 
     Args:
         device (`torch.device` or `str`): where the model is.
         enabled (`bool`): False makes every method do nothing.
-        tensors (`Probe`, *optional*): counts tensors instead of `HeapProbe`, on any device; a
-            `TensorBytes` adds the figures `tensors` and `tensors_peak`.
+        tensors (`Probe`, *optional*): counts tensors instead of `HeapProbe`, on any device.
 
     Attributes:
         on_phase_end (`list`): functions called with the `PhaseEvent` of each phase that ends.
@@ -81,16 +64,13 @@ class PhaseMeter:
     """
 
     def __init__(
-        self,
-        device: torch.device | str,
-        enabled: bool = True,
-        tensors: Probe | None = None,
+        self, device: torch.device | str, enabled: bool = True, tensors: Probe | None = None
     ):
         self.enabled = enabled
         self.on_phase_end: list[Callable[[PhaseEvent], None]] = []
         self.peak = 0.0
         self._probes = _probes(torch.device(device), tensors) if enabled else []
-        self._open: list[_Open] = []
+        self._open: list[PhaseEvent] = []  # the innermost one last; none has its end yet
         self._metrics: dict[str, float] = {}
         self._born = time.perf_counter()
         for probe in self._probes:
@@ -103,7 +83,7 @@ class PhaseMeter:
 
     def is_open(self, phase: str) -> bool:
         """Whether `phase` has been started and not stopped."""
-        return any(entry.phase == phase for entry in self._open)
+        return any(event.phase == phase for event in self._open)
 
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
@@ -126,11 +106,11 @@ class PhaseMeter:
             ValueError: if `phase` is none of `PHASES`.
         """
         if phase not in PHASES:
-            legal = f" It must be one of {', '.join(PHASES)}."
-            raise ValueError(f"phase={phase!r} is unknown.{did_you_mean(phase, PHASES, legal)}")
+            hint = did_you_mean(phase, PHASES, f" It must be one of {', '.join(PHASES)}.")
+            raise ValueError(f"phase={phase!r} is unknown.{hint}")
         if self.enabled:
             self._boundary()
-            self._open.append(_Open(phase, self._seconds()))
+            self._open.append(PhaseEvent(phase, time.perf_counter() - self._born, 0.0, {}))
 
     def stop(self, phase: str) -> None:
         """End the latest open phase of this name, and the phases left open within it.
@@ -140,11 +120,10 @@ class PhaseMeter:
         """
         if not self.enabled:
             return
-        names = [entry.phase for entry in self._open]
+        names = [event.phase for event in self._open]
         if phase not in names:
-            raise ValueError(
-                f"phase={phase!r} cannot be stopped; open: {', '.join(names) or 'none'}."
-            )
+            opened = ", ".join(names) or "none"
+            raise ValueError(f"phase={phase!r} cannot be stopped; open: {opened}.")
         self._unwind(len(names) - 1 - names[::-1].index(phase))
 
     def take(self) -> dict[str, float]:
@@ -160,24 +139,20 @@ class PhaseMeter:
     def _unwind(self, depth: int) -> None:
         while len(self._open) > depth:
             self._boundary()
-            self._end(self._open.pop())
-
-    def _end(self, entry: _Open) -> None:
-        event = PhaseEvent(entry.phase, entry.start, self._seconds(), entry.figures)
-        merge_peaks(self._metrics, event)
-        for listener in self.on_phase_end:
-            listener(event)
+            event = replace(self._open.pop(), end=time.perf_counter() - self._born)
+            merge_peaks(self._metrics, event)
+            for listener in self.on_phase_end:
+                listener(event)
 
     def _boundary(self) -> None:
+        """Give the stretch that ends here to the innermost phase."""
         figures: dict[str, float] = {}
         for probe in self._probes:
             figures |= probe.boundary()
         self.peak = max(self.peak, figures.get("peak", 0.0))
-        if self._open:
-            self._open[-1].merge(figures)
-
-    def _seconds(self) -> float:
-        return time.perf_counter() - self._born
+        held = self._open[-1].figures if self._open else {}
+        for name, value in figures.items():
+            held[name] = value if name in _AT_THE_END else max(held.get(name, value), value)
 
 
 def merge_peaks(metrics: dict[str, float], event: PhaseEvent) -> None:

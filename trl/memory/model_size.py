@@ -35,7 +35,6 @@ class ModelSize:
     layers: int
     hidden: int
     intermediate: int
-    heads: int
     queries: int
     keys: int
     vocabulary: int
@@ -44,11 +43,6 @@ class ModelSize:
     norms_heads: bool  # queries and keys are normalized
     adapted: frozenset[str] = frozenset()  # linear layers with an adapter, such as q_proj
     dropout: bool = False  # of the adapter's input
-
-    @property
-    def head_size(self) -> int:
-        """Entries of one attention head."""
-        return self.queries // self.heads
 
     @property
     def frozen(self) -> bool:
@@ -80,7 +74,11 @@ def model_size(
         trainable=sum(p.numel() for p in trained),
         adapter=parameters - base,
         factored=sum(sum(p.shape) if p.dim() > 1 else p.numel() for p in trained),
-        adapted=_adapted(model),
+        adapted=frozenset(
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if getattr(module, "lora_A", None)
+        ),
         dropout=bool(getattr(peft_config, "lora_dropout", 0.0)),
         **shape,
     )
@@ -104,13 +102,9 @@ def shares_prompts(config: PretrainedConfig, attention: str | None, longest: int
 def _empty_model(
     config: PretrainedConfig, trust_remote_code: bool, attention: str | None = None
 ) -> Any:
+    options = {"trust_remote_code": trust_remote_code, "attn_implementation": attention}
     with torch.device("meta"), undivided_models():
-        return AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch.float32,
-            trust_remote_code=trust_remote_code,
-            attn_implementation=attention,
-        )
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
 
 
 def load_config(
@@ -121,10 +115,9 @@ def load_config(
     Raises:
         OSError: if there is none of that name.
     """
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
-        return AutoConfig.from_pretrained(
-            name, revision=revision, trust_remote_code=trust_remote_code
-        )
+        return AutoConfig.from_pretrained(name, **options)
     except OSError as error:
         reason = str(error).splitlines()[0]
         raise OSError(f"--model_name_or_path {name}: {reason}") from error
@@ -145,7 +138,6 @@ def _shape(config: Any, model: nn.Module) -> dict[str, Any]:
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,
         "intermediate": _intermediate(config),
-        "heads": heads,
         "queries": heads * head_dim,
         "keys": (getattr(config, "num_key_value_heads", None) or heads) * head_dim,
         "vocabulary": config.vocab_size,
@@ -157,76 +149,41 @@ def _shape(config: Any, model: nn.Module) -> dict[str, Any]:
 
 def _intermediate(config: Any) -> int:
     """Width of the MLP; of the chosen experts together in a mixture of experts."""
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     experts = getattr(config, "num_experts_per_tok", None)
-    if experts:
-        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-        return experts * width
-    return getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-
-
-def _adapted(model: nn.Module) -> frozenset[str]:
-    found = (name for name, module in model.named_modules() if getattr(module, "lora_A", None))
-    return frozenset(name.rpartition(".")[2] for name in found)
+    return experts * (getattr(config, "moe_intermediate_size", None) or width) if experts else width
 
 
 # --- Optimizer states ---
 
-
-@dataclass(frozen=True)
-class States:
-    """What an optimizer keeps for each trainable parameter.
-
-    Args:
-        copies (`float`): tensors of the parameter's own dtype.
-        size (`float`): bytes of states whose precision is the optimizer's own.
-        factored (`bool`): one float32 entry for each row and column instead.
-    """
-
-    copies: float = 0.0
-    size: float = 0.0
-    factored: bool = False
-
-    def total(self, model: ModelSize, weight_bytes: int) -> float:
-        """Bytes for all trainable parameters, whose entries take `weight_bytes`."""
-        rows = FLOAT32 * model.factored if self.factored else 0
-        return rows + (self.copies * weight_bytes + self.size) * model.trainable
-
-
-TWO = States(copies=2)
-KNOWN = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_xla"), TWO),
-    **dict.fromkeys(("adamw_torch_npu_fused", "stable_adamw"), TWO),
-    **dict.fromkeys(("paged_adamw_32bit",), States(size=8)),
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), States(size=2)),
-    "adamw_torch_8bit": States(size=2),
-    "adamw_torch_4bit": States(size=1),
-    **dict.fromkeys(("ademamix", "paged_ademamix_32bit"), States(size=12)),
-    **dict.fromkeys(("ademamix_8bit", "paged_ademamix_8bit"), States(size=3)),
-    **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), States(size=4)),
-    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), States(size=1)),
-    **dict.fromkeys(("rmsprop", "adagrad"), States(copies=1)),
-    **dict.fromkeys(("rmsprop_bnb", "rmsprop_bnb_32bit"), States(size=4)),
-    "rmsprop_bnb_8bit": States(size=1),
-    "sgd": States(),
-    "adafactor": States(factored=True),
+# For each trained entry: tensors of its own dtype, and bytes in a precision of the optimizer's own.
+_STATES = {
+    (2, 0): "adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused stable_adamw",
+    (1, 0): "rmsprop adagrad",
+    (0, 0): "sgd adafactor",
+    (0, 1): "adamw_torch_4bit lion_8bit paged_lion_8bit rmsprop_bnb_8bit",
+    (0, 2): "adamw_8bit adamw_bnb_8bit paged_adamw_8bit adamw_torch_8bit",
+    (0, 3): "ademamix_8bit paged_ademamix_8bit",
+    (0, 4): "lion_32bit paged_lion_32bit rmsprop_bnb rmsprop_bnb_32bit",
+    (0, 8): "paged_adamw_32bit",
+    (0, 12): "ademamix paged_ademamix_32bit",
 }
+KNOWN = {name: states for states, names in _STATES.items() for name in names.split()}
 
 
-def states_of(name: str, arguments: str | None = None) -> States | None:
-    """What the optimizer of option `optim` keeps, or None if that is not known.
+def state_bytes(name: str, arguments: str | None, model: ModelSize, weight_bytes: int) -> float:
+    """Bytes of all states; those of an optimizer not in `KNOWN` are taken to be two in float32.
 
     Args:
         name (`str`): a value of `optim`.
         arguments (`str`, *optional*): `optim_args`, such as "momentum=0.9".
+        model (`ModelSize`): whose trainable parameters have states.
+        weight_bytes (`int`): of an entry of a parameter.
     """
-    found = KNOWN.get(name)
+    if name == "adafactor":
+        return FLOAT32 * model.factored
+    copies, size = KNOWN.get(name, (0, 2 * FLOAT32))
     pairs = dict(pair.partition("=")[::2] for pair in (arguments or "").replace(" ", "").split(","))
     if name == "sgd" and float(pairs.get("momentum") or 0):
-        return States(copies=1)
-    return found
-
-
-def state_bytes(name: str, arguments: str | None, model: ModelSize, weight_bytes: int) -> float:
-    """Bytes of all states; those of an unknown optimizer are taken to be two in float32."""
-    states = states_of(name, arguments) or States(size=2 * FLOAT32)
-    return states.total(model, weight_bytes)
+        copies = 1
+    return (copies * weight_bytes + size) * model.trainable

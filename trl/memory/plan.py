@@ -1,19 +1,26 @@
-"""The memory plan of a run: what fits a device, and which option saves what."""
+"""The memory plan of a run: what fits a device, which option saves what, and all that as text."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from .estimate import Estimate
 from .model_size import ModelSize
 from .settings import RunSettings
+from .shares import Parts
 
 HEADROOM = 0.1  # share of a device left to its driver, to fragments and to the plan's own error
 MOST = 2**20  # tokens: no longer sequence is looked for
 MOST_IN_GROUP = 2**14
+NAMES = [field.name for field in fields(Parts)]
+HEADINGS = {"kv_cache": "KV cache", "vllm": "vLLM"}
+
+# Option, another value of it, what that sets in `RunSettings`, and what it costs or needs.
+Other = tuple[str, str, dict[str, Any], str]
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Plan:
     device_bytes: float
     adapter: ModelSize | None = None
 
-    @property
+    @cached_property
     def estimate(self) -> Estimate:
         """Bytes of each phase."""
         return Estimate(self.model, self.run)
@@ -80,46 +87,35 @@ class Plan:
     def limits(self) -> list[Limit]:
         """The largest value of four options that fits while the others stay as they are."""
         run, context = self.run, self.model.context or MOST
-        # Whole micro-batches hold the groups of as many prompts as now.
         prompts = max(1, run.rows // run.group_size)
-        sizes = group_sizes(run.micro_batch, prompts)
-        start = bisect_right(sizes, run.group_size) - 1
-        group = self._largest(sizes, lambda size: with_group_size(run, size, prompts), start)
+        bound = "no limit" if self.model.context is None else "the model's context"
         # Divisors of the round leave the gradient as it is.
         parts = [size for size in range(1, run.rows + 1) if run.rows % size == 0]
-        rows = self._largest(parts, lambda size: with_micro_batch(run, size))
+        lengths = [range(1, max(1, context - n) + 1) for n in (run.completion, run.prompt)]
+        groups = group_sizes(run.micro_batch, prompts)
         return [
-            Limit("num_generations", run.group_size, group, sizes[-1], "no limit"),
-            self._longest("prompt", "tokens of a prompt", context - run.completion),
-            self._longest("completion", "max_completion_length", context - run.prompt),
-            Limit(
-                "per_device_train_batch_size", run.micro_batch, rows, run.rows, "the whole round"
-            ),
+            self._limit("num_generations", "group_size", groups, "no limit"),
+            self._limit("tokens of a prompt", "prompt", lengths[0], bound),
+            self._limit("max_completion_length", "completion", lengths[1], bound),
+            self._limit("per_device_train_batch_size", "micro_batch", parts, "the whole round"),
         ]
 
-    def _longest(self, field: str, option: str, most: int) -> Limit:
+    def _limit(self, option: str, field: str, values: Sequence[int], words: str) -> Limit:
+        """The largest of some rising values of a field with which the run fits."""
         now = getattr(self.run, field)
-        lengths = range(1, max(1, most) + 1)
-        found = self._largest(lengths, lambda n: self.run.replace(**{field: n}), now - 1)
-        bound = "no limit" if self.model.context is None else "the model's context"
-        return Limit(option, now, found, most, bound)
-
-    def _largest(
-        self, values: range | list[int], change: Callable[[int], RunSettings], start: int = 0
-    ) -> int | None:
-        """The largest of some rising values with which the run fits."""
         place = largest_fitting(
-            lambda place: self.fits_with(change(values[place])), range(len(values)), start
+            lambda place: self.fits_with(resized(self.run, **{field: values[place]})),
+            range(len(values)),
+            bisect_right(values, now) - 1,
         )
-        return None if place is None else values[place]
+        return Limit(option, now, None if place is None else values[place], values[-1], words)
 
     def changes(self) -> list[Change]:
         """What other values of the options that save memory would make of each phase."""
         others = [*_savings(self.run), *_other_runs(self.run), *_other_engines(self.run)]
         found = [
-            Change(x.option, x.value, _totals(self.model, self.run.replace(**x.fields)), x.note)
-            for x in others
-            if x.applies
+            Change(option, value, _totals(self.model, self.run.replace(**changed)), note)
+            for option, value, changed, note in others
         ]
         if self.adapter is not None:
             phases = _totals(self.adapter, self.run)
@@ -131,96 +127,58 @@ def _totals(model: ModelSize, run: RunSettings) -> dict[str, float]:
     return {name: parts.total for name, parts in Estimate(model, run).phases.items()}
 
 
-@dataclass(frozen=True)
-class _Other:
-    """Another value of an option: what it sets in `RunSettings`, and whether it makes sense."""
-
-    option: str
-    value: str
-    fields: dict[str, Any]
-    note: str = ""
-    applies: bool = True
+# --- Other values of options ---
 
 
-def _savings(run: RunSettings) -> list[_Other]:
+def _savings(run: RunSettings) -> Iterator[Other]:
     """Changes after which the same is computed."""
-    recomputes, shares, chunks = (
-        run.gradient_checkpointing,
-        run.shared_prefix,
-        run.logits_chunk != 0,
-    )
+    recomputes, shares = run.gradient_checkpointing, run.shared_prefix
     slower = "" if recomputes else "about a third more time"
-    split = with_micro_batch(run, 1)
-    split_fields = {"micro_batch": 1, "slices": split.slices, "accumulation": split.accumulation}
-    is_whole = run.generates and run.generation_rows is None and run.rows > run.group_size
-    group = {"generation_rows": run.group_size}
-    return [
-        _Other(
-            "gradient_checkpointing",
-            _word(not recomputes),
-            {"gradient_checkpointing": not recomputes},
-            slower,
-        ),
-        _Other("shared_prefix", _word(not shares), {"shared_prefix": not shares}),
-        _Other(
-            "logits_chunk_size", "0" if chunks else "none", {"logits_chunk": 0 if chunks else None}
-        ),
-        _Other(
-            "per_device_train_batch_size",
-            "1",
-            split_fields,
-            "same gradient, more passes",
-            applies=run.micro_batch > 1,
-        ),
-        _Other("generation_max_rows", str(run.group_size), group, "more passes", applies=is_whole),
-    ]
+    word = _word(not recomputes)
+    yield "gradient_checkpointing", word, {"gradient_checkpointing": not recomputes}, slower
+    yield "shared_prefix", _word(not shares), {"shared_prefix": not shares}, ""
+    value, chunk = ("none", None) if run.logits_chunk == 0 else ("0", 0)
+    yield "logits_chunk_size", value, {"logits_chunk": chunk}, ""
+    if run.micro_batch > 1:
+        split = vars(resized(run, micro_batch=1))
+        yield "per_device_train_batch_size", "1", split, "same gradient, more passes"
+    if run.generates and run.generation_rows is None and run.rows > run.group_size:
+        group = run.group_size
+        yield "generation_max_rows", str(group), {"generation_rows": group}, "more passes"
 
 
-def _other_runs(run: RunSettings) -> list[_Other]:
+def _other_runs(run: RunSettings) -> Iterator[Other]:
     """Changes after which something else is trained, or in another precision."""
-    unscored = {"reference": False, "scores_policy": run.scores_policy and not run.is_on_policy}
-    half = {"weight_bytes": 2, "product_bytes": 2}
-    rounded = "small updates are rounded away"
-    small = {"optimizer": "adamw_8bit"}
-    is_adam = run.optimizer.startswith("adamw_torch")
-    return [
-        _Other("beta", "0", unscored, "no KL penalty", applies=run.reference),
-        _Other("dtype", "bfloat16", half, rounded, applies=run.weight_bytes == 4),
-        _Other("optim", "adamw_8bit", small, "needs bitsandbytes", applies=is_adam),
-    ]
+    if run.reference:
+        unscored = {"reference": False, "scores_policy": run.scores_policy and not run.is_on_policy}
+        yield "beta", "0", unscored, "no KL penalty"
+    if run.weight_bytes == 4:
+        half = {"weight_bytes": 2, "product_bytes": 2}
+        yield "dtype", "bfloat16", half, "small updates are rounded away"
+    if run.optimizer.startswith("adamw_torch"):
+        yield "optim", "adamw_8bit", {"optimizer": "adamw_8bit"}, "needs bitsandbytes"
 
 
-def _other_engines(run: RunSettings) -> list[_Other]:
+def _other_engines(run: RunSettings) -> Iterator[Other]:
     """Other ways for ranks to divide the model, and what the memory of the host could hold."""
-    sharding = run.sharding
-    found = [
-        _Other(
-            "ds3_gather_for_generation",
-            _word(not run.gathers),
-            {"gathers": not run.gathers},
-            "each token gathers all weights" if run.gathers else "",
-            applies=run.generates and sharding.divides_weights and run.engine_bytes is None,
-        )
-    ]
-    # DeepSpeed casts the weights themselves instead of autocasting.
-    cast = {"weight_bytes": run.product_bytes, "loaded_bytes": run.weight_bytes}
-    can_change = run.processes > 1 and not sharding.is_fsdp
-    for stage in {1, 2, 3} - {sharding.stage}:
-        zero = {"sharding": sharding.replace(engine="zero", stage=stage, syncs=True)}
-        fields = (cast | zero) if run.autocast else zero
-        config = f"zero{stage}"
-        note = "needs deepspeed"
-        found.append(_Other("accelerate_config", config, fields, note, applies=can_change))
-    states = {"sharding": sharding.replace(offloads_optimizer=True)}
-    moves = sharding.is_zero and not sharding.offloads_optimizer
-    weights = {"sharding": sharding.replace(offloads_optimizer=True, offloads_weights=True)}
-    slower = "slower passes and updates"
-    can_offload = sharding.is_fsdp and not sharding.offloads_weights
-    return [
-        *found,
-        _Other("offload_optimizer_device", "cpu", states, "slower updates", applies=moves),
-        _Other("fsdp_offload_params", "true", weights, slower, applies=can_offload),
-    ]
+    sharding, gathers = run.sharding, run.gathers
+    if run.generates and sharding.divides_weights and run.engine_bytes is None:
+        note = "each token gathers all weights" if gathers else ""
+        yield "ds3_gather_for_generation", _word(not gathers), {"gathers": not gathers}, note
+    if run.processes > 1 and not sharding.is_fsdp:
+        # DeepSpeed casts the weights themselves instead of autocasting.
+        cast = {"weight_bytes": run.product_bytes, "loaded_bytes": run.weight_bytes}
+        for stage in {1, 2, 3} - {sharding.stage}:
+            zero = {"sharding": sharding.replace(engine="zero", stage=stage, syncs=True)}
+            changed = (cast | zero) if run.autocast else zero
+            yield "accelerate_config", f"zero{stage}", changed, "needs deepspeed"
+    if sharding.is_zero and not sharding.offloads_optimizer:
+        states = {"sharding": sharding.replace(offloads_optimizer=True)}
+        yield "offload_optimizer_device", "cpu", states, "slower updates"
+    if sharding.is_fsdp and not sharding.offloads_weights:
+        everything = sharding.replace(offloads_optimizer=True, offloads_weights=True)
+        note = "slower passes and updates"
+        yield "fsdp_offload_params", "true", {"sharding": everything}, note
 
 
 def _word(value: bool) -> str:
@@ -238,20 +196,13 @@ def group_sizes(micro_batch: int, prompts: int) -> list[int]:
     return whole + [n for n in range(micro_batch, MOST_IN_GROUP + 1, micro_batch) if n > 1]
 
 
-def with_group_size(run: RunSettings, group_size: int, prompts: int) -> RunSettings:
-    """The same prompts a round with another number of completions; micro-batches stay as large."""
-    slices = max(1, prompts * group_size // run.micro_batch)
-    return _resliced(run.replace(group_size=group_size), run.micro_batch, slices)
-
-
-def with_micro_batch(run: RunSettings, micro_batch: int) -> RunSettings:
-    """The same rounds and updates, cut into micro-batches of another size."""
-    return _resliced(run, micro_batch, max(1, run.rows // micro_batch))
-
-
-def _resliced(run: RunSettings, micro_batch: int, slices: int) -> RunSettings:
+def resized(run: RunSettings, **changes: int) -> RunSettings:
+    """The same prompts in each round and update, with rows, groups or micro-batches changed."""
+    other = run.replace(**changes)
+    rows = run.rows * other.group_size // run.group_size
+    slices = max(1, rows // other.micro_batch)
     accumulation = max(1, run.accumulation * slices // run.slices)
-    return run.replace(micro_batch=micro_batch, slices=slices, accumulation=accumulation)
+    return other.replace(slices=slices, accumulation=accumulation)
 
 
 def largest_fitting(fits: Callable[[int], bool], values: range, now: int = 0) -> int | None:
@@ -275,3 +226,105 @@ def largest_fitting(fits: Callable[[int], bool], values: range, now: int = 0) ->
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+# --- Text ---
+
+
+def render(plan: Plan) -> str:
+    """Write the plan as tables of plain text, for a terminal or a file."""
+    blocks = [_header(plan), _phases(plan), _verdict(plan), _limits(plan), _changes(plan)]
+    return "\n\n".join(blocks)
+
+
+def size(count: float) -> str:
+    """Bytes with three digits and a decimal unit: 0 B, 83.1 MB, 1.76 GB."""
+    if abs(count) < 1e6:
+        return f"{count / 1e3:.3g} kB" if count else "0"
+    if abs(count) < 999.5e6:
+        return f"{count / 1e6:.3g} MB"
+    return f"{count / 1e9:.3g} GB" if abs(count) < 999.5e9 else f"{count / 1e12:.3g} TB"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Align columns; the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+        for row in rows
+    )
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def _header(plan: Plan) -> str:
+    model, run = plan.model, plan.run
+    trained = "" if not model.frozen else f", of which {_count(model.trainable)} are trained"
+    precision = f"{8 * run.weight_bytes}-bit weights"
+    if run.autocast:
+        precision += f", {8 * run.product_bytes}-bit autocast"
+    return (
+        f"Model: {_count(model.parameters)} parameters{trained}; {precision}; {run.optimizer}\n"
+        f"Round on a rank: {run.rows} completions of up to {run.completion} tokens, "
+        f"{run.group_size} for each prompt of up to {run.prompt} tokens\n"
+        f"Micro-batch: {run.micro_batch} completions, "
+        f"{sum(run.forward_passes(cuts=False))} tokens in one forward"
+        f"{_ranks(plan)}"
+    )
+
+
+def _ranks(plan: Plan) -> str:
+    """How the model is divided, and what of it is on the host."""
+    sharding, host = plan.run.sharding, plan.estimate.shares.host
+    if plan.run.processes == 1:
+        return ""
+    words = f"\nRanks: {plan.run.processes}, {sharding.name}"
+    if sharding.stage and sharding.ranks < plan.run.processes:
+        words += f"; each {sharding.ranks} of them hold one copy"
+    return words + (f"; {size(host)} of each in the memory of the host" if host else "")
+
+
+def _count(parameters: int) -> str:
+    scale, unit = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
+    return f"{parameters / scale:.3g} {unit}"
+
+
+def _phases(plan: Plan) -> str:
+    phases = plan.estimate.phases
+    used = [name for name in NAMES if any(getattr(parts, name) for parts in phases.values())]
+    rows = [["held at the peak of", *(HEADINGS.get(name, name) for name in used), "total"]]
+    for phase, parts in phases.items():
+        rows.append([phase, *(size(getattr(parts, name)) for name in used), size(parts.total)])
+    return table(rows)
+
+
+def _verdict(plan: Plan) -> str:
+    peak, phases = plan.estimate.peak, plan.estimate.phases
+    phase = max(phases, key=lambda name: phases[name].total)
+    room = f"{size(plan.budget)} of a device of {size(plan.device_bytes)}"
+    end = f"fits {room}" if plan.fits else f"does not fit {room}"
+    return f"Peak: {size(peak)}, in {phase}; {end} ({HEADROOM:.0%} are left free)."
+
+
+def _limits(plan: Plan) -> str:
+    rows = [["largest value that fits, all else as it is", "now", "largest"]]
+    for limit in plan.limits():
+        found = "none fits" if limit.largest is None else str(limit.largest)
+        words = f" ({limit.words})" if limit.largest == limit.bound else ""
+        rows.append([limit.option, str(limit.now), found + words])
+    return table(rows)
+
+
+def _changes(plan: Plan) -> str:
+    phases = plan.estimate.phases
+    rows = [["what another value would change", "peak", *phases, ""]]
+    for change in plan.changes():
+        cells = [_difference(change.peak - plan.estimate.peak)]
+        for name, parts in phases.items():
+            other = change.phases.get(name)
+            cells.append("gone" if other is None else _difference(other - parts.total))
+        rows.append([f"{change.option}={change.value}", *cells, change.note])
+    return table(rows)
+
+
+def _difference(count: float) -> str:
+    return "=" if abs(count) < 500 else f"{'+' if count > 0 else '-'}{size(abs(count))}"

@@ -5,16 +5,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import weakref
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..text import did_you_mean
 
@@ -82,10 +79,8 @@ def should_empty_cache(policy: str, allocated: int, reserved: int) -> bool:
         ValueError: if `policy` is none of these.
     """
     if policy not in POLICIES:
-        legal = f" It must be one of {', '.join(POLICIES)}."
-        raise ValueError(
-            f"empty_cache={policy!r} is unknown.{did_you_mean(policy, POLICIES, legal)}"
-        )
+        hint = did_you_mean(policy, POLICIES, f" It must be one of {', '.join(POLICIES)}.")
+        raise ValueError(f"empty_cache={policy!r} is unknown.{hint}")
     unused = reserved - allocated
     if policy == "auto":
         return unused >= FLOOR and fragmentation(allocated, reserved) > THRESHOLD
@@ -93,18 +88,14 @@ def should_empty_cache(policy: str, allocated: int, reserved: int) -> bool:
 
 
 def release_cached_blocks(policy: str, device: torch.device | str) -> bool:
-    """Return unused blocks of a CUDA device to it, if `should_empty_cache` says so.
+    """Return unused blocks of a CUDA device to it if `should_empty_cache`, and whether it was done.
 
     Call it where little is alive: after generation and after scoring. Tensors are not touched.
-
-    Returns:
-        `bool`: whether it was done; always False on other devices.
     """
-    device = torch.device(device)
-    held = (0, 0)
-    if device.type == "cuda":
-        held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    decided = should_empty_cache(policy, *held)
+    on_gpu = torch.device(device).type == "cuda"
+    allocated = torch.cuda.memory_allocated(device) if on_gpu else 0
+    reserved = torch.cuda.memory_reserved(device) if on_gpu else 0
+    decided = should_empty_cache(policy, allocated, reserved)
     if decided:
         torch.cuda.empty_cache()
     return decided
@@ -156,14 +147,14 @@ class ProcessProbe:
 
     def boundary(self) -> dict[str, float]:
         """Return the figure since the last call."""
-        if self._before is None:
+        mark = _kilobytes(_STATUS, "VmHWM" if self.is_exact else "VmRSS")
+        if mark is None or self._before is None:
             return {}
         if self.is_exact:
-            peak = _kilobytes(_STATUS, "VmHWM")
             _reset_high_water()
-            return {} if peak is None else {"peak": peak}
-        before, self._before = self._before, _kilobytes(_STATUS, "VmRSS") or 0
-        return {"peak": max(before, self._before)}
+            return {"peak": mark}
+        before, self._before = self._before, mark
+        return {"peak": max(before, mark)}
 
 
 def _kilobytes(path: Path, field: str) -> int | None:
@@ -187,21 +178,12 @@ def _reset_high_water() -> bool:
 class _HeapAccount(ctypes.Structure):
     """What `mallinfo2` of the C library returns."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "mapped"),
-            *("usmblks", "fsmblks", "used", "fordblks", "keepcost"),
-        )
-    ]
+    _names = "arena ordblks smblks hblks mapped usmblks fsmblks used fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 def _heap_in_use() -> int:
-    """Bytes the C library has handed out.
-
-    Raises:
-        AttributeError, OSError, TypeError: if it is not glibc.
-    """
+    """Bytes the C library has handed out; an error if it is not glibc."""
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = _HeapAccount
     account = mallinfo()
@@ -211,11 +193,9 @@ def _heap_in_use() -> int:
 def _heap_holds_tensors() -> bool:
     """Whether tensors show in the account of the C library, tried on one of 16 MiB."""
     try:
-        before, size = _heap_in_use(), 1 << 24
-        sample = torch.empty(size, dtype=torch.uint8, device="cpu")
-        grown = _heap_in_use() - before
-        del sample
-        return abs(grown - size) < size // 4
+        before = _heap_in_use()
+        sample = torch.empty(1 << 24, dtype=torch.uint8, device="cpu")
+        return abs(_heap_in_use() - before - sample.nbytes) < sample.nbytes // 4
     except (AttributeError, OSError, TypeError):
         return False
 
@@ -226,7 +206,7 @@ class HeapProbe:
     The figure is `tensors`: the bytes of tensors that Python could see when the probe was made,
     plus what malloc has handed out since, less what was given back. So it counts tensors that only
     autograd holds, and also other native objects made since. There is no figure where tensors do
-    not come from glibc (musl, macOS, a preloaded allocator). `TensorBytes` is exact.
+    not come from glibc (musl, macOS, a preloaded allocator).
     """
 
     def __init__(self) -> None:
@@ -258,68 +238,3 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     except (RuntimeError, ValueError):  # sparse, or not initialized yet
         return None
     return None if storage.device.type == "meta" else storage
-
-
-class TensorBytes(TorchDispatchMode):
-    """Counts the storages of all tensors made while it is entered, until each is freed.
-
-    Tensors that only autograd holds count; views count once; scratch memory inside one operator
-    does not count. Every operator takes some microseconds longer, so this is for experiments.
-    Give it to `PhaseMeter(device, tensors=...)` and enter it around training:
-
-        tracker = TensorBytes(model.parameters())
-        meter = PhaseMeter("cpu", tensors=tracker)
-        with tracker:
-            trainer.train()
-
-    Args:
-        existing: tensors made before, to count as well.
-
-    Attributes:
-        live (`int`): bytes now.
-        peak (`int`): most bytes at once since it was made, or since the last `boundary`.
-    """
-
-    def __init__(self, existing: Iterable[Tensor] = ()):
-        super().__init__()
-        self.live = 0
-        self.peak = 0
-        self._storages: dict[int, tuple[Any, int]] = {}  # address -> weak reference, bytes
-        for tensor in existing:
-            self.add(tensor)
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run an operator and count what it returns."""
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.add(leaf)
-        return result
-
-    def add(self, tensor: Tensor) -> None:
-        """Count the storage of a tensor from now until it is freed, at its present size."""
-        storage = storage_of(tensor)
-        if storage is None:
-            return
-        address, size = storage._cdata, storage.nbytes()
-        reference, known = self._storages.get(address, (None, 0))
-        if reference is None:
-            reference = weakref.ref(storage, lambda _: self._forget(address))
-        self._storages[address] = (reference, size)
-        self.live += size - known
-        self.peak = max(self.peak, self.live)
-
-    def boundary(self) -> dict[str, float]:
-        """Return `tensors` (bytes now) and `tensors_peak`, and begin the next stretch."""
-        figures = {"tensors": float(self.live), "tensors_peak": float(self.peak)}
-        self.peak = self.live
-        return figures
-
-    def _forget(self, address: int) -> None:
-        self.live -= self._storages.pop(address)[1]

@@ -24,15 +24,7 @@ STRATEGIES = {
     "true": (WEIGHTS, False, False),
     "false": (WEIGHTS, True, False),
 }
-NUMBERS = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard"}
-NUMBERS |= {"5": "hybrid_shard_zero2"}
-
-# Names of entries of `zero_optimization`, and of the fields they set.
-ENTRIES = {
-    "reduce_bucket_size": "bucket",
-    "stage3_max_live_parameters": "live",
-    "sub_group_size": "sub_group",
-}
+NUMBERS = dict(zip("12345", STRATEGIES, strict=False))  # of the first five
 
 
 @dataclass(frozen=True)
@@ -105,14 +97,14 @@ def read_sharding(options: Mapping[str, Any], ranks: int, machines: int = 1) -> 
 
 
 def _zero(options: Mapping[str, Any], ranks: int) -> Sharding:
-    file = options.get("deepspeed_config_file")
     own: dict[str, Any] = {}
+    file = options.get("deepspeed_config_file")
     if file not in (None, "none"):
         own = json.loads(Path(str(file)).read_text(encoding="utf-8")).get("zero_optimization", {})
-    fields: dict[str, Any] = {
-        field: int(own[entry])
-        for entry, field in ENTRIES.items()
-        if isinstance(own.get(entry), int | float)
+    entries = {
+        "bucket": own.get("reduce_bucket_size"),
+        "live": own.get("stage3_max_live_parameters"),
+        "sub_group": own.get("sub_group_size"),
     }
     stage = int(own.get("stage", options.get("zero_stage") or 2))
     return Sharding(
@@ -122,7 +114,7 @@ def _zero(options: Mapping[str, Any], ranks: int) -> Sharding:
         offloads_optimizer=_offloads(options, own, "optimizer"),
         offloads_weights=stage == WEIGHTS and _offloads(options, own, "param"),
         syncs=True,
-        **fields,
+        **{k: int(v) for k, v in entries.items() if isinstance(v, int | float)},  # not "auto"
     )
 
 
@@ -154,19 +146,13 @@ def _fsdp(options: Mapping[str, Any], ranks: int, machines: int) -> Sharding:
 
 def options_of_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """The options of `read_sharding` that `accelerate launch` hands to its workers."""
-    names = {
-        "use_deepspeed": "ACCELERATE_USE_DEEPSPEED",
-        "use_fsdp": "ACCELERATE_USE_FSDP",
-        "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-        "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-        "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
-        "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
-        "fsdp_version": "FSDP_VERSION",
-        "fsdp_sharding_strategy": "FSDP_SHARDING_STRATEGY",
-        "fsdp_reshard_after_forward": "FSDP_RESHARD_AFTER_FORWARD",
-        "fsdp_offload_params": "FSDP_OFFLOAD_PARAMS",
-    }
-    found: dict[str, Any] = {k: environment[v] for k, v in names.items() if v in environment}
+    deepspeed = ("zero_stage", "offload_optimizer_device", "offload_param_device")
+    names = {f"ACCELERATE_DEEPSPEED_{name.upper()}": name for name in deepspeed}
+    names["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "deepspeed_config_file"
+    names |= {f"ACCELERATE_{name.upper()}": name for name in ("use_deepspeed", "use_fsdp")}
+    fsdp = ("version", "sharding_strategy", "reshard_after_forward", "offload_params")
+    names |= {f"FSDP_{name.upper()}": f"fsdp_{name}" for name in fsdp}
+    found: dict[str, Any] = {v: environment[k] for k, v in names.items() if k in environment}
     for name in ("use_deepspeed", "use_fsdp"):
         found[name] = str(found.get(name, "false")).lower() == "true"
     return found

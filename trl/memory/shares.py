@@ -38,28 +38,29 @@ class Parts:
         return replace(self, **{name: getattr(self, name) + size for name, size in more.items()})
 
 
-@dataclass(frozen=True)
 class Shares:
-    """The model of a run as one rank holds it.
+    """The model of a run as one rank holds it; all figures are bytes.
 
     Args:
         model (`ModelSize`): what is trained.
         run (`RunSettings`): how, and divided how.
     """
 
-    model: ModelSize
-    run: RunSettings
+    def __init__(self, model: ModelSize, run: RunSettings):
+        self.model, self.run, self.sharding = model, run, run.sharding
+        self._count = model.trainable * run.trained_models  # entries that are trained
+        # FSDP alone keeps weights as they were loaded; DeepSpeed casts all of them.
+        self._loaded = run.loaded_bytes if run.sharding.is_fsdp else None
 
     def held(self, gradients: float = 0.0, gathered: float = 0.0, buffers: float = 0.0) -> Parts:
-        """Bytes on the device outside of any forward.
+        """What is on the device outside of any forward.
 
         Args:
-            gradients (`float`): bytes of the gradients that there are at this moment; more than
-                that if the engine never frees its own.
-            gathered (`float`): bytes of weights of other ranks that are here for now.
-            buffers (`float`): bytes of buffers that this moment needs.
+            gradients (`float`): that there are at this moment; the engine may keep more.
+            gathered (`float`): weights of other ranks that are here for now.
+            buffers (`float`): buffers that this moment needs.
         """
-        sharding = self.run.sharding
+        sharding = self.sharding
         # ZeRO-3 makes them at the start; FSDP1 forgets them when it needs new ones.
         is_third = sharding.is_zero and sharding.divides_weights
         stay = self.gradients if is_third or sharding.engine == "fsdp1" else 0.0
@@ -74,8 +75,8 @@ class Shares:
 
     @property
     def host(self) -> float:
-        """Bytes that a rank keeps in the memory of its host."""
-        sharding = self.run.sharding
+        """What a rank keeps in the memory of its host."""
+        sharding = self.sharding
         weights = self.weights + self.reference if sharding.offloads_weights else 0.0
         if not sharding.offloads_optimizer:
             return weights
@@ -84,32 +85,30 @@ class Shares:
         narrow = self.run.weight_bytes if sharding.is_zero and sharding.stage < WEIGHTS else 0
         return weights + self.optimizer + (entry + narrow) * sharding.share(OPTIMIZER) * self._count
 
-    @property
-    def _count(self) -> int:
-        """Entries that are trained."""
-        return self.model.trainable * self.run.trained_models
-
     # --- Weights ---
 
     @property
     def stored(self) -> int:
-        """Bytes of a trained weight where it lies: FSDP keeps float32 under mixed precision."""
-        if self.model.frozen and not self.run.sharding.is_zero:
-            return FLOAT32
-        mixed = self.run.loaded_bytes is not None
-        return FLOAT32 if self.run.sharding.is_fsdp and mixed else self.run.weight_bytes
+        """Of a trained weight where it lies: FSDP keeps float32 under mixed precision."""
+        is_float32 = self._loaded or (self.model.frozen and not self.sharding.is_zero)
+        return FLOAT32 if is_float32 else self.run.weight_bytes
+
+    @property
+    def _frozen(self) -> int:
+        """Of a weight that is not trained."""
+        return self._loaded or self.run.weight_bytes
 
     @property
     def weights(self) -> float:
         """Weights that a rank keeps, adapter included."""
-        model, run = self.model, self.run
-        share = run.sharding.share(WEIGHTS)
-        ends = model.parameters - model.adapter - model.layer_matrices
-        each = self._frozen_bytes if model.frozen else self.stored
-        matrices = (each if run.matrix_bytes is None else run.matrix_bytes) * model.layer_matrices
-        # Quantized matrices stay whole where the engine cannot divide their storage.
-        is_whole = run.matrix_bytes is not None and not run.divides_quantized
-        base = matrices * (1.0 if is_whole else share) + each * ends * share
+        model, run, share = self.model, self.run, self.sharding.share(WEIGHTS)
+        each = self._frozen if model.frozen else self.stored
+        base = each * (model.parameters - model.adapter - model.layer_matrices) * share
+        if run.matrix_bytes is None:
+            base += each * model.layer_matrices * share
+        else:  # quantized matrices stay whole where the engine cannot divide their storage
+            divided = share if run.divides_quantized else 1.0
+            base += run.matrix_bytes * model.layer_matrices * divided
         return run.trained_models * (base + self.stored * model.adapter * share)
 
     @property
@@ -117,89 +116,70 @@ class Shares:
         """Weights of the reference policy, which is divided as the policy is."""
         if not self.run.reference or self.model.frozen:
             return 0.0
-        return self._frozen_bytes * self.model.parameters * self.run.sharding.share(WEIGHTS)
-
-    @property
-    def _frozen_bytes(self) -> int:
-        """DeepSpeed casts what it does not train too; FSDP leaves it as it was loaded."""
-        loaded = self.run.loaded_bytes if self.run.sharding.is_fsdp else None
-        return loaded or self.run.weight_bytes
+        return self._frozen * self.model.parameters * self.sharding.share(WEIGHTS)
 
     @property
     def whole(self) -> float:
-        """Bytes of all weights together, gathered for generation from the shards."""
-        run, model = self.run, self.model
-        if not run.sharding.divides_weights:
-            return 0.0
-        if run.matrix_bytes is not None:
-            ends = model.parameters - model.layer_matrices
-            return run.matrix_bytes * model.layer_matrices + run.weight_bytes * ends
-        # FSDP1 gathers what it stores, the others what they compute with.
-        is_first = run.sharding.engine == "fsdp1"
-        return (self.stored if is_first else run.weight_bytes) * model.parameters
+        """All weights together, gathered for generation: FSDP1 gathers what it stores."""
+        is_stored = self.sharding.engine == "fsdp1" and self.run.matrix_bytes is None
+        each = self.stored if is_stored else self.run.weight_bytes
+        return self._gathered(self.model.layers, each)
 
     @property
     def layerwise(self) -> float:
-        """Bytes of the weights gathered at once in a forward without gradient.
-
-        What is outside the layers stays for the whole forward; a layer is gathered while it runs,
-        by FSDP in a buffer that it is copied out of.
-        """
-        sharding, model = self.run.sharding, self.model
-        if not sharding.divides_weights:
-            return 0.0
-        ends = model.parameters - model.layer_matrices - model.adapter
-        return self.run.weight_bytes * ends + (2 if sharding.is_fsdp else 1) * self._layer
+        """Weights gathered at once without gradient: one layer, which FSDP copies from a buffer."""
+        return self._gathered(2 if self.sharding.is_fsdp else 1)
 
     @property
     def training(self) -> float:
-        """Bytes of the weights gathered at once in a training pass."""
-        sharding = self.run.sharding
-        if not sharding.divides_weights:
+        """Weights gathered at once in a training pass, in which FSDP gathers a layer ahead."""
+        sharding, parameters = self.sharding, self.model.parameters
+        if sharding.divides_weights and (sharding.is_zero or sharding.keeps_weights):
+            most = sharding.live if sharding.is_zero else parameters
+            return self.run.weight_bytes * min(parameters, most)
+        return self._gathered(3)
+
+    def _gathered(self, layers: int, each: int = 0) -> float:
+        """Weights outside the layers, which stay for a whole forward, and those of some layers."""
+        if not self.sharding.divides_weights:
             return 0.0
-        if sharding.is_zero or sharding.keeps_weights:
-            most = sharding.live if sharding.is_zero else self.model.parameters
-            return self.run.weight_bytes * min(self.model.parameters, most)
-        return self.layerwise + self._layer  # the next layer is gathered ahead
+        model, each = self.model, each or self.run.weight_bytes
+        matrix = each if self.run.matrix_bytes is None else self.run.matrix_bytes
+        ends = model.parameters - model.layer_matrices - model.adapter
+        layer = (matrix * model.layer_matrices + each * model.adapter) / model.layers
+        return each * ends + layers * layer
 
     @property
     def largest(self) -> float:
-        """Bytes of the largest weight, if it has to be gathered."""
+        """The largest weight, if it has to be gathered."""
         largest = max(self.model.largest_matrix, self.model.head)
-        return self.run.weight_bytes * largest if self.run.sharding.divides_weights else 0.0
-
-    @property
-    def _layer(self) -> float:
-        matrix = self.run.weight_bytes if self.run.matrix_bytes is None else self.run.matrix_bytes
-        adapter = self.run.weight_bytes * self.model.adapter
-        return (matrix * self.model.layer_matrices + adapter) / self.model.layers
+        return self.run.weight_bytes * largest if self.sharding.divides_weights else 0.0
 
     # --- Gradients ---
 
     @property
     def trained(self) -> int:
-        """Bytes of an entry of a gradient as the backward pass makes it."""
-        if self.model.frozen and not (self.run.sharding.stage and self.run.loaded_bytes):
-            return FLOAT32
-        return self.run.weight_bytes
+        """Of an entry of a gradient as the backward pass makes it."""
+        is_cast = self.sharding.stage and self.run.loaded_bytes
+        return FLOAT32 if self.model.frozen and not is_cast else self.run.weight_bytes
 
     @property
     def whole_gradients(self) -> float:
-        """Bytes of the gradients of all trained weights as the backward pass makes them."""
+        """Gradients of all trained weights as the backward pass makes them."""
         return self.trained * self._count
 
     @property
     def gradients(self) -> float:
         """What a rank has of the gradients at the update, on the device."""
-        sharding = self.run.sharding
+        sharding = self.sharding
         if sharding.offloads_optimizer:
             return 0.0
-        if sharding.stage and sharding.is_fsdp:
+        if not sharding.stage:
+            # Data parallelism exchanges them in buckets as large as themselves.
+            return (2 if self.run.processes > 1 else 1) * self.whole_gradients
+        if sharding.is_fsdp:
             return self.stored * self._count * sharding.share(GRADIENTS)
-        if sharding.stage:
-            return self.whole_gradients * sharding.share(OPTIMIZER)
-        # Data parallelism exchanges them in buckets as large as themselves.
-        return (2 if self.run.processes > 1 else 1) * self.whole_gradients
+        return self.whole_gradients * sharding.share(OPTIMIZER)
 
     @property
     def waiting(self) -> float:
@@ -208,7 +188,7 @@ class Shares:
         ZeRO-1 and, unless `syncs`, FSDP add up whole gradients until the last micro-batch; ZeRO-1
         has its bucket by then.
         """
-        sharding = self.run.sharding
+        sharding = self.sharding
         if sharding.is_zero and sharding.stage == OPTIMIZER:
             return self.whole_gradients + self.bucket
         if sharding.is_fsdp and sharding.stage and not sharding.syncs:
@@ -218,8 +198,8 @@ class Shares:
     @property
     def first_buckets(self) -> float:
         """Those of a backward pass of ZeRO-1, unless they have been waiting, and of ZeRO-2."""
-        waits = self.run.sharding.stage == OPTIMIZER and self.run.accumulation > 1
-        return 0.0 if waits or self.run.sharding.divides_weights else self.bucket
+        waits = self.sharding.stage == OPTIMIZER and self.run.accumulation > 1
+        return 0.0 if waits or self.sharding.divides_weights else self.bucket
 
     @property
     def in_flight(self) -> float:
@@ -227,7 +207,7 @@ class Shares:
         model = self.model
         if model.frozen:
             return self.whole_gradients / model.layers
-        if self.run.sharding.is_zero:
+        if self.sharding.is_zero:
             return self.trained * max(model.largest_matrix, model.head)
         # Those of one layer, and the buffer they are reduced in.
         ends = model.parameters - model.layer_matrices
@@ -236,7 +216,7 @@ class Shares:
     @property
     def bucket(self) -> float:
         """The buffers in which DeepSpeed reduces gradients."""
-        sharding = self.run.sharding
+        sharding = self.sharding
         return self.trained * sharding.bucket if sharding.is_zero and sharding.stage else 0.0
 
     # --- Optimizer ---
@@ -244,16 +224,16 @@ class Shares:
     @property
     def optimizer(self) -> float:
         """States, and the float32 weights that DeepSpeed updates in place of the model's own."""
-        sharding, run = self.run.sharding, self.run
-        entry = FLOAT32 if sharding.is_zero else self.stored
+        run, is_zero = self.run, self.sharding.is_zero
+        entry = FLOAT32 if is_zero else self.stored
         states = state_bytes(run.optimizer, run.optimizer_args, self.model, entry)
-        masters = FLOAT32 * self._count if sharding.is_zero else 0.0
-        return (run.trained_models * states + masters) * sharding.share(OPTIMIZER)
+        masters = FLOAT32 * self._count if is_zero else 0.0
+        return (run.trained_models * states + masters) * self.sharding.share(OPTIMIZER)
 
     @property
     def update(self) -> float:
-        """Bytes that the update itself needs: DeepSpeed's float32 copy of the gradients."""
-        sharding = self.run.sharding
+        """What the update itself needs: DeepSpeed's float32 copy of the gradients."""
+        sharding = self.sharding
         if not sharding.is_zero or sharding.offloads_optimizer:
             return 0.0
         entries = self._count * sharding.share(OPTIMIZER)

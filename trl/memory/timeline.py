@@ -108,8 +108,7 @@ def draw(jsonl: str | Path, png: str | Path) -> bool:
     except ImportError as error:
         logger.warning_once(str(error))
         return False
-    found = spans(read(jsonl))
-    if not found:
+    if not (found := spans(read(jsonl))):
         return False
     # Peaks of phases are often the same within a percent, so each has a panel of its own.
     shown = [phase for phase in PHASES if phase in found]
@@ -142,10 +141,8 @@ def spans(records: Iterator[dict[str, Any]]) -> dict[str, list[tuple[float, floa
         if "peak_gb" in record:
             span = (record["start"], record["end"], record["peak_gb"])
             found.setdefault(record["phase"], []).append(span)
-    return {phase: _joined(items, _MOST_SPANS) for phase, items in found.items()}
-
-
-def _joined(items: list[tuple[float, float, float]], most: int) -> list[tuple[float, float, float]]:
-    size = -(-len(items) // most)
-    pieces = [items[i : i + size] for i in range(0, len(items), size)]
-    return [(p[0][0], p[-1][1], max(item[2] for item in p)) for p in pieces]
+    for phase, items in found.items():
+        size = -(-len(items) // _MOST_SPANS)
+        pieces = [items[i : i + size] for i in range(0, len(items), size)]
+        found[phase] = [(p[0][0], p[-1][1], max(item[2] for item in p)) for p in pieces]
+    return found

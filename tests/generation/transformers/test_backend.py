@@ -2,11 +2,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from tensor_bytes import TensorBytes
 from tiny import tiny_model
 
 from trl.generation.transformers.backend import TransformersBackend, merge_extra
 from trl.generation.transformers.batch_limits import BatchLimits
-from trl.memory.probes import TensorBytes
 from trl.types import Prompts, Sampling
 
 PROMPTS = Prompts(
