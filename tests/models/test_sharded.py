@@ -10,10 +10,10 @@ from torch import nn
 from trl.models.sharded import (
     _gathering,
     _without_hooks,
+    gather_of,
     gathered,
     layers_of,
     replaced_forward,
-    sharded_engine,
     unwrapped,
     whole,
 )
@@ -25,7 +25,7 @@ class Recorder:
     def __init__(self):
         self.held = []
 
-    def gather(self, modules):
+    def __call__(self, modules):
         return functools.partial(_Held, self)(modules)
 
 
@@ -48,7 +48,7 @@ def test_layers_are_the_members_of_outermost_lists():
 
 def test_whole_weights_have_no_engine():
     model = tiny_model()
-    assert sharded_engine(model) is None
+    assert gather_of(model) is None
     before = dict(model.model.layers[0].__dict__)
     with gathered(model, at_once=False):
         assert "forward" not in model.model.layers[0].__dict__
@@ -79,7 +79,7 @@ def test_a_forward_of_the_module_itself_comes_back():
     assert layer.forward is own
 
 
-def test_hooks_of_one_package_are_away_for_a_while():
+def test_hooks_of_engines_are_away_for_a_while():
     module, calls = nn.Linear(2, 2), []
 
     def engine(*args):
@@ -92,7 +92,7 @@ def test_hooks_of_one_package_are_away_for_a_while():
     for hook in (engine, users):
         module.register_forward_pre_hook(hook)
         module.register_forward_hook(hook)
-    with _without_hooks(module, "deepspeed"):
+    with _without_hooks(module):
         module(torch.zeros(1, 2))
         assert calls == ["user"] * 2
     calls.clear()

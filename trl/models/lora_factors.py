@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .reference import is_peft_model
-from .sharded import sharded_engine, whole
+from .sharded import gather_of, whole
 from .unwrap import causal_model
 from .weights import Weights, adapted_layers, full_weights
 
@@ -76,11 +76,11 @@ def low_rank_factors(model: nn.Module) -> Iterator[Factors]:
     Args:
         model: plain, or as it was prepared for training with DDP, FSDP2 or DeepSpeed.
     """
-    engine = sharded_engine(model)
+    gather = gather_of(model)
     for name, layer in adapted_layers(causal_model(model)):
         adapter = layer.active_adapters[0]
         pair = [layer.lora_A[adapter], layer.lora_B[adapter]]
-        with nullcontext() if engine is None else engine.gather(pair):
+        with nullcontext() if gather is None else gather(pair):
             first, second = (whole(m.weight).float().clone() for m in pair)
             yield Factors(name, first, second * layer.scaling[adapter])
 

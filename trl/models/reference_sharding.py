@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from ..imports import require
-from .sharded import FSDP1, gathered_parameters, sharded_engine, whole
+from .sharded import gather_fsdp1, gather_of, gathered_parameters, whole
 
 # Blocks of a DeepSpeed configuration that are about training.
 TRAINING = ("optimizer", "scheduler", "train_batch_size", "gradient_accumulation_steps")
@@ -33,7 +33,7 @@ def copy_weights(model: nn.Module) -> Any:
         own = dict(module.named_parameters(recurse=False))
         own = {key: value for key, value in own.items() if not hasattr(value, "ds_id")}
         known = dict(sources[name].named_parameters(recurse=False))
-        with zero.GatheredParameters(list(known.values())):
+        with gathered_parameters(known.values()):
             for key, parameter in own.items():
                 parameter.data = known[key].data.clone()
         if own:
@@ -98,7 +98,7 @@ def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Names and full tensors in main memory, one gathered at a time; all ranks must go on alike."""
     with _named_as_trained(model):
         for name, value in model.state_dict(keep_vars=True).items():
-            with gathered_parameters([value]) if hasattr(value, "ds_id") else nullcontext():
+            with gathered_parameters([value]):
                 yield name, whole(value).cpu().clone()
 
 
@@ -109,8 +109,7 @@ def load_weights(model: nn.Module, state: dict[str, Tensor]) -> None:
     Raises:
         RuntimeError: if a name is missing or unknown, or a shape is another.
     """
-    engine = sharded_engine(model)
-    if engine is None or isinstance(engine, FSDP1):
+    if gather_of(model) in (None, gather_fsdp1):
         with _named_as_trained(model):
             model.load_state_dict(state)
         return
@@ -119,13 +118,13 @@ def load_weights(model: nn.Module, state: dict[str, Tensor]) -> None:
         differing = ", ".join(sorted(targets.keys() ^ state.keys()))
         raise RuntimeError(f"The stored reference has other weights than the model: {differing}.")
     for name, target in targets.items():
-        with gathered_parameters([target], 0) if hasattr(target, "ds_id") else nullcontext():
+        with gathered_parameters([target], 0):
             target.data.copy_(_like(state[name], target))
 
 
 def _named_as_trained(model: nn.Module) -> AbstractContextManager[Any]:
     """Let states of the old FSDP be full tensors under the names of the model itself."""
-    if not isinstance(sharded_engine(model), FSDP1):
+    if gather_of(model) is not gather_fsdp1:
         return nullcontext()
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 

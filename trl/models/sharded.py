@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,105 +16,85 @@ from torch import Tensor, nn
 
 from ..imports import require
 
-
-class ShardedEngine:
-    """What an engine that shards weights can do. All ranks must call it alike."""
-
-    package = ""  # whose hooks communicate
-
-    def gather(self, modules: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Hold the whole weights that belong to modules themselves, not to their children."""
-        raise NotImplementedError
-
-    def bypass(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Let the modules of `model` compute without communicating."""
-        return _without_hooks(model, self.package)
+# Holds the whole weights that belong to modules themselves, not to their children.
+Gather = Callable[[Sequence[nn.Module]], AbstractContextManager[Any]]
+# Their hooks around forwards communicate.
+PACKAGES = ("deepspeed", "torch.distributed.fsdp")
 
 
-class Zero3(ShardedEngine):
+def gather_zero3(modules: Sequence[nn.Module]) -> AbstractContextManager[Any]:
     """DeepSpeed ZeRO-3: each parameter is partitioned."""
-
-    package = "deepspeed"
-
-    def gather(self, modules: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Hold whole weights; see `ShardedEngine`."""
-        return gathered_parameters(p for m in modules for p in m.parameters(recurse=False))
+    return gathered_parameters(p for m in modules for p in m.parameters(recurse=False))
 
 
 def gathered_parameters(
     parameters: Iterable[Any], changed_by: int | None = None
 ) -> AbstractContextManager[Any]:
-    """Hold whole parameters that ZeRO-3 has partitioned, and others.
+    """Hold whole parameters; nothing is to be done for those that ZeRO-3 has not partitioned.
 
     Args:
         parameters: of a model.
         changed_by (`int`, *optional*): rank whose changes all ranks take over.
     """
-    found = list(parameters)
+    found = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    if not found:
+        return nullcontext()
     for parameter in found:
         # Marks that a forward without backward left would forbid to partition it again.
-        getattr(parameter, "ds_active_sub_modules", set()).clear()
+        parameter.ds_active_sub_modules.clear()
     gather = require("deepspeed", "ZeRO-3").zero.GatheredParameters
     return gather(found, modifier_rank=changed_by)
 
 
-class FSDP2(ShardedEngine):
+@contextmanager
+def gather_fsdp2(modules: Sequence[nn.Module]) -> Iterator[None]:
     """`fully_shard` of torch: the parameters of a unit are DTensors."""
+    from torch.distributed.fsdp import FSDPModule
 
-    package = "torch.distributed.fsdp"
-
-    @contextmanager
-    def gather(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Hold whole weights; see `ShardedEngine`."""
-        from torch.distributed.fsdp import FSDPModule
-
-        units = [module for module in modules if isinstance(module, FSDPModule)]
-        try:
-            for unit in units:
-                unit.unshard()
-            yield
-        finally:
-            for unit in units:
-                unit.reshard()
+    units = [module for module in modules if isinstance(module, FSDPModule)]
+    try:
+        for unit in units:
+            unit.unshard()
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()
 
 
-class FSDP1(ShardedEngine):
+@contextmanager
+def gather_fsdp1(modules: Sequence[nn.Module]) -> Iterator[None]:
     """`FullyShardedDataParallel` of torch: a wrapper around each unit holds its flat parameter."""
-
-    @contextmanager
-    def gather(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Hold whole weights; see `ShardedEngine`."""
-        from torch.distributed.fsdp import FullyShardedDataParallel as Unit
-
-        with ExitStack() as stack:
-            # The outermost comes first: the first unit that is used takes itself for the root.
-            for unit in (module for module in modules if isinstance(module, Unit)):
-                stack.enter_context(Unit.summon_full_params(unit, recurse=False, writeback=False))
-            yield
-
-    @contextmanager
-    def bypass(self, model: nn.Module) -> Iterator[None]:
-        """Switch communication off; see `ShardedEngine`."""
-        from torch.distributed.fsdp import FullyShardedDataParallel as Unit
-
-        with ExitStack() as stack:
-            for unit in (module for module in model.modules() if isinstance(module, Unit)):
-                stack.enter_context(replaced_forward(unit, unit.module.__call__))
-            yield
+    with ExitStack() as stack:
+        # The outermost comes first: the first unit that is used takes itself for the root.
+        for unit in fsdp1_units(modules):
+            held = type(unit).summon_full_params(unit, recurse=False, writeback=False)
+            stack.enter_context(held)
+        yield
 
 
-def sharded_engine(model: nn.Module) -> ShardedEngine | None:
-    """The engine that shards the weights of a model, as its modules and parameters show."""
+def fsdp1_units(modules: Iterable[nn.Module]) -> list[Any]:
+    """The wrappers of FSDP1 among modules."""
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return [module for module in modules if isinstance(module, FullyShardedDataParallel)]
+
+
+def gather_of(model: nn.Module) -> Gather | None:
+    """How the engine that shards the weights of a model gathers them; None if they are whole.
+
+    Modules and parameters show which engine it is. All ranks must gather alike.
+    """
     if not torch.distributed.is_available():
         return None
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.fsdp import FSDPModule
 
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        return Zero3()
+        return gather_zero3
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return FSDP2()
-    is_unit = (isinstance(module, FullyShardedDataParallel) for module in model.modules())
-    return FSDP1() if any(is_unit) else None
+        return gather_fsdp2
+    return gather_fsdp1 if fsdp1_units(model.modules()) else None
 
 
 @contextmanager
@@ -133,17 +113,19 @@ def gathered(model: nn.Module, at_once: bool = True) -> Iterator[None]:
         model: as it was prepared for training, wrappers included.
         at_once (`bool`): see above.
     """
-    engine = sharded_engine(model)
-    if engine is None:
+    gather = gather_of(model)
+    if gather is None:
         yield
         return
     layers = [] if at_once else list(layers_of(model))
     inside = {module for layer in layers for module in layer.modules()}
     with ExitStack() as stack:
-        stack.enter_context(engine.bypass(model))
-        stack.enter_context(engine.gather([m for m in model.modules() if m not in inside]))
+        stack.enter_context(_without_hooks(model))
+        for unit in fsdp1_units(model.modules()):
+            stack.enter_context(replaced_forward(unit, unit.module.__call__))
+        stack.enter_context(gather([m for m in model.modules() if m not in inside]))
         for layer in layers:
-            stack.enter_context(replaced_forward(layer, _gathering(layer, engine)))
+            stack.enter_context(replaced_forward(layer, _gathering(layer, gather)))
         yield
 
 
@@ -153,11 +135,11 @@ def layers_of(model: nn.Module) -> Iterator[nn.Module]:
         yield from child if isinstance(child, nn.ModuleList) else layers_of(child)
 
 
-def _gathering(layer: nn.Module, engine: ShardedEngine) -> Callable[..., Any]:
+def _gathering(layer: nn.Module, gather: Gather) -> Callable[..., Any]:
     modules, compute = list(layer.modules()), layer.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with engine.gather(modules):
+        with gather(modules):
             return compute(*args, **kwargs)
 
     return forward
@@ -176,14 +158,14 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 
 @contextmanager
-def _without_hooks(model: nn.Module, package: str) -> Iterator[None]:
-    """Take away the hooks around forwards that a package has put on modules."""
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """Take away the hooks around forwards that engines have put on modules."""
     both = [h for m in model.modules() for h in (m._forward_pre_hooks, m._forward_hooks)]
     kept: list[tuple[Any, Any]] = [(hooks, dict(hooks)) for hooks in both if hooks]
     try:
         for hooks, before in kept:
             for key, hook in before.items():
-                if str(getattr(hook, "__module__", "")).startswith(package):
+                if str(getattr(hook, "__module__", "")).startswith(PACKAGES):
                     del hooks[key]
         yield
     finally:
@@ -208,16 +190,16 @@ def unwrapped(model: nn.Module) -> Any:
     the forward of a small model.
     """
     around: tuple[type, ...] = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    if torch.distributed.is_available():
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        around += (FullyShardedDataParallel,)
     if "deepspeed" in sys.modules:  # otherwise nothing can be wrapped by it
         around += (require("deepspeed", "DeepSpeed").DeepSpeedEngine,)
     found: Any = model
-    while isinstance(found, around) or hasattr(found, "_orig_mod"):
-        found = getattr(found, "module" if isinstance(found, around) else "_orig_mod")
-    return found
+    while True:
+        if isinstance(found, around) or fsdp1_units([found]):
+            found = found.module
+        elif hasattr(found, "_orig_mod"):
+            found = found._orig_mod
+        else:
+            return found
 
 
 def original_class(kind: type) -> type:
@@ -229,21 +211,21 @@ def original_class(kind: type) -> type:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether each rank holds a part of the weights of `model`."""
-    return torch.distributed.is_initialized() and sharded_engine(model) is not None
+    return torch.distributed.is_initialized() and gather_of(model) is not None
 
 
 def release(model: nn.Module) -> None:
     """Give back weights that FSDP leaves whole after a forward, for a backward pass to come."""
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._runtime_utils import _reshard
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-        elif isinstance(module, FullyShardedDataParallel):
-            handle = module._handle
-            if handle is not None and handle.uses_sharded_strategy:  # it is not on one process
-                _reshard(module, handle, True)
+    for unit in fsdp1_units(model.modules()):
+        handle = unit._handle
+        if handle is not None and handle.uses_sharded_strategy:  # it is not on one process
+            _reshard(unit, handle, True)
 
 
 def local_shard(parameter: Any) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..imports import is_available, require
 from .quantized import check_dense, dequantized, is_quantized, quantization_of
 from .reference import is_peft_model
-from .sharded import FSDP1, FSDP2, sharded_engine, whole
+from .sharded import fsdp1_units, gather_fsdp1, gather_of, gather_zero3, whole
 from .unwrap import causal_model
 
 # Modules that only hold another one, by the attribute in which they do.
@@ -105,30 +105,18 @@ def _spans(
     model: nn.Module, blocks: list[_Block]
 ) -> Iterator[tuple[AbstractContextManager[Any], list[_Block]]]:
     """Blocks whose weights are gathered together, and what gathers them."""
-    engine = sharded_engine(model)
-    if isinstance(engine, FSDP1):
-        owners = _owners(model)
+    gather = gather_of(model)
+    if gather is gather_fsdp1:
+        # For each module, the innermost unit it belongs to: inner units come later.
+        owners = {m: unit for unit in fsdp1_units(model.modules()) for m in unit.modules()}
         for owner, run in groupby(blocks, lambda block: owners[block.module]):
             span = list(run)
             inner = [m for block in span if block.adapted for m in block.modules()]
-            yield engine.gather([owner, *inner]), span
+            yield gather([owner, *inner]), span
         return
     for block in blocks:
-        # FSDP2 gathers a parameter at a time, and there is no engine where weights are whole.
-        if engine is None or isinstance(engine, FSDP2):
-            yield nullcontext(), [block]
-        else:
-            yield engine.gather(block.modules()), [block]
-
-
-def _owners(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """For each module, the innermost FSDP1 unit it belongs to."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as Unit
-
-    owners: dict[nn.Module, nn.Module] = {}
-    for unit in (module for module in model.modules() if isinstance(module, Unit)):
-        owners |= dict.fromkeys(unit.modules(), unit)  # inner units come later
-    return owners
+        # `whole` gathers the parameters of FSDP2 one by one.
+        yield gather(block.modules()) if gather is gather_zero3 else nullcontext(), [block]
 
 
 def _blocks(module: nn.Module, name: str) -> Iterator[_Block]:
