@@ -57,7 +57,7 @@ def whole(trainer):
 def reference_logps(trainer):
     """In the layout of training: before ranks have agreed on one, they score plain rows."""
     rows = rollout_of(rows_of(PROMPTS, 1))
-    trainer.agree_on(rows)
+    trainer.scoring.agree_on(rows)
     with trainer.reference.active(trainer.model) as reference:
         return trainer.scorer.logps(reference, rows)
 
