@@ -94,6 +94,8 @@ def run(folder, engine):
         options = {"ds3_gather_for_generation": gather, "generation_max_rows": 3}
         trainer, peak = trained(place, **options)
         found[gather] = (completions(place) if trainer.ranks.rank == 0 else None, peak)
+        check = trainer.backend._check
+        found["shared", gather] = check.enabled and check._checked_length > 0
     saved = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     found["streamed"], found["saved"] = streamed(trainer.model_wrapped), saved
     trainer = None

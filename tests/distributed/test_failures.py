@@ -25,7 +25,10 @@ JOBS = {
         "sampling",
         "loss",
     ),
-    "shards": ("zero3", "mismatch", "sampling", "layerwise sampling", "layerwise forward"),
+    "shards": (
+        *("zero3", "mismatch", "sampling", "padded sampling"),
+        *("layerwise sampling", "layerwise forward"),
+    ),
     "checkpoint": ("ddp", "checkpoint"),
 }
 PLANNED = "a planned failure"
@@ -59,6 +62,7 @@ def ended(tmp_path_factory):
         ("whole weights", "reward", "RewardError", f"Mistake: {PLANNED}.", "rewards"),
         ("whole weights", "sampling", "Mistake", PLANNED, "generation"),
         ("shards", "sampling", "Mistake", PLANNED, "generation"),
+        ("shards", "padded sampling", "Mistake", PLANNED, "generation"),
         ("shards", "layerwise sampling", "Mistake", PLANNED, "generation"),
     ],
 )

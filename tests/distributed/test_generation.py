@@ -44,6 +44,13 @@ def test_completions_and_their_rewards_are_those_of_one_process(runs, alone, eng
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("engine", SHARDED)
+def test_completions_share_their_prompts(runs, engine, gather):
+    assert all(found[engine]["shared", gather] for found in runs)
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("engine", SHARDED)
 def test_one_layer_at_a_time_holds_fewer_bytes(runs, engine):
     once, layerwise = runs[0][engine][True][1], runs[0][engine][False][1]

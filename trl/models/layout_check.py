@@ -128,10 +128,13 @@ class LayoutCheck:
 
     Args:
         enabled (`bool`): False: always plain rows.
+        alone (`bool`): each rank decides for itself also where weights are sharded, because they
+            are whole while it computes, or because all ranks take part in every forward.
     """
 
-    def __init__(self, enabled: bool):
+    def __init__(self, enabled: bool, alone: bool = False):
         self.enabled = enabled
+        self._alone = alone
         self.has_agreed = False  # whether ranks decide together
         self._checked_length = 0
         self._warned: set[str] = set()
@@ -140,11 +143,11 @@ class LayoutCheck:
         """Whether rows may lie behind one copy of their prompt.
 
         Compares at the first use, and whenever rows are twice as long as what was compared. Ranks
-        that decide together, as they must where weights are sharded, do that in `agree` alone.
+        that decide together, as others must where weights are sharded, do that in `agree` alone.
         """
         if not self.enabled:
             return False
-        if self.has_agreed or is_sharded(model):
+        if self.has_agreed or (not self._alone and is_sharded(model)):
             fits = comparison.length <= 2 * self._checked_length
             return fits and why_not_shared(model, comparison.longest) is None
         return self._decide(model, comparison, lambda mine: mine)

@@ -119,7 +119,7 @@ class TransformersBackend(GenerationBackend):
         self._ranks = ranks or Ranks()
         self._synced = SyncedForward(self._ranks, device) if in_step else None
         self._attempt = attempt
-        self._check = LayoutCheck(shared_prefix)
+        self._check = LayoutCheck(shared_prefix, alone=True)
 
     @torch.no_grad()
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
@@ -178,6 +178,7 @@ class TransformersBackend(GenerationBackend):
                 attention_mask=mask.to(self._device),
                 generation_config=config,
                 logits_processor=LogitsProcessorList(drawing),
+                synced_gpus=False,  # ranks need not generate equally long, or share forwards already
             )
             draws.check()
             finish(len(prompts))
