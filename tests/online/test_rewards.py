@@ -30,7 +30,7 @@ def suite(functions, weights=None, timeout=None, tokenizers=None) -> RewardSuite
 
 
 def inputs(rows=ROWS, texts=TEXTS, state=None) -> RewardInputs:
-    return RewardInputs.from_rows(rows, texts, [[7 + i] for i in range(len(texts))], state)
+    return RewardInputs(rows, texts, [[7 + i] for i in range(len(texts))], state)
 
 
 def call(functions, weights=None, timeout=None, log_metric=None, **given):

@@ -81,18 +81,13 @@ def print_table(records: list[dict[str, Any]], step: int, count: int | None) -> 
         title=f"Step {step}", show_lines=True, expand=True
     )
     text = require("rich.text", "log_completions").Text
-    for name in ("Prompt", "Completion", *_columns(records), "Advantage"):
+    columns, rows = tracker_rows(records, unique_prompts=False)
+    for name in columns[1:]:
         table.add_column(name, overflow="fold")
-    for record in records:
-        texts = (as_text(record["prompt"]), as_text(record["completion"]))
-        values = (record["rewards"] | record["extra"] | {"": record["advantage"]}).values()
-        table.add_row(*map(text, texts), *map(_cell, values))
-    if records:
+    for _, prompt, completion, *values in rows:
+        table.add_row(text(prompt), text(completion), *map(_cell, values))
+    if rows:
         require("rich.console", "log_completions").Console().print(table)
-
-
-def _columns(records: list[dict[str, Any]]) -> list[str]:
-    return [name for record in records[:1] for name in (*record["rewards"], *record["extra"])]
 
 
 def _cell(value: Any) -> str:
@@ -112,7 +107,7 @@ def tracker_rows(
         for record in records:
             first.setdefault(as_text(record["prompt"]), record)
         records = list(first.values())
-    names = _columns(records)
+    names = [*records[0]["rewards"], *records[0]["extra"]]
     rows = [
         [
             record["step"],

@@ -29,40 +29,24 @@ InPieces = Callable[[int, Callable[[range], list[float]]], list[list[float]]]
 class RewardInputs:
     """What reward functions receive about the B rows of this rank."""
 
-    prompts: list[Any]
+    rows: Sequence[dict[str, Any]]  # of the dataset
     completions: list[Any]
     completion_ids: list[list[int]]
-    columns: dict[str, list[Any]]
     trainer_state: Any
 
-    @classmethod
-    def from_rows(
-        cls,
-        rows: Sequence[dict[str, Any]],
-        completions: list[Any],
-        completion_ids: list[list[int]],
-        trainer_state: Any,
-    ) -> RewardInputs:
-        """Turn dataset rows into columns; a column missing from a row is None there."""
-        names = dict.fromkeys(name for row in rows for name in row if name not in RESERVED)
-        return cls(
-            prompts=[row["prompt"] for row in rows],
-            completions=completions,
-            completion_ids=completion_ids,
-            columns={name: [row.get(name) for row in rows] for name in names},
-            trainer_state=trainer_state,
-        )
+    def column(self, name: str) -> list[Any]:
+        """Return a column of the dataset; what a row lacks is None."""
+        return [row.get(name) for row in self.rows]
 
     def keywords(self) -> dict[str, Any]:
         """The keyword arguments of one reward function, which may change its lists."""
-        lists = {
-            **self.columns,
-            "prompts": self.prompts,
-            "completions": self.completions,
-            "completion_ids": self.completion_ids,
+        names = dict.fromkeys(name for row in self.rows for name in row if name not in RESERVED)
+        return {name: self.column(name) for name in names} | {
+            "prompts": self.column("prompt"),
+            "completions": list(self.completions),
+            "completion_ids": list(self.completion_ids),
+            "trainer_state": self.trainer_state,
         }
-        copies = {name: list(values) for name, values in lists.items()}
-        return copies | {"trainer_state": self.trainer_state}
 
 
 class RewardError(RuntimeError):
@@ -159,7 +143,7 @@ class RewardSuite:
         text = "0"
         is_plain = isinstance(row["prompt"], str)
         completion = text if is_plain else [{"role": "assistant", "content": text}]
-        inputs = RewardInputs.from_rows(
+        inputs = RewardInputs(
             [row] * group_size, [completion] * group_size, [[0]] * group_size, trainer_state
         )
         for source in self.sources:
@@ -213,11 +197,11 @@ class RewardSuite:
 
     def _scored(self, source: ModelReward, inputs: RewardInputs) -> list[float]:
         count = len(inputs.completions)
-        options = inputs.columns.get("chat_template_kwargs", [None] * count)
+        prompts, options = inputs.column("prompt"), inputs.column("chat_template_kwargs")
 
         def score(rows: range) -> list[float]:
             part = slice(rows.start, rows.stop)
-            return source.score(inputs.prompts[part], inputs.completions[part], options[part])
+            return source.score(prompts[part], inputs.completions[part], options[part])
 
         return [reward for piece in self._in_pieces(count, score) for reward in piece]
 

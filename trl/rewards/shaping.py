@@ -11,7 +11,12 @@ from .accuracy import accuracy_reward
 
 @dataclass(frozen=True)
 class SoftOverlongPunishment:
-    """A penalty that grows over the last tokens of the length limit (DAPO, arXiv 2503.14476)."""
+    """0 for short completions; falls over the last tokens of the limit (DAPO, arXiv 2503.14476).
+
+    Args:
+        max_completion_len (`int`): tokens at which the penalty reaches -1.
+        soft_punish_cache (`int`): tokens over which it falls.
+    """
 
     max_completion_len: int
     soft_punish_cache: int
@@ -30,27 +35,21 @@ class SoftOverlongPunishment:
         return -1.0
 
 
-def get_soft_overlong_punishment(
-    max_completion_len: int, soft_punish_cache: int
-) -> SoftOverlongPunishment:
-    """Make a reward that is 0 up to `max_completion_len - soft_punish_cache` tokens, then falls.
-
-    Args:
-        max_completion_len (`int`): tokens at which the penalty reaches -1.
-        soft_punish_cache (`int`): tokens over which it falls.
-    """
-    return SoftOverlongPunishment(max_completion_len, soft_punish_cache)
-
-
 @dataclass(frozen=True)
 class CosineScaledReward:
-    """Correctness, scaled along a half cosine of the length (arXiv 2502.03373)."""
+    """Correctness, scaled along a half cosine of the length (arXiv 2502.03373).
+
+    Args:
+        max_len (`int`): tokens at which the scale ends.
+        min_value_wrong, max_value_wrong (`float`): reward of the shortest and longest wrong answer.
+        min_value_correct, max_value_correct (`float`): of the longest and shortest correct one.
+    """
 
     max_len: int
-    min_value_wrong: float
-    max_value_wrong: float
-    min_value_correct: float
-    max_value_correct: float
+    min_value_wrong: float = -1.0
+    max_value_wrong: float = -0.5
+    min_value_correct: float = 0.5
+    max_value_correct: float = 1.0
     __name__ = "cosine_scaled_reward"
 
     def __call__(
@@ -62,10 +61,9 @@ class CosineScaledReward:
     ) -> list[float | None]:
         """Score each completion; None where correctness cannot be told."""
         correct = accuracy_reward(completions, solution)
-        lengths = [len(ids) for ids in completion_ids]
         return [
-            None if right is None else self._score(bool(right), length)
-            for right, length in zip(correct, lengths, strict=True)
+            None if right is None else self._score(bool(right), len(ids))
+            for right, ids in zip(correct, completion_ids, strict=True)
         ]
 
     def _score(self, right: bool, length: int) -> float:
@@ -79,31 +77,20 @@ class CosineScaledReward:
         return low + (high - low) * (1 + cosine) / 2
 
 
-def get_cosine_scaled_reward(
-    max_len: int,
-    min_value_wrong: float = -1.0,
-    max_value_wrong: float = -0.5,
-    min_value_correct: float = 0.5,
-    max_value_correct: float = 1.0,
-) -> CosineScaledReward:
-    """Make a reward for correct answers that prefers short ones.
-
-    Args:
-        max_len (`int`): tokens at which the scale ends.
-        min_value_wrong, max_value_wrong (`float`): reward of the shortest and longest wrong answer.
-        min_value_correct, max_value_correct (`float`): of the longest and shortest correct one.
-    """
-    return CosineScaledReward(
-        max_len, min_value_wrong, max_value_wrong, min_value_correct, max_value_correct
-    )
-
-
 @dataclass(frozen=True)
 class RepetitionPenalty:
-    """A penalty for repeated n-grams of tokens (arXiv 2502.03373)."""
+    """0 without repeated n-grams, `max_penalty` where all are the same (arXiv 2502.03373).
 
-    ngram_size: int
-    max_penalty: float
+    Args:
+        ngram_size (`int`): tokens of an n-gram.
+        max_penalty (`float`): 0 or negative.
+
+    Raises:
+        ValueError: if `max_penalty` is positive.
+    """
+
+    ngram_size: int = 3
+    max_penalty: float = -1.0
     __name__ = "repetition_penalty_reward"
 
     def __post_init__(self) -> None:
@@ -122,16 +109,7 @@ class RepetitionPenalty:
         return (1 - len(set(grams)) / len(grams)) * self.max_penalty
 
 
-def get_repetition_penalty_reward(
-    ngram_size: int = 3, max_penalty: float = -1.0
-) -> RepetitionPenalty:
-    """Make a reward of 0 without repeated n-grams and `max_penalty` where all are the same.
-
-    Args:
-        ngram_size (`int`): tokens of an n-gram.
-        max_penalty (`float`): 0 or negative.
-
-    Raises:
-        ValueError: if `max_penalty` is positive.
-    """
-    return RepetitionPenalty(ngram_size, max_penalty)
+# Making one of them gives a reward function.
+get_soft_overlong_punishment = SoftOverlongPunishment
+get_cosine_scaled_reward = CosineScaledReward
+get_repetition_penalty_reward = RepetitionPenalty

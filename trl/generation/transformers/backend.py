@@ -178,7 +178,7 @@ class TransformersBackend(GenerationBackend):
                 attention_mask=mask.to(self._device),
                 generation_config=config,
                 logits_processor=LogitsProcessorList(drawing),
-                synced_gpus=False,  # ranks need not generate equally long, or share forwards already
+                synced_gpus=False,  # ranks work alone, or `SyncedForward` keeps them together
             )
             draws.check()
             finish(len(prompts))

@@ -277,7 +277,7 @@ class OnlineTrainer(BaseTrainer):
             if batch.sampling_logps is not None:
                 batch = batch.replace(sampled_by_policy=self.backend.reports_policy_logps)
             batch, healthy = self.scoring.score(batch, self.state.global_step)
-        inputs = RewardInputs.from_rows(rows, completions, generations.completion_ids, self.state)
+        inputs = RewardInputs(rows, completions, generations.completion_ids, self.state)
         with self.phases("rewards"):
             size, report = self.args.group_size_in(mode), self.metrics[mode].value
             table, extras = self.rewards(inputs, size, report)
