@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from ..distributed import RankError
 from ..ops.oom import is_out_of_memory
 from ..types import Rows
 from .kernel_check import check_kernels, noted_heads
@@ -202,7 +203,7 @@ class LayoutCheck:
                     return difference, f"{comparison.what} differed by {difference:.2g} in a check"
         # Whatever a model that nobody has seen before may raise: plain rows are always right.
         except Exception as error:
-            if is_out_of_memory(error):
+            if isinstance(error, RankError) or is_out_of_memory(error):
                 raise
             return float("inf"), f"a check of {comparison.what} failed ({error})"
         return 0.0, None

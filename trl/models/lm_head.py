@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..distributed import RankError
 from ..ops.linear_logprobs import LogitTransform, Tiling, default_chunk, linear_log_probs
 from ..ops.logprobs import token_scores
 from ..ops.oom import is_out_of_memory
@@ -245,7 +246,7 @@ class HeadFinder:
             found = self._matching(model, causal)
         # Whatever a model that nobody has seen before may raise: it can be scored all the same.
         except Exception as error:
-            if is_out_of_memory(error):
+            if isinstance(error, RankError) or is_out_of_memory(error):
                 raise
             found, reason = None, f"the search for its output projection failed ({error})"
         if found is None:
