@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -215,19 +215,14 @@ def _let_the_launcher_act() -> None:
 
 def _tell(words: str) -> None:
     """Leave a word for the others where the ranks met; it may be gone."""
-    try:
-        store = torch.distributed.distributed_c10d._get_default_store()
-        store.set(_KEY, words)
-    except (RuntimeError, ValueError):
-        pass
+    with suppress(RuntimeError, ValueError):
+        torch.distributed.distributed_c10d._get_default_store().set(_KEY, words)
 
 
 def _told() -> str:
     """What the last rank that failed has said."""
-    try:
+    with suppress(RuntimeError, ValueError):
         store = torch.distributed.distributed_c10d._get_default_store()
         if store.check([_KEY]):
             return str(store.get(_KEY).decode())
-    except (RuntimeError, ValueError):
-        pass
     return "it ended without a word, or did not answer in time; see its own messages."

@@ -33,7 +33,6 @@ class Prompts:
 
     messages: list[Any]  # B: strings, or lists of chat messages
     token_ids: list[list[int]]  # B ragged
-    images: list[Any] | None = None  # B
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -41,8 +40,7 @@ class Prompts:
     def select(self, rows: range) -> Prompts:
         """Return consecutive rows."""
         at = slice(rows.start, rows.stop)
-        images = None if self.images is None else self.images[at]
-        return Prompts(messages=self.messages[at], token_ids=self.token_ids[at], images=images)
+        return Prompts(messages=self.messages[at], token_ids=self.token_ids[at])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,7 +48,7 @@ def load_dataset_source(name: str, config: str | None = None, streaming: bool = 
 
 
 def _folder(path: Path, streaming: bool) -> Any:
-    if _was_saved(path):
+    if any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
         return _saved(path, streaming)
     files = _data_files(path) or _data_files(path / "data")
     _check_kinds(path, files)
@@ -58,10 +58,6 @@ def _folder(path: Path, streaming: bool) -> Any:
     for file in files:
         splits.setdefault(file.stem, []).append(str(file))
     return _files(splits, path, files[0].suffix, streaming)
-
-
-def _was_saved(path: Path) -> bool:
-    return any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json"))
 
 
 def _data_files(path: Path) -> list[Path]:

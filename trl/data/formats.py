@@ -153,11 +153,8 @@ def _empty_image_blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
     content = message.get("content")
     if message["role"] == "tool" or not isinstance(content, list):
         return []
-    return [block for block in content if block.get("type") == "image" and not _has_image(block)]
-
-
-def _has_image(block: dict[str, Any]) -> bool:
-    return any(block.get(key) is not None for key in IMAGE_KEYS)
+    blocks = [block for block in content if block.get("type") == "image"]
+    return [block for block in blocks if all(block.get(key) is None for key in IMAGE_KEYS)]
 
 
 def _make_places(

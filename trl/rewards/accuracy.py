@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..imports import require
@@ -30,10 +30,7 @@ def accuracy_reward(
     Raises:
         ImportError: if math-verify is not installed.
     """
-    texts = [text_of(completion) for completion in completions]
-    graded = [_grade(text, right) for text, right in zip(texts, solution, strict=True)]
-    _log(log_extra, solution, graded)
-    return [reward for reward, _, _ in graded]
+    return _rewards([text_of(completion) for completion in completions], solution, log_extra)
 
 
 def reasoning_accuracy_reward(
@@ -54,15 +51,27 @@ def reasoning_accuracy_reward(
         kwargs: ignored.
     """
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
-    graded: list[tuple[float | None, str, str]] = []
-    for completion, right in zip(completions, solution, strict=True):
-        text = text_of(completion)
+    answers: list[str | None] = []
+    for text in map(text_of, completions):
         end = next((d for d in delimiters if d in text), None)
-        if end is None:
-            graded.append((0.0, SKIPPED, SKIPPED))
-        else:
-            graded.append(_grade(text.rsplit(end, 1)[1], right))
-    _log(log_extra, solution, graded)
+        answers.append(None if end is None else text.rsplit(end, 1)[1])
+    return _rewards(answers, solution, log_extra)
+
+
+def _rewards(
+    texts: Sequence[str | None],
+    solution: list[str],
+    log_extra: Callable[[str, list[Any]], None] | None,
+) -> list[float | None]:
+    """Grade texts; None is an answer that was never given."""
+    graded = [
+        (0.0, SKIPPED, SKIPPED) if text is None else _grade(text, right)
+        for text, right in zip(texts, solution, strict=True)
+    ]
+    if log_extra is not None:
+        log_extra("solution", list(solution))
+        log_extra("gold_parsed", [gold for _, gold, _ in graded])
+        log_extra("answer_parsed", [answer for _, _, answer in graded])
     return [reward for reward, _, _ in graded]
 
 
@@ -91,15 +100,3 @@ def _latex() -> Any:
         boxed_match_priority=0,
         try_extract_without_anchor=False,
     )
-
-
-def _log(
-    log_extra: Callable[[str, list[Any]], None] | None,
-    solution: list[str],
-    graded: list[tuple[float | None, str, str]],
-) -> None:
-    if log_extra is None:
-        return
-    log_extra("solution", list(solution))
-    log_extra("gold_parsed", [gold for _, gold, _ in graded])
-    log_extra("answer_parsed", [answer for _, _, answer in graded])
