@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from .meter import PhaseEvent, PhaseMeter, merge_peaks
-from .timeline import Timeline, draw
 
 if TYPE_CHECKING:
     from transformers import Trainer
+
+    from .timeline import Timeline
 
 _PASSES = ("forward", "backward", "optimizer")
 
@@ -75,6 +76,8 @@ class MemoryCallback(TrainerCallback):
             self.meter = PhaseMeter(args.device)
         self._in_step, self._metrics = False, {}
         path = Path(args.output_dir or ".") / "memory.jsonl"
+        from .timeline import Timeline
+
         self._timeline = Timeline(path, state.is_world_process_zero, state.global_step)
         self.meter.on_phase_end.append(self._record)
         if self._finds_passes and args.n_gpu <= 1:
@@ -89,6 +92,8 @@ class MemoryCallback(TrainerCallback):
         timeline = self._timeline
         self._detach()
         if self._draws and timeline is not None and state.is_world_process_zero:
+            from .timeline import draw
+
             draw(timeline.path, timeline.path.with_suffix(".png"))
 
     def _detach(self) -> None:

@@ -22,7 +22,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from .. import rewards
 from ..distributed import undivided_models
 from ..text import did_you_mean
 
@@ -249,6 +248,8 @@ def _check_exists(name: str) -> None:
             reason += f", and the hub says: {str(error).strip().splitlines()[0].rstrip('.')}"
     beside = path.parent if path.parent.is_dir() else Path()
     folders = [place.name for place in beside.glob("*/")]
+    from .. import rewards  # loaded only to name them
+
     hint = did_you_mean(path.name, [*rewards.__all__, *folders])
     raise ValueError(
         f"reward_funcs: {name!r} is not a reward model: {reason}.{hint} A reward function is "

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...data.formats import is_conversational
-from ...data.tool_template import ToolTurns
+from ...distributed import Ranks
 from ...generation.base import GenerationBackend
-from ...generation.function_backend import RolloutFunction
-from ...generation.tools.calls import CallParser
-from ...generation.tools.loop import ToolLoop
-from ...generation.tools.runner import ToolRunner
 from ...models.loading import context_length
 from ...models.policy_handle import PolicyHandle
 from .online_config import OnlineConfig
+
+if TYPE_CHECKING:
+    from ...generation.function_backend import RolloutFunction
+    from ...generation.tools.runner import ToolRunner
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Agents:
                 "run the environments in a rollout_func."
             )
         if rollout_func is None:
-            return cls(tools=ToolRunner(tools, args.tool_timeout) if tools else None)
+            return cls(tools=_runner(tools, args) if tools else None)
         if not callable(rollout_func):
             raise TypeError(f"rollout_func must be a function, not {rollout_func!r:.80}.")
         if tools:
@@ -90,6 +90,10 @@ class Agents:
         """
         if self.tools is None:
             return engine
+        from ...data.tool_template import ToolTurns
+        from ...generation.tools.calls import CallParser
+        from ...generation.tools.loop import ToolLoop
+
         tokenizer = policy.tokenizer
         turns = ToolTurns(tokenizer, stop_ids, self.template_kwargs(args))
         contexts = (engine.context, context_length(policy.model))
@@ -104,3 +108,18 @@ class Agents:
             args.max_tool_calling_iterations,
             min(bounds, default=None),
         )
+
+
+def _runner(tools: Sequence[Callable[..., Any]], args: OnlineConfig) -> ToolRunner:
+    from ...generation.tools.runner import ToolRunner  # most runs have no tools
+
+    return ToolRunner(tools, args.tool_timeout)
+
+
+def function_engine(
+    function: Callable[[list[Any]], Mapping[str, Any]], engine: GenerationBackend, ranks: Ranks
+) -> GenerationBackend:
+    """Let a function make the completions; see `FunctionBackend`."""
+    from ...generation.function_backend import FunctionBackend
+
+    return FunctionBackend(function, engine, ranks)

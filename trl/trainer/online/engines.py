@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -11,13 +11,14 @@ from transformers import PreTrainedTokenizerBase
 
 from ...distributed import Ranks
 from ...generation.base import GenerationBackend
-from ...generation.transformers.backend import Attempt, TransformersBackend, merge_extra
-from ...generation.transformers.batch_limits import BatchLimits
 from ...models.policy_handle import PolicyHandle
 from ...models.quantized import working_precision
 from ...models.unwrap import causal_model, policy_for_inference
 from ...types import Sampling
 from .online_config import OnlineConfig
+
+if TYPE_CHECKING:
+    from ...generation.transformers.backend import Attempt
 
 
 def check_engine(args: OnlineConfig) -> None:
@@ -54,6 +55,8 @@ def sampling_for(args: OnlineConfig, stop_ids: tuple[int, ...]) -> Sampling:
         from .vllm_engines import settle_sampling
 
         return settle_sampling(args, sampling)
+    from ...generation.transformers.backend import merge_extra
+
     merged, rest = merge_extra(sampling)
     return merged.replace(extra=rest)
 
@@ -111,6 +114,9 @@ def make_engine(
         return make_backend(policy, args, sampling, report, check_prompts)
     if args.use_transformers_continuous_batching:
         return _make_continuous(policy, args)
+    from ...generation.transformers.backend import TransformersBackend
+    from ...generation.transformers.batch_limits import BatchLimits
+
     return TransformersBackend(
         policy.inference,
         pad_id=policy.tokenizer.pad_token_id,

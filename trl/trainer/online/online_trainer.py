@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from datasets import Dataset, IterableDataset
@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from ...generation.base import GenerationBackend, row_seeds
-from ...generation.function_backend import FunctionBackend, RolloutFunction
 from ...models.loading import context_length, stop_token_ids
 from ...models.scorer import Scorer
 from ...online.buffer import Buffer
@@ -30,13 +29,16 @@ from ..base.base_trainer import BaseTrainer
 from ..base.policy import check_devices, init_options, prepare_policy, router_coefficient
 from ..base.trackers import log_table
 from . import online_setup as setup
-from .agents import Agents
+from .agents import Agents, function_engine
 from .engines import check_engine, handle_of, make_engine, sampling_for
 from .online_config import OnlineConfig
 from .prompt_order import PromptOrder
 from .rollout_correction import RolloutCorrection
 from .rollouts import assemble, rows_with_gradient, uncredited
 from .scoring import Scoring
+
+if TYPE_CHECKING:
+    from ...generation.function_backend import RolloutFunction
 
 
 class OnlineTrainer(BaseTrainer):
@@ -202,7 +204,7 @@ class OnlineTrainer(BaseTrainer):
             attempt=self.phases.adaptive("generation", alone=self.policy.layers_in_step).run,
         )
         if given is not None:
-            return FunctionBackend(lambda prompts: given(prompts, self), engine, self.ranks)
+            return function_engine(lambda prompts: given(prompts, self), engine, self.ranks)
         return self._agents.with_tools(engine, self.policy, args, self.sampling.stop_ids)
 
     # --- What an algorithm says ---
