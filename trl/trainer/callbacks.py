@@ -246,7 +246,7 @@ class RichProgressCallback(_ProgressCallback):
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the batches of an evaluation."""
         if state.is_world_process_zero:
-            loader = kwargs.get("eval_dataloader")
+            loader: Any = kwargs.get("eval_dataloader")
             total = len(loader) if hasattr(loader, "__len__") else None
             self._evaluation = (self._evaluation or (0, None))[0] + 1, total
             self._open()
