@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from trl.models.layout_check import Results, disagreement, two_longest, why_not_shared
+from trl.models.layout_check import disagreement, two_longest, why_not_shared
 from trl.models.packed_attention import KEYWORD
 from trl.models.scorer import Scorer
 from trl.types import Rollout
@@ -370,8 +370,8 @@ def test_how_much_rounding_explains(dtype, gap, found):
     first = torch.zeros(2, 2)
     second = torch.tensor([[0.0, gap], [gap, 0.0]])
     expected = None if found is None else pytest.approx(found, nan_ok=True)
-    assert disagreement(Results(first, second, dtype)) == expected
-    assert disagreement(Results(first[:, :0], second[:, :0], dtype)) is None
+    assert disagreement((first, second, dtype)) == expected
+    assert disagreement((first[:, :0], second[:, :0], dtype)) is None
 
 
 def test_attention_of_other_models_is_untouched():

@@ -96,13 +96,8 @@ def _rotary_border(config: Any) -> int | None:
     return min(borders, default=None)
 
 
-@dataclass(frozen=True)
-class Results:
-    """The same numbers from two layouts, and the precision in which they were computed."""
-
-    packed: Tensor
-    plain: Tensor
-    dtype: torch.dtype
+# The same numbers, packed and plain, and the precision in which they were computed.
+Results = tuple[Tensor, Tensor, torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -230,11 +225,12 @@ def coarsest(*dtypes: torch.dtype | None) -> torch.dtype:
 
 def disagreement(found: Results) -> float | None:
     """The difference if it is more than rounding explains, else None."""
-    difference = (found.packed - found.plain).abs()
+    packed, plain, dtype = found
+    difference = (packed - plain).abs()
     if not difference.numel():
         return None
-    if found.dtype in TOLERANCES:
-        size, bound = float(difference.max()), TOLERANCES[found.dtype]
+    if dtype in TOLERANCES:
+        size, bound = float(difference.max()), TOLERANCES[dtype]
     else:
         size, bound = float(difference.mean()), HALF_PRECISION_TOLERANCE
     return None if size <= bound else size
@@ -249,7 +245,7 @@ def scoring_comparison(model: nn.Module, reader: Reader, batch: Rows, pad_id: in
         batch (`Rows`): all rows.
         pad_id (`int`): fills the padding of plain rows.
     """
-    length = max(map(_row_length, batch.prompt_ids, batch.completion_ids), default=0)
+    length = max(_lengths(batch), default=0)
     device = next(model.parameters()).device
 
     def compute(autocast: torch.dtype | None) -> Results:
@@ -259,7 +255,7 @@ def scoring_comparison(model: nn.Module, reader: Reader, batch: Rows, pad_id: in
         packed, dtype = _read(model, reader, layout, autocast)
         # Log-probabilities are compared as they are, values by their size.
         scale = reader.scale(plain)
-        return Results(packed / scale, plain / scale, dtype)
+        return packed / scale, plain / scale, dtype
 
     def autocast() -> torch.dtype | None:
         # Sharded weights are put together by wrappers, which bring their autocast with them.
@@ -314,7 +310,7 @@ def read_plain_rows(
 
 def two_longest(batch: Rows) -> list[int]:
     """The longest row, and if there is one its longest sibling, in the order of the batch."""
-    lengths = list(map(_row_length, batch.prompt_ids, batch.completion_ids))
+    lengths = _lengths(batch)
     first = max(range(len(batch)), key=lengths.__getitem__)
     prompt = list(batch.prompt_ids[first])
     siblings = [
@@ -324,5 +320,6 @@ def two_longest(batch: Rows) -> list[int]:
     return sorted([first, *second])
 
 
-def _row_length(prompt: Sequence[int], completion: Sequence[int]) -> int:
-    return len(prompt) + len(completion)
+def _lengths(batch: Rows) -> list[int]:
+    pairs = zip(batch.prompt_ids, batch.completion_ids, strict=True)
+    return [len(prompt) + len(completion) for prompt, completion in pairs]

@@ -18,10 +18,10 @@ from ..ops.logprobs import token_scores
 from ..ops.oom import is_out_of_memory
 from ..ops.support import Support
 from .chunked_head import Run, chunked_log_probs, summing_in_float32
-from .sharded import is_sharded, original_class, replaced_forward, unwrapped
+from .sharded import is_sharded, original_class, unwrapped
 from .unwrap import (
-    as_made,
     autocast_to,
+    called_inside,
     capture_hidden,
     causal_model,
     evaluating,
@@ -113,14 +113,24 @@ class OutputHead:
             logits = self.logits(hidden, autocast)
             mass = None if support is None else support.log_mass(logits.detach(), ids)
             return *token_scores(logits, ids, with_entropy=with_entropy), mass
+        project: Run = self.module
         if self.sharded:
-            return self._sharded_scores(hidden, ids, autocast, with_entropy, support)
-        run = partial(self.logits, autocast=autocast)
-        mass = self._log_mass(run, hidden, ids, support)
-        if self.is_plain:
-            return *self._tiled_log_probs(hidden, ids, autocast, with_entropy), mass
-        summing = partial(run, project=summing_in_float32(self.module))
-        return *chunked_log_probs(summing, hidden, ids, self._step(hidden), with_entropy), mass
+            project = self._inner.forward
+        elif not self.is_plain:
+            project = summing_in_float32(self.module)
+        run = partial(self.logits, autocast=autocast, project=project)
+
+        def read(hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            mass = self._log_mass(run, hidden, ids, support)
+            if self.is_plain:
+                return *self._tiled_log_probs(hidden, ids, autocast, with_entropy), mass
+            return *chunked_log_probs(run, hidden, ids, self._step(hidden), with_entropy), mass
+
+        if not self.sharded:
+            return read(hidden)
+        # One call of the module, which makes its weight whole meanwhile.
+        logps, entropies, mass = called_inside(self._inner, read, lambda: self.module(hidden))
+        return logps, entropies, mass
 
     @torch.no_grad()
     def _log_mass(
@@ -146,31 +156,6 @@ class OutputHead:
             dtype = torch.float32
         tiling = Tiling(self.transform, self.chunk, dtype)
         return linear_log_probs(hidden, weight, ids, bias, tiling, with_entropy)
-
-    def _sharded_scores(
-        self,
-        hidden: Tensor,
-        ids: Tensor,
-        autocast: torch.dtype | None,
-        with_entropy: bool,
-        support: Support | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Call the module once, which makes its weight whole meanwhile."""
-        run = partial(self.logits, autocast=autocast, project=self._inner.forward)
-        made: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
-
-        def inside(hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-            if self.is_plain:
-                found = self._tiled_log_probs(hidden, ids, autocast, with_entropy)
-            else:
-                found = chunked_log_probs(run, hidden, ids, self._step(hidden), with_entropy)
-            made.append((*found, self._log_mass(run, hidden, ids, support)))
-            return made[-1]
-
-        with replaced_forward(self._inner, inside):
-            returned = self.module(hidden)
-        logps, entropies, mass = as_made(made[-1], returned)
-        return logps, entropies, mass
 
 
 class Float32Linear(nn.Linear):

@@ -70,22 +70,6 @@ def working_precision(causal: Any) -> torch.dtype:
     return causal.dtype
 
 
-def check_dense(causal: Any) -> None:
-    """Refuse a model that computes something else than its weights say in full precision.
-
-    Raises:
-        ValueError: for any quantization but the 4 bits of bitsandbytes.
-    """
-    if is_quantized(causal) and not getattr(causal, "is_loaded_in_4bit", False):
-        kind = "quantized"
-        if getattr(causal, "is_loaded_in_8bit", False):
-            kind = "in 8 bits, which round the inputs of its layers as well"
-        raise ValueError(
-            f"The base model is {kind}, so that whole weights cannot stand for it. Load it "
-            "in 4 bits (--load_in_4bit), or without quantization."
-        )
-
-
 def quantization_of(module: nn.Module) -> Any:
     """How bitsandbytes holds the weight of a module in 4 bits; None if it does not."""
     held = getattr(getattr(module, "weight", None), "quant_state", None)

@@ -122,7 +122,9 @@ class Scorer:
             return *(value for values in found for value in values), aux_loss
 
         # What hooks of wrappers must see of the graph is what comes out here.
-        *flat, aux_loss = run_inside(model, self._inputs(layout), work)
+        options = {"output_router_logits": True} if self.router_logits else {}
+        given = layout.inputs | {"use_cache": False} | options
+        *flat, aux_loss = run_inside(model, given, work)
         if sharded and not torch.is_grad_enabled():
             release(model)
         rest = iter(flat)
@@ -169,10 +171,6 @@ class Scorer:
             return packed_layout(batch, self.device, any(reader.at_end for reader in readers))
         return plain_layout(batch, self.pad_id, self.device, self.pad_multiple)
 
-    def _inputs(self, layout: Layout) -> dict[str, Any]:
-        options = {"output_router_logits": True} if self.router_logits else {}
-        return layout.inputs | {"use_cache": False} | options
-
     @torch.no_grad()
     def logps(self, model: nn.Module, batch: Rows) -> Tensor:
         """Score without gradient, in evaluation mode: (B, C)."""
@@ -201,11 +199,6 @@ class Scorer:
         if reader.can_pack:
             comparison = scoring_comparison(model, reader, batch, self.pad_id)
             self.check.agree(model, comparison, largest)
-
-    @property
-    def has_agreed(self) -> bool:
-        """Whether ranks have decided together before."""
-        return self.check.has_agreed
 
     def forget(self) -> None:
         """Let go of forwards whose backward pass failed: they hold what they kept, and it them."""

@@ -36,23 +36,26 @@ def run_inside(
     """
     causal = causal_model(model)
     forward = causal.forward
+    return called_inside(causal, lambda **given: work(forward, given), lambda: model(**inputs))
+
+
+def called_inside(
+    module: nn.Module, work: Callable[..., Any], call: Callable[[], Any]
+) -> Sequence[Any]:
+    """What `work` made in place of the forward of a module, between its hooks, during `call`.
+
+    Mixed precision of FSDP casts results, but log-probabilities need their digits. Its hooks hang
+    on the tensors before they are cast, so gradients of what was made pass them all the same.
+    """
     made: list[Any] = []
 
-    def inside(**given: Any) -> Any:
-        made.append(work(forward, given))
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        made.append(work(*args, **kwargs))
         return made[-1]
 
-    with replaced_forward(causal, inside):
-        returned = model(**inputs)
-    return as_made(made[-1], returned)
-
-
-def as_made(made: Sequence[Any], returned: Sequence[Any]) -> Sequence[Any]:
-    """Undo what mixed precision of FSDP does to results: log-probabilities need their digits.
-
-    Its hooks hang on the tensors before they are cast, so gradients pass them all the same.
-    """
-    pairs = zip(made, returned, strict=True)
+    with replaced_forward(module, inside):
+        returned = call()
+    pairs = zip(made[-1], returned, strict=True)
     return [one if isinstance(one, Tensor) and one.dtype != x.dtype else x for one, x in pairs]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..imports import is_available, require
-from .quantized import check_dense, dequantized, is_quantized, quantization_of
+from .quantized import dequantized, is_quantized, quantization_of
 from .reference import is_peft_model
 from .sharded import fsdp1_units, gather_fsdp1, gather_of, gather_zero3, whole
 from .unwrap import causal_model
@@ -53,7 +53,14 @@ def check_weights(model: nn.Module) -> None:
         ValueError: for a base model in 8 bits, or an adapter that is no change of weights.
     """
     causal = causal_model(model)
-    check_dense(causal)
+    if is_quantized(causal) and not getattr(causal, "is_loaded_in_4bit", False):
+        kind = "quantized"
+        if getattr(causal, "is_loaded_in_8bit", False):
+            kind = "in 8 bits, which round the inputs of its layers as well"
+        raise ValueError(
+            f"The base model is {kind}, so that whole weights cannot stand for it. Load it "
+            "in 4 bits (--load_in_4bit), or without quantization."
+        )
     wrapper: Any = next((m for m in model.modules() if is_peft_model(m)), None)
     if wrapper is None:
         return

@@ -54,4 +54,4 @@ def _results(
     plain = read_plain_rows(causal, TokenReader(head), rows, pad_id, autocast)
     found: list[Tensor] = [torch.tensor(row, dtype=plain.dtype) for row in logps]
     packed = nn.utils.rnn.pad_sequence(found, batch_first=True).to(plain.device)
-    return Results(packed, plain, coarsest(working_precision(causal), autocast))
+    return packed, plain, coarsest(working_precision(causal), autocast)

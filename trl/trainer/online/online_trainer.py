@@ -258,7 +258,7 @@ class OnlineTrainer(BaseTrainer):
         step = self.place.micro_steps
         if self.buffer.is_stale(step):
             self.buffer.fill(step, self.collect(inputs, mode))
-        elif self.ranks.count > 1 and not self.scorer.has_agreed:
+        elif self.ranks.count > 1 and not self.scorer.check.has_agreed:
             # The round comes from a checkpoint: this process has scored nothing yet.
             self.scoring.agree_on(self.buffer.longest())
         return self.buffer.at(step)
