@@ -1,5 +1,6 @@
 """One real vLLM engine on the CPU for all tests of a process, since starting it takes seconds."""
 
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
@@ -8,10 +9,11 @@ from peft import LoraConfig
 from tiny import tiny_model, tiny_tokenizer
 from transformers import BitsAndBytesConfig
 
-from trl.generation.vllm.backend import Policy
+from trl.distributed import Ranks
 from trl.generation.vllm.colocate import VLLMColocateBackend
 from trl.generation.vllm.engine import EngineSettings, VLLMEngine, start_engine
 from trl.imports import is_available
+from trl.models.policy_handle import PolicyHandle
 
 needs_vllm = pytest.mark.skipif(
     not is_available("vllm"), reason="vLLM is not installed: make test installs its CPU build"
@@ -64,8 +66,8 @@ def engine(kind: type[VLLMEngine] = VLLMEngine, sleeps: bool = False) -> VLLMEng
     return found
 
 
-def model_policy(model, **changes) -> Policy:
-    """What the backend reads of a plain model."""
+def model_policy(model, **changes) -> PolicyHandle:
+    """A plain model as the backend sees it."""
 
     def logps(prompt, completion):
         with torch.no_grad():
@@ -74,20 +76,22 @@ def model_policy(model, **changes) -> Policy:
         return every[places, torch.tensor(completion)].tolist()
 
     parts = {
-        "weights": lambda: iter(model.named_parameters()),
-        "stamp": lambda: sum(p._version for p in model.parameters()),
+        "current": lambda: model,
+        "tokenizer": tiny_tokenizer(),
+        "ranks": Ranks(),
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
         "logps": logps,
+        "inference": nullcontext,
     }
-    return Policy(**(parts | changes))
+    return PolicyHandle(**(parts | changes))
 
 
-def backend(
-    model, kind=VLLMEngine, sleeps=False, policy=None, engine_=None, **options
-) -> VLLMColocateBackend:
+def backend(model, kind=VLLMEngine, sleeps=False, engine_=None, **options) -> VLLMColocateBackend:
     """A backend over the shared engine, unless another is given."""
     return VLLMColocateBackend(
         engine_ or engine(kind, sleeps),
-        policy or model_policy(model),
+        model_policy(model),
         **({"probe_syncs": 1} | options),
     )
 

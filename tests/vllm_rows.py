@@ -3,7 +3,7 @@
 import pytest
 import torch
 from backend_contract import model_logps
-from shared_vllm import model_policy, nudge, policy_model
+from shared_vllm import nudge, policy_model
 
 from trl.generation.vllm.weight_proof import WeightSyncError
 from trl.types import Prompts, Sampling
@@ -49,8 +49,8 @@ def check_fault_is_found(make_backend, name):
 def check_missing_weight_is_found(make_backend):
     """A policy that sends one weight less than before is found."""
     model, skipped = policy_model(), []
-    some = lambda: ((n, p) for n, p in model.named_parameters() if n not in skipped)  # noqa: E731
-    found = make_backend(model, policy=model_policy(model, weights=some))
+    some = lambda model: ((n, p) for n, p in model.named_parameters() if n not in skipped)  # noqa: E731
+    found = make_backend(model, weights=some)
     found.generate(PROMPTS, sampling(), 4)
     skipped.append(DOWN)
     check_stop(found, f"{DOWN} was not sent, unlike at earlier syncs")

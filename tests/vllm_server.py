@@ -65,10 +65,10 @@ class RunningServer:
     def connect(self, seconds=SECONDS) -> Server:
         """Connect, once it has started."""
         try:
-            Server.connect(self.url, START)
+            Server(self.url, START)
         except ConnectionError as error:
             raise AssertionError(f"{error}\n{self.log.read_text()[-3000:]}") from error
-        return Server.connect(self.url, seconds)
+        return Server(self.url, seconds)
 
     def kill(self):
         """End it as `kill -9` does, with all its processes."""
@@ -87,7 +87,7 @@ class RunningServer:
 
     def fault(self, kind="", name="", first=1):
         """Let its workers do something wrong; without a kind, nothing."""
-        self.connect().client.call_workers("trl_test_fault", kind, name, first)
+        self.connect().call_workers("trl_test_fault", kind, name, first)
 
 
 @cache
@@ -111,13 +111,12 @@ def connected_pool(*servers: RunningServer, seconds=SECONDS) -> ServerPool:
     return found
 
 
-def server_backend(model, *, policy=None, pool=None, **options) -> VLLMServerBackend:
+def server_backend(model, *, pool=None, **options) -> VLLMServerBackend:
     """A backend over the shared server, unless others are given."""
     servers = pool or connected_pool()
     return VLLMServerBackend(
         servers,
-        policy or model_policy(model),
+        model_policy(model),
         servers.context,
-        torch.float32,
         **({"probe_syncs": 1} | options),
     )

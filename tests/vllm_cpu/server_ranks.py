@@ -24,8 +24,8 @@ served = []
 pool = trainer.backend._pool
 if pool is not None:
     for place, server in enumerate(pool.servers):
-        ask = server.client.ask_again
-        server.client.ask_again = lambda *a, place=place, ask=ask: served.append(place) or ask(*a)
+        ask = server.ask_again
+        server.ask_again = lambda *a, place=place, ask=ask: served.append(place) or ask(*a)
 
 
 def complete(*args):

@@ -10,9 +10,8 @@ from shared_vllm import four_bits, fresh_engine, model_policy, needs_vllm, polic
 from transformers import BitsAndBytesConfig
 from vllm_rows import PROMPTS, gap, sampling
 
-from trl.generation.vllm.adapter_engine import AdapterBackend, AdapterEngine, AdapterPolicy
+from trl.generation.vllm.adapter_engine import AdapterBackend, AdapterEngine
 from trl.generation.vllm.weight_proof import WeightSyncError
-from trl.models.lora_factors import base_stamp, base_weights, low_rank_factors
 from trl.trainer.online import vllm_engines
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
@@ -55,15 +54,7 @@ def adapted(seed=0, **options):
 
 
 def backend(model):
-    whole = model_policy(model)
-    policy = AdapterPolicy(
-        weights=lambda: base_weights(model),
-        stamp=whole.stamp,
-        logps=whole.logps,
-        factors=lambda: low_rank_factors(model),
-        base_stamp=lambda: base_stamp(model),
-    )
-    return AdapterBackend(CountingEngine(started()), policy, probe_syncs=0)
+    return AdapterBackend(CountingEngine(started()), model_policy(model), probe_syncs=0)
 
 
 def move(model, word="lora_"):

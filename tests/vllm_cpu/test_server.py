@@ -1,13 +1,12 @@
 """Weights and requests that go to a real server, and what it says when something is wrong."""
 
-import dataclasses
 import socket
 import time
 
 import pytest
 import torch
 from backend_contract import BackendContract, model_logps
-from shared_vllm import model_policy, needs_vllm, nudge, policy_model
+from shared_vllm import needs_vllm, nudge, policy_model
 from vllm_rows import (
     DOWN,
     PROMPTS,
@@ -81,7 +80,7 @@ def test_filters_change_the_reported_log_probabilities_as_they_change_the_distri
 
 def test_one_request_for_each_prompt_and_no_more_tokens_than_there_is_room_for(monkeypatch):
     found, bodies = server_backend(policy_model(), probe_syncs=0), []
-    client = found._pool.servers[0].client
+    client = found._pool.servers[0]
     ask = client.ask_again
     monkeypatch.setattr(client, "ask_again", lambda *a: bodies.append(a[2]) or ask(*a))
     rows = Prompts(messages=list("aaabbb"), token_ids=[[20] * 120] * 3 + [[21]] * 3)
@@ -157,8 +156,7 @@ def test_a_weight_that_changes_on_the_way_stops_training(monkeypatch):
 
 def test_old_weights_sent_as_new_ones_show_in_log_probabilities():
     model, old = policy_model(), policy_model()
-    policy = dataclasses.replace(model_policy(model), weights=lambda: iter(old.named_parameters()))
-    found = server_backend(model, policy=policy)
+    found = server_backend(model, weights=lambda _: iter(old.named_parameters()))
     found.generate(PROMPTS, sampling(), 4)
     nudge(model)
     found.sync_weights(1)
@@ -175,8 +173,8 @@ def test_a_weight_that_the_model_has_no_place_for_is_named():
 
 def test_training_can_go_on_after_a_sync_that_failed():
     model, skipped = policy_model(), [Q]
-    some = lambda: ((n, p) for n, p in model.named_parameters() if n not in skipped)  # noqa: E731
-    found = server_backend(model, policy=model_policy(model, weights=some))
+    some = lambda model: ((n, p) for n, p in model.named_parameters() if n not in skipped)  # noqa: E731
+    found = server_backend(model, weights=some)
     with pytest.raises(WeightSyncError, match="entries of the engine's"):
         found.generate(PROMPTS, sampling(), 4)
     skipped.clear()
@@ -189,7 +187,7 @@ def test_training_can_go_on_after_a_sync_that_failed():
 def test_a_server_that_lost_its_weights_is_found_out():
     found = server_backend(policy_model())
     found.generate(PROMPTS, sampling(), 4)
-    shared_server().connect().client.call_workers("trl_test_zero")
+    shared_server().connect().call_workers("trl_test_zero")
     with pytest.raises(WeightSyncError, match="does not hold the weights.*it was restarted or"):
         found.generate(PROMPTS, sampling(), 4)
 
@@ -224,7 +222,7 @@ def test_an_engine_that_hangs_while_generating_ends_the_wait(tmp_path):
         pass
     file = tmp_path / "hangs"
     file.touch()
-    shared_server().connect().client.call_workers("trl_test_hang", str(file))
+    shared_server().connect().call_workers("trl_test_hang", str(file))
     started = time.monotonic()
     try:
         with pytest.raises(ServerError, match="While generating, with 0 of 1 prompts answered"):
@@ -239,7 +237,7 @@ def test_an_engine_that_is_slow_is_waited_for(tmp_path):
     found = server_backend(policy_model(), pool=connected_pool(seconds=0.6), probe_syncs=0)
     with found.awake():
         pass
-    client = shared_server().connect().client
+    client = shared_server().connect()
     client.call_workers("trl_test_pause", 0.15)
     try:
         started = time.monotonic()

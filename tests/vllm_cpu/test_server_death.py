@@ -1,6 +1,5 @@
 """Servers that are killed while something depends on them; each is started for that."""
 
-import dataclasses
 import threading
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from vllm_server import (
 )
 
 from trl.generation.vllm.server.client import ServerError
+from trl.models.weights import full_weights
 from trl.types import Prompts, Sampling
 
 pytestmark = [needs_vllm, pytest.mark.vllm, pytest.mark.slow, pytest.mark.distributed]
@@ -41,16 +41,16 @@ def test_a_run_goes_on_with_a_server_that_was_started_again(tmp_path, started):
     server = RunningServer()
     server.connect()
     trainer = trainer_of(tmp_path / "cut", server=server, **settings)
-    policy, walks = trainer.backend._policy, []
+    walks = []
 
-    def weights():
+    def weights(model):
         walks.append(1)
-        for name, weight in policy.weights():
+        for name, weight in full_weights(model):
             if name == K and len(walks) == 3:
                 server.kill()
             yield name, weight
 
-    trainer.backend._policy = dataclasses.replace(policy, weights=weights)
+    trainer.backend._weights_of = weights
     begun = time.monotonic()
     # Small weights may all be on their way before the process that takes them has ended.
     words = "While sending the weights of step 2, (at model|after the last).*: The vLLM server"

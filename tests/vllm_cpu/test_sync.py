@@ -1,6 +1,5 @@
 """Weights reach a real engine, and an engine that holds others is found out."""
 
-import dataclasses
 from functools import partial
 
 import pytest
@@ -11,7 +10,6 @@ from shared_vllm import (
     backend,
     engine,
     fresh_engine,
-    model_policy,
     needs_vllm,
     nudge,
     policy_model,
@@ -31,7 +29,6 @@ from vllm_rows import (
 
 from trl.generation.vllm.engine import SleepingEngineError, VLLMEngine
 from trl.generation.vllm.weight_proof import WeightSyncError, _factors
-from trl.models.weights import full_weights
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
 
@@ -77,8 +74,7 @@ def test_a_sync_needs_memory_for_one_layer():
     holder = fresh_engine(model)
     options = {"target_modules": ["up_proj", "q_proj"], "init_lora_weights": False}
     model = get_peft_model(model, LoraConfig(**options)).eval()
-    policy = model_policy(model, weights=lambda: full_weights(model))
-    found = backend(model, engine_=holder, policy=policy, probe_syncs=0)
+    found = backend(model, engine_=holder, probe_syncs=0)
     found.generate(PROMPTS, sampling(max_tokens=1), 4)
     nudge(model)
     found.sync_weights(1)
@@ -200,8 +196,7 @@ def test_a_weight_that_is_no_longer_sent_stops_training():
 def test_old_weights_sent_as_new_ones_show_in_log_probabilities():
     """The engine holds what it was sent; that this is not the policy only a probe can tell."""
     model, old = policy_model(), policy_model()
-    policy = dataclasses.replace(model_policy(model), weights=lambda: iter(old.named_parameters()))
-    found = backend(model, policy=policy)
+    found = backend(model, weights=lambda _: iter(old.named_parameters()))
     found.sync_weights(0)
     found.generate(PROMPTS, sampling(), 4)
     nudge(model)
@@ -212,8 +207,8 @@ def test_old_weights_sent_as_new_ones_show_in_log_probabilities():
 
 def test_training_can_go_on_after_a_sync_that_failed():
     model, skipped = policy_model(), [Q]
-    weights = lambda: ((n, p) for n, p in model.named_parameters() if n not in skipped)  # noqa: E731
-    found = backend(model, policy=model_policy(model, weights=weights))
+    weights = lambda model: ((n, p) for n, p in model.named_parameters() if n not in skipped)  # noqa: E731
+    found = backend(model, weights=weights)
     with pytest.raises(WeightSyncError):
         found.generate(PROMPTS, sampling(), 4)
     skipped.clear()

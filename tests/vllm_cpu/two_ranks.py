@@ -32,7 +32,7 @@ def main() -> None:
     llm = fresh_engine(model, tensor_parallel=2, **place)._llm
     engine = FaultyEngine(llm, sleeps=True)
     found = VLLMColocateBackend(
-        engine, model_policy(model), ranks=ranks, tensor_parallel=2, probe_syncs=1
+        engine, model_policy(model, ranks=ranks), tensor_parallel=2, probe_syncs=1
     )
     # The first prompts, with which syncs are probed, differ in text and length.
     ids = [[20 + n for n in range(40 - 7 * ranks.rank)]] * 2 + [[30 + ranks.rank]] * 2

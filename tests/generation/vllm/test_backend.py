@@ -1,67 +1,79 @@
 """What all vLLM backends share, over an engine that answers from a table."""
 
-import dataclasses
-
 import pytest
 import torch
+from shared_vllm import model_policy
+from torch import nn
 
-from trl.generation.vllm.backend import BOUNDS, Policy, VLLMBackend, rows_of_rank
+from trl.generation.vllm.backend import BOUNDS, VLLMBackend
+from trl.generation.vllm.sampling import Request
 from trl.generation.vllm.weight_proof import WeightSyncError
 from trl.types import Generations, Prompts, Sampling
 
-POLICY = Policy(
-    weights=lambda: iter(()),
-    stamp=lambda: 0,
-    logps=lambda prompt, ids: [-1.0] * len(ids),
-    temperature=0.7,
-)
+POLICY = model_policy(nn.Linear(1, 1), logps=lambda prompt, ids: [-1.0] * len(ids))
 PROMPTS = Prompts(messages=["a"] * 2, token_ids=[[5, 6, 7]] * 2)
 
 
 class Table(VLLMBackend):
-    """Notes what it is asked for; log-probabilities are off by `gap`."""
+    """Notes what it is asked for; log-probabilities of the last engine are off by `gap`."""
 
-    def __init__(self, gap=0.0, problem=None, context=8, policy=POLICY, **options):
-        super().__init__(policy, context, torch.float32, **options)
-        self.calls, self.gap, self.problem = [], gap, problem
+    engines = 2
+
+    def __init__(self, gap=0.0, problem=None, context=8, others=(), **options):
+        super().__init__(POLICY, context, weights=lambda model: iter(()), **options)
+        self.calls, self.gap, self.problem, self.others = [], gap, problem, others
 
     def _wake(self, part):
         self.calls.append(part)
 
-    def _send(self):
+    def _send(self, weights):
         self.calls.append("send")
         return self.problem
 
-    def _complete(self, token_ids, seeds, sampling):
-        self.calls.append(("complete", seeds))
-        return self._rows([[9]] * len(token_ids))
+    def _shares(self, value):
+        return [*self.others, value, *self.others], len(self.others)
 
-    def _complete_probe(self, prompt, sampling):
-        self.calls.append((prompt, sampling.max_tokens, sampling.temperature))
-        return prompt, self._rows([[9, 9], [9, 8]])
-
-    def _rows(self, ids):
-        logps = [[-1.0] * len(row) for row in ids[:-1]] + [[self.gap - 1.0] * len(ids[-1])]
+    def _run(self, requests, sampling):
+        self.calls.append((requests, sampling))
+        ids = [[request.token_ids[0], row] for request in requests for row in range(request.count)]
+        logps = [[-1.0] * 2 for _ in ids[:-1]] + [[self.gap - 1.0] * 2]
         return Generations(completion_ids=ids, finish=["length"] * len(ids), sampling_logps=logps)
 
 
 def test_the_order_of_a_round():
-    found = Table()
-    found.generate(PROMPTS, Sampling(max_tokens=1, seeds=(3, 4)), 2)
-    assert found.calls == ["weights", "send", "kv_cache", ("complete", (3, 4))]
+    found, sampling = Table(), Sampling(max_tokens=1, seeds=(3, 4))
+    found.generate(PROMPTS, sampling, 2)
+    asked = [Request([5, 6, 7], 2, 3)]
+    assert found.calls == ["weights", "send", "kv_cache", (asked, sampling)]
 
 
-def test_weights_are_sent_when_step_or_stamp_differ():
-    stamps, steps, sent = [0, 0, 1, 1, 1], [0, 0, 0, 1, 1], []
-    found = Table(policy=dataclasses.replace(POLICY, stamp=lambda: stamps[0]))
-    for step in steps:
+def test_seeds_are_drawn_from_the_global_stream_where_none_are_given():
+    drawn = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        found = Table()
+        found.generate(PROMPTS, Sampling(max_tokens=1), 2)
+        drawn.append(found.calls[-1][0][0].seed)
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_weights_are_sent_when_step_or_weights_moved():
+    sent, found = [], Table()
+    for step, moves in [(0, False), (0, False), (0, True), (1, False), (1, False)]:
+        if moves:
+            with torch.no_grad():
+                POLICY.model.weight.add_(1.0)
         found.sync_weights(step)
         with found.awake():
             sent.append("send" in found.calls)
         found.calls.clear()
-        del stamps[0]
-        stamps.append(1)
     assert sent == [True, False, True, True, False]
+
+
+def test_a_prompt_that_leaves_no_room_is_named():
+    long = Prompts(messages=["a", "b"], token_ids=[[1] * 7, [1] * 8])
+    with pytest.raises(ValueError, match=r"row 1 \('b'\) has 8 tokens, .* sees only 8"):
+        Table().generate(long, Sampling(max_tokens=1), 1)
 
 
 def test_a_problem_stops_and_is_not_forgotten():
@@ -78,9 +90,12 @@ def test_the_probe_is_what_fits_and_comes_at_some_syncs():
     long = Prompts(messages=["a"], token_ids=[list(range(19))])
     for step in range(4):
         found.sync_weights(step)
-        found.generate(long, Sampling(max_tokens=1), 1)
-    probes = [call for call in found.calls if isinstance(call, tuple) and len(call) == 3]
-    assert probes == [(list(range(19)), 1, 0.7)] * 2
+        found.generate(long, Sampling(max_tokens=1, temperature=0.7), 1)
+    probes = [asked for asked in found.calls if isinstance(asked, tuple) and len(asked[0]) == 2]
+    one = Request(list(range(19)), 1, 0)
+    assert [(requests, few.max_tokens, few.temperature) for requests, few in probes] == [
+        ([one, one], 1, 0.7)
+    ] * 2
     assert reported.count("vllm/logp_gap") == 2 and reported.count("vllm/sync_seconds") == 4
 
 
@@ -95,12 +110,8 @@ def test_the_engine_that_is_farthest_off_counts(share):
 
 
 def test_each_rank_takes_its_rows():
-    rows = Generations(
-        completion_ids=[[n] for n in range(6)],
-        finish=["stop"] * 6,
-        sampling_logps=[[-float(n)] for n in range(6)],
-    )
-    shares = [[[1]] * 2, [[1]], [[1]] * 3]
-    found = [rows_of_rank(rows, shares, rank) for rank in range(3)]
-    assert [row.completion_ids for row in found] == [[[0], [1]], [[2]], [[3], [4], [5]]]
-    assert found[1].sampling_logps == [[-2.0]]
+    found = Table(others=[([[8]] * 3, (1, 2, 3)), ([[9]], (4,))])
+    rows = found.generate(PROMPTS, Sampling(max_tokens=1, seeds=(5, 6)), 2)
+    assert rows.completion_ids == [[5, 0], [5, 1]] and len(rows.sampling_logps) == 2
+    asked = [(request.token_ids[0], request.count) for request in found.calls[-1][0]]
+    assert asked == [(8, 3), (9, 1), (5, 2), (8, 3), (9, 1)]

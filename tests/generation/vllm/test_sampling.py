@@ -1,20 +1,17 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from trl.generation.vllm.sampling import (
     SEEDS,
     Request,
-    check_lengths,
     make_requests,
     merge_options,
     needs_text,
     parameters,
     read_outputs,
-    row_seeds_of,
 )
-from trl.types import Prompts, Sampling
+from trl.types import Sampling
 
 KNOWN = ("n", "temperature", "top_p", "stop", "stop_token_ids", "presence_penalty", "logprobs")
 
@@ -39,7 +36,7 @@ def test_stop_ids_add_up_and_strings_need_text():
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"temprature": 1}, r"no sampling option of vLLM.*[Dd]id you mean.*temperature"),
+        ({"temprature": 1}, r"not a sampling option of vLLM.*[Dd]id you mean.*temperature"),
         ({"n": 2}, "'n'. cannot be used in training"),
         ({"logprobs": 2}, "cannot be used in training"),
     ],
@@ -66,23 +63,6 @@ def test_a_request_for_each_run_of_a_prompt():
     expected = [Request([5], 2, 10), Request([6, 7], 1, 12), Request([5], 1, 13)]
     assert make_requests(rows, (10, 11, 12, 13)) == expected
     assert make_requests([], ()) == []
-
-
-def test_seeds_are_drawn_from_the_global_stream_where_none_are_given():
-    torch.manual_seed(0)
-    first = row_seeds_of(Sampling(max_tokens=1), 3)
-    torch.manual_seed(0)
-    assert row_seeds_of(Sampling(max_tokens=1), 3) == first and len(set(first)) == 3
-    assert row_seeds_of(Sampling(max_tokens=1, seeds=(4, 5)), 2) == (4, 5)
-
-
-@pytest.mark.parametrize(
-    ("ids", "words"), [([], r"row 1 \('b'\) has no tokens"), ([1] * 9, "row 1 .* 9 tokens.*only 9")]
-)
-def test_prompts_without_tokens_or_without_room(ids, words):
-    check_lengths(Prompts(messages=["a"], token_ids=[[1] * 8]), 9)
-    with pytest.raises(ValueError, match=words):
-        check_lengths(Prompts(messages=["a", "b"], token_ids=[[1], ids]), 9)
 
 
 def output(index, ids, reason="stop"):

@@ -9,7 +9,7 @@ from tiny import tiny_model
 from trl.generation.vllm import engine as vllm_engine
 from trl.imports import is_available
 from trl.trainer.online import vllm_engines
-from trl.trainer.online.vllm_engines import Sizing, check_options, rows_of, server_options
+from trl.trainer.online.vllm_engines import Sizing, check_options, rows_of, server_urls
 
 needs_vllm = pytest.mark.skipif(
     not is_available("vllm"), reason="vLLM is not installed: make test installs its CPU build"
@@ -117,7 +117,7 @@ def test_the_module_says_which_releases_it_is_for():
 
 @needs_vllm
 def test_unknown_sampling_options_are_refused_before_the_engine_starts(tmp_path):
-    with pytest.raises(ValueError, match="'num_beams'. is no sampling option of vLLM"):
+    with pytest.raises(ValueError, match="'num_beams'. is not a sampling option of vLLM"):
         make_trainer(tmp_path, use_vllm=True, generation_kwargs={"num_beams": 2})
 
 
@@ -139,7 +139,7 @@ def server_config(folder, **changes):
     ],
 )
 def test_addresses(tmp_path, changes, expected):
-    assert server_options(server_config(tmp_path, **changes)).urls == expected
+    assert server_urls(server_config(tmp_path, **changes)) == expected
 
 
 @pytest.mark.parametrize(

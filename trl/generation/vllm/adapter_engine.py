@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +23,12 @@ from ...models.lora_factors import (
     why_not_low_rank,
 )
 from ...models.policy_handle import PolicyHandle
-from .backend import Policy, version_of
 from .colocate import VLLMColocateBackend
 from .engine import EngineSettings, VLLMEngine
 
 ADAPTER = 1  # vLLM's number of the one adapter
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 SHARED_MEMORY = Path("/dev/shm")  # vLLM takes adapters from folders alone
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterPolicy(Policy):
-    """A policy whose base weights stay as they are; `weights` yields these alone.
-
-    Args:
-        factors: yields the factors of each layer; all ranks go through them together.
-        base_stamp: changes when a base weight does.
-    """
-
-    factors: Callable[[], Iterator[Factors]]
-    base_stamp: Callable[[], object]
-
-    @classmethod
-    def of(cls, handle: PolicyHandle, temperature: float) -> AdapterPolicy:
-        """A frozen model with an adapter, whatever wraps it by the time it is read."""
-        return cls(
-            weights=lambda: base_weights(handle.model),
-            stamp=lambda: version_of(handle.model),
-            logps=handle.logps,
-            temperature=temperature,
-            factors=lambda: low_rank_factors(handle.model),
-            base_stamp=lambda: base_stamp(handle.model),
-        )
 
 
 def adapter_settings(policy: PolicyHandle, settings: EngineSettings) -> EngineSettings:
@@ -175,8 +149,8 @@ class AdapterEngine(VLLMEngine):
             self._llm.llm_engine.add_lora(self._request(folder, load_inplace=True))
 
     def _request(self, folder: str = "loaded", **options: Any) -> Any:
-        module = require("vllm.lora.request", "vllm_sync_adapter_only=True")
-        return module.LoRARequest("policy", ADAPTER, folder, **options)
+        kind = require("vllm.lora.request", "vllm_sync_adapter_only=True").LoRARequest
+        return kind("policy", ADAPTER, folder, **options)
 
     def _request_options(self) -> dict[str, Any]:
         return {"lora_request": self._request()}
@@ -187,34 +161,35 @@ class AdapterBackend(VLLMColocateBackend):
 
     Args:
         engine (`AdapterEngine`): what generates.
-        policy (`AdapterPolicy`): whose weights it is to hold.
+        policy (`PolicyHandle`): a frozen model with an adapter.
         options: see `VLLMColocateBackend`.
 
     Raises:
         ValueError: if vLLM applies no adapter to one of the policy's layers.
     """
 
-    def __init__(self, engine: AdapterEngine, policy: AdapterPolicy, **options: Any):
-        super().__init__(engine, policy, **options)
+    def __init__(self, engine: AdapterEngine, policy: PolicyHandle, **options: Any):
+        super().__init__(engine, policy, weights=base_weights, **options)
         self._adapted = engine
-        self._factors, self._base_stamp = policy.factors, policy.base_stamp
         self._base: object = None  # stamp of the base weights it holds
-        missing = [pair.layer for pair in self._factors() if pair.layer not in engine.slots()]
+        layers = [pair.layer for pair in low_rank_factors(policy.model)]
+        missing = [layer for layer in layers if layer not in engine.slots()]
         if missing:
             raise ValueError(
                 f"vllm_sync_adapter_only=True: vLLM applies no adapter to {missing[0]}; leave the "
                 "option out, or that layer out of the adapter."
             )
 
-    def _send(self) -> str | None:
-        base, problem = self._base_stamp(), None
+    def _send(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
+        base, problem = base_stamp(self._policy.model), None
         if not self._ranks.all(self._base == base):
             self._base = None
-            problem = super()._send()
-        factors = list(self._factors())  # all ranks read them, also where there is a problem
+            problem = super()._send(weights)
+        # All ranks read the factors, also where there is a problem.
+        factors = list(low_rank_factors(self._policy.model))
         if problem is None:
             self._adapted.load_adapter(factors)
-            self._engine.forget_prefixes()
+            self._adapted.forget_prefixes()
             problem = adapter_problem(self._adapted.slots(), factors)
         self._base = None if problem else base
         return problem

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...distributed import Ranks
 from ...models.policy_handle import PolicyHandle
 from ...models.weights import full_weights
 from ...types import Generations, Prompts, Sampling
 from ..base import GenerationBackend
-from .sampling import Request, check_lengths, row_seeds_of
+from .sampling import SEEDS, Request, make_requests
 from .weight_proof import WeightSyncError
 
 PROBE_PROMPT, PROBE_TOKENS = 64, 16
@@ -24,75 +23,44 @@ PROBE_PROMPT, PROBE_TOKENS = 64, 16
 BOUNDS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
-@dataclass(frozen=True)
-class Policy:
-    """What the backend reads of the policy that trains.
-
-    Args:
-        weights: yields (name, whole tensor) of each weight, under its name in a checkpoint;
-            all ranks go through it together.
-        stamp: changes when a weight does.
-        logps: log-probabilities of a completion after a prompt, each given as token ids; all
-            ranks ask for them together.
-        temperature: what they are computed at.
-    """
-
-    weights: Callable[[], Iterable[tuple[str, Tensor]]]
-    stamp: Callable[[], object]
-    logps: Callable[[list[int], list[int]], list[float]]
-    temperature: float = 1.0
-
-    @classmethod
-    def of(cls, handle: PolicyHandle, temperature: float) -> Policy:
-        """A policy, whatever wraps it by the time it is read."""
-        return cls(
-            weights=lambda: full_weights(handle.model),
-            stamp=lambda: version_of(handle.model),
-            logps=handle.logps,
-            temperature=temperature,
-        )
-
-
-def version_of(model: nn.Module) -> int:
-    """A number that changes when a weight does."""
-    return sum(parameter._version for parameter in model.parameters())
-
-
 class VLLMBackend(GenerationBackend):
     """Generates with vLLM, and proves after each sync that weights arrived.
 
     Args:
-        policy (`Policy`): whose weights the engine is to hold.
+        policy (`PolicyHandle`): whose weights the engine is to hold.
         context (`int`): most tokens that the engine sees of a prompt with its completion.
-        dtype (`torch.dtype`): in which it computes.
-        ranks (`Ranks`, *optional*): all processes, which then fail together.
+        weights: yields name and whole tensor of each weight of a model that is to be sent; all
+            ranks go through them together.
         probe_syncs (`int`): log-probabilities are compared at each of so many syncs; 0: never.
         report: called as `report(name, value)` with each metric.
+
+    Attributes:
+        engines (`int`): how many hold the weights.
 
     Raises:
         WeightSyncError: while generating, if the engine does not hold the policy's weights.
     """
 
     context: int
+    engines = 1
 
     def __init__(
         self,
-        policy: Policy,
+        policy: PolicyHandle,
         context: int,
-        dtype: torch.dtype,
         *,
-        ranks: Ranks | None = None,
+        weights: Callable[[nn.Module], Iterator[tuple[str, Tensor]]] = full_weights,
         probe_syncs: int = 0,
         report: Callable[[str, float], None] = lambda name, value: None,
     ):
         self._policy = policy
+        self._ranks = policy.ranks
         self.context = context
-        self._dtype = dtype
-        self._ranks = ranks or Ranks()
+        self._weights_of = weights
         self._probe_syncs = probe_syncs
         self._report = report
         self._wanted = 0
-        self._held: tuple[int, object] | None = None  # step and stamp of the weights it holds
+        self._held: tuple[int, int] | None = None  # step and stamp of the weights it holds
         self._syncs = 0
         self._probed = 0  # number of the sync that was probed last
         self._depth = 0
@@ -104,22 +72,22 @@ class VLLMBackend(GenerationBackend):
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
         """Complete every row; see `GenerationBackend`."""
         with self._ranks.together("reading prompts"):
-            check_lengths(prompts, self.context)
-        seeds = row_seeds_of(sampling, len(prompts))
-        with self.awake(prompts.token_ids[0]):
+            self._check_lengths(prompts)
+        seeds = sampling.seeds
+        if seeds is None:
+            seeds = tuple(torch.randint(SEEDS, (len(prompts),)).tolist())
+        with self.awake():
+            self._probe(prompts.token_ids[0], sampling.temperature)
             started = time.perf_counter()
             found = self._complete(prompts.token_ids, seeds, sampling)
             self._report("vllm/generate_seconds", time.perf_counter() - started)
         return found
 
     @contextmanager
-    def awake(self, probe: list[int] | None = None) -> Iterator[None]:
+    def awake(self) -> Iterator[None]:
         """Inside, the engine holds the policy's weights and a cache; outside, maybe neither.
 
         One inside another changes nothing, so several generations need one sync.
-
-        Args:
-            probe: prompt whose completion's log-probabilities may be compared after a sync.
         """
         self._depth += 1
         try:
@@ -127,8 +95,6 @@ class VLLMBackend(GenerationBackend):
                 self._wake("weights")
                 self._send_if_moved()
                 self._wake("kv_cache")
-            if probe is not None:
-                self._probe(probe)
             yield
         finally:
             self._depth -= 1
@@ -138,24 +104,16 @@ class VLLMBackend(GenerationBackend):
     # --- What depends on where the engine runs ---
 
     @abstractmethod
-    def _send(self) -> str | None:
-        """Send all weights and drop cached prompts; returns what the proof finds wrong."""
+    def _send(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
+        """Send weights and drop cached prompts; returns what the proof finds wrong."""
 
     @abstractmethod
-    def _complete(
-        self, token_ids: list[list[int]], seeds: tuple[int, ...], sampling: Sampling
-    ) -> Generations:
-        """Complete the rows of this rank; all ranks call it together."""
+    def _shares(self, value: Any) -> tuple[list[Any], int]:
+        """The values of all ranks that ask an engine together, and this rank's place there."""
 
     @abstractmethod
-    def _complete_probe(
-        self, prompt: list[int], sampling: Sampling
-    ) -> tuple[list[int], Generations]:
-        """Complete a prompt once on each engine that this rank is to check.
-
-        Returns:
-            The prompt, which may be another rank's, and a row from each engine.
-        """
+    def _run(self, requests: list[Request], sampling: Sampling) -> Generations:
+        """Complete requests, dealt out to the engines in turn; all ranks call it together."""
 
     def _wake(self, part: str) -> None:
         """Give memory to a part of the engine, if it is one that sleeps."""
@@ -164,36 +122,67 @@ class VLLMBackend(GenerationBackend):
         """Put the engine to sleep if it does so; whether it still holds its weights."""
         return True
 
+    # --- Requests ---
+
+    def _check_lengths(self, prompts: Prompts) -> None:
+        for row, ids in enumerate(prompts.token_ids):
+            if len(ids) >= self.context:
+                raise ValueError(
+                    f"The prompt of row {row} ({repr(prompts.messages[row])[:80]}) has {len(ids)} "
+                    f"tokens, but the engine sees only {self.context} with the completion: raise "
+                    "vllm_max_model_length (of a server: --max_model_len) or shorten it."
+                )
+
+    def _complete(
+        self, token_ids: list[list[int]], seeds: tuple[int, ...], sampling: Sampling
+    ) -> Generations:
+        """Complete the rows of all ranks that ask together, and take those of this one."""
+        shares, place = self._shares((token_ids, seeds))
+        every_id = [ids for share, _ in shares for ids in share]
+        every_seed = [seed for _, share in shares for seed in share]
+        found = self._run(make_requests(every_id, every_seed), sampling)
+        start = sum(len(share) for share, _ in shares[:place])
+        own = slice(start, start + len(token_ids))
+        return Generations(
+            completion_ids=found.completion_ids[own],
+            finish=found.finish[own],
+            sampling_logps=(found.sampling_logps or [])[own],
+        )
+
     # --- Weights ---
 
+    def _stamp(self) -> int:
+        """A number that changes when a weight does."""
+        return sum(parameter._version for parameter in self._policy.model.parameters())
+
     def _send_if_moved(self) -> None:
-        if self._ranks.all(self._held == (self._wanted, self._policy.stamp())):
+        if self._ranks.all(self._held == (self._wanted, self._stamp())):
             return
         started = time.perf_counter()
         self._held = None
         with torch.no_grad():
-            problem = self._send()
+            problem = self._send(self._weights_of(self._policy.model))
         self._stop_at(problem)
-        self._held = (self._wanted, self._policy.stamp())
+        self._held = (self._wanted, self._stamp())
         self._syncs += 1
         self._report("vllm/sync_seconds", time.perf_counter() - started)
 
-    def _probe(self, prompt: list[int]) -> None:
-        """Compare log-probabilities of policy and engine, at the first sync and then at some."""
+    def _probe(self, prompt: list[int], temperature: float) -> None:
+        """Compare log-probabilities of policy and engines, at the first sync and then at some."""
         due = self._probe_syncs and (self._syncs - 1) % self._probe_syncs == 0
         if not due or self._probed == self._syncs:
             return
         self._probed = self._syncs
-        prompt = prompt[-min(PROBE_PROMPT, self.context - 1) :]
-        few = Sampling(
-            max_tokens=min(PROBE_TOKENS, self.context - len(prompt)),
-            temperature=self._policy.temperature,
-        )
-        gap, bound = self._largest_gap(*self._complete_probe(prompt, few)), BOUNDS[self._dtype]
+        # Ranks that ask an engine together must ask for the same: all take the first one's prompt.
+        prompt = self._shares(prompt[-min(PROBE_PROMPT, self.context - 1) :])[0][0]
+        tokens = min(PROBE_TOKENS, self.context - len(prompt))
+        few = Sampling(max_tokens=tokens, temperature=temperature)
+        found = self._run([Request(prompt, 1, 0)] * self.engines, few)
+        gap, bound = self._largest_gap(prompt, found), BOUNDS[self._policy.dtype]
         self._report("vllm/logp_gap", gap)
         words = (
             f"log-probabilities of a probe differ by {gap:.3g} nats a token, more than {bound:g} "
-            f"in {self._dtype}"
+            f"in {self._policy.dtype}"
         )
         self._stop_at(None if gap <= bound else words)
 
@@ -216,25 +205,3 @@ class VLLMBackend(GenerationBackend):
                 f"weights of the policy: {problem}. Completions would be those of another policy."
             )
         self._ranks.raise_together(failure, "sending weights to vLLM")
-
-
-def probe_request(prompt: list[int]) -> Request:
-    """What is asked of an engine that is probed."""
-    return Request(prompt, 1, 0)
-
-
-def rows_of_rank(found: Generations, shares: list[list[list[int]]], place: int) -> Generations:
-    """This rank's rows of those of several ranks.
-
-    Args:
-        found (`Generations`): of all of them, in rank order.
-        shares: the prompts of each rank.
-        place (`int`): of this rank among them.
-    """
-    start = sum(len(share) for share in shares[:place])
-    own = slice(start, start + len(shares[place]))
-    return Generations(
-        completion_ids=found.completion_ids[own],
-        finish=found.finish[own],
-        sampling_logps=(found.sampling_logps or [])[own],
-    )

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-import torch
-
 from ...text import did_you_mean
-from ...types import FinishReason, Generations, Prompts, Sampling
+from ...types import Generations, Sampling
 
 NAMED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 ALIASES = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
@@ -40,7 +38,7 @@ def merge_options(sampling: Sampling, known: Collection[str]) -> Sampling:
             raise ValueError(f"generation_kwargs[{name!r}] cannot be used in training.")
         if name not in legal:
             raise ValueError(
-                f"generation_kwargs[{name!r}] is no sampling option of vLLM."
+                f"generation_kwargs[{name!r}] is not a sampling option of vLLM."
                 f"{did_you_mean(name, legal)}"
             )
     named = {name: rest.pop(name) for name in NAMED if name in rest}
@@ -129,53 +127,7 @@ def make_requests(token_ids: Sequence[list[int]], seeds: Sequence[int]) -> list[
     return requests
 
 
-def requests_of_all(shares: Sequence[tuple[list[list[int]], Sequence[int]]]) -> list[Request]:
-    """Requests for the rows of several ranks: prompts and seeds of each, in rank order."""
-    every_id = [ids for share, _ in shares for ids in share]
-    every_seed = [seed for _, share in shares for seed in share]
-    return make_requests(every_id, every_seed)
-
-
-def row_seeds_of(sampling: Sampling, count: int) -> tuple[int, ...]:
-    """The seeds of the rows, drawn from torch's generator where none are given."""
-    if sampling.seeds is not None:
-        return sampling.seeds
-    return tuple(torch.randint(SEEDS, (count,)).tolist())
-
-
-def check_lengths(prompts: Prompts, context: int) -> None:
-    """Refuse prompts that the engine cannot complete.
-
-    Raises:
-        ValueError: naming the row that has no tokens, or leaves no room for a completion.
-    """
-    for row, ids in enumerate(prompts.token_ids):
-        shown = repr(prompts.messages[row])[:80]
-        if not ids:
-            raise ValueError(f"The prompt of row {row} ({shown}) has no tokens.")
-        if len(ids) >= context:
-            raise ValueError(
-                f"The prompt of row {row} ({shown}) has {len(ids)} tokens, but the engine sees "
-                f"only {context} with the completion: raise vllm_max_model_length (of a server: "
-                "--max_model_len) or shorten it."
-            )
-
-
-@dataclass(frozen=True)
-class Row:
-    """A completion as an engine gives it.
-
-    Args:
-        place (`int`): among those of its prompt.
-        token_ids (`list[int]`): of the completion.
-        reason (`str`, *optional*): for which it ended.
-        logps (`list[float]`): one for each token.
-    """
-
-    place: int
-    token_ids: list[int]
-    reason: str | None
-    logps: list[float]
+Row = tuple[int, list[int], str | None, list[float]]  # place, token ids, why it ended, logps
 
 
 def read_outputs(requests: Sequence[Request], outputs: Sequence[Any]) -> Generations:
@@ -188,21 +140,17 @@ def read_outputs(requests: Sequence[Request], outputs: Sequence[Any]) -> Generat
     def read(row: Any) -> Row:
         pairs = zip(row.token_ids, row.logprobs, strict=True)
         logps = [float(found[token].logprob) for token, found in pairs]
-        return Row(row.index, list(row.token_ids), row.finish_reason, logps)
+        return row.index, list(row.token_ids), row.finish_reason, logps
 
     return _joined(requests, [[read(row) for row in output.outputs] for output in outputs])
 
 
 def read_answers(requests: Sequence[Request], answers: Sequence[Any]) -> Generations:
-    """Turn a server's answers to `completion_body`, in the order of the requests, into rows.
-
-    Raises:
-        RuntimeError: if vLLM gave up on a request.
-    """
+    """The same for a server's answers to `completion_body`."""
 
     def read(row: Any) -> Row:
         logps = row["logprobs"]["token_logprobs"]
-        return Row(row["index"], row["token_ids"], row["finish_reason"], logps)
+        return row["index"], row["token_ids"], row["finish_reason"], logps
 
     return _joined(requests, [[read(row) for row in answer["choices"]] for answer in answers])
 
@@ -210,16 +158,14 @@ def read_answers(requests: Sequence[Request], answers: Sequence[Any]) -> Generat
 def _joined(requests: Sequence[Request], groups: Sequence[list[Row]]) -> Generations:
     rows: list[Row] = []
     for request, group in zip(requests, groups, strict=True):
-        found = sorted(group, key=lambda row: row.place)
-        rows += found * (request.count // len(found))  # of greedy ones there is one
+        rows += sorted(group) * (request.count // len(group))  # of greedy ones there is one
+    for _, _, reason, _ in rows:
+        if reason not in ("stop", "length"):
+            raise RuntimeError(
+                f"vLLM ended a completion with {reason!r} instead of stop or length."
+            )
     return Generations(
-        completion_ids=[row.token_ids for row in rows],
-        finish=[_reason(row.reason) for row in rows],
-        sampling_logps=[row.logps for row in rows],
+        completion_ids=[ids for _, ids, _, _ in rows],
+        finish=[reason for _, _, reason, _ in rows],  # type: ignore[misc]
+        sampling_logps=[logps for _, _, _, logps in rows],
     )
-
-
-def _reason(words: str | None) -> FinishReason:
-    if words in ("stop", "length"):
-        return words  # type: ignore[return-value]
-    raise RuntimeError(f"vLLM ended a completion with {words!r} instead of stop or length.")

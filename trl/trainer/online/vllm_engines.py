@@ -11,13 +11,8 @@ import torch
 from transformers.utils import logging
 
 from ...generation.transformers.batch_limits import cache_bytes_per_token
-from ...generation.vllm.adapter_engine import (
-    AdapterBackend,
-    AdapterEngine,
-    AdapterPolicy,
-    adapter_settings,
-)
-from ...generation.vllm.backend import Policy, VLLMBackend
+from ...generation.vllm.adapter_engine import AdapterBackend, AdapterEngine, adapter_settings
+from ...generation.vllm.backend import VLLMBackend
 from ...generation.vllm.colocate import VLLMColocateBackend
 from ...generation.vllm.engine import (
     CPU_BLOCK,
@@ -28,7 +23,11 @@ from ...generation.vllm.engine import (
     start_engine,
 )
 from ...generation.vllm.sampling import merge_options, needs_text
-from ...generation.vllm.server.backend import ServerOptions, connect
+from ...generation.vllm.server.backend import VLLMServerBackend
+from ...generation.vllm.server.client import VLLMClient
+from ...generation.vllm.server.compat import PROTOCOL, ServerFacts, gpu_id, shape_of
+from ...generation.vllm.server.server_pool import Server, ServerPool
+from ...imports import require
 from ...memory.engine import BATCHED_TOKENS, EngineMemory, EngineNeeds, engine_memory
 from ...memory.model_size import model_size
 from ...memory.plan import Plan
@@ -68,7 +67,7 @@ def check_options(args: OnlineConfig) -> None:
     """
     if args.vllm_mode == "server":
         _check_not_elsewhere(args)
-        server_options(args).check()
+        server_urls(args)
         check_platform(False)
         return
     size, ranks = args.vllm_tensor_parallel_size, args.world_size
@@ -93,16 +92,25 @@ def _check_not_elsewhere(args: OnlineConfig) -> None:
             )
 
 
-def server_options(args: OnlineConfig) -> ServerOptions:
-    """The servers that the options name: by `vllm_server_base_url`, or by host and port."""
-    host = args.vllm_server_host
+def server_urls(args: OnlineConfig) -> list[str]:
+    """Addresses of the servers: those of `vllm_server_base_url`, or that of host and port.
+
+    Raises:
+        ValueError: for an address that cannot be used or is given twice, or a timeout of 0.
+    """
+    host, given = args.vllm_server_host, args.vllm_server_base_url
     address = f"http://{f'[{host}]' if ':' in host else host}:{args.vllm_server_port}"
-    return ServerOptions(
-        addresses=args.vllm_server_base_url or address,
-        seconds=args.vllm_server_timeout,
-        port=args.vllm_group_port,
-        completion=args.max_completion_length or 0,
-    )
+    urls = [url.strip() for url in (given or address).split(",") if url.strip()]
+    if not urls or len(set(urls)) < len(urls):
+        raise ValueError(
+            f"vllm_server_base_url={given!r} must be an address such as http://localhost:8000, or "
+            "several different ones with commas between."
+        )
+    if args.vllm_server_timeout <= 0:
+        raise ValueError(f"vllm_server_timeout={args.vllm_server_timeout} must be above 0.")
+    for url in urls:
+        VLLMClient(url, args.vllm_server_timeout)
+    return urls
 
 
 def check_context(args: OnlineConfig, context: int | None) -> None:
@@ -156,24 +164,53 @@ def make_backend(
     check_weights(handle.model)
     shared = {"probe_syncs": args.vllm_probe_syncs, "report": report}
     if args.vllm_mode == "server":
-        backend = connect(handle, server_options(args), sampling, **shared)
-        check_prompts(backend.context)
-        return backend
+        pool, context = _connect(handle, args, sampling)
+        check_prompts(context)
+        return VLLMServerBackend(pool, handle, context, **shared)
     settings = engine_settings(handle, args, sampling)
     check_context(args, settings.context)
     check_prompts(settings.context)
-    kinds: tuple[Any, Any, Any] = (Policy, VLLMEngine, VLLMColocateBackend)
+    kinds: tuple[Any, Any] = (VLLMEngine, VLLMColocateBackend)
     if args.vllm_sync_adapter_only:
         settings = adapter_settings(handle, settings)
-        kinds = (AdapterPolicy, AdapterEngine, AdapterBackend)
-    engine = start_engine(causal_model(handle.model), handle.tokenizer, settings, kinds[1])
+        kinds = (AdapterEngine, AdapterBackend)
+    engine = start_engine(causal_model(handle.model), handle.tokenizer, settings, kinds[0])
     handle.ranks.wait()
-    return kinds[2](
-        engine,
-        kinds[0].of(handle, sampling.temperature),
-        ranks=handle.ranks,
-        tensor_parallel=args.vllm_tensor_parallel_size,
-        **shared,
+    backend: VLLMBackend = kinds[1](
+        engine, handle, tensor_parallel=args.vllm_tensor_parallel_size, **shared
+    )
+    return backend
+
+
+# --- Servers ---
+
+
+def _connect(
+    handle: PolicyHandle, args: OnlineConfig, sampling: Sampling
+) -> tuple[ServerPool | None, int]:
+    """Servers that fit and whose workers were met, on rank 0; and the context of all."""
+    ranks, pool = handle.ranks, None
+    with ranks.together("connecting with vLLM servers"):
+        if ranks.rank == 0:
+            wanted = _wanted_facts(handle, args)
+            pool = ServerPool([Server(url, args.vllm_server_timeout) for url in server_urls(args)])
+            for server in pool.servers:
+                server.check(wanted, sampling)
+            pool.meet(args.vllm_group_port, handle.device)
+    return pool, ranks.gather_objects(None if pool is None else pool.context)[0]
+
+
+def _wanted_facts(handle: PolicyHandle, args: OnlineConfig) -> ServerFacts:
+    """What a server must be for a policy."""
+    return ServerFacts(
+        protocol=PROTOCOL,
+        vllm=require("vllm", "use_vllm=True").__version__,
+        shape=shape_of(causal_model(handle.model).config),
+        dtype=str(handle.dtype).removeprefix("torch."),
+        context=(args.max_completion_length or 0) + 1,
+        logprobs_mode="processed_logprobs",
+        workers=1,
+        gpu=gpu_id(handle.device),
     )
 
 
@@ -253,7 +290,7 @@ class Sizing:
         """What the engine is given; see `engine_memory`."""
         args = self.args
         size = model_size(self.causal.config, self._new_adapter(), args.trust_remote_code)
-        plan = Plan(size, self.run(device), device_bytes(device))
+        plan = Plan(size, self._run(device), device_bytes(device))
         shares = args.vllm_tensor_parallel_size
         entry = self.dtype.itemsize
         token = cache_bytes_per_token(self.causal) * entry / self.causal.dtype.itemsize
@@ -279,8 +316,7 @@ class Sizing:
             return None  # of the other kinds the whole model counts as trained
         return replace(self.adapter, init_lora_weights=True, inference_mode=False)
 
-    def run(self, device: torch.device) -> RunSettings:
-        """The run as the memory plan takes it."""
+    def _run(self, device: torch.device) -> RunSettings:
         completion = self.args.max_completion_length or 1
         return RunSettings.of(
             self.args,

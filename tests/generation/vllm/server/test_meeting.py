@@ -19,7 +19,6 @@ from trl.generation.vllm.server.meeting import (
     local_address,
 )
 from trl.generation.vllm.server.secret import proof
-from trl.generation.vllm.server.weight_stream import nothing
 
 SECRET = "of trainer and workers"
 
@@ -53,7 +52,7 @@ def stranger(meeting):
 def check_that_workers_meet(meeting, door):
     """Each in its own place, whoever comes first."""
     workers = [in_background(lambda rank=rank: join(meeting, rank)) for rank in (2, 1)]
-    peers = door.wait_for_all(nothing)
+    peers = door.wait_for_all()
     for rank, peer, worker in zip((1, 2), peers, reversed(workers), strict=True):
         peer.tell({"to": rank})
         assert worker.result(5).hear() == {"to": rank}
@@ -129,7 +128,7 @@ def test_a_greeting_that_was_recorded_does_not_open(meeting, door, monkeypatch):
     assert refused(connection)
     assert list(door._here) == [1]
     other = in_background(lambda: join(meeting, 2))
-    first, _ = door.wait_for_all(nothing)
+    first, _ = door.wait_for_all()
     first.tell("to the worker, not to the stranger")
     assert worker.hear() == "to the worker, not to the stranger" and other.result(5)
 
@@ -156,7 +155,7 @@ def test_workers_that_do_not_come(meeting):
     words = r"2 of 2 workers .* did not reach 127.0.0.1:[0-9]+ within 0.2 s.*vllm_group_port"
     door = Door(short(meeting, 0.2), ["127.0.0.1"])
     with pytest.raises(TransferError, match=words):
-        door.wait_for_all(nothing)
+        door.wait_for_all()
 
 
 def test_waiting_ends_when_nobody_is_there_any_more(door):
@@ -175,7 +174,7 @@ def test_a_port_that_is_taken(meeting, door):
 def test_messages_have_deadlines_and_ends(meeting, door):
     worker = in_background(lambda: join(meeting, 1))
     in_background(lambda: join(meeting, 2))
-    peer, _ = door.wait_for_all(nothing)
+    peer, _ = door.wait_for_all()
     peer.seconds = 0.2
     started = time.monotonic()
     with pytest.raises(TransferError, match="nothing moved for 0.2 s"):

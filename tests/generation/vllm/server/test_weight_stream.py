@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trl.generation.vllm.server.meeting import Deadline, Door, Meeting, Peer, TransferError, join
-from trl.generation.vllm.server.weight_stream import WeightGroup, nothing
+from trl.generation.vllm.server.weight_stream import WeightGroup
 
 CPU = torch.device("cpu")
 WEIGHTS = {
@@ -42,7 +42,7 @@ def meet(meeting, work, devices=(CPU,) * 3):
 
     door = Door(meeting, [meeting.address])
     receivers = [in_thread(lambda rank=rank: come(rank)) for rank in range(1, meeting.size)]
-    host = WeightGroup(meeting, 0, door.wait_for_all(nothing))
+    host = WeightGroup(meeting, 0, door.wait_for_all())
     host.connect(devices[0])
     return host, receivers
 
@@ -56,7 +56,7 @@ def test_all_receivers_get_all_weights(meeting):
 
     host, _ = meet(meeting, take)
     for name, weight in WEIGHTS.items():
-        host.send(name, weight, nothing)
+        host.send(name, weight)
     host.end()
     assert host.answers() == ["from 1", "from 2"]
     for rank in (1, 2):
@@ -81,7 +81,7 @@ def test_a_change_on_the_way_is_seen(meeting, monkeypatch):
 
     monkeypatch.setattr(Peer, "send", send)
     for name in ("plain", "half"):
-        host.send(name, WEIGHTS[name], nothing)
+        host.send(name, WEIGHTS[name])
     host.end()
     for receiver in receivers:
         receiver.join(5)
@@ -111,7 +111,7 @@ def test_threads_may_differ_and_a_wrong_tensor_is_still_seen(meeting, monkeypatc
     try:
         torch.set_num_threads(2)
         for weight in weights:
-            host.send("weight", weight, nothing)
+            host.send("weight", weight)
         host.end()
         for receiver in receivers:
             receiver.join(5)
@@ -126,7 +126,7 @@ def test_a_receiver_that_takes_nothing_ends_the_wait(meeting):
     host, _ = meet(short, lambda group, rank: held.append(group))
     started = time.monotonic()
     with pytest.raises(TransferError, match="nothing moved for 0.5 s"):
-        host.send("large", torch.zeros(2**24), nothing)
+        host.send("large", torch.zeros(2**24))
     assert time.monotonic() - started < 4
     with pytest.raises(TransferError, match="nothing moved for 0.5 s"):
         host.answers()
@@ -139,7 +139,7 @@ def test_a_receiver_that_leaves_is_seen_at_the_next_weight_and_is_no_rank_of_tra
     for thread in threads:
         thread.join(5)
     with pytest.raises(TransferError, match="the other side has left") as caught:
-        host.send("plain", WEIGHTS["plain"], nothing)
+        host.send("plain", WEIGHTS["plain"])
     assert not _is_lost(caught.value)
 
 
@@ -183,7 +183,7 @@ def test_the_identity_of_a_group_over_nccl_goes_over_proven_connections(meeting,
     on_gpu, found = dataclasses.replace(meeting, on_gpu=True), []
     host, receivers = meet(on_gpu, lambda group, rank: found.append(list(group.receive())))
     for name, weight in WEIGHTS.items():
-        host.send(name, weight, nothing)
+        host.send(name, weight)
     host.end()
     for receiver in receivers:
         receiver.join(5)
@@ -205,7 +205,7 @@ def test_weights_go_from_gpu_to_gpu(free_port):
         group.answer("")
 
     host, _ = meet(meeting, take, [torch.device("cuda:0"), torch.device("cuda:1")])
-    host.send("plain", WEIGHTS["plain"].to("cuda:0"), nothing)
+    host.send("plain", WEIGHTS["plain"].to("cuda:0"))
     host.end()
     host.answers()
     ((_, weight, is_whole),) = found

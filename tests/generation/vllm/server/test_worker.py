@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trl.generation.vllm.server.meeting import Door, Meeting, in_background, join
-from trl.generation.vllm.server.weight_stream import WeightGroup, nothing
+from trl.generation.vllm.server.weight_stream import WeightGroup
 from trl.imports import is_available
 
 needs_vllm = pytest.mark.skipif(
@@ -35,7 +35,7 @@ def pair(free_port):
     meeting = Meeting("127.0.0.1", free_port, 2, 5.0, "run", on_gpu=False)
     door, model = Door(meeting, [meeting.address]), Model()
     worker = in_background(lambda: join(meeting, 1))
-    host = WeightGroup(meeting, 0, door.wait_for_all(nothing))
+    host = WeightGroup(meeting, 0, door.wait_for_all())
     return host, Receiver(WeightGroup(meeting, 1, [worker.result(5)]), model), model
 
 
@@ -44,7 +44,7 @@ def sync(host, receiver, number, weights):
     thread = threading.Thread(target=receiver.receive, args=(number,))
     thread.start()
     for name, weight in weights.items():
-        host.send(name, weight, nothing)
+        host.send(name, weight)
     host.end()
     (verdict,) = host.answers()
     thread.join(5)

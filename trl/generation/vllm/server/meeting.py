@@ -161,12 +161,11 @@ class Peer:
 
 @contextmanager
 def _transfer_errors(seconds: float) -> Iterator[None]:
-    words = f"nothing moved for {seconds:g} s"
     try:
         yield
         return
     except TimeoutError:
-        pass
+        words = f"nothing moved for {seconds:g} s"
     except OSError as error:
         words = str(error)
     raise TransferError(words)
@@ -204,7 +203,7 @@ class Door:
         for listener in self._listeners:
             in_background(lambda listener=listener: self._answer(listener))
 
-    def wait_for_all(self, alive: Callable[[], None]) -> list[Peer]:
+    def wait_for_all(self, alive: Callable[[], None] = lambda: None) -> list[Peer]:
         """Wait until all workers have come, and close.
 
         Args:

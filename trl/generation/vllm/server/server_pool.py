@@ -7,7 +7,9 @@ import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -29,42 +31,36 @@ LAST_WORDS_SECONDS = 1.0  # seconds in which a server may say why it received no
 MOST_REQUESTS = 256  # requests that are under way; a server queues them itself
 
 
-@dataclass(frozen=True)
-class Server:
-    """A server that is ready.
+class Server(VLLMClient):
+    """A server that is ready, and was started for training.
 
     Args:
-        client (`VLLMClient`): to talk to it.
+        url (`str`): its address.
+        seconds (`float`): in which it must be ready, and answer.
+
+    Attributes:
         facts (`ServerFacts`): what it is.
+
+    Raises:
+        ServerError: if it is not ready in time, or was not started for training.
+        SecretError: if it does not share the secret.
     """
 
-    client: VLLMClient
-    facts: ServerFacts
+    def __init__(self, url: str, seconds: float):
+        super().__init__(url, seconds)
+        self.wait_until_healthy()
+        self.facts = self._ask_facts()
 
-    @classmethod
-    def connect(cls, url: str, seconds: float) -> Server:
-        """Wait for a server and ask what it is.
-
-        Args:
-            url (`str`): its address.
-            seconds (`float`): in which it must be ready.
-
-        Raises:
-            ServerError: if it is not, or was not started for training.
-            SecretError: if it does not share the secret.
-        """
-        client = VLLMClient(url, seconds)
-        client.wait_until_healthy()
-        words = None
+    def _ask_facts(self) -> ServerFacts:
         try:
-            return cls(client, ServerFacts(**client.call_workers("trl_describe")[0]))
+            return ServerFacts(**self.call_workers("trl_describe")[0])
         except TypeError:
             words = "runs another version of trl: install the same one on both sides."
         except ServerError as error:
             if error.status != 500:
                 raise
             words = f"cannot take weights of a trainer. {HOW} It said: {error}"
-        raise ServerError(f"The vLLM server {client.url} {words}")
+        raise ServerError(f"The vLLM server {self.url} {words}")
 
     def check(self, wanted: ServerFacts, sampling: Sampling) -> None:
         """Refuse a server with which a policy cannot be trained; see `refusals`.
@@ -73,17 +69,17 @@ class Server:
             ValueError: with the first reason, or naming a sampling option that it would not read.
         """
         for reason in refusals(self.facts, wanted):
-            raise ValueError(f"The vLLM server {self.client.url} cannot be used. {reason}")
-        legal = self._request_fields() if sampling.extra else set()
-        for name in set(sampling.extra) - legal - {"do_sample"}:
+            raise ValueError(f"The vLLM server {self.url} cannot be used. {reason}")
+        extra = set(sampling.extra) - {"do_sample"}
+        if not extra:
+            return  # the schema takes long
+        schema = self.ask_again("GET", "/openapi.json")["components"]["schemas"]
+        legal = set(schema["CompletionRequest"]["properties"])
+        for name in extra - legal:
             raise ValueError(
                 f"generation_kwargs[{name!r}] cannot be asked of a vLLM server."
                 f"{did_you_mean(name, legal)}"
             )
-
-    def _request_fields(self) -> set[str]:
-        schema = self.client.ask_again("GET", "/openapi.json")["components"]["schemas"]
-        return set(schema["CompletionRequest"]["properties"])
 
 
 class ServerPool:
@@ -95,7 +91,7 @@ class ServerPool:
 
     def __init__(self, servers: Sequence[Server]):
         self.servers = servers
-        self.seconds = servers[0].client.seconds
+        self.seconds = servers[0].seconds
         self.run = uuid.uuid4().hex
         self._syncs = 0
         self._group: WeightGroup | None = None
@@ -118,19 +114,16 @@ class ServerPool:
             ServerError: if a worker does not come.
             TransferError: if the port is taken.
         """
-        first = self.servers[0].client
         meeting = Meeting(
-            address=local_address(first.host, port),
+            address=local_address(self.servers[0].host, port),
             port=port,
             size=1 + sum(server.facts.workers for server in self.servers),
             seconds=self.seconds,
             run=self.run,
             on_gpu=device.type == "cuda" and all(s.facts.gpu is not None for s in self.servers),
         )
-        hosts = [server.client.host for server in self.servers]
-        door = Door(meeting, [local_address(host, port) for host in hosts])
-        calls, words = self._invite(meeting), None
-        group = None
+        door = Door(meeting, [local_address(server.host, port) for server in self.servers])
+        calls, words, group = self._invite(meeting), None, None
         try:
             group = WeightGroup(meeting, 0, door.wait_for_all(lambda: _raise_from(calls)))
             group.connect(device)
@@ -145,9 +138,8 @@ class ServerPool:
     def _invite(self, meeting: Meeting) -> list[Future[Any]]:
         calls, rank = [], 1
         for server in self.servers:
-            address = local_address(server.client.host, meeting.port)
-            words = asdict(replace(meeting, address=address)), rank
-            calls.append(_call(server, "trl_join", *words))
+            own = replace(meeting, address=local_address(server.host, meeting.port))
+            calls.append(_call(server, "trl_join", asdict(own), rank))
             rank += server.facts.workers
         return calls
 
@@ -185,12 +177,11 @@ class ServerPool:
     ) -> tuple[str | None, str | None]:
         """Send weights; what is wrong with what a server holds then, and what failed on the way."""
         calls = [_call(server, "trl_receive", self.run, self._syncs) for server in self.servers]
-        sent = 0
-        where = "before the first weight"
+        sent, where = 0, "before the first weight"
         try:
             for name, weight in weights:
                 where = f"at {name}, after {sent} weights"
-                group.send(name, weight, lambda: _raise_from(calls))
+                group.send(name, weight)
                 sent += 1
             where = f"after the last of {sent} weights"
             group.end()
@@ -198,7 +189,7 @@ class ServerPool:
             wait(calls, self.seconds)
             _raise_from(calls)
             for server in self.servers:
-                server.client.forget_prefixes()
+                server.forget_prefixes()
         except (ServerError, TransferError) as error:
             return None, f"{where}: {_reason(calls, error)}"
         for _, doubt in verdicts[:1]:
@@ -212,36 +203,26 @@ class ServerPool:
             self._group.close()
             self._group = None
         for server in self.servers:
-            server.client.close()
+            server.close()
 
     # --- Requests ---
 
     def complete(self, requests: Sequence[Request], sampling: Sampling) -> Generations:
-        """Complete prompts, each on one server.
+        """Complete prompts, dealt out to the servers in turn.
 
         Raises:
             ServerError: if a server is gone or silent.
             WeightSyncError: if one was restarted or serves another trainer.
         """
-        chosen = [self.servers[n % len(self.servers)] for n in range(len(requests))]
-        return self._complete(chosen, requests, sampling)
-
-    def complete_on_each(self, request: Request, sampling: Sampling) -> Generations:
-        """Complete the same prompt on all servers; see `complete`."""
-        return self._complete(self.servers, [request] * len(self.servers), sampling)
-
-    def _complete(
-        self, servers: Sequence[Server], requests: Sequence[Request], sampling: Sampling
-    ) -> Generations:
         turn = threading.BoundedSemaphore(MOST_REQUESTS)
 
         def ask(server: Server, request: Request) -> Any:
             body = completion_body(request, sampling, self.context)
             with turn:
-                return server.client.ask_again("POST", "/v1/completions", body, math.inf)
+                return server.ask_again("POST", "/v1/completions", body, math.inf)
 
-        pairs = zip(servers, requests, strict=True)
-        calls = [in_background(lambda s=s, r=r: ask(s, r)) for s, r in pairs]
+        pairs = zip(cycle(self.servers), requests, strict=False)
+        calls = [in_background(partial(ask, server, request)) for server, request in pairs]
         try:
             self._wait_for(calls)
             self._check_weights()
@@ -269,13 +250,13 @@ class ServerPool:
 
     def _held(self, seconds: float | None = None) -> list[Any]:
         """What each server says it holds; a busy engine answers between two steps."""
-        return [s.client.call_workers("trl_held", seconds=seconds)[0] for s in self.servers]
+        return [s.call_workers("trl_held", seconds=seconds)[0] for s in self.servers]
 
     def _check_weights(self) -> None:
         for server, held in zip(self.servers, self._held(), strict=True):
             if held != [self.run, self._syncs]:
                 raise WeightSyncError(
-                    f"The vLLM server {server.client.url} does not hold the weights that it was "
+                    f"The vLLM server {server.url} does not hold the weights that it was "
                     "sent: it was restarted or serves another trainer. Completions would be those "
                     "of another policy."
                 )
@@ -283,7 +264,7 @@ class ServerPool:
 
 def _call(server: Server, method: str, *args: Any) -> Future[Any]:
     """Call a method that takes as long as weights do; others see to its deadline."""
-    return in_background(lambda: server.client.call_workers(method, *args, seconds=math.inf))
+    return in_background(lambda: server.call_workers(method, *args, seconds=math.inf))
 
 
 def _raise_from(calls: Iterable[Future[Any]]) -> None:

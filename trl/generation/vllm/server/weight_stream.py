@@ -25,10 +25,6 @@ NCCL_SLACK = 2  # times its deadline, after which NCCL itself gives up
 NCCL_ID = "0"  # under which torch leaves the identity of its first communicator
 
 
-def nothing() -> None:
-    """Receivers have only their deadline."""
-
-
 class WeightGroup:
     """A trainer and workers, as one of them sees them.
 
@@ -68,11 +64,11 @@ class WeightGroup:
         first = torch.zeros(1, dtype=torch.uint8, device=device)
         begun = in_background(lambda: self._start(first))  # returns once all have come
         if self._rank == 0:
-            self._wait(lambda: store.check([NCCL_ID]) or begun.done(), nothing)
+            self._wait(lambda: store.check([NCCL_ID]) or begun.done())
             if begun.done():
                 begun.result()  # it failed, or there is nobody else
             self._tell_all(base64.b64encode(store.get(NCCL_ID)).decode())
-        self._wait(begun.done, nothing)
+        self._wait(begun.done)
         begun.result().wait()
 
     def close(self) -> None:
@@ -85,19 +81,13 @@ class WeightGroup:
 
     # --- The trainer ---
 
-    def send(self, name: str, weight: Tensor, alive: Callable[[], None]) -> None:
-        """Send one weight.
-
-        Args:
-            name (`str`): of the weight in a checkpoint.
-            weight (`Tensor`): of any shape.
-            alive: raises if nobody receives any more.
+    def send(self, name: str, weight: Tensor) -> None:
+        """Send one weight, of any shape, under its name in a checkpoint.
 
         Raises:
             TransferError: if it does not get through in time.
         """
-        for peer in self._peers:
-            peer.check()  # what is sent to a process that has just ended would get lost in buffers
+        self._check()  # what is sent to a process that has just ended would get lost in buffers
         flat = weight.detach().to(self._device).contiguous()
         header = {
             "name": name,
@@ -106,7 +96,11 @@ class WeightGroup:
             "fingerprint": fingerprint(flat).item(),
         }
         self._tell_all(header)
-        self._send_bytes(_as_bytes(flat), alive)
+        if self._nccl is not None:
+            self._broadcast(_as_bytes(flat))
+            return
+        for peer in self._peers:
+            peer.send(memoryview(_as_bytes(flat).numpy()))
 
     def end(self) -> None:
         """Tell the receivers that this was all."""
@@ -124,12 +118,10 @@ class WeightGroup:
         for peer in self._peers:
             peer.tell(words)
 
-    def _send_bytes(self, flat: Tensor, alive: Callable[[], None]) -> None:
-        if self._nccl is not None:
-            self._broadcast(flat, alive)
-        else:
-            for peer in self._peers:
-                peer.send(memoryview(flat.numpy()))
+    def _check(self) -> None:
+        """Raise `TransferError` if one of the others has left."""
+        for peer in self._peers:
+            peer.check()
 
     # --- A worker ---
 
@@ -145,7 +137,7 @@ class WeightGroup:
             weight = torch.empty(header["shape"], dtype=dtype, device=self._device)
             flat = _as_bytes(weight)
             if self._nccl is not None:
-                self._broadcast(flat, nothing)
+                self._broadcast(flat)
             else:
                 trainer.receive(memoryview(flat.numpy()))
             yield header["name"], weight, fingerprint(weight).item() == header["fingerprint"]
@@ -156,14 +148,14 @@ class WeightGroup:
 
     # --- NCCL ---
 
-    def _broadcast(self, flat: Tensor, alive: Callable[[], None]) -> None:
+    def _broadcast(self, flat: Tensor) -> None:
         """Hand bytes from the trainer's GPU to all."""
         if not flat.numel():
             return
         words = None
         try:
             work = self._start(flat)
-            self._wait(work.is_completed, alive)
+            self._wait(work.is_completed)
             work.wait()
         except RuntimeError as error:  # of NCCL
             words = str(error).splitlines()[0]
@@ -175,10 +167,10 @@ class WeightGroup:
         options.rootRank = options.rootTensor = 0
         return self._nccl.broadcast([flat], options)
 
-    def _wait(self, is_done: Callable[[], bool], alive: Callable[[], None]) -> None:
+    def _wait(self, is_done: Callable[[], bool]) -> None:
         deadline, pause = Deadline(self.meeting.seconds), SHORTEST_LOOK
         while not is_done():
-            alive()
+            self._check()
             if deadline.has_passed:
                 raise TransferError(f"nothing moved for {deadline.seconds:g} s")
             time.sleep(pause)

@@ -13,7 +13,7 @@ import torch
 from ....imports import require
 from ..weight_proof import WeightProof
 from .compat import PROTOCOL, ServerFacts, gpu_id, shape_of
-from .meeting import Meeting, TransferError, join
+from .meeting import Meeting, join
 from .weight_stream import WeightGroup
 
 
@@ -109,7 +109,7 @@ class WeightWorker:
         receiver = self._trl_receiver_of(run)
         try:
             receiver.receive(sync)
-        except TransferError:
+        except BaseException:  # the trainer sees that this worker has left, whatever it waits for
             self._trl_receiver = None
             receiver.group.close()
             raise
