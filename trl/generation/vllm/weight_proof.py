@@ -21,6 +21,10 @@ CHUNK = 2**20  # words that a fingerprint looks at together; 8 MB stay for their
 ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 / golden ratio, as a signed number
 SAME_NORM = 1e-5  # relative; norms are summed in float32, in an order that depends on the device
 
+Source = tuple[tuple[int, ...], tuple[int, ...], int]  # size, strides and offset in a weight
+# Of each part of a weight its fingerprint and norm; None if the engine converts it.
+Sent = list[tuple[Tensor, Tensor] | None]
+
 
 class WeightSyncError(RuntimeError):
     """The engine does not hold the weights of the policy."""
@@ -63,11 +67,11 @@ class Place:
     """Where a part of a weight goes.
 
     Args:
-        source: size, strides and offset of the part in the weight; None if it was converted.
+        source: of the part in the weight; None if it was converted.
         target (`Tensor`): the part of a parameter of the engine.
     """
 
-    source: tuple[tuple[int, ...], tuple[int, ...], int] | None
+    source: Source | None
     target: Tensor
 
     def part(self, weight: Tensor) -> Tensor | None:
@@ -107,7 +111,7 @@ class CopyWatch(TorchDispatchMode):
     def _is_held(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._storages
 
-    def _source(self, part: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+    def _source(self, part: Tensor) -> Source | None:
         weight = self._weight
         same = part.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
         if not same or part.dtype != weight.dtype:
@@ -126,7 +130,7 @@ class WeightProof:
     def __init__(self, model: nn.Module):
         self._model = model
         self._places: dict[str, list[Place]] = {}
-        self._sent: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._sent: dict[str, Sent] = {}
         self._covered: dict[int, set[tuple[Any, ...]]] = {}
         self.unproven: list[str] = []  # weights that the engine converts while loading
 
@@ -136,9 +140,9 @@ class WeightProof:
             load(name, weight)
         else:
             self._places[name] = self._watch(name, weight, load)
-        parts = [(place.part(weight), place.target) for place in self._places[name]]
+        parts = [place.part(weight) for place in self._places[name]]
         self._sent[name] = [
-            (fingerprint(part), norm(part)) for part, _ in parts if part is not None
+            None if part is None else (fingerprint(part), norm(part)) for part in parts
         ]
 
     @property
@@ -184,7 +188,7 @@ class WeightProof:
         if skipped:
             return f"{_listed(skipped)} not sent, unlike at earlier syncs"
         for address, (name, parameter) in self._held().items():
-            covered = sum(_count(shape) for _, shape, _ in self._covered.get(address, ()))
+            covered = sum(math.prod(shape) for _, shape, _ in self._covered.get(address, ()))
             if covered < parameter.numel():
                 return (
                     f"{parameter.numel() - covered} of {parameter.numel()} entries of the engine's "
@@ -192,11 +196,12 @@ class WeightProof:
                 )
         return None
 
-    def _different(self, sent: dict[str, list[tuple[Tensor, Tensor]]]) -> str | None:
+    def _different(self, sent: dict[str, Sent]) -> str | None:
         compared = [
             (name, place.target, expected)
             for name, fingerprints in sent.items()
-            for place, expected in zip(self._proven_places(name), fingerprints, strict=True)
+            for place, expected in zip(self._places[name], fingerprints, strict=True)
+            if expected is not None
         ]
         if not compared:
             return None
@@ -212,13 +217,6 @@ class WeightProof:
             f"{_listed([compared[row][0] for row in wrong])} not what was sent: {name} has {words} "
             f"(norm {held:.9g}, sent {expected:.9g})"
         )
-
-    def _proven_places(self, name: str) -> list[Place]:
-        return [place for place in self._places[name] if place.source is not None]
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
 
 
 def _listed(names: list[str]) -> str:

@@ -288,15 +288,26 @@ class Sizing:
 
     def memory(self, device: torch.device, measured: DeviceMemory | None = None) -> EngineMemory:
         """What the engine is given; see `engine_memory`."""
-        args = self.args
-        size = model_size(self.causal.config, self._new_adapter(), args.trust_remote_code)
-        plan = Plan(size, self._run(device), device_bytes(device))
+        args, rows, entry = self.args, rows_of(self.args), self.dtype.itemsize
+        adapter = None  # of other kinds than those with a start the whole model counts as trained
+        if hasattr(self.adapter, "init_lora_weights"):
+            # As large, with a start that is not computed from weights that are not there.
+            adapter = replace(self.adapter, init_lora_weights=True, inference_mode=False)
+        size = model_size(self.causal.config, adapter, args.trust_remote_code)
+        completion = args.max_completion_length or 1
+        run = RunSettings.of(
+            args,
+            prompt=max(1, min(ASSUMED_PROMPT, self.context - completion)),
+            on_cpu=device.type == "cpu",
+            sharding=read_sharding(options_of_environment(os.environ), args.world_size),
+            weight_bytes=self.causal.dtype.itemsize,
+            matrix_bytes=bytes_of_weight(self.causal),
+            product_bytes=entry,
+        )
+        plan = Plan(size, run, device_bytes(device))
         shares = args.vllm_tensor_parallel_size
-        entry = self.dtype.itemsize
         token = cache_bytes_per_token(self.causal) * entry / self.causal.dtype.itemsize
-        rows = rows_of(args)
-        longest = min(self.context, plan.run.prompt + plan.run.completion)
-        blocks = -(-longest // CPU_BLOCK) * CPU_BLOCK
+        blocks = -(-min(self.context, run.prompt + run.completion) // CPU_BLOCK) * CPU_BLOCK
         needs = EngineNeeds(
             # Whole weights, also of a policy that is quantized. An adapter is merged into them, or
             # held apart with as much again as room for its rank.
@@ -307,23 +318,5 @@ class Sizing:
             entry=entry,
             rows=rows,
         )
-        shortest = plan.run.completion + 1
+        shortest = run.completion + 1
         return engine_memory(plan, needs, args.vllm_enable_sleep_mode, shortest, measured)
-
-    def _new_adapter(self) -> Any:
-        """An adapter as large, whose start is not computed from weights that are not there."""
-        if not hasattr(self.adapter, "init_lora_weights"):
-            return None  # of the other kinds the whole model counts as trained
-        return replace(self.adapter, init_lora_weights=True, inference_mode=False)
-
-    def _run(self, device: torch.device) -> RunSettings:
-        completion = self.args.max_completion_length or 1
-        return RunSettings.of(
-            self.args,
-            prompt=max(1, min(ASSUMED_PROMPT, self.context - completion)),
-            on_cpu=device.type == "cpu",
-            sharding=read_sharding(options_of_environment(os.environ), self.args.world_size),
-            weight_bytes=self.causal.dtype.itemsize,
-            matrix_bytes=bytes_of_weight(self.causal),
-            product_bytes=self.dtype.itemsize,
-        )

@@ -76,4 +76,4 @@ def test_shapes_tell_models_apart():
 
 
 def test_facts_travel_as_json():
-    assert ServerFacts(**WANTED.as_dict()) == WANTED
+    assert ServerFacts(**dataclasses.asdict(WANTED)) == WANTED

@@ -36,14 +36,12 @@ def meet(meeting, work, devices=(CPU,) * 3):
     """The sender's group; each receiver does `work(group, rank)`."""
 
     def come(rank):
-        group = WeightGroup(meeting, rank, [join(meeting, rank)])
-        group.connect(devices[rank])
+        group = WeightGroup(meeting, rank, [join(meeting, rank)], devices[rank])
         work(group, rank)
 
     door = Door(meeting, [meeting.address])
     receivers = [in_thread(lambda rank=rank: come(rank)) for rank in range(1, meeting.size)]
-    host = WeightGroup(meeting, 0, door.wait_for_all())
-    host.connect(devices[0])
+    host = WeightGroup(meeting, 0, door.wait_for_all(), devices[0])
     return host, receivers
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,10 +39,6 @@ class ServerFacts:
     workers: int
     gpu: str | None
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
 
 def shape_of(config: Any) -> dict[str, Any]:
     """What models must share for one to take the weights of the other.
@@ -71,7 +67,7 @@ def refusals(server: ServerFacts, wanted: ServerFacts) -> Iterator[str]:
     """
     if server.protocol != wanted.protocol:
         yield "It runs another version of trl: install the same one on both sides."
-    if _release(server.vllm) != _release(wanted.vllm):
+    if server.vllm.split(".")[:2] != wanted.vllm.split(".")[:2]:
         yield (
             f"It runs vLLM {server.vllm} and the trainer {wanted.vllm}: install the same release "
             "on both sides."
@@ -103,7 +99,3 @@ def refusals(server: ServerFacts, wanted: ServerFacts) -> Iterator[str]:
             "It runs on the GPU that trains: give it other devices (CUDA_VISIBLE_DEVICES), or use "
             "vllm_mode='colocate'."
         )
-
-
-def _release(version: str) -> list[str]:
-    return version.split(".")[:2]

@@ -125,8 +125,8 @@ class ServerPool:
         door = Door(meeting, [local_address(server.host, port) for server in self.servers])
         calls, words, group = self._invite(meeting), None, None
         try:
-            group = WeightGroup(meeting, 0, door.wait_for_all(lambda: _raise_from(calls)))
-            group.connect(device)
+            peers = door.wait_for_all(lambda: _raise_from(calls))
+            group = WeightGroup(meeting, 0, peers, device)
         except RuntimeError as error:  # of NCCL
             words = str(error).splitlines()[0]
         wait(calls, self.seconds)
@@ -238,8 +238,9 @@ class ServerPool:
             while pending:
                 done, pending = wait(pending, self.seconds / 2, FIRST_EXCEPTION)
                 _raise_from(done)
-                if pending:
-                    self._held(self.seconds / 2)
+                for server in self.servers if pending else ():
+                    # A busy engine answers between two steps.
+                    server.call_workers("trl_held", seconds=self.seconds / 2)
         except ServerError as error:
             words = str(error)
         if words is not None:
@@ -248,13 +249,9 @@ class ServerPool:
                 f"While generating, with {answered} of {len(calls)} prompts answered: {words}"
             )
 
-    def _held(self, seconds: float | None = None) -> list[Any]:
-        """What each server says it holds; a busy engine answers between two steps."""
-        return [s.call_workers("trl_held", seconds=seconds)[0] for s in self.servers]
-
     def _check_weights(self) -> None:
-        for server, held in zip(self.servers, self._held(), strict=True):
-            if held != [self.run, self._syncs]:
+        for server in self.servers:
+            if server.call_workers("trl_held")[0] != [self.run, self._syncs]:
                 raise WeightSyncError(
                     f"The vLLM server {server.url} does not hold the weights that it was "
                     "sent: it was restarted or serves another trainer. Completions would be those "

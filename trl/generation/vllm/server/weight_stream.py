@@ -22,37 +22,35 @@ from .meeting import Deadline, Meeting, Peer, TransferError, in_background
 
 SHORTEST_LOOK, LONGEST_LOOK = 5e-5, 5e-3  # seconds between two looks at a transfer
 NCCL_SLACK = 2  # times its deadline, after which NCCL itself gives up
+CPU = torch.device("cpu")
 NCCL_ID = "0"  # under which torch leaves the identity of its first communicator
 
 
 class WeightGroup:
-    """A trainer and workers, as one of them sees them.
+    """A trainer and workers, as one of them sees them; all make theirs together.
 
     Args:
         meeting (`Meeting`): where they met.
         rank (`int`): 0 for the trainer.
         peers: of the trainer all workers in the order of their ranks; of a worker the trainer.
+        device (`torch.device`): of this member's weights.
+
+    Raises:
+        TransferError: if the others do not come in time.
     """
 
-    def __init__(self, meeting: Meeting, rank: int, peers: Sequence[Peer]):
+    def __init__(
+        self, meeting: Meeting, rank: int, peers: Sequence[Peer], device: torch.device = CPU
+    ):
         self.meeting = meeting
         self._rank = rank
         self._peers = peers
         self._nccl: Any = None
-        self._device = torch.device("cpu")
+        self._device = device if meeting.on_gpu else CPU
+        if meeting.on_gpu:
+            self._connect()
 
-    def connect(self, device: torch.device) -> None:
-        """Make the way that bytes take; all members call it.
-
-        Args:
-            device (`torch.device`): of this member's weights.
-
-        Raises:
-            TransferError: if the others do not do so in time.
-        """
-        if not self.meeting.on_gpu:
-            return
-        self._device = device
+    def _connect(self) -> None:
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=NCCL_SLACK * self.meeting.seconds)
         # NCCL's members find each other by an identity, which the trainer's makes. A store of this
@@ -61,7 +59,7 @@ class WeightGroup:
         self._nccl = distributed.ProcessGroupNCCL(store, self._rank, self.meeting.size, options)
         if self._rank:
             store.set(NCCL_ID, base64.b64decode(self._peers[0].hear()))
-        first = torch.zeros(1, dtype=torch.uint8, device=device)
+        first = torch.zeros(1, dtype=torch.uint8, device=self._device)
         begun = in_background(lambda: self._start(first))  # returns once all have come
         if self._rank == 0:
             self._wait(lambda: store.check([NCCL_ID]) or begun.done())

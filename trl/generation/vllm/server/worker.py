@@ -6,6 +6,7 @@ lets the trainer call its methods. Imported by vLLM alone.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class WeightWorker:
         worker: Any = self
         model = worker.model_config
         parallel = worker.vllm_config.parallel_config
-        return ServerFacts(
+        facts = ServerFacts(
             protocol=PROTOCOL,
             vllm=require("vllm", "trl vllm-serve").__version__,
             shape=shape_of(model.hf_config),
@@ -84,7 +85,8 @@ class WeightWorker:
             logprobs_mode=str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
             workers=parallel.world_size * parallel.data_parallel_size,
             gpu=gpu_id(worker.device),
-        ).as_dict()
+        )
+        return asdict(facts)
 
     def trl_join(self, meeting: dict[str, Any], first_rank: int) -> None:
         """Meet a trainer; one that was met before is left.
@@ -100,13 +102,14 @@ class WeightWorker:
             self._trl_receiver.group.close()
         self._trl_receiver = None
         where, rank = Meeting(**meeting), first_rank + place
-        group = WeightGroup(where, rank, [join(where, rank)])
-        group.connect(worker.device)
+        group = WeightGroup(where, rank, [join(where, rank)], worker.device)
         self._trl_receiver = self._trl_receiver_type(group, worker.get_model())
 
     def trl_receive(self, run: str, sync: int) -> None:
         """Take all weights, and tell the trainer what is wrong with what the engine then holds."""
-        receiver = self._trl_receiver_of(run)
+        receiver = self._trl_receiver
+        if receiver is None or receiver.group.meeting.run != run:
+            raise RuntimeError("Another trainer has connected to this server since.")
         try:
             receiver.receive(sync)
         except BaseException:  # the trainer sees that this worker has left, whatever it waits for
@@ -118,12 +121,6 @@ class WeightWorker:
         """Run and number of the sync whose weights the engine holds; nothing if it holds none."""
         found = self._trl_receiver
         return [] if found is None or found.held is None else [found.group.meeting.run, found.held]
-
-    def _trl_receiver_of(self, run: str) -> Receiver:
-        found = self._trl_receiver
-        if found is None or found.group.meeting.run != run:
-            raise RuntimeError("Another trainer has connected to this server since.")
-        return found
 
 
 if require("vllm.platforms", "trl vllm-serve").current_platform.is_cpu():
