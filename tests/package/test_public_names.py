@@ -1,5 +1,7 @@
 import ast
 import pydoc
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -77,3 +79,12 @@ def test_parts_have_the_public_names_of_their_modules(words):
     part = words.split()[0]
     with pytest.raises(ImportError, match="cannot import name 'is_conversational'"):
         exec(f"from {part} import is_conversational", {})
+
+
+def test_a_trainer_loads_no_module_of_vllm():
+    script = "import sys; from trl import RLOOTrainer; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.split()
+    assert "trl.trainer.rloo_trainer" in loaded
+    assert [name for name in loaded if "vllm" in name] == []

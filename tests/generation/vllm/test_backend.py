@@ -20,7 +20,9 @@ class Table(VLLMBackend):
     engines = 2
 
     def __init__(self, gap=0.0, problem=None, context=8, others=(), **options):
-        super().__init__(POLICY, context, weights=lambda model: iter(()), **options)
+        super().__init__(
+            POLICY, context, weights=lambda model: iter(()), temperature=0.7, **options
+        )
         self.calls, self.gap, self.problem, self.others = [], gap, problem, others
 
     def _wake(self, part):
@@ -90,7 +92,7 @@ def test_the_probe_is_what_fits_and_comes_at_some_syncs():
     long = Prompts(messages=["a"], token_ids=[list(range(19))])
     for step in range(4):
         found.sync_weights(step)
-        found.generate(long, Sampling(max_tokens=1, temperature=0.7), 1)
+        found.generate(long, Sampling(max_tokens=1, temperature=0.5), 1)
     probes = [asked for asked in found.calls if isinstance(asked, tuple) and len(asked[0]) == 2]
     one = Request(list(range(19)), 1, 0)
     assert [(requests, few.max_tokens, few.temperature) for requests, few in probes] == [

@@ -31,6 +31,7 @@ class VLLMBackend(GenerationBackend):
         context (`int`): most tokens that the engine sees of a prompt with its completion.
         weights: yields name and whole tensor of each weight of a model that is to be sent; all
             ranks go through them together.
+        temperature (`float`): at which `policy.logps` are computed.
         probe_syncs (`int`): log-probabilities are compared at each of so many syncs; 0: never.
         report: called as `report(name, value)` with each metric.
 
@@ -50,6 +51,7 @@ class VLLMBackend(GenerationBackend):
         context: int,
         *,
         weights: Callable[[nn.Module], Iterator[tuple[str, Tensor]]] = full_weights,
+        temperature: float = 1.0,
         probe_syncs: int = 0,
         report: Callable[[str, float], None] = lambda name, value: None,
     ):
@@ -57,6 +59,7 @@ class VLLMBackend(GenerationBackend):
         self._ranks = policy.ranks
         self.context = context
         self._weights_of = weights
+        self._temperature = temperature
         self._probe_syncs = probe_syncs
         self._report = report
         self._wanted = 0
@@ -77,7 +80,7 @@ class VLLMBackend(GenerationBackend):
         if seeds is None:
             seeds = tuple(torch.randint(SEEDS, (len(prompts),)).tolist())
         with self.awake():
-            self._probe(prompts.token_ids[0], sampling.temperature)
+            self._probe(prompts.token_ids[0])
             started = time.perf_counter()
             found = self._complete(prompts.token_ids, seeds, sampling)
             self._report("vllm/generate_seconds", time.perf_counter() - started)
@@ -167,7 +170,7 @@ class VLLMBackend(GenerationBackend):
         self._syncs += 1
         self._report("vllm/sync_seconds", time.perf_counter() - started)
 
-    def _probe(self, prompt: list[int], temperature: float) -> None:
+    def _probe(self, prompt: list[int]) -> None:
         """Compare log-probabilities of policy and engines, at the first sync and then at some."""
         due = self._probe_syncs and (self._syncs - 1) % self._probe_syncs == 0
         if not due or self._probed == self._syncs:
@@ -176,7 +179,7 @@ class VLLMBackend(GenerationBackend):
         # Ranks that ask an engine together must ask for the same: all take the first one's prompt.
         prompt = self._shares(prompt[-min(PROBE_PROMPT, self.context - 1) :])[0][0]
         tokens = min(PROBE_TOKENS, self.context - len(prompt))
-        few = Sampling(max_tokens=tokens, temperature=temperature)
+        few = Sampling(max_tokens=tokens, temperature=self._temperature)
         found = self._run([Request(prompt, 1, 0)] * self.engines, few)
         gap, bound = self._largest_gap(prompt, found), BOUNDS[self._policy.dtype]
         self._report("vllm/logp_gap", gap)

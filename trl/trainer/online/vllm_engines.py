@@ -162,7 +162,8 @@ def make_backend(
             beside training, has no room for completions, or a server does not fit the policy.
     """
     check_weights(handle.model)
-    shared = {"probe_syncs": args.vllm_probe_syncs, "report": report}
+    shared: dict[str, Any] = {"probe_syncs": args.vllm_probe_syncs, "report": report}
+    shared["temperature"] = sampling.temperature
     if args.vllm_mode == "server":
         pool, context = _connect(handle, args, sampling)
         check_prompts(context)
