@@ -16,8 +16,7 @@ from step_time import MACHINES, StepTime
 
 from trl.cli.memory_plan import Planned
 from trl.memory.plan import Plan, size
-from trl.memory.settings import RunSettings
-from trl.memory.sharding import Sharding
+from trl.memory.settings import RunSettings, Sharding
 from trl.memory.shares import Shares
 
 ROOT = Path(__file__).parents[1]

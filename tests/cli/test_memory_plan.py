@@ -12,8 +12,7 @@ from trl.cli.launch import launch_options, split
 from trl.cli.memory_plan import ASSUMED_PROMPT, main, make_parser
 from trl.memory.estimate import Estimate
 from trl.memory.model_size import load_config, model_size
-from trl.memory.settings import RunSettings
-from trl.memory.sharding import Sharding, read_sharding
+from trl.memory.settings import RunSettings, Sharding, read_sharding
 
 BASE = {"num_generations": 4, "max_completion_length": 8, "use_cpu": "true", "bf16": "false"}
 OPTIONS = BASE | {"output_dir": "out", "report_to": "none", "gradient_accumulation_steps": 2}

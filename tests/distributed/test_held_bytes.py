@@ -12,8 +12,7 @@ from held_bytes import BUCKET, SHAPE
 from tiny import tiny_model
 
 from trl.memory.model_size import model_size
-from trl.memory.settings import RunSettings
-from trl.memory.sharding import Sharding
+from trl.memory.settings import RunSettings, Sharding
 from trl.memory.shares import Shares
 
 SCRIPT = Path(__file__).with_name("held_bytes.py")

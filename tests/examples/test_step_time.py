@@ -9,8 +9,7 @@ from peft import LoraConfig
 from tiny import save_tiny, tiny_model
 
 from trl.memory.model_size import model_size
-from trl.memory.settings import RunSettings
-from trl.memory.sharding import Sharding
+from trl.memory.settings import RunSettings, Sharding
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from step_time import MACHINES, Machine, Seconds, StepTime, main, render_time

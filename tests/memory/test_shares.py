@@ -9,8 +9,7 @@ from tiny import tiny_model
 
 from trl.memory.estimate import Estimate
 from trl.memory.model_size import model_size
-from trl.memory.settings import RunSettings
-from trl.memory.sharding import Sharding
+from trl.memory.settings import RunSettings, Sharding
 from trl.memory.shares import Parts, Shares
 
 SIZE = model_size(tiny_model("llama").config)

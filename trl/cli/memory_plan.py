@@ -15,8 +15,13 @@ from ..memory.engine import EngineNeeds, engine_memory
 from ..memory.model_size import KNOWN, ModelSize, load_config, model_size, shares_prompts
 from ..memory.plan import Plan, render, size
 from ..memory.probes import device_bytes
-from ..memory.settings import ASSUMED_PROMPT, RunSettings
-from ..memory.sharding import Sharding, options_of_environment, read_sharding
+from ..memory.settings import (
+    ASSUMED_PROMPT,
+    RunSettings,
+    Sharding,
+    options_of_environment,
+    read_sharding,
+)
 from ..trainer.base.options import option
 from ..trainer.model_config import ModelConfig, get_peft_config
 from .arguments import OnlineScriptArguments

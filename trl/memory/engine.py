@@ -56,9 +56,9 @@ def engine_memory(
     Raises:
         ValueError: if not one prompt with its completion fits, in numbers.
     """
-    empty = Estimate(plan.model, plan.run.replace(engine_bytes=0.0, engine_sleeps=sleeps))
-    phases = {name: parts.total for name, parts in empty.phases.items()}
-    phase = "generation" if sleeps else max(phases, key=lambda name: phases[name])
+    run = plan.run.replace(engine_bytes=0.0, engine_sleeps=sleeps)
+    phases = Estimate(plan.model, run).totals
+    phase = "generation" if sleeps else max(phases, key=phases.__getitem__)
     budget, taken, seen = plan.budget, phases[phase], ""
     if measured is not None:
         budget = min(budget, (1 - HEADROOM) * measured.reachable)

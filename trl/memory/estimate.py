@@ -126,12 +126,7 @@ def _blocks(logits: int, count: int) -> int:
 
 
 class Estimate:
-    """The memory of a run.
-
-    Args:
-        model (`ModelSize`): what is trained.
-        run (`RunSettings`): how.
-    """
+    """The memory of a run."""
 
     def __init__(self, model: ModelSize, run: RunSettings):
         self.model, self.run = model, run
@@ -154,9 +149,14 @@ class Estimate:
         return found
 
     @property
+    def totals(self) -> dict[str, float]:
+        """Bytes of each phase."""
+        return {name: parts.total for name, parts in self.phases.items()}
+
+    @property
     def peak(self) -> float:
         """Bytes of the largest phase."""
-        return max(parts.total for parts in self.phases.values())
+        return max(self.totals.values())
 
     def _held(self, gradients: float = 0.0, gathered: float = 0.0, buffers: float = 0.0) -> Parts:
         held = self.shares.held(gradients, gathered, buffers)
@@ -245,7 +245,12 @@ class Estimate:
         # Behind the last layer: its result, and what the last norm keeps.
         at_head = held.plus(activations=kept + 3 * layer.stream * tokens, head=predicting)
         last_layer = held.plus(activations=kept + again * widest, gradients=head.gradient)
-        gradients = self._new_gradients(is_cut=len(passes) > 1)
+        # Beside those held. Those of several passes are summed apart before they are added.
+        gradients = shares.whole_gradients
+        if run.sharding.stage:
+            gradients = shares.in_flight
+        elif run.accumulation > 1 and len(passes) == 1:
+            gradients = 0.0
         first_layers = []
         earlier = 0  # tokens of passes that are still to be gone back through
         for count in passes:
@@ -256,13 +261,6 @@ class Estimate:
         end = self._held(max(before, shares.gradients), shares.training, shares.first_buckets)
         end = end.plus(gradients=head.gradient * (self.model.tied + (run.accumulation > 1)))
         return _largest(at_head, last_layer, *first_layers, end)
-
-    def _new_gradients(self, is_cut: bool) -> float:
-        """Gradients beside those held, when the backward pass reaches the first layer."""
-        if self.run.sharding.stage:
-            return self.shares.in_flight
-        # Those of several passes are summed apart before they are added to what is held.
-        return 0.0 if self.run.accumulation > 1 and not is_cut else self.shares.whole_gradients
 
 
 def _largest(*moments: Parts) -> Parts:

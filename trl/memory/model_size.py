@@ -55,10 +55,7 @@ def model_size(
 ) -> ModelSize:
     """Measure the causal language model that `config` describes, without allocating it.
 
-    Args:
-        config (`PretrainedConfig`): configuration of the model.
-        peft_config (`peft.PeftConfig`, *optional*): adapter to train instead of all weights.
-        trust_remote_code (`bool`): whether code shipped with the model may run.
+    With `peft_config` (`peft.PeftConfig`), an adapter is trained instead of all weights.
     """
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of peft, about names of transformers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -103,28 +103,22 @@ class Plan:
     def _limit(self, option: str, field: str, values: Sequence[int], words: str) -> Limit:
         """The largest of some rising values of a field with which the run fits."""
         now = getattr(self.run, field)
-        place = largest_fitting(
-            lambda place: self.fits_with(resized(self.run, **{field: values[place]})),
-            range(len(values)),
-            bisect_right(values, now) - 1,
+        found = largest_fitting(
+            lambda value: self.fits_with(resized(self.run, **{field: value})), values, now
         )
-        return Limit(option, now, None if place is None else values[place], values[-1], words)
+        return Limit(option, now, found, values[-1], words)
 
     def changes(self) -> list[Change]:
         """What other values of the options that save memory would make of each phase."""
         others = [*_savings(self.run), *_other_runs(self.run), *_other_engines(self.run)]
         found = [
-            Change(option, value, _totals(self.model, self.run.replace(**changed)), note)
+            Change(option, value, Estimate(self.model, self.run.replace(**changed)).totals, note)
             for option, value, changed, note in others
         ]
         if self.adapter is not None:
-            phases = _totals(self.adapter, self.run)
+            phases = Estimate(self.adapter, self.run).totals
             found.append(Change("use_peft", "true", phases, "trains an adapter"))
         return sorted(found, key=lambda change: change.peak)
-
-
-def _totals(model: ModelSize, run: RunSettings) -> dict[str, float]:
-    return {name: parts.total for name, parts in Estimate(model, run).phases.items()}
 
 
 # --- Other values of options ---
@@ -205,27 +199,18 @@ def resized(run: RunSettings, **changes: int) -> RunSettings:
     return other.replace(slices=slices, accumulation=accumulation)
 
 
-def largest_fitting(fits: Callable[[int], bool], values: range, now: int = 0) -> int | None:
-    """Find the largest value that fits by bisection.
+def largest_fitting(fits: Callable[[int], bool], values: Sequence[int], now: int = 0) -> int | None:
+    """Find the largest value that fits by bisection, or None.
 
     Args:
         fits: true up to some value, false beyond it. If it is not, a value that fits is found, but
             a larger one may too.
-        values (`range`): where to look, in steps of one.
+        values: where to look, rising.
         now (`int`): the search begins here if this is one of the values, and fits.
-
-    Returns:
-        `int` or `None`: None if nothing that was tried fits.
     """
-    low, high = values.start, values.stop
-    if now in values and fits(now):
-        low = now
-    elif low >= high or not fits(low):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    start = bisect_left(values, now) if now in values and fits(now) else 0
+    beyond = bisect_left(values, True, lo=start, key=lambda value: not fits(value))
+    return values[beyond - 1] if beyond else None
 
 
 # --- Text ---
@@ -233,8 +218,8 @@ def largest_fitting(fits: Callable[[int], bool], values: range, now: int = 0) ->
 
 def render(plan: Plan) -> str:
     """Write the plan as tables of plain text, for a terminal or a file."""
-    blocks = [_header(plan), _phases(plan), _verdict(plan), _limits(plan), _changes(plan)]
-    return "\n\n".join(blocks)
+    blocks = (_header, _phases, _verdict, _limits, _changes)
+    return "\n\n".join(block(plan) for block in blocks)
 
 
 def size(count: float) -> str:
@@ -298,8 +283,8 @@ def _phases(plan: Plan) -> str:
 
 
 def _verdict(plan: Plan) -> str:
-    peak, phases = plan.estimate.peak, plan.estimate.phases
-    phase = max(phases, key=lambda name: phases[name].total)
+    peak, totals = plan.estimate.peak, plan.estimate.totals
+    phase = max(totals, key=totals.__getitem__)
     room = f"{size(plan.budget)} of a device of {size(plan.device_bytes)}"
     end = f"fits {room}" if plan.fits else f"does not fit {room}"
     return f"Peak: {size(peak)}, in {phase}; {end} ({HEADROOM:.0%} are left free)."
@@ -315,13 +300,13 @@ def _limits(plan: Plan) -> str:
 
 
 def _changes(plan: Plan) -> str:
-    phases = plan.estimate.phases
-    rows = [["what another value would change", "peak", *phases, ""]]
+    totals = plan.estimate.totals
+    rows = [["what another value would change", "peak", *totals, ""]]
     for change in plan.changes():
         cells = [_difference(change.peak - plan.estimate.peak)]
-        for name, parts in phases.items():
+        for name, total in totals.items():
             other = change.phases.get(name)
-            cells.append("gone" if other is None else _difference(other - parts.total))
+            cells.append("gone" if other is None else _difference(other - total))
         rows.append([f"{change.option}={change.value}", *cells, change.note])
     return table(rows)
 

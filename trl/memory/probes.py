@@ -39,9 +39,6 @@ class CudaProbe:
 
     Figures: `peak` (allocated), `reserved` (peak), `fragmentation` (1 - allocated / reserved, now).
     Each boundary resets the allocator's own peaks (`torch.cuda.reset_peak_memory_stats`).
-
-    Args:
-        device (`torch.device`): a CUDA device.
     """
 
     def __init__(self, device: torch.device):

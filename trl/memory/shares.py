@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from .model_size import FLOAT32, ModelSize, state_bytes
-from .settings import RunSettings
-from .sharding import GRADIENTS, OPTIMIZER, WEIGHTS
+from .settings import GRADIENTS, OPTIMIZER, WEIGHTS, RunSettings
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,7 @@ class Parts:
 
 
 class Shares:
-    """The model of a run as one rank holds it; all figures are bytes.
-
-    Args:
-        model (`ModelSize`): what is trained.
-        run (`RunSettings`): how, and divided how.
-    """
+    """The model of a run as one rank holds it; all figures are bytes."""
 
     def __init__(self, model: ModelSize, run: RunSettings):
         self.model, self.run, self.sharding = model, run, run.sharding
@@ -53,13 +47,7 @@ class Shares:
         self._loaded = run.loaded_bytes if run.sharding.is_fsdp else None
 
     def held(self, gradients: float = 0.0, gathered: float = 0.0, buffers: float = 0.0) -> Parts:
-        """What is on the device outside of any forward.
-
-        Args:
-            gradients (`float`): that there are at this moment; the engine may keep more.
-            gathered (`float`): weights of other ranks that are here for now.
-            buffers (`float`): buffers that this moment needs.
-        """
+        """What is on the device outside of any forward; the engine may keep more gradients."""
         sharding = self.sharding
         # ZeRO-3 makes them at the start; FSDP1 forgets them when it needs new ones.
         is_third = sharding.is_zero and sharding.divides_weights
@@ -185,8 +173,7 @@ class Shares:
     def waiting(self) -> float:
         """What a rank has of them between the micro-batches of an update.
 
-        ZeRO-1 and, unless `syncs`, FSDP add up whole gradients until the last micro-batch; ZeRO-1
-        has its bucket by then.
+        ZeRO-1, with its bucket, and FSDP, unless `syncs`, sum whole ones until the last of them.
         """
         sharding = self.sharding
         if sharding.is_zero and sharding.stage == OPTIMIZER:
@@ -194,12 +181,6 @@ class Shares:
         if sharding.is_fsdp and sharding.stage and not sharding.syncs:
             return max(self.gradients, self.whole_gradients)
         return self.gradients
-
-    @property
-    def first_buckets(self) -> float:
-        """Those of a backward pass of ZeRO-1, unless they have been waiting, and of ZeRO-2."""
-        waits = self.sharding.stage == OPTIMIZER and self.run.accumulation > 1
-        return 0.0 if waits or self.sharding.divides_weights else self.bucket
 
     @property
     def in_flight(self) -> float:
@@ -218,6 +199,12 @@ class Shares:
         """The buffers in which DeepSpeed reduces gradients."""
         sharding = self.sharding
         return self.trained * sharding.bucket if sharding.is_zero and sharding.stage else 0.0
+
+    @property
+    def first_buckets(self) -> float:
+        """Those of a backward pass of ZeRO-1, unless they have been waiting, and of ZeRO-2."""
+        waits = self.sharding.stage == OPTIMIZER and self.run.accumulation > 1
+        return 0.0 if waits or self.sharding.divides_weights else self.bucket
 
     # --- Optimizer ---
 

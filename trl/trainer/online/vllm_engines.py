@@ -32,8 +32,7 @@ from ...memory.engine import BATCHED_TOKENS, EngineMemory, EngineNeeds, engine_m
 from ...memory.model_size import model_size
 from ...memory.plan import Plan
 from ...memory.probes import DeviceMemory, device_bytes
-from ...memory.settings import ASSUMED_PROMPT, RunSettings
-from ...memory.sharding import options_of_environment, read_sharding
+from ...memory.settings import ASSUMED_PROMPT, RunSettings, options_of_environment, read_sharding
 from ...models.loading import context_length
 from ...models.policy_handle import PolicyHandle
 from ...models.quantized import bytes_of_weight
