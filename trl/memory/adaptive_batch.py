@@ -104,16 +104,11 @@ class AdaptiveBatch:
 
         For training: a backward pass that fails leaves gradients half added, so all of them go.
 
+        The result is that of the attempt that went through. Also see `run`.
+
         Args:
-            total, work: see `run`.
             reset: undoes everything that `work` has done so far, after a failure.
             start (`int`): rows that earlier calls did, which are done again after a failure.
-
-        Returns:
-            `list`: what `work` returned in the attempt that went through, in the order of rows.
-
-        Raises:
-            RowTooLargeError: if one row alone does not fit.
         """
         results: list[T] = []
         random = RandomState()

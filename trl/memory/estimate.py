@@ -245,12 +245,7 @@ class Estimate:
         # Behind the last layer: its result, and what the last norm keeps.
         at_head = held.plus(activations=kept + 3 * layer.stream * tokens, head=predicting)
         last_layer = held.plus(activations=kept + again * widest, gradients=head.gradient)
-        # Beside those held. Those of several passes are summed apart before they are added.
-        gradients = shares.whole_gradients
-        if run.sharding.stage:
-            gradients = shares.in_flight
-        elif run.accumulation > 1 and len(passes) == 1:
-            gradients = 0.0
+        gradients = self._new_gradients(is_cut=len(passes) > 1)
         first_layers = []
         earlier = 0  # tokens of passes that are still to be gone back through
         for count in passes:
@@ -261,6 +256,13 @@ class Estimate:
         end = self._held(max(before, shares.gradients), shares.training, shares.first_buckets)
         end = end.plus(gradients=head.gradient * (self.model.tied + (run.accumulation > 1)))
         return _largest(at_head, last_layer, *first_layers, end)
+
+    def _new_gradients(self, is_cut: bool) -> float:
+        """Gradients beside those held, when the backward pass reaches the first layer."""
+        if self.run.sharding.stage:
+            return self.shares.in_flight
+        # Those of several passes are summed apart before they are added to what is held.
+        return 0.0 if self.run.accumulation > 1 and not is_cut else self.shares.whole_gradients
 
 
 def _largest(*moments: Parts) -> Parts:

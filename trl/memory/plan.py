@@ -110,10 +110,10 @@ class Plan:
 
     def changes(self) -> list[Change]:
         """What other values of the options that save memory would make of each phase."""
-        others = [*_savings(self.run), *_other_runs(self.run), *_other_engines(self.run)]
         found = [
             Change(option, value, Estimate(self.model, self.run.replace(**changed)).totals, note)
-            for option, value, changed, note in others
+            for others in (_savings, _other_runs, _other_engines, _other_places)
+            for option, value, changed, note in others(self.run)
         ]
         if self.adapter is not None:
             phases = Estimate(self.adapter, self.run).totals
@@ -154,7 +154,7 @@ def _other_runs(run: RunSettings) -> Iterator[Other]:
 
 
 def _other_engines(run: RunSettings) -> Iterator[Other]:
-    """Other ways for ranks to divide the model, and what the memory of the host could hold."""
+    """Other ways for ranks to divide the model."""
     sharding, gathers = run.sharding, run.gathers
     if run.generates and sharding.divides_weights and run.engine_bytes is None:
         note = "each token gathers all weights" if gathers else ""
@@ -166,6 +166,11 @@ def _other_engines(run: RunSettings) -> Iterator[Other]:
             zero = {"sharding": sharding.replace(engine="zero", stage=stage, syncs=True)}
             changed = (cast | zero) if run.autocast else zero
             yield "accelerate_config", f"zero{stage}", changed, "needs deepspeed"
+
+
+def _other_places(run: RunSettings) -> Iterator[Other]:
+    """What the memory of the host could hold."""
+    sharding = run.sharding
     if sharding.is_zero and not sharding.offloads_optimizer:
         states = {"sharding": sharding.replace(offloads_optimizer=True)}
         yield "offload_optimizer_device", "cpu", states, "slower updates"

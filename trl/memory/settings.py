@@ -227,11 +227,13 @@ def _zero(options: Mapping[str, Any], ranks: int) -> Sharding:
     file = options.get("deepspeed_config_file")
     if file not in (None, "none"):
         own = json.loads(Path(str(file)).read_text(encoding="utf-8")).get("zero_optimization", {})
-    entries = {
+    entries: dict[str, Any] = {
         "bucket": own.get("reduce_bucket_size"),
         "live": own.get("stage3_max_live_parameters"),
         "sub_group": own.get("sub_group_size"),
     }
+    # Not those that are "auto".
+    entries = {name: int(x) for name, x in entries.items() if isinstance(x, int | float)}
     stage = int(own.get("stage", options.get("zero_stage") or 2))
     return Sharding(
         engine="zero",
@@ -240,7 +242,7 @@ def _zero(options: Mapping[str, Any], ranks: int) -> Sharding:
         offloads_optimizer=_offloads(options, own, "optimizer"),
         offloads_weights=stage == WEIGHTS and _offloads(options, own, "param"),
         syncs=True,
-        **{k: int(v) for k, v in entries.items() if isinstance(v, int | float)},  # not "auto"
+        **entries,
     )
 
 

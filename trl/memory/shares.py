@@ -42,6 +42,7 @@ class Shares:
 
     def __init__(self, model: ModelSize, run: RunSettings):
         self.model, self.run, self.sharding = model, run, run.sharding
+        self._largest = max(model.largest_matrix, model.head)
         self._count = model.trainable * run.trained_models  # entries that are trained
         # FSDP alone keeps weights as they were loaded; DeepSpeed casts all of them.
         self._loaded = run.loaded_bytes if run.sharding.is_fsdp else None
@@ -140,8 +141,7 @@ class Shares:
     @property
     def largest(self) -> float:
         """The largest weight, if it has to be gathered."""
-        largest = max(self.model.largest_matrix, self.model.head)
-        return self.run.weight_bytes * largest if self.sharding.divides_weights else 0.0
+        return self.run.weight_bytes * self._largest if self.sharding.divides_weights else 0.0
 
     # --- Gradients ---
 
@@ -189,7 +189,7 @@ class Shares:
         if model.frozen:
             return self.whole_gradients / model.layers
         if self.sharding.is_zero:
-            return self.trained * max(model.largest_matrix, model.head)
+            return self.trained * self._largest
         # Those of one layer, and the buffer they are reduced in.
         ends = model.parameters - model.layer_matrices
         return self.trained * (ends + 2 * model.layer_matrices / model.layers)
