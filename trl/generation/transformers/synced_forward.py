@@ -7,6 +7,7 @@ are done.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,7 @@ class SyncedForward:
         self._device = device
         self._is_inside = False  # within a forward, or one did not end
         self._is_done = False  # with its own work
+        self._failure: BaseException | None = None  # of a forward, for whoever tries another
 
     @contextmanager
     def over(self, decoder: nn.Module) -> Iterator[None]:
@@ -41,9 +43,10 @@ class SyncedForward:
         """
         handles = [
             decoder.register_forward_pre_hook(self._enter, prepend=True),
-            decoder.register_forward_hook(self._leave),
+            decoder.register_forward_hook(self._leave, always_call=True),
         ]
         self._is_inside = self._is_done = False
+        self._failure = None
         try:
             yield
         except Exception as error:
@@ -60,15 +63,19 @@ class SyncedForward:
         if self._is_done:
             return
         if self._is_inside:
+            words = f"{type(self._failure).__name__}: {self._failure}"
             raise ValueError(
-                "A forward failed on this rank while others took part in it. Try "
+                f"A forward failed on this rank while others took part in it ({words}). Try "
                 "shared_prefix=False, or ds3_gather_for_generation=True."
-            )
+            ) from self._failure
         self._agree(goes_on=True)
         self._is_inside = True
 
-    def _leave(self, *ignored: Any) -> None:
-        self._is_inside = False
+    def _leave(self, decoder: nn.Module, args: Any, output: Any) -> None:
+        if output is not None:
+            self._is_inside = False
+        elif self._failure is None:  # torch calls this while it handles what the forward raised
+            self._failure = sys.exc_info()[1]
 
     def _run_along(self, decoder: nn.Module) -> None:
         self._is_done = True
