@@ -32,7 +32,7 @@ def supports_tool_calling(processing_class: PreTrainedTokenizerBase | ProcessorM
     """Whether the chat template shows a call's name and argument, and a tool's result."""
     try:
         messages = [USER, ASSISTANTS[0], _sent(tool_message(NAME, RESULT))]
-        text = _render(processing_class, messages)
+        text = render_probe(processing_class, messages)
     except Exception:  # a template may refuse by any error of its own
         return False
     return all(word in text for word in (NAME, ARGUMENT, RESULT))
@@ -40,14 +40,15 @@ def supports_tool_calling(processing_class: PreTrainedTokenizerBase | ProcessorM
 
 def rendered_call(tokenizer: PreTrainedTokenizerBase, **template_kwargs: Any) -> str:
     """Return the text of an assistant turn that calls `NAME` with `word=ARGUMENT`."""
-    before = _render(tokenizer, [USER], add_generation_prompt=True, **template_kwargs)
-    whole = _render(tokenizer, [USER, ASSISTANTS[0]], **template_kwargs)
+    before = render_probe(tokenizer, [USER], add_generation_prompt=True, **template_kwargs)
+    whole = render_probe(tokenizer, [USER, ASSISTANTS[0]], **template_kwargs)
     return whole.removeprefix(before)
 
 
-def _render(
+def render_probe(
     processing_class: Any, messages: list[dict[str, Any]], tokenize: bool = False, **options: Any
 ) -> Any:
+    """Render a conversation, as text or as token ids, without changing the messages."""
     # Templates may change what they are given.
     return processing_class.apply_chat_template(
         copy.deepcopy(messages), tokenize=tokenize, **options
@@ -130,7 +131,7 @@ class ToolTurns:
         self, assistant: dict[str, Any] | None, results: Sequence[dict[str, Any]]
     ) -> list[int]:
         messages = [USER, *([assistant] if assistant else []), *map(_sent, results)]
-        found = _render(
+        found = render_probe(
             self._tokenizer,
             messages,
             tokenize=True,

@@ -1,0 +1,164 @@
+import numpy as np
+import pytest
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl.data.packing import (
+    MicroBatchSampler,
+    best_fit,
+    efficiency,
+    pack_dataset,
+    remove_none_values,
+    truncate_dataset,
+    windows,
+    wrapped,
+)
+
+ROWS = {"input_ids": [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11], []]}
+lengths_and_size = st.integers(1, 50).flatmap(
+    lambda size: st.tuples(st.lists(st.integers(0, size), max_size=60), st.just(size))
+)
+
+
+def slow_best_fit(lengths, size):
+    packs, rooms = [], []
+    for document in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fitting = [p for p, room in enumerate(rooms) if room >= lengths[document] > 0]
+        if lengths[document] == 0:
+            continue
+        if not fitting:
+            packs.append([])
+            rooms.append(size)
+            fitting = [len(packs) - 1]
+        best = min(fitting, key=lambda p: rooms[p])
+        packs[best].append(document)
+        rooms[best] -= lengths[document]
+    return packs
+
+
+@settings(deadline=None)
+@given(lengths_and_size)
+def test_every_document_is_packed_once_and_as_densely_as_by_search(case):
+    lengths, size = case
+    packs = best_fit(lengths, size)
+    assert sorted(d for pack in packs for d in pack) == [i for i, n in enumerate(lengths) if n]
+    assert all(sum(lengths[d] for d in pack) <= size for pack in packs)
+    assert len(packs) == len(slow_best_fit(lengths, size))
+
+
+def test_ten_thousand_gamma_lengths_fill_their_packs():
+    lengths = np.minimum(np.random.default_rng(0).gamma(2, 300, 10_000).astype(int) + 1, 2_000)
+    packs = best_fit(lengths, 2_000)
+    assert efficiency(lengths, packs, 2_000) >= 0.98
+    assert packs == best_fit(lengths, 2_000)
+
+
+def test_a_document_longer_than_a_pack_is_refused():
+    with pytest.raises(ValueError, match="Document 1 has 9 tokens, but a pack holds 4"):
+        best_fit([3, 9], 4)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 12))
+def test_wrapped_keeps_every_token_in_order(lengths, size):
+    pieces = [piece for pack in wrapped(lengths, size) for piece in pack]
+    tokens = [(d, t) for d, start, stop in pieces for t in range(start, stop)]
+    assert tokens == [(d, t) for d, n in enumerate(lengths) for t in range(n)]
+    counts = [sum(stop - start for _, start, stop in pack) for pack in wrapped(lengths, size)]
+    assert all(count == size for count in counts[:-1]) and all(0 < c <= size for c in counts)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 12))
+def test_windows_cut_every_document_into_pieces(lengths, size):
+    document, start, stop = windows(lengths, size)
+    tokens = [(d, t) for d, a, b in zip(document, start, stop, strict=True) for t in range(a, b)]
+    assert tokens == [(d, t) for d, n in enumerate(lengths) for t in range(n)]
+    assert ((stop - start) <= size).all() and ((stop - start) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ids", "lengths"),
+    [
+        ("bfd", [[1, 2, 3, 4], [8, 9, 10, 11], [6, 7]], [[4], [3, 1], [2]]),
+        ("bfd_split", [[1, 2, 3, 4], [8, 9, 10, 5], [6, 7, 11]], [[4], [3, 1], [2, 1]]),
+        ("wrapped", [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11]], None),
+    ],
+)
+def test_pack_dataset(strategy, ids, lengths):
+    packed = pack_dataset(Dataset.from_dict(ROWS), 4, strategy)
+    assert packed["input_ids"][:] == ids
+    assert ("seq_lengths" in packed.column_names) == (lengths is not None)
+    if lengths:
+        assert packed["seq_lengths"][:] == lengths
+
+
+@pytest.mark.parametrize("size", [3, 7, 100, 1000])
+def test_rows_are_packed_over_batches_of_the_dataset_with_any_length(size):
+    rows = Dataset.from_dict({"input_ids": [[i] * (1 + i % size) for i in range(2_500)]})
+    packed = pack_dataset(rows, size)
+    found = sorted(token for ids in packed["input_ids"] for token in set(ids))
+    assert found == list(range(2_500))
+    assert efficiency([1 + i % size for i in range(2_500)], packed["input_ids"][:], size) >= 0.98
+
+
+def test_pack_dataset_keeps_columns_together_and_the_format():
+    rows = Dataset.from_dict({"input_ids": [[1, 2], [3]], "labels": [[4, 5], [6]]})
+    packed = pack_dataset(rows.with_format("torch"), 3)
+    assert packed.format["type"] == "torch"
+    assert packed["labels"][0].tolist() == [4, 5, 6]
+
+
+def test_streams_are_packed_by_the_batch():
+    rows = Dataset.from_dict(ROWS).to_iterable_dataset()
+    assert [row["input_ids"] for row in pack_dataset(rows, 4, "bfd")] == [
+        [1, 2, 3, 4],
+        [8, 9, 10, 11],
+        [6, 7],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "strategy", "error", "message"),
+    [
+        ({"a": [[1]]}, "worst", ValueError, "strategy='worst' is unknown"),
+        ({"a": [1]}, "bfd", TypeError, "Column 'a' must consist of lists"),
+        ({"a": [[1], [2, 3]], "b": [[1], [2]]}, "bfd", ValueError, "Row 1: column 'b' has 1 item"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(columns, strategy, error, message):
+    with pytest.raises(error, match=message):
+        pack_dataset(Dataset.from_dict(columns), 4, strategy)
+
+
+def test_truncate_dataset():
+    rows = Dataset.from_dict(ROWS | {"name": list("abcde")})
+    assert truncate_dataset(rows, 2)[:] == {
+        "input_ids": [[1, 2], [6, 7], [8, 9], [11], []],
+        "name": list("abcde"),
+    }
+
+
+def test_micro_batches_follow_from_seed_and_epoch():
+    lengths = np.random.default_rng(0).integers(1, 40, 200)
+    sampler, other = (MicroBatchSampler(lengths, 3, pack_size=64, seed=5) for _ in range(2))
+    assert list(sampler) == list(other) and len(sampler) == len(list(sampler))
+    sampler.set_epoch(1)
+    assert list(sampler) != list(other)
+    for batches in (list(sampler), list(other)):
+        assert sorted(d for batch in batches for d in batch) == list(range(200))
+        assert all(lengths[batch].sum() <= 3 * 64 for batch in batches)
+
+
+def test_a_budget_of_tokens_bounds_micro_batches():
+    lengths = [5, 5, 5, 20, 1, 1]
+    assert list(MicroBatchSampler(lengths, 4, max_tokens=11)) == [[0, 1], [2], [3], [4, 5]]
+    assert list(MicroBatchSampler(lengths, 4)) == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_remove_none_values():
+    rows = [{"a": None, "b": [{"c": None, "d": 1}, None]}, None]
+    assert remove_none_values(rows) == [{"b": [{"d": 1}]}]
+    with pytest.raises(TypeError, match="Only lists and dictionaries"):
+        remove_none_values(3)

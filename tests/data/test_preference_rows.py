@@ -1,0 +1,182 @@
+import numpy as np
+import pytest
+from bpe import bpe_tokenizer
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import tiny_tokenizer
+
+from trl.data.encode import TextEncoder
+from trl.data.preference_rows import (
+    PreferenceLimits,
+    cut_preferences,
+    mismatched,
+    prepare_preferences,
+)
+
+ENCODER = TextEncoder(tiny_tokenizer())
+USER = {"role": "user", "content": "hi"}
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("yes", "no"))
+PAIR = {"prompt": "ask", "chosen": " yes", "rejected": " no"}
+CHAT = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
+SHOWN = ("<user>hi<end><assistant>", "yes<end>", "no<end>")
+
+
+def prepare(*rows, encoder=ENCODER, **options):
+    return prepare_preferences(Dataset.from_list(list(rows)), encoder, **options)
+
+
+def texts(row, *names):
+    return tuple(ENCODER.tokenizer.decode(row[name]) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (PAIR, ("ask", " yes<eos>", " no<eos>")),
+        ({"chosen": "ask yes", "rejected": "ask no"}, ("ask", " yes<eos>", " no<eos>")),
+        (CHAT, SHOWN),
+        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, SHOWN),
+        ({"prompt": "hi", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, SHOWN),
+        (CHAT | {"tools": None, "chat_template_kwargs": None}, SHOWN),
+    ],
+)
+def test_pairs(row, expected):
+    assert texts(prepare(row)[0], "prompt_ids", "chosen_ids", "rejected_ids") == expected
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("prompt_ids", "chosen_ids", "rejected_ids"),
+        ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids"),
+    ],
+)
+def test_tokenized_pairs(names):
+    row = prepare(dict(zip(names, ([7, 8], [9], [10, 11]), strict=True)))[0]
+    assert [row[n] for n in ("prompt_ids", "chosen_ids", "rejected_ids")] == [[7, 8], [9], [10, 11]]
+
+
+def test_tokenized_pairs_without_a_prompt_share_their_beginning():
+    row = prepare({"input_ids_chosen": [7, 8, 9], "input_ids_rejected": [7, 8]})[0]
+    assert row["prompt_ids"] == [7] and row["chosen_ids"] == [8, 9] and row["rejected_ids"] == [8]
+
+
+def test_margins_are_kept():
+    assert [row["margin"] for row in prepare(PAIR | {"margin": 0.5}, PAIR)] == [0.5, None]
+
+
+def test_a_merged_boundary_is_an_answer_of_both():
+    encoder = TextEncoder(bpe_tokenizer())
+    row = prepare(
+        {"prompt": "tell me hel", "chosen": "lo", "rejected": " no"}, PAIR, encoder=encoder
+    )
+    assert row["merged"][:] == [1, 0]
+    for name, text in (("chosen_ids", "tell me hello"), ("rejected_ids", "tell me hel no")):
+        assert row[0]["prompt_ids"] + row[0][name][:-1] == encoder.ids([text])[0]
+
+
+def test_labelled_answers():
+    row = {"prompt": "ask", "completion": " yes", "label": 1}
+    found = prepare(row)[0]
+    assert texts(found, "prompt_ids", "completion_ids") == ("ask", " yes<eos>")
+    assert found["label"] is True
+
+
+def test_pairs_become_labelled_answers_next_to_each_other():
+    found = prepare(PAIR, CHAT_TEXT := PAIR | {"prompt": "say"}, unpaired=True)
+    assert found["label"][:] == [True, False, True, False]
+    assert found["source"][:] == [0, 0, 1, 1]
+    shown = [texts(row, "prompt_ids", "completion_ids") for row in found]
+    assert shown == [
+        (p, a) for p in ("ask", CHAT_TEXT["prompt"]) for a in (" yes<eos>", " no<eos>")
+    ]
+
+
+def test_ranked_answers():
+    row = {"prompt": [USER], "answers": [[GOOD], [BAD], [GOOD]], "ranks": [1, 2, 1]}
+    found = prepare(row)[0]
+    shown = [ENCODER.tokenizer.decode(ids) for ids in found["answers_ids"]]
+    assert shown == ["yes<end>", "no<end>", "yes<end>"] and found["ranks"] == [1, 2, 1]
+    with pytest.raises(ValueError, match="3 answers have 2 ranks"):
+        prepare(row | {"ranks": [1, 2]})
+
+
+@pytest.mark.parametrize(
+    ("row", "error", "message"),
+    [
+        ({"words": "a"}, ValueError, r"have the columns \['words'\]"),
+        ({"prompt": "a", "completion": [GOOD], "label": True}, TypeError, "must all be strings"),
+    ],
+)
+def test_what_is_no_preference_is_refused(row, error, message):
+    with pytest.raises(error, match=message):
+        prepare(row)
+
+
+PROMPT, CHOSEN, REJECTED = [1, 2, 3, 4], [5, 6, 7], [8, 9]
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({}, (PROMPT, CHOSEN, REJECTED)),
+        ({"max_prompt_length": 2}, ([3, 4], CHOSEN, REJECTED)),
+        ({"max_completion_length": 1}, (PROMPT, [5], [8])),
+        ({"max_length": 6}, (PROMPT, [5, 6], [8, 9])),
+        ({"max_length": 5}, (PROMPT, [5], [8])),
+        ({"max_length": 4}, (PROMPT, [], [])),
+        ({"max_length": 5, "truncation_mode": "keep_end"}, ([3, 4], CHOSEN, REJECTED)),
+        ({"max_length": 3, "truncation_mode": "keep_end"}, ([4], [6, 7], [8, 9])),
+        ({"max_length": 4, "max_prompt_length": 2}, ([3, 4], [5, 6], [8, 9])),
+    ],
+)
+def test_limits(limits, expected):
+    prompt, answers = PreferenceLimits(**limits).cut(PROMPT, [CHOSEN, REJECTED])
+    assert (prompt, *answers) == expected
+
+
+def test_what_was_cut_is_counted_and_empty_rows_are_named():
+    rows = [
+        {"prompt_ids": PROMPT, "chosen_ids": CHOSEN, "rejected_ids": REJECTED},
+        {"prompt_ids": list(range(9)), "chosen_ids": CHOSEN, "rejected_ids": REJECTED},
+        {"prompt_ids": PROMPT, "chosen_ids": CHOSEN, "rejected_ids": []},
+    ]
+    found, report = cut_preferences(prepare(*rows), PreferenceLimits(max_length=6))
+    assert found["source"][:] == [0] and report.empty == (1, 2)
+    assert (report.prompts, report.answers, report.tokens_lost) == (0, 1, 1)
+    assert report.lines() == [
+        "1 token cut off: the prompt of 0 and an answer of 1 of 3 rows too long.",
+        "2 of 3 rows with an answer without tokens, left out: 1, 2.",
+    ]
+    assert len(cut_preferences(prepare(*rows), PreferenceLimits(max_length=7), True)[0]) == 1
+    with pytest.raises(ValueError, match=r"None of the 3 rows .*max_length=2,"):
+        cut_preferences(prepare(*rows), PreferenceLimits(max_length=2))
+    with pytest.raises(ValueError, match="truncation_mode='middle' is unknown"):
+        PreferenceLimits(truncation_mode="middle")
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=30))
+def test_a_partner_has_another_answer_and_comes_from_another_example(rows):
+    sources, answers = [s for s, _ in rows], [[a] for _, a in rows]
+    possible = all(any(s != t and a != b for t, b in rows) for s, a in rows)
+    if not possible:
+        with pytest.raises(ValueError, match="has no partner"):
+            mismatched(sources, answers, 0)
+        return
+    found = mismatched(sources, answers, 0)
+    assert all(sources[i] != sources[p] and answers[i] != answers[p] for i, p in enumerate(found))
+    assert np.array_equal(found, mismatched(sources, answers, 0))
+
+
+def test_partners_follow_from_the_seed():
+    answers = [[i] for i in range(50)]
+    assert not np.array_equal(mismatched(range(50), answers, 0), mismatched(range(50), answers, 1))
+    counts = np.bincount(mismatched(range(50), answers, 0))
+    assert (counts == 1).all()
+
+
+def test_equal_pairs_for_any_number_of_processes():
+    rows = [PAIR | {"prompt": f"ask {i}"} for i in range(40)]
+    one, two = (prepare(*rows, unpaired=True, num_proc=n) for n in (1, 2))
+    assert one[:] == two[:]

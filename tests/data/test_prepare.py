@@ -1,0 +1,160 @@
+import numpy as np
+import pytest
+from bpe import bpe_tokenizer
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import tiny_tokenizer
+
+from trl.data.encode import TextEncoder
+from trl.data.prepare import SupervisedDataset, default_processes, prepare_supervised, ragged
+from trl.data.prepare import document as document_of
+from trl.data.supervised import SupervisedOptions, spans_of
+
+ENCODER = TextEncoder(tiny_tokenizer())
+rows_with_masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=20), min_size=1, max_size=8)
+
+
+def table_of(masks):
+    """Prepared rows with the given masks; row r has the ids 100 r, 100 r + 1, ..."""
+    rows = {
+        "input_ids": [[100 * r + t for t in range(len(mask))] for r, mask in enumerate(masks)],
+        "labels": [
+            [100 * r + t if kept else -100 for t, kept in enumerate(mask)]
+            for r, mask in enumerate(masks)
+        ],
+    }
+    return prepare_supervised(Dataset.from_dict(rows), ENCODER, SupervisedOptions())
+
+
+def trained(document):
+    return document.ids[document.trained].tolist()
+
+
+@settings(deadline=None, max_examples=40)
+@given(rows_with_masks, st.integers(1, 12), st.sampled_from(["cut", "cut_start", "drop", "split"]))
+def test_cutting_agrees_with_cutting_by_hand(masks, size, long_rows):
+    expected = []
+    for r, mask in enumerate(masks):
+        starts = {"cut_start": [max(0, len(mask) - size)], "split": range(0, len(mask), size)}
+        for start in starts.get(long_rows, [0]):
+            stop = min(start + size, len(mask))
+            ids = [100 * r + t for t in range(start, stop)]
+            kept = [100 * r + t for t in range(start + 1, stop) if mask[t]]
+            if kept and not (long_rows == "drop" and len(mask) > size):
+                expected.append((ids, kept))
+    table = table_of(masks)
+    if not expected:
+        with pytest.raises(ValueError, match=f"None of the {len(masks)} rows .*={size}"):
+            SupervisedDataset(table, size, long_rows)
+        return
+    found = SupervisedDataset(table, size, long_rows)
+    assert [(d.ids.tolist(), trained(d)) for d in map(found.__getitem__, range(len(found)))] == (
+        expected
+    )
+    assert found.lengths.tolist() == [len(ids) for ids, _ in expected]
+    assert found.report.kept == len(expected)
+    assert found.report.long == sum(len(mask) > size for mask in masks)
+    assert found.report.tokens_lost == sum(map(len, masks)) - sum(len(i) for i, _ in expected)
+    assert found.report.trained_lost == sum(sum(m[1:]) for m in masks) - sum(
+        len(kept) for _, kept in expected
+    )
+    empty = [r for r, m in enumerate(masks) if all(ids[0] // 100 != r for ids, _ in expected)]
+    dropped = [r for r in empty if long_rows == "drop" and len(masks[r]) > size]
+    assert found.report.untrained == tuple(r for r in empty if r not in dropped)
+
+
+def test_a_long_row_is_an_error_if_asked_for():
+    with pytest.raises(ValueError, match=r"2 of 3 rows .* max_length=2 tokens, among them 0, 2"):
+        SupervisedDataset(table_of([[1] * 3, [1] * 2, [1] * 4]), 2, "error")
+    with pytest.raises(ValueError, match="long_rows='fold' is unknown"):
+        SupervisedDataset(table_of([[1] * 3]), 2, "fold")
+
+
+def test_what_was_cut_is_said():
+    masks = [[0, 0, 1], [1, 1, 1], [0, 0, 0], [0, 1, 1], [0, 0, 1], [0, 0, 1]]
+    found = SupervisedDataset(table_of(masks), 2, "keep_start")
+    assert found.report.lines(2, "cut") == [
+        "6 of 6 rows longer than max_length=2 (long_rows='cut'): 14 tokens left out, 5 of them "
+        "trained.",
+        "4 of 6 rows with no token to train on, left out: 0, 2, 4, ....",
+    ]
+    assert found.report.untrained == (0, 2, 4, 5)
+
+
+def test_prepared_columns_and_labels():
+    rows = Dataset.from_dict({"prompt": ["ab", "a"], "completion": ["cd", "b"]})
+    table = prepare_supervised(rows, ENCODER, SupervisedOptions())
+    assert set(table.column_names) == {"input_ids", "trained_spans", "source", "merged"}
+    ids = ENCODER.ids(["abcd<eos>"])[0]
+    assert SupervisedDataset(table).to_dataset()[0] == {
+        "input_ids": ids,
+        "labels": [-100, -100, *ids[2:]],
+    }
+
+
+def test_equal_results_for_any_number_of_processes(tmp_path):
+    rows = Dataset.from_dict({"text": [f"row {i} of the harbour" for i in range(2_500)]})
+    encoder = TextEncoder(bpe_tokenizer())
+    one, two = (prepare_supervised(rows, encoder, SupervisedOptions(), n) for n in (1, 2))
+    assert one[:] == two[:]
+    assert one["source"][:] == list(range(2_500))
+
+
+def test_equal_preparation_is_read_from_the_cache(tmp_path):
+    Dataset.from_dict({"text": ["abc", "de"]}).save_to_disk(tmp_path / "rows")
+    calls = tmp_path / "calls"
+
+    def shout(row):
+        calls.write_text(calls.read_text() + "." if calls.exists() else ".")
+        return row["text"] * 2
+
+    def prepare(encoder=ENCODER, **options):
+        rows = Dataset.load_from_disk(tmp_path / "rows")
+        chosen = SupervisedOptions(formatting_func=shout, **options)
+        return prepare_supervised(rows, encoder, chosen)._fingerprint, len(calls.read_text())
+
+    first, made = prepare()
+    assert prepare() == (first, made)
+    other, _ = prepare(encoder=TextEncoder(bpe_tokenizer()))
+    assert len({first, other, prepare(completion_only_loss=False)[0]}) == 3
+
+
+def test_streams_are_encoded_while_they_are_read():
+    texts = ["ab", "cd"]
+    stream = Dataset.from_dict({"text": texts}).to_iterable_dataset()
+    found = [document_of(row) for row in prepare_supervised(stream, ENCODER, SupervisedOptions())]
+    assert [d.ids.tolist() for d in found] == [ENCODER.ids([t + "<eos>"])[0] for t in texts]
+    assert [d.source for d in found] == [0, 1]
+    assert [d.trained.tolist() for d in found] == [[False, True, True]] * 2
+
+
+def test_selected_rows_keep_their_source():
+    table = table_of([[1, 1], [1] * 3, [1] * 4]).select([2, 0])
+    assert [d.source for d in map(SupervisedDataset(table).__getitem__, range(2))] == [2, 0]
+    assert SupervisedDataset(table).lengths.tolist() == [4, 2]
+
+
+def test_errors_name_the_rows():
+    rows = Dataset.from_dict({"input_ids": [[1], [2, 3]], "labels": [[1], [2]]})
+    with pytest.raises(ValueError, match="labels has 1 entries") as caught:
+        prepare_supervised(rows, ENCODER, SupervisedOptions())
+    assert "While reading rows 0 to 1." in str(caught.value.__notes__)
+    with pytest.raises(ValueError, match="The dataset has no rows"):
+        prepare_supervised(rows.select([]), ENCODER, SupervisedOptions())
+
+
+def test_few_rows_start_no_processes():
+    assert default_processes(2_000) is None
+
+
+@given(st.lists(st.lists(st.integers(0, 1000))))
+def test_ragged_columns(rows):
+    assert ragged(rows).to_pylist() == rows
+
+
+def test_masks_are_read_as_given():
+    mask = np.array([0, 1, 1, 0, 1], dtype=bool)
+    row = {"input_ids": range(5), "trained_spans": spans_of(mask), "source": 3}
+    assert document_of(row).trained.tolist() == mask.tolist()
+    assert document_of(row, 2, 5).trained.tolist() == [False, False, True]

@@ -1,0 +1,27 @@
+import numpy as np
+import torch
+
+from trl.data.rows import Document, SupervisedRows
+
+
+def document(trained, source=0):
+    ids = np.arange(10, 10 + len(trained), dtype=np.int32)
+    return Document(ids=ids, trained=np.array(trained, dtype=bool), source=source)
+
+
+def test_rows_hold_what_is_trained_and_what_stands_before():
+    rows = SupervisedRows.of([document([0, 0, 1, 0, 1, 0], 4), document([0, 1, 1], 9)])
+    assert rows.prompt_ids == [[10, 11], [10]]
+    assert rows.completion_ids == [[12, 13, 14], [11, 12]]
+    assert rows.loss_mask.tolist() == [[True, False, True], [True, True, False]]
+    assert rows.row_ids == [4, 9] and rows.num_loss_tokens == 4 and len(rows) == 2
+
+
+def test_select_cuts_to_the_longest_completion():
+    rows = SupervisedRows.of([document([0, 1, 1, 1]), document([0, 1], 5)]).select([1])
+    assert rows.loss_mask.tolist() == [[True]] and rows.row_ids == [5]
+    assert torch.is_tensor(rows.loss_mask) and rows.completion_ids == [[11]]
+
+
+def test_labels():
+    assert document([0, 1]).labels.tolist() == [-100, 11]

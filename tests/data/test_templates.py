@@ -1,0 +1,56 @@
+import pytest
+from bpe import CHATML, MARKED, THINKING, bpe_tokenizer
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+
+from trl.data.templates import (
+    clone_chat_template,
+    has_generation_markers,
+    is_chat_template_prefix_preserving,
+)
+
+
+def test_markers_are_seen():
+    assert has_generation_markers(MARKED) and has_generation_markers("{%- generation -%}")
+    assert has_generation_markers({"default": MARKED, "other": ""})
+    assert not has_generation_markers(CHATML)
+    with pytest.raises(TypeError, match="no chat template"):
+        has_generation_markers(None)
+
+
+def test_prefix_preserving():
+    assert is_chat_template_prefix_preserving(bpe_tokenizer(CHATML))
+    shortening = "{% for m in messages %}{{ m['content'][:messages|length] }}.{% endfor %}"
+    assert not is_chat_template_prefix_preserving(bpe_tokenizer(shortening))
+    assert is_chat_template_prefix_preserving(bpe_tokenizer(THINKING))
+
+
+@pytest.mark.parametrize(("multiple", "size"), [(None, 100), (64, 128), (50, 100)])
+def test_clone_chat_template(tmp_path, multiple, size):
+    source = bpe_tokenizer(CHATML, eos_token="<|im_end|>")
+    source.save_pretrained(tmp_path)
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    known = len(tokenizer)
+    before = model.get_input_embeddings().weight[:known].clone()
+    size = size if multiple else known + len({*source.get_added_vocab()} - {*tokenizer.get_vocab()})
+    model, tokenizer, added = clone_chat_template(model, tokenizer, str(tmp_path), multiple)
+    assert tokenizer.chat_template == CHATML and tokenizer.eos_token == "<|im_end|>"
+    assert model.config.eos_token_id == model.generation_config.eos_token_id
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert len(tokenizer) == model.get_input_embeddings().num_embeddings == size
+    assert added == list(range(known, size))
+    assert (model.get_input_embeddings().weight[:known] == before).all()
+
+
+def test_a_source_without_template_is_refused(tmp_path):
+    source = tiny_tokenizer()
+    source.chat_template = None
+    source.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="chat_template"):
+        clone_chat_template(tiny_model(), tiny_tokenizer(), str(tmp_path))
+
+
+def test_a_cloned_checkpoint_speaks_the_template(tmp_path):
+    path = save_tiny(tmp_path)
+    model, tokenizer, added = clone_chat_template(tiny_model(), bpe_tokenizer(), path)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    assert text == "<user>a<end>" and len(added) > 0

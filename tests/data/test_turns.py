@@ -1,0 +1,77 @@
+import pytest
+from bpe import CHATML, MARKED, THINKING, bpe_tokenizer
+
+from trl.data.encode import TextEncoder
+from trl.data.turns import assistant_spans, expanded_turns, tokens_of
+
+USER = {"role": "user", "content": "hi"}
+FIRST = {"role": "assistant", "content": "hello there"}
+SECOND = {"role": "assistant", "content": "they fall asleep", "reasoning_content": "the fox"}
+TALK = [{"role": "system", "content": "be brief"}, USER, FIRST, USER, SECOND]
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+
+
+def said(template, messages, **options):
+    text, spans = assistant_spans(TextEncoder(bpe_tokenizer(template)), messages, options)
+    return [text[start:stop] for start, stop in spans]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("messages", [TALK, TALK[1:], [FIRST, USER, SECOND], [USER, FIRST, SECOND]])
+def test_each_turn_is_found_with_its_end(template, messages):
+    turns = [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]
+    assert said(template, messages) == turns
+
+
+def test_markers_and_rendering_again_find_the_same_tokens():
+    found = []
+    for template in (CHATML, MARKED):
+        encoder = TextEncoder(bpe_tokenizer(template))
+        text, spans = assistant_spans(encoder, TALK, {})
+        ids, places = encoder.ids_and_places([text])
+        found.append((ids[0], tokens_of(places[0], spans)))
+    assert found[0] == found[1]
+
+
+def test_dropped_thinking_is_no_part_of_earlier_turns():
+    thinking = FIRST | {"reasoning_content": "hidden"}
+    expected = ["hello there<|im_end|>", "<think>\nthe fox\n</think>\n\nthey fall asleep<|im_end|>"]
+    assert said(THINKING, [USER, thinking, USER, SECOND]) == expected
+
+
+def test_empty_thinking_is_not_taught_unless_the_data_has_it():
+    assert said(THINKING, [USER, FIRST]) == ["hello there<|im_end|>"]
+    own = {"role": "assistant", "content": "<think>\n\n</think>\n\nyes"}
+    assert said(CHATML, [USER, own]) == ["<think>\n\n</think>\n\nyes<|im_end|>"]
+
+
+def test_a_template_that_rewrites_turns_is_refused_with_the_reason():
+    backwards = "{% for m in messages|reverse %}{{ m['content'] }};{% endfor %}"
+    with pytest.raises(ValueError, match="the beginning of message 1 cannot be found .* 'i;'"):
+        said(backwards, [USER, FIRST])
+
+
+def test_a_turn_of_tool_calls_ends_where_its_token_stands():
+    shown = CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['tool_calls'] or '' }}")
+    turns = said(shown, [USER, CALL, {"role": "tool", "content": "3"}, FIRST])
+    assert turns == ["[{'function': {'name': 'f'}}]<|im_end|>", "hello there<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKING])
+def test_expanded_turns_see_what_the_model_sees(template):
+    encoder = TextEncoder(bpe_tokenizer(template))
+    thinking = FIRST | {"reasoning_content": "seven wizards"}
+    talk = [USER, thinking, USER, SECOND]
+    rows = expanded_turns(encoder, talk, {})
+    assert len(rows) == (1 if template == CHATML else 2)
+    decode = encoder.tokenizer.decode
+    trained = [decode(ids[a:b]) for ids, s in rows for a, b in zip(s[::2], s[1::2], strict=True)]
+    shown = "<think>\n{}\n</think>\n\n" if template == THINKING else "{:.0}"
+    assert trained == [
+        shown.format("seven wizards") + "hello there<|im_end|>",
+        shown.format("the fox") + "they fall asleep<|im_end|>",
+    ]
+    for ids, spans in rows:
+        context = talk[:-1] if ids == rows[-1][0] else talk[:1]
+        before = encoder.render(context, {}, add_generation_prompt=True)
+        assert decode(ids[: spans[-2]]) == before

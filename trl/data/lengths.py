@@ -1,0 +1,215 @@
+"""How long the rows of a dataset are, and what a limit on their length would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from .packing import best_fit, efficiency
+from .preference_rows import preference_lengths
+from .prepare import row_lengths, trained_in
+
+PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 99.9, 100)
+BATCHES = (1, 2, 4, 8, 16)
+Table = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class LengthProfile:
+    """Facts on the lengths of a prepared dataset; `as_dict` is what `--json` prints."""
+
+    rows: int
+    tokens: int
+    parts: dict[str, dict[str, float]]  # percentiles and sums by part
+    longest: list[tuple[int, int]]  # row of the dataset, tokens
+    limits: Table  # what each max_length would cost
+    padding: Table  # share of positions that are padding, by batch size
+    packing: dict[str, float]
+    repeated: dict[str, float]  # share of tokens that stand in the model more than once
+    warnings: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All facts as plain values."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    def lines(self) -> list[str]:
+        """All facts as one screen of text."""
+        names = [f"p{p:g}" for p in PERCENTILES[1:-1]]
+        head = ["min", *names, "max", "mean", "tokens"]
+        parts = [{"part": name} | {k: row[k] for k in head} for name, row in self.parts.items()]
+        longest = ", ".join(f"row {row} ({size})" for row, size in self.longest)
+        said = [f"{self.rows} rows, {self.tokens} tokens. Longest: {longest}.", ""]
+        said += [*_aligned(parts), "", *_aligned(self.limits), "", *_aligned(self.padding), ""]
+        facts = {**self.packing, **self.repeated}
+        return said + [f"{name}: {value:.4g}" for name, value in facts.items()] + self.warnings
+
+
+def profile_supervised(
+    table: Dataset, max_lengths: Sequence[int] = (), pack_size: int | None = None
+) -> LengthProfile:
+    """Profile a dataset as of `prepare_supervised`.
+
+    Args:
+        table: prepared rows in full length.
+        max_lengths: limits to judge, besides powers of two and the higher percentiles.
+        pack_size (`int`, *optional*): tokens of a pack; the longest row without it.
+    """
+    lengths, source = row_lengths(table, "input_ids"), np.asarray(table["source"][:])
+    every = np.arange(len(lengths))
+    trained = trained_in(table, every, np.zeros_like(lengths), lengths)
+    parts = {"prompt": lengths - trained, "trained": trained, "row": lengths}
+    limits = [
+        _supervised_limit(table, lengths, trained, size)
+        for size in candidates(lengths, max_lengths)
+    ]
+    warnings = _warned(int((trained == 0).sum()), "no token to train on", len(lengths))
+    merged = int((np.asarray(table["merged"][:]) > 0).sum())
+    warnings += _warned(merged, "a token over the edge of what is trained", len(lengths))
+    repeated = {"repeated share in the batch of all rows": repeated_share(table["input_ids"])}
+    return _profile(parts, source, limits, pack_size, repeated, warnings)
+
+
+def _supervised_limit(
+    table: Dataset, lengths: np.ndarray, trained: np.ndarray, size: int
+) -> dict[str, Any]:
+    kept = np.minimum(lengths, size)
+    left = trained_in(table, np.arange(len(lengths)), np.zeros_like(lengths), kept)
+    end = trained_in(table, np.arange(len(lengths)), lengths - 1, lengths, first=0) > 0
+    return {
+        "max_length": size,
+        "rows cut": int((lengths > size).sum()),
+        "tokens lost": int((lengths - kept).sum()),
+        "trained lost": int((trained - left).sum()),
+        "ends lost": int((end & (lengths > size)).sum()),
+        "rows untrained": int((left == 0).sum()),
+    }
+
+
+def profile_preferences(
+    table: Dataset, max_lengths: Sequence[int] = (), pack_size: int | None = None
+) -> LengthProfile:
+    """Profile a dataset as of `prepare_preferences`; arguments as of `profile_supervised`."""
+    prompts, answers = preference_lengths(table)
+    names = ("chosen", "rejected") if "chosen_ids" in table.features else None
+    names = names or [f"answer {k}" for k in range(answers.shape[1])]
+    whole = prompts + answers.max(axis=1)
+    parts = {"prompt": prompts, **dict(zip(names, answers.T, strict=True)), "row": whole}
+    limits = [
+        {
+            "max_length": size,
+            "rows cut": int((whole > size).sum()),
+            "tokens lost": int(_over(prompts, answers, size).sum()),
+            "rows untrained": int((prompts >= size).sum()),
+        }
+        for size in candidates(whole, max_lengths)
+    ]
+    separate = (prompts[:, None] + answers).sum()
+    together = prompts.sum() + answers.sum()
+    repeated = {"repeated share in the answers of a prompt": 1 - together / max(separate, 1)}
+    warnings = _warned(int((answers == 0).any(axis=1).sum()), "an empty answer", len(prompts))
+    if names == ("chosen", "rejected"):
+        pairs = zip(table["chosen_ids"], table["rejected_ids"], strict=True)
+        same = sum(chosen == rejected for chosen, rejected in pairs)
+        warnings += _warned(same, "the same answer twice", len(prompts))
+    source = np.asarray(table["source"][:])
+    return _profile(parts, source, limits, pack_size, repeated, warnings)
+
+
+def _over(prompts: np.ndarray, answers: np.ndarray, size: int) -> np.ndarray:
+    return answers - np.clip(size - prompts[:, None], 0, answers)
+
+
+def candidates(lengths: np.ndarray, given: Sequence[int] = ()) -> list[int]:
+    """Limits worth judging: powers of two up to the longest row, p90 to p100, and given ones."""
+    top = int(lengths.max(initial=1))
+    powers = [2**k for k in range(6, top.bit_length() + 1)]
+    high = np.percentile(lengths, (90, 95, 99, 100), method="higher").astype(int).tolist()
+    return sorted({*powers, *high, *given})
+
+
+def repeated_share(rows: Any) -> float:
+    """Share of tokens that begin a row as another row begins: what a prefix tree would not repeat.
+
+    Args:
+        rows: token ids, one list for each row.
+    """
+    ordered = sorted(list(ids) for ids in rows)
+    total = sum(map(len, ordered))
+    again = 0
+    for before, ids in zip(ordered, ordered[1:], strict=False):
+        pairs = zip(before, ids, strict=False)
+        again += next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(ids)))
+    return again / total if total else 0.0
+
+
+def padding_table(lengths: np.ndarray) -> Table:
+    """Share of positions that are padding, for rows as they come and sorted by length."""
+    found = []
+    for size in BATCHES:
+        entry: dict[str, Any] = {"batch": size}
+        for name, ordered in (("padding", lengths), ("sorted", np.sort(lengths))):
+            filled = np.concatenate([ordered, np.zeros(-len(ordered) % size, dtype=np.int64)])
+            widest = filled.reshape(-1, size).max(axis=1)
+            counts = np.full(len(widest), size)
+            counts[-1] -= len(filled) - len(ordered)
+            entry[name] = round(1 - float(ordered.sum()) / max(float(widest @ counts), 1), 4)
+        found.append(entry)
+    return found
+
+
+def _profile(
+    parts: dict[str, np.ndarray],
+    source: np.ndarray,
+    limits: Table,
+    pack_size: int | None,
+    repeated: dict[str, float],
+    warnings: list[str],
+) -> LengthProfile:
+    lengths = parts["row"]
+    size = pack_size or int(lengths.max(initial=1))
+    cut = np.minimum(lengths, size)
+    packs = best_fit(cut, size)
+    longest = np.argsort(-lengths, kind="stable")[:3]
+    return LengthProfile(
+        rows=len(lengths),
+        tokens=int(lengths.sum()),
+        parts={name: _summary(values) for name, values in parts.items()},
+        longest=[(int(source[i]), int(lengths[i])) for i in longest],
+        limits=limits,
+        padding=padding_table(lengths),
+        packing={
+            "pack size": size,
+            "packs": len(packs),
+            "packing efficiency": efficiency(cut, packs, size),
+            "documents in a pack": len(lengths) / max(len(packs), 1),
+        },
+        repeated=repeated,
+        warnings=warnings,
+    )
+
+
+def _summary(values: np.ndarray) -> dict[str, float]:
+    found = np.percentile(values, PERCENTILES, method="higher").tolist()
+    names = ["min", *(f"p{p:g}" for p in PERCENTILES[1:-1]), "max"]
+    sums = {"mean": round(float(values.mean()), 1), "tokens": int(values.sum())}
+    return dict(zip(names, map(int, found), strict=True)) | sums
+
+
+def _warned(count: int, what: str, rows: int) -> list[str]:
+    return [f"Warning: {what} in {count} of {rows} rows."] if count else []
+
+
+def _aligned(rows: Table) -> list[str]:
+    """Lay rows with equal keys out as a table."""
+    if not rows:
+        return []
+    cells = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in cells
+    ]

@@ -1,0 +1,313 @@
+"""Which documents go into one micro-batch, and datasets packed or cut as a whole."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, DatasetDict, IterableDataset
+from torch.utils.data import Sampler
+
+D = TypeVar("D", Dataset, DatasetDict, IterableDataset)
+STRATEGIES = ("bfd", "bfd_split", "wrapped")
+
+
+def best_fit(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
+    """Put documents together, longest first, each where the least room is left over.
+
+    Args:
+        lengths: tokens of each document, at most `size`; those of no tokens are left out.
+        size (`int`): tokens of a pack at most.
+
+    Returns:
+        Indices of the documents of each pack. Equal input gives equal packs.
+
+    Raises:
+        ValueError: if a document is longer than `size`.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if len(lengths) and lengths.max() > size:
+        raise ValueError(
+            f"Document {lengths.argmax()} has {lengths.max()} tokens, but a pack holds {size}."
+        )
+    packs: list[list[int]] = []
+    rooms: list[int] = []  # sorted, each once
+    with_room: dict[int, list[list[int]]] = {}  # packs by the room they have left
+    order = np.argsort(-lengths, kind="stable")
+    for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        if length == 0:
+            break
+        at = bisect_left(rooms, length)
+        if at == len(rooms):
+            pack, room = [], size
+            packs.append(pack)
+        else:
+            room = rooms[at]
+            pack = with_room[room].pop()
+            if not with_room[room]:
+                del rooms[at], with_room[room]
+        pack.append(document)
+        left = room - length
+        if left:
+            if left not in with_room:
+                insort(rooms, left)
+                with_room[left] = []
+            with_room[left].append(pack)
+    return packs
+
+
+def windows(
+    lengths: Sequence[int] | np.ndarray, size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut documents into pieces of at most `size` tokens.
+
+    Returns:
+        Document, first token and end of each piece, in order; a document of no tokens has none.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    counts = -(-lengths // size)
+    document = np.repeat(np.arange(len(lengths)), counts)
+    start = ragged_ranges(np.zeros(len(lengths), dtype=np.int64), counts) * size
+    return document, start, np.minimum(start + size, lengths[document])
+
+
+def ragged_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Concatenate `range(start, start + count)` of all starts and counts."""
+    before = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum())) + np.repeat(starts - before, counts)
+
+
+def wrapped(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[tuple[int, int, int]]]:
+    """Lay documents end to end and cut every `size` tokens.
+
+    Returns:
+        For each pack, the pieces (document, first token, end) it consists of.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    ends = np.cumsum(lengths)
+    cuts = np.unique(np.concatenate([ends, np.arange(0, ends[-1] if len(ends) else 0, size)]))
+    cuts = cuts[cuts > 0]
+    firsts = np.concatenate([[0], cuts[:-1]]) if len(cuts) else cuts
+    document = np.searchsorted(ends, firsts, side="right")
+    begin = (ends - lengths)[document]
+    packs: list[list[tuple[int, int, int]]] = [[] for _ in range(-(-int(lengths.sum()) // size))]
+    pieces = zip(document.tolist(), (firsts - begin).tolist(), (cuts - begin).tolist(), strict=True)
+    for place, piece in zip((firsts // size).tolist(), pieces, strict=True):
+        packs[place].append(piece)
+    return packs
+
+
+def efficiency(lengths: Sequence[int] | np.ndarray, packs: Sequence[Any], size: int) -> float:
+    """Tokens of the documents as a share of the room of their packs."""
+    return float(np.sum(lengths)) / (len(packs) * size) if packs else 1.0
+
+
+class MicroBatchSampler(Sampler[list[int]]):
+    """Yields the documents of each micro-batch, in an order that seed and epoch decide.
+
+    All ranks yield the same micro-batches; handing them out is left to whoever loads them.
+
+    Args:
+        lengths: tokens of each document.
+        rows (`int`): documents of a micro-batch, or packs if `pack_size` is given.
+        max_tokens (`int`, *optional*): tokens of a micro-batch at most; a document longer than
+            that is alone.
+        pack_size (`int`, *optional*): tokens of a pack of best fitting documents.
+        seed (`int`, *optional*): None keeps the order of the dataset.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | np.ndarray,
+        rows: int,
+        max_tokens: int | None = None,
+        pack_size: int | None = None,
+        seed: int | None = None,
+    ):
+        self._lengths = np.asarray(lengths, dtype=np.int64)
+        self._rows = rows
+        self._max_tokens = max_tokens
+        self._pack_size = pack_size
+        self._seed = seed
+        self._epoch = 0
+        self._made: tuple[int, list[list[int]]] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose micro-batches come next."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches())
+
+    def __len__(self) -> int:
+        return len(self.batches())
+
+    def batches(self) -> list[list[int]]:
+        """The micro-batches of the epoch."""
+        if self._made is None or self._made[0] != self._epoch:
+            self._made = self._epoch, self._gathered(self._units())
+        return self._made[1]
+
+    def _units(self) -> list[list[int]]:
+        """Documents, or packs of them, in the order of the epoch."""
+        order = np.arange(len(self._lengths))
+        if self._seed is not None:
+            rng = np.random.default_rng([self._seed, self._epoch])
+            order = rng.permutation(len(order))
+        units = [[document] for document in order.tolist()]
+        if self._pack_size is not None:
+            packs = best_fit(self._lengths[order], self._pack_size)
+            units = [order[pack].tolist() for pack in packs]
+            if self._seed is not None:
+                units = [units[i] for i in rng.permutation(len(units))]
+        return units
+
+    def _gathered(self, units: list[list[int]]) -> list[list[int]]:
+        found: list[list[int]] = []
+        count = tokens = 0
+        lengths = self._lengths.tolist()
+        for unit in units:
+            size = sum(lengths[document] for document in unit)
+            full = self._max_tokens is not None and tokens + size > self._max_tokens
+            if not found or count == self._rows or full:
+                found.append([])
+                count = tokens = 0
+            found[-1] += unit
+            count, tokens = count + 1, tokens + size
+        return found
+
+
+def pack_dataset(
+    dataset: D,
+    seq_length: int,
+    strategy: str = "bfd",
+    map_kwargs: dict[str, Any] | None = None,
+) -> D:
+    """Pack the rows of a dataset into rows of at most `seq_length` tokens.
+
+    Args:
+        dataset: all columns are lists, in a row of equal lengths.
+        seq_length (`int`): tokens of a row at most.
+        strategy (`str`): "bfd" cuts long rows and packs the rest where it fits best; "bfd_split"
+            keeps the rest of long rows as rows; "wrapped" lays all rows end to end. The first two
+            add the column `seq_lengths` with the lengths of the rows in a pack.
+        map_kwargs (`dict`, *optional*): arguments of `Dataset.map`. Without `batch_size` the
+            whole dataset is packed at once; a stream is packed by the batch.
+
+    Raises:
+        TypeError: if a column does not consist of lists.
+        ValueError: if the lists of a row differ in length, or the strategy is unknown.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy={strategy!r} is unknown; choose {', '.join(STRATEGIES)}.")
+    options = {"seq_length": seq_length, "strategy": strategy}
+    return _mapped(dataset, _pack_table, options, map_kwargs)
+
+
+def truncate_dataset(dataset: D, max_length: int, map_kwargs: dict[str, Any] | None = None) -> D:
+    """Cut every list of a dataset to its first `max_length` items; other columns are kept.
+
+    Args:
+        dataset: with columns of lists.
+        max_length (`int`): items to keep.
+        map_kwargs (`dict`, *optional*): arguments of `Dataset.map`.
+    """
+    return _mapped(dataset, _truncate_table, {"max_length": max_length}, map_kwargs)
+
+
+def _mapped(dataset: Any, function: Any, options: dict[str, Any], given: Any) -> Any:
+    given = {"batched": True, "fn_kwargs": options} | (given or {})
+    if isinstance(dataset, DatasetDict):
+        return DatasetDict({k: _mapped(v, function, options, given) for k, v in dataset.items()})
+    if isinstance(dataset, IterableDataset):
+        return dataset.with_format("arrow").map(function, **given).with_format(None)
+    before = dataset.format
+    given = {"batch_size": None, "remove_columns": dataset.column_names} | given
+    packed = dataset.with_format("arrow").map(function, **given)
+    kept = {k: before[k] for k in ("type", "format_kwargs")}
+    return packed.with_format(kept["type"], **kept["format_kwargs"])
+
+
+def _pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
+    columns = {name: _lists(table, name) for name in table.column_names}
+    sizes = {name: column.value_lengths().to_numpy() for name, column in columns.items()}
+    lengths = next(iter(sizes.values()))
+    for name, found in sizes.items():
+        if not np.array_equal(found, lengths):
+            row = int(np.flatnonzero(found != lengths)[0])
+            raise ValueError(
+                f"Row {row}: column {name!r} has {found[row]} items and column "
+                f"{table.column_names[0]!r} has {lengths[row]}; all lists of a row must be as long."
+            )
+    begins = np.cumsum(lengths, dtype=np.int64) - lengths
+    if strategy == "wrapped":
+        starts, counts = np.zeros(1, dtype=np.int64), np.array([lengths.sum()])
+        ends = windows(counts, seq_length)[2]
+        bounds = np.concatenate([[0], ends])
+    else:
+        split = windows(lengths, seq_length)
+        kept = slice(None) if strategy == "bfd_split" else split[1] == 0
+        document, start, stop = (part[kept] for part in split)
+        packs = best_fit(stop - start, seq_length)
+        order = np.concatenate([*packs, []]).astype(np.int64)
+        starts, counts = (begins[document] + start)[order], (stop - start)[order]
+        members = np.cumsum([0, *map(len, packs)])
+        bounds = np.concatenate([[0], np.cumsum(counts)])[members]
+    chosen = pa.array(ragged_ranges(starts, counts))
+    found = {name: _rows(bounds, column.flatten().take(chosen)) for name, column in columns.items()}
+    if strategy != "wrapped":
+        found["seq_lengths"] = _rows(members, pa.array(counts))
+    return pa.table(found)
+
+
+def _truncate_table(table: pa.Table, max_length: int) -> pa.Table:
+    found = {}
+    for name in table.column_names:
+        column = table.column(name)
+        if _is_list(column.type):
+            lists = _lists(table, name)
+            lengths = lists.value_lengths().to_numpy()
+            counts = np.minimum(lengths, max_length)
+            chosen = ragged_ranges(np.cumsum(lengths, dtype=np.int64) - lengths, counts)
+            bounds = np.concatenate([[0], np.cumsum(counts)])
+            column = _rows(bounds, lists.flatten().take(pa.array(chosen)))
+        found[name] = column
+    return pa.table(found)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def _lists(table: pa.Table, name: str) -> Any:
+    column = table.column(name)
+    if not _is_list(column.type) or column.null_count:
+        raise TypeError(f"Column {name!r} must consist of lists, but has {column.type}.")
+    return pc.fill_null(column.combine_chunks(), pa.scalar([], column.type))
+
+
+def _rows(bounds: np.ndarray, values: pa.Array) -> pa.Array:
+    return pa.LargeListArray.from_arrays(pa.array(bounds, pa.int64()), values).cast(
+        pa.list_(values.type)
+    )
+
+
+def remove_none_values(example: Any) -> Any:
+    """Leave out all that is None in nested lists and dictionaries.
+
+    Raises:
+        TypeError: if `example` is neither.
+    """
+    if isinstance(example, list):
+        return [_bare(item) for item in example if item is not None]
+    if isinstance(example, dict):
+        return {key: _bare(item) for key, item in example.items() if item is not None}
+    raise TypeError(f"Only lists and dictionaries can hold None values, not {type(example)}.")
+
+
+def _bare(item: Any) -> Any:
+    return remove_none_values(item) if isinstance(item, list | dict) else item

@@ -1,0 +1,391 @@
+"""Preference examples as token ids: a prompt, and the answers that share it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, Features, List, Value
+
+from .encode import Ids, TextEncoder, shared, template_options
+from .preference import extract_prompt
+from .prepare import D, counted, named_rows, nothing_left, prepared, ragged, row_lengths
+from .supervised import as_messages, examples, rendered_answers
+
+Kind = Literal["pair", "labelled", "ranked"]
+IDS = List(Value("int32"))
+COMMON = {"prompt_ids": IDS, "source": Value("int64"), "merged": Value("int32")}
+FEATURES = {
+    "pair": {"chosen_ids": IDS, "rejected_ids": IDS, "margin": Value("float64")},
+    "labelled": {"completion_ids": IDS, "label": Value("bool")},
+    "ranked": {"answers_ids": List(IDS), "ranks": List(Value("int32"))},
+}
+OLD_NAMES = {
+    **{"prompt_input_ids": "prompt_ids", "completion_input_ids": "completion_ids"},
+    **{"chosen_input_ids": "chosen_ids", "rejected_input_ids": "rejected_ids"},
+    **{"input_ids_chosen": "chosen_ids", "input_ids_rejected": "rejected_ids"},
+}
+
+
+def kind_of_preferences(example: Mapping[str, Any], unpaired: bool = False) -> Kind:
+    """Say what the examples of a dataset are, from the first of them.
+
+    Args:
+        example: its columns.
+        unpaired (`bool`): pairs are wanted as two labelled answers.
+
+    Raises:
+        ValueError: if they cannot be told.
+    """
+    names = {OLD_NAMES.get(name, name).removesuffix("_ids") for name in example}
+    if {"answers", "ranks"} <= names:
+        return "ranked"
+    if {"chosen", "rejected"} <= names:
+        return "labelled" if unpaired else "pair"
+    if {"prompt", "completion", "label"} <= names:
+        return "labelled"
+    raise ValueError(
+        f"The examples have the columns {sorted(example)}. Preferences are 'chosen' and "
+        "'rejected' (with 'prompt', or a common beginning); 'prompt', 'completion' and 'label'; "
+        "or 'prompt', 'answers' and 'ranks'."
+    )
+
+
+@dataclass
+class AnswerGroups:
+    """Prompts with the answers that share them; one entry for each group."""
+
+    prompt_ids: list[Ids]
+    answer_ids: list[list[Ids]]
+    merged: list[int]  # 1 where a token stands for characters of prompt and answer
+
+
+def encode_answers(rows: Sequence[Mapping[str, Any]], encoder: TextEncoder) -> AnswerGroups:
+    """Encode prompts with their answers, so that the answers share the prompt's tokens.
+
+    Args:
+        rows: `prompt` and `answers` (at least one each), strings or lists of messages; tools and
+            `chat_template_kwargs`.
+        encoder: how.
+
+    Raises:
+        TypeError: if prompts and answers are not of one format.
+    """
+    flat = [(i, answer) for i, row in enumerate(rows) for answer in row["answers"]]
+    owners = [i for i, _ in flat]
+    for i, answer in flat:
+        if isinstance(answer, str) != isinstance(rows[i]["prompt"], str):
+            raise TypeError("A prompt and its answers must all be strings, or all be messages.")
+    chat = bool(flat) and not isinstance(flat[0][1], str)
+    if chat:
+        prompts = [as_messages(row["prompt"]) for row in rows]
+        whole, kept, merged = rendered_answers(
+            [prompts[i] for i in owners],
+            [as_messages(answer) for _, answer in flat],
+            [template_options(rows[i]) for i in owners],
+            encoder,
+        )
+    else:
+        texts = [row["prompt"] for row in rows]
+        ids = encoder.ids(texts)
+        whole, kept = encoder.continued(
+            [texts[i] for i in owners], [ids[i] for i in owners], [answer for _, answer in flat]
+        )
+        merged = [int(k < len(ids[i])) for i, k in zip(owners, kept, strict=True)]
+    groups = AnswerGroups([], [], [])
+    place = 0
+    for row in rows:
+        at = slice(place, place + len(row["answers"]))
+        place = at.stop
+        split = min(kept[at])
+        prompt = whole[at.start][:split]
+        answers = [ids[split:] for ids in whole[at]]
+        groups.prompt_ids.append(prompt if chat else encoder.begun(prompt))
+        groups.answer_ids.append(answers if chat else [encoder.ended(ids) for ids in answers])
+        groups.merged.append(max(merged[at]))
+    return groups
+
+
+def _grouped(row: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+    """A text example as prompt and answers."""
+    if kind == "ranked":
+        return dict(row)
+    if "chosen" not in row:
+        return {**row, "answers": [row["completion"]]}
+    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    if prompt is None or isinstance(prompt, str) != isinstance(chosen, str):
+        prompt, chosen, rejected = extract_prompt({"chosen": chosen, "rejected": rejected}).values()
+    return {**row, "prompt": prompt, "answers": [chosen, rejected]}
+
+
+def _tokenized(rows: Sequence[Mapping[str, Any]], kind: Kind) -> AnswerGroups:
+    """Read examples whose ids are given."""
+    groups = AnswerGroups([], [], [])
+    for row in rows:
+        if kind == "ranked":
+            answers = [list(ids) for ids in row["answers_ids"]]
+        elif "chosen_ids" in row:
+            answers = [list(row["chosen_ids"]), list(row["rejected_ids"])]
+        else:
+            answers = [list(row["completion_ids"])]
+        prompt = list(row.get("prompt_ids") or [])
+        if row.get("prompt_ids") is None and len(answers) > 1:
+            split = min(shared(answers[0], answer) for answer in answers[1:])
+            split = min([split, *(len(answer) - 1 for answer in answers)])
+            prompt, answers = answers[0][:split], [answer[split:] for answer in answers]
+        groups.prompt_ids.append(prompt)
+        groups.answer_ids.append(answers)
+        groups.merged.append(0)
+    return groups
+
+
+@dataclass
+class _EncodePreferences:
+    kind: Kind
+    encoder: TextEncoder
+
+    def __call__(self, table: pa.Table, index: list[int]) -> pa.Table:
+        names = [OLD_NAMES.get(name, name) for name in table.column_names]
+        columns = [table.column(name).to_pylist() for name in table.column_names]
+        rows = examples(dict(zip(names, columns, strict=True)))
+        with named_rows(index):
+            if any(name.endswith("_ids") for name in names):
+                groups = _tokenized(rows, self.kind)
+            else:
+                groups = encode_answers([_grouped(row, self.kind) for row in rows], self.encoder)
+            return self._table(groups, rows, index)
+
+    def _table(self, groups: AnswerGroups, rows: list[Any], index: list[int]) -> pa.Table:
+        # A labelled row of a pair stands next to the other one, so batches are mixed.
+        each = 2 if self.kind == "labelled" and rows and "label" not in rows[0] else 1
+        table = {
+            "prompt_ids": ragged([ids for ids in groups.prompt_ids for _ in range(each)]),
+            "source": pa.array([i for i in index for _ in range(each)], pa.int64()),
+            "merged": pa.array([m for m in groups.merged for _ in range(each)], pa.int32()),
+        }
+        if self.kind == "pair":
+            table["chosen_ids"] = ragged([answers[0] for answers in groups.answer_ids])
+            table["rejected_ids"] = ragged([answers[1] for answers in groups.answer_ids])
+            table["margin"] = pa.array([row.get("margin") for row in rows], pa.float64())
+        elif self.kind == "labelled":
+            labels = [True, False] * len(rows) if each == 2 else [bool(r["label"]) for r in rows]
+            table["completion_ids"] = ragged([ids for found in groups.answer_ids for ids in found])
+            table["label"] = pa.array(labels, pa.bool_())
+        else:
+            table["answers_ids"] = pa.array(groups.answer_ids, pa.list_(pa.list_(pa.int32())))
+            table["ranks"] = pa.array([_ranks(row, groups, i) for i, row in enumerate(rows)])
+        return pa.table(table).select(list(features_of(self.kind)))
+
+
+def _ranks(row: Mapping[str, Any], groups: AnswerGroups, i: int) -> list[int]:
+    ranks = [int(rank) for rank in row["ranks"]]
+    if len(ranks) != len(groups.answer_ids[i]):
+        raise ValueError(f"{len(groups.answer_ids[i])} answers have {len(ranks)} ranks.")
+    return ranks
+
+
+def features_of(kind: Kind) -> Features:
+    """The columns of prepared examples of a kind."""
+    return Features(COMMON | FEATURES[kind])
+
+
+def prepare_preferences(
+    dataset: D, encoder: TextEncoder, unpaired: bool = False, num_proc: int | None = None
+) -> D:
+    """Encode a dataset of preferences, in full length.
+
+    Args:
+        dataset: pairs, labelled or ranked answers; strings, messages or ids; its first row decides.
+        encoder: how.
+        unpaired (`bool`): make each pair two labelled rows next to each other.
+        num_proc (`int`, *optional*): processes; None chooses.
+
+    Returns:
+        `prompt_ids`, `source` (row of the dataset), `merged` (1 where a token stands for
+        characters of prompt and answer), and `chosen_ids`, `rejected_ids`, `margin` for pairs,
+        `completion_ids`, `label` for labelled answers, or `answers_ids`, `ranks` (the lowest is
+        the best). What an answer has in common with the others of its prompt is in the prompt.
+
+    Raises:
+        ValueError: if the dataset is empty, or its rows cannot be read.
+    """
+    first = next(iter(dataset), None)
+    if first is None:
+        raise ValueError("The dataset has no rows.")
+    kind = kind_of_preferences(first, unpaired)
+    encode = _EncodePreferences(kind, encoder)
+    return prepared(dataset, encode, [kind, encoder.digest], features_of(kind), num_proc)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceLimits:
+    """How long prompts and answers may be; None means any length.
+
+    Args:
+        max_prompt_length (`int`, *optional*): the last tokens of a prompt are kept.
+        max_completion_length (`int`, *optional*): the first tokens of an answer are kept.
+        max_length (`int`, *optional*): tokens of a prompt with an answer.
+        truncation_mode (`str`): what `max_length` keeps: "keep_start" the beginning; "keep_end"
+            the end. All answers of a prompt are cut so that they go on sharing it.
+
+    Raises:
+        ValueError: for another `truncation_mode`.
+    """
+
+    max_length: int | None = None
+    max_prompt_length: int | None = None
+    max_completion_length: int | None = None
+    truncation_mode: str = "keep_start"
+
+    def __post_init__(self) -> None:
+        if self.truncation_mode not in ("keep_start", "keep_end"):
+            raise ValueError(
+                f"truncation_mode={self.truncation_mode!r} is unknown; choose keep_start or "
+                "keep_end."
+            )
+
+    def lengths(self, prompts: np.ndarray, answers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens that are kept of prompts (rows,) and of their answers (rows, K).
+
+        An answer of which nothing is kept leaves nothing to train on.
+        """
+        if self.max_prompt_length is not None:
+            prompts = np.minimum(prompts, self.max_prompt_length)
+        if self.max_completion_length is not None:
+            answers = np.minimum(answers, self.max_completion_length)
+        if self.max_length is not None:
+            if self.truncation_mode == "keep_end":
+                room = np.maximum(self.max_length - answers.max(axis=1), 1)
+                prompts = np.minimum(prompts, room)
+            answers = np.clip(self.max_length - prompts[:, None], 0, answers)
+        return prompts, answers
+
+    def cut(self, prompt: Ids, answers: Sequence[Ids]) -> tuple[Ids, list[Ids]]:
+        """Cut a prompt and its answers."""
+        sizes = np.array([[len(ids) for ids in answers]])
+        kept, left = self.lengths(np.array([len(prompt)]), sizes)
+        answers = [list(ids)[: self.max_completion_length] for ids in answers]
+        ends = self.truncation_mode == "keep_end"
+        cut = [
+            ids[len(ids) - size :] if ends else ids[:size]
+            for ids, size in zip(answers, left[0].tolist(), strict=True)
+        ]
+        return list(prompt)[len(prompt) - int(kept[0]) :], cut
+
+
+@dataclass(frozen=True)
+class CutReport:
+    """What was cut off preference examples, and which of them are left out."""
+
+    rows: int
+    prompts: int  # rows whose prompt lost tokens
+    answers: int  # rows an answer of which lost tokens
+    tokens_lost: int
+    empty: tuple[int, ...]  # rows of the dataset with an answer of no tokens, left out
+    merged: int
+
+    def lines(self) -> list[str]:
+        """Say it in sentences; none if there is nothing to say."""
+        rows = counted(self.rows, "row")
+        cut = (
+            f"{counted(self.tokens_lost, 'token')} cut off: the prompt of {self.prompts} and an "
+            f"answer of {self.answers} of {rows} too long."
+        )
+        merged = (
+            f"{self.merged} of {rows} with a token that stands for characters of both prompt and "
+            "answer; it belongs to the answer."
+        )
+        said = [cut] * bool(self.tokens_lost)
+        said += nothing_left(self.empty, rows, "an answer without tokens")
+        return said + [merged] * bool(self.merged)
+
+
+def cut_preferences(
+    table: Dataset, limits: PreferenceLimits, drop_long: bool = False
+) -> tuple[Dataset, CutReport]:
+    """Cut prepared examples to length, and leave out those an answer of which is empty.
+
+    Args:
+        table: as of `prepare_preferences`.
+        limits: how long.
+        drop_long (`bool`): leave out examples over `max_length` instead, as reward models do.
+
+    Raises:
+        ValueError: if no example is left.
+    """
+    prompts, sizes = preference_lengths(table)
+    kept, left = limits.lengths(prompts, sizes)
+    good = (left > 0).all(axis=1)
+    if drop_long and limits.max_length is not None:
+        good &= prompts + sizes.max(axis=1) <= limits.max_length
+    if not good.any():
+        raise ValueError(
+            f"None of the {len(table)} rows is left with tokens in every answer (max_length="
+            f"{limits.max_length}, max_prompt_length={limits.max_prompt_length}, "
+            f"max_completion_length={limits.max_completion_length}). Raise them."
+        )
+    source = np.asarray(table["source"][:])
+    report = CutReport(
+        rows=len(table),
+        prompts=int((kept < prompts)[good].sum()),
+        answers=int((left < sizes).any(axis=1)[good].sum()),
+        tokens_lost=int((prompts - kept)[good].sum() + (sizes - left)[good].sum()),
+        empty=tuple(source[~good].tolist()),
+        merged=int((np.asarray(table["merged"][:]) > 0).sum()),
+    )
+    found = table if good.all() else table.select(np.flatnonzero(good))
+    return found, report
+
+
+def preference_lengths(table: Dataset) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of the prompts (rows,) and of their answers (rows, K).
+
+    Where rows differ in the number of answers, the first one stands for those that are missing.
+    """
+    prompts = row_lengths(table, "prompt_ids")
+    if "answers_ids" not in table.column_names:
+        names = [n for n in ("chosen_ids", "rejected_ids", "completion_ids") if n in table.features]
+        return prompts, np.stack([row_lengths(table, name) for name in names], axis=1)
+    groups = [[len(ids) for ids in answers] for answers in table["answers_ids"]]
+    width = max(map(len, groups), default=0)
+    return prompts, np.array([found + found[:1] * (width - len(found)) for found in groups])
+
+
+def mismatched(sources: Sequence[Any], answers: Sequence[Sequence[int]], seed: int) -> np.ndarray:
+    """Choose for each row another row whose answer is scored under its prompt.
+
+    The partner has another answer and comes from another example; it follows from the data and
+    the seed alone, whatever the order, the batches or the ranks.
+
+    Args:
+        sources: (rows,) example each row is made from.
+        answers: (rows,) its answer's ids.
+        seed (`int`): chooses.
+
+    Returns:
+        (rows,) index of the partner.
+
+    Raises:
+        ValueError: if a row has no partner.
+    """
+    names = {answer: i for i, answer in enumerate(dict.fromkeys(map(tuple, answers)))}
+    answer = np.array([names[tuple(ids)] for ids in answers])
+    source = np.unique(np.asarray(sources), return_inverse=True)[1]
+    order = np.random.default_rng(seed).permutation(len(answer))
+    found = np.full(len(answer), -1)
+    for step in range(1, len(order)):
+        open_ = np.flatnonzero(found[order] < 0)
+        if not len(open_):
+            break
+        rows, others = order[open_], order[(open_ + step) % len(order)]
+        fits = (answer[rows] != answer[others]) & (source[rows] != source[others])
+        found[rows[fits]] = others[fits]
+    if (found < 0).any():
+        raise ValueError(
+            f"Row {int(np.flatnonzero(found < 0)[0])} has no partner: the KL estimate needs rows "
+            "of other examples with other completions."
+        )
+    return found

@@ -1,0 +1,85 @@
+"""Chat templates: markers around what the assistant writes, and copies from other tokenizers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .tool_template import ASSISTANTS, CALL, NAME, RESULT, USER, render_probe, tool_message
+
+MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def has_generation_markers(template: str | Mapping[str, str]) -> bool:
+    """Whether a chat template marks what the assistant writes with `{% generation %}`.
+
+    Args:
+        template: the text, or texts by name, of which "default" counts.
+
+    Raises:
+        TypeError: if there is none.
+    """
+    if template is None:
+        raise TypeError("The tokenizer has no chat template.")
+    text = template if isinstance(template, str) else template["default"]
+    return MARKER.search(text) is not None
+
+
+def is_chat_template_prefix_preserving(processing_class: Any) -> bool:
+    """Whether a tool's result leaves the tokens of the turns before it as they were."""
+    call = [USER, ASSISTANTS[0]]
+    result = [*call, tool_message(NAME, RESULT) | {"tool_call_id": CALL["id"]}]
+    options = {"tokenize": True, "return_dict": True}
+    before = render_probe(processing_class, call, **options)["input_ids"]
+    after = render_probe(processing_class, result, add_generation_prompt=True, **options)
+    return after["input_ids"][: len(before)] == before
+
+
+def clone_chat_template(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source_tokenizer_path: str,
+    resize_to_multiple_of: int | None = 64,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]:
+    """Give a tokenizer the chat template, the added tokens and the EOS token of another one.
+
+    Args:
+        model: its embeddings are resized, and its configurations get the new EOS token.
+        tokenizer: changed in place.
+        source_tokenizer_path (`str`): folder or name of the other tokenizer.
+        resize_to_multiple_of (`int`, *optional*): round the vocabulary up to a multiple; the
+            tokens that fill it are called `<extra_id_0>` and so on. None rounds to nothing.
+
+    Returns:
+        Model, tokenizer, and the ids of the tokens that are new.
+
+    Raises:
+        ValueError: if the other tokenizer has no chat template.
+        RuntimeError: if the vocabulary and the embeddings end up with different sizes.
+    """
+    source = AutoTokenizer.from_pretrained(source_tokenizer_path)
+    tokenizer.chat_template = source.get_chat_template()
+    known = tokenizer.get_vocab()
+    missing = [t for t in source.added_tokens_decoder.values() if t.content not in known]
+    tokenizer.add_tokens(missing)
+    tokenizer.eos_token = source.eos_token
+    for config in (model.config, model.generation_config if model.can_generate() else None):
+        if config is not None:
+            config.eos_token_id = tokenizer.eos_token_id
+    # A model may have more embeddings than its tokenizer has tokens; none of them is lost.
+    size = max(model.get_input_embeddings().num_embeddings, len(tokenizer))
+    size = -(-size // (resize_to_multiple_of or 1)) * (resize_to_multiple_of or 1)
+    model.resize_token_embeddings(size)
+    names = (f"<extra_id_{i}>" for i in range(size + len(tokenizer)))
+    fillers = [name for name in names if name not in known][: size - len(tokenizer)]
+    tokenizer.add_tokens(fillers)
+    if len(tokenizer) != model.get_input_embeddings().num_embeddings:
+        raise RuntimeError(
+            f"The tokenizer has {len(tokenizer)} tokens, but the model has "
+            f"{model.get_input_embeddings().num_embeddings} embeddings."
+        )
+    added = [t.content for t in missing] + fillers
+    return model, tokenizer, tokenizer.convert_tokens_to_ids(added)
