@@ -16,8 +16,8 @@ CHATML = (
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}"
-    "<|im_end|>{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% endif %}"
+    "<|im_end|>{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}"
+    "<|im_start|>assistant\n{% endif %}"
 )
 # Thinking stays in the turns behind the last question alone, and stands there even if empty.
 THINKING = (

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 from tokenizers import processors
 
-from trl.data.encode import TextEncoder, shared, template_options
+from trl.data.encode import TextEncoder, template_options
+from trl.data.preference import common_prefix_length
 
 ENCODER = TextEncoder(bpe_tokenizer())
 texts = st.lists(st.sampled_from([*WORDS.split(), " ", "\n", "hel", "lo", "<|im_end|>", "é", ". "]))
@@ -29,7 +30,9 @@ def test_answers_are_encoded_as_the_whole_text_is(starts, answer):
     ids, kept = ENCODER.continued(prompts, ENCODER.ids(prompts), answers)
     whole = ENCODER.ids([p + a for p, a in zip(prompts, answers, strict=True)])
     assert ids == whole
-    assert kept == [shared(ENCODER.ids([p])[0], w) for p, w in zip(prompts, whole, strict=True)]
+    assert kept == [
+        common_prefix_length(ENCODER.ids([p])[0], w) for p, w in zip(prompts, whole, strict=True)
+    ]
 
 
 def test_ends_of_prompts_stand_for_whole_ones_only_where_the_tokenizer_allows_it():

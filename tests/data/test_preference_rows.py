@@ -84,13 +84,11 @@ def test_labelled_answers():
 
 
 def test_pairs_become_labelled_answers_next_to_each_other():
-    found = prepare(PAIR, CHAT_TEXT := PAIR | {"prompt": "say"}, unpaired=True)
+    found = prepare(PAIR, PAIR | {"prompt": "say"}, unpaired=True)
     assert found["label"][:] == [True, False, True, False]
     assert found["source"][:] == [0, 0, 1, 1]
     shown = [texts(row, "prompt_ids", "completion_ids") for row in found]
-    assert shown == [
-        (p, a) for p in ("ask", CHAT_TEXT["prompt"]) for a in (" yes<eos>", " no<eos>")
-    ]
+    assert shown == [(p, a) for p in ("ask", "say") for a in (" yes<eos>", " no<eos>")]
 
 
 def test_ranked_answers():
@@ -98,15 +96,19 @@ def test_ranked_answers():
     found = prepare(row)[0]
     shown = [ENCODER.tokenizer.decode(ids) for ids in found["answers_ids"]]
     assert shown == ["yes<end>", "no<end>", "yes<end>"] and found["ranks"] == [1, 2, 1]
-    with pytest.raises(ValueError, match="3 answers have 2 ranks"):
-        prepare(row | {"ranks": [1, 2]})
+    with pytest.raises(ValueError, match="3 answers have 1 rank\\."):
+        prepare(row | {"ranks": [1]})
 
 
 @pytest.mark.parametrize(
     ("row", "error", "message"),
     [
         ({"words": "a"}, ValueError, r"have the columns \['words'\]"),
-        ({"prompt": "a", "completion": [GOOD], "label": True}, TypeError, "must all be strings"),
+        (
+            {"prompt": "a", "completion": [GOOD], "label": True},
+            TypeError,
+            "must all be strings, or",
+        ),
     ],
 )
 def test_what_is_no_preference_is_refused(row, error, message):

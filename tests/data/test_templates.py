@@ -51,6 +51,6 @@ def test_a_source_without_template_is_refused(tmp_path):
 
 def test_a_cloned_checkpoint_speaks_the_template(tmp_path):
     path = save_tiny(tmp_path)
-    model, tokenizer, added = clone_chat_template(tiny_model(), bpe_tokenizer(), path)
+    _, tokenizer, added = clone_chat_template(tiny_model(), bpe_tokenizer(), path)
     text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     assert text == "<user>a<end>" and len(added) > 0

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .formats import prepare_multimodal_messages
+from .preference import common_prefix_length
 from .templates import has_generation_markers
 
 Ids = list[int]
@@ -85,10 +86,8 @@ class TextEncoder:
     def ids(self, texts: Sequence[str]) -> list[Ids]:
         """Encode texts as they are, with nothing added."""
         if self._core is None:
-            return (
-                self.tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
-            )
-        return [one.ids for one in self._encodings(texts, self._core.encode_batch_fast)]
+            return [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        return [one.ids for one in self._encodings(self._core.encode_batch_fast, texts)]
 
     def ids_and_places(self, texts: Sequence[str]) -> tuple[list[Ids], list[np.ndarray]]:
         """Encode texts, and say which characters each token stands for: (tokens, 2) each.
@@ -101,13 +100,14 @@ class TextEncoder:
                 "The turns of the assistant cannot be found in tokens: the tokenizer is not a "
                 "fast one. Use prompt-completion data, or a fast tokenizer."
             )
-        found = self._encodings(texts, self._core.encode_batch)
+        found = self._encodings(self._core.encode_batch, texts)
         return [f.ids for f in found], [np.array(f.offsets).reshape(-1, 2) for f in found]
 
-    def _encodings(self, texts: Sequence[str], encode: Any) -> list[Any]:
+    def _encodings(self, encode: Any, texts: Sequence[str]) -> list[Any]:
         # Calls of the tokenizer leave their settings behind.
-        self._core.no_truncation()
-        self._core.no_padding()
+        core = self.tokenizer.backend_tokenizer
+        core.no_truncation()
+        core.no_padding()
         return encode(list(texts), add_special_tokens=False)
 
     def begun(self, ids: Ids) -> Ids:
@@ -145,7 +145,7 @@ class TextEncoder:
         for i, ids in zip(rest, whole, strict=True):
             found[i] = ids
         done = [ids for ids in found if ids is not None]
-        return done, [shared(a, b) for a, b in zip(prompt_ids, done, strict=True)]
+        return done, [common_prefix_length(a, b) for a, b in zip(prompt_ids, done, strict=True)]
 
     def _agrees(
         self, found: Sequence[Ids | None], prompts: Sequence[str], answers: Sequence[str]
@@ -202,19 +202,10 @@ class TextEncoder:
         return prepare_multimodal_messages(list(messages)) if self._is_processor else list(messages)
 
 
-def shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """Count the items two sequences begin with alike."""
-    least = min(len(first), len(second))
-    if first[:least] == second[:least]:
-        return least
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), least)
-
-
 def _joined(prompt: Ids, tail: Ids, joint: Ids) -> Ids | None:
     """The prompt's tokens, then those of tail and answer from where the two agree; or None."""
-    agreeing = shared(prompt[::-1], tail[::-1])
-    kept = shared(tail, joint)
+    agreeing = common_prefix_length(prompt[::-1], tail[::-1])
+    kept = common_prefix_length(tail, joint)
     if kept - (len(tail) - agreeing) < AGREEING:
         return None
     return prompt[: len(prompt) - len(tail) + kept] + joint[kept:]

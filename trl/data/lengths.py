@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
 
 from .packing import best_fit, efficiency
+from .preference import common_prefix_length
 from .preference_rows import preference_lengths
 from .prepare import row_lengths, trained_in
 
@@ -62,10 +64,8 @@ def profile_supervised(
     every = np.arange(len(lengths))
     trained = trained_in(table, every, np.zeros_like(lengths), lengths)
     parts = {"prompt": lengths - trained, "trained": trained, "row": lengths}
-    limits = [
-        _supervised_limit(table, lengths, trained, size)
-        for size in candidates(lengths, max_lengths)
-    ]
+    sizes = candidates(lengths, max_lengths)
+    limits = [_supervised_limit(table, lengths, trained, size) for size in sizes]
     warnings = _warned(int((trained == 0).sum()), "no token to train on", len(lengths))
     merged = int((np.asarray(table["merged"][:]) > 0).sum())
     warnings += _warned(merged, "a token over the edge of what is trained", len(lengths))
@@ -94,8 +94,9 @@ def profile_preferences(
 ) -> LengthProfile:
     """Profile a dataset as of `prepare_preferences`; arguments as of `profile_supervised`."""
     prompts, answers = preference_lengths(table)
-    names = ("chosen", "rejected") if "chosen_ids" in table.features else None
-    names = names or [f"answer {k}" for k in range(answers.shape[1])]
+    paired = "chosen_ids" in table.features
+    names = [f"answer {k}" for k in range(answers.shape[1])]
+    names = ["chosen", "rejected"] if paired else names
     whole = prompts + answers.max(axis=1)
     parts = {"prompt": prompts, **dict(zip(names, answers.T, strict=True)), "row": whole}
     limits = [
@@ -111,7 +112,7 @@ def profile_preferences(
     together = prompts.sum() + answers.sum()
     repeated = {"repeated share in the answers of a prompt": 1 - together / max(separate, 1)}
     warnings = _warned(int((answers == 0).any(axis=1).sum()), "an empty answer", len(prompts))
-    if names == ("chosen", "rejected"):
+    if paired:
         pairs = zip(table["chosen_ids"], table["rejected_ids"], strict=True)
         same = sum(chosen == rejected for chosen, rejected in pairs)
         warnings += _warned(same, "the same answer twice", len(prompts))
@@ -139,10 +140,7 @@ def repeated_share(rows: Any) -> float:
     """
     ordered = sorted(list(ids) for ids in rows)
     total = sum(map(len, ordered))
-    again = 0
-    for before, ids in zip(ordered, ordered[1:], strict=False):
-        pairs = zip(before, ids, strict=False)
-        again += next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(ids)))
+    again = sum(common_prefix_length(*pair) for pair in pairwise(ordered))
     return again / total if total else 0.0
 
 

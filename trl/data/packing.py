@@ -43,7 +43,8 @@ def best_fit(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
             break
         at = bisect_left(rooms, length)
         if at == len(rooms):
-            pack, room = [], size
+            pack: list[int] = []
+            room = size
             packs.append(pack)
         else:
             room = rooms[at]

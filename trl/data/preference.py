@@ -19,7 +19,7 @@ def extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
             the other, its last element stays a completion, so that none is empty.
     """
     chosen, rejected = example["chosen"], example["rejected"]
-    shared = _shared(chosen, rejected)
+    shared = common_prefix_length(chosen, rejected)
     if shared and shared == min(len(chosen), len(rejected)):
         shared -= 1
     if isinstance(chosen, str) and shared and chosen[shared - 1] == " ":
@@ -31,9 +31,13 @@ def extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+def common_prefix_length(ids: Sequence[Any], other: Sequence[Any]) -> int:
+    """Count the items that two sequences of one type begin with alike."""
+    least = min(len(ids), len(other))
+    if ids[:least] == other[:least]:
+        return least
+    pairs = enumerate(zip(ids, other, strict=False))
+    return next(i for i, (a, b) in pairs if a != b)
 
 
 def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 
-from .encode import Ids, TextEncoder, shared, template_options
-from .preference import extract_prompt
-from .prepare import D, counted, named_rows, nothing_left, prepared, ragged, row_lengths
+from .encode import Ids, TextEncoder, template_options
+from .preference import common_prefix_length, extract_prompt
+from .prepare import D, counted, first_row, named_rows, nothing_left, prepared, ragged, row_lengths
 from .supervised import as_messages, examples, rendered_answers
 
 Kind = Literal["pair", "labelled", "ranked"]
@@ -63,7 +63,7 @@ class AnswerGroups:
     merged: list[int]  # 1 where a token stands for characters of prompt and answer
 
 
-def encode_answers(rows: Sequence[Mapping[str, Any]], encoder: TextEncoder) -> AnswerGroups:
+def encode_answers(rows: Sequence[dict[str, Any]], encoder: TextEncoder) -> AnswerGroups:
     """Encode prompts with their answers, so that the answers share the prompt's tokens.
 
     Args:
@@ -74,39 +74,42 @@ def encode_answers(rows: Sequence[Mapping[str, Any]], encoder: TextEncoder) -> A
     Raises:
         TypeError: if prompts and answers are not of one format.
     """
-    flat = [(i, answer) for i, row in enumerate(rows) for answer in row["answers"]]
-    owners = [i for i, _ in flat]
-    for i, answer in flat:
-        if isinstance(answer, str) != isinstance(rows[i]["prompt"], str):
-            raise TypeError("A prompt and its answers must all be strings, or all be messages.")
-    chat = bool(flat) and not isinstance(flat[0][1], str)
-    if chat:
-        prompts = [as_messages(row["prompt"]) for row in rows]
-        whole, kept, merged = rendered_answers(
-            [prompts[i] for i in owners],
-            [as_messages(answer) for _, answer in flat],
-            [template_options(rows[i]) for i in owners],
-            encoder,
-        )
-    else:
-        texts = [row["prompt"] for row in rows]
-        ids = encoder.ids(texts)
-        whole, kept = encoder.continued(
-            [texts[i] for i in owners], [ids[i] for i in owners], [answer for _, answer in flat]
-        )
-        merged = [int(k < len(ids[i])) for i, k in zip(owners, kept, strict=True)]
+    sizes = [len(row["answers"]) for row in rows]
+    flat = [row | {"answer": answer} for row in rows for answer in row["answers"]]
+    if len({isinstance(row[name], str) for row in flat for name in ("prompt", "answer")}) > 1:
+        raise TypeError("Prompts and answers must all be strings, or all be messages.")
+    if flat and isinstance(flat[0]["answer"], str):
+        found = _strings([row["prompt"] for row in rows], sizes, flat, encoder)
+        groups = _groups(sizes, *found)
+        groups.prompt_ids = list(map(encoder.begun, groups.prompt_ids))
+        groups.answer_ids = [list(map(encoder.ended, answers)) for answers in groups.answer_ids]
+        return groups
+    before, after = ([as_messages(row[name]) for row in flat] for name in ("prompt", "answer"))
+    options = list(map(template_options, flat))
+    return _groups(sizes, *rendered_answers(before, after, options, encoder))
+
+
+def _groups(sizes: list[int], whole: list[Ids], kept: list[int], merged: list[int]) -> AnswerGroups:
+    """Split rows of prompt and answer where the first answer of their prompt begins."""
     groups = AnswerGroups([], [], [])
-    place = 0
-    for row in rows:
-        at = slice(place, place + len(row["answers"]))
-        place = at.stop
+    for stop, size in zip(np.cumsum(sizes).tolist(), sizes, strict=True):
+        at = slice(stop - size, stop)
         split = min(kept[at])
-        prompt = whole[at.start][:split]
-        answers = [ids[split:] for ids in whole[at]]
-        groups.prompt_ids.append(prompt if chat else encoder.begun(prompt))
-        groups.answer_ids.append(answers if chat else [encoder.ended(ids) for ids in answers])
+        groups.prompt_ids.append(whole[at.start][:split])
+        groups.answer_ids.append([ids[split:] for ids in whole[at]])
         groups.merged.append(max(merged[at]))
     return groups
+
+
+def _strings(
+    prompts: list[str], sizes: list[int], flat: list[dict[str, Any]], encoder: TextEncoder
+) -> tuple[list[Ids], list[int], list[int]]:
+    """As `rendered_answers`, for answers that are strings; each prompt is encoded once."""
+    pairs = zip(encoder.ids(prompts), sizes, strict=True)
+    alone = [ids for ids, size in pairs for _ in range(size)]
+    texts = ([row[name] for row in flat] for name in ("prompt", "answer"))
+    whole, kept = encoder.continued(next(texts), alone, next(texts))
+    return whole, kept, [int(k < len(p)) for k, p in zip(kept, alone, strict=True)]
 
 
 def _grouped(row: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
@@ -133,7 +136,7 @@ def _tokenized(rows: Sequence[Mapping[str, Any]], kind: Kind) -> AnswerGroups:
             answers = [list(row["completion_ids"])]
         prompt = list(row.get("prompt_ids") or [])
         if row.get("prompt_ids") is None and len(answers) > 1:
-            split = min(shared(answers[0], answer) for answer in answers[1:])
+            split = min(common_prefix_length(answers[0], answer) for answer in answers[1:])
             split = min([split, *(len(answer) - 1 for answer in answers)])
             prompt, answers = answers[0][:split], [answer[split:] for answer in answers]
         groups.prompt_ids.append(prompt)
@@ -156,35 +159,39 @@ class _EncodePreferences:
                 groups = _tokenized(rows, self.kind)
             else:
                 groups = encode_answers([_grouped(row, self.kind) for row in rows], self.encoder)
-            return self._table(groups, rows, index)
-
-    def _table(self, groups: AnswerGroups, rows: list[Any], index: list[int]) -> pa.Table:
+            table = _COLUMNS[self.kind](groups, rows)
         # A labelled row of a pair stands next to the other one, so batches are mixed.
-        each = 2 if self.kind == "labelled" and rows and "label" not in rows[0] else 1
-        table = {
-            "prompt_ids": ragged([ids for ids in groups.prompt_ids for _ in range(each)]),
-            "source": pa.array([i for i in index for _ in range(each)], pa.int64()),
-            "merged": pa.array([m for m in groups.merged for _ in range(each)], pa.int32()),
-        }
-        if self.kind == "pair":
-            table["chosen_ids"] = ragged([answers[0] for answers in groups.answer_ids])
-            table["rejected_ids"] = ragged([answers[1] for answers in groups.answer_ids])
-            table["margin"] = pa.array([row.get("margin") for row in rows], pa.float64())
-        elif self.kind == "labelled":
-            labels = [True, False] * len(rows) if each == 2 else [bool(r["label"]) for r in rows]
-            table["completion_ids"] = ragged([ids for found in groups.answer_ids for ids in found])
-            table["label"] = pa.array(labels, pa.bool_())
-        else:
-            table["answers_ids"] = pa.array(groups.answer_ids, pa.list_(pa.list_(pa.int32())))
-            table["ranks"] = pa.array([_ranks(row, groups, i) for i, row in enumerate(rows)])
+        each = 2 if self.kind == "labelled" and "chosen" in "".join(names) else 1
+        table["prompt_ids"] = ragged([ids for ids in groups.prompt_ids for _ in range(each)])
+        table["source"] = pa.array(np.repeat(index, each), pa.int64())
+        table["merged"] = pa.array(np.repeat(groups.merged, each), pa.int32())
         return pa.table(table).select(list(features_of(self.kind)))
 
 
-def _ranks(row: Mapping[str, Any], groups: AnswerGroups, i: int) -> list[int]:
-    ranks = [int(rank) for rank in row["ranks"]]
-    if len(ranks) != len(groups.answer_ids[i]):
-        raise ValueError(f"{len(groups.answer_ids[i])} answers have {len(ranks)} ranks.")
-    return ranks
+def _pair_columns(groups: AnswerGroups, rows: Sequence[Any]) -> dict[str, pa.Array]:
+    chosen, rejected = zip(*groups.answer_ids, strict=True)
+    margins = pa.array([row.get("margin") for row in rows], pa.float64())
+    return {"chosen_ids": ragged(chosen), "rejected_ids": ragged(rejected), "margin": margins}
+
+
+def _labelled_columns(groups: AnswerGroups, rows: Sequence[Any]) -> dict[str, pa.Array]:
+    labels = [[bool(row["label"])] if "label" in row else [True, False] for row in rows]
+    return {
+        "completion_ids": ragged([ids for answers in groups.answer_ids for ids in answers]),
+        "label": pa.array([label for found in labels for label in found], pa.bool_()),
+    }
+
+
+def _ranked_columns(groups: AnswerGroups, rows: Sequence[Any]) -> dict[str, pa.Array]:
+    ranks = [[int(rank) for rank in row["ranks"]] for row in rows]
+    for answers, found in zip(groups.answer_ids, ranks, strict=True):
+        if len(answers) != len(found):
+            raise ValueError(f"{len(answers)} answers have {counted(len(found), 'rank')}.")
+    ids = pa.array(groups.answer_ids, pa.list_(pa.list_(pa.int32())))
+    return {"answers_ids": ids, "ranks": pa.array(ranks, pa.list_(pa.int32()))}
+
+
+_COLUMNS = {"pair": _pair_columns, "labelled": _labelled_columns, "ranked": _ranked_columns}
 
 
 def features_of(kind: Kind) -> Features:
@@ -212,10 +219,7 @@ def prepare_preferences(
     Raises:
         ValueError: if the dataset is empty, or its rows cannot be read.
     """
-    first = next(iter(dataset), None)
-    if first is None:
-        raise ValueError("The dataset has no rows.")
-    kind = kind_of_preferences(first, unpaired)
+    kind = kind_of_preferences(first_row(dataset), unpaired)
     encode = _EncodePreferences(kind, encoder)
     return prepared(dataset, encode, [kind, encoder.digest], features_of(kind), num_proc)
 
@@ -318,9 +322,9 @@ def cut_preferences(
     """
     prompts, sizes = preference_lengths(table)
     kept, left = limits.lengths(prompts, sizes)
-    good = (left > 0).all(axis=1)
+    good = np.min(left, axis=1) > 0
     if drop_long and limits.max_length is not None:
-        good &= prompts + sizes.max(axis=1) <= limits.max_length
+        good &= prompts + np.max(sizes, axis=1) <= limits.max_length
     if not good.any():
         raise ValueError(
             f"None of the {len(table)} rows is left with tokens in every answer (max_length="
@@ -331,7 +335,7 @@ def cut_preferences(
     report = CutReport(
         rows=len(table),
         prompts=int((kept < prompts)[good].sum()),
-        answers=int((left < sizes).any(axis=1)[good].sum()),
+        answers=int((np.max(sizes - left, axis=1) > 0)[good].sum()),
         tokens_lost=int((prompts - kept)[good].sum() + (sizes - left)[good].sum()),
         empty=tuple(source[~good].tolist()),
         merged=int((np.asarray(table["merged"][:]) > 0).sum()),

@@ -35,7 +35,7 @@ SUPERVISED = Features(
 D = TypeVar("D", Dataset, IterableDataset)
 
 
-def ragged(rows: Sequence[Sequence[int]]) -> pa.Array:
+def ragged(rows: Sequence[Sequence[int] | np.ndarray]) -> pa.Array:
     """Make an Arrow column of lists of integers, many times faster than Arrow does."""
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -80,6 +80,18 @@ def prepared(
             "desc": "Tokenizing",
         }
     return dataset.with_format("arrow").map(encode, **options).with_format(None)
+
+
+def first_row(dataset: Dataset | IterableDataset) -> dict[str, Any]:
+    """The row that decides what the examples of a dataset are.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    found = next(iter(dataset), None)
+    if found is None:
+        raise ValueError("The dataset has no rows.")
+    return found
 
 
 def default_processes(rows: int) -> int | None:
@@ -141,10 +153,7 @@ def prepare_supervised(
     Raises:
         ValueError: if the dataset is empty, or its rows cannot be read.
     """
-    first = next(iter(dataset), None)
-    if first is None:
-        raise ValueError("The dataset has no rows.")
-    kind = options.kind(first)
+    kind = options.kind(first_row(dataset))
     key = [kind, encoder.digest, *dataclasses.astuple(options)]
     return prepared(dataset, _EncodeSupervised(kind, encoder, options), key, SUPERVISED, num_proc)
 

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import numpy as np
 
 from .chatml import maybe_convert_to_chatml
-from .encode import Ids, TextEncoder, shared, template_options
+from .encode import Ids, TextEncoder, template_options
+from .preference import common_prefix_length
 from .turns import assistant_spans, expanded_turns, tokens_of
 
 Kind = Literal["tokenized", "completion", "messages", "text"]
@@ -90,6 +91,7 @@ class EncodedBatch:
     merged: list[int] = field(default_factory=list)  # tokens over the edge of what is trained
 
     def add(self, ids: Ids, spans: list[int], source: int, merged: int = 0) -> None:
+        """Append a row."""
         self.input_ids.append(ids)
         self.trained_spans.append(spans)
         self.source.append(source)
@@ -219,7 +221,7 @@ def rendered_answers(
     others = [i for i, found in enumerate(follows) if not found]
     for i, ids in zip(others, encoder.ids([texts[i] for i in others]), strict=True):
         whole[i] = ids
-    starts = [shared(head, ids) for head, ids in zip(head_ids, whole, strict=True)]
+    starts = [common_prefix_length(head, ids) for head, ids in zip(head_ids, whole, strict=True)]
     return whole, starts, [int(s < len(h)) for s, h in zip(starts, head_ids, strict=True)]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .encode import Ids, Message, TextEncoder, shared
+from .encode import Ids, Message, TextEncoder
+from .preference import common_prefix_length
 
 Span = tuple[int, int]
 STAND_IN = "\u2042STAND\u2042IN\u2042"
@@ -53,24 +54,32 @@ def _turn(
     head = _attempt(encoder, messages[:k], options, add_generation_prompt=True)
     last = k + 1 == len(messages)
     through = text if last else _attempt(encoder, messages[: k + 1], options)
-    start = len(head) if head and text.startswith(head) else None
-    stop = len(through) if through and text.startswith(through) else None
+    start, stop = _length_of_beginning(text, head), _length_of_beginning(text, through)
     if start is None or stop is None:
         # The turn's content replaced shows what the template writes around it.
         stand_in = {"role": "assistant", "content": STAND_IN}
         other = _attempt(encoder, [*messages[:k], stand_in, *messages[k + 1 :]], options) or ""
         before, _, behind = other.partition(STAND_IN)
-        if start is None and before and text.startswith(before):
-            start = len(before)
-        if stop is None and behind and text.endswith(behind):
-            stop = len(text) - len(behind) + _end_of_turn(encoder, behind)
-    if start is None:
-        raise ValueError(_inexact(k, "beginning", head, text))
-    if stop is None:
-        raise ValueError(_inexact(k, "end", through, text))
+        start = _length_of_beginning(text, before) if start is None else start
+        stop = _end_before(encoder, text, behind) if stop is None else stop
+    if start is None or stop is None:
+        what = ("beginning", head) if start is None else ("end", through)
+        raise ValueError(_inexact(k, *what, text))
     # Matches look at the end of a string, so the turn is cut out.
     ended = re.search(rf"{encoder.special}(\s*)\Z", text[start:stop])
     return start, stop - len(ended[1]) if ended else stop
+
+
+def _length_of_beginning(text: str, beginning: str | None) -> int | None:
+    return len(beginning) if beginning and text.startswith(beginning) else None
+
+
+def _end_before(encoder: TextEncoder, text: str, behind: str) -> int | None:
+    """Where a turn is over if `behind` follows its content: behind the first special token."""
+    if not behind or not text.endswith(behind):
+        return None
+    special = re.match(rf"\s*{encoder.special}", behind)
+    return len(text) - len(behind) + (special.end() if special else 0)
 
 
 def _attempt(
@@ -82,12 +91,6 @@ def _attempt(
         return None
 
 
-def _end_of_turn(encoder: TextEncoder, tail: str) -> int:
-    """Where, in what follows a content, its turn is over: behind the first special token."""
-    special = re.match(rf"\s*{encoder.special}", tail)
-    return special.end() if special else 0
-
-
 def _without_thinking(text: str, span: Span, message: Message) -> Span:
     empty = EMPTY_THINKING.match(text, *span)
     if empty is None or EMPTY_THINKING.match(str(message.get("content"))):
@@ -97,11 +100,11 @@ def _without_thinking(text: str, span: Span, message: Message) -> Span:
 
 def _inexact(k: int, what: str, found: str | None, text: str) -> str:
     found = found or ""
-    at = shared(found, text)
+    at = common_prefix_length(found, text)
     return (
-        f"The chat template has no generation markers, and the {what} of message {k} cannot be found by "
-        f"rendering the conversation again: {found[at : at + 40]!r} stands where the whole "
-        f"conversation has {text[at : at + 40]!r}. Use a template with generation markers, "
+        f"The chat template has no generation markers, and the {what} of message {k} cannot be "
+        f"found by rendering the conversation again: {found[at : at + 40]!r} stands where the "
+        f"whole conversation has {text[at : at + 40]!r}. Use a template with generation markers, "
         "prompt-completion data, or expand_turns=True."
     )
 
