@@ -22,7 +22,7 @@ Ids = list[int]
 Message = dict[str, Any]
 # Characters of a prompt's end that are encoded again with each answer, and of these, tokens that
 # must come out as they stand in the whole prompt.
-TAIL, AGREEING = 64, 4
+TAIL, AGREEING = 32, 4
 PROBED = 32  # rows on which a tokenizer shows that ends of prompts can stand for whole ones
 
 
@@ -115,8 +115,10 @@ class TextEncoder:
         return ids if ids[: len(self.begin)] == self.begin else self.begin + ids
 
     def ended(self, ids: Ids) -> Ids:
-        """Put EOS behind a plain text, unless it stands there."""
-        return ids if ids and ids[-1] == self.eos else [*ids, self.eos]
+        """Put EOS behind a plain text, in place, unless it stands there."""
+        if not ids or ids[-1] != self.eos:
+            ids.append(self.eos)
+        return ids
 
     def continued(
         self, prompts: Sequence[str], prompt_ids: Sequence[Ids], answers: Sequence[str]
@@ -159,11 +161,12 @@ class TextEncoder:
         # A tail begins with a space, so with a word.
         starts = [max(0, prompt.rfind(" ", 0, max(0, len(prompt) - TAIL))) for prompt in prompts]
         tails = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
-        alone = self.ids(tails)
+        once = list(dict.fromkeys(tails))
+        alone = dict(zip(once, self.ids(once), strict=True))
         joint = self.ids([tail + answer for tail, answer in zip(tails, answers, strict=True)])
         return [
-            new if start == 0 else _joined(old, end, new)
-            for start, old, end, new in zip(starts, prompt_ids, alone, joint, strict=True)
+            new if start == 0 else _joined(old, alone[tail], new)
+            for start, old, tail, new in zip(starts, prompt_ids, tails, joint, strict=True)
         ]
 
     def render(self, messages: Sequence[Message], options: Mapping[str, Any], **ending: Any) -> str:
@@ -204,7 +207,7 @@ class TextEncoder:
 
 def _joined(prompt: Ids, tail: Ids, joint: Ids) -> Ids | None:
     """The prompt's tokens, then those of tail and answer from where the two agree; or None."""
-    agreeing = common_prefix_length(prompt[::-1], tail[::-1])
+    agreeing = common_prefix_length(prompt[-len(tail) :][::-1], tail[::-1])
     kept = common_prefix_length(tail, joint)
     if kept - (len(tail) - agreeing) < AGREEING:
         return None

@@ -76,9 +76,7 @@ def encode_answers(rows: Sequence[dict[str, Any]], encoder: TextEncoder) -> Answ
     """
     sizes = [len(row["answers"]) for row in rows]
     flat = [row | {"answer": answer} for row in rows for answer in row["answers"]]
-    if len({isinstance(row[name], str) for row in flat for name in ("prompt", "answer")}) > 1:
-        raise TypeError("Prompts and answers must all be strings, or all be messages.")
-    if flat and isinstance(flat[0]["answer"], str):
+    if _are_strings(flat):
         found = _strings([row["prompt"] for row in rows], sizes, flat, encoder)
         groups = _groups(sizes, *found)
         groups.prompt_ids = list(map(encoder.begun, groups.prompt_ids))
