@@ -14,9 +14,9 @@ METHODS = {"SFT", "DPO", "KTO", "Reward", "Distillation", "OnlineDPO", "PPO", "O
 METHODS |= {"GKD", "XPO", "NashMD", "PRM", "IterativeSFT", "AlignProp", "DDPO"}
 OTHERS = {
     *("BEMACallback", "LogCompletionsCallback", "MergeModelCallback", "WeaveCallback"),
-    *("WinRateCallback", "add_response_schema", "clone_chat_template", "init_zero_verbose"),
-    *("get_training_chat_template", "get_kbit_device_map", "pack_dataset", "setup_chat_format"),
-    *("truncate_dataset", "AutoModelForCausalLMWithValueHead", "PreTrainedModelWrapper"),
+    *("WinRateCallback", "add_response_schema", "init_zero_verbose"),
+    *("get_training_chat_template", "get_kbit_device_map", "setup_chat_format"),
+    *("AutoModelForCausalLMWithValueHead", "PreTrainedModelWrapper"),
     *("AutoModelForSeq2SeqLMWithValueHead", "BestOfNSampler", "TextEnvironment", "TextHistory"),
     *("BaseJudge", "BasePairwiseJudge", "BaseRankJudge", "HfPairwiseJudge", "PairRMJudge"),
     *("OpenAIPairwiseJudge", "chat_template_utils", "experimental", "extras"),

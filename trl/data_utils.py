@@ -1,6 +1,6 @@
 """The data utilities under the module name that scripts import."""
 
-from .data import chatml, formats, mixture, preference
+from .data import chatml, formats, mixture, packing, preference
 
 DatasetMixtureConfig = mixture.DatasetMixtureConfig
 get_dataset = mixture.get_dataset
@@ -14,3 +14,6 @@ extract_prompt = preference.extract_prompt
 maybe_extract_prompt = preference.maybe_extract_prompt
 unpair_preference_dataset = preference.unpair_preference_dataset
 maybe_unpair_preference_dataset = preference.maybe_unpair_preference_dataset
+common_prefix_length = preference.common_prefix_length
+pack_dataset = packing.pack_dataset
+truncate_dataset = packing.truncate_dataset

@@ -1,9 +1,14 @@
 """Preference pairs."""
 
+from itertools import takewhile
+
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trl.data.preference import (
+    common_prefix_length,
     extract_prompt,
     maybe_extract_prompt,
     maybe_unpair_preference_dataset,
@@ -137,3 +142,10 @@ def test_only_pairs_are_unpaired():
         DatasetDict({"train": paired.remove_columns("chosen")}),
     ):
         assert maybe_unpair_preference_dataset(other) is other
+
+
+@given(st.lists(st.booleans()), st.lists(st.booleans()))
+def test_common_prefix_length(first, second):
+    pairs = zip(first, second, strict=False)
+    expected = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    assert common_prefix_length(first, second) == expected

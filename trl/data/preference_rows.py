@@ -87,6 +87,13 @@ def encode_answers(rows: Sequence[dict[str, Any]], encoder: TextEncoder) -> Answ
     return _groups(sizes, *rendered_answers(before, after, options, encoder))
 
 
+def _are_strings(flat: Sequence[Mapping[str, Any]]) -> bool:
+    kinds = {isinstance(row[name], str) for row in flat for name in ("prompt", "answer")}
+    if len(kinds) > 1:
+        raise TypeError("Prompts and answers must all be strings, or all be messages.")
+    return True in kinds
+
+
 def _groups(sizes: list[int], whole: list[Ids], kept: list[int], merged: list[int]) -> AnswerGroups:
     """Split rows of prompt and answer where the first answer of their prompt begins."""
     groups = AnswerGroups([], [], [])

@@ -176,24 +176,22 @@ def _completions(batch: Batch, encoder: TextEncoder, options: SupervisedOptions)
 def _chat_completions(
     rows: list[dict[str, Any]], encoder: TextEncoder, options: SupervisedOptions
 ) -> EncodedBatch:
-    found = EncodedBatch()
     prompts, answers = ([as_messages(row[k]) for row in rows] for k in ("prompt", "completion"))
+    chats = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     only = options.completion_only_loss in (None, True)
+    found = EncodedBatch()
     if options.expand_turns:
-        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            first = len(prompt) if only else 0
-            _add_expanded(found, prompt + answer, i, rows[i], encoder, first)
+        for i, chat in enumerate(chats):
+            _add_expanded(found, chat, i, rows[i], encoder, len(prompts[i]) if only else 0)
         return found
     options_of = [template_options(row) for row in rows]
-    chats, kept, merged = rendered_answers(prompts, answers, options_of, encoder)
+    whole, kept, merged = rendered_answers(prompts, answers, options_of, encoder)
     starts = kept if only else [0] * len(kept)
     if options.assistant_only_loss:
-        whole = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        found = _assistant_turns(whole, rows, encoder)
-        spans = zip(found.trained_spans, starts, strict=True)
-        found.trained_spans = [clipped(span, start) for span, start in spans]
+        found = _assistant_turns(chats, rows, encoder)
+        found.trained_spans = list(map(clipped, found.trained_spans, starts))
         return found
-    for i, ids in enumerate(chats):
+    for i, ids in enumerate(whole):
         found.add(ids, [starts[i], len(ids)], i, merged[i] if only else 0)
     return found
 
