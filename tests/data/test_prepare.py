@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
 from trl.data.encode import TextEncoder
-from trl.data.prepare import SupervisedDataset, default_processes, prepare_supervised, ragged
+from trl.data.prepare import (
+    LazySupervisedDataset,
+    SupervisedDataset,
+    default_processes,
+    prepare_supervised,
+    ragged,
+)
 from trl.data.prepare import document as document_of
 from trl.data.supervised import SupervisedOptions, spans_of
 
@@ -158,3 +164,15 @@ def test_masks_are_read_as_given():
     row = {"input_ids": range(5), "trained_spans": spans_of(mask), "source": 3}
     assert document_of(row).trained.tolist() == mask.tolist()
     assert document_of(row, 2, 5).trained.tolist() == [False, False, True]
+
+
+def test_lazy_documents_are_those_of_a_prepared_dataset():
+    prompts = ["ab", "a" * 9, "c", "d"]
+    rows = Dataset.from_dict({"prompt": prompts, "completion": list("wxyz")})
+    options = SupervisedOptions()
+    table = prepare_supervised(rows, ENCODER, options)
+    prepared, lazy = SupervisedDataset(table, 5), LazySupervisedDataset(rows, ENCODER, options, 5)
+    expected = [(d.source, d.ids.tolist(), trained(d)) for d in map(prepared.__getitem__, range(3))]
+    found = [(d.source, d.ids.tolist(), trained(d)) for d in lazy.__getitems__([0, 1, 2, 3])]
+    assert found == expected and [source for source, *_ in found] == [0, 2, 3]
+    assert lazy[1] == [] and len(lazy) == 4

