@@ -14,8 +14,10 @@ def imported(name):
 
 
 def test_names_of_upstream_say_that_they_are_not_there():
-    end = " It is not part of this release, whose trainers are GRPOTrainer, RLOOTrainer."
-    assert imported("SFTTrainer") == f"module 'trl' has no name 'SFTTrainer'.{end}"
+    end = (
+        " It is not part of this release, whose trainers are GRPOTrainer, RLOOTrainer, SFTTrainer."
+    )
+    assert imported("DPOTrainer") == f"module 'trl' has no name 'DPOTrainer'.{end}"
     assert imported("BEMACallback").endswith(end)
     with pytest.raises(AttributeError, match="'PPOConfig'. It is not part of this release"):
         trl.PPOConfig  # noqa: B018

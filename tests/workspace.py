@@ -13,7 +13,7 @@ from trl.cli.arguments import OnlineScriptArguments
 from trl.cli.values import ConversionError, convert
 from trl.cli.words import launch_option_names
 from trl.data.mixture import DatasetMixtureConfig
-from trl.scripts import grpo, rloo
+from trl.scripts import grpo, rloo, sft
 from trl.trainer.model_config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,8 +64,10 @@ def run_trl(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def option_problems(config: dict[str, object]) -> list[str]:
-    """What is wrong with a configuration file for `trl rloo` or `trl grpo`."""
-    options = grpo.make_parser()._options | rloo.make_parser()._options
+    """What is wrong with a configuration file for a training command."""
+    options = {}
+    for command in (sft, grpo, rloo):
+        options |= command.make_parser()._options
     others = launch_option_names() | {"accelerate_config", "env"}
     problems = []
     for name, value in config.items():

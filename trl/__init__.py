@@ -1,4 +1,4 @@
-"""Reinforcement-learning post-training for transformer language models.
+"""Supervised and reinforcement-learning post-training for transformer language models.
 
 Names are imported when they are first used, so that `import trl` is quick.
 """
@@ -35,6 +35,8 @@ _MODULES = {
     "trainer.model_config": ("ModelConfig", "get_peft_config", "get_quantization_config"),
     "trainer.rloo_config": ("RLOOConfig",),
     "trainer.rloo_trainer": ("RLOOTrainer",),
+    "trainer.sft_config": ("SFTConfig",),
+    "trainer.sft_trainer": ("SFTTrainer",),
 }
 _SUBMODULES = ("data_utils", "models", "rewards", "scripts", "trainer")
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

@@ -56,5 +56,7 @@ from .trainer.model_config import (
 )
 from .trainer.rloo_config import RLOOConfig as RLOOConfig
 from .trainer.rloo_trainer import RLOOTrainer as RLOOTrainer
+from .trainer.sft_config import SFTConfig as SFTConfig
+from .trainer.sft_trainer import SFTTrainer as SFTTrainer
 
 __version__: str

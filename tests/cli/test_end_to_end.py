@@ -118,3 +118,32 @@ def test_a_mistake_is_one_line(folder, first):
     assert line.startswith("trl rloo: error: ")
     assert "--num_generations 3" in line
     assert "Nearest legal" in line
+
+
+def test_supervised_fine_tuning(tmp_path):
+    """Trained, evaluated, resumed and saved, from a local file with packs of documents."""
+    write_inputs(tmp_path)
+    (tmp_path / "data").mkdir()
+    rows = [json.dumps({"prompt": f"{i}+2=", "completion": str(i + 2)}) for i in range(8)]
+    for split in ("train", "test"):
+        (tmp_path / "data" / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
+    words = ["sft", "--model_name_or_path", "tiny-model", "--dataset_name", "data"]
+    words += ["--output_dir", "out", "--report_to", "none", "--num_processes", "1", "--packing"]
+    words += [
+        "--max_length",
+        "16",
+        "--per_device_train_batch_size",
+        "2",
+        "--eval_strategy",
+        "steps",
+    ]
+    words += ["--eval_steps", "1", "--save_steps", "1", "--learning_rate", "0.01"]
+    for steps in ("1", "3"):
+        resume = ["--resume_from_checkpoint", "true"] if steps == "3" else []
+        done = run_trl([*words, "--max_steps", steps, *resume], tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+    state = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
+    losses = [entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert "SFT." in (tmp_path / "out" / "checkpoint-3" / "README.md").read_text()

@@ -344,13 +344,14 @@ def test_a_router_or_the_option_switch_sharing_off_silently(log):
 
 
 def test_the_two_rows_of_the_check():
-    """The longest row and its longest sibling, in their order."""
+    """The longest row and its longest sibling, or else another document, in their order."""
     a, b = [8, 9], [10, 11, 12]
     batch = rollout([a, a, b, b, b], [[20] * n for n in (9, 8, 1, 2, 7)])
     assert two_longest(batch) == [0, 1]
     batch = rollout([a, a, b, b, b], [[20] * n for n in (4, 8, 5, 2, 9)])
     assert two_longest(batch) == [2, 4]
-    assert two_longest(rollout([a, b], [[20], [21]])) == [1]
+    assert two_longest(rollout([a, b, a], [[20], [21, 22], [23] * 2])) == [1, 2]
+    assert two_longest(rollout([b], [[20]])) == [0]
 
 
 @pytest.mark.parametrize(

@@ -151,9 +151,25 @@ def _online(name: str, title: str, common: tuple[str, ...]) -> TrainingCommand:
     )
 
 
+_SFT = TrainingCommand(
+    "sft",
+    "train on texts, conversations or completions",
+    config="trl.trainer.sft_config.SFTConfig",
+    trainer="trl.trainer.sft_trainer.SFTTrainer",
+    arguments="trl.cli.arguments.ScriptArguments",
+    needed=(("model_name_or_path",), ("dataset_name", "datasets")),
+    common=(
+        *("output_dir", "max_length", "packing", "assistant_only_loss", "learning_rate"),
+        *("num_train_epochs", "max_steps", "per_device_train_batch_size"),
+        *("gradient_accumulation_steps", "eval_strategy", "use_peft", "report_to", "config"),
+    ),
+    example="--model_name_or_path Qwen/Qwen3-0.6B-Base --dataset_name trl-lib/Capybara \\\n"
+    "    --packing --output_dir output",
+)
 TRAINING: dict[str, TrainingCommand] = {
     command.name: command
     for command in (
+        _SFT,
         _online("rloo", "RLOO", ("beta",)),
         _online("grpo", "GRPO", ("beta", "loss_type", "scale_rewards")),
     )
@@ -173,7 +189,7 @@ COMMANDS: dict[str, Command] = TRAINING | {
 }
 
 # Commands of Hugging Face TRL that this release does not have.
-ABSENT = ("sft", "dpo", "kto", "reward", "distillation")
+ABSENT = ("dpo", "kto", "reward", "distillation")
 
 
 def unknown_command(name: str) -> str:

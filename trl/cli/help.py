@@ -15,6 +15,8 @@ TITLES = {
     "ScriptArguments": "dataset",
     "RLOOConfig": "RLOO",
     "GRPOConfig": "GRPO",
+    "SFTConfig": "SFT",
+    "OfflineConfig": "examples and micro-batches",
     "OnlineConfig": "sampling, rewards, batches, engine",
     "MismatchConfig": "differences between engine and trainer",
     "AgentConfig": "tools",

@@ -110,7 +110,8 @@ def efficiency(lengths: Sequence[int] | np.ndarray, packs: Sequence[Any], size: 
 class MicroBatchSampler(Sampler[list[int]]):
     """Yields the documents of each micro-batch, in an order that seed and epoch decide.
 
-    All ranks yield the same micro-batches; handing them out is left to whoever loads them.
+    All ranks yield the same micro-batches; handing them out is left to whoever loads them. All
+    epochs have equally many: with `max_tokens` the same ones in another order, else new ones.
 
     Args:
         lengths: tokens of each document.
@@ -150,14 +151,22 @@ class MicroBatchSampler(Sampler[list[int]]):
     def batches(self) -> list[list[int]]:
         """The micro-batches of the epoch."""
         if self._made is None or self._made[0] != self._epoch:
-            self._made = self._epoch, self._gathered(self._units())
+            self._made = self._epoch, self._in_order()
         return self._made[1]
 
-    def _units(self) -> list[list[int]]:
-        """Documents, or packs of them, in the order of the epoch."""
+    def _in_order(self) -> list[list[int]]:
+        if self._seed is None or self._max_tokens is None:
+            return self._gathered(self._units(self._epoch))
+        # Each epoch must have as many, which documents in another order would not fill.
+        found = self._gathered(self._units(0))
+        rng = np.random.default_rng([self._seed, self._epoch, 1])
+        return [found[i] for i in rng.permutation(len(found))]
+
+    def _units(self, epoch: int) -> list[list[int]]:
+        """Documents, or packs of them, in the order of an epoch."""
         order = np.arange(len(self._lengths))
         if self._seed is not None:
-            rng = np.random.default_rng([self._seed, self._epoch])
+            rng = np.random.default_rng([self._seed, epoch])
             order = rng.permutation(len(order))
         units = [[document] for document in order.tolist()]
         if self._pack_size is not None:

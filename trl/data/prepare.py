@@ -16,7 +16,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.fingerprint import Hasher
 
 from .encode import TextEncoder
-from .packing import ragged_ranges, windows
+from .packing import ragged_ranges, windows, wrapped
 from .rows import Document
 from .supervised import Kind, SupervisedOptions, clipped, encode_supervised
 
@@ -204,10 +204,12 @@ class SupervisedDataset:
         max_length (`int`, *optional*): tokens of a document.
         long_rows (`str`): what is done with longer ones: "cut" keeps the first tokens,
             "cut_start" the last ones, "drop" leaves them out, "split" makes several documents,
-            "error" refuses them. "keep_start" and "keep_end" mean the first two.
+            "error" refuses them. "keep_start" and "keep_end" mean the first two. "wrapped" lays all
+            end to end and cuts every `max_length` tokens; the pieces are documents.
 
     Attributes:
         lengths: (documents,) tokens.
+        rows (`Dataset`): as given.
         report (`LengthReport`): counts.
 
     Raises:
@@ -216,8 +218,9 @@ class SupervisedDataset:
 
     def __init__(self, table: Dataset, max_length: int | None = None, long_rows: str = "cut"):
         long_rows = TRUNCATION_MODES.get(long_rows, long_rows)
-        if long_rows not in (*LONG_ROWS, "cut_start"):
+        if long_rows not in (*LONG_ROWS, "cut_start", "wrapped"):
             raise ValueError(f"long_rows={long_rows!r} is unknown; choose {', '.join(LONG_ROWS)}.")
+        self.rows = table
         self._table = table.with_format("numpy")
         whole = row_lengths(table, "input_ids")
         self._source = self._table["source"][:]
@@ -253,6 +256,10 @@ class SupervisedDataset:
             return np.arange(len(whole)), np.zeros_like(whole), whole
         if long_rows == "split":
             return windows(whole, size)
+        if long_rows == "wrapped":
+            pieces = list(chain.from_iterable(wrapped(whole, size)))
+            row, start, stop = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
+            return row, start, stop
         over = whole > size
         if long_rows == "error" and over.any():
             named = ", ".join(map(str, self._source[over][:3]))
@@ -270,8 +277,10 @@ class SupervisedDataset:
         return len(self._row)
 
     def __getitem__(self, place: int) -> Document:
-        row = self._table[int(self._row[place])]
-        return document(row, int(self._start[place]), int(self._stop[place]))
+        at = place if place >= 0 else ~place  # see `RankBatches`
+        row = self._table[int(self._row[at])]
+        found = document(row, int(self._start[at]), int(self._stop[at]))
+        return found if place >= 0 else found.uncounted()
 
     def to_dataset(self) -> Dataset:
         """The documents with the columns `input_ids` and `labels`, in memory."""
@@ -285,7 +294,7 @@ class LazySupervisedDataset:
 
     Args:
         dataset, encoder, options: as for `prepare_supervised`.
-        max_length (`int`, *optional*): tokens of a document; the first ones are kept.
+        max_length, long_rows: as for `documents`.
     """
 
     def __init__(
@@ -294,22 +303,31 @@ class LazySupervisedDataset:
         encoder: TextEncoder,
         options: SupervisedOptions,
         max_length: int | None = None,
+        long_rows: str = "cut",
     ):
-        self._rows = dataset.with_format("arrow")
+        self.rows = dataset
+        self.lengths = np.zeros(len(dataset), dtype=np.int64)  # nobody knows them before
+        self._arrow = dataset.with_format("arrow")
         self._encode = _EncodeSupervised(options.kind(first_row(dataset)), encoder, options)
-        self._max_length = max_length
+        self._limits = max_length, long_rows
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, place: int) -> list[Document]:
         return self.__getitems__([place])
 
     def __getitems__(self, places: list[int]) -> list[Document]:
-        """The documents of some rows; those without a trained token are left out."""
-        found = self._encode(self._rows[places], places).to_pylist()
-        documents = [document(row, 0, self._max_length) for row in found]
-        return [one for one in documents if one.trained.any()]
+        """The documents of some rows, without those that have no token to train on.
+
+        If none is left, or all places are negative (see `RankBatches`), one that does not count.
+        """
+        at = [place if place >= 0 else ~place for place in places]
+        rows = self._encode(self._arrow[at], at).to_pylist()
+        found = [one for row in rows for one in documents(row, *self._limits)]
+        if not found or places[0] < 0:
+            return [Document.filler(at[0])]
+        return found
 
 
 def document(row: dict[str, Any], start: int = 0, stop: int | None = None) -> Document:
@@ -320,6 +338,31 @@ def document(row: dict[str, Any], start: int = 0, stop: int | None = None) -> Do
     for first, last in zip(spans[::2], spans[1::2], strict=True):
         trained[first - start : last - start] = True
     return Document(ids=ids, trained=trained, source=int(row["source"]))
+
+
+def documents(row: dict[str, Any], max_length: int | None, long_rows: str) -> list[Document]:
+    """Make the documents of a prepared row that have a token to train on.
+
+    Args:
+        row: as of `prepare_supervised`.
+        max_length, long_rows: as for `SupervisedDataset`; "wrapped" is "split" here.
+
+    Raises:
+        ValueError: for a long row with `long_rows="error"`.
+    """
+    count = len(row["input_ids"])
+    long_rows = TRUNCATION_MODES.get(long_rows, long_rows)
+    size = count if max_length is None else min(count, max_length)
+    if count > size and long_rows == "error":
+        raise ValueError(
+            f"Row {row['source']} has {count} tokens, more than max_length={max_length}. Raise "
+            "max_length, or choose long_rows='cut', 'drop' or 'split'."
+        )
+    starts = {"drop": [0] * (count == size), "cut_start": [count - size]}.get(long_rows, [0])
+    if long_rows in ("split", "wrapped"):
+        starts = list(range(0, count, max(size, 1)))
+    found = [document(row, start, start + size) for start in starts]
+    return [one for one in found if one.trained.any()]
 
 
 def row_lengths(table: Dataset, column: str) -> np.ndarray:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from ..types import Mode
 from .supervised import IGNORED
 
 
@@ -20,6 +24,17 @@ class Document:
     ids: np.ndarray  # (T,) int32
     trained: np.ndarray  # (T,) bool; the first token is never predicted, so never trained
     source: int  # row of the dataset it is made from
+    counts: bool = True  # False: it only keeps a rank busy
+
+    @classmethod
+    def filler(cls, source: int) -> Document:
+        """A document that does not count."""
+        ids, trained = np.zeros(2, dtype=np.int32), np.array([False, True])
+        return cls(ids=ids, trained=trained, source=source, counts=False)
+
+    def uncounted(self) -> Document:
+        """The same document, which only keeps a rank busy."""
+        return dataclasses.replace(self, counts=False)
 
     @property
     def labels(self) -> np.ndarray:
@@ -27,7 +42,30 @@ class Document:
         return np.where(self.trained, self.ids, IGNORED)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+def shown(document: Document, tokenizer: PreTrainedTokenizerBase, tokens: int = 200) -> str:
+    """Write a document as text, with what is trained in green, or in brackets outside terminals.
+
+    Args:
+        document: of any length.
+        tokenizer: decodes it.
+        tokens (`int`): that are shown at most.
+    """
+    opening, closing = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("\u27ea", "\u27eb")
+    trained = document.trained[:tokens]
+    edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
+    text = ""
+    for start, stop in itertools.pairwise(edges):
+        piece = tokenizer.decode(document.ids[start:stop].tolist())
+        text += f"{opening}{piece}{closing}" if trained[start] else piece
+    more = len(document.ids) - len(trained)
+    count = int(document.trained.sum())
+    return (
+        f"row {document.source}, {count} of {len(document.ids)} tokens trained (marked): {text}"
+        + f" ... and {more} tokens" * bool(more)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SupervisedRows:
     """A micro-batch of documents: B rows, C tokens of the longest completion.
 
@@ -39,7 +77,10 @@ class SupervisedRows:
     completion_ids: list[list[int]]  # B ragged
     row_ids: list[int]  # B: row of the dataset
     loss_mask: Tensor  # (B, C) bool
-    weights: Tensor | None = None  # (B, C) of the tokens in the loss; None means 1
+    mode: Mode = "train"
+    total: Tensor | None = None  # () what losses of the optimizer step are divided by
+    num_slices: int = 1  # micro-batches of the step on this rank
+    num_slice_rows: int | None = None  # rows of the whole micro-batch
 
     @classmethod
     def of(cls, documents: Sequence[Document]) -> SupervisedRows:
@@ -50,7 +91,8 @@ class SupervisedRows:
             parts.append((int(trained[0]), int(trained[-1]) + 1))
         mask = torch.zeros(len(parts), max(b - a for a, b in parts), dtype=torch.bool)
         for row, ((first, stop), document) in enumerate(zip(parts, documents, strict=True)):
-            mask[row, : stop - first] = torch.from_numpy(document.trained[first:stop].copy())
+            if document.counts:
+                mask[row, : stop - first] = torch.from_numpy(document.trained[first:stop].copy())
         pairs = list(zip(documents, parts, strict=True))
         return cls(
             prompt_ids=[d.ids[:first].tolist() for d, (first, _) in pairs],
@@ -62,10 +104,34 @@ class SupervisedRows:
     def __len__(self) -> int:
         return len(self.completion_ids)
 
+    def weight(self) -> Tensor:
+        """Tokens in the loss (): as many as there are log-probabilities to sum."""
+        return self.loss_mask.sum()
+
+    def tokens(self) -> int:
+        """All tokens of the rows that count."""
+        counted = self.loss_mask.any(1).tolist()
+        return sum(size for size, counts in zip(self.lengths, counted, strict=True) if counts)
+
     @property
-    def num_loss_tokens(self) -> int:
-        """Tokens in the loss: as many as there are log-probabilities to sum."""
-        return int(self.loss_mask.sum())
+    def lengths(self) -> list[int]:
+        """B: tokens of each row."""
+        pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
+        return [len(prompt) + len(completion) for prompt, completion in pairs]
+
+    def of_step(self, total: Tensor, num_slices: int, mode: Mode) -> SupervisedRows:
+        """Say what the losses of all micro-batches of an optimizer step are divided by."""
+        changes = {"total": total, "num_slices": num_slices, "mode": mode}
+        return dataclasses.replace(self, **changes, num_slice_rows=len(self))
+
+    def to(self, device: torch.device) -> SupervisedRows:
+        """Copy to a device what is a tensor."""
+        return dataclasses.replace(self, loss_mask=self.loss_mask.to(device, non_blocking=True))
+
+    @property
+    def share_of_slice(self) -> float:
+        """Rows at hand, as a share of those of the micro-batch."""
+        return len(self) / (self.num_slice_rows or len(self))
 
     def select(self, index: Sequence[int]) -> SupervisedRows:
         """Return the given rows, with (B, C) fields cut to the longest completion left."""
@@ -77,5 +143,4 @@ class SupervisedRows:
             completion_ids=[self.completion_ids[i] for i in index],
             row_ids=[self.row_ids[i] for i in index],
             loss_mask=self.loss_mask[rows, :width],
-            weights=None if self.weights is None else self.weights[rows, :width],
         )

@@ -237,7 +237,7 @@ def disagreement(found: Results) -> float | None:
 
 
 def scoring_comparison(model: nn.Module, reader: Reader, batch: Rows, pad_id: int) -> Comparison:
-    """Compare what a reader finds in the two longest rows that share a prompt.
+    """Compare what a reader finds in the two longest rows, which share a prompt if any do.
 
     Args:
         model: a causal language model, wrapped or not.
@@ -309,14 +309,13 @@ def read_plain_rows(
 
 
 def two_longest(batch: Rows) -> list[int]:
-    """The longest row, and if there is one its longest sibling, in the order of the batch."""
+    """The longest row, and its longest sibling or else any other row, in the order of the batch."""
     lengths = _lengths(batch)
     first = max(range(len(batch)), key=lengths.__getitem__)
     prompt = list(batch.prompt_ids[first])
-    siblings = [
-        i for i, other in enumerate(batch.prompt_ids) if i != first and list(other) == prompt
-    ]
-    second = sorted(siblings, key=lengths.__getitem__)[-1:]
+    others = [i for i in range(len(batch)) if i != first]
+    siblings = [i for i in others if list(batch.prompt_ids[i]) == prompt]
+    second = sorted(siblings or others, key=lengths.__getitem__)[-1:]
     return sorted([first, *second])
 
 

@@ -5,17 +5,13 @@ from functools import partial
 import pytest
 from datasets import Dataset, IterableDataset
 from online_runs import config, dataset, make_trainer
-from tiny import tiny_model
 
-from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.online import online_setup
 from trl.trainer.online.online_setup import (
     check_context,
     check_datasets,
     check_longest_prompt,
-    check_run,
 )
-from trl.trainer.rloo_config import RLOOConfig
 
 
 def stream(column="prompt", known=True):
@@ -109,31 +105,6 @@ def test_streams_of_unknown_columns_are_not_looked_into(tmp_path):
     data = stream("text", known=False)
     assert data.column_names is None
     assert check_datasets(data, None, config(tmp_path)) is None
-
-
-def test_options_of_another_trainer(tmp_path):
-    with pytest.raises(TypeError, match="args must be a GRPOConfig, not RLOOConfig"):
-        check_run("model", config(tmp_path), GRPOConfig)
-    assert check_run("model", config(tmp_path), RLOOConfig) is None
-
-
-@pytest.mark.parametrize("loaded", [False, True])
-def test_the_output_may_not_replace_the_model(tmp_path, loaded):
-    model = tiny_model()
-    model.save_pretrained(tmp_path / "model")
-    model.config._name_or_path = str(tmp_path / "model")
-    given = model if loaded else f"{tmp_path}/model"
-    with pytest.raises(ValueError, match="output_dir=.* is the folder of the model"):
-        check_run(given, config(f"{tmp_path}/./model/"), RLOOConfig)
-    assert check_run(given, config(tmp_path / "out"), RLOOConfig) is None
-
-
-def test_a_path_that_leads_nowhere(tmp_path):
-    (tmp_path / "smollm").mkdir()
-    with pytest.raises(FileNotFoundError, match="is the path of no folder. Did you mean smollm?"):
-        check_run(str(tmp_path / "smolm"), config(tmp_path / "out"), RLOOConfig)
-    with pytest.raises(FileNotFoundError, match="'./nowhere/x' is the path of no folder."):
-        check_run("./nowhere/x", config(tmp_path / "out"), RLOOConfig)
 
 
 def test_completions_leave_room_for_prompts(tmp_path):

@@ -16,7 +16,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from ...imports import require
 from ...text import did_you_mean
-from .option_groups import LoopOptions, MemoryOptions, PolicyOptions, ReferenceOptions
+from .option_groups import LoopOptions, MemoryOptions, PolicyOptions
 from .options import check_options, option
 
 # Ranges of options that transformers declares and does not check.
@@ -42,7 +42,7 @@ PACKAGES = {"azure_ml": "azureml-mlflow", "comet_ml": "comet-ml", "dagshub": "da
 
 
 @dataclass
-class BaseConfig(LoopOptions, PolicyOptions, ReferenceOptions, MemoryOptions, TrainingArguments):
+class BaseConfig(LoopOptions, PolicyOptions, MemoryOptions, TrainingArguments):
     """`transformers.TrainingArguments` with the defaults of this package."""
 
     legacy_options: ClassVar[dict[str, str | None]] = {}

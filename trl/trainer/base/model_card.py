@@ -13,7 +13,7 @@ from huggingface_hub.utils import validate_repo_id
 
 @dataclass(frozen=True)
 class Method:
-    """How a trainer is cited.
+    """How a trainer is named, and cited if it has a paper.
 
     Args:
         name: as shown, such as "RLOO".
@@ -25,9 +25,17 @@ class Method:
 
     name: str
     tag: str
-    paper: str
-    arxiv: str
-    citation: str
+    paper: str = ""
+    arxiv: str = ""
+    citation: str = ""
+
+    @property
+    def reference(self) -> str:
+        """The name, with the paper as Markdown."""
+        if not self.paper:
+            return f"{self.name}."
+        link = f"[{self.paper}](https://huggingface.co/papers/{self.arxiv})"
+        return f"{self.name}: {link}.\n\n```bibtex\n{self.citation.strip()}\n```"
 
 
 def write_model_card(
@@ -69,9 +77,7 @@ def render_model_card(
         dataset=f" on {dataset_name}" if dataset_name else "",
         method=method.name,
         tag=method.tag,
-        paper=method.paper,
-        arxiv=method.arxiv,
-        citation=method.citation.strip(),
+        reference=method.reference,
         versions=versions,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from ...models.peft import (
 )
 from ...models.quantized import is_quantized, keep_trainable
 from ...models.reference import is_peft_model
-from ..online.online_config import OnlineConfig
+from .base_config import BaseConfig
 
 logger = logging.get_logger(__name__)
 
@@ -43,12 +43,16 @@ class Policy:
 
 def prepare_policy(
     model: str | PreTrainedModel,
-    args: OnlineConfig,
+    args: BaseConfig,
     tokenizer: Any = None,
     quantization_config: Any = None,
     peft_config: Any = None,
+    change: Callable[[nn.Module, PreTrainedTokenizerBase], None] | None = None,
 ) -> Policy:
     """Load what was given by name and apply the options that change the model.
+
+    Args:
+        change (*optional*): changes model and tokenizer before an adapter is added.
 
     Raises:
         TypeError: for a model or processing class of an unexpected kind.
@@ -64,6 +68,8 @@ def prepare_policy(
     _check_precision(model)
     tokenizer = _settle_tokenizer(tokenizer, name, args, init_kwargs)
     settle_pad_token(model, tokenizer)
+    if change is not None:
+        change(model, tokenizer)
     brought_adapter = is_peft_model(model)
     if is_quantized(model):
         keep_trainable(model)
@@ -82,7 +88,7 @@ def prepare_policy(
 
 def _load(
     name: str,
-    args: OnlineConfig,
+    args: BaseConfig,
     init_kwargs: dict[str, Any],
     quantization_config: Any,
     peft_config: Any,
@@ -113,7 +119,7 @@ def _load(
     return model if adapter is None else load_adapter(model, adapter, revision)
 
 
-def _advise_learning_rate(args: OnlineConfig) -> None:
+def _advise_learning_rate(args: BaseConfig) -> None:
     default = type(args).__dataclass_fields__["learning_rate"].default
     if args.learning_rate == default:
         logger.warning(
@@ -122,7 +128,7 @@ def _advise_learning_rate(args: OnlineConfig) -> None:
         )
 
 
-def init_options(args: OnlineConfig) -> dict[str, Any]:
+def init_options(args: BaseConfig) -> dict[str, Any]:
     """Return a copy of `model_init_kwargs`.
 
     Raises:
@@ -162,7 +168,7 @@ def _check_precision(model: PreTrainedModel) -> None:
 
 
 def _settle_tokenizer(
-    tokenizer: Any, name: str, args: OnlineConfig, init_kwargs: dict[str, Any]
+    tokenizer: Any, name: str, args: BaseConfig, init_kwargs: dict[str, Any]
 ) -> PreTrainedTokenizerBase:
     if tokenizer is None:
         if not name:
@@ -181,7 +187,7 @@ def _settle_tokenizer(
     return tokenizer
 
 
-def router_coefficient(model: nn.Module, args: OnlineConfig) -> float:
+def router_coefficient(model: nn.Module, args: BaseConfig) -> float:
     """Weight of the load-balancing loss: the option, else the model's configuration, else 0.
 
     Raises:
@@ -199,7 +205,7 @@ def router_coefficient(model: nn.Module, args: OnlineConfig) -> float:
     return float(args.router_aux_loss_coef)
 
 
-def check_devices(args: OnlineConfig) -> None:
+def check_devices(args: BaseConfig) -> None:
     """Refuse the implicit data parallelism of one process over several GPUs.
 
     Raises:

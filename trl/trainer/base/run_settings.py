@@ -82,8 +82,10 @@ def describe_dataset(dataset: Any) -> dict[str, Any]:
     """The number of rows, and a fingerprint of up to a thousand of them.
 
     Args:
-        dataset (`Dataset` or `IterableDataset`): of a stream, only the first row is read.
+        dataset (`Dataset` or `IterableDataset`): of a stream, only the first row is read. Of items
+            made of such a dataset, it is their attribute `rows`.
     """
+    dataset = getattr(dataset, "rows", dataset)
     if isinstance(dataset, IterableDataset):
         first: dict[str, Any] = next(iter(dataset), {})
         return {"train_dataset's first row (fingerprint)": _digest([_text(first)])}

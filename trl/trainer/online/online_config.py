@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...types import Mode
+from ..base.option_groups import ReferenceOptions
 from ..base.options import option
 from .batch_math import BatchPlan, check_eval_groups, check_groups, resolve_rounds
 from .rollout_correction_config import MismatchConfig
@@ -17,7 +18,7 @@ FOR_ANY_ENGINE = ("vllm_importance_sampling_", "vllm_max_logp_gap", "vllm_logp_g
 
 
 @dataclass
-class OnlineConfig(MismatchConfig):
+class OnlineConfig(ReferenceOptions, MismatchConfig):
     """Configuration of the online skeleton: sampling, rewards, batching, reference policy."""
 
     _VALID_DICT_FIELDS = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pyarrow as arrow
@@ -16,7 +15,6 @@ from transformers.utils import logging
 from ...data.prompt_limit import PromptLimit
 from ...online.prompts import PromptEncoder
 from ...online.rewards import RewardSuite
-from ...text import did_you_mean
 from ...types import Prompts, Sampling
 from .batch_math import smaller_round
 from .online_config import OnlineConfig
@@ -26,36 +24,6 @@ logger = logging.get_logger(__name__)
 PROMPT_COLUMNS = ("prompt", "chat_template_kwargs")
 PROMPTS_AT_ONCE = 10_000
 SEARCHED_ROWS = 100_000  # of the dataset, for a long prompt
-
-
-def check_run(model: Any, args: Any, config_class: type[OnlineConfig]) -> None:
-    """Check that the options are the trainer's, and where the model is and will be.
-
-    Raises:
-        TypeError: if `args` is of another class.
-        FileNotFoundError: if `model` is the path of no folder.
-        ValueError: if the output would replace the model.
-    """
-    if not isinstance(args, config_class):
-        raise TypeError(f"args must be a {config_class.__name__}, not {type(args).__name__}.")
-    config = getattr(model, "config", None)
-    name = model if isinstance(model, str) else getattr(config, "_name_or_path", "")
-    if name and args.output_dir:
-        _check_places(name, isinstance(model, str), args.output_dir)
-
-
-def _check_places(name: str, is_wanted: bool, output: str) -> None:
-    place = Path(name).expanduser()
-    if is_wanted and name.startswith((".", "/", "~")) and not place.exists():
-        beside = [path.name for path in place.parent.glob("*/")]
-        raise FileNotFoundError(
-            f"model={name!r} is the path of no folder.{did_you_mean(place.name, beside)}"
-        )
-    if place.is_dir() and place.resolve() == Path(output).resolve():
-        raise ValueError(
-            f"output_dir={output!r} is the folder of the model, which would be replaced. Choose "
-            "another one."
-        )
 
 
 def check_context(args: OnlineConfig, context: int | None) -> None:

@@ -27,6 +27,7 @@ from ...ops.policy_losses import RatioLevel, importance_ratio
 from ...types import Generations, Mode, Prompts, RewardTable, Rollout, TokenScores
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import check_devices, init_options, prepare_policy, router_coefficient
+from ..base.setup_checks import check_run
 from ..base.trackers import log_table
 from . import online_setup as setup
 from .agents import Agents, function_engine
@@ -91,7 +92,7 @@ class OnlineTrainer(BaseTrainer):
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = self.config_class(f"{name.rstrip('/').split('/')[-1]}-{self.method.name}")
-        setup.check_run(model, args, self.config_class)
+        check_run(model, args, self.config_class)
         check_engine(args)
         self._agents = Agents.of(args, tools, rollout_func, environment_factory)
         check_devices(args)

@@ -1,0 +1,40 @@
+"""One process, and two under each engine, train on the same documents in the same updates."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from engines import ENGINES, launch
+from sft_step import CELLS, run
+
+SCRIPT = Path(__file__).with_name("sft_step.py")
+SAME = ("loss", "entropy", "num_tokens", "learning_rate")
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory):
+    """What each engine made of each cell."""
+    return launch(SCRIPT, "ddp", tmp_path_factory.mktemp("two"), timeout=560)[0]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Four micro-batches here are two on each of two ranks: the same rows."""
+    folder = tmp_path_factory.mktemp("one")
+    return {cell: run(cell, folder / cell, 2, 4) for cell in CELLS}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("cell", CELLS)
+def test_ranks_and_engines_change_nothing(alone, on_two, engine, cell):
+    one, two = alone[cell], on_two[engine, cell]
+    assert (one["weights"] - two["weights"]).norm() <= 1e-6 * one["weights"].norm()
+    assert len(one["history"]) == len(two["history"])
+    for a, b in zip(one["history"], two["history"], strict=True):
+        for name in {x for x in a if x.removeprefix("eval_") in SAME}:
+            assert a[name] == pytest.approx(b[name], rel=1e-5), name
+    assert one["history"][0]["num_tokens"] > 0

@@ -1,0 +1,116 @@
+"""Runs that are resumed, run out of memory, or meet numbers that are not finite."""
+
+import pytest
+import torch
+from sft_runs import direction, logged, make_trainer, relative, texts, weights
+from tiny import tiny_model
+
+TIMED = ("time", "runtime", "per_second", "train_loss")
+
+
+def outcome(trainer):
+    """Weights and logs, without what depends on when a run was started."""
+    logs = [
+        {name: x for name, x in entry.items() if not any(word in name for word in TIMED)}
+        for entry in trainer.state.log_history
+    ]
+    return weights(trainer.model), logs
+
+
+KINDS = {
+    "packing": (texts(40), {"packing": True, "max_length": 48}),
+    "token budget": (texts(40), {"max_tokens_per_micro_batch": 50}),
+    "tokenized while training": (texts(40), {"lazy_tokenization": True}),
+    "stream": (texts(40), {"stream": True}),
+    "shuffled stream, packing": (
+        texts(40),
+        {"stream": True, "packing": True, "shuffle_dataset": True, "max_length": 48},
+    ),
+    "workers": (texts(40), {"dataloader_num_workers": 1}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_ends_as_one_that_went_on(tmp_path, kind):
+    """Bit for bit, from within an epoch and from within a log, with dropout and in a new order."""
+    data, changes = KINDS[kind]
+    changes = dict(changes)
+    data = data.to_iterable_dataset() if changes.pop("stream", False) else data
+    settings = {
+        "train_sampling_strategy": "random",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 13,
+        "save_strategy": "steps",
+        "save_steps": 5,
+        "logging_steps": 2,
+        "optim": "adamw_torch",
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "linear",
+    } | changes
+
+    def run(folder, checkpoint=None):
+        model = tiny_model(attention_dropout=0.1)
+        trainer = make_trainer(folder, data, model=model, **settings)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return outcome(trainer)
+
+    alone = run(tmp_path / "alone")
+    for step in (5, 10):
+        again = run(tmp_path / "again", str(tmp_path / "alone" / f"checkpoint-{step}"))
+        assert torch.equal(again[0], alone[0]), step
+        assert again[1] == alone[1]
+    assert alone[1][-1]["epoch"] > 0
+
+
+def test_each_epoch_has_another_order(tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        texts(16),
+        train_sampling_strategy="random",
+        per_device_train_batch_size=4,
+        max_steps=8,
+    )
+    seen = []
+    collate = trainer.collate
+    trainer.collate = lambda items: seen.append([d.source for d in items]) or collate(items)
+    trainer.train()
+    first, second = seen[:4], seen[4:8]
+    for epoch in (first, second):
+        assert sorted(row for batch in epoch for row in batch) == list(range(16))
+    assert first != second
+
+
+def test_what_runs_out_of_memory_is_computed_in_pieces(tmp_path):
+    """The same gradient, from fewer rows at a time."""
+    expected = direction(make_trainer(tmp_path, per_device_train_batch_size=8))
+    trainer = make_trainer(tmp_path, per_device_train_batch_size=8)
+    sizes, loss_of = [], trainer.loss_of
+
+    def narrow(scores, rows):
+        sizes.append(len(rows))
+        if len(rows) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss_of(scores, rows)
+
+    trainer.loss_of = narrow
+    found = direction(trainer)
+    assert max(sizes) == 8 and sum(size for size in sizes if size <= 3) == 8
+    assert relative(found, expected) <= 1e-6
+    tokens = sum(map(len, [d.ids for d in map(trainer.train_dataset.__getitem__, range(8))]))
+    assert logged(trainer, "num_tokens") == [tokens]
+
+
+@pytest.mark.parametrize("non_finite", ["raise", "skip"])
+def test_a_loss_of_nan(tmp_path, non_finite):
+    trainer = make_trainer(tmp_path, non_finite=non_finite)
+    loss_of = trainer.loss_of
+    trainer.loss_of = lambda scores, rows: loss_of(scores, rows) * torch.nan
+    before = weights(trainer.model)
+    if non_finite == "raise":
+        with pytest.raises(Exception, match="NaN or infinite"):
+            trainer.train()
+    else:
+        trainer.train()
+        assert logged(trainer, "frac_skipped_updates") == [1.0]
+    assert torch.equal(weights(trainer.model), before)

@@ -1,0 +1,1 @@
+"""The skeleton of trainers that learn from the examples of a dataset."""

@@ -1,0 +1,93 @@
+"""Options shared by every trainer that learns from the examples of a dataset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..base.base_config import BaseConfig
+from ..base.options import option
+
+# Options of `TrainingArguments` that would do nothing here, or harm; and what to do instead.
+WITHOUT_MEANING = {
+    "label_smoothing_factor": "logits are never held as a whole",
+    "neftune_noise_alpha": "its noise depends on the width that rows are padded to",
+    "auto_find_batch_size": (
+        "after running out of memory, training goes on with smaller pieces of the same batch "
+        "(recover_from_oom)"
+    ),
+    "dataloader_drop_last": "the last micro-batch weighs as much as it has tokens",
+}
+
+
+@dataclass
+class OfflineConfig(BaseConfig):
+    """Configuration of the offline skeleton: data, lengths, micro-batches."""
+
+    _VALID_DICT_FIELDS = [*BaseConfig._VALID_DICT_FIELDS, "dataset_kwargs"]
+
+    # --- Data ---
+    max_length: int | None = option(1024, "Most tokens of a row. None: no limit.", ge=2)
+    dataset_num_proc: int | None = option(
+        None, "Processes that tokenize. None: by the rows and the cores.", ge=1
+    )
+    dataset_kwargs: dict | str | None = option(
+        None, "skip_prepare_dataset: refuse rows that are not tokenized (JSON)."
+    )
+    shuffle_dataset: bool = option(
+        False,
+        "Shuffle a stream within a buffer. Rows of other datasets are in another order in each "
+        "epoch anyway, unless train_sampling_strategy='sequential'.",
+    )
+    max_tokens_per_micro_batch: int | None = option(
+        None, "Most tokens of a micro-batch, besides its rows; a longer row is alone.", ge=1
+    )
+    pad_to_multiple_of: int | str | None = option(
+        "auto", "Pad rows to a multiple of this; only rows of few models are padded at all."
+    )
+    remove_unused_columns: bool | None = option(
+        True, "Accepted: only the columns that make rows are read."
+    )
+    dataloader_pin_memory: bool = option(False, "Pin memory; rows are lists, so there is no need.")
+
+    # --- Model ---
+    chat_template_path: str | None = option(
+        None, "File with a chat template, or a model whose template is taken over."
+    )
+    eos_token: str | None = option(None, "The token that ends a text, if not the tokenizer's.")
+    pad_token: str | None = option(
+        None, "The token that fills padding, if not the tokenizer's; no result depends on it."
+    )
+    use_liger_loss: bool = option(
+        False, "Accepted: logits are never held as a whole, with this option or without."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, reason in WITHOUT_MEANING.items():
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} cannot be used: {reason}. Leave it out."
+                )
+        if self.train_sampling_strategy == "group_by_length":
+            raise ValueError(
+                "train_sampling_strategy='group_by_length' is not needed: rows are not padded. To "
+                "bound the tokens of a micro-batch, use max_tokens_per_micro_batch."
+            )
+        parallelism = self.parallelism_config
+        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+            raise ValueError(
+                "parallelism_config with context or sequence parallelism is not available in this "
+                "release."
+            )
+
+    @property
+    def pad_multiple(self) -> int | None:
+        """`pad_to_multiple_of` as a number."""
+        is_unset = str(self.pad_to_multiple_of).lower() in ("auto", "none", "null")
+        return None if is_unset else int(self.pad_to_multiple_of or 1)
+
+    @property
+    def order_seed(self) -> int | None:
+        """The seed of the order of rows; None: as they stand in the dataset."""
+        is_fixed = self.train_sampling_strategy == "sequential" and not self.shuffle_dataset
+        return None if is_fixed else self.seed

@@ -1,0 +1,44 @@
+"""The chat template and the special tokens that options choose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from ...data.templates import clone_chat_template
+from .offline_config import OfflineConfig
+
+
+def set_template(model: nn.Module, tokenizer: PreTrainedTokenizerBase, args: OfflineConfig) -> None:
+    """Give model and tokenizer what `chat_template_path`, `eos_token` and `pad_token` ask for.
+
+    Raises:
+        ValueError: for a token that the tokenizer does not know.
+    """
+    path = args.chat_template_path
+    if path is not None and Path(path).suffix in (".jinja", ".j2"):
+        tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+    elif path is not None:
+        clone_chat_template(model, tokenizer, path)
+    for name in ("eos_token", "pad_token"):
+        token = getattr(args, name)
+        if token is not None and token not in tokenizer.get_vocab():
+            raise ValueError(
+                f"{name}={token!r} is not in the tokenizer's vocabulary. Its own is "
+                f"{getattr(tokenizer, name)!r}."
+            )
+        if token is not None:
+            setattr(tokenizer, name, token)
+    if args.eos_token is not None:
+        _end_with(model, tokenizer.eos_token_id)
+
+
+def _end_with(model: nn.Module, eos: int) -> None:
+    """Let the model end what it generates with a token; the others that ended it still do."""
+    model.config.get_text_config().eos_token_id = eos
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        known = generation.eos_token_id
+        others = known if isinstance(known, list) else [known]
+        generation.eos_token_id = [eos, *(i for i in others if i not in (None, eos))]

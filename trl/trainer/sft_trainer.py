@@ -1,0 +1,163 @@
+"""SFT: the cross-entropy of examples, each token computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers.utils import logging
+
+from ..data.prepare import (
+    LazySupervisedDataset,
+    SupervisedDataset,
+    documents,
+    prepare_supervised,
+)
+from ..data.rows import Document, SupervisedRows, shown
+from ..data.supervised import SupervisedOptions
+from ..online.statistics import record_entropy
+from ..ops.masking import masked_sum
+from ..types import Mode, TokenScores
+from .base.model_card import Method
+from .offline.batches import ItemStream
+from .offline.offline_trainer import OfflineTrainer
+from .sft_config import SFTConfig
+
+logger = logging.get_logger(__name__)
+
+SHOWN = 2  # documents, when training begins
+BUFFERED = 10_000  # rows of a stream that is shuffled
+
+
+class SFTTrainer(OfflineTrainer):
+    """Trains on texts, conversations, or completions of prompts.
+
+    The loss of an optimizer step is the mean, over all trained tokens of all micro-batches and
+    ranks, of -log p(token); with `loss_type="dft"` each term is multiplied by p(token), without
+    gradient. Rows lie behind each other without padding and never see each other.
+
+    Args:
+        model (`str` or `PreTrainedModel`): what is trained, by name or already loaded.
+        args (`SFTConfig`, *optional*): options.
+        data_collator: refused, as are `compute_loss_func`, `compute_metrics` and
+            `preprocess_logits_for_metrics`.
+        train_dataset (`Dataset` or `IterableDataset`): `text`, `messages`, `conversations`,
+            `prompt` with `completion`, or `input_ids`.
+        eval_dataset (*optional*): the same for evaluation, or a dictionary of datasets.
+        processing_class (*optional*): the tokenizer. None: loaded with the model.
+        callbacks (`list[TrainerCallback]`, *optional*): additional callbacks.
+        optimizers (`tuple`): optimizer and scheduler, as in `transformers.Trainer`.
+        optimizer_cls_and_kwargs (*optional*): an optimizer class and its arguments.
+        quantization_config (*optional*): how to quantize a model given by name.
+        peft_config (`peft.PeftConfig`, *optional*): train an adapter instead of all weights.
+        formatting_func (*optional*): makes a text of an example.
+
+    Example:
+
+    ```python
+    trainer = SFTTrainer("my-model", train_dataset=dataset)
+    trainer.train()
+    ```
+    """
+
+    config_class = SFTConfig
+    method = Method("SFT", "sft")
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        args: SFTConfig | None = None,
+        data_collator: None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        compute_loss_func: None = None,
+        compute_metrics: None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        formatting_func: Callable[[dict[str, Any]], str] | None = None,
+    ):
+        self._formatting_func = formatting_func
+        super().__init__(
+            model,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            callbacks,
+            optimizers,
+            quantization_config,
+            peft_config,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            data_collator=data_collator,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+
+    def prepare_dataset(self, dataset: Any, args: SFTConfig, mode: Mode) -> Any:
+        """Tokenize, mask and cut to length."""
+        given: Any = args.dataset_kwargs or {}
+        if given.get("skip_prepare_dataset"):
+            _check_tokenized(dataset)
+        options = SupervisedOptions(
+            dataset_text_field=args.dataset_text_field,
+            completion_only_loss=args.completion_only_loss,
+            assistant_only_loss=args.assistant_only_loss,
+            expand_turns=args.expand_turns,
+            formatting_func=self._formatting_func,
+        )
+        limits: dict[str, Any] = {"max_length": args.max_length, "long_rows": args.row_limit}
+        if isinstance(dataset, Dataset) and args.lazy_tokenization:
+            return LazySupervisedDataset(dataset, self.encoder, options, **limits)
+        table = prepare_supervised(dataset, self.encoder, options, args.dataset_num_proc)
+        if isinstance(table, IterableDataset):
+            if args.shuffle_dataset and mode == "train":
+                table = table.shuffle(seed=args.seed, buffer_size=BUFFERED)
+            return ItemStream(table, partial(documents, **limits), lambda item: len(item.ids))
+        found = SupervisedDataset(table, **limits)
+        for line in found.report.lines(*limits.values()):
+            logger.warning(line)
+        return found
+
+    def pack_size(self, mode: Mode) -> int | None:
+        """`max_length`, if documents are packed."""
+        chosen = self.args.packing if mode == "train" else self.args.eval_packing
+        packs = self.args.packing if chosen is None else chosen
+        return self.args.max_length if packs else None
+
+    def begin_training(self) -> None:
+        """Show documents, with what is trained."""
+        if isinstance(self.train_dataset, SupervisedDataset) and self.is_world_process_zero():
+            for place in range(min(SHOWN, len(self.train_dataset))):
+                print(shown(self.train_dataset[place], self.processing_class), flush=True)
+
+    def collate(self, items: Sequence[Document]) -> SupervisedRows:
+        """Make the rows of a micro-batch."""
+        return SupervisedRows.of(items)
+
+    def loss_of(self, scores: TokenScores, rows: SupervisedRows) -> Tensor:
+        """Return the sum of the losses of the trained tokens ()."""
+        losses = -scores.logps
+        if self.args.loss_type == "dft":
+            losses = losses * torch.exp(scores.logps.detach())
+        if scores.entropies is not None:
+            record_entropy(self.metrics[rows.mode], scores.entropies.detach(), rows.loss_mask)
+        return masked_sum(losses, rows.loss_mask)
+
+
+def _check_tokenized(dataset: Dataset | IterableDataset) -> None:
+    if "input_ids" not in (dataset.column_names or ["input_ids"]):
+        raise ValueError(
+            "skip_prepare_dataset: the dataset has no column 'input_ids', but "
+            f"{', '.join(dataset.column_names or ())}."
+        )
