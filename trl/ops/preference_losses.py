@@ -1,0 +1,256 @@
+"""Losses on pairs of answers, on answers with a label, and on scores of a reward model.
+
+Shapes: B pairs or answers of a micro-batch. Every loss is one number for each pair or answer;
+nothing is averaged here, so a trainer divides the sum by totals of a whole optimizer step. A log-
+ratio is the log-probability of an answer under the policy minus that under the reference.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+EXPONENT_BOUND = 40.0  # the square of exp of it is finite in float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairScores:
+    """What losses read of B pairs: sums over the tokens of an answer, and their number.
+
+    `chosen_partners` and `rejected_partners` are read by the aot losses alone; `rank_partners`
+    makes them from all pairs of an optimizer step.
+    """
+
+    chosen: Tensor  # (B,) log-ratio of the chosen answer
+    rejected: Tensor  # (B,) log-ratio of the rejected answer
+    chosen_lengths: Tensor  # (B,) tokens
+    rejected_lengths: Tensor  # (B,) tokens
+    chosen_partners: Tensor | None = None  # (B,) what the chosen side is compared with
+    rejected_partners: Tensor | None = None  # (B,) what the rejected side is compared with
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairOptions:
+    """Options of the losses on pairs, under the names of the configuration."""
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    f_divergence_type: str = "reverse_kl"
+    f_alpha_divergence_coef: float = 0.5
+    discopop_tau: float = 0.05
+
+
+def _reverse_kl(x: Tensor, alpha: float) -> Tensor:
+    return x
+
+
+def _forward_kl(x: Tensor, alpha: float) -> Tensor:
+    return 1 - (-x).clamp(max=EXPONENT_BOUND).exp()
+
+
+def _js(x: Tensor, alpha: float) -> Tensor:
+    return math.log(2) + logsigmoid(x)
+
+
+def _alpha(x: Tensor, alpha: float) -> Tensor:
+    if alpha == 1.0:
+        return x
+    return ((alpha - 1) * x).clamp(max=EXPONENT_BOUND).expm1() / (alpha - 1)
+
+
+# How a log-ratio enters a loss: the derivative of the divergence that holds the policy back
+# (f-DPO, arXiv 2309.16240), up to a constant that cancels in differences.
+DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "reverse_kl": _reverse_kl,
+    "forward_kl": _forward_kl,
+    "js_divergence": _js,
+    "alpha_divergence": _alpha,
+}
+
+
+def _mapped(s: PairScores, o: PairOptions) -> tuple[Tensor, Tensor]:
+    divergence = DIVERGENCES[o.f_divergence_type]
+    alpha = o.f_alpha_divergence_coef
+    return divergence(s.chosen, alpha), divergence(s.rejected, alpha)
+
+
+def _margin(s: PairScores, o: PairOptions) -> Tensor:
+    chosen, rejected = _mapped(s, o)
+    return o.beta * (chosen - rejected)
+
+
+def _norm_margin(s: PairScores, o: PairOptions) -> Tensor:
+    chosen, rejected = _mapped(s, o)
+    return _per_token(chosen, s.chosen_lengths) - _per_token(rejected, s.rejected_lengths)
+
+
+def _per_token(x: Tensor, lengths: Tensor) -> Tensor:
+    return x / lengths.clamp(min=1)
+
+
+def _smoothed(x: Tensor, o: PairOptions) -> Tensor:
+    """Cross-entropy when a label is wrong with the probability `label_smoothing` (cDPO)."""
+    return -(1 - o.label_smoothing) * logsigmoid(x) - o.label_smoothing * logsigmoid(-x)
+
+
+def _sigmoid(s: PairScores, o: PairOptions) -> Tensor:
+    return _smoothed(_margin(s, o), o)
+
+
+def _hinge(s: PairScores, o: PairOptions) -> Tensor:
+    return torch.relu(1 - _margin(s, o))
+
+
+def _ipo(s: PairScores, o: PairOptions) -> Tensor:
+    return (_norm_margin(s, o) - 1 / (2 * o.beta)).square()
+
+
+def _exo_pair(s: PairScores, o: PairOptions) -> Tensor:
+    x, e = _margin(s, o), o.label_smoothing
+    right = x.sigmoid() * (logsigmoid(x) - math.log1p(-e))
+    return right + (-x).sigmoid() * (logsigmoid(-x) - math.log(e))
+
+
+def _nca_pair(s: PairScores, o: PairOptions) -> Tensor:
+    chosen, rejected = o.beta * s.chosen, o.beta * s.rejected
+    return -logsigmoid(chosen) - 0.5 * (logsigmoid(-chosen) + logsigmoid(-rejected))
+
+
+def _robust(s: PairScores, o: PairOptions) -> Tensor:
+    x, e = _margin(s, o), o.label_smoothing
+    return (-(1 - e) * logsigmoid(x) + e * logsigmoid(-x)) / (1 - 2 * e)
+
+
+def _bco_pair(s: PairScores, o: PairOptions) -> Tensor:
+    return -logsigmoid(o.beta * s.chosen) - logsigmoid(-o.beta * s.rejected)
+
+
+def _sppo_hard(s: PairScores, o: PairOptions) -> Tensor:
+    half = 1 / (2 * o.beta)
+    return (s.chosen - half).square() + (s.rejected + half).square()
+
+
+def _aot(s: PairScores, o: PairOptions) -> Tensor:
+    return _smoothed(o.beta * (s.chosen - s.rejected - _known(s.chosen_partners)), o)
+
+
+def _aot_unpaired(s: PairScores, o: PairOptions) -> Tensor:
+    # Partners are constants, so each side brings the gradient of its own half of a difference;
+    # the value is counted once.
+    ours = _smoothed(o.beta * (s.chosen - _known(s.chosen_partners)), o)
+    theirs = _smoothed(o.beta * (_known(s.rejected_partners) - s.rejected), o)
+    return ours + theirs - theirs.detach()
+
+
+def _known(partners: Tensor | None) -> Tensor:
+    if partners is None:
+        raise ValueError("The aot losses need the partners that rank_partners makes.")
+    return partners
+
+
+def _apo_zero(s: PairScores, o: PairOptions) -> Tensor:
+    return (-o.beta * s.chosen).sigmoid() + (o.beta * s.rejected).sigmoid()
+
+
+def _apo_down(s: PairScores, o: PairOptions) -> Tensor:
+    return (o.beta * s.chosen).sigmoid() + (-o.beta * (s.chosen - s.rejected)).sigmoid()
+
+
+def _discopop(s: PairScores, o: PairOptions) -> Tensor:
+    x = _margin(s, o)
+    share = (x / o.discopop_tau).sigmoid()
+    return -logsigmoid(x) * (1 - share) + (-x).clamp(max=EXPONENT_BOUND).exp() * share
+
+
+def _sigmoid_norm(s: PairScores, o: PairOptions) -> Tensor:
+    return -logsigmoid(o.beta * _norm_margin(s, o))
+
+
+# Papers: sigmoid DPO 2305.18290 (smoothed: cDPO), hinge SLiC 2305.10425, ipo 2310.12036, exo_pair
+# 2402.00856, nca_pair 2402.05369, robust 2403.00409, bco_pair 2404.04656, sppo_hard 2405.00675,
+# aot 2406.05882, apo 2408.06266, discopop 2406.08414, sigmoid_norm Tulu 3 2411.15124.
+PAIR_LOSSES: dict[str, Callable[[PairScores, PairOptions], Tensor]] = {
+    "sigmoid": _sigmoid,
+    "hinge": _hinge,
+    "ipo": _ipo,
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "robust": _robust,
+    "bco_pair": _bco_pair,
+    "sppo_hard": _sppo_hard,
+    "aot": _aot,
+    "aot_unpaired": _aot_unpaired,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "discopop": _discopop,
+    "sigmoid_norm": _sigmoid_norm,
+}
+WITHOUT_DIVERGENCE = (
+    *("nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down"),
+)
+RANKED = ("aot", "aot_unpaired")  # these compare with partners
+
+
+def pair_loss(name: str, scores: PairScores, options: PairOptions) -> Tensor:
+    """Loss of each pair (B,).
+
+    Args:
+        name (`str`): a key of `PAIR_LOSSES`.
+        scores (`PairScores`): B pairs.
+        options (`PairOptions`): what the loss depends on besides.
+    """
+    return PAIR_LOSSES[name](scores, options)
+
+
+def rank_partners(values: Tensor, others: Tensor) -> Tensor:
+    """For each value (N,), the other (N,) of the same rank, as in one-dimensional transport.
+
+    Args:
+        values (`Tensor`): (N,) of all pairs of an optimizer step.
+        others (`Tensor`): (N,) what they are compared with, in any order.
+    """
+    partners = torch.empty_like(others)
+    partners[values.argsort(stable=True)] = others.sort().values
+    return partners
+
+
+def shared_length_weights(
+    lengths: Tensor, other_lengths: Tensor, width: int, alpha: float
+) -> Tensor:
+    """Weights (B, C) of tokens: 1 up to the shorter answer of a pair, `alpha` beyond (LD-DPO).
+
+    Args:
+        lengths, other_lengths (`Tensor`): (B,) tokens of an answer, and of the other of its pair.
+        width (`int`): C.
+        alpha (`float`): `ld_alpha`, see arXiv 2409.06411.
+    """
+    shared = torch.minimum(lengths, other_lengths)
+    beyond = torch.arange(width, device=lengths.device) >= shared[:, None]
+    return torch.where(beyond, alpha, 1.0)
+
+
+def kto_loss(ratios: Tensor, desirable: Tensor, kl: Tensor | float, beta: float) -> Tensor:
+    """Loss (B,) of answers that are desirable or not (KTO, arXiv 2402.01306), without weights.
+
+    Args:
+        ratios (`Tensor`): (B,) log-ratios.
+        desirable (`Tensor`): (B,) bool.
+        kl (`Tensor` or `float`): the point of reference, an estimate of the KL divergence over a
+            whole optimizer step, without gradient; 0 makes it APO-zero for unpaired answers.
+        beta (`float`): strength of the KL penalty.
+    """
+    difference = beta * (ratios - kl)
+    return torch.where(desirable, -difference, difference).sigmoid()
+
+
+def ranking_loss(better: Tensor, worse: Tensor, margin: Tensor | float = 0.0) -> Tensor:
+    """Negative log-likelihood (B,) of a preference under Bradley-Terry.
+
+    Args:
+        better, worse (`Tensor`): (B,) scores.
+        margin (`Tensor` or `float`): by how much the better one should lead (arXiv 2307.09288).
+    """
+    return -logsigmoid(better - worse - margin)
