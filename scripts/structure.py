@@ -14,6 +14,7 @@ from pathlib import Path
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Graph = dict[str, set[str]]
 BASE = "trl.trainer.base."
+OWNED_ABOVE = {"train_dataset", "eval_dataset"}  # of transformers.Trainer
 
 
 # --- Imports ---
@@ -179,7 +180,8 @@ def attributes_set_elsewhere(root: Path) -> list[str]:
     """Attributes that one class of a chain sets on `self` and another one reads.
 
     What the root of a chain sets is its subclasses' to read (above it may be protocols, which set
-    nothing), and for trainers what classes of `trainer/base` set; so are the fields of dataclasses.
+    nothing), and for trainers what classes of `trainer/base` set; so are the fields of dataclasses,
+    and what `transformers.Trainer` owns.
     """
     classes = classes_of(root)
     readers: dict[tuple[str, str], set[str]] = defaultdict(set)
@@ -192,7 +194,7 @@ def attributes_set_elsewhere(root: Path) -> list[str]:
                 if other is owner or owner.is_data:
                     continue
                 above = owner in chain(classes, other.name)
-                for attribute in owner.sets & (other.reads - other.sets):
+                for attribute in owner.sets & (other.reads - other.sets) - OWNED_ABOVE:
                     if not (is_root and above):
                         readers[owner.name, attribute].add(other.name)
     return [

@@ -20,7 +20,10 @@ from sft_runs import (
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import TrainingArguments
 
+from trl.data.encode import TextEncoder
 from trl.trainer.sft_trainer import SFTTrainer
+
+ENCODER = TextEncoder(tiny_tokenizer())
 
 SPLITS = {
     "one micro-batch": {},
@@ -111,7 +114,7 @@ def test_documents_do_not_see_each_other(tmp_path, changes):
     others = pairs([("x", "yz"), ("Say", " something else, just as long!!!!"), *PAIRS[2:]])
     found = []
     for data in (pairs(), others):
-        items = trainer.prepare_dataset(data, trainer.args, "train")
+        items = trainer.prepare_dataset(data, ENCODER, trainer.args, "train")
         rows = trainer.collate([items[i] for i in range(len(items))])
         with torch.no_grad():
             found.append(trainer.scorer(trainer.model, rows).logps[2:])
@@ -125,7 +128,7 @@ def test_a_document_changed_in_place_moves_no_bit_of_the_others(tmp_path):
     found = []
     for completion in (" something much longer than that.", " SOMETHING MUCH LONGER THAN THIS!"):
         rows = [PAIRS[0], ("Say", completion), *PAIRS[2:]]
-        items = trainer.prepare_dataset(pairs(rows), trainer.args, "train")
+        items = trainer.prepare_dataset(pairs(rows), ENCODER, trainer.args, "train")
         batch = trainer.collate([items[i] for i in range(len(items))])
         with torch.no_grad():
             found.append(trainer.scorer(trainer.model, batch).logps)

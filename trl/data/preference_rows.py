@@ -129,16 +129,17 @@ def _grouped(row: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     return {**row, "prompt": prompt, "answers": [chosen, rejected]}
 
 
+def _answers_given(row: Mapping[str, Any], kind: Kind) -> list[Ids]:
+    if kind == "ranked":
+        return [list(ids) for ids in row["answers_ids"]]
+    names = ("chosen_ids", "rejected_ids") if "chosen_ids" in row else ("completion_ids",)
+    return [list(row[name]) for name in names]
+
+
 def _tokenized(rows: Sequence[Mapping[str, Any]], kind: Kind) -> AnswerGroups:
-    """Read examples whose ids are given."""
     groups = AnswerGroups([], [], [])
     for row in rows:
-        if kind == "ranked":
-            answers = [list(ids) for ids in row["answers_ids"]]
-        elif "chosen_ids" in row:
-            answers = [list(row["chosen_ids"]), list(row["rejected_ids"])]
-        else:
-            answers = [list(row["completion_ids"])]
+        answers = _answers_given(row, kind)
         prompt = list(row.get("prompt_ids") or [])
         if row.get("prompt_ids") is None and len(answers) > 1:
             split = min(common_prefix_length(answers[0], answer) for answer in answers[1:])
@@ -238,10 +239,7 @@ class PreferenceLimits:
         max_completion_length (`int`, *optional*): the first tokens of an answer are kept.
         max_length (`int`, *optional*): tokens of a prompt with an answer.
         truncation_mode (`str`): what `max_length` keeps: "keep_start" the beginning; "keep_end"
-            the end. All answers of a prompt are cut so that they go on sharing it.
-
-    Raises:
-        ValueError: for another `truncation_mode`.
+            the end (ValueError for another). All answers of a prompt go on sharing it.
     """
 
     max_length: int | None = None

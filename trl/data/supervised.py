@@ -53,15 +53,18 @@ class SupervisedOptions:
                 f"have {sorted(example)}. Leave the option out"
                 + (", or use assistant_only_loss=True." if kind == "messages" else ".")
             )
-        if (self.assistant_only_loss or self.expand_turns) and not conversational:
-            if kind == "tokenized" and not self.expand_turns and "assistant_masks" in example:
-                return kind
+        if not conversational:
+            self._check_turns(kind, example)
+        return kind
+
+    def _check_turns(self, kind: Kind, example: Mapping[str, Any]) -> None:
+        masked = kind == "tokenized" and "assistant_masks" in example
+        if self.expand_turns or (self.assistant_only_loss and not masked):
             name = "expand_turns" if self.expand_turns else "assistant_only_loss"
             raise ValueError(
                 f"{name}=True needs conversations (messages with role and content); the examples "
                 f"have {sorted(example)}."
             )
-        return kind
 
     def _kind(self, example: Mapping[str, Any]) -> Kind:
         if "input_ids" in example:
@@ -179,20 +182,29 @@ def _chat_completions(
     prompts, answers = ([as_messages(row[k]) for row in rows] for k in ("prompt", "completion"))
     chats = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     only = options.completion_only_loss in (None, True)
-    found = EncodedBatch()
     if options.expand_turns:
-        for i, chat in enumerate(chats):
-            _add_expanded(found, chat, i, rows[i], encoder, len(prompts[i]) if only else 0)
-        return found
+        return _expanded_chats(chats, rows, encoder, [only * len(p) for p in prompts])
     options_of = [template_options(row) for row in rows]
     whole, kept, merged = rendered_answers(prompts, answers, options_of, encoder)
-    starts = kept if only else [0] * len(kept)
+    starts = [only * count for count in kept]
     if options.assistant_only_loss:
         found = _assistant_turns(chats, rows, encoder)
         found.trained_spans = list(map(clipped, found.trained_spans, starts))
         return found
+    found = EncodedBatch()
     for i, ids in enumerate(whole):
-        found.add(ids, [starts[i], len(ids)], i, merged[i] if only else 0)
+        found.add(ids, [starts[i], len(ids)], i, only * merged[i])
+    return found
+
+
+def _expanded_chats(
+    chats: list[list[Any]], rows: list[dict[str, Any]], encoder: TextEncoder, firsts: list[int]
+) -> EncodedBatch:
+    found = EncodedBatch()
+    for i, chat in enumerate(chats):
+        options = template_options(rows[i])
+        for ids, spans in expanded_turns(encoder, chat, options, firsts[i]):
+            found.add(ids, spans, i)
     return found
 
 
@@ -235,11 +247,9 @@ def _conversations(batch: Batch, encoder: TextEncoder, options: SupervisedOption
     chats = [as_messages(row[name]) for row in rows]
     if options.assistant_only_loss and not options.expand_turns:
         return _assistant_turns(chats, rows, encoder)
-    found = EncodedBatch()
     if options.expand_turns:
-        for i, (row, chat) in enumerate(zip(rows, chats, strict=True)):
-            _add_expanded(found, chat, i, row, encoder)
-        return found
+        return _expanded_chats(chats, rows, encoder, [0] * len(rows))
+    found = EncodedBatch()
     texts = [encoder.render(c, template_options(row)) for row, c in zip(rows, chats, strict=True)]
     for i, ids in enumerate(encoder.ids(texts)):
         found.add(ids, [0, len(ids)], i)
@@ -257,18 +267,6 @@ def _assistant_turns(
         trained, merged = tokens_of(places[i], spans)
         found.add(ids[i], trained, i, merged)
     return found
-
-
-def _add_expanded(
-    found: EncodedBatch,
-    chat: list[Any],
-    i: int,
-    row: Mapping[str, Any],
-    encoder: TextEncoder,
-    first: int = 0,
-) -> None:
-    for ids, spans in expanded_turns(encoder, chat, template_options(row), first):
-        found.add(ids, spans, i)
 
 
 def clipped(spans: Sequence[int], start: int = 0, stop: int | None = None) -> list[int]:

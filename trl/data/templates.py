@@ -66,12 +66,13 @@ def clone_chat_template(
     missing = [t for t in source.added_tokens_decoder.values() if t.content not in known]
     tokenizer.add_tokens(missing)
     tokenizer.eos_token = source.eos_token
-    for config in (model.config, model.generation_config if model.can_generate() else None):
-        if config is not None:
-            config.eos_token_id = tokenizer.eos_token_id
+    model.config.eos_token_id = tokenizer.eos_token_id
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
     # A model may have more embeddings than its tokenizer has tokens; none of them is lost.
     size = max(model.get_input_embeddings().num_embeddings, len(tokenizer))
-    size = -(-size // (resize_to_multiple_of or 1)) * (resize_to_multiple_of or 1)
+    step = resize_to_multiple_of or 1
+    size = -(-size // step) * step
     model.resize_token_embeddings(size)
     names = (f"<extra_id_{i}>" for i in range(size + len(tokenizer)))
     fillers = [name for name in names if name not in known][: size - len(tokenizer)]

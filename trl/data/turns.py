@@ -65,9 +65,12 @@ def _turn(
     if start is None or stop is None:
         what = ("beginning", head) if start is None else ("end", through)
         raise ValueError(_inexact(k, *what, text))
-    # Matches look at the end of a string, so the turn is cut out.
-    ended = re.search(rf"{encoder.special}(\s*)\Z", text[start:stop])
-    return start, stop - len(ended[1]) if ended else stop
+    return start, stop - _space_behind_end(encoder, text[start:stop])
+
+
+def _space_behind_end(encoder: TextEncoder, turn: str) -> int:
+    ended = re.search(rf"{encoder.special}(\s*)\Z", turn)
+    return len(ended[1]) if ended else 0
 
 
 def _length_of_beginning(text: str, beginning: str | None) -> int | None:

@@ -64,16 +64,19 @@ def check_adapters(model: Any, folder: str | Path) -> None:
         return
     if not stored:
         raise ValueError(f"{folder} holds no adapter, but an adapter is trained.")
-    names = set(model.peft_config)
-    if names != stored:
-        missing, extra = (", ".join(sorted(x)) or "none" for x in (names - stored, stored - names))
-        raise ValueError(
-            f"{folder}: its adapters differ from those of the model. Missing: {missing}; "
-            f"unexpected: {extra}. {REFERENCE_ADAPTER!r} is the frozen copy of an adapter that "
-            "serves as reference; there is none if beta is 0."
-        )
+    if (names := set(model.peft_config)) != stored:
+        raise ValueError(_other_adapters(folder, names - stored, stored - names))
     for name in model.peft_config:
         _check_one(model, name, folder if name == "default" else folder / name)
+
+
+def _other_adapters(folder: Path, missing: set[str], extra: set[str]) -> str:
+    lacking, unexpected = (", ".join(sorted(names)) or "none" for names in (missing, extra))
+    return (
+        f"{folder}: its adapters differ from those of the model. Missing: {lacking}; "
+        f"unexpected: {unexpected}. {REFERENCE_ADAPTER!r} is the frozen copy of an adapter that "
+        "serves as reference; there is none if beta is 0."
+    )
 
 
 def _check_one(model: Any, name: str, folder: Path) -> None:

@@ -77,14 +77,7 @@ class MetricStore:
             {name: (kind, float(x)) for name, (kind, x) in self._extremes.items()},
         )
         self._means, self._extremes = {}, {}
-        means: dict[str, Any] = {}
-        extremes: dict[str, float] = {}
-        for rank_means, rank_extremes in gather(local):
-            for name, (total, weight) in rank_means.items():
-                _add(means, name, total, weight)
-            for name, (kind, x) in rank_extremes.items():
-                choose = min if kind == "min" else max
-                extremes[name] = choose(extremes.get(name, x), x)
+        means, extremes = _combined(gather(local))
         found = {
             name: total / weight if weight else None for name, (total, weight) in means.items()
         }
@@ -110,3 +103,15 @@ def _stored(value: Value) -> Value:
 
 def _detached(value: Value) -> Value:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def _combined(ranks: list[Any]) -> tuple[dict[str, Any], dict[str, float]]:
+    means: dict[str, Any] = {}
+    extremes: dict[str, float] = {}
+    for rank_means, rank_extremes in ranks:
+        for name, (total, weight) in rank_means.items():
+            _add(means, name, total, weight)
+        for name, (kind, x) in rank_extremes.items():
+            choose = min if kind == "min" else max
+            extremes[name] = choose(extremes.get(name, x), x)
+    return means, extremes

@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,15 +148,18 @@ def resolve_rewards(
     options.setdefault("trust_remote_code", trust_remote_code)
     found: dict[str, RewardSource] = {}
     for place, (function, tokenizer) in enumerate(zip(functions, tokenizers, strict=True)):
-        name = _name(function, place)
-        numbered = (f"{name}_{i}" for i in itertools.count(2))
-        name = next(x for x in itertools.chain([name], numbered) if x not in found)
+        name = _unique(_name(function, place), found)
         if isinstance(function, (str, nn.Module)):
             model, tokenizer = _model(name, function, tokenizer, options)
             found[name] = ModelReward(name, model, tokenizer, template_kwargs or {})
         else:
             found[name] = FunctionReward(name, function, _is_coroutine_function(function))
     return tuple(found.values())
+
+
+def _unique(name: str, taken: Container[str]) -> str:
+    numbered = (f"{name}_{i}" for i in itertools.count(2))
+    return next(x for x in itertools.chain([name], numbered) if x not in taken)
 
 
 def _tokenizers(given: Any, count: int) -> list[Any]:

@@ -29,8 +29,7 @@ class SFTConfig(OfflineConfig):
     )
     long_rows: str | None = option(
         None,
-        "What is done with rows over max_length: cut them, drop them, split them into several, or "
-        "stop with an error. None: truncation_mode.",
+        "Cut, drop or split rows over max_length, or stop with an error. None: truncation_mode.",
         choices=("cut", "drop", "split", "error"),
     )
     truncation_mode: str = option(
@@ -72,19 +71,25 @@ class SFTConfig(OfflineConfig):
                 )
                 setattr(self, name, values[old])
         super().__post_init__()
+        self._check_long_rows()
+        self._check_packing()
+
+    def _check_packing(self) -> None:
         packs = self.packing or self.eval_packing
         if packs and self.max_length is None:
             raise ValueError("packing=True needs max_length: it is the size of a pack.")
+        if self.lazy_tokenization and (packs or self.max_tokens_per_micro_batch):
+            name = "packing" if packs else "max_tokens_per_micro_batch"
+            raise ValueError(f"{name} needs the lengths of all rows: drop lazy_tokenization=True.")
+
+    def _check_long_rows(self) -> None:
         if self.packing and self.packing_strategy != "bfd" and self.long_rows is not None:
             raise ValueError(
                 f"packing_strategy={self.packing_strategy!r} says what is done with long rows: "
                 f"leave out long_rows={self.long_rows!r}, or pack with 'bfd'."
             )
-        if packs and self.long_rows == "split":
+        if (self.packing or self.eval_packing) and self.long_rows == "split":
             raise ValueError("With packing, long_rows='split' is packing_strategy='bfd_split'.")
-        if self.lazy_tokenization and (packs or self.max_tokens_per_micro_batch):
-            name = "packing" if packs else "max_tokens_per_micro_batch"
-            raise ValueError(f"{name} needs the lengths of all rows: drop lazy_tokenization=True.")
 
     @property
     def row_limit(self) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.utils import logging
 
+from ..data.encode import TextEncoder
 from ..data.prepare import (
     LazySupervisedDataset,
     SupervisedDataset,
@@ -104,7 +105,9 @@ class SFTTrainer(OfflineTrainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
 
-    def prepare_dataset(self, dataset: Any, args: SFTConfig, mode: Mode) -> Any:
+    def prepare_dataset(
+        self, dataset: Any, encoder: TextEncoder, args: SFTConfig, mode: Mode
+    ) -> Any:
         """Tokenize, mask and cut to length."""
         given: Any = args.dataset_kwargs or {}
         if given.get("skip_prepare_dataset"):
@@ -118,8 +121,8 @@ class SFTTrainer(OfflineTrainer):
         )
         limits: dict[str, Any] = {"max_length": args.max_length, "long_rows": args.row_limit}
         if isinstance(dataset, Dataset) and args.lazy_tokenization:
-            return LazySupervisedDataset(dataset, self.encoder, options, **limits)
-        table = prepare_supervised(dataset, self.encoder, options, args.dataset_num_proc)
+            return LazySupervisedDataset(dataset, encoder, options, **limits)
+        table = prepare_supervised(dataset, encoder, options, args.dataset_num_proc)
         if isinstance(table, IterableDataset):
             if args.shuffle_dataset and mode == "train":
                 table = table.shuffle(seed=args.seed, buffer_size=BUFFERED)

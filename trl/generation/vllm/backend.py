@@ -35,15 +35,11 @@ class VLLMBackend(GenerationBackend):
         probe_syncs (`int`): log-probabilities are compared at each of so many syncs; 0: never.
         report: called as `report(name, value)` with each metric.
 
-    Attributes:
-        engines (`int`): how many hold the weights.
-
     Raises:
         WeightSyncError: while generating, if the engine does not hold the policy's weights.
     """
 
     context: int
-    engines = 1
 
     def __init__(
         self,
@@ -67,6 +63,11 @@ class VLLMBackend(GenerationBackend):
         self._syncs = 0
         self._probed = 0  # number of the sync that was probed last
         self._depth = 0
+
+    @property
+    def engines(self) -> int:
+        """How many hold the weights."""
+        return 1
 
     def sync_weights(self, step: int) -> None:
         """Note which weights are to generate next; they are sent once the engine is awake."""

@@ -63,15 +63,20 @@ def check_options(config: Any, inherited: Mapping[str, Mapping[str, float]] | No
         value, known = getattr(config, field.name, None), field.metadata
         if value is None and "None" in str(field.type):
             continue
-        problem = None
-        if "choices" in known and "bounds" not in known:
-            problem = _not_chosen(value, known["choices"])
-        elif "bounds" in known:
-            problem = _out_of_range(value, known["bounds"], known.get("hint", ""))
-        elif field.name in others and isinstance(value, (int, float)):
-            problem = _out_of_range(value, others[field.name])
+        problem = _problem(value, known, others.get(field.name))
         if problem is not None:
             raise ValueError(f"{field.name}={value!r} must be {problem}")
+
+
+def _problem(
+    value: Any, known: Mapping[str, Any], inherited: Mapping[str, float] | None
+) -> str | None:
+    if "bounds" in known:
+        return _out_of_range(value, known["bounds"], known.get("hint", ""))
+    if "choices" in known:
+        return _not_chosen(value, known["choices"])
+    is_number = isinstance(value, (int, float))
+    return _out_of_range(value, inherited) if inherited and is_number else None
 
 
 def _not_chosen(value: Any, choices: list[str]) -> str | None:

@@ -84,9 +84,9 @@ class OfflineTrainer(BaseTrainer):
             *(model, args, processing_class, quantization_config, peft_config),
             change=partial(set_template, args=args),
         )
-        self.encoder = TextEncoder(policy.tokenizer)
+        self._encoder = TextEncoder(policy.tokenizer)
         with args.main_process_first(desc="tokenizing"):
-            train = self.prepare_dataset(train_dataset, args, "train")
+            train = self.prepare_dataset(train_dataset, self._encoder, args, "train")
             evaluation = self._prepared(eval_dataset, args)
         super().__init__(
             policy,
@@ -114,8 +114,10 @@ class OfflineTrainer(BaseTrainer):
 
     # --- What an algorithm says ---
 
-    def prepare_dataset(self, dataset: Any, args: Any, mode: Mode) -> Any:
+    def prepare_dataset(self, dataset: Any, encoder: TextEncoder, args: Any, mode: Mode) -> Any:
         """Turn a dataset into prepared items.
+
+        The trainer is not set up yet when its own datasets are prepared.
 
         Returns:
             Items by index, with their tokens in `lengths`; of a stream, an `ItemStream`.
@@ -146,7 +148,7 @@ class OfflineTrainer(BaseTrainer):
         if dataset is None or hasattr(dataset, "rows"):
             return dataset
         _check_dataset("eval_dataset", dataset)
-        return self.prepare_dataset(dataset, args, "eval")
+        return self.prepare_dataset(dataset, self._encoder, args, "eval")
 
     def _loader(self, dataset: Any, mode: Mode) -> tuple[DataLoader[Any], Any]:
         """A loader of this rank's micro-batches, and what decides their order."""

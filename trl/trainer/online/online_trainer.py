@@ -346,9 +346,8 @@ class OnlineTrainer(BaseTrainer):
 
     def _finish(self, batch: Rollout, advantages: Tensor, healthy: bool) -> Rollout:
         """Drop old log-probabilities on-policy; have updates of an unhealthy round refused."""
-        if advantages.dim() == 1:
-            advantages = self.ranks.local(advantages)
-        advantages = advantages.to(self.args.device)
+        local = self.ranks.local(advantages) if advantages.dim() == 1 else advantages
+        advantages = local.to(self.args.device)
         if not healthy:
             advantages = torch.full_like(advantages, torch.nan)
         if self.scoring.is_on_policy(batch.mode):

@@ -31,7 +31,11 @@ class VLLMServerBackend(VLLMBackend):
     def __init__(self, pool: ServerPool | None, policy: PolicyHandle, context: int, **options: Any):
         super().__init__(policy, context, **options)
         self._pool = pool
-        self.engines = 1 if pool is None else len(pool.servers)
+
+    @property
+    def engines(self) -> int:
+        """The servers; on other ranks than the first, which ask nothing, 1."""
+        return 1 if self._pool is None else len(self._pool.servers)
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
         """Send all weights; every rank goes through all of them, whatever happens on the way."""
