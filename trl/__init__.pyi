@@ -22,6 +22,12 @@ from .data.mixture import (
 from .data.mixture import (
     get_dataset as get_dataset,
 )
+from .data.packing import (
+    pack_dataset as pack_dataset,
+)
+from .data.packing import (
+    truncate_dataset as truncate_dataset,
+)
 from .data.preference import (
     extract_prompt as extract_prompt,
 )
@@ -34,6 +40,7 @@ from .data.preference import (
 from .data.preference import (
     unpair_preference_dataset as unpair_preference_dataset,
 )
+from .data.templates import clone_chat_template as clone_chat_template
 from .data.tool_template import supports_tool_calling as supports_tool_calling
 from .memory.callback import MemoryCallback as MemoryCallback
 from .models.reference import create_reference_model as create_reference_model

@@ -170,7 +170,10 @@ def test_a_file_is_taken_as_accelerate_configuration(tmp_path):
         (["--no_beta"], ("--no_beta (closest: --beta",)),
         (["--num_generations", "four"], ("--num_generations: 'four' is not an integer.",)),
         (["--num_generations", "4", "5"], ("unexpected words: 5.",)),
-        (["--loss_type", "dapo"], ("unknown option --loss_type", "an option of `trl grpo`)")),
+        (
+            ["--loss_type", "dapo"],
+            ("unknown option --loss_type", "an option of `trl sft`, `trl grpo`)"),
+        ),
         (["--num_processes", "two"], ("--num_processes", "invalid int value: 'two'")),
         (["--num_processes"], ("--num_processes", "expected one argument")),
         (["--mixed_precision", "fp17"], ("--mixed_precision", "'fp17'", "'bf16'")),

@@ -125,7 +125,7 @@ VIOLATIONS = {
     },
     "configuration lines a field": {
         "trainer/a_config.py": "class _C:\n    a: int = 1\n    b: int = (\n        1\n"
-        "        + 1\n        + 1\n        + 1\n    )\n"
+        "        + 1\n        + 1\n        + 1\n        + 1\n    )\n"
     },
     "comment lines per code line": {"a.py": "# one\n# two\n"},
     "rloo_trainer.py, lines": {"trainer/rloo_trainer.py": "\n" * 131},

@@ -201,11 +201,12 @@ def unknown_command(name: str) -> str:
     return f"unknown command {name!r}.{hint}"
 
 
-def command_with(option: str) -> str | None:
-    """The first command that has an option (with underscores)."""
+def commands_with(option: str) -> list[str]:
+    """The commands that have an option (with underscores)."""
+    found = []
     for command in COMMANDS.values():
         if command.name != "env":
             action = command.option_parser()._option_string_actions.get(f"--{option}")
             if action is not None and action.dest == option:  # no_x has the destination x
-                return command.name
-    return None
+                found.append(command.name)
+    return found

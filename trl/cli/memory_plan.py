@@ -30,7 +30,8 @@ from .exit import USER_ERRORS
 from .launch import launch_options, split
 from .parser import TrlParser
 
-METHODS = tuple(TRAINING)
+# Those that generate: the plan knows no others yet.
+METHODS = tuple(name for name, command in TRAINING.items() if "Online" in command.arguments)
 # Bytes of a quantized weight: its bits, and the float32 or nested scale of each block of 64.
 QUANTIZED = {8: 1.0, 4: 0.5 + 4 / 64}
 NESTED = 0.5 + 1 / 64 + 4 / (64 * 256)

@@ -71,6 +71,6 @@ def _hint(name: str, legal: list[str], dashes: str, program: str) -> str:
     hints = [f"closest: {', '.join(dashes + other for other in close)}"] if close else []
     if program.startswith("trl "):
         # Commands have parsers, which tell of unknown options: an import above would be circular.
-        command = import_module(f"{__package__}.commands").command_with(name)
-        hints += [f"an option of `trl {command}`"] if command else []
+        commands = import_module(f"{__package__}.commands").commands_with(name)
+        hints += [f"an option of `trl {'`, `trl '.join(commands)}`"] if commands else []
     return f" ({'; '.join(hints)})" if hints else ""

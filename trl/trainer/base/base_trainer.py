@@ -349,7 +349,7 @@ class BaseTrainer(Publishing, Trainer):
     def _moving_reference(self) -> FrozenCopy | None:
         """The reference if it moves and no other file of a checkpoint holds it."""
         copied = self.reference if isinstance(self.reference, FrozenCopy) else None
-        return copied if self.args.sync_ref_model else None
+        return copied if copied is not None and self.args.sync_ref_model else None
 
     # --- Saving ---
 
