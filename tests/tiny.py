@@ -1,7 +1,6 @@
 """Tiny real models and tokenizers, built in memory: nothing is downloaded."""
 
 import torch
-from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -103,6 +102,8 @@ def in_double(model):
 
 def lora_model():
     """A tiny model with an adapter on its values."""
+    from peft import LoraConfig, get_peft_model  # an extra
+
     return get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["v_proj"]))
 
 
