@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import supervised
 import torch
 import transformers
 from cases import LOSSES, MODELS
@@ -177,6 +178,12 @@ def float32_lines() -> Iterator[Line]:
     return lines_of(((family_of(v), v, gradient_difference(v)) for v in VARIANTS), BOUND)
 
 
+def supervised_lines() -> Iterator[Line]:
+    """Supervised fine-tuning."""
+    found = ((v.family, v, supervised.difference(v)) for v in supervised.VARIANTS)
+    return lines_of(found, BOUND)
+
+
 def dropped_lines() -> Iterator[Line]:
     """Rows of zero advantage, computed and left out."""
     for words, variants, measured, bound in (
@@ -238,6 +245,7 @@ Sections = dict[str, list[Line]]
 
 SECTIONS = {
     "float32": "Gradients in float32: ||g - g_ref|| / ||g_ref||",
+    "supervised": "Supervised fine-tuning: gradients as above, and losses",
     "dropped": "Rows of zero advantage",
     "ranks": "Two processes",
     "bf16": f"bfloat16 against float32; bound: {HALF_PRECISION_FACTOR} x single rows in bfloat16",
@@ -289,6 +297,8 @@ def report(sections: Sections, seconds: float) -> str:
         "  their completions on the right, whichever side a tokenizer names, so the side is not",
         "  varied. What an engine writes behind the end token is cut before a row exists; random",
         "  tokens are put there and into the padding.",
+        f"- Supervised fine-tuning: {supervised.ROWS} documents in one update, over micro-batches,",
+        "  packs, token budgets, padding, order, logits held at once, checkpointing.",
         "- Rows left out: what they would add to the gradient, in forwards of the other rows, is",
         "  measured by letting no other row act on it.",
         "",
@@ -314,6 +324,7 @@ def run() -> Sections:
     in_background = ThreadPoolExecutor(1).submit(lambda: result(start()))
     sections = {
         "float32": list(float32_lines()),
+        "supervised": list(supervised_lines()),
         "dropped": list(dropped_lines()),
         "bf16": list(half_precision_lines()),
     }

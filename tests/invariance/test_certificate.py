@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import cases
 import one_row
+import supervised
 from cases import EOS, MOST_TOKENS
 from certificate import (
     BOUND,
@@ -72,6 +73,11 @@ def on_two(job):
 def curves(on_two):
     """Loss curves by optimizer and class."""
     return all_curves(on_two)
+
+
+@pytest.mark.parametrize("variant", supervised.VARIANTS, ids=str)
+def test_supervised_fine_tuning(variant):
+    assert supervised.difference(variant) <= BOUND
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
