@@ -34,7 +34,7 @@ def test_one_process_fails_as_it_would_alone():
     ranks = Ranks()
     assert (ranks.rank, ranks.count, ranks.share_weights) == (0, 1, False)
     assert ranks.all(True) and not ranks.all(False)
-    with pytest.raises(KeyError) as found, ranks.ending_together(), ranks.together("this"):
+    with pytest.raises(KeyError) as found, ranks.propagate_failures(), ranks.fail_together("this"):
         raise KeyError("mine")
     assert not hasattr(found.value, "__notes__")
 
@@ -67,7 +67,7 @@ def test_local_is_the_share_of_the_rank(rank, rows):
 def failure(ranks, rank):
     """What a rank hears when one has failed: the error, and what is added to it."""
     try:
-        with ranks.ending_together(), ranks.ending_together(), ranks.together("a try"):
+        with ranks.propagate_failures(), ranks.propagate_failures(), ranks.fail_together("a try"):
             if ranks.rank == rank:
                 raise KeyError("mine")
     except (KeyError, RankError) as error:

@@ -111,7 +111,7 @@ class Ranks:
     # --- Failures ---
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def fail_together(self, what: str) -> Iterator[None]:
         """Fail on every rank if the work inside, which must not communicate, fails on one.
 
         Args:
@@ -125,9 +125,9 @@ class Ranks:
             yield
         except Exception as error:
             failure = error
-        self.raise_together(failure, what)
+        self.raise_everywhere(failure, what)
 
-    def raise_together(self, failure: BaseException | None, what: str) -> None:
+    def raise_everywhere(self, failure: BaseException | None, what: str) -> None:
         """Raise on every rank if there is a failure on one; all must call this.
 
         Args:
@@ -145,7 +145,7 @@ class Ranks:
                 raise RankError(f"Rank {rank} failed in {what}: {message}")
 
     @contextmanager
-    def ending_together(self) -> Iterator[None]:
+    def propagate_failures(self) -> Iterator[None]:
         """Name the rank in an error that ends this process, and what took it along.
 
         The end of a process makes the collectives of the others fail, at once or when

@@ -179,7 +179,7 @@ class Rollout:
     num_loss_tokens: Tensor  # () trained-on tokens of the round, all ranks
     num_loss_rows: Tensor  # () rows with at least one trained-on token, all ranks
     mode: Mode = "train"  # what it was generated for
-    num_slices: int = 1  # micro-batches the round is cut into on this rank
+    num_micro_batches: int = 1  # micro-batches the round is cut into on this rank
     old_logps: Tensor | None = None  # (B, C) under the policy that generated
     ref_logps: Tensor | None = None  # (B, C) under the reference policy
     sampling_logps: Tensor | None = None  # (B, C) as reported by the engine
@@ -187,8 +187,8 @@ class Rollout:
     log_mass: Tensor | None = None  # (B, C) of the sampler's filters, with `old_logps`
     advantages: Tensor | None = None  # (B,) or (B, C)
     weights: Tensor | None = None  # (B, C) or (B, 1) that the losses are multiplied by
-    num_slice_tokens: Tensor | None = None  # () trained-on tokens of the micro-batch
-    num_slice_rows: int | None = None  # rows of the micro-batch
+    num_micro_batch_tokens: Tensor | None = None  # () trained-on tokens of the micro-batch
+    num_micro_batch_rows: int | None = None  # rows of the micro-batch
     has_gradient: list[bool] | None = None  # B; False: the row's gradient is exactly zero
 
     def __len__(self) -> int:
@@ -234,15 +234,15 @@ class Rollout:
         return losses if self.weights is None else losses * self.weights
 
     @property
-    def slice_tokens(self) -> Tensor:
+    def micro_batch_tokens(self) -> Tensor:
         """Trained-on tokens () of the micro-batch, also when only a part of its rows is at hand."""
-        known = self.num_slice_tokens
+        known = self.num_micro_batch_tokens
         return self.loss_mask.sum() if known is None else known
 
     @property
-    def share_of_slice(self) -> float:
+    def share_of_micro_batch(self) -> float:
         """Rows at hand, as a share of those of the micro-batch."""
-        return len(self) / (self.num_slice_rows or len(self))
+        return len(self) / (self.num_micro_batch_rows or len(self))
 
     def chunks(self, count: int) -> Iterator[Rollout]:
         """Cut into `count` runs of consecutive rows of equal length.
@@ -255,7 +255,9 @@ class Rollout:
             raise ValueError(f"{len(self)} rows cannot be cut into {count} chunks of equal size.")
         for start in range(0, len(self), size):
             part = self.select(range(start, start + size))
-            yield part.replace(num_slice_tokens=part.loss_mask.sum(), num_slice_rows=size)
+            yield part.replace(
+                num_micro_batch_tokens=part.loss_mask.sum(), num_micro_batch_rows=size
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -46,7 +46,7 @@ def noisy(completion_ids, **kwargs):
 
 
 def trainer_in(folder, processes=1, **changes):
-    """Rounds of four updates (4 slices, 2 passes), two rounds an epoch, checkpoints within rounds.
+    """Rounds of 4 updates (4 micro-batches, 2 passes), two rounds an epoch, saved within rounds.
 
     Metrics are logged every other update, so some of them cross a checkpoint.
     """

@@ -18,8 +18,8 @@ def rollout(first: int) -> Rollout:
 
 
 def test_life_of_two_rounds():
-    """Two slices, two passes: the order of the table in the sampler's contract."""
-    buffer, served, made = Buffer(slices=2, passes=2), [], []
+    """Two micro_batches, two passes: the order of the table in the sampler's contract."""
+    buffer, served, made = Buffer(micro_batches=2, passes=2), [], []
     for step in range(8):
         if buffer.is_stale(step):
             made.append(step)
@@ -30,7 +30,7 @@ def test_life_of_two_rounds():
 
 
 def test_starting_inside_a_round():
-    buffer = Buffer(slices=2, passes=2)
+    buffer = Buffer(micro_batches=2, passes=2)
     assert buffer.is_stale(5)
     buffer.fill(5, rollout(0))
     assert buffer.at(5).row_ids == [2, 3]
@@ -38,7 +38,7 @@ def test_starting_inside_a_round():
 
 
 def test_never_serves_another_round():
-    buffer = Buffer(slices=2, passes=1)
+    buffer = Buffer(micro_batches=2, passes=1)
     buffer.fill(0, rollout(0))
     with pytest.raises(RuntimeError, match="micro-step 2"):
         buffer.at(2)
@@ -47,14 +47,14 @@ def test_never_serves_another_round():
 @pytest.mark.parametrize("step", [1, 2, 3, 5])
 def test_a_round_continues_in_another_process(tmp_path, step):
     """Saved before any micro-step of a round but its first, and read without unpickling code."""
-    buffer = Buffer(slices=2, passes=2)
+    buffer = Buffer(micro_batches=2, passes=2)
     first = step // 4 * 4
     filled = rollout(0).replace(
         advantages=torch.arange(4.0), old_logps=torch.rand(4, 1), has_gradient=[True] * 4
     )
     buffer.fill(first, filled)
     torch.save(buffer.state(step), tmp_path / "state.pt")
-    again = Buffer(slices=2, passes=2)
+    again = Buffer(micro_batches=2, passes=2)
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     again.restore(step, state, torch.device("cpu"))
     for later in range(step, first + 4):
@@ -67,7 +67,7 @@ def test_a_round_continues_in_another_process(tmp_path, step):
 
 
 def test_between_rounds_there_is_nothing_to_save():
-    buffer = Buffer(slices=2, passes=2)
+    buffer = Buffer(micro_batches=2, passes=2)
     assert buffer.state(0) is None
     buffer.fill(0, rollout(0))
     assert buffer.state(4) is None
@@ -76,7 +76,7 @@ def test_between_rounds_there_is_nothing_to_save():
 
 
 def test_a_loop_that_begins_at_a_round_takes_no_old_one():
-    buffer = Buffer(slices=2, passes=2)
+    buffer = Buffer(micro_batches=2, passes=2)
     buffer.fill(0, rollout(0))
     state = buffer.state(2)
     buffer.restore(0, state, torch.device("cpu"))

@@ -79,8 +79,8 @@ class SupervisedRows:
     loss_mask: Tensor  # (B, C) bool
     mode: Mode = "train"
     total: Tensor | None = None  # () what losses of the optimizer step are divided by
-    num_slices: int = 1  # micro-batches of the step on this rank
-    num_slice_rows: int | None = None  # rows of the whole micro-batch
+    num_micro_batches: int = 1  # micro-batches of the step on this rank
+    num_micro_batch_rows: int | None = None  # rows of the whole micro-batch
 
     @classmethod
     def of(cls, documents: Sequence[Document]) -> SupervisedRows:
@@ -119,19 +119,19 @@ class SupervisedRows:
         pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
         return [len(prompt) + len(completion) for prompt, completion in pairs]
 
-    def of_step(self, total: Tensor, num_slices: int, mode: Mode) -> SupervisedRows:
+    def of_step(self, total: Tensor, num_micro_batches: int, mode: Mode) -> SupervisedRows:
         """Say what the losses of all micro-batches of an optimizer step are divided by."""
-        changes = {"total": total, "num_slices": num_slices, "mode": mode}
-        return dataclasses.replace(self, **changes, num_slice_rows=len(self))
+        changes = {"total": total, "num_micro_batches": num_micro_batches, "mode": mode}
+        return dataclasses.replace(self, **changes, num_micro_batch_rows=len(self))
 
     def to(self, device: torch.device) -> SupervisedRows:
         """Copy to a device what is a tensor."""
         return dataclasses.replace(self, loss_mask=self.loss_mask.to(device, non_blocking=True))
 
     @property
-    def share_of_slice(self) -> float:
+    def share_of_micro_batch(self) -> float:
         """Rows at hand, as a share of those of the micro-batch."""
-        return len(self) / (self.num_slice_rows or len(self))
+        return len(self) / (self.num_micro_batch_rows or len(self))
 
     def select(self, index: Sequence[int]) -> SupervisedRows:
         """Return the given rows, with (B, C) fields cut to the longest completion left."""

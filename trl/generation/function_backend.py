@@ -75,7 +75,7 @@ class FunctionBackend(GenerationBackend):
         outcome = Outcome.of(lambda: _checked(self._function(messages), len(prompts)))
         if isinstance(outcome.failure, RankError):  # from the engine, which the function may use
             raise outcome.failure
-        self._ranks.raise_together(outcome.failure, "rollout_func")
+        self._ranks.raise_everywhere(outcome.failure, "rollout_func")
         found = outcome.value
         finish: list[FinishReason] = [
             "stop" if ids and ids[-1] in sampling.stop_ids else "length"

@@ -137,7 +137,7 @@ class RunSettings:
             "group_size": batches.group_size,
             "completion": args.max_completion_length or 1,
             "micro_batch": batches.micro_batch,
-            "slices": batches.slices,
+            "slices": batches.micro_batches,
             "accumulation": batches.accumulation,
             "passes": batches.iterations,
             "processes": batches.num_processes,

@@ -13,16 +13,16 @@ from ..types import Rollout
 
 
 class Buffer:
-    """Serves the slices of a round in the same order on every pass.
+    """Serves the micro-batches of a round in the same order on every pass.
 
     Args:
-        slices (`int`): micro-batches a round is cut into.
+        micro_batches (`int`): micro-batches a round is cut into.
         passes (`int`): how often the round is trained on.
     """
 
-    def __init__(self, slices: int, passes: int):
-        self._slices = slices
-        self._period = slices * passes
+    def __init__(self, micro_batches: int, passes: int):
+        self._micro_batches = micro_batches
+        self._period = micro_batches * passes
         self._round: int | None = None
         self._chunks: list[Rollout] = []
 
@@ -33,20 +33,20 @@ class Buffer:
     def fill(self, step: int, rollout: Rollout) -> None:
         """Hold the rollout of the round that micro-step `step` belongs to."""
         self._round = step // self._period
-        self._chunks = list(rollout.chunks(self._slices))
+        self._chunks = list(rollout.chunks(self._micro_batches))
 
     def at(self, step: int) -> Rollout:
-        """Return the slice that micro-step `step` trains on.
+        """Return the micro-batch that micro-step `step` trains on.
 
         Raises:
             RuntimeError: if the round of `step` is not the one held.
         """
         if self.is_stale(step):
             raise RuntimeError(f"The buffer does not hold the round of micro-step {step}.")
-        return self._chunks[step % self._slices]
+        return self._chunks[step % self._micro_batches]
 
     def longest(self) -> Rollout:
-        """Return the slice with the longest row."""
+        """Return the micro-batch with the longest row."""
         return max(
             self._chunks,
             key=lambda c: max(map(len, map(operator.add, c.prompt_ids, c.completion_ids))),
@@ -57,7 +57,7 @@ class Buffer:
         self._round, self._chunks = None, []
 
     def state(self, step: int) -> list[dict[str, Any]] | None:
-        """Return the slices that micro-step `step` needs, as tensors and lists in main memory.
+        """Return the micro-batches that `step` needs, as tensors and lists in main memory.
 
         None if that step begins a round.
         """

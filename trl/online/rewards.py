@@ -114,7 +114,7 @@ class RewardSuite:
             RankError: if one failed on another rank.
         """
         extras: dict[str, list[Any]] = {}
-        with self._ranks.together("rewards"):
+        with self._ranks.fail_together("rewards"):
             columns = self._call(self.sources, inputs, extras, log_metric)
         rewards = [[math.nan if x is None else x for x in column] for column in columns]
         local = torch.tensor(rewards, dtype=torch.float32).T

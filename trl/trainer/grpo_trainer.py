@@ -190,7 +190,7 @@ class GRPOTrainer(OnlineTrainer):
         if kind in ("grpo", "sapo"):
             return mean_of_sequence_means(losses, mask, rows)
         denominators = {
-            "bnpo": batch.slice_tokens.clamp(min=1),
+            "bnpo": batch.micro_batch_tokens.clamp(min=1),
             "dr_grpo": rows * self.args.max_completion_length,
             "luspo": rows,
         }

@@ -50,7 +50,7 @@ class Watch(TrainerCallback):
 
 
 def watched(folder, stream=False, **changes):
-    """Rounds of 4 slices and 2 passes: 4 updates a round, 8 an epoch, logs every other update."""
+    """Rounds of 4 micro-batches, 2 passes: 4 updates a round, 8 an epoch, logs every other."""
     data = dataset(PROMPTS)
     settings = {
         "reward": noisy,

@@ -16,7 +16,7 @@ PER_DEVICE = "per_device_train_batch_size to {} and generation_batch_size to {}"
 
 
 def plan(**changes) -> BatchPlan:
-    values = {"micro_batch": 16, "num_processes": 2, "slices": 4, "accumulation": 4}
+    values = {"micro_batch": 16, "num_processes": 2, "micro_batches": 4, "accumulation": 4}
     return BatchPlan(**(values | {"group_size": 8, "iterations": 1} | changes))
 
 
@@ -25,19 +25,19 @@ def test_sentence():
         "each update: 16 prompts x 8 completions = 128 sequences, in 4 micro-batches on 2 ranks"
     )
     assert (
-        plan(slices=8, iterations=2)
+        plan(micro_batches=8, iterations=2)
         .describe()
         .endswith("; each generation round of 256 sequences serves 4 updates")
     )
-    single = plan(micro_batch=8, num_processes=1, slices=1, accumulation=1)
+    single = plan(micro_batch=8, num_processes=1, micro_batches=1, accumulation=1)
     assert single.describe() == (
         "each update: 1 prompt x 8 completions = 8 sequences, in 1 micro-batch on 1 rank"
     )
 
 
-def simulate(slices: int, iterations: int, accumulation: int) -> bool:
+def simulate(micro_batches: int, iterations: int, accumulation: int) -> bool:
     """Replay the loop: does any micro-step train on a round older than the last update?"""
-    period, version, made = slices * iterations, 0, 0
+    period, version, made = micro_batches * iterations, 0, 0
     for step in range(4 * period * accumulation):
         if step % period == 0:
             made = version
@@ -49,12 +49,12 @@ def simulate(slices: int, iterations: int, accumulation: int) -> bool:
 
 
 def test_on_policy_is_what_the_loop_does():
-    for slices, iterations, accumulation in itertools.product(
+    for micro_batches, iterations, accumulation in itertools.product(
         range(1, 5), range(1, 4), range(1, 9)
     ):
-        expected = simulate(slices, iterations, accumulation)
-        found = plan(slices=slices, iterations=iterations, accumulation=accumulation)
-        assert found.is_on_policy == expected, (slices, iterations, accumulation)
+        expected = simulate(micro_batches, iterations, accumulation)
+        found = plan(micro_batches=micro_batches, iterations=iterations, accumulation=accumulation)
+        assert found.is_on_policy == expected, (micro_batches, iterations, accumulation)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,9 @@ def test_errors_name_the_nearest_legal_numbers(call, words):
     ],
 )
 def test_a_round_of_few_prompts(changes, prompts, words):
-    given = plan(**{"micro_batch": 8, "num_processes": 1, "slices": 8, "group_size": 4} | changes)
+    given = plan(
+        **{"micro_batch": 8, "num_processes": 1, "micro_batches": 8, "group_size": 4} | changes
+    )
     assert smaller_round(given, prompts) == words
     if "generation_batch_size" in words:
         rows = int(words.split()[-1])

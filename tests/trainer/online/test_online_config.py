@@ -22,7 +22,7 @@ def test_batch_plan():
     )
     plan = config.batch_plan
     assert config.generation_batch_size == plan.round_rows == 24
-    assert (plan.micro_batch, plan.num_processes, plan.slices) == (4, 1, 6)
+    assert (plan.micro_batch, plan.num_processes, plan.micro_batches) == (4, 1, 6)
     assert (plan.accumulation, plan.group_size, plan.iterations) == (3, 8, 2)
     assert make(per_device_train_batch_size=4, generation_batch_size=12).steps_per_generation == 3
 

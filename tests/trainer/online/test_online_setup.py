@@ -79,7 +79,7 @@ def test_images_are_not_available(tmp_path, column):
 
 
 def test_a_round_must_fit_into_the_dataset(tmp_path):
-    """8 rows x 3 slices / 4 completions = 6 prompts a round; 5 rows hold 2 micro-batches."""
+    """8 rows x 3 micro-batches / 4 completions = 6 prompts a round; 5 rows hold 2 micro-batches."""
     args = config(tmp_path, steps_per_generation=3)
     words = r"has 5 rows, .* 6 prompts x 4 completions.*lower generation_batch_size to 16\."
     with pytest.raises(ValueError, match=words):

@@ -28,7 +28,7 @@ def test_tokens_that_the_policy_wrote_are_trained_on(tmp_path):
     ]  # fmt: skip
     assert (batch.num_loss_tokens.item(), batch.num_loss_rows.item()) == (6, 3)
     assert batch.sampling_logps[0].tolist() == [-1.0, -2.0, 0.0]
-    assert (batch.mode, batch.num_slices) == ("train", 1)
+    assert (batch.mode, batch.num_micro_batches) == ("train", 1)
 
 
 def test_truncated_completions_are_left_out_if_asked_to(tmp_path):
@@ -41,8 +41,8 @@ def test_truncated_completions_are_left_out_if_asked_to(tmp_path):
 
 def test_an_evaluation_batch_is_one_micro_batch(tmp_path):
     cut = {"gradient_accumulation_steps": 2}
-    assert made(tmp_path, **cut).num_slices == 2
-    assert made(tmp_path, mode="eval", **cut).num_slices == 1
+    assert made(tmp_path, **cut).num_micro_batches == 2
+    assert made(tmp_path, mode="eval", **cut).num_micro_batches == 1
 
 
 def test_rows_with_gradient(tmp_path):

@@ -139,7 +139,7 @@ class TransformersBackend(GenerationBackend):
 
     def _with_others(self, model: Any) -> AbstractContextManager[None]:
         if self._synced is None:
-            return self._ranks.together("generation")
+            return self._ranks.fail_together("generation")
         return self._synced.over(causal_model(model).base_model)
 
     def _complete(self, model: Any, prompts: Prompts, sampling: Sampling) -> Generations:

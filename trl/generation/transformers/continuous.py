@@ -80,7 +80,7 @@ class ContinuousBackend(GenerationBackend):
         sampling = seeded(sampling, len(prompts))
         with (
             self._policy() as policy,
-            self._ranks.together("generation"),
+            self._ranks.fail_together("generation"),
             random_numbers_kept(),  # the engine seeds torch's generators
             _without_autocast(model := causal_model(policy)),
         ):

@@ -88,5 +88,5 @@ class SyncedForward:
         votes = torch.tensor([int(goes_on), int(failure is not None)], device=self._device)
         going, failed = self._ranks.sum(votes).tolist()
         if failed:
-            self._ranks.raise_together(failure, "generation")
+            self._ranks.raise_everywhere(failure, "generation")
         return bool(going)

@@ -75,7 +75,7 @@ class VLLMBackend(GenerationBackend):
 
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
         """Complete every row; see `GenerationBackend`."""
-        with self._ranks.together("reading prompts"):
+        with self._ranks.fail_together("reading prompts"):
             self._check_lengths(prompts)
         seeds = sampling.seeds
         if seeds is None:
@@ -208,4 +208,4 @@ class VLLMBackend(GenerationBackend):
                 f"Step {self._wanted}, rank {self._ranks.rank}: the vLLM engine does not hold the "
                 f"weights of the policy: {problem}. Completions would be those of another policy."
             )
-        self._ranks.raise_together(failure, "sending weights to vLLM")
+        self._ranks.raise_everywhere(failure, "sending weights to vLLM")

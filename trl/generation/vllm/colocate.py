@@ -59,5 +59,5 @@ class VLLMColocateBackend(VLLMBackend):
     def _run(self, requests: list[Request], sampling: Sampling) -> Generations:
         if not self._is_alone:  # ranks that hold one engine meet inside
             return read_outputs(requests, self._engine.generate(requests, sampling))
-        with self._ranks.together("generation"):
+        with self._ranks.fail_together("generation"):
             return read_outputs(requests, self._engine.generate(requests, sampling))

@@ -123,7 +123,7 @@ class BaseTrainer(Publishing, Trainer):
             ValueError: as `find_checkpoint`.
         """
         try:
-            with self.ranks.ending_together():
+            with self.ranks.propagate_failures():
                 found = self.find_checkpoint(resume_from_checkpoint)
                 if found is None and self.is_world_process_zero():
                     warn_of_earlier_run(self.args.output_dir)
@@ -148,9 +148,9 @@ class BaseTrainer(Publishing, Trainer):
         """Turn a total () over all ranks and micro-batches into the denominator of one of them.
 
         Dividing a micro-batch's sum by it, and averaging over micro-batches and ranks, gives the
-        mean over all rows, however they were cut into the `batch.num_slices` micro-batches.
+        mean over all rows, however they were cut into the `batch.num_micro_batches` micro-batches.
         """
-        return total.clamp(min=1) / (self.ranks.count * batch.num_slices)
+        return total.clamp(min=1) / (self.ranks.count * batch.num_micro_batches)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Look at the gradient before the optimizer does: the one place that waits for it."""
@@ -222,7 +222,7 @@ class BaseTrainer(Publishing, Trainer):
         outer, self._prefix = self._prefix, f"{prefix}_"
         self.place.eval_batches = 0
         try:
-            with self.ranks.ending_together(), random_numbers_kept():
+            with self.ranks.propagate_failures(), random_numbers_kept():
                 yield
         finally:
             self._prefix = outer

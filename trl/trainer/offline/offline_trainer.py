@@ -238,7 +238,7 @@ class OfflineTrainer(BaseTrainer):
             self.metrics[mode].mean("loss", total, inputs.total)
             loss = total / inputs.total.clamp(min=1)
         if scores.aux_loss is not None:
-            loss = loss + self.router_coefficient * scores.aux_loss * inputs.share_of_slice
+            loss = loss + self.router_coefficient * scores.aux_loss * inputs.share_of_micro_batch
             self.metrics[mode].value("aux_loss", scores.aux_loss)
         return loss
 

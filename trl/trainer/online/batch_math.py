@@ -16,14 +16,14 @@ class BatchPlan:
 
     micro_batch: int  # B
     num_processes: int  # N
-    slices: int  # S
+    micro_batches: int  # S
     accumulation: int  # A
     group_size: int  # G
     iterations: int  # passes over each round
 
     @property
     def rows_per_rank(self) -> int:
-        return self.micro_batch * self.slices
+        return self.micro_batch * self.micro_batches
 
     @property
     def round_rows(self) -> int:
@@ -31,7 +31,7 @@ class BatchPlan:
 
     @property
     def micro_steps_per_round(self) -> int:
-        return self.slices * self.iterations
+        return self.micro_batches * self.iterations
 
     @property
     def is_on_policy(self) -> bool:
@@ -46,7 +46,7 @@ class BatchPlan:
             f"{rows} sequences, in {_count(self.accumulation, 'micro-batch', 'micro-batches')} on "
             f"{_count(self.num_processes, 'rank', 'ranks')}"
         ]
-        if self.slices != self.accumulation or self.iterations > 1:
+        if self.micro_batches != self.accumulation or self.iterations > 1:
             updates = self.micro_steps_per_round / self.accumulation
             parts.append(
                 f"; each generation round of {self.round_rows} sequences serves "
@@ -93,15 +93,15 @@ def smaller_round(plan: BatchPlan, prompts: int) -> str:
 
 
 def resolve_rounds(
-    micro_batches: int, accumulation: int, round_rows: int | None, slices: int | None
+    micro_batch_rows: int, accumulation: int, round_rows: int | None, micro_batches: int | None
 ) -> tuple[int, int]:
     """Settle `generation_batch_size` and `steps_per_generation`.
 
     Args:
-        micro_batches (`int`): rows of one micro-batch over all ranks (B * N).
+        micro_batch_rows (`int`): rows of one micro-batch over all ranks (B * N).
         accumulation (`int`): `gradient_accumulation_steps`.
         round_rows (`int`, *optional*): `generation_batch_size` as given.
-        slices (`int`, *optional*): `steps_per_generation` as given.
+        micro_batches (`int`, *optional*): `steps_per_generation` as given.
 
     Returns:
         `tuple[int, int]`: rows of a round over all ranks, and micro-batches it is cut into.
@@ -109,32 +109,32 @@ def resolve_rounds(
     Raises:
         ValueError: if they contradict each other; the message names the nearest legal values.
     """
-    if slices is not None and slices < 1:
-        raise ValueError(f"steps_per_generation={slices} must be at least 1.")
+    if micro_batches is not None and micro_batches < 1:
+        raise ValueError(f"steps_per_generation={micro_batches} must be at least 1.")
     if round_rows is None:
-        slices = accumulation if slices is None else slices
-        return micro_batches * slices, slices
-    return round_rows, _slices_of(round_rows, micro_batches, slices)
+        micro_batches = accumulation if micro_batches is None else micro_batches
+        return micro_batch_rows * micro_batches, micro_batches
+    return round_rows, _micro_batches_of(round_rows, micro_batch_rows, micro_batches)
 
 
-def _slices_of(round_rows: int, micro_batches: int, slices: int | None) -> int:
-    if round_rows < 1 or round_rows % micro_batches:
+def _micro_batches_of(round_rows: int, micro_batch_rows: int, micro_batches: int | None) -> int:
+    if round_rows < 1 or round_rows % micro_batch_rows:
         raise ValueError(
-            f"generation_batch_size={round_rows} is not a multiple of the {micro_batches} rows of "
-            "a micro-batch (per_device_train_batch_size x number of processes). Nearest legal: "
-            f"{nearest_multiples(max(round_rows, 0), micro_batches)}."
+            f"generation_batch_size={round_rows} is not a multiple of the {micro_batch_rows} rows "
+            "of a micro-batch (per_device_train_batch_size x number of processes). Nearest legal: "
+            f"{nearest_multiples(max(round_rows, 0), micro_batch_rows)}."
         )
-    derived = round_rows // micro_batches
-    if slices is not None and slices != derived:
+    derived = round_rows // micro_batch_rows
+    if micro_batches is not None and micro_batches != derived:
         raise ValueError(
             f"generation_batch_size={round_rows} means steps_per_generation={derived} with "
-            f"{micro_batches} rows a micro-batch, but steps_per_generation={slices} was given. "
-            f"Give one of them, or generation_batch_size={micro_batches * slices}."
+            f"{micro_batch_rows} rows a micro-batch, but steps_per_generation={micro_batches} was "
+            f"given. Give one of them, or generation_batch_size={micro_batch_rows * micro_batches}."
         )
     return derived
 
 
-def check_groups(round_rows: int, group_size: int | None, micro_batches: int) -> None:
+def check_groups(round_rows: int, group_size: int | None, micro_batch_rows: int) -> None:
     """Check that a generation round holds whole groups of at least two completions.
 
     Raises:
@@ -148,7 +148,7 @@ def check_groups(round_rows: int, group_size: int | None, micro_batches: int) ->
     if round_rows % group_size:
         divisors = nearest_divisors(round_rows, group_size)
         legal = f"num_generations={divisors}, or " if divisors else ""
-        common = math.lcm(group_size, micro_batches)
+        common = math.lcm(group_size, micro_batch_rows)
         raise ValueError(
             f"A generation round of {round_rows} sequences cannot hold whole groups of "
             f"num_generations={group_size}. Nearest legal: {legal}generation_batch_size="

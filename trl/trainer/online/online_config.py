@@ -221,7 +221,7 @@ class OnlineConfig(ReferenceOptions, MismatchConfig):
         return BatchPlan(
             micro_batch=self.per_device_train_batch_size,
             num_processes=self.world_size,
-            slices=self.steps_per_generation or self.gradient_accumulation_steps,
+            micro_batches=self.steps_per_generation or self.gradient_accumulation_steps,
             accumulation=self.gradient_accumulation_steps,
             group_size=self.group_size,
             iterations=self.num_iterations,
@@ -324,14 +324,14 @@ class OnlineConfig(ReferenceOptions, MismatchConfig):
             )
 
     def _resolve_batches(self) -> None:
-        micro_batches = self.per_device_train_batch_size * self.world_size
+        rows = self.per_device_train_batch_size * self.world_size
         self.generation_batch_size, self.steps_per_generation = resolve_rounds(
-            micro_batches,
+            rows,
             self.gradient_accumulation_steps,
             self.generation_batch_size,
             self.steps_per_generation,
         )
-        check_groups(self.generation_batch_size, self.num_generations, micro_batches)
+        check_groups(self.generation_batch_size, self.num_generations, rows)
         if self.eval_strategy != "no":
             check_eval_groups(
                 self.per_device_eval_batch_size, self.world_size, self.eval_group_size

@@ -185,7 +185,7 @@ class OnlineTrainer(BaseTrainer):
         self.run_facts["reward functions"] = [source.name for source in sources]
         log = CompletionLog(args.output_dir, self.is_world_process_zero())
         self.reports = Reports(log, self.ranks, self.metrics)
-        self.buffer = Buffer(args.batch_plan.slices, args.batch_plan.iterations)
+        self.buffer = Buffer(args.batch_plan.micro_batches, args.batch_plan.iterations)
         self.rank_state.register(
             "round",
             lambda: self.buffer.state(self.place.micro_steps),
@@ -267,7 +267,7 @@ class OnlineTrainer(BaseTrainer):
     @torch.no_grad()
     def collect(self, rows: list[dict[str, Any]], mode: Mode = "train") -> Rollout:
         """Generate completions for the rows, reward them and give them credit."""
-        with self.ranks.together("reading prompts"):
+        with self.ranks.fail_together("reading prompts"):
             prompts = self.encode(rows)
         with self.phases.inference("generation", len(rows)):
             generations = self.generate(prompts, mode)
@@ -321,7 +321,7 @@ class OnlineTrainer(BaseTrainer):
         loss = self.policy_loss(scores, ratio, batch)
         if scores.aux_loss is not None:
             # It is a mean over what one forward pass routes, not a sum over rows.
-            loss = loss + self.router_coefficient * scores.aux_loss * batch.share_of_slice
+            loss = loss + self.router_coefficient * scores.aux_loss * batch.share_of_micro_batch
             store.value("aux_loss", scores.aux_loss)
         return loss
 

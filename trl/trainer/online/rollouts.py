@@ -35,7 +35,7 @@ def assemble(
         num_loss_tokens=totals[0],
         num_loss_rows=totals[1],
         mode=mode,
-        num_slices=args.batch_plan.slices if mode == "train" else 1,
+        num_micro_batches=args.batch_plan.micro_batches if mode == "train" else 1,
         sampling_logps=logps,
     )
 

@@ -190,7 +190,7 @@ def _connect(
 ) -> tuple[ServerPool | None, int]:
     """Servers that fit and whose workers were met, on rank 0; and the context of all."""
     ranks, pool = handle.ranks, None
-    with ranks.together("connecting with vLLM servers"):
+    with ranks.fail_together("connecting with vLLM servers"):
         if ranks.rank == 0:
             wanted = _wanted_facts(handle, args)
             pool = ServerPool([Server(url, args.vllm_server_timeout) for url in server_urls(args)])
@@ -263,7 +263,7 @@ def _least_memory(handle: PolicyHandle) -> DeviceMemory:
 
 def rows_of(args: OnlineConfig) -> int:
     """Completions that decode together: those of a round, on all ranks that share an engine."""
-    train = args.per_device_train_batch_size * args.batch_plan.slices
+    train = args.per_device_train_batch_size * args.batch_plan.micro_batches
     rows = max(train, args.per_device_eval_batch_size) * args.vllm_tensor_parallel_size
     return min(MOST_ROWS, rows)
 

@@ -48,7 +48,7 @@ class VLLMServerBackend(VLLMBackend):
                 problem = self._pool.send(weights, self._wanted)
         except ServerError as error:
             failure = error
-        self._ranks.raise_together(failure, "sending weights to vLLM")
+        self._ranks.raise_everywhere(failure, "sending weights to vLLM")
         found: str | None = self._ranks.gather_objects(problem)[0]
         return found
 
@@ -58,7 +58,7 @@ class VLLMServerBackend(VLLMBackend):
     def _run(self, requests: list[Request], sampling: Sampling) -> Generations:
         """What rank 0 is answered, on every rank; all fail together."""
         answer = None
-        with self._ranks.together("generation"):
+        with self._ranks.fail_together("generation"):
             if self._pool is not None:
                 answer = self._pool.complete(requests, sampling)
         found: Generations = self._ranks.gather_objects(answer)[0]
