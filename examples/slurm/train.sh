@@ -13,7 +13,7 @@ set -euo pipefail
 
 export CONFIG=${CONFIG:-examples/cli_configs/rloo_70b_64_gpus.yaml}
 export GPUS=${GPUS:-8} # of each machine
-HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) # reads all: `head` may close early
 export HEAD
 export PORT=${PORT:-$((20000 + SLURM_JOB_ID % 20000))}
 export PYTHONUNBUFFERED=1

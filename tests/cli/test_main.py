@@ -107,12 +107,14 @@ def test_module_runs_the_command(tmp_path):
     assert done.stderr == "trl: error: unknown command 'rlooo'. Did you mean rloo?\n"
 
 
-def test_a_reader_that_ends_early_is_no_error(tmp_path):
+@pytest.mark.parametrize("buffers", [True, False])
+def test_a_reader_that_ends_early_is_no_error(tmp_path, buffers):
     """As `trl completions c.jsonl | head -1` is."""
     (tmp_path / "c.jsonl").write_text(f"{json.dumps(COMPLETION)}\n" * 3000)
     words = [sys.executable, "-m", "trl", "completions", "c.jsonl", "--limit", "3000"]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(words, cwd=tmp_path, env=environment(tmp_path), **pipe) as run:
+    variables = environment(tmp_path) | {"PYTHONUNBUFFERED": "" if buffers else "1"}
+    with subprocess.Popen(words, cwd=tmp_path, env=variables, **pipe) as run:
         assert run.stdout.readline()
         run.stdout.close()
         assert run.stderr.read() == ""

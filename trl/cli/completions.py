@@ -110,7 +110,10 @@ def show(records: list[dict[str, Any]]) -> None:
         for place, record in enumerate(group):
             table.add_row(*map(text, _cells(record, names, shows_prompt=place == 0)))
         table.add_section()
-    require("rich.console", "trl completions").Console().print(table)
+    console = require("rich.console", "trl completions").Console()
+    with console.capture() as capture:
+        console.print(table)
+    print(capture.get(), end="")  # printed by rich, a closed pipe would end with its own status
 
 
 def _cells(record: dict[str, Any], names: list[str], shows_prompt: bool) -> list[str]:
