@@ -4,6 +4,7 @@ from transformers import LogitsProcessorList
 
 from trl.generation.transformers.sampler import (
     NonFiniteLogitsError,
+    RepetitionPenalty,
     RowDraws,
     RowSampler,
     pick,
@@ -92,3 +93,10 @@ def test_seeds_are_required():
         RowDraws(Sampling(max_tokens=1), CPU)
     assert isinstance(warpers(Sampling(max_tokens=1)), LogitsProcessorList)
     assert len(warpers(Sampling(max_tokens=1))) == 0
+
+
+def test_padding_is_not_a_token_that_a_row_has():
+    """The first row has token 0 as padding alone, the second one as a token of its own."""
+    ids, scores = torch.tensor([[0, 0, 3, 3], [0, 2, 0, 1]]), torch.tensor([[4.0, -1.0, -2.0, 6.0]])
+    found = RepetitionPenalty(2.0, torch.tensor([2, 1]))(ids, scores.repeat(2, 1))
+    assert found.tolist() == [[4.0, -1.0, -2.0, 3.0], [2.0, -2.0, -4.0, 6.0]]

@@ -21,7 +21,7 @@ from ...types import Generations, Prompts, Sampling
 from ..base import GenerationBackend, cut_generations
 from .batch_limits import BatchLimits
 from .decoding_check import decoding_comparison
-from .sampler import RowDraws, RowSampler, rows_from, seeded
+from .sampler import RepetitionPenalty, RowDraws, RowSampler, rows_from, seeded
 from .shared_decoding import SharedDecoder
 from .synced_forward import SyncedForward
 
@@ -172,12 +172,17 @@ class TransformersBackend(GenerationBackend):
             ids = pad_ragged(prompts.token_ids, self._pad_id, side="left")
             mask = pad_ragged([[1] * len(row) for row in prompts.token_ids], 0, side="left")
             draws = RowDraws(sampling, self._device)
-            drawing = [] if greedy else [RowSampler(draws, ids.shape[1])]
+            processors = LogitsProcessorList()
+            if sampling.repetition_penalty != 1.0:
+                padding = (mask == 0).sum(1).to(self._device)
+                processors.append(RepetitionPenalty(sampling.repetition_penalty, padding))
+            if not greedy:
+                processors.append(RowSampler(draws, ids.shape[1]))
             output = model.generate(
                 input_ids=ids.to(self._device),
                 attention_mask=mask.to(self._device),
                 generation_config=config,
-                logits_processor=LogitsProcessorList(drawing),
+                logits_processor=processors,
                 synced_gpus=False,  # ranks work alone, or `SyncedForward` keeps them together
             )
             draws.check()
@@ -192,7 +197,7 @@ class TransformersBackend(GenerationBackend):
             "do_sample": False,
             "pad_token_id": self._pad_id,
             "eos_token_id": list(sampling.stop_ids) or [NO_TOKEN],  # None: those of the model
-            "repetition_penalty": sampling.repetition_penalty,
+            "repetition_penalty": 1.0,  # not the model's own: `RepetitionPenalty` knows the padding
             "cache_implementation": self._cache_implementation,
             "use_cache": True,
             "disable_compile": True,

@@ -11,6 +11,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -150,3 +151,22 @@ class RowSampler(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         rows = torch.arange(len(scores), device=scores.device)
         return self._draws.decide(scores, rows, input_ids.shape[1] - self._prompt_width)
+
+
+class RepetitionPenalty(RepetitionPenaltyLogitsProcessor):
+    """The penalty of transformers, which before 5.23 takes padding for a token of the row.
+
+    Args:
+        penalty (`float`): above 1, tokens that a row has already become less likely.
+        padding (`Tensor` (B,)): columns of padding in front of each row.
+    """
+
+    def __init__(self, penalty: float, padding: Tensor):
+        super().__init__(penalty)
+        self._padding = padding[:, None]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+        # However often a row has a token, it counts once: its last one may stand for the padding.
+        seen = torch.where(columns < self._padding, input_ids[:, -1:], input_ids)
+        return super().__call__(seen, scores)
