@@ -74,7 +74,7 @@ def test_two_machines(tmp_path, free_port):
     programs = tmp_path / "bin"
     programs.mkdir()
     write_program(programs / "srun", SRUN)
-    write_program(programs / "scontrol", "#!/bin/sh\necho 127.0.0.1\necho other\n")
+    write_program(programs / "scontrol", "#!/bin/sh\necho 127.0.0.1\nseq 100000\n")
     write_program(programs / "trl", f'#!/bin/sh\nexec {sys.executable} -m trl "$@"\n')
     config = {
         "model_name_or_path": "tiny-model",
