@@ -3,7 +3,6 @@
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from sft_runs import (
     PAIRS,
     by_hand,
@@ -184,7 +183,8 @@ def test_an_epoch_of_a_stream_trains_on_every_row(tmp_path, options, updates):
 
 
 def test_lora(tmp_path):
-    peft_config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    peft = pytest.importorskip("peft")
+    peft_config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer = make_trainer(tmp_path, peft_config=peft_config, learning_rate=5.0, max_steps=6)
     before = {n: p.clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
     trainer.train()
