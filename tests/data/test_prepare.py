@@ -135,6 +135,12 @@ def test_streams_are_encoded_while_they_are_read():
     assert [d.trained.tolist() for d in found] == [[False, True, True]] * 2
 
 
+def test_a_stream_of_token_ids_has_their_names_before_and_after():
+    stream = Dataset.from_dict({"input_ids": [[7, 8, 9]]}).to_iterable_dataset()
+    (row,) = prepare_supervised(stream, ENCODER, SupervisedOptions())
+    assert row["input_ids"] == [7, 8, 9] and row["trained_spans"] == [0, 3]
+
+
 def test_selected_rows_keep_their_source():
     table = table_of([[1, 1], [1] * 3, [1] * 4]).select([2, 0])
     assert [d.source for d in map(SupervisedDataset(table).__getitem__, range(2))] == [2, 0]

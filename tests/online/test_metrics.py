@@ -75,3 +75,13 @@ def test_what_is_not_logged_yet_goes_on_in_another_process(tmp_path):
         each.maximum("high", 7.0)
     found = again.flush(alone)
     assert found == store.flush(alone) == {"x": 4.5, "y": 4.0, "low": 2.0, "high": 7.0}
+
+
+def test_a_sum_of_means():
+    """Each with its own weight, over all that was added on all ranks."""
+    ranks = [MetricStore(), MetricStore()]
+    for store, total, weight in zip(ranks, ([6.0, 1.0], [2.0, 8.0]), ([3, 1], [1, 2]), strict=True):
+        store.mean("loss", torch.tensor(total), torch.tensor(weight))
+    states = []
+    ranks[1].flush(lambda mine: states.append(mine) or [mine])
+    assert ranks[0].flush(lambda mine: [mine, *states]) == {"loss": 8 / 4 + 9 / 3}

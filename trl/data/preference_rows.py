@@ -129,17 +129,18 @@ def _grouped(row: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     return {**row, "prompt": prompt, "answers": [chosen, rejected]}
 
 
-def _answers_given(row: Mapping[str, Any], kind: Kind) -> list[Ids]:
-    if kind == "ranked":
+def answers_of(row: Mapping[str, Any]) -> list[Ids]:
+    """The answers of an example of token ids."""
+    if "answers_ids" in row:
         return [list(ids) for ids in row["answers_ids"]]
     names = ("chosen_ids", "rejected_ids") if "chosen_ids" in row else ("completion_ids",)
     return [list(row[name]) for name in names]
 
 
-def _tokenized(rows: Sequence[Mapping[str, Any]], kind: Kind) -> AnswerGroups:
+def _tokenized(rows: Sequence[Mapping[str, Any]]) -> AnswerGroups:
     groups = AnswerGroups([], [], [])
     for row in rows:
-        answers = _answers_given(row, kind)
+        answers = answers_of(row)
         prompt = list(row.get("prompt_ids") or [])
         if row.get("prompt_ids") is None and len(answers) > 1:
             split = min(common_prefix_length(answers[0], answer) for answer in answers[1:])
@@ -162,7 +163,7 @@ class _EncodePreferences:
         rows = examples(dict(zip(names, columns, strict=True)))
         with named_rows(index):
             if any(name.endswith("_ids") for name in names):
-                groups = _tokenized(rows, self.kind)
+                groups = _tokenized(rows)
             else:
                 groups = encode_answers([_grouped(row, self.kind) for row in rows], self.encoder)
             table = _COLUMNS[self.kind](groups, rows)

@@ -69,12 +69,12 @@ def prepared(
         "with_indices": True,
         "batched": True,
         "batch_size": BATCH,
-        "remove_columns": dataset.column_names,
         "features": features,
     }
     if isinstance(dataset, Dataset):
         words = [VERSION, dataset._fingerprint, *key]
         options |= {
+            "remove_columns": dataset.column_names,
             "new_fingerprint": hashlib.sha256(Hasher.hash(words).encode()).hexdigest()[:32],
             "num_proc": num_proc or default_processes(len(dataset)),
             "desc": "Tokenizing",

@@ -7,6 +7,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -66,7 +67,33 @@ def shown(document: Document, tokenizer: PreTrainedTokenizerBase, tokens: int = 
 
 
 @dataclass(frozen=True, kw_only=True)
-class SupervisedRows:
+class StepRows:
+    """A micro-batch, and what it knows of the optimizer step that it is a part of.
+
+    It is cut by what a loss has terms of: documents, or prompts with their answers.
+    """
+
+    mode: Mode = "train"
+    totals: Tensor | None = None  # (k,) what the losses of the optimizer step are divided by
+    num_micro_batches: int = 1  # micro-batches of the step on this rank
+    num_micro_batch_rows: int | None = None  # rows of the whole micro-batch
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def of_step(self, totals: Tensor, num_micro_batches: int, mode: Mode) -> Self:
+        """Say what the losses of all micro-batches of an optimizer step are divided by."""
+        changes = {"totals": totals, "num_micro_batches": num_micro_batches, "mode": mode}
+        return dataclasses.replace(self, **changes, num_micro_batch_rows=len(self))
+
+    @property
+    def share_of_micro_batch(self) -> float:
+        """Rows at hand, as a share of those of the micro-batch."""
+        return len(self) / (self.num_micro_batch_rows or len(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedRows(StepRows):
     """A micro-batch of documents: B rows, C tokens of the longest completion.
 
     A prompt is what stands before the first trained token, and a completion ends with the last
@@ -77,10 +104,6 @@ class SupervisedRows:
     completion_ids: list[list[int]]  # B ragged
     row_ids: list[int]  # B: row of the dataset
     loss_mask: Tensor  # (B, C) bool
-    mode: Mode = "train"
-    total: Tensor | None = None  # () what losses of the optimizer step are divided by
-    num_micro_batches: int = 1  # micro-batches of the step on this rank
-    num_micro_batch_rows: int | None = None  # rows of the whole micro-batch
 
     @classmethod
     def of(cls, documents: Sequence[Document]) -> SupervisedRows:
@@ -104,9 +127,14 @@ class SupervisedRows:
     def __len__(self) -> int:
         return len(self.completion_ids)
 
+    @property
+    def flat(self) -> SupervisedRows:
+        """The rows a scorer reads."""
+        return self
+
     def weight(self) -> Tensor:
-        """Tokens in the loss (): as many as there are log-probabilities to sum."""
-        return self.loss_mask.sum()
+        """Tokens in the loss (1,): as many as there are log-probabilities to sum."""
+        return self.loss_mask.sum()[None]
 
     def tokens(self) -> int:
         """All tokens of the rows that count."""
@@ -119,19 +147,9 @@ class SupervisedRows:
         pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
         return [len(prompt) + len(completion) for prompt, completion in pairs]
 
-    def of_step(self, total: Tensor, num_micro_batches: int, mode: Mode) -> SupervisedRows:
-        """Say what the losses of all micro-batches of an optimizer step are divided by."""
-        changes = {"total": total, "num_micro_batches": num_micro_batches, "mode": mode}
-        return dataclasses.replace(self, **changes, num_micro_batch_rows=len(self))
-
     def to(self, device: torch.device) -> SupervisedRows:
         """Copy to a device what is a tensor."""
         return dataclasses.replace(self, loss_mask=self.loss_mask.to(device, non_blocking=True))
-
-    @property
-    def share_of_micro_batch(self) -> float:
-        """Rows at hand, as a share of those of the micro-batch."""
-        return len(self) / (self.num_micro_batch_rows or len(self))
 
     def select(self, index: Sequence[int]) -> SupervisedRows:
         """Return the given rows, with (B, C) fields cut to the longest completion left."""

@@ -32,9 +32,12 @@ def create_reference_model(model: PreTrainedModel) -> PreTrainedModel:
     The copy is of the object passed in, edits in memory included; nothing is loaded again. Weights
     that ZeRO-3 has partitioned stay so, and every process must call this.
     """
-    reference = copy_weights(model)
-    reference.requires_grad_(False)
-    return reference.eval()
+    return _frozen(copy_weights(model))
+
+
+def _frozen(model: PreTrainedModel) -> PreTrainedModel:
+    model.requires_grad_(False)
+    return model.eval()
 
 
 class FrozenCopy:
@@ -42,10 +45,11 @@ class FrozenCopy:
 
     Args:
         model (`PreTrainedModel`): the policy to copy, before it is wrapped for training.
+        copies (`bool`): False: the model is nobody else's, so it is frozen itself.
     """
 
-    def __init__(self, model: PreTrainedModel):
-        self.model = create_reference_model(model)
+    def __init__(self, model: PreTrainedModel, copies: bool = True):
+        self.model = create_reference_model(model) if copies else _frozen(model)
 
     def prepare(self, accelerator: Accelerator) -> FrozenCopy:
         """Move the copy to where the policy will train, sharded as the policy will be."""
@@ -124,7 +128,9 @@ def _same_trainable(model: nn.Module) -> Iterator[None]:
 ReferencePolicy = FrozenCopy | AdapterOff
 
 
-def make_reference(model: nn.Module, brought_adapter: bool) -> ReferencePolicy:
+def make_reference(
+    model: nn.Module, brought_adapter: bool, given: PreTrainedModel | None = None
+) -> ReferencePolicy:
     """Choose the reference policy for `model`.
 
     Args:
@@ -132,10 +138,13 @@ def make_reference(model: nn.Module, brought_adapter: bool) -> ReferencePolicy:
         brought_adapter (`bool`): whether the caller passed a model that already had an adapter;
             its weights then belong to the reference, so they are copied into a frozen adapter.
             So are those of an adapter whose initialization has changed the base weights.
+        given (`PreTrainedModel`, *optional*): what is to be the reference; it is frozen.
 
     Raises:
         ValueError: if the adapter trains weights that are not its own, or its name is taken.
     """
+    if given is not None:
+        return FrozenCopy(given, copies=False)
     if not is_peft_model(model):
         return FrozenCopy(model)
     _check_bias(model)

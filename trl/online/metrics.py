@@ -25,7 +25,10 @@ class MetricStore:
         self._extremes: dict[str, tuple[str, Value]] = {}  # "min" or "max", and the value
 
     def mean(self, name: str, total: Value, weight: Value = 1.0) -> None:
-        """Add to a weighted mean: `total` is the weighted sum of the values added."""
+        """Add to a weighted mean: `total` is the weighted sum of the values added.
+
+        With (k,) tensors for both, the metric is the sum of k weighted means.
+        """
         _add(self._means, name, _detached(total), _detached(weight))
 
     def value(self, name: str, value: Value) -> None:
@@ -73,14 +76,12 @@ class MetricStore:
             `dict[str, float | None]`: None for a metric with nothing to measure.
         """
         local = (
-            {name: (float(total), float(n)) for name, (total, n) in self._means.items()},
+            {name: (_numbers(total), _numbers(n)) for name, (total, n) in self._means.items()},
             {name: (kind, float(x)) for name, (kind, x) in self._extremes.items()},
         )
         self._means, self._extremes = {}, {}
         means, extremes = _combined(gather(local))
-        found = {
-            name: total / weight if weight else None for name, (total, weight) in means.items()
-        }
+        found = {name: _quotient(*pair) for name, pair in means.items()}
         return found | {name: x if math.isfinite(x) else None for name, x in extremes.items()}
 
     def _extreme(self, name: str, kind: str, value: Value) -> None:
@@ -95,6 +96,14 @@ class MetricStore:
 def _add(means: dict[str, tuple[Any, Any]], name: str, total: Any, weight: Any) -> None:
     old_total, old_weight = means.get(name, (0.0, 0.0))
     means[name] = old_total + total, old_weight + weight
+
+
+def _numbers(value: Value) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64, device="cpu").flatten()
+
+
+def _quotient(total: Tensor, weight: Tensor) -> float | None:
+    return float((total / weight).sum()) if weight.all() else None
 
 
 def _stored(value: Value) -> Value:

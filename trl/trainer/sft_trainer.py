@@ -32,7 +32,6 @@ from .sft_config import SFTConfig
 logger = logging.get_logger(__name__)
 
 SHOWN = 2  # documents, when training begins
-BUFFERED = 10_000  # rows of a stream that is shuffled
 
 
 class SFTTrainer(OfflineTrainer):
@@ -124,8 +123,6 @@ class SFTTrainer(OfflineTrainer):
             return LazySupervisedDataset(dataset, encoder, options, **limits)
         table = prepare_supervised(dataset, encoder, options, args.dataset_num_proc)
         if isinstance(table, IterableDataset):
-            if args.shuffle_dataset and mode == "train":
-                table = table.shuffle(seed=args.seed, buffer_size=BUFFERED)
             return ItemStream(table, partial(documents, **limits), lambda item: len(item.ids))
         found = SupervisedDataset(table, **limits)
         for line in found.report.lines(*limits.values()):
@@ -149,13 +146,13 @@ class SFTTrainer(OfflineTrainer):
         return SupervisedRows.of(items)
 
     def loss_of(self, scores: TokenScores, rows: SupervisedRows) -> Tensor:
-        """Return the sum of the losses of the trained tokens ()."""
+        """Return the sum of the losses of the trained tokens (1,)."""
         losses = -scores.logps
         if self.args.loss_type == "dft":
             losses = losses * torch.exp(scores.logps.detach())
         if scores.entropies is not None:
             record_entropy(self.metrics[rows.mode], scores.entropies.detach(), rows.loss_mask)
-        return masked_sum(losses, rows.loss_mask)
+        return masked_sum(losses, rows.loss_mask)[None]
 
 
 def _check_tokenized(dataset: Dataset | IterableDataset) -> None:

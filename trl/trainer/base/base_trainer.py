@@ -20,7 +20,7 @@ from ...imports import beyond_tested
 from ...memory.callback import MemoryCallback
 from ...models.adapter_checkpoint import check_adapters, storing_adapters_only
 from ...models.quantized import check_sharding
-from ...models.reference import FrozenCopy, ReferencePolicy, make_reference
+from ...models.reference import FrozenCopy, ReferencePolicy
 from ...online.guard import FiniteGuard
 from ...online.metrics import MetricStore
 from ...random_numbers import random_numbers_kept
@@ -340,8 +340,8 @@ class BaseTrainer(Publishing, Trainer):
 
     # --- Reference policy ---
 
-    def _make_reference(self, brought_adapter: bool) -> None:
-        self.reference = make_reference(self.model, brought_adapter).prepare(self.accelerator)
+    def _use_reference(self, reference: ReferencePolicy) -> None:
+        self.reference = reference.prepare(self.accelerator)
         if self.args.sync_ref_model:
             self.add_callback(follower(self.reference, self.accelerator))
 

@@ -16,6 +16,7 @@ from ...data.packing import MicroBatchSampler
 logger = logging.get_logger(__name__)
 
 PACKED_AT_ONCE = 1000  # items of a stream
+BUFFERED = 10_000  # rows of a stream that is shuffled
 Item = TypeVar("Item")
 
 
@@ -73,6 +74,10 @@ class ItemStream(TorchIterableDataset):  # type: ignore[type-arg]
     ):
         self.rows, self.size, self._unpack = rows, size, unpack
         self._has_warned = False
+
+    def shuffle(self, seed: int) -> None:
+        """Read rows in another order in each epoch, from a buffer."""
+        self.rows = self.rows.shuffle(seed=seed, buffer_size=BUFFERED)
 
     def __iter__(self) -> Iterator[Any]:
         for row in self.rows:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...data.preference_rows import PreferenceLimits
 from ..base.base_config import BaseConfig
+from ..base.option_groups import ReferenceOptions
 from ..base.options import option
 
 # Options of `TrainingArguments` that would do nothing here, or harm; and what to do instead.
@@ -91,3 +93,51 @@ class OfflineConfig(BaseConfig):
         """The seed of the order of rows; None: as they stand in the dataset."""
         is_fixed = self.train_sampling_strategy == "sequential" and not self.shuffle_dataset
         return None if is_fixed else self.seed
+
+
+@dataclass
+class PreferenceConfig(ReferenceOptions, OfflineConfig):
+    """Options of trainers that compare a policy with a reference on answers of prompts."""
+
+    _VALID_DICT_FIELDS = [*OfflineConfig._VALID_DICT_FIELDS, "ref_model_init_kwargs"]
+
+    learning_rate: float = option(1e-6, "Initial learning rate.", ge=0)
+    disable_dropout: bool = option(True, "Set the probability of every dropout layer to zero.")
+    beta: float = option(
+        0.1, "How strongly the policy is held near the reference; higher is nearer.", ge=0
+    )
+    max_prompt_length: int | None = option(
+        None, "Most tokens of a prompt, of which the last are kept. None: no limit.", ge=1
+    )
+    max_completion_length: int | None = option(
+        None, "Most tokens of an answer, of which the first are kept. None: no limit.", ge=1
+    )
+    truncation_mode: str = option(
+        "keep_start",
+        "Which end of a prompt with an answer over max_length is kept.",
+        choices=("keep_start", "keep_end"),
+    )
+    padding_free: bool = option(
+        False, "Accepted: rows are never padded, with this option or without."
+    )
+    use_logits_to_keep: bool = option(
+        False, "Accepted: logits of prompts are never computed, with this option or without."
+    )
+    ref_model_init_kwargs: dict | str | None = option(
+        None, "Arguments of from_pretrained for a ref_model given by name. None: model_init_kwargs."
+    )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is a reference at all."""
+        return True
+
+    @property
+    def limits(self) -> PreferenceLimits:
+        """How long prompts and answers may be."""
+        return PreferenceLimits(
+            max_length=self.max_length,
+            max_prompt_length=self.max_prompt_length,
+            max_completion_length=self.max_completion_length,
+            truncation_mode=self.truncation_mode,
+        )

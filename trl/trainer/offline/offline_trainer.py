@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
@@ -15,13 +15,16 @@ from transformers import TrainerCallback
 
 from ...data.encode import TextEncoder
 from ...data.packing import MicroBatchSampler
+from ...models.reference import make_reference
 from ...models.scorer import Scorer
 from ...types import Mode, TokenScores
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import check_devices, prepare_policy, router_coefficient
+from ..base.run_settings import fingerprint
 from ..base.setup_checks import check_run
 from .batches import ItemStream, RankBatches, StreamBatches
-from .offline_config import OfflineConfig
+from .given_reference import given_reference
+from .offline_config import OfflineConfig, PreferenceConfig
 from .template import set_template
 
 NO_LOGITS = "logits are never held as a whole, and rows are not padded"
@@ -51,6 +54,8 @@ class OfflineTrainer(BaseTrainer):
         optimizers (`tuple`): optimizer and scheduler, as in `transformers.Trainer`.
         quantization_config (*optional*): how to quantize a model given by name.
         peft_config (`peft.PeftConfig`, *optional*): train an adapter instead of all weights.
+        ref_model (*optional*): the reference, by name or loaded. None: a frozen copy of the model,
+            or the model without its adapter. Only for trainers that have one.
         options: further arguments of `transformers.Trainer`.
     """
 
@@ -67,6 +72,7 @@ class OfflineTrainer(BaseTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        ref_model: Any = None,
         **options: Any,
     ):
         for name, reason in UNSUPPORTED.items():
@@ -86,7 +92,7 @@ class OfflineTrainer(BaseTrainer):
         )
         self._encoder = TextEncoder(policy.tokenizer)
         with args.main_process_first(desc="tokenizing"):
-            train = self.prepare_dataset(train_dataset, self._encoder, args, "train")
+            train = self._prepared(train_dataset, args, "train")
             evaluation = self._prepared(eval_dataset, args)
         super().__init__(
             policy,
@@ -98,9 +104,17 @@ class OfflineTrainer(BaseTrainer):
             optimizers=optimizers,
             **options,
         )
+        self._order: RankBatches | StreamBatches | None = None
+        self._tokens: Tensor | int = 0  # of the update that is being computed, on all ranks
+        self._build_scoring()
+        if isinstance(args, PreferenceConfig) and args.needs_reference:
+            self._choose_reference(given_reference(ref_model, model, args), policy.brought_adapter)
+
+    def _build_scoring(self) -> None:
+        args = self.args
         self.router_coefficient = router_coefficient(self.model, args)
         self.scorer = Scorer(
-            pad_id=policy.tokenizer.pad_token_id,
+            pad_id=self.processing_class.pad_token_id,
             temperature=1.0,
             device=args.device,
             pad_multiple=args.pad_multiple,
@@ -109,8 +123,14 @@ class OfflineTrainer(BaseTrainer):
             chunk=args.logits_chunk_size,
         )
         self.phases.on_forget(self.scorer.forget)
-        self._order: RankBatches | StreamBatches | None = None
-        self._tokens: Tensor | int = 0  # of the update that is being computed, on all ranks
+        # Ranks take part in each other's passes, so none of them can repeat one alone.
+        self._scoring = self.phases.adaptive("scoring", alone=self.ranks.count > 1)
+
+    def _choose_reference(self, given: Any, brought_adapter: bool) -> None:
+        if given is not None:  # what no checkpoint holds must be the same when it is resumed
+            weights = dict(given.named_parameters())
+            self.run_facts["the weights of ref_model (fingerprint)"] = fingerprint(weights)
+        self._use_reference(make_reference(self.model, brought_adapter, given))
 
     # --- What an algorithm says ---
 
@@ -128,12 +148,31 @@ class OfflineTrainer(BaseTrainer):
         """Make the rows of a micro-batch of prepared items."""
         raise NotImplementedError
 
-    def loss_of(self, scores: TokenScores, rows: Any) -> Tensor:
-        """Return the sum of the losses of some rows (); the total of the step divides it.
+    def score(self, model: nn.Module, rows: Any) -> Any:
+        """Compute what the loss of the rows of a micro-batch depends on, with gradient."""
+        scores = self.scorer(model, rows.flat, with_entropy=self.logs_next(rows.mode))
+        self.guard.watch("log-probability", scores.logps, rows.flat)
+        return scores
+
+    def loss_of(self, scores: Any, rows: Any) -> Tensor:
+        """Return the sum of the losses of some rows (k,); the totals of the step divide it.
 
         Metrics go to `self.metrics[rows.mode]`.
         """
         raise NotImplementedError
+
+    def weigh(self, rows: Any) -> Tensor:
+        """Say what the sums of `loss_of` (k,) are divided by, once it is added up over a step."""
+        return rows.weight()
+
+    def before_step(self, batches: list[Any]) -> list[Any]:
+        """Add to the micro-batches of an optimizer step what is computed without gradient.
+
+        Each knows `totals` and is on the device; an evaluation batch is a step of its own.
+        """
+        if self.reference is None:
+            return batches
+        return [self.with_reference(rows) for rows in batches]
 
     def pack_size(self, mode: Mode) -> int | None:
         """Tokens of a pack of items that counts as one row of a micro-batch; None: no packs."""
@@ -141,14 +180,17 @@ class OfflineTrainer(BaseTrainer):
 
     # --- Data ---
 
-    def _prepared(self, dataset: Any, args: OfflineConfig) -> Any:
-        """Prepare an evaluation set, or a dictionary of them; what is prepared stays."""
+    def _prepared(self, dataset: Any, args: OfflineConfig, mode: Mode = "eval") -> Any:
+        """Prepare a dataset, or a dictionary of evaluation sets; what is prepared stays."""
         if isinstance(dataset, Mapping):
             return {name: self._prepared(one, args) for name, one in dataset.items()} or None
         if dataset is None or hasattr(dataset, "rows"):
             return dataset
-        _check_dataset("eval_dataset", dataset)
-        return self.prepare_dataset(dataset, self._encoder, args, "eval")
+        _check_dataset(f"{mode}_dataset", dataset)
+        found = self.prepare_dataset(dataset, self._encoder, args, mode)
+        if isinstance(found, ItemStream) and args.shuffle_dataset and mode == "train":
+            found.shuffle(args.seed)
+        return found
 
     def _loader(self, dataset: Any, mode: Mode) -> tuple[DataLoader[Any], Any]:
         """A loader of this rank's micro-batches, and what decides their order."""
@@ -199,23 +241,59 @@ class OfflineTrainer(BaseTrainer):
         batches = list(islice(epoch_iterator, num_batches))
         if not batches:
             return [], None
-        counts = [torch.stack([each.weight(), torch.tensor(each.tokens())]) for each in batches]
-        total, self._tokens = self.ranks.sum(torch.stack(counts).sum(0).to(device)).unbind()
+        counts = [torch.cat([self.weigh(each), torch.tensor([each.tokens()])]) for each in batches]
+        sums = self.ranks.sum(torch.stack(counts).sum(0).to(device))
+        totals, self._tokens = sums[:-1], sums[-1]
         self._agree_on(max(batches, key=lambda rows: max(rows.lengths)))
-        return [each.of_step(total, len(batches), "train") for each in batches], None
+        known = [each.of_step(totals, len(batches), "train").to(device) for each in batches]
+        return self.before_step(known), None
 
     def _agree_on(self, rows: Any) -> None:
         """Let all ranks decide together in which layout rows up to this length are scored."""
         if self.ranks.count > 1:
             with self.accelerator.autocast():
-                self.scorer.agree(self.model, rows, self.ranks.largest)
+                self.scorer.agree(self.model, rows.flat, self.ranks.largest)
 
     def prepare(self, inputs: Any, mode: Mode) -> Any:
-        """Bring rows to the device; those of an evaluation are a step of their own."""
-        if mode == "eval":
-            self._agree_on(inputs)
-            inputs = inputs.of_step(inputs.weight().to(self.args.device), 1, mode)
-        return inputs.to(self.args.device)
+        """Make a step of the rows of an evaluation; those of training are known to be in one."""
+        if mode == "train":
+            return inputs
+        self._agree_on(inputs)
+        device = self.args.device
+        rows = inputs.of_step(self.weigh(inputs).to(device), 1, mode).to(device)
+        return self.before_step([rows])[0]
+
+    @torch.no_grad()
+    def frozen(
+        self, model: nn.Module, rows: Any, read: Callable[[TokenScores, Any], Tensor]
+    ) -> Tensor:
+        """Score rows without gradient, in pieces where memory is short.
+
+        Args:
+            model: the policy, or a reference.
+            rows: of a micro-batch.
+            read: makes values (B, ...) of the scores of some rows, and these rows.
+        """
+
+        def score(at: range) -> Tensor:
+            part = rows if len(at) == len(rows) else rows.select(at)
+            scores = self.scorer.frozen_scores(model, part.flat)
+            self.guard.watch("log-probability without gradient", scores.logps, part.flat)
+            return read(scores, part)
+
+        with self.phases("scoring"), self.accelerator.autocast():
+            return torch.cat(self._scoring.run(len(rows), score))
+
+    def with_reference(self, rows: Any) -> Any:
+        """Add the `ref_logps` of answers (B, K), unless they were computed beforehand."""
+        if self.reference is None or "ref_logps" in rows.values:
+            return rows
+        with self.reference.active(self.model) as model:
+            return rows.with_values(ref_logps=self.frozen(model, rows, self.answer_logps))
+
+    def answer_logps(self, scores: TokenScores, rows: Any) -> Tensor:
+        """Log-probabilities of the answers of some rows (B, K): sums over their tokens."""
+        return rows.by_group(scores.logps.sum(1))
 
     def compute_loss(
         self,
@@ -229,14 +307,13 @@ class OfflineTrainer(BaseTrainer):
             raise ValueError(f"return_outputs=True cannot be used: {NO_LOGITS}.")
         mode: Mode = inputs.mode
         with self.phases("forward"):
-            scores = self.scorer(model, inputs, with_entropy=self.logs_next(mode))
-        self.guard.watch("log-probability", scores.logps, inputs)
-        total = self.loss_of(scores, inputs)
+            scores = self.score(model, inputs)
+        sums = self.loss_of(scores, inputs)
         if mode == "train":
-            loss = total / self.per_micro_batch(inputs.total, inputs)
+            loss = (sums / self.per_micro_batch(inputs.totals, inputs)).sum()
         else:  # what transformers makes of losses of batches weighs them by their rows
-            self.metrics[mode].mean("loss", total, inputs.total)
-            loss = total / inputs.total.clamp(min=1)
+            self.metrics[mode].mean("loss", sums, inputs.totals)
+            loss = (sums / inputs.totals.clamp(min=1)).sum()
         if scores.aux_loss is not None:
             loss = loss + self.router_coefficient * scores.aux_loss * inputs.share_of_micro_batch
             self.metrics[mode].value("aux_loss", scores.aux_loss)

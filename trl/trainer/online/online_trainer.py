@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from ...generation.base import GenerationBackend, row_seeds
 from ...models.loading import context_length, stop_token_ids
+from ...models.reference import make_reference
 from ...models.scorer import Scorer
 from ...online.buffer import Buffer
 from ...online.completions import CompletionLog, print_table, tracker_rows
@@ -159,7 +160,7 @@ class OnlineTrainer(BaseTrainer):
         )
         self.backend = self._make_backend()
         if args.beta != 0.0:
-            self._make_reference(brought_adapter)
+            self._use_reference(make_reference(self.model, brought_adapter))
 
     def _build_credit(self, sources: Any) -> None:
         args, phases = self.args, self.phases

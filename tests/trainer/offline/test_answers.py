@@ -1,0 +1,29 @@
+import pytest
+from datasets import Dataset
+from sft_runs import config
+from tiny import tiny_tokenizer
+
+from trl.data.encode import TextEncoder
+from trl.data.preference_rows import PreferenceLimits
+from trl.trainer.offline.answers import prepare_answers
+
+ENCODER = TextEncoder(tiny_tokenizer())
+ROWS = [
+    {"prompt_ids": [1] * 4, "chosen_ids": [2] * 4, "rejected_ids": [3]},
+    {"prompt_ids": [1] * 9, "chosen_ids": [4], "rejected_ids": [5]},
+    {"prompt_ids": [1], "chosen_ids": [6], "rejected_ids": [7, 8]},
+]
+
+
+@pytest.mark.parametrize("drop_long", [False, True])
+@pytest.mark.parametrize("unpaired", [False, True])
+def test_a_stream_has_the_items_of_the_dataset(tmp_path, caplog, unpaired, drop_long):
+    limits = PreferenceLimits(max_length=6)
+    options = {"unpaired": unpaired, "drop_long": drop_long}
+    data = Dataset.from_list(ROWS)
+    whole = prepare_answers(data, ENCODER, config(tmp_path), limits, **options)
+    assert "answer without tokens, left out: " in caplog.text
+    assert drop_long or "2 tokens cut off" in caplog.text
+    stream = data.to_iterable_dataset()
+    found = list(prepare_answers(stream, ENCODER, config(tmp_path), limits, **options))
+    assert found == [whole[i] for i in range(len(whole))]
