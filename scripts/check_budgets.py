@@ -27,7 +27,7 @@ FOLDERS = {
     "data": (2000, 3390),
     "models": (3500,),
     "memory": (2000, 2320),
-    "generation": (4500, 4740),
+    "generation": (4500, 4630),
     "online": (1350, 1360),
     "trainer": (6300, 6750),
     "trainer/base": (1700, 2330),

@@ -10,7 +10,7 @@ from tiny import tiny_model, tiny_tokenizer
 from transformers import BitsAndBytesConfig
 
 from trl.distributed import Ranks
-from trl.generation.vllm.colocate import VLLMColocateBackend
+from trl.generation.vllm.backend import VLLMColocateBackend
 from trl.generation.vllm.engine import EngineSettings, VLLMEngine, start_engine
 from trl.imports import is_available
 from trl.models.policy_handle import PolicyHandle

@@ -16,8 +16,7 @@ from shared_vllm import model_policy, policy_model
 from tiny import tiny_tokenizer
 from workspace import ROOT, environment
 
-from trl.generation.vllm.server.backend import VLLMServerBackend
-from trl.generation.vllm.server.server_pool import Server, ServerPool
+from trl.generation.vllm.server.backend import Server, ServerPool, VLLMServerBackend
 
 START = 240.0  # seconds: importing vLLM alone may take a minute on a machine that is busy
 SECONDS = 20.0  # in which a server that runs must answer

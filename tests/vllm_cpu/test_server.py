@@ -20,9 +20,9 @@ from vllm_rows import (
 )
 from vllm_server import CPU, connected_pool, server_backend, shared_server
 
+from trl.generation.vllm.server.backend import ServerPool
 from trl.generation.vllm.server.client import ServerError
 from trl.generation.vllm.server.meeting import Peer, TransferError
-from trl.generation.vllm.server.server_pool import ServerPool
 from trl.generation.vllm.weight_proof import WeightSyncError
 from trl.types import Prompts
 

@@ -10,11 +10,10 @@ from shared_vllm import needs_vllm, nudge, policy_model
 from vllm_rows import PROMPTS, gap, sampling
 from vllm_server import CPU, RunningServer, free_port, server_backend
 
+from trl.generation.vllm.server.backend import ServerPool
 from trl.generation.vllm.server.client import SecretError, ServerError, VLLMClient
-from trl.generation.vllm.server.guard import ROUTES
 from trl.generation.vllm.server.meeting import in_background
-from trl.generation.vllm.server.secret import ANSWER, CHALLENGE, REQUEST, Claim
-from trl.generation.vllm.server.server_pool import ServerPool
+from trl.generation.vllm.server.secret import ANSWER, CHALLENGE, REQUEST, ROUTES, Claim
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
 SECRET = "of trainer and server"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..distributed import RankError, Ranks
@@ -95,18 +95,32 @@ def _checked(found: Any, count: int) -> dict[str, Any]:
     """Turn what a rollout function returned into plain lists, or say what is wrong with it."""
     _check_names(found)
     checked: dict[str, Any] = {
-        name: None if found.get(name) is None else _entries(name, _rows(name, found[name], count))
+        name: None if found.get(name) is None else _tokenwise(name, found[name], count)
         for name in KINDS
     }
-    for row in range(count):
-        _check_lengths(row, {name: rows[row] for name, rows in checked.items() if rows is not None})
+    _check_lengths(checked)
     columns = {
-        name: _rows(name, value, count) if _is_listed(value) else [value] * count
+        name: _rows(name, value, count)
+        if isinstance(value, (list, tuple)) or getattr(value, "ndim", 0)
+        else [value] * count
         for name, value in found.items()
         if name not in KINDS
     }
     rows = [{name: values[row] for name, values in columns.items()} for row in range(count)]
     return checked | {"columns": rows}
+
+
+def _check_lengths(checked: dict[str, Any]) -> None:
+    for row, ids in enumerate(checked["completion_ids"]):
+        if not checked["prompt_ids"][row]:
+            raise ValueError(f"rollout_func: prompt_ids of row {row} is empty.")
+        for name in ("logprobs", "env_mask"):
+            entries = checked[name]
+            if entries is not None and len(entries[row]) != len(ids):
+                raise ValueError(
+                    f"rollout_func: {name} of row {row} has {len(entries[row])} entries for "
+                    f"{len(ids)} completion tokens."
+                )
 
 
 def _check_names(found: Any) -> None:
@@ -119,22 +133,6 @@ def _check_names(found: Any) -> None:
             f"rollout_func returned no {', '.join(missing)}; it must return {', '.join(REQUIRED)}, "
             f"and has {', '.join(map(str, found)) or 'nothing'}."
         )
-
-
-def _check_lengths(row: int, entries: Mapping[str, list[Any]]) -> None:
-    if not entries["prompt_ids"]:
-        raise ValueError(f"rollout_func: prompt_ids of row {row} is empty.")
-    tokens = len(entries["completion_ids"])
-    for name in ("logprobs", "env_mask"):
-        if name in entries and len(entries[name]) != tokens:
-            raise ValueError(
-                f"rollout_func: {name} of row {row} has {len(entries[name])} entries for "
-                f"{tokens} completion tokens."
-            )
-
-
-def _is_listed(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) > 0
 
 
 def _rows(name: str, values: Any, count: int) -> list[Any]:
@@ -155,16 +153,17 @@ def _listed(what: str, values: Any) -> list[Any]:
     return list(values)
 
 
-def _entries(name: str, rows: Sequence[Any]) -> list[list[Any]]:
-    """Convert the entries of each row."""
+def _tokenwise(name: str, values: Any, count: int) -> list[list[Any]]:
+    """Convert the entries of each row, one for each token."""
     fits, convert, words = KINDS[name]
-    found = []
-    for row, values in enumerate(rows):
-        values = _listed(f"{name} of row {row}", values)
-        for value in values:
+    rows = [
+        _listed(f"{name} of row {row}", entries)
+        for row, entries in enumerate(_rows(name, values, count))
+    ]
+    for row, entries in enumerate(rows):
+        for value in entries:
             if not fits(value):
                 raise ValueError(
                     f"rollout_func: {name} of row {row} holds {value!r:.60}, which is not {words}."
                 )
-        found.append([convert(value) for value in values])
-    return found
+    return [list(map(convert, entries)) for entries in rows]

@@ -11,16 +11,10 @@ from ...models.unwrap import causal_model
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Bounds of what one call holds; None means no bound.
+    """Bounds of what one call holds; None means no bound."""
 
-    Args:
-        rows (`int`, *optional*): completions that decode together.
-        cache_bytes (`float`, *optional*): keys and values of their prompts and of the longest
-            completions they may write.
-    """
-
-    rows: int | None = None
-    cache_bytes: float | None = None
+    rows: int | None = None  # completions that decode together
+    cache_bytes: float | None = None  # of their keys and values, at their longest
 
     def cut(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, model: Any, shared: bool

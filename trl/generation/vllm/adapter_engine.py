@@ -23,7 +23,7 @@ from ...models.lora_factors import (
     why_not_low_rank,
 )
 from ...models.policy_handle import PolicyHandle
-from .colocate import VLLMColocateBackend
+from .backend import VLLMColocateBackend
 from .engine import EngineSettings, VLLMEngine
 
 ADAPTER = 1  # vLLM's number of the one adapter
@@ -146,14 +146,11 @@ class AdapterEngine(VLLMEngine):
         with tempfile.TemporaryDirectory(dir=place) as folder:
             save_file(tensors, Path(folder) / "adapter_model.safetensors")
             (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
-            self._llm.llm_engine.add_lora(self._request(folder, load_inplace=True))
+            self._llm.llm_engine.add_lora(self._adapter(folder, load_inplace=True))
 
-    def _request(self, folder: str = "loaded", **options: Any) -> Any:
+    def _adapter(self, folder: str = "loaded", **options: Any) -> Any:
         kind = require("vllm.lora.request", "vllm_sync_adapter_only=True").LoRARequest
         return kind("policy", ADAPTER, folder, **options)
-
-    def _request_options(self) -> dict[str, Any]:
-        return {"lora_request": self._request()}
 
 
 class AdapterBackend(VLLMColocateBackend):

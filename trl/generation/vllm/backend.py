@@ -1,4 +1,4 @@
-"""What generation with vLLM is, wherever the engine runs: sync, proof, requests."""
+"""Generation with vLLM: sync, proof and requests, for an engine in this process or elsewhere."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from ...models.policy_handle import PolicyHandle
 from ...models.weights import full_weights
 from ...types import Generations, Prompts, Sampling
 from ..base import GenerationBackend
-from .sampling import SEEDS, Request, make_requests
-from .weight_proof import WeightSyncError
+from .engine import VLLMEngine, gather_over_tensor_group
+from .sampling import SEEDS, Request, make_requests, read_outputs
+from .weight_proof import WeightProof, WeightSyncError
+
+logger = logging.get_logger(__name__)
 
 PROBE_PROMPT, PROBE_TOKENS = 64, 16
 # Nats by which a token's log-probability may differ on average between trainer and engine.
@@ -209,3 +213,48 @@ class VLLMBackend(GenerationBackend):
                 f"weights of the policy: {problem}. Completions would be those of another policy."
             )
         self._ranks.raise_everywhere(failure, "sending weights to vLLM")
+
+
+class VLLMColocateBackend(VLLMBackend):
+    """Generates with vLLM in this process.
+
+    Args:
+        engine (`VLLMEngine`): what generates.
+        policy (`PolicyHandle`): whose weights it is to hold.
+        tensor_parallel (`int`): ranks that hold one engine together.
+        options: see `VLLMBackend`.
+    """
+
+    def __init__(
+        self, engine: VLLMEngine, policy: PolicyHandle, *, tensor_parallel: int = 1, **options: Any
+    ):
+        super().__init__(policy, engine.context, **options)
+        self._engine = engine
+        self._is_alone = tensor_parallel == 1
+        self._proof = WeightProof(engine.model)
+        engine.sleep()
+
+    def _wake(self, part: str) -> None:
+        self._engine.wake(part)
+
+    def _keeps_weights(self) -> bool:
+        self._engine.sleep()
+        return self._engine.has_weights
+
+    def _send(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
+        for name, weight in weights:
+            self._proof.load(name, weight.detach().contiguous(), self._engine.load)
+        self._engine.forget_prefixes()
+        problem = self._proof.problem()
+        if problem is None and not self._syncs and self._proof.doubt:
+            logger.warning(self._proof.doubt)
+        return problem
+
+    def _shares(self, value: Any) -> tuple[list[Any], int]:
+        return ([value], 0) if self._is_alone else gather_over_tensor_group(value)
+
+    def _run(self, requests: list[Request], sampling: Sampling) -> Generations:
+        if not self._is_alone:  # ranks that hold one engine meet inside
+            return read_outputs(requests, self._engine.generate(requests, sampling))
+        with self._ranks.fail_together("generation"):
+            return read_outputs(requests, self._engine.generate(requests, sampling))

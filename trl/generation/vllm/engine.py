@@ -54,7 +54,7 @@ def check_platform(sleeps: bool) -> None:
     platform = require("vllm.platforms", "use_vllm=True").current_platform
     if sleeps and not platform.is_sleep_mode_available():
         raise ValueError(
-            f"vllm_enable_sleep_mode=True: vLLM has no sleep mode on this platform "
+            "vllm_enable_sleep_mode=True: vLLM has no sleep mode on this platform "
             f"({platform.device_type}); leave the option out."
         )
 
@@ -66,43 +66,24 @@ def _release(version: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How an engine is built.
+    """How an engine is built."""
 
-    Args:
-        context (`int`): most tokens of a prompt with its completion.
-        rows (`int`): completions that decode together.
-        batched (`int`): tokens that one step computes.
-        dtype (`torch.dtype`): of weights, activations and cache.
-        cache_bytes (`int`, *optional*): for keys and values. None: what `memory_share` leaves.
-        memory_share (`float`, *optional*): part of the device that the engine may fill.
-        tensor_parallel (`int`): neighboring ranks that hold one engine together.
-        ranks (`int`): processes that train.
-        rank (`int`): of this process, and
-        local_rank (`int`): among those of this machine.
-        sleeps (`bool`): whether the engine gives its memory back between generations.
-        reads_text (`bool`): whether it needs the tokenizer.
-        implementation (`str`): `vllm_model_impl`.
-        trust_remote_code (`bool`): whether code shipped with the model may run.
-        adapter_rank (`int`): largest rank of an adapter beside the weights; 0: there is none.
-        adapter_layers (`tuple[str, ...]`): last names of the layers that it changes.
-    """
-
-    context: int
-    rows: int
-    batched: int
-    dtype: torch.dtype
-    cache_bytes: int | None = None
-    memory_share: float | None = None
-    tensor_parallel: int = 1
-    ranks: int = 1
-    rank: int = 0
-    local_rank: int = 0
-    sleeps: bool = False
-    reads_text: bool = False
-    implementation: str = "vllm"
-    trust_remote_code: bool = False
-    adapter_rank: int = 0
-    adapter_layers: tuple[str, ...] = ()
+    context: int  # most tokens of a prompt with its completion
+    rows: int  # completions that decode together
+    batched: int  # tokens that one step computes
+    dtype: torch.dtype  # of weights, activations and cache
+    cache_bytes: int | None = None  # for keys and values. None: what `memory_share` leaves
+    memory_share: float | None = None  # of the device, that the engine may fill
+    tensor_parallel: int = 1  # neighboring ranks that hold one engine together
+    ranks: int = 1  # processes that train
+    rank: int = 0  # of this process
+    local_rank: int = 0  # the same among those of this machine
+    sleeps: bool = False  # whether the engine gives its memory back between generations
+    reads_text: bool = False  # whether it needs the tokenizer
+    implementation: str = "vllm"  # `vllm_model_impl`
+    trust_remote_code: bool = False  # whether code shipped with the model may run
+    adapter_rank: int = 0  # largest rank of an adapter beside the weights; 0: there is none
+    adapter_layers: tuple[str, ...] = ()  # last names of the layers that it changes
 
     def arguments(self, on_cpu: bool) -> dict[str, Any]:
         """Keyword arguments of `vllm.LLM`, without the model's."""
@@ -203,7 +184,7 @@ class VLLMEngine:
         with unchanged_process(), _uncompiled(self.on_cpu):
             try:
                 return self._llm.generate(
-                    prompts, wanted, use_tqdm=False, **self._request_options()
+                    prompts, wanted, use_tqdm=False, lora_request=self._adapter()
                 )
             except torch.OutOfMemoryError as error:
                 # Fewer requests would not help: the engine bounds what it computes by itself.
@@ -214,9 +195,8 @@ class VLLMEngine:
             finally:
                 self._drop_unfinished()
 
-    def _request_options(self) -> dict[str, Any]:
-        """More of what `generate` is called with."""
-        return {}
+    def _adapter(self) -> Any:
+        """The `LoRARequest` of what is applied to the weights, if anything is."""
 
     def _drop_unfinished(self) -> None:
         """After an error or an interrupt, requests must not go on in the next call."""
@@ -261,9 +241,7 @@ def start_engine(
     with unchanged_process(), tempfile.TemporaryDirectory() as folder:
         _launch_environment(settings)
         vllm = require("vllm", "use_vllm=True")
-        on_cpu = require("vllm.platforms", "use_vllm=True").current_platform.is_cpu()
-        if on_cpu:
-            _keep_weights_unpacked()
+        on_cpu = keep_weights_unpacked("use_vllm=True")
         _dense_config(model).save_pretrained(folder)
         if settings.reads_text:
             tokenizer.save_pretrained(folder)
@@ -341,10 +319,17 @@ def _own_memory() -> Iterator[None]:
                 file.unlink(missing_ok=True)
 
 
-def _keep_weights_unpacked() -> None:
-    """On a CPU vLLM would repack weights for oneDNN, and loading would not reach the copies."""
-    operations: Any = require("vllm._custom_ops", "use_vllm=True")
-    operations._supports_onednn = False
+def keep_weights_unpacked(feature: str) -> bool:
+    """On a CPU vLLM would repack weights for oneDNN, and loading would not reach the copies.
+
+    Returns:
+        `bool`: whether this is a CPU.
+    """
+    on_cpu = bool(require("vllm.platforms", feature).current_platform.is_cpu())
+    if on_cpu:
+        operations: Any = require("vllm._custom_ops", feature)
+        operations._supports_onednn = False
+    return on_cpu
 
 
 def _uncompiled(on_cpu: bool) -> AbstractContextManager[Any]:

@@ -80,17 +80,11 @@ def parameters(sampling: Sampling, count: int, seed: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and the completions wanted of it.
+    """One prompt and the completions wanted of it."""
 
-    Args:
-        token_ids (`list[int]`): the prompt.
-        count (`int`): completions.
-        seed (`int`): of the first.
-    """
-
-    token_ids: list[int]
-    count: int
-    seed: int
+    token_ids: list[int]  # the prompt
+    count: int  # completions
+    seed: int  # of the first
 
 
 def completion_body(request: Request, sampling: Sampling, context: int) -> dict[str, Any]:

@@ -64,15 +64,10 @@ def _factors(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part of a weight goes.
+    """Where a part of a weight goes."""
 
-    Args:
-        source: of the part in the weight; None if it was converted.
-        target (`Tensor`): the part of a parameter of the engine.
-    """
-
-    source: Source | None
-    target: Tensor
+    source: Source | None  # of the part in the weight; None if it was converted
+    target: Tensor  # the part of a parameter of the engine
 
     def part(self, weight: Tensor) -> Tensor | None:
         """The part of another value of the weight, as the engine would hold it."""

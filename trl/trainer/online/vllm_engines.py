@@ -12,8 +12,7 @@ from transformers.utils import logging
 
 from ...generation.transformers.batch_limits import cache_bytes_per_token
 from ...generation.vllm.adapter_engine import AdapterBackend, AdapterEngine, adapter_settings
-from ...generation.vllm.backend import VLLMBackend
-from ...generation.vllm.colocate import VLLMColocateBackend
+from ...generation.vllm.backend import VLLMBackend, VLLMColocateBackend
 from ...generation.vllm.engine import (
     CPU_BLOCK,
     EngineSettings,
@@ -23,10 +22,9 @@ from ...generation.vllm.engine import (
     start_engine,
 )
 from ...generation.vllm.sampling import merge_options, needs_text
-from ...generation.vllm.server.backend import VLLMServerBackend
+from ...generation.vllm.server.backend import Server, ServerPool, VLLMServerBackend
 from ...generation.vllm.server.client import VLLMClient
 from ...generation.vllm.server.compat import PROTOCOL, ServerFacts, gpu_id, shape_of
-from ...generation.vllm.server.server_pool import Server, ServerPool
 from ...imports import require
 from ...memory.engine import BATCHED_TOKENS, EngineMemory, EngineNeeds, engine_memory
 from ...memory.model_size import model_size

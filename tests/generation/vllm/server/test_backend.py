@@ -1,20 +1,113 @@
-"""What needs no engine; tests/vllm_cpu has real servers, and two ranks."""
+"""Servers as they answer when something is wrong; tests/vllm_cpu has real ones, and two ranks."""
+
+import dataclasses
+import time
 
 import pytest
 import torch
 from shared_vllm import model_policy
-from stub_server import routes, stub_server
+from stub_server import HEALTHY, routes, stub_server
 from torch import nn
 
 from trl.generation.vllm.sampling import Request
-from trl.generation.vllm.server.backend import VLLMServerBackend
+from trl.generation.vllm.server import backend as server_backend
+from trl.generation.vllm.server import client as vllm_client
+from trl.generation.vllm.server.backend import Server, ServerPool, VLLMServerBackend
 from trl.generation.vllm.server.client import ServerError
-from trl.generation.vllm.server.server_pool import Server, ServerPool
 from trl.types import Prompts, Sampling
 
 POLICY = model_policy(nn.Linear(1, 1))
 PROMPTS = Prompts(messages=["x"], token_ids=[[9]])
 ONE = Sampling(max_tokens=1, seeds=(3,))
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(vllm_client, "PAUSES", (0.01,) * 4)
+    monkeypatch.setattr(server_backend, "LAST_WORDS_SECONDS", 0.1)
+
+
+def test_what_a_server_says_of_itself():
+    with stub_server(routes()) as stub:
+        found = Server(stub.url, 5.0)
+    assert found.facts.context == 64
+
+
+def test_options_that_a_server_would_not_read():
+    schema = {"schemas": {"CompletionRequest": {"properties": {"stop": {}, "logit_bias": {}}}}}
+    with stub_server(routes() | {"/openapi.json": [(200, {"components": schema})]}) as stub:
+        server = Server(stub.url, 5.0)
+        server.check(server.facts, Sampling(max_tokens=1))
+        assert "/openapi.json" not in [path for path, _ in stub.seen], "it takes long"
+        server.check(
+            server.facts, Sampling(max_tokens=1, extra={"stop": ["a"], "do_sample": False})
+        )
+        with pytest.raises(ValueError, match="'logit_bia'. .* Did you mean logit_bias?"):
+            server.check(server.facts, Sampling(max_tokens=1, extra={"logit_bia": {}}))
+
+
+def test_a_server_that_does_not_fit_is_named():
+    with stub_server(routes()) as stub:
+        server = Server(stub.url, 5.0)
+        wanted = dataclasses.replace(server.facts, dtype="bfloat16")
+        with pytest.raises(ValueError, match=f"{stub.url} cannot be used. It computes in float32"):
+            server.check(wanted, Sampling(max_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((500, {"error": {"message": "no attribute"}}), "cannot take weights.*no attribute"),
+        ((200, {"results": [{"protocol": 0, "new": 1}]}), "another version of trl"),
+        ((403, "who are you?"), "status 403: who are you"),
+    ],
+    ids=["no worker", "version", "other"],
+)
+def test_servers_that_were_not_started_for_training(answer, words):
+    refuses = pytest.raises(ServerError, match=words)
+    with stub_server(HEALTHY | {"/collective_rpc": [answer]}) as stub, refuses:
+        Server(stub.url, 5.0)
+
+
+def test_a_worker_that_does_not_come_to_the_meeting(free_port):
+    with stub_server(routes()) as stub:
+        found = ServerPool([Server(stub.url, 0.3)])
+        with pytest.raises(ConnectionError, match="1 of 1 workers .* did not reach 127.0.0.1"):
+            found.meet(free_port, torch.device("cpu"))
+
+
+def test_a_worker_that_cannot_come_is_not_waited_for(free_port):
+    failed = (500, {"error": {"message": "no route to host"}})
+    with stub_server(routes()) as stub:
+        found = ServerPool([Server(stub.url, 30.0)])
+        stub.routes["/collective_rpc"] = [failed]
+        started = time.monotonic()
+        with pytest.raises(ServerError, match="no route to host"):
+            found.meet(free_port, torch.device("cpu"))
+        assert time.monotonic() - started < 5
+
+
+def test_prompts_are_divided_and_answers_put_in_order():
+    held = []
+    with stub_server(routes(trl_held=held)) as one, stub_server(routes(trl_held=held)) as two:
+        found = ServerPool([Server(stub.url, 5.0) for stub in (one, two)])
+        held[:] = [found.run, 0]
+        requests = [Request([10 * place], 2, place) for place in range(1, 6)]
+        rows = found.complete(requests, Sampling(max_tokens=1))
+        assert rows.completion_ids == [[10], [11], [20], [21], [30], [31], [40], [41], [50], [51]]
+        asked = [[b["seed"] for p, b in s.seen if p == "/v1/completions"] for s in (one, two)]
+        assert [sorted(seeds) for seeds in asked] == [[1, 3, 5], [2, 4]]
+
+
+def test_a_refused_request_ends_the_others():
+    with stub_server(routes() | {"/v1/completions": [(400, "too long")]}) as stub:
+        found = ServerPool([Server(stub.url, 5.0)])
+        words = "While generating, with 0 of 2 prompts answered: .*status 400: too long"
+        with pytest.raises(ServerError, match=words):
+            found.complete([Request([1], 1, 0)] * 2, Sampling(max_tokens=1))
+
+
+# --- The backend ---
 
 
 @pytest.fixture

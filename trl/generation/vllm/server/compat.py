@@ -17,27 +17,16 @@ SHAPE = (
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a server is, as one of its workers tells.
+    """What a server is, as one of its workers tells."""
 
-    Args:
-        protocol (`int`): `PROTOCOL` of its side.
-        vllm (`str`): version.
-        shape (`dict`): sizes of the model, by their names in its configuration.
-        dtype (`str`): in which it computes.
-        context (`int`): most tokens of a prompt with its completion.
-        logprobs_mode (`str`): of which distribution log-probabilities are.
-        workers (`int`): processes that take weights.
-        gpu (`str`, *optional*): of the worker; None: it is on a CPU.
-    """
-
-    protocol: int
-    vllm: str
-    shape: dict[str, Any]
-    dtype: str
-    context: int
-    logprobs_mode: str
-    workers: int
-    gpu: str | None
+    protocol: int  # `PROTOCOL` of its side
+    vllm: str  # version
+    shape: dict[str, Any]  # sizes of the model, by their names in its configuration
+    dtype: str  # in which it computes
+    context: int  # most tokens of a prompt with its completion
+    logprobs_mode: str  # of which distribution log-probabilities are
+    workers: int  # processes that take weights
+    gpu: str | None  # of the worker; None: it is on a CPU
 
 
 def shape_of(config: Any) -> dict[str, Any]:
@@ -92,7 +81,7 @@ def refusals(server: ServerFacts, wanted: ServerFacts) -> Iterator[str]:
     if server.context < wanted.context:
         yield (
             f"It sees {server.context} tokens, but max_completion_length={wanted.context - 1} "
-            f"leaves no room for a prompt: start it with a larger --max_model_len."
+            "leaves no room for a prompt: start it with a larger --max_model_len."
         )
     if server.gpu is not None and server.gpu == wanted.gpu:
         yield (

@@ -67,30 +67,21 @@ def in_background(work: Callable[[], Answer]) -> Future[Answer]:
 class TransferError(ConnectionError):
     """A weight did not get through.
 
-    No `RuntimeError` and without a cause, so that it is not taken for a rank of training that is
-    lost.
+    Not a `RuntimeError` and never caused by one of NCCL, so that it is not taken for a rank of
+    training that is lost.
     """
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where and how a trainer and workers meet.
+    """Where and how a trainer and workers meet."""
 
-    Args:
-        address (`str`): of the trainer, as the workers reach it.
-        port (`int`): on which it listens.
-        size (`int`): of the group: the trainer and all workers.
-        seconds (`float`): in which anything there must happen.
-        run (`str`): tells this group from others.
-        on_gpu (`bool`): whether weights go from GPU to GPU, by NCCL; by TCP otherwise.
-    """
-
-    address: str
-    port: int
-    size: int
-    seconds: float
-    run: str
-    on_gpu: bool
+    address: str  # of the trainer, as the workers reach it
+    port: int  # on which it listens
+    size: int  # of the group: the trainer and all workers
+    seconds: float  # in which anything there must happen
+    run: str  # tells this group from others
+    on_gpu: bool  # whether weights go from GPU to GPU, by NCCL; by TCP otherwise
 
 
 class Peer:
@@ -163,12 +154,10 @@ class Peer:
 def _transfer_errors(seconds: float) -> Iterator[None]:
     try:
         yield
-        return
-    except TimeoutError:
-        words = f"nothing moved for {seconds:g} s"
+    except TimeoutError as error:
+        raise TransferError(f"nothing moved for {seconds:g} s") from error
     except OSError as error:
-        words = str(error)
-    raise TransferError(words)
+        raise TransferError(str(error)) from error
 
 
 class Door:
@@ -188,18 +177,15 @@ class Door:
         self._here: dict[int, Peer] = {}
         self._unproven: deque[socket.socket] = deque()
         self._listeners: list[socket.socket] = []
-        words = None
         try:
             for address in dict.fromkeys(addresses):
                 self._listeners.append(_listen(address, meeting.port))
         except OSError as error:
-            words = str(error)
-        if words is not None:
             self.close()
             raise TransferError(
                 f"Port {meeting.port}, over which weights are to be sent, cannot be used "
-                f"({words}): choose another vllm_group_port."
-            )
+                f"({error}): choose another vllm_group_port."
+            ) from error
         for listener in self._listeners:
             in_background(lambda listener=listener: self._answer(listener))
 
@@ -283,11 +269,10 @@ def join(meeting: Meeting, rank: int) -> Peer:
         try:
             return _prove(meeting, rank, secret)
         except OSError as error:
-            words = str(error)
-        if deadline.has_passed:
-            raise TransferError(
-                f"{meeting.address}:{meeting.port} did not let this worker in: {words}"
-            )
+            if deadline.has_passed:
+                raise TransferError(
+                    f"{meeting.address}:{meeting.port} did not let this worker in: {error}"
+                ) from error
         time.sleep(LOOK_SECONDS)
 
 

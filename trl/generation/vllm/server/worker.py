@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ....imports import require
+from ..engine import keep_weights_unpacked
 from ..weight_proof import WeightProof
 from .compat import PROTOCOL, ServerFacts, gpu_id, shape_of
 from .meeting import Meeting, join
@@ -123,7 +124,4 @@ class WeightWorker:
         return [] if found is None or found.held is None else [found.group.meeting.run, found.held]
 
 
-if require("vllm.platforms", "trl vllm-serve").current_platform.is_cpu():
-    # Before vLLM loads a model: it would repack weights, and loading would not reach the copies.
-    operations: Any = require("vllm._custom_ops", "trl vllm-serve")
-    operations._supports_onednn = False
+keep_weights_unpacked("trl vllm-serve")  # before vLLM loads a model
