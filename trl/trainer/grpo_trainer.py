@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import TrainerCallback
 
 from ..online.metrics import MetricStore
 from ..online.statistics import record_clipping
@@ -32,6 +30,7 @@ from ..ops.policy_losses import (
     vespo_weight,
 )
 from ..types import RewardTable, Rollout, TokenScores
+from .base.loop_state import LoopCallback
 from .base.model_card import Method
 from .entropy_control import EntropyController
 from .grpo_config import GRPOConfig
@@ -81,7 +80,18 @@ class GRPOTrainer(OnlineTrainer):
         self._entropy_seen: list[tuple[Tensor, Tensor]] = []
         self.phases.on_forget(self._entropy_seen.clear)
         if self.entropy.is_used:
-            self.add_callback(_EntropyCallback(self))
+            self.add_callback(LoopCallback(on_step_end=self._move_entropy))
+
+    def _move_entropy(self) -> None:
+        """Move the entropy coefficient after an update."""
+        if not self._entropy_seen:
+            return
+        seen = torch.stack([torch.stack(pair) for pair in self._entropy_seen]).sum(0)
+        total, count = self.ranks.sum(seen).tolist()
+        self._entropy_seen.clear()
+        self.metrics["train"].value("entropy_coef", self.entropy.active)
+        if count:
+            self.entropy.update(total / count)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -209,21 +219,3 @@ def _record_cispo(store: MetricStore, ratio: Tensor, batch: Rollout, high: float
     clipped = (ratio > high) & (advantages > 0)
     clipped, mask = torch.broadcast_tensors(clipped, batch.loss_mask)
     store.mean("cispo_clip_ratio", (clipped & mask).sum(), mask.sum())
-
-
-class _EntropyCallback(TrainerCallback):
-    """Moves the entropy coefficient at each update."""
-
-    def __init__(self, trainer: GRPOTrainer):
-        self._trainer = trainer
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = self._trainer
-        if not trainer._entropy_seen:
-            return
-        seen = torch.stack([torch.stack(pair) for pair in trainer._entropy_seen]).sum(0)
-        total, count = trainer.ranks.sum(seen).tolist()
-        trainer._entropy_seen.clear()
-        trainer.metrics["train"].value("entropy_coef", trainer.entropy.active)
-        if count:
-            trainer.entropy.update(total / count)

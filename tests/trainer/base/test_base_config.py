@@ -6,7 +6,17 @@ import pytest
 from transformers import TrainingArguments
 
 from trl.imports import is_available
-from trl.trainer.base.base_config import BaseConfig, _layers_only
+from trl.trainer.base.base_config import (
+    BaseConfig,
+    LoopOptions,
+    MemoryOptions,
+    PolicyOptions,
+    ReferenceOptions,
+    _layers_only,
+)
+from trl.trainer.online.online_config import OnlineConfig
+
+GROUPS = (LoopOptions, MemoryOptions, PolicyOptions, ReferenceOptions)
 
 
 def make(**changes):
@@ -63,7 +73,7 @@ def test_mappings_may_be_json(name):
 def test_every_new_option_has_help():
     ours = [kind for kind in BaseConfig.__mro__ if kind.__module__.startswith("trl.")]
     own = {name for kind in ours for name in kind.__annotations__ if not name.startswith("_")}
-    own -= {"legacy_options"}
+    own -= {"legacy_options", "without_meaning"}
     helps = {f.name: f.metadata.get("help") for f in dataclasses.fields(BaseConfig)}
     assert {"model_init_kwargs", "trust_remote_code", "bf16"} <= own
     assert all(helps[name] and helps[name].endswith((".", "(JSON).")) for name in own)
@@ -125,3 +135,33 @@ def test_compiling_is_refused_with_a_reason(given):
 def test_nothing_waits_for_the_loss_of_each_micro_batch():
     assert make().logging_nan_inf_filter is False
     assert make(logging_nan_inf_filter=True).logging_nan_inf_filter is False
+
+
+@pytest.mark.parametrize(
+    ("group", "kind"),
+    [*((group, BaseConfig) for group in GROUPS[:3]), (ReferenceOptions, OnlineConfig)],
+)
+def test_configurations_have_them_with_their_defaults(group, kind):
+    config = kind("out", use_cpu=True, report_to="none")
+    for field in dataclasses.fields(group):
+        resolved = {"pad_to_multiple_of": None}
+        assert getattr(config, field.name) == resolved.get(field.name, field.default), field.name
+
+
+def test_no_option_stands_in_two_groups():
+    names = [field.name for group in GROUPS for field in dataclasses.fields(group)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "legal"),
+    [
+        ("logits_chunk_size", -1, "at least 0"),
+        ("max_grad_norm", -1, "at least 0"),
+        ("empty_cache", "auot", "one of never, auto, always. Did you mean auto"),
+        ("checkpoint_checksums", "none", "one of sampled, all"),
+    ],
+)
+def test_their_ranges_hold_for_configurations_without_generation(name, value, legal):
+    with pytest.raises(ValueError, match=f"{name}={value!r} must be {legal}"):
+        make(**{name: value})

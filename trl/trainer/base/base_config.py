@@ -1,4 +1,4 @@
-"""Defaults shared by every trainer of this package."""
+"""Options that trainers of every kind share, in groups that their configurations inherit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from ...imports import require
 from ...text import did_you_mean
-from .option_groups import LoopOptions, MemoryOptions, PolicyOptions
 from .options import check_options, option
 
 # Ranges of options that transformers declares and does not check.
@@ -42,10 +41,101 @@ PACKAGES = {"azure_ml": "azureml-mlflow", "comet_ml": "comet-ml", "dagshub": "da
 
 
 @dataclass
+class LoopOptions:
+    """What the loop does: numbers that are not finite, checkpoints, resuming."""
+
+    non_finite: str = option(
+        "raise",
+        "What to do when a loss or gradient is NaN or infinite: stop, or skip that update.",
+        choices=("raise", "skip"),
+    )
+    resume_with_changes: bool = option(
+        False, "Resume from a checkpoint although settings differ from those of its run."
+    )
+    checkpoint_checksums: str = option(
+        "sampled",
+        "Take checksums of all bytes of checkpoints, or of samples of large files.",
+        choices=("sampled", "all"),
+    )
+
+
+@dataclass
+class PolicyOptions:
+    """How the model that is trained is loaded and changed."""
+
+    model_init_kwargs: dict | str | None = option(
+        None, "Keyword arguments of from_pretrained when the model is given by name (JSON)."
+    )
+    trust_remote_code: bool = option(
+        False, "Whether code shipped with a model or tokenizer may be executed."
+    )
+    disable_dropout: bool = option(False, "Set the probability of every dropout layer to zero.")
+    router_aux_loss_coef: float | None = option(
+        None, "Weight of the load-balancing loss of mixture-of-experts models. None: its config's."
+    )
+    cast_lm_head_to_fp32: bool = option(
+        False, "Compute the output projection in float32, whatever the precision of the rest."
+    )
+
+
+@dataclass
+class ReferenceOptions:
+    """The reference policy, and whether it moves."""
+
+    beta: float = option(
+        0.0,
+        "Coefficient of the KL penalty; 0 needs no reference policy.",
+        ge=0,
+        hint="0: no KL penalty",
+    )
+    sync_ref_model: bool = option(False, "Move the reference policy towards the policy.")
+    ref_model_mixup_alpha: float = option(
+        0.6, "Share of the policy in each reference update.", ge=0, le=1
+    )
+    ref_model_sync_steps: int = option(512, "Optimizer steps between two reference updates.", ge=1)
+
+
+@dataclass
+class MemoryOptions:
+    """What saves memory, measures it, and makes do with less of it."""
+
+    pad_to_multiple_of: int | str | None = option(
+        "auto", "Pad rows to a multiple of this; only rows of few models are padded at all."
+    )
+    shared_prefix: bool = option(
+        True, "Compute a prompt once for all its completions that are in one forward."
+    )
+    logits_chunk_size: int | None = option(
+        None,
+        "Logits (tokens x vocabulary) held at once. None: the device's default; 0: all.",
+        ge=0,
+    )
+    empty_cache: str = option(
+        "auto",
+        "Return cached blocks to the device after inference; auto: when they are fragmented.",
+        choices=("never", "auto", "always"),
+    )
+    log_memory: bool = option(
+        True, "Log the peak memory of each phase, also to memory.jsonl in output_dir."
+    )
+    recover_from_oom: bool = option(
+        True, "After running out of memory, go on with smaller pieces of the same data."
+    )
+
+
+@dataclass
 class BaseConfig(LoopOptions, PolicyOptions, MemoryOptions, TrainingArguments):
     """`transformers.TrainingArguments` with the defaults of this package."""
 
     legacy_options: ClassVar[dict[str, str | None]] = {}
+    # Options of `TrainingArguments` that would do nothing, or harm; and why.
+    without_meaning: ClassVar[dict[str, str]] = {
+        "torch_compile": (
+            "micro-batches differ in length, so the model would be compiled again and again, and "
+            "its layers are also called outside of its forward, with any torch_compile_backend or "
+            "torch_compile_mode"
+        ),
+    }
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
 
     logging_steps: float = option(
@@ -68,6 +158,8 @@ class BaseConfig(LoopOptions, PolicyOptions, MemoryOptions, TrainingArguments):
     def __post_init__(self) -> None:
         check_options(self, INHERITED)
         self.logging_nan_inf_filter = False
+        is_unset = str(self.pad_to_multiple_of).lower() in ("auto", "none", "null")
+        self.pad_to_multiple_of = None if is_unset else int(self.pad_to_multiple_of or 1)
         if self.bf16 is None:
             # On a machine without a fitting GPU, transformers refuses bf16 unless told use_cpu.
             self.bf16 = not self.fp16 and (self.use_cpu or is_torch_bf16_gpu_available())
@@ -80,11 +172,19 @@ class BaseConfig(LoopOptions, PolicyOptions, MemoryOptions, TrainingArguments):
         self._check_packages()
         super().__post_init__()
         self._check_trackers()
-        if self.torch_compile:
+        self._refuse_unsupported()
+
+    def _refuse_unsupported(self) -> None:
+        for name, reason in self.without_meaning.items():
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} cannot be used: {reason}. Leave it out."
+                )
+        parallelism = self.parallelism_config
+        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
             raise ValueError(
-                "torch_compile=True cannot be used: micro-batches differ in length, so the model "
-                "would be compiled again and again, and its layers are also called outside of its "
-                "forward. Leave torch_compile, torch_compile_backend and torch_compile_mode out."
+                "parallelism_config with context or sequence parallelism is not available in this "
+                "release."
             )
         if self.use_liger_kernel:
             kernels: str = "liger_kernel_config"  # declared without a type that is known

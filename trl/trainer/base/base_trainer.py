@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -29,9 +28,9 @@ from ..callbacks import close_progress, show_progress
 from .base_config import BaseConfig
 from .checkpoint import UNFINISHED, publish_together, told, written_by_each_node
 from .loop_state import LoopCallback, Place, RankState, logs_at
+from .model_card import Publishing
 from .phases import Phases
 from .policy import Policy
-from .publishing import Publishing
 from .references import follower, read_reference, write_reference
 from .resuming import check_engine, choose_checkpoint, warn_of_earlier_run
 from .run_settings import describe_run, fingerprint
@@ -77,8 +76,9 @@ class BaseTrainer(Publishing, Trainer):
         self.rank_state = RankState(self.ranks)
         self._saved: tuple[str, dict[str, Any] | None] | None = None  # checkpoint and its state
         self._register_state()
-        callbacks = self._begin_training, self.begin_epoch, self._end_epoch, self._end_update
-        self.add_callback(LoopCallback(*callbacks))
+        events = {"on_train_begin": self._begin_training, "on_epoch_begin": self.begin_epoch}
+        events |= {"on_epoch_end": self._end_epoch, "on_step_end": self._end_update}
+        self.add_callback(LoopCallback(**events))
         show_progress(self)
         if args.log_memory:
             self.add_callback(MemoryCallback(self.phases.meter, passes=False, metrics=False))
@@ -179,7 +179,7 @@ class BaseTrainer(Publishing, Trainer):
         """Rows have no token count before they are prepared, so nothing is counted."""
         return 0
 
-    def _end_epoch(self, stays: bool) -> None:
+    def _end_epoch(self) -> None:
         """Turn to the next epoch, unless training ends within this one."""
         if self.place.substep:
             logger.warning(
@@ -188,7 +188,7 @@ class BaseTrainer(Publishing, Trainer):
             )
             self.phases.drop_update()
             self.place.substep = 0
-        if not stays:
+        if not self.control.should_training_stop:
             self.place.begin_epoch(self.place.epoch + 1)
             self.end_epoch()
 
@@ -379,7 +379,7 @@ class BaseTrainer(Publishing, Trainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
-        return os.path.join(folder, UNFINISHED) if self._is_saving else folder
+        return str(Path(folder, UNFINISHED)) if self._is_saving else folder
 
     def _name_best(self, staged: Path, final: Path) -> None:
         """Record the best checkpoint under its name, if it is the one being written."""

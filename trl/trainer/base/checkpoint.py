@@ -155,13 +155,10 @@ def find_fault(folder: Path) -> str | None:
 
 def publish(staged: Path, final: Path) -> None:
     """Give a sealed checkpoint its name, in place of what had it."""
-    replaced = staged.with_name(f"replaced-{final.name}")
     if final.exists():
-        _remove(replaced)
-        final.rename(replaced)
+        _withdraw(final)
     staged.rename(final)
     _flush_folder(final.parent)
-    _remove(replaced)
     _remove_if_empty(staged.parent)
 
 
@@ -171,7 +168,7 @@ def settle(folder: str | Path) -> None:
     for staged in checkpoints_in(unfinished):
         if (staged / MANIFEST).exists() and find_fault(staged) is None:
             publish(staged, Path(folder) / staged.name)
-    _remove(unfinished)
+    shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def rotate(folder: str | Path, limit: int | None, keep: list[Path]) -> None:
@@ -187,12 +184,8 @@ def rotate(folder: str | Path, limit: int | None, keep: list[Path]) -> None:
     others = [path for path in checkpoints_in(folder) if path.resolve() not in kept]
     others.sort(key=lambda path: (path.stat().st_mtime, step_of(path)))
     for path in others[: max(0, len(others) + len(kept) - max(limit, len(kept)))]:
-        doomed = Path(folder) / UNFINISHED / f"replaced-{path.name}"
-        doomed.parent.mkdir(exist_ok=True)
-        _remove(doomed)
-        path.rename(doomed)  # at once, so that no half of it is found under its name
-        _remove(doomed)
-        _remove_if_empty(doomed.parent)
+        _withdraw(path)
+        _remove_if_empty(path.with_name(UNFINISHED))
 
 
 def _content(folder: Path) -> dict[str, Any] | None:
@@ -252,8 +245,13 @@ def _flush_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+def _withdraw(checkpoint: Path) -> None:
+    """Remove a checkpoint, at once: no half of it is ever found under its name."""
+    doomed = checkpoint.with_name(UNFINISHED) / f"replaced-{checkpoint.name}"
+    doomed.parent.mkdir(exist_ok=True)
+    shutil.rmtree(doomed, ignore_errors=True)
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _remove_if_empty(folder: Path) -> None:

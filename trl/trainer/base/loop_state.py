@@ -139,35 +139,12 @@ def load(path: Path) -> Any:
 
 
 class LoopCallback(TrainerCallback):
-    """Calls a trainer where the loop of transformers begins and ends something.
+    """Calls functions, without arguments, at events of the loop of transformers.
 
     Args:
-        begin_training, begin_epoch, end_update: called without arguments.
-        end_epoch: called with whether training ends within the epoch.
+        functions: by the names of the events, such as `on_step_end`.
     """
 
-    def __init__(
-        self,
-        begin_training: Callable[[], None],
-        begin_epoch: Callable[[], None],
-        end_epoch: Callable[[bool], None],
-        end_update: Callable[[], None],
-    ):
-        self._begin_training, self._begin_epoch = begin_training, begin_epoch
-        self._end_epoch, self._end_update = end_epoch, end_update
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Everything is ready for the first step."""
-        self._begin_training()
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The loader begins."""
-        self._begin_epoch()
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The loader is at its end, or training is."""
-        self._end_epoch(control.should_training_stop)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """An update is done."""
-        self._end_update()
+    def __init__(self, **functions: Callable[[], None]):
+        for event, function in functions.items():
+            setattr(self, event, lambda *_, _function=function, **__: _function())

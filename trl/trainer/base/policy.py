@@ -1,9 +1,10 @@
-"""What is trained: the model, its tokenizer and, if asked for, a new adapter."""
+"""What is trained: the model, its tokenizer and, if asked for, a new adapter; and its checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from ...models.peft import (
 )
 from ...models.quantized import is_quantized, keep_trainable
 from ...models.reference import is_peft_model
+from ...text import did_you_mean
 from .base_config import BaseConfig
 
 logger = logging.get_logger(__name__)
@@ -129,15 +131,9 @@ def _advise_learning_rate(args: BaseConfig) -> None:
 
 
 def init_options(args: BaseConfig) -> dict[str, Any]:
-    """Return a copy of `model_init_kwargs`.
-
-    Raises:
-        ValueError: if it is no mapping.
-    """
-    kwargs = args.model_init_kwargs or {}
-    if not isinstance(kwargs, Mapping):
-        raise ValueError(f"model_init_kwargs={kwargs!r} must be a mapping or a JSON object.")
-    return dict(kwargs)
+    """Return a copy of `model_init_kwargs`."""
+    given: Any = args.model_init_kwargs or {}
+    return dict(given)
 
 
 def _check_instance(model: Any, init_kwargs: dict[str, Any], quantization_config: Any) -> str:
@@ -145,14 +141,8 @@ def _check_instance(model: Any, init_kwargs: dict[str, Any], quantization_config
         raise TypeError(
             f"model must be a name or a transformers model, not {type(model).__name__}."
         )
-    ignored = [
-        name
-        for name, value in {
-            "model_init_kwargs": init_kwargs,
-            "quantization_config": quantization_config,
-        }.items()
-        if value
-    ]
+    given = {"model_init_kwargs": init_kwargs, "quantization_config": quantization_config}
+    ignored = [name for name, value in given.items() if value]
     if ignored:
         logger.warning(f"{' and '.join(ignored)} ignored: the model was passed already loaded.")
     return model.config._name_or_path
@@ -215,4 +205,36 @@ def check_devices(args: BaseConfig) -> None:
         raise ValueError(
             f"One process sees {args.n_gpu} GPUs. Start one process for each with `accelerate "
             "launch`, or show it one with CUDA_VISIBLE_DEVICES=0."
+        )
+
+
+def check_run(model: Any, args: Any, config_class: type[BaseConfig]) -> None:
+    """Check that the options are the trainer's, and where the model is and will be.
+
+    Raises:
+        TypeError: if `args` is of another class.
+        FileNotFoundError: if `model` is a path and nothing is there.
+        ValueError: if the output would replace the model.
+    """
+    if not isinstance(args, config_class):
+        raise TypeError(
+            f"args must be an instance of {config_class.__name__}, not of {type(args).__name__}."
+        )
+    config = getattr(model, "config", None)
+    name = model if isinstance(model, str) else getattr(config, "_name_or_path", "")
+    if name and args.output_dir:
+        _check_places(name, isinstance(model, str), args.output_dir)
+
+
+def _check_places(name: str, is_wanted: bool, output: str) -> None:
+    place = Path(name).expanduser()
+    if is_wanted and name.startswith((".", "/", "~")) and not place.exists():
+        beside = [path.name for path in place.parent.glob("*/")]
+        raise FileNotFoundError(
+            f"model={name!r}: there is no such folder.{did_you_mean(place.name, beside)}"
+        )
+    if place.is_dir() and place.resolve() == Path(output).resolve():
+        raise ValueError(
+            f"output_dir={output!r} is the folder of the model, which would be replaced. Choose "
+            "another one."
         )

@@ -5,20 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...data.preference_rows import PreferenceLimits
-from ..base.base_config import BaseConfig
-from ..base.option_groups import ReferenceOptions
+from ..base.base_config import BaseConfig, ReferenceOptions
 from ..base.options import option
-
-# Options of `TrainingArguments` that would do nothing here, or harm; and what to do instead.
-WITHOUT_MEANING = {
-    "label_smoothing_factor": "logits are never held as a whole",
-    "neftune_noise_alpha": "its noise depends on the width that rows are padded to",
-    "auto_find_batch_size": (
-        "after running out of memory, training goes on with smaller pieces of the same batch "
-        "(recover_from_oom)"
-    ),
-    "dataloader_drop_last": "the last micro-batch weighs as much as it has tokens",
-}
 
 
 @dataclass
@@ -26,6 +14,16 @@ class OfflineConfig(BaseConfig):
     """Configuration of the offline skeleton: data, lengths, micro-batches."""
 
     _VALID_DICT_FIELDS = [*BaseConfig._VALID_DICT_FIELDS, "dataset_kwargs"]
+
+    without_meaning = BaseConfig.without_meaning | {
+        "label_smoothing_factor": "logits are never held as a whole",
+        "neftune_noise_alpha": "its noise depends on the width that rows are padded to",
+        "auto_find_batch_size": (
+            "after running out of memory, training goes on with smaller pieces of the same batch "
+            "(recover_from_oom)"
+        ),
+        "dataloader_drop_last": "the last micro-batch weighs as much as it has tokens",
+    }
 
     # --- Data ---
     max_length: int | None = option(1024, "Most tokens of a row. None: no limit.", ge=2)
@@ -42,9 +40,6 @@ class OfflineConfig(BaseConfig):
     )
     max_tokens_per_micro_batch: int | None = option(
         None, "Most tokens of a micro-batch, besides its rows; a longer row is alone.", ge=1
-    )
-    pad_to_multiple_of: int | str | None = option(
-        "auto", "Pad rows to a multiple of this; only rows of few models are padded at all."
     )
     remove_unused_columns: bool | None = option(
         True, "Accepted: only the columns that make rows are read."
@@ -65,21 +60,10 @@ class OfflineConfig(BaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, reason in WITHOUT_MEANING.items():
-            if getattr(self, name):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} cannot be used: {reason}. Leave it out."
-                )
         if self.train_sampling_strategy == "group_by_length":
             raise ValueError(
                 "train_sampling_strategy='group_by_length' is not needed: rows are not padded. To "
                 "bound the tokens of a micro-batch, use max_tokens_per_micro_batch."
-            )
-        parallelism = self.parallelism_config
-        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
-            raise ValueError(
-                "parallelism_config with context or sequence parallelism is not available in this "
-                "release."
             )
 
     @property

@@ -19,9 +19,8 @@ from ...models.reference import make_reference
 from ...models.scorer import Scorer
 from ...types import Mode, TokenScores
 from ..base.base_trainer import BaseTrainer
-from ..base.policy import check_devices, prepare_policy, router_coefficient
+from ..base.policy import check_devices, check_run, prepare_policy, router_coefficient
 from ..base.run_settings import fingerprint
-from ..base.setup_checks import check_run
 from .batches import ItemStream, RankBatches, StreamBatches
 from .given_reference import given_reference
 from .offline_config import OfflineConfig, PreferenceConfig

@@ -8,26 +8,51 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...types import Mode
-from ..base.option_groups import ReferenceOptions
+from ..base.base_config import BaseConfig, ReferenceOptions
 from ..base.options import option
 from .batch_math import BatchPlan, check_eval_groups, check_groups, resolve_rounds
-from .rollout_correction_config import MismatchConfig
+from .generation_options import (
+    GenerationOptions,
+    MismatchOptions,
+    SamplingOptions,
+    ToolOptions,
+    VLLMOptions,
+)
 
-# They compare any engine, or a rollout function, with the trainer.
-FOR_ANY_ENGINE = ("vllm_importance_sampling_", "vllm_max_logp_gap", "vllm_logp_gap_action")
+# Older names of options, and what they are called now.
+RENAMED = {
+    "use_transformers_paged": "use_transformers_continuous_batching",
+    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
+}
 
 
 @dataclass
-class OnlineConfig(ReferenceOptions, MismatchConfig):
-    """Configuration of the online skeleton: sampling, rewards, batching, reference policy."""
+class OnlineConfig(
+    ReferenceOptions,
+    SamplingOptions,
+    GenerationOptions,
+    VLLMOptions,
+    MismatchOptions,
+    ToolOptions,
+    BaseConfig,
+):
+    """Configuration of the online skeleton: batches, rewards, objective, and groups of others."""
 
     _VALID_DICT_FIELDS = [
-        *MismatchConfig._VALID_DICT_FIELDS,
+        *BaseConfig._VALID_DICT_FIELDS,
         "generation_kwargs",
         "chat_template_kwargs",
         "transformers_continuous_batching_config",
     ]
     kl_in_reward: ClassVar[bool] = False  # otherwise the KL penalty is part of the loss
+    without_meaning = BaseConfig.without_meaning | {
+        "auto_find_batch_size": (
+            "it would break up groups of completions. Lower per_device_train_batch_size and raise "
+            "gradient_accumulation_steps instead: the gradient stays the same"
+        ),
+        "label_smoothing_factor": "completions have no labels",
+        "neftune_noise_alpha": "completions are generated without noise",
+    }
 
     # --- Optimization ---
     learning_rate: float = option(1e-6, "Initial learning rate.", ge=0)
@@ -50,9 +75,6 @@ class OnlineConfig(ReferenceOptions, MismatchConfig):
     )
     num_iterations: int = option(1, "Passes of optimization over each generation round.", ge=1)
     shuffle_dataset: bool | None = option(True, "Shuffle the training prompts.")
-    pad_to_multiple_of: int | str | None = option(
-        "auto", "Pad widths to a multiple of this; auto means none except on Neuron devices."
-    )
 
     # --- Memory ---
     skip_zero_advantages: bool = option(
@@ -60,97 +82,6 @@ class OnlineConfig(ReferenceOptions, MismatchConfig):
     )
     reuse_sampling_logps: bool = option(
         True, "Take the log-probabilities of the KL penalty from generation, if it was on-policy."
-    )
-    generation_max_rows: int | None = option(
-        None, "Most completions generated at once on a rank. None: all of a round.", ge=1
-    )
-    generation_max_kv_gb: float | None = option(
-        None, "Most GB of key-value cache held at once while generating. None: no limit.", gt=0
-    )
-
-    # --- Generation ---
-    max_prompt_length: int | None = option(
-        None, "Most tokens of a prompt. None: what the model can see.", ge=1
-    )
-    long_prompts: str = option(
-        "error",
-        "What becomes of prompts that are too long; cut-left keeps their end.",
-        choices=("error", "drop", "cut-left"),
-    )
-    max_completion_length: int = option(512, "Most tokens of a completion.", ge=1)
-    temperature: float = option(
-        1.0,
-        "Sampling temperature; also divides the logits in training.",
-        gt=0,
-        hint="for greedy decoding: generation_kwargs={'do_sample': False}",
-    )
-    top_p: float = option(
-        1.0, "Sample from the smallest set of tokens with this probability.", gt=0, le=1
-    )
-    top_k: int | None = option(
-        0, "Sample from this many most likely tokens; 0 or None: all.", ge=0, hint="0: off"
-    )
-    min_p: float | None = option(
-        None, "Drop tokens less likely than this share of the most likely one.", ge=0, le=1
-    )
-    repetition_penalty: float = option(
-        1.0, "Above 1, tokens already present become less likely.", gt=0
-    )
-    generation_kwargs: dict | str | None = option(
-        None, "More options of the generation engine (JSON); they win over the named ones."
-    )
-    chat_template_kwargs: dict | str | None = option(
-        None, "Extra arguments of the chat template (JSON)."
-    )
-    cache_implementation: str | None = option(None, "Kind of key-value cache for generation.")
-    ds3_gather_for_generation: bool = option(
-        True, "ZeRO-3, FSDP: gather all weights once for generation; False: one layer at a time."
-    )
-    use_transformers_continuous_batching: bool = option(
-        False, "Generate with the continuous batching of transformers."
-    )
-    transformers_continuous_batching_config: dict | str | None = option(
-        None, "Options of continuous batching (JSON)."
-    )
-    use_transformers_paged: bool = option(
-        False, "Deprecated: use_transformers_continuous_batching."
-    )
-    use_vllm: bool = option(False, "Generate with vLLM.")
-    vllm_mode: str = option(
-        "colocate", "Run vLLM in this process or on a server.", choices=("colocate", "server")
-    )
-    vllm_model_impl: str = option(
-        "vllm", "Model implementation that vLLM uses.", choices=("vllm", "transformers")
-    )
-    vllm_enable_sleep_mode: bool = option(
-        False, "Free the memory of the vLLM engine outside generation."
-    )
-    vllm_structured_outputs_regex: str | None = option(
-        None, "Regular expression that completions must match."
-    )
-    vllm_server_base_url: str | None = option(None, "Address of the vLLM server.")
-    vllm_server_host: str = option("0.0.0.0", "Host of the vLLM server.")
-    vllm_server_port: int = option(8000, "Port of the vLLM server.")
-    vllm_server_timeout: float = option(240.0, "Seconds to wait for the vLLM server.")
-    vllm_group_port: int = option(51216, "Port over which weights are sent to the vLLM server.")
-    vllm_gpu_memory_utilization: float | None = option(
-        None,
-        "Share of the GPU memory for a colocated engine. None: what training leaves of it.",
-        gt=0,
-        le=1,
-    )
-    vllm_max_model_length: int | None = option(
-        None, "Context length of a colocated engine. None: from the model.", ge=1
-    )
-    vllm_tensor_parallel_size: int = option(1, "Ranks over which a colocated engine is split.")
-    vllm_probe_syncs: int = option(
-        50,
-        "Compare log-probabilities with vLLM at one of so many weight syncs; 0: never.",
-        ge=0,
-        hint="0: never",
-    )
-    vllm_sync_adapter_only: bool = option(
-        False, "Send base weights to a colocated engine once, and then only the LoRA adapter."
     )
 
     # --- Policy objective ---
@@ -186,7 +117,8 @@ class OnlineConfig(ReferenceOptions, MismatchConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._resolve_aliases()
-        self._refuse_unsupported()
+        self._check_ratio_bounds()
+        self._refuse_contradictions()
         self._warn_unused()
         self._resolve_batches()
 
@@ -240,60 +172,44 @@ class OnlineConfig(ReferenceOptions, MismatchConfig):
         return not self.batch_plan.is_on_policy or (self.penalizes_rewards and not is_known)
 
     def _resolve_aliases(self) -> None:
-        if self.use_transformers_paged:
-            warnings.warn(
-                "use_transformers_paged is deprecated; use use_transformers_continuous_batching.",
-                FutureWarning,
-                stacklevel=4,
-            )
-            self.use_transformers_paged = False
-            self.use_transformers_continuous_batching = True
+        for old, new in RENAMED.items():
+            value, unset = getattr(self, old), type(self).__dataclass_fields__[old].default
+            if value != unset:
+                warnings.warn(f"{old} is now {new}.", FutureWarning, stacklevel=4)
+                setattr(self, new, value)
+                setattr(self, old, unset)
         self.top_k = self.top_k or 0
-        if isinstance(self.pad_to_multiple_of, str):
-            text = self.pad_to_multiple_of.lower()
-            self.pad_to_multiple_of = None if text in ("auto", "none", "null") else int(text)
 
-    def _refuse_unsupported(self) -> None:
-        if self.auto_find_batch_size:
+    def _check_ratio_bounds(self) -> None:
+        low = self.vllm_importance_sampling_clip_min
+        high = self.vllm_importance_sampling_clip_max
+        if low is not None and high is not None and low >= high:
             raise ValueError(
-                "auto_find_batch_size=True would break up groups of completions. Lower "
-                "per_device_train_batch_size and raise gradient_accumulation_steps instead: the "
-                "gradient stays the same."
+                f"vllm_importance_sampling_clip_min={low} must be below "
+                f"vllm_importance_sampling_clip_max={high}."
             )
+        truncates = self.vllm_importance_sampling_mode.endswith("_truncate")
+        if self.vllm_importance_sampling_correction and truncates and low is high is None:
+            raise ValueError(
+                "vllm_importance_sampling_mode="
+                f"{self.vllm_importance_sampling_mode!r} needs a bound: set "
+                "vllm_importance_sampling_clip_max, such as 3.0."
+            )
+
+    def _refuse_contradictions(self) -> None:
         if self.use_vllm and not self.ds3_gather_for_generation:
             raise ValueError(
                 "ds3_gather_for_generation=False cannot be used with use_vllm=True: it says how "
                 "transformers generates. Leave one of them out."
             )
-        self._refuse_without_meaning()
-        self._check_reference()
-        self._check_adapter_sync()
-        parallelism = self.parallelism_config
-        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+        if self.train_sampling_strategy == "group_by_length":
             raise ValueError(
-                "parallelism_config with context or sequence parallelism cannot be "
-                "used by trainers that generate completions."
+                "train_sampling_strategy='group_by_length' cannot be used: the lengths of "
+                "completions are not known before they are generated. Leave it out."
             )
-
-    def _refuse_without_meaning(self) -> None:
-        """Refuse options of `TrainingArguments` for losses on labels; some would do harm."""
-        given = {
-            "label_smoothing_factor": self.label_smoothing_factor != 0.0,
-            "neftune_noise_alpha": self.neftune_noise_alpha is not None,
-            "train_sampling_strategy": (
-                getattr(self, "train_sampling_strategy", "random") == "group_by_length"
-            ),
-        }
-        found = [name for name, is_set in given.items() if is_set]
-        if found:
-            raise ValueError(
-                f"{found[0]}={getattr(self, found[0])!r} cannot be used by trainers that generate "
-                "their completions. Leave it out."
-            )
-
-    def _check_reference(self) -> None:
         if self.sync_ref_model and self.beta == 0.0:
             raise ValueError("sync_ref_model=True needs a reference policy: set beta above 0.")
+        self._check_adapter_sync()
 
     def _check_adapter_sync(self) -> None:
         reasons = {
@@ -311,10 +227,8 @@ class OnlineConfig(ReferenceOptions, MismatchConfig):
             return
         changed = [
             field.name
-            for field in dataclasses.fields(self)
-            if field.name.startswith("vllm_")
-            and not field.name.startswith(FOR_ANY_ENGINE)
-            and getattr(self, field.name) != field.default
+            for field in dataclasses.fields(VLLMOptions)
+            if getattr(self, field.name) != field.default
         ]
         if changed:
             warnings.warn(

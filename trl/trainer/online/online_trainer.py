@@ -27,8 +27,7 @@ from ...ops.masking import masked_mean
 from ...ops.policy_losses import RatioLevel, importance_ratio
 from ...types import Generations, Mode, Prompts, RewardTable, Rollout, TokenScores
 from ..base.base_trainer import BaseTrainer
-from ..base.policy import check_devices, init_options, prepare_policy, router_coefficient
-from ..base.setup_checks import check_run
+from ..base.policy import check_devices, check_run, init_options, prepare_policy, router_coefficient
 from ..base.trackers import log_table
 from . import online_setup as setup
 from .agents import Agents, function_engine

@@ -55,3 +55,22 @@ def test_cap_is_an_old_name_of_the_upper_bound(tmp_path, kind):
     with pytest.warns(FutureWarning, match=f"vllm_importance_sampling_cap is now {HIGH}"):
         args = config(tmp_path, kind, vllm_importance_sampling_cap=2.0)
     assert getattr(args, HIGH) == 2.0 and args.vllm_importance_sampling_cap is None
+
+
+@pytest.mark.parametrize("kind", [RLOOConfig, GRPOConfig])
+def test_defaults_of_tools(tmp_path, kind):
+    args = config(tmp_path, kind)
+    assert (args.max_tool_calling_iterations, args.tool_timeout) == (None, 60.0)
+    assert config(tmp_path, kind, tool_timeout=None).tool_timeout is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_tool_calling_iterations": -1}, "max_tool_calling_iterations=-1 must be at least 0"),
+        ({"tool_timeout": 0}, "tool_timeout=0 must be above 0 .None: no limit."),
+    ],
+)
+def test_values_of_tools_out_of_range(tmp_path, change, words):
+    with pytest.raises(ValueError, match=words):
+        config(tmp_path, **change)
