@@ -7,11 +7,14 @@ import torch
 from datasets import Dataset, IterableDataset
 from online_runs import (
     PROMPTS,
+    completion_logps,
     config,
     dataset,
     make_trainer,
     prompts_seen,
     records,
+    relative,
+    rows_of,
     script,
     step_direction,
     token_sum,
@@ -21,6 +24,11 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers.utils import logging
 
 from trl.online.guard import NonFiniteError
+from trl.ops.masking import masked_sum
+from trl.ops.policy_losses import clipped_surrogate
+from trl.trainer.base.model_card import Method
+from trl.trainer.online.online_config import OnlineConfig
+from trl.trainer.online.online_trainer import OnlineTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 MANY = [f"{chr(97 + i)}{i}" for i in range(12)]
@@ -412,3 +420,74 @@ def test_an_earlier_run_in_the_same_folder_is_said(tmp_path, caplog):
     finally:
         logging.disable_propagation()
     assert "has checkpoint-1 of an earlier run" in caplog.text
+
+
+def token_credit(reward, row, place):
+    """Grows along a completion; every third row has none, so that it may be left out."""
+    return 0.0 if row % 3 == 2 else float(reward) * (place + 1) / 4 - 1
+
+
+class TokenCredit(OnlineTrainer):
+    """Clipped ratios of tokens, each with an advantage of its own: (B, C)."""
+
+    config_class = OnlineConfig
+    method = Method("token credit", "token-credit")
+
+    def compute_advantages(self, rewards, table, batch):
+        found = torch.zeros(batch.loss_mask.shape)
+        for row, reward in enumerate(self.ranks.local(rewards)):
+            for place in range(len(batch.completion_ids[row])):
+                found[row, place] = token_credit(reward, row, place)
+        return found
+
+    def policy_loss(self, scores, ratio, batch):
+        losses = batch.weighted(clipped_surrogate(ratio, batch.advantages, 0.2, 0.2))
+        total = masked_sum(losses, batch.loss_mask)
+        return total / self.per_micro_batch(batch.num_loss_tokens, batch)
+
+
+def steps_of_a_loop(rows, count, rate):
+    """The change of the weights by `count` steps on the same rows, one token after the other."""
+    model, old = tiny_model(), None
+    before = weights(model)
+    rewards = token_sum([completion for _, completion in rows])
+    tokens = sum(len(completion) for _, completion in rows)
+    for _ in range(count):
+        logps = [completion_logps(model, *row) for row in rows]
+        old = [x.detach() for x in logps] if old is None else old
+        loss = 0.0
+        for row, reward in enumerate(rewards):
+            for place, logp in enumerate(logps[row]):
+                credit = token_credit(reward, row, place)
+                ratio = (logp - old[row][place]).exp()
+                loss = loss - torch.minimum(ratio * credit, ratio.clamp(0.8, 1.2) * credit)
+        model.zero_grad()
+        (loss / tokens).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= rate * parameter.grad
+    return weights(model) - before
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        {"shared_prefix": False, "skip_zero_advantages": False},
+    ],
+    ids=["at once", "in micro-batches", "plain rows"],
+)
+def test_advantages_of_tokens_reach_the_gradient(tmp_path, changes, passes):
+    """The second pass has ratios that are not 1."""
+    settings = {"num_iterations": passes, "max_steps": passes}
+    trainer = make_trainer(tmp_path, TokenCredit, **settings, **changes)
+    before = weights(trainer.model)
+    trainer.train()
+    rows = rows_of(PROMPTS[:2], 4)
+    expected = steps_of_a_loop(rows, passes, rate=trainer.args.learning_rate)
+    assert relative(weights(trainer.model) - before, expected) <= 1e-5
+    for row, record in enumerate(records(tmp_path)):
+        credits = [token_credit(record["reward"], row, t) for t in range(len(rows[row][1]))]
+        assert record["advantage"] == pytest.approx(sum(credits) / len(credits), rel=1e-5)
