@@ -11,8 +11,9 @@ from trl.cli import memory_plan
 from trl.cli.launch import launch_options, split
 from trl.cli.memory_plan import ASSUMED_PROMPT, main, make_parser
 from trl.memory.estimate import Estimate
-from trl.memory.model_size import load_config, model_size
-from trl.memory.settings import RunSettings, Sharding, read_sharding
+from trl.memory.model_size import model_size
+from trl.memory.settings import RunSettings, Sharding
+from trl.models.loading import load_config
 
 BASE = {"num_generations": 4, "max_completion_length": 8, "use_cpu": "true", "bf16": "false"}
 OPTIONS = BASE | {"output_dir": "out", "report_to": "none", "gradient_accumulation_steps": 2}
@@ -229,14 +230,6 @@ def test_a_generation_engine_on_the_same_device(folder):
         divided(folder, **changes | {"vllm_gpu_memory_utilization": 0.000001})
 
 
-def test_workers_plan_what_was_launched(folder):
-    environment = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}
-    found = memory_plan.options_of_worker(environment)
-    assert (found["num_processes"], found["num_machines"]) == (4, 2)
-    assert read_sharding(found, 4).engine == "fsdp1"
-    assert memory_plan.options_of_worker({})["num_processes"] == 1
-
-
 def test_options_stand_in_a_file(folder, tmp_path, capsys):
     path = tmp_path / "run.yaml"
     options = {"model_name_or_path": str(folder / "tiny-model"), "method": "grpo", "beta": 0.1}
@@ -255,7 +248,7 @@ def test_options_stand_in_a_file(folder, tmp_path, capsys):
         ({"betta": 1}, "unknown option --betta (closest: --beta"),
         ({"method": "ppo"}, "--method: 'ppo' is not one of rloo, grpo."),
         ({"loss_type": "dapo"}, "unknown option --loss_type"),
-        ({"model_name_or_path": "absent"}, "--model_name_or_path absent: "),
+        ({"model_name_or_path": "absent"}, "The model 'absent' is neither a folder"),
         ({"config": "absent.yaml"}, "absent.yaml: there is no such file"),
     ],
 )

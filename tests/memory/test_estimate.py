@@ -13,7 +13,6 @@ from tiny import tiny_model
 from trl.generation.transformers.backend import TransformersBackend
 from trl.generation.transformers.batch_limits import BatchLimits
 from trl.generation.transformers.sampler import pick
-from trl.generation.transformers.shared_decoding import GrowingCache
 from trl.memory.estimate import Estimate, Head, Layer
 from trl.memory.model_size import model_size
 from trl.memory.settings import RunSettings
@@ -220,16 +219,6 @@ def test_peak_of_a_round(changes):
     measured = decode(model, run, BatchLimits(run.generation_rows))
     predicted = Estimate(model_size(model.config), run).phases["generation"].total
     assert predicted == pytest.approx(measured, rel=0.1)
-
-
-@pytest.mark.parametrize("completion", [1, 2, 3, 17, 18, 35, 36, 100, 1000])
-def test_room_in_the_cache(completion):
-    cache = GrowingCache(completion)
-    for _ in range(completion - 1):  # the last token is never looked at
-        cache.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), 0)
-    room = cache._buffers[0][0].shape[2] if completion > 1 else 0
-    run = round_of(1, completion=completion)
-    assert Estimate(model_size(tiny_model("llama").config), run).cache_room() == room
 
 
 @pytest.mark.parametrize("shared", [True, False])

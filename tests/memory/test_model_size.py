@@ -1,7 +1,7 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import save_tiny, tiny_model
+from tiny import tiny_model
 from transformers import (
     Adafactor,
     Gemma2Config,
@@ -16,7 +16,6 @@ from transformers.training_args import OptimizerNames
 
 from trl.memory.model_size import (
     KNOWN,
-    load_config,
     model_size,
     shares_prompts,
     state_bytes,
@@ -96,15 +95,6 @@ def test_building_draws_no_random_numbers():
     before = torch.get_rng_state()
     model_size(config)
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_reading_a_configuration(tmp_path):
-    path = save_tiny(tmp_path / "m")
-    for file in (tmp_path / "m").glob("*.safetensors"):
-        file.unlink()  # the weights are not needed
-    assert load_config(path).model_type == "llama"
-    with pytest.raises(OSError, match="--model_name_or_path .*absent: "):
-        load_config(str(tmp_path / "absent"))
 
 
 @pytest.mark.parametrize(

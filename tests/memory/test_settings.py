@@ -175,7 +175,7 @@ FSDP = {"use_fsdp": True}
     ],
 )
 def test_options_of_accelerate(options, expected):
-    assert read_sharding(options, 8, machines=2) == expected
+    assert read_sharding(options | {"num_processes": 8, "num_machines": 2}) == expected
 
 
 def test_the_file_of_deepspeed_wins(tmp_path):
@@ -183,7 +183,7 @@ def test_the_file_of_deepspeed_wins(tmp_path):
     own = {"stage": 3, "reduce_bucket_size": 1e6, "stage3_max_live_parameters": 2e6}
     own |= {"sub_group_size": "auto", "offload_optimizer": {"device": "nvme"}}
     path.write_text(json.dumps({"zero_optimization": own}))
-    found = read_sharding(ZERO | {"zero_stage": 2, "deepspeed_config_file": str(path)}, 4)
+    found = read_sharding(ZERO | {"zero_stage": 2, "deepspeed_config_file": str(path)})
     assert (found.stage, found.bucket, found.live) == (3, 1_000_000, 2_000_000)
     assert found.sub_group == Sharding.sub_group
     assert found.offloads_optimizer
@@ -191,7 +191,7 @@ def test_the_file_of_deepspeed_wins(tmp_path):
 
 def test_an_unknown_strategy_is_an_error():
     with pytest.raises(ValueError, match="fsdp_sharding_strategy=SOME: choose from full_shard"):
-        read_sharding(FSDP | {"fsdp_sharding_strategy": "SOME"}, 2)
+        read_sharding(FSDP | {"fsdp_sharding_strategy": "SOME"})
 
 
 @pytest.mark.parametrize(
@@ -205,23 +205,26 @@ def test_an_unknown_strategy_is_an_error():
     ],
 )
 def test_names(options, words):
-    assert read_sharding(options, 2).name == words
+    assert read_sharding(options).name == words
 
 
 def test_workers_read_the_same_from_their_environment():
-    environment = {
+    launched = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    environment = launched | {
         "ACCELERATE_USE_DEEPSPEED": "true",
         "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
         "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
         "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
     }
-    found = read_sharding(options_of_environment(environment), 4)
+    found = read_sharding(options_of_environment(environment))
     assert found == Sharding("zero", 3, 4, offloads_optimizer=True, syncs=True)
-    environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "HOME": "/"}
+    environment = launched | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "HOME": "/"}
     environment |= {"FSDP_RESHARD_AFTER_FORWARD": "false", "ACCELERATE_USE_DEEPSPEED": "false"}
-    found = read_sharding(options_of_environment(environment), 4)
+    found = read_sharding(options_of_environment(environment))
     assert found == Sharding("fsdp2", 3, 4, keeps_weights=True)
-    assert read_sharding(options_of_environment({}), 4) == Sharding(ranks=4)
+    hybrid = launched | {"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}
+    assert read_sharding(options_of_environment(hybrid)) == Sharding("fsdp1", 3, 2)
+    assert read_sharding(options_of_environment({})) == Sharding(ranks=1)
 
 
 def test_shares():

@@ -3,6 +3,8 @@
 `tests/distributed/test_held_bytes.py` compares them with what real engines hold.
 """
 
+from dataclasses import replace
+
 import pytest
 from peft import LoraConfig
 from tiny import tiny_model
@@ -145,7 +147,7 @@ def test_quantized_weights():
 @pytest.mark.parametrize(("engine", "stage"), [("zero", 1), ("zero", 2), ("zero", 3), ("fsdp2", 3)])
 def test_more_ranks_never_need_more(engine, stage):
     few = Estimate(SIZE, run(engine, stage))
-    wider = few.run.sharding.replace(ranks=2 * R)
+    wider = replace(few.run.sharding, ranks=2 * R)
     many = Estimate(SIZE, few.run.replace(sharding=wider, processes=2 * R))
     for name, parts in many.phases.items():
         assert parts.total < few.phases[name].total

@@ -13,6 +13,7 @@ from transformers import (
 from trl.models.loading import (
     context_length,
     disable_dropout_in_model,
+    load_config,
     load_policy,
     load_tokenizer,
     resolve_dtype,
@@ -53,6 +54,15 @@ def test_the_saved_weights_in_the_saved_architecture(tmp_path, kind, expected):
     states = loaded.state_dict()
     assert states.keys() == saved.state_dict().keys()
     assert all(torch.equal(states[n].cpu(), v) for n, v in saved.state_dict().items())
+
+
+def test_reading_a_configuration(tmp_path):
+    path = save_tiny(tmp_path / "m")
+    for file in (tmp_path / "m").glob("*.safetensors"):
+        file.unlink()  # the weights are not needed
+    assert load_config(path).model_type == "llama"
+    with pytest.raises(OSError, match="absent' is neither a folder with a config.json nor on the"):
+        load_config(str(tmp_path / "absent"))
 
 
 def test_float32_unless_said_otherwise(tmp_path):

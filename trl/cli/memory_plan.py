@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..imports import is_available
-from ..memory.engine import EngineNeeds, engine_memory
+from ..memory.engine import Engine
 from ..memory.model_size import KNOWN, ModelSize, load_config, model_size, shares_prompts
 from ..memory.plan import Plan, render, size
 from ..memory.probes import device_bytes
@@ -19,7 +19,6 @@ from ..memory.settings import (
     ASSUMED_PROMPT,
     RunSettings,
     Sharding,
-    options_of_environment,
     read_sharding,
 )
 from ..trainer.base.options import option
@@ -91,25 +90,16 @@ def plan_of(parser: TrlParser, values: dict[str, Any], launched: Mapping[str, An
     Args:
         parser: knows the options, those of a training command among them.
         values: the options given.
-        launched: options of `accelerate launch`, with `num_processes` and `num_machines`.
+        launched: options of `accelerate launch`; see `read_sharding`.
 
     Raises:
         ValueError: for options that training would refuse, too.
     """
-    processes, machines = launched["num_processes"], launched["num_machines"]
-    script, training, model_args, _ = _build(parser, values, processes)[-4:]
+    script, training, model_args, _ = _build(parser, values, launched["num_processes"])[-4:]
     if model_args.model_name_or_path is None:
         raise ValueError("--model_name_or_path is required.")
-    plan = make_plan(script, training, model_args, read_sharding(launched, processes, machines))
+    plan = make_plan(script, training, model_args, read_sharding(launched))
     return Planned(plan, _notes(plan, script, training))
-
-
-def options_of_worker(environment: Mapping[str, str]) -> dict[str, Any]:
-    """What `plan_of` needs to know of a launch, in a process that was launched."""
-    ranks = int(environment.get("WORLD_SIZE", "1"))
-    machines = max(1, ranks // int(environment.get("LOCAL_WORLD_SIZE", str(ranks))))
-    counts = {"num_processes": ranks, "num_machines": machines}
-    return options_of_environment(environment) | counts
 
 
 def _build(parser: TrlParser, values: dict[str, Any], processes: int) -> tuple[Any, ...]:
@@ -205,23 +195,16 @@ def _with_engine(plan: Plan, training: Any) -> Plan:
     elif share is not None:
         found = share * plan.device_bytes
     else:
-        needs = _engine_needs(plan, training)
-        shortest = min(plan.run.prompt + plan.run.completion, needs.context)
-        found = engine_memory(plan, needs, sleeps, shortest).total
+        engine = _engine(plan, training)
+        shortest = min(plan.run.prompt + plan.run.completion, engine.context)
+        found = engine.memory(shortest).total
     return replace(plan, run=plan.run.replace(engine_bytes=found, engine_sleeps=sleeps))
 
 
-def _engine_needs(plan: Plan, training: Any) -> EngineNeeds:
-    run, model, parallel = plan.run, plan.model, training.vllm_tensor_parallel_size
-    row = run.prompt + run.completion
-    return EngineNeeds(
-        weights=run.product_bytes * model.parameters / parallel,
-        token=run.product_bytes * 2 * model.keys * model.layers / parallel,
-        tokens=run.rows * parallel * row,
-        context=training.vllm_max_model_length or model.context or row,
-        entry=run.product_bytes,
-        rows=run.rows * parallel,
-    )
+def _engine(plan: Plan, training: Any) -> Engine:
+    run, ranks = plan.run, training.vllm_tensor_parallel_size
+    context = training.vllm_max_model_length or plan.model.context or run.prompt + run.completion
+    return Engine(plan, ranks, context, run.rows * ranks, training.vllm_enable_sleep_mode)
 
 
 def _division(
@@ -231,7 +214,7 @@ def _division(
     accumulation = getattr(training.accelerator_config, "gradient_accumulation_kwargs", None) or {}
     syncs = sharding.is_zero or bool(accumulation.get("sync_each_batch"))
     storage = model_args.bnb_4bit_quant_storage or "uint8"
-    found: dict[str, Any] = {"sharding": sharding.replace(syncs=syncs)}
+    found: dict[str, Any] = {"sharding": replace(sharding, syncs=syncs)}
     found["divides_quantized"] = "float" in storage and not model_args.load_in_8bit
     if (training.bf16 or training.fp16) and (sharding.is_zero or sharding.is_fsdp):
         # The engine casts the weights themselves, so that no operator has to.
@@ -296,13 +279,13 @@ def _engine_words(plan: Plan, training: Any) -> str:
     """What a generation engine makes of its memory."""
     if training.vllm_mode != "colocate":
         return "its server has GPUs of its own"
-    needs = _engine_needs(plan, training)
-    room = (plan.run.engine_bytes or 0.0) - needs.weights
+    engine = _engine(plan, training)
+    room = (plan.run.engine_bytes or 0.0) - engine.weights
     if room <= 0:
         raise ValueError(
             f"vllm_gpu_memory_utilization={training.vllm_gpu_memory_utilization} leaves no room "
-            f"for {size(needs.weights)} of weights on each GPU: raise it, or "
+            f"for {size(engine.weights)} of weights on each GPU: raise it, or "
             "vllm_tensor_parallel_size."
         )
-    tokens = room / needs.token
-    return f"{size(needs.weights)} of weights, and room for a cache of {tokens:,.0f} tokens"
+    tokens = room / engine.token
+    return f"{size(engine.weights)} of weights, and room for a cache of {tokens:,.0f} tokens"

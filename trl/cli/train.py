@@ -45,10 +45,11 @@ def run_training(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
 
 def _show_plan(parser: TrlParser, values: dict[str, Any]) -> None:
     """Print the memory plan, where workers are told so by `--plan`."""
-    from .memory_plan import options_of_worker, plan_of
+    from ..memory.settings import options_of_environment
+    from .memory_plan import plan_of
 
     # Configurations find the other workers, so that all of them make the plan.
-    plan = plan_of(parser, values, options_of_worker(os.environ))
+    plan = plan_of(parser, values, options_of_environment(os.environ))
     if rank() == 0:
         print(plan.text)
 

@@ -10,18 +10,7 @@ from .probes import DeviceMemory
 
 SMALLEST_CACHE = 16 * 2**20
 BATCHED_TOKENS = 4096  # that one step of the engine computes
-
-
-@dataclass(frozen=True)
-class EngineNeeds:
-    """What an engine holds, in bytes of one rank."""
-
-    weights: float  # its own copy
-    token: float  # keys and values of one token in all layers
-    tokens: int  # of all prompts and completions of a round; more cache would be idle
-    context: int  # most tokens of one prompt with its completion
-    entry: int  # bytes of a number
-    rows: int  # completions that decode together
+BLOCK = 32  # tokens; an engine gives out its cache in blocks
 
 
 @dataclass(frozen=True)
@@ -33,62 +22,87 @@ class EngineMemory:
     total: float  # bytes with weights and working memory
 
 
-def engine_memory(
-    plan: Plan,
-    needs: EngineNeeds,
-    sleeps: bool,
-    shortest: int,
-    measured: DeviceMemory | None = None,
-) -> EngineMemory:
-    """Divide what training leaves of the device between the weights and the cache of an engine.
-
-    An engine that sleeps shares the device with what is held while nothing is computed; one that
-    does not, with the largest phase. Where less is free than the plan assumes, because other
-    processes use the device or this one holds more than planned, what is measured counts.
+@dataclass(frozen=True)
+class Engine:
+    """An engine beside training; sizes are bytes of one rank.
 
     Args:
-        plan (`Plan`): of the run, whose engine is counted as empty here.
-        needs (`EngineNeeds`): what the engine holds.
+        plan (`Plan`): of the training run; an engine that it counts is left out here.
+        ranks (`int`): that divide its weights and its cache among them.
+        context (`int`): most tokens of one prompt with its completion.
+        rows (`int`): completions that decode together.
         sleeps (`bool`): whether it gives its memory back outside generation.
-        shortest (`int`): fewest tokens that a context must have.
-        measured (`DeviceMemory`, *optional*): of the device now, before the engine is started.
-
-    Raises:
-        ValueError: if not one prompt with its completion fits, in numbers.
     """
-    run = plan.run.replace(engine_bytes=0.0, engine_sleeps=sleeps)
-    phases = Estimate(plan.model, run).totals
-    phase = "generation" if sleeps else max(phases, key=phases.__getitem__)
-    budget, taken, seen = plan.budget, phases[phase], ""
-    if measured is not None:
-        budget = min(budget, (1 - HEADROOM) * measured.reachable)
-        taken = max(taken, measured.held)
-        seen = (
-            f" ({_gb(measured.free)} of the device's {_gb(plan.device_bytes)} are free now, and "
-            f"training holds {_gb(measured.held)})"
-        )
-    fixed = needs.weights + working_bytes(plan, needs)
-    left = budget - taken - fixed
-    context = min(needs.context, int(left // needs.token))
-    if context < shortest:
-        advice = "Lower max_completion_length" if sleeps else "Set vllm_enable_sleep_mode=True"
-        raise ValueError(
-            f"The vLLM engine does not fit beside training. Of {_gb(budget)} that may be "
-            f"filled{seen}, {phase} takes {_gb(taken)} and the engine itself {_gb(fixed)}; a "
-            f"prompt with its completion needs {_gb(shortest * needs.token)} more. {advice}, or "
-            "spread the engine over ranks with vllm_tensor_parallel_size, or set "
-            "vllm_gpu_memory_utilization to try it anyway."
-        )
-    cache = max(SMALLEST_CACHE, needs.token * max(needs.tokens, context))
-    cache = min(cache, max(left, SMALLEST_CACHE))
-    return EngineMemory(int(cache), context, fixed + cache)
 
+    plan: Plan
+    ranks: int
+    context: int
+    rows: int
+    sleeps: bool
 
-def working_bytes(plan: Plan, needs: EngineNeeds) -> float:
-    """Activations of one step of the engine, and logits in float32 with what sampling adds."""
-    model = plan.model
-    activations = needs.entry * BATCHED_TOKENS * (4 * model.hidden + 3 * model.intermediate)
-    return activations + 4 * 3 * needs.rows * model.vocabulary
+    @property
+    def weights(self) -> float:
+        """Its own copy; an adapter is merged, or kept apart with room for as much again."""
+        size = self.plan.model
+        return self.plan.run.product_bytes * (size.parameters + size.adapter) / self.ranks
+
+    @property
+    def token(self) -> float:
+        """Keys and values of one token in all layers."""
+        size = self.plan.model
+        return 2 * self.plan.run.product_bytes * size.keys * size.layers / self.ranks
+
+    @property
+    def working(self) -> float:
+        """Activations of one step, and logits in float32 with what sampling adds."""
+        size = self.plan.model
+        activations = BATCHED_TOKENS * (4 * size.hidden + 3 * size.intermediate)
+        return self.plan.run.product_bytes * activations + 4 * 3 * self.rows * size.vocabulary
+
+    def memory(self, shortest: int, measured: DeviceMemory | None = None) -> EngineMemory:
+        """Divide what training leaves of the device between the weights and the cache.
+
+        An engine that sleeps shares the device with what is held while nothing is computed; one
+        that does not, with the largest phase. Where less is free than the plan assumes, because
+        other processes use the device or this one holds more than planned, what is measured counts.
+
+        Args:
+            shortest (`int`): fewest tokens that a context must have.
+            measured (`DeviceMemory`, *optional*): of the device now, before the engine is started.
+
+        Raises:
+            ValueError: if not one prompt with its completion fits, in numbers.
+        """
+        plan = self.plan
+        run = plan.run.replace(engine_bytes=0.0, engine_sleeps=self.sleeps)
+        phases = Estimate(plan.model, run).totals
+        phase = "generation" if self.sleeps else max(phases, key=phases.__getitem__)
+        budget, taken, seen = plan.budget, phases[phase], ""
+        if measured is not None:
+            budget = min(budget, (1 - HEADROOM) * measured.reachable)
+            taken = max(taken, measured.held)
+            seen = (
+                f" ({_gb(measured.free)} of the device's {_gb(plan.device_bytes)} are free now, "
+                f"and training holds {_gb(measured.held)})"
+            )
+        fixed = self.weights + self.working
+        left = budget - taken - fixed
+        context = min(self.context, int(left // self.token))
+        if context < shortest:
+            advice = "Lower max_completion_length"
+            advice = advice if self.sleeps else "Set vllm_enable_sleep_mode=True"
+            raise ValueError(
+                f"The vLLM engine does not fit beside training. Of {_gb(budget)} that may be "
+                f"filled{seen}, {phase} takes {_gb(taken)} and the engine itself {_gb(fixed)}; a "
+                f"prompt with its completion needs {_gb(shortest * self.token)} more. {advice}, "
+                "or spread the engine over ranks with vllm_tensor_parallel_size, or set "
+                "vllm_gpu_memory_utilization to try it anyway."
+            )
+        blocks = -(-min(self.context, run.prompt + run.completion) // BLOCK)
+        # More cache than a round fills would be idle.
+        wanted = self.token * max(self.rows * blocks * BLOCK, context)
+        cache = max(SMALLEST_CACHE, min(wanted, left))
+        return EngineMemory(int(cache), context, fixed + cache)
 
 
 def _gb(size: float) -> str:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 
-from ..generation.transformers.shared_decoding import PREFILL_TOKENS, grown_capacity
+from ..generation.transformers.shared_decoding import PREFILL_TOKENS
 from ..ops.linear_logprobs import CHUNK_ON_ACCELERATOR, CHUNK_ON_CPU, tile_shape
 from ..ops.logprobs import BLOCK_ELEMENTS
 from .model_size import FLOAT32, ModelSize
@@ -172,7 +173,7 @@ class Estimate:
         rows, prompts = self.in_flight()
         token = self.layer.cache * self.model.layers
         cache = token * prompts * run.prompt
-        written = token * rows * self.cache_room()
+        written = token * rows * run.completion
         # Keys or values of one layer are held twice while they move to a larger buffer.
         moved = (written if run.shared_prefix else cache + written) / (2 * self.model.layers)
         together = prompts * run.prompt
@@ -187,16 +188,6 @@ class Estimate:
             held.plus(kv_cache=written + moved, activations=inference * rows),
             held.plus(kv_cache=written, head=self.head.sampling(rows)),
         )
-
-    def cache_room(self) -> int:
-        """Tokens a completion has room for in the cache; its last one is never looked at."""
-        needed = self.run.completion - 1
-        if not self.run.shared_prefix:
-            return needed
-        room = min(1, needed)
-        while room < needed:
-            room = grown_capacity(room + 1, self.run.completion)
-        return room
 
     def in_flight(self) -> tuple[int, int]:
         """Rows that decode together, and copies of prompts that they read."""
@@ -245,17 +236,17 @@ class Estimate:
         # Behind the last layer: its result, and what the last norm keeps.
         at_head = held.plus(activations=kept + 3 * layer.stream * tokens, head=predicting)
         last_layer = held.plus(activations=kept + again * widest, gradients=head.gradient)
+        # Backward goes through the passes from the last to the first, which frees them.
+        working = max(
+            (of_layer + again) * count + self.model.layers * of_layer * earlier
+            for count, earlier in zip(passes, accumulate(passes, initial=0), strict=False)
+        )
         gradients = self._new_gradients(is_cut=len(passes) > 1)
-        first_layers = []
-        earlier = 0  # tokens of passes that are still to be gone back through
-        for count in passes:
-            working = (of_layer + again) * count + self.model.layers * of_layer * earlier
-            first_layers.append(held.plus(activations=working + casts + keys, gradients=gradients))
-            earlier += count
+        first_layer = held.plus(activations=working + casts + keys, gradients=gradients)
         # The gradient of the embedding waits to be added: its own, and that of a tied head.
         end = self._held(max(before, shares.gradients), shares.training, shares.first_buckets)
         end = end.plus(gradients=head.gradient * (self.model.tied + (run.accumulation > 1)))
-        return _largest(at_head, last_layer, *first_layers, end)
+        return _largest(at_head, last_layer, first_layer, end)
 
     def _new_gradients(self, is_cut: bool) -> float:
         """Gradients beside those held, when the backward pass reaches the first layer."""

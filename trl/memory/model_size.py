@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ..distributed import undivided_models
 from ..imports import require
 from ..models.layout_check import why_not_shared
+from ..models.loading import load_config as load_config
 
 FLOAT32 = 4
 
@@ -102,22 +103,6 @@ def _empty_model(
     options = {"trust_remote_code": trust_remote_code, "attn_implementation": attention}
     with torch.device("meta"), undivided_models():
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
-
-
-def load_config(
-    name: str, revision: str | None = None, trust_remote_code: bool = False
-) -> PretrainedConfig:
-    """Read the configuration of a model; nothing else of it is read.
-
-    Raises:
-        OSError: if there is none of that name.
-    """
-    options = {"revision": revision, "trust_remote_code": trust_remote_code}
-    try:
-        return AutoConfig.from_pretrained(name, **options)
-    except OSError as error:
-        reason = str(error).splitlines()[0]
-        raise OSError(f"--model_name_or_path {name}: {reason}") from error
 
 
 def _shape(config: Any, model: nn.Module) -> dict[str, Any]:

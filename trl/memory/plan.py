@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -163,7 +163,7 @@ def _other_engines(run: RunSettings) -> Iterator[Other]:
         # DeepSpeed casts the weights themselves instead of autocasting.
         cast = {"weight_bytes": run.product_bytes, "loaded_bytes": run.weight_bytes}
         for stage in {1, 2, 3} - {sharding.stage}:
-            zero = {"sharding": sharding.replace(engine="zero", stage=stage, syncs=True)}
+            zero = {"sharding": replace(sharding, engine="zero", stage=stage, syncs=True)}
             changed = (cast | zero) if run.autocast else zero
             yield "accelerate_config", f"zero{stage}", changed, "needs deepspeed"
 
@@ -172,10 +172,10 @@ def _other_places(run: RunSettings) -> Iterator[Other]:
     """What the memory of the host could hold."""
     sharding = run.sharding
     if sharding.is_zero and not sharding.offloads_optimizer:
-        states = {"sharding": sharding.replace(offloads_optimizer=True)}
+        states = {"sharding": replace(sharding, offloads_optimizer=True)}
         yield "offload_optimizer_device", "cpu", states, "slower updates"
     if sharding.is_fsdp and not sharding.offloads_weights:
-        everything = sharding.replace(offloads_optimizer=True, offloads_weights=True)
+        everything = replace(sharding, offloads_optimizer=True, offloads_weights=True)
         note = "slower passes and updates"
         yield "fsdp_offload_params", "true", {"sharding": everything}, note
 

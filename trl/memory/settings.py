@@ -20,17 +20,11 @@ if TYPE_CHECKING:
 ASSUMED_PROMPT = 512  # tokens, where nothing says how long prompts are
 WHOLE, OPTIMIZER, GRADIENTS, WEIGHTS = range(4)  # what is divided: that, and all before it
 
-# FSDP_RESHARD_AFTER_FORWARD and fsdp_sharding_strategy, in the words of both versions.
-STRATEGIES = {
-    "full_shard": (WEIGHTS, False, False),
-    "shard_grad_op": (WEIGHTS, True, False),
-    "no_shard": (WHOLE, True, False),
-    "hybrid_shard": (WEIGHTS, False, True),
-    "hybrid_shard_zero2": (WEIGHTS, True, True),
-    "true": (WEIGHTS, False, False),
-    "false": (WEIGHTS, True, False),
-}
-NUMBERS = dict(zip("12345", STRATEGIES, strict=False))  # of the first five
+# fsdp_sharding_strategy by number or name, and fsdp_reshard_after_forward.
+STRATEGIES = (
+    *("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"),
+    *("true", "false"),
+)
 
 
 @dataclass(frozen=True)
@@ -47,10 +41,6 @@ class Sharding:
     bucket: int = 500_000_000  # entries of the buffer in which gradients are reduced
     live: int = 1_000_000_000  # entries of weights that ZeRO-3 keeps gathered
     sub_group: int = 1_000_000_000  # entries that it updates at a time
-
-    def replace(self, **changes: Any) -> Sharding:
-        """Return a copy with fields changed."""
-        return replace(self, **changes)
 
     @property
     def is_zero(self) -> bool:
@@ -202,27 +192,26 @@ class RunSettings:
 # --- Options of `accelerate launch` ---
 
 
-def read_sharding(options: Mapping[str, Any], ranks: int, machines: int = 1) -> Sharding:
+def read_sharding(options: Mapping[str, Any]) -> Sharding:
     """What the options of `accelerate launch` mean.
 
     Args:
         options: under their names there, such as `zero_stage`; also those of the `fsdp_config` and
-            the `deepspeed_config` of a configuration file. `use_deepspeed` or `use_fsdp` chooses.
-        ranks (`int`): of all machines.
-        machines (`int`): nodes.
+            the `deepspeed_config` of a configuration file. `use_deepspeed` or `use_fsdp` chooses;
+            `num_processes` are those of all `num_machines` together.
 
     Raises:
         ValueError: for a sharding strategy that is not known.
         OSError: if the file of DeepSpeed's own options cannot be read.
     """
     if options.get("use_deepspeed"):
-        return _zero(options, ranks)
+        return _zero(options)
     if options.get("use_fsdp"):
-        return _fsdp(options, ranks, machines)
-    return Sharding(ranks=ranks)
+        return _fsdp(options)
+    return Sharding(ranks=options.get("num_processes", 1))
 
 
-def _zero(options: Mapping[str, Any], ranks: int) -> Sharding:
+def _zero(options: Mapping[str, Any]) -> Sharding:
     own: dict[str, Any] = {}
     file = options.get("deepspeed_config_file")
     if file not in (None, "none"):
@@ -238,7 +227,7 @@ def _zero(options: Mapping[str, Any], ranks: int) -> Sharding:
     return Sharding(
         engine="zero",
         stage=stage,
-        ranks=ranks,
+        ranks=options.get("num_processes", 1),
         offloads_optimizer=_offloads(options, own, "optimizer"),
         offloads_weights=stage == WEIGHTS and _offloads(options, own, "param"),
         syncs=True,
@@ -251,36 +240,38 @@ def _offloads(options: Mapping[str, Any], own: Mapping[str, Any], what: str) -> 
     return (chosen or options.get(f"offload_{what}_device") or "none") != "none"
 
 
-def _fsdp(options: Mapping[str, Any], ranks: int, machines: int) -> Sharding:
+def _fsdp(options: Mapping[str, Any]) -> Sharding:
     version = str(options.get("fsdp_version") or 1)
     given = options.get("fsdp_reshard_after_forward")
     if version == "1":
         given = options.get("fsdp_sharding_strategy") or given
     word = str("full_shard" if given is None else given).lower()
-    word = NUMBERS.get(word, word)
+    word = STRATEGIES[int(word) - 1] if word in tuple("12345") else word
     if word not in STRATEGIES:
         raise ValueError(f"fsdp_sharding_strategy={given}: choose from {', '.join(STRATEGIES)}.")
-    stage, keeps, is_hybrid = STRATEGIES[word]
     offloads = str(options.get("fsdp_offload_params", "false")).lower() == "true"
+    ranks, machines = options.get("num_processes", 1), options.get("num_machines", 1)
     return Sharding(
         engine=f"fsdp{version}",
-        stage=stage,
-        ranks=max(1, ranks // machines) if is_hybrid else ranks,
-        keeps_weights=keeps,
+        stage=WHOLE if word == "no_shard" else WEIGHTS,
+        ranks=max(1, ranks // machines) if word.startswith("hybrid") else ranks,
+        keeps_weights=word not in ("full_shard", "hybrid_shard", "true"),
         offloads_optimizer=offloads,
         offloads_weights=offloads,
     )
 
 
 def options_of_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The options of `read_sharding` that `accelerate launch` hands to its workers."""
-    deepspeed = ("zero_stage", "offload_optimizer_device", "offload_param_device")
-    names = {f"ACCELERATE_DEEPSPEED_{name.upper()}": name for name in deepspeed}
-    names["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "deepspeed_config_file"
-    names |= {f"ACCELERATE_{name.upper()}": name for name in ("use_deepspeed", "use_fsdp")}
-    fsdp = ("version", "sharding_strategy", "reshard_after_forward", "offload_params")
-    names |= {f"FSDP_{name.upper()}": f"fsdp_{name}" for name in fsdp}
+    """The options of `read_sharding`, in a process that `accelerate launch` has started."""
+    names = {f"ACCELERATE_{name.upper()}": name for name in ("use_deepspeed", "use_fsdp")}
+    for name in ("zero_stage", "offload_optimizer_device", "offload_param_device", "config_file"):
+        option = f"deepspeed_{name}" if name == "config_file" else name
+        names[f"ACCELERATE_DEEPSPEED_{name.upper()}"] = option
+    for name in ("version", "sharding_strategy", "reshard_after_forward", "offload_params"):
+        names[f"FSDP_{name.upper()}"] = f"fsdp_{name}"
     found: dict[str, Any] = {v: environment[k] for k, v in names.items() if k in environment}
     for name in ("use_deepspeed", "use_fsdp"):
         found[name] = str(found.get(name, "false")).lower() == "true"
-    return found
+    ranks = int(environment.get("WORLD_SIZE", "1"))
+    machines = max(1, ranks // int(environment.get("LOCAL_WORLD_SIZE", str(ranks))))
+    return found | {"num_processes": ranks, "num_machines": machines}

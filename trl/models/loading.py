@@ -12,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -53,7 +54,8 @@ def load_policy(
     Raises:
         ValueError: for an unknown dtype, or a quantization given twice.
     """
-    kwargs = {"trust_remote_code": trust_remote_code, "dtype": "float32"} | (init_kwargs or {})
+    kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": "float32"}
+    kwargs |= init_kwargs or {}
     kwargs["dtype"] = resolve_dtype(kwargs["dtype"])
     if quantization_config is not None:
         if "quantization_config" in kwargs:
@@ -67,21 +69,32 @@ def load_policy(
             stacklevel=2,
         )
         kwargs["device_map"] = None
-    return _architecture(name, kwargs).from_pretrained(name, **kwargs)
+    config = load_config(name, kwargs.get("revision"), kwargs["trust_remote_code"])
+    return _architecture(config).from_pretrained(name, **kwargs)
 
 
-def _architecture(name: str, kwargs: dict[str, Any]) -> Any:
-    """The class named in the model's configuration, if transformers has it as a generator."""
-    options = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
+def _architecture(config: PretrainedConfig) -> Any:
+    """The class that a configuration names, if transformers has it as a generator."""
+    named = [getattr(transformers, kind, None) for kind in config.architectures or []]
+    return next((kind for kind in named if hasattr(kind, "generate")), AutoModelForCausalLM)
+
+
+def load_config(
+    name: str, revision: str | None = None, trust_remote_code: bool = False
+) -> PretrainedConfig:
+    """Read the configuration of a model; nothing else of it is read.
+
+    Raises:
+        OSError: if there is none of that name.
+    """
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
-        config = AutoConfig.from_pretrained(name, **options)
+        return AutoConfig.from_pretrained(name, **options)
     except OSError as error:
         reason = str(error).splitlines()[0]
         raise OSError(
             f"The model {name!r} is neither a folder with a config.json nor on the hub: {reason}"
         ) from error
-    named = [getattr(transformers, kind, None) for kind in config.architectures or []]
-    return next((kind for kind in named if hasattr(kind, "generate")), AutoModelForCausalLM)
 
 
 def load_tokenizer(

@@ -96,19 +96,19 @@ def test_a_small_device_is_refused_in_numbers(tmp_path, monkeypatch):
 
 def test_a_quantized_policy_needs_an_engine_with_whole_weights(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(vllm_engines, "engine_memory", lambda *parts: seen.extend(parts[:2]))
+    monkeypatch.setattr(vllm_engines.Engine, "memory", lambda engine, *rest: seen.append(engine))
     pytest.importorskip("bitsandbytes")
     options = four_bits(tmp_path / "base")
     trainer = make_trainer(tmp_path, **options)
     args, causal = vllm_config(tmp_path), trainer.model.get_base_model()
     adapter = trainer.model.active_peft_config
     Sizing(args, causal, torch.bfloat16, 256, adapter).memory(torch.device("cpu"))
-    plan, needs = seen
+    (engine,) = seen
     factors = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     whole = sum(p.numel() for p in policy_model().parameters())
-    assert needs.weights == 2 * (whole + 2 * factors)
-    assert plan.model.trainable == factors
-    assert plan.run.matrix_bytes == 0.5 + 4 / 64  # bits, and a float32 scale for 64 of them
+    assert engine.weights == 2 * (whole + 2 * factors)
+    assert engine.plan.model.trainable == factors
+    assert engine.plan.run.matrix_bytes == 0.5 + 4 / 64  # bits, and a float32 scale for 64 of them
 
 
 def test_the_module_says_which_releases_it_is_for():

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ...generation.transformers.batch_limits import cache_bytes_per_token
 from ...generation.vllm.adapter_engine import AdapterBackend, AdapterEngine, adapter_settings
 from ...generation.vllm.backend import VLLMBackend, VLLMColocateBackend
 from ...generation.vllm.engine import (
-    CPU_BLOCK,
     EngineSettings,
     VLLMEngine,
     check_platform,
@@ -26,7 +24,7 @@ from ...generation.vllm.server.backend import Server, ServerPool, VLLMServerBack
 from ...generation.vllm.server.client import VLLMClient
 from ...generation.vllm.server.compat import PROTOCOL, ServerFacts, gpu_id, shape_of
 from ...imports import require
-from ...memory.engine import BATCHED_TOKENS, EngineMemory, EngineNeeds, engine_memory
+from ...memory.engine import BATCHED_TOKENS, Engine, EngineMemory
 from ...memory.model_size import model_size
 from ...memory.plan import Plan
 from ...memory.probes import DeviceMemory, device_bytes
@@ -285,8 +283,8 @@ class Sizing:
     adapter: Any = None
 
     def memory(self, device: torch.device, measured: DeviceMemory | None = None) -> EngineMemory:
-        """What the engine is given; see `engine_memory`."""
-        args, rows, entry = self.args, rows_of(self.args), self.dtype.itemsize
+        """What the engine is given; see `Engine.memory`."""
+        args = self.args
         adapter = None  # of other kinds than those with a start the whole model counts as trained
         if hasattr(self.adapter, "init_lora_weights"):
             # As large, with a start that is not computed from weights that are not there.
@@ -297,24 +295,12 @@ class Sizing:
             args,
             prompt=max(1, min(ASSUMED_PROMPT, self.context - completion)),
             on_cpu=device.type == "cpu",
-            sharding=read_sharding(options_of_environment(os.environ), args.world_size),
+            sharding=read_sharding(options_of_environment(os.environ)),
             weight_bytes=self.causal.dtype.itemsize,
             matrix_bytes=bytes_of_weight(self.causal),
-            product_bytes=entry,
+            product_bytes=self.dtype.itemsize,
         )
         plan = Plan(size, run, device_bytes(device))
-        shares = args.vllm_tensor_parallel_size
-        token = cache_bytes_per_token(self.causal) * entry / self.causal.dtype.itemsize
-        blocks = -(-min(self.context, run.prompt + run.completion) // CPU_BLOCK) * CPU_BLOCK
-        needs = EngineNeeds(
-            # Whole weights, also of a policy that is quantized. An adapter is merged into them, or
-            # held apart with as much again as room for its rank.
-            weights=entry * (size.parameters + size.adapter) / shares,
-            token=token / shares,
-            tokens=rows * blocks,
-            context=self.context,
-            entry=entry,
-            rows=rows,
-        )
-        shortest = run.completion + 1
-        return engine_memory(plan, needs, args.vllm_enable_sleep_mode, shortest, measured)
+        ranks, sleeps = args.vllm_tensor_parallel_size, args.vllm_enable_sleep_mode
+        engine = Engine(plan, ranks, self.context, rows_of(args), sleeps)
+        return engine.memory(run.completion + 1, measured)
