@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..ops.masking import masked_mean, masked_sum
-from ..ops.stats import nan_mean, nan_std
+from ..ops.masking import masked_mean, masked_sum, nan_mean, nan_std
 from ..types import RewardTable
 from .metrics import MetricStore
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trl.ops.stats import nan_mean, nan_min, nan_std
+from trl.ops.masking import nan_mean, nan_min, nan_std
 
 STD_OFFSET = 1e-4
 
