@@ -11,8 +11,15 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from .reference import is_peft_model
+from ..imports import is_available, require
 from .sharded import gathered, replaced_forward, unwrapped
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether `model` is wrapped by peft, without importing peft when nothing else did."""
+    if not is_available("peft"):
+        return False
+    return isinstance(model, require("peft", "adapters").PeftModel)
 
 
 def causal_model(model: nn.Module) -> Any:

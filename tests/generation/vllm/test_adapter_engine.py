@@ -9,7 +9,7 @@ from peft import IA3Config, LoraConfig
 
 from trl.generation.vllm.adapter_engine import adapter_problem, adapter_settings, room_for
 from trl.generation.vllm.engine import EngineSettings
-from trl.models.lora_factors import Factors
+from trl.models.weights import Factors
 
 SENT = [
     Factors("a.q", torch.ones(2, 3), torch.full((4, 2), 2.0)),

@@ -15,14 +15,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...imports import require
-from ...models.lora_factors import (
+from ...models.policy_handle import PolicyHandle
+from ...models.weights import (
     Factors,
     base_stamp,
     base_weights,
     low_rank_factors,
     why_not_low_rank,
 )
-from ...models.policy_handle import PolicyHandle
 from .backend import VLLMColocateBackend
 from .engine import EngineSettings, VLLMEngine
 

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ...distributed import Ranks
 from ...imports import beyond_tested
 from ...memory.callback import MemoryCallback
-from ...models.adapter_checkpoint import check_adapters, storing_adapters_only
+from ...models.adapters import check_adapters, storing_adapters_only
 from ...models.quantized import check_sharding
 from ...models.reference import FrozenCopy, ReferencePolicy
 from ...online.guard import FiniteGuard

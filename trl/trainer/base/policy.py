@@ -12,6 +12,13 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, set_seed
 from transformers.utils import logging
 
+from ...models.adapters import (
+    adapter_base,
+    add_adapter,
+    continue_adapter,
+    is_adapter,
+    load_adapter,
+)
 from ...models.lm_head import cast_head_to_float32
 from ...models.loading import (
     disable_dropout_in_model,
@@ -19,15 +26,8 @@ from ...models.loading import (
     load_tokenizer,
     settle_pad_token,
 )
-from ...models.peft import (
-    adapter_base,
-    add_adapter,
-    continue_adapter,
-    is_adapter,
-    load_adapter,
-)
 from ...models.quantized import is_quantized, keep_trainable
-from ...models.reference import is_peft_model
+from ...models.unwrap import is_peft_model
 from ...text import did_you_mean
 from .base_config import BaseConfig
 

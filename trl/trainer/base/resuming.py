@@ -8,7 +8,7 @@ from typing import Any
 from transformers.utils import logging
 
 from ...distributed import Ranks, fsdp_version
-from ...models.reference import is_peft_model
+from ...models.unwrap import is_peft_model
 from .checkpoint import checkpoints_in, facts_of, find_fault, settle
 from .run_settings import PROCESSES, differences
 

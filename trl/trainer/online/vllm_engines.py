@@ -32,8 +32,7 @@ from ...memory.settings import ASSUMED_PROMPT, RunSettings, options_of_environme
 from ...models.loading import context_length
 from ...models.policy_handle import PolicyHandle
 from ...models.quantized import bytes_of_weight
-from ...models.reference import is_peft_model
-from ...models.unwrap import causal_model
+from ...models.unwrap import causal_model, is_peft_model
 from ...models.weights import check_weights
 from ...types import Sampling
 from .online_config import OnlineConfig

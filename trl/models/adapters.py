@@ -1,0 +1,233 @@
+"""The adapter of a policy: new or continued, and its checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from ..imports import is_available, require
+from .quantized import is_quantized
+from .reference import REFERENCE_ADAPTER
+from .unwrap import is_peft_model
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+# They change what an adapter does, and no tensor shows it.
+SCALES = ("peft_type", "lora_alpha", "alpha_pattern", "use_rslora")
+MOST_NAMED = 5
+
+
+def add_adapter(model: PreTrainedModel, peft_config: Any, checkpointing: bool) -> nn.Module:
+    """Wrap `model` with the adapter that `peft_config` describes.
+
+    Args:
+        model (`PreTrainedModel`): the base model.
+        peft_config (`peft.PeftConfig`): the adapter.
+        checkpointing (`bool`): whether activations are recomputed, which needs inputs that
+            require gradients when the embedding is frozen.
+
+    Raises:
+        ImportError: if peft is not installed.
+        TypeError: if `peft_config` is not a `PeftConfig`.
+        ValueError: if `model` already has an adapter.
+    """
+    peft = require("peft", "peft_config")
+    if not isinstance(peft_config, peft.PeftConfig):
+        raise TypeError(f"peft_config must be a peft.PeftConfig, not {type(peft_config).__name__}.")
+    if is_peft_model(model):
+        raise ValueError(
+            "The model already has an adapter: pass it without peft_config to continue training "
+            "that adapter, or merge it first."
+        )
+    wrapped = peft.get_peft_model(_prepare_base(model), peft_config)
+    if checkpointing:
+        wrapped.enable_input_require_grads()
+    return wrapped
+
+
+def continue_adapter(model: nn.Module, checkpointing: bool) -> None:
+    """Prepare a model that came with an adapter for training it further.
+
+    Args:
+        model (`PeftModel`): changed in place.
+        checkpointing (`bool`): as in `add_adapter`.
+
+    Raises:
+        ValueError: if the adapter is frozen.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "Nothing in the model can be trained: its adapter was loaded for inference. Load it "
+            "with PeftModel.from_pretrained(model, folder, is_trainable=True)."
+        )
+    if checkpointing:
+        model.enable_input_require_grads()
+
+
+def _prepare_base(model: PreTrainedModel) -> PreTrainedModel:
+    """Freeze a quantized base model and widen what is not quantized, as peft advises."""
+    if not is_quantized(model):
+        return model
+    prepare = require("peft", "peft_config").prepare_model_for_kbit_training
+    return prepare(model, use_gradient_checkpointing=False)
+
+
+def is_adapter(name: str, revision: str | None = None) -> bool:
+    """Whether a folder or hub id holds an adapter rather than a model.
+
+    Args:
+        name (`str`): folder or hub id.
+        revision (`str`, *optional*): branch, tag or commit of a hub id.
+    """
+    if (Path(name) / "config.json").exists() or not is_available("peft"):
+        return False
+    try:
+        return find_adapter_config_file(name, revision=revision) is not None
+    except OSError:  # neither a folder nor reachable, which loading says better
+        return False
+
+
+def adapter_base(name: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Name and revision of the model that a stored adapter was trained on.
+
+    Raises:
+        ValueError: if the adapter does not say.
+    """
+    config = require("peft", "the adapter").PeftConfig.from_pretrained(name, revision=revision)
+    if not config.base_model_name_or_path:
+        raise ValueError(
+            f"The adapter {name!r} does not say which model it belongs to. Load that model, and "
+            "the adapter with PeftModel.from_pretrained(model, folder, is_trainable=True)."
+        )
+    return config.base_model_name_or_path, config.revision
+
+
+def load_adapter(model: PreTrainedModel, name: str, revision: str | None = None) -> nn.Module:
+    """Put a stored adapter on its base model, to be trained further."""
+    peft = require("peft", "the adapter")
+    base = _prepare_base(model)
+    return peft.PeftModel.from_pretrained(base, name, is_trainable=True, revision=revision)
+
+
+# --- Checkpoints ---
+
+
+@contextmanager
+def storing_adapters_only(model: nn.Module) -> Iterator[None]:
+    """Inside, an adapter on the embedding or the head is stored without the matrix below it.
+
+    A matrix with rows that the base model lacks, for added tokens, is stored all the same.
+    """
+    if not is_peft_model(model) or _has_grown(model):
+        yield
+        return
+    wrapped: Any = model
+    wrapped.save_pretrained = partial(wrapped.save_pretrained, save_embedding_layers=False)
+    try:
+        yield
+    finally:
+        del wrapped.save_pretrained
+
+
+def check_adapters(model: Any, folder: str | Path) -> None:
+    """Refuse a checkpoint whose adapters are not exactly those of the model.
+
+    Args:
+        model: the policy, with an adapter or without; wrapped for training or not.
+        folder: a checkpoint.
+
+    Raises:
+        ValueError: naming the adapters, tensors or options that differ.
+    """
+    folder = Path(folder)
+    stored = {"default"} if (folder / CONFIG).exists() else set()
+    stored |= {path.parent.name for path in folder.glob(f"*/{CONFIG}")}
+    if not is_peft_model(model):
+        if stored:
+            raise ValueError(
+                f"{folder} holds an adapter, but the model has none: give the peft_config "
+                "(--use_peft) or the adapter that the run was started with."
+            )
+        return
+    if not stored:
+        raise ValueError(f"{folder} holds no adapter, but an adapter is trained.")
+    if (names := set(model.peft_config)) != stored:
+        raise ValueError(_other_adapters(folder, names - stored, stored - names))
+    for name in model.peft_config:
+        _check_one(model, name, folder if name == "default" else folder / name)
+
+
+def _other_adapters(folder: Path, missing: set[str], extra: set[str]) -> str:
+    lacking, unexpected = (", ".join(sorted(names)) or "none" for names in (missing, extra))
+    return (
+        f"{folder}: its adapters differ from those of the model. Missing: {lacking}; "
+        f"unexpected: {unexpected}. {REFERENCE_ADAPTER!r} is the frozen copy of an adapter that "
+        "serves as reference; there is none if beta is 0."
+    )
+
+
+def _check_one(model: Any, name: str, folder: Path) -> None:
+    ours = model.peft_config[name].to_dict()
+    theirs = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    for option in SCALES:
+        if ours.get(option) != theirs.get(option):
+            raise ValueError(
+                f"{folder / CONFIG}: {option} is {theirs.get(option)!r}, but {ours.get(option)!r} "
+                f"in the adapter {name!r} of the model; resume with the options of the run."
+            )
+    stored, expected = _stored(folder / WEIGHTS), _expected(model, name)
+    problems = {"missing": expected - stored, "unexpected": stored - expected}
+    words = [f"{kind}: {_few(sorted(tensors))}" for kind, tensors in problems.items() if tensors]
+    if words:
+        raise ValueError(
+            f"{folder / WEIGHTS} does not fit the adapter of the model. {'; '.join(words)}."
+        )
+
+
+def _few(names: list[str]) -> str:
+    rest = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _stored(path: Path) -> set[str]:
+    """Names and shapes of the tensors in a file."""
+    if not path.exists():
+        raise ValueError(f"{path} is missing from the checkpoint.")
+    with safe_open(str(path), framework="pt") as file:
+        names = list(file.keys())
+        return {_described(name, file.get_slice(name).get_shape()) for name in names}
+
+
+def _expected(model: Any, name: str) -> set[str]:
+    """Names and shapes of the tensors that would be stored."""
+    states = require("peft", "the adapter").get_peft_model_state_dict(
+        model,
+        state_dict=model.state_dict(keep_vars=True),
+        adapter_name=name,
+        save_embedding_layers=_has_grown(model),
+    )
+    # ZeRO-3 keeps the shape of a parameter beside the part of it that is here.
+    return {_described(key, getattr(x, "ds_shape", x.shape)) for key, x in states.items()}
+
+
+def _described(name: str, shape: Sequence[int]) -> str:
+    return f"{name} ({'x'.join(map(str, shape))})"
+
+
+def _has_grown(model: Any) -> bool:
+    """Whether the vocabulary was enlarged after the base model was loaded."""
+    name = model.config._name_or_path
+    try:
+        stored, _ = PretrainedConfig.get_config_dict(name)
+    except (OSError, ValueError):  # made in memory, so there is nothing to compare with
+        return False
+    return stored.get("vocab_size", model.config.vocab_size) != model.config.vocab_size
