@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from ..text import did_you_mean
 from ..types import FinishReason, Generations, Prompts, Sampling
+
+NAMED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+REFUSED = {"num_beams": "beam search picks completions instead of drawing them from the policy"}
 
 
 class GenerationBackend(ABC):
@@ -43,6 +47,39 @@ class GenerationBackend(ABC):
         Returns:
             `Generations`: B completions in the order of the rows.
         """
+
+
+def merge_named(
+    sampling: Sampling,
+    legal: Collection[str],
+    refused: Mapping[str, str],
+    aliases: Mapping[str, str],
+    kind: str,
+) -> Sampling:
+    """Let `Sampling.extra` win over the named options, and keep only the others in it.
+
+    Args:
+        sampling (`Sampling`): as configured.
+        legal: names of the engine's options.
+        refused: why some of them cannot be used, besides those that no engine may use.
+        aliases: names that an option has besides its own.
+        kind (`str`): what messages call an option, such as "a generation option".
+
+    Raises:
+        ValueError: for an option that the engine does not know or that is refused.
+    """
+    refused = {**REFUSED, **refused}
+    for name in sampling.extra:
+        if name in refused:
+            raise ValueError(
+                f"generation_kwargs[{name!r}] cannot be used in training: {refused[name]}."
+            )
+        if name not in legal:
+            hint = did_you_mean(name, legal)
+            raise ValueError(f"generation_kwargs[{name!r}] is not {kind}.{hint}")
+    rest = {aliases.get(name, name): value for name, value in sampling.extra.items()}
+    named = {name: rest.pop(name) for name in NAMED if name in rest}
+    return sampling.replace(extra=rest, **named)
 
 
 def row_seeds(key: Sequence[object], first_row: int, count: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from trl.generation.function_backend import FunctionBackend
 from trl.generation.tools.calls import CallParser
 from trl.generation.tools.loop import ToolLoop
 from trl.generation.tools.runner import ToolRunner
-from trl.generation.transformers.backend import TransformersBackend
+from trl.generation.transformers.backend import TransformersBackend, merge_options
 from trl.types import Prompts, Sampling
 
 ASK = call("add", '{"a": 2, "b": 3}')
@@ -140,7 +140,7 @@ def test_a_completion_ends_where_there_is_no_room(bound, most, expected, finish)
     else:
         changes = {"max_tokens": most} if bound == "max_tokens" else {"extra": {bound: most}}
     backend = loop(ScriptedBackend(says(ASK, "ok")), **limits)
-    found = backend.generate(prompts("q"), sampling(**changes), 1)
+    found = backend.generate(prompts("q"), merge_options(sampling(**changes)), 1)
     assert text(found.completion_ids[0]) == expected and found.finish == [finish]
     assert found.messages[0][-1]["role"] == "assistant"
     assert found.tool_calls == [(int(most >= FIRST), 0)], "a turn that was cut calls nothing"

@@ -3,9 +3,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 from tensor_bytes import TensorBytes
-from tiny import tiny_model
+from tiny import tiny_model, tiny_tokenizer
 
-from trl.generation.transformers.backend import TransformersBackend, merge_extra
+from trl.generation.transformers.backend import TransformersBackend, merge_options
 from trl.generation.transformers.batch_limits import BatchLimits
 from trl.types import Prompts, Sampling
 
@@ -125,7 +125,7 @@ def test_pad_equal_to_eos_changes_nothing():
 
 def test_greedy_by_generation_kwargs():
     model = tiny_model()
-    greedy = sampling(extra={"do_sample": False, "max_new_tokens": 3}, stop_ids=())
+    greedy = merge_options(sampling(extra={"do_sample": False, "max_new_tokens": 3}, stop_ids=()))
     found = backend(model).generate(PROMPTS, greedy, 2).completion_ids
     assert found[0] == found[1] and len(found[0]) == 3
     first = model(torch.tensor([PROMPTS.token_ids[3]])).logits[0, -1].argmax()
@@ -133,27 +133,26 @@ def test_greedy_by_generation_kwargs():
 
 
 def test_extra_options_win():
-    merged, rest = merge_extra(
+    merged = merge_options(
         sampling(extra={"temperature": 0.5, "top_k": 3, "no_repeat_ngram_size": 2})
     )
-    assert (merged.temperature, merged.top_k, rest) == (0.5, 3, {"no_repeat_ngram_size": 2})
+    assert (merged.temperature, merged.top_k) == (0.5, 3)
+    assert merged.extra == {"no_repeat_ngram_size": 2} and merge_options(merged) == merged
 
 
 @pytest.mark.parametrize("eos", [5, [5, 7]])
 def test_end_tokens_by_generation_kwargs(eos):
     """They end completions, and reach everything that asks what ended one."""
-    merged, rest = merge_extra(sampling(extra={"eos_token_id": eos}, stop_ids=(1,)))
+    merged = merge_options(sampling(extra={"eos_token_id": eos}, stop_ids=(1,), max_tokens=64))
     ends = {eos} if isinstance(eos, int) else set(eos)
-    assert (set(merged.stop_ids), rest) == (ends, {})
-    found = backend(tiny_model()).generate(
-        PROMPTS, sampling(extra={"eos_token_id": eos}, stop_ids=(1,), max_tokens=64), 2
-    )
+    assert (set(merged.stop_ids), merged.extra) == (ends, {})
+    found = backend(tiny_model()).generate(PROMPTS, merged, 2)
     stopped = [
         ids for ids, why in zip(found.completion_ids, found.finish, strict=True) if why == "stop"
     ]
     assert stopped and all(ids[-1] in ends for ids in stopped)
     assert not any(ends & set(ids[:-1]) for ids in found.completion_ids)
-    assert merge_extra(sampling(extra={"eos_token_id": None}))[0].stop_ids == ()
+    assert merge_options(sampling(extra={"eos_token_id": None})).stop_ids == ()
 
 
 @pytest.mark.parametrize(
@@ -176,10 +175,36 @@ def test_extra_options_win_over_those_that_are_always_given(extra):
     ("extra", "words"),
     [
         ({"temprature": 1}, "Did you mean temperature"),
-        ({"num_beams": 2}, "cannot be used"),
-        ({"stop_strings": ["a"]}, "cannot be used"),
+        ({"num_beams": 2}, "cannot be used in training: beam search picks completions instead of"),
+        ({"typical_p": 0.9}, "cannot be used in training: rows are drawn here"),
+        ({"max_tokens": 3}, "is not a generation option"),
     ],
 )
 def test_unknown_and_refused_options(extra, words):
     with pytest.raises(ValueError, match=words):
-        merge_extra(sampling(extra=extra))
+        merge_options(sampling(extra=extra))
+
+
+@pytest.mark.parametrize("text", ["g", "gh", ["!!", "xyz"]])
+def test_stop_strings_end_completions_where_they_are_complete(text):
+    """Text that only ends in the prompt does not count."""
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    texts = [text] if isinstance(text, str) else text
+    free = sampling(max_tokens=48, stop_ids=())
+    whole = backend(model).generate(PROMPTS, free, 2).completion_ids
+    script = tokenizer.decode(whole[0])
+    texts = [*texts, script[5:7]]  # one of them is written for certain
+    extra = {"stop_strings": texts}
+    engine = TransformersBackend(
+        lambda: nullcontext(model.eval()),
+        pad_id=whole[0][6],  # that padding looks like what was written must not matter
+        device=torch.device("cpu"),
+        tokenizer=tokenizer,
+    )
+    found = engine.generate(PROMPTS, free.replace(extra=extra), 2)
+    for ids, finish, every in zip(found.completion_ids, found.finish, whole, strict=True):
+        written = [tokenizer.decode(every[: n + 1]) for n in range(48)]
+        ends = [n + 1 for n, seen in enumerate(written) if any(end in seen for end in texts)]
+        assert len(ids) == min(ends, default=48) and ids == every[: len(ids)]
+        assert finish == ("stop" if ends else "length")
+    assert found.finish[0] == "stop"

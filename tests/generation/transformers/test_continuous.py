@@ -29,7 +29,7 @@ def continuous(model, **options) -> ContinuousBackend:
     [
         ({"temperature": 0.7, "top_k": 20, "top_p": 0.9}, {}),
         ({"min_p": 0.02, "stop_ids": (1, 40, 50, 60)}, CROWDED),
-        ({"extra": {"do_sample": False, "max_new_tokens": 5}, "stop_ids": ()}, {}),
+        ({"extra": {"do_sample": False}, "max_tokens": 5, "stop_ids": ()}, {}),
     ],
     ids=["filters", "crowded, several stop tokens", "greedy"],
 )

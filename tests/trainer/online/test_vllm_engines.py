@@ -117,7 +117,7 @@ def test_the_module_says_which_releases_it_is_for():
 
 @needs_vllm
 def test_unknown_sampling_options_are_refused_before_the_engine_starts(tmp_path):
-    with pytest.raises(ValueError, match="'num_beams'. is not a sampling option of vLLM"):
+    with pytest.raises(ValueError, match="'num_beams'. cannot be used in training: beam search"):
         make_trainer(tmp_path, use_vllm=True, generation_kwargs={"num_beams": 2})
 
 

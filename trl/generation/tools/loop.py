@@ -101,10 +101,6 @@ class ToolLoop(GenerationBackend):
         `Sampling.max_tokens` bounds the whole completion, answers included. Answers that leave no
         room for another token are taken back, and the completion ends before them.
         """
-        # Engine options may name the longest completion too; here it changes from turn to turn.
-        extra = dict(sampling.extra)
-        limits = [extra.pop(name) for name in ("max_new_tokens", "max_tokens") if name in extra]
-        sampling = sampling.replace(extra=extra, max_tokens=[sampling.max_tokens, *limits][-1])
         seeds = sampling.seeds or [None] * len(prompts)
         texts = zip(prompts.token_ids, prompts.messages, seeds, strict=True)
         rows = [_Row(list(ids), message, seed) for ids, message, seed in texts]
@@ -147,7 +143,8 @@ class ToolLoop(GenerationBackend):
             found.completion_ids[place], logps, found.finish[place], self._room(row, sampling)
         )
         ended = row.finish == "stop"
-        message, calls = self._parse(before, kept[:-1] if ended else kept)
+        is_marked = ended and kept[-1] in sampling.stop_ids  # others end with a text
+        message, calls = self._parse(before, kept[:-1] if is_marked else kept)
         row.turns.append(message)
         row.pending = calls if ended else []
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ...distributed import Ranks
 from ...models.layout_check import LayoutCheck
@@ -16,61 +16,47 @@ from ...models.lm_head import HeadFinder
 from ...models.unwrap import causal_model
 from ...ops.masking import pad_ragged
 from ...progress import finish
-from ...text import did_you_mean
 from ...types import Generations, Prompts, Sampling
-from ..base import GenerationBackend, cut_generations
+from ..base import NAMED, GenerationBackend, cut_generations, merge_named
 from .batch_limits import BatchLimits
 from .decoding_check import decoding_comparison
-from .sampler import RepetitionPenalty, RowDraws, RowSampler, rows_from, seeded
+from .sampler import (
+    RepetitionPenalty,
+    RowDraws,
+    RowSampler,
+    StopTexts,
+    rows_from,
+    seeded,
+)
 from .shared_decoding import SharedDecoder
 from .synced_forward import SyncedForward
 
 Complete = Callable[[Prompts, Sampling], Generations]
 Attempt = Callable[[int, Callable[[range], Generations]], list[Generations]]
 
-NAMED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# They change how tokens are drawn, or hide how long a completion is.
-REFUSED = (
-    "num_beams",
-    "num_return_sequences",
-    "typical_p",
-    "top_h",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "stop_strings",
-    "return_dict_in_generate",
-)
+NOT_DRAWN = "rows are drawn here, and this filter is not among those they are drawn with"
+REFUSED_HERE = {
+    **dict.fromkeys(("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"), NOT_DRAWN),
+    "num_return_sequences": "num_generations says how many completions a prompt has",
+    "return_dict_in_generate": "completions are read as token ids",
+}
 NO_TOKEN = -1
 
 
-def merge_extra(sampling: Sampling) -> tuple[Sampling, dict[str, Any]]:
-    """Let `Sampling.extra` win over the named options.
-
-    Returns:
-        The sampling with its named options replaced, and the options left for the engine.
+def merge_options(sampling: Sampling) -> Sampling:
+    """Let `Sampling.extra` win over the named options; it keeps what only `generate` knows.
 
     Raises:
         ValueError: for an option that `generate` does not know or that is refused.
     """
-    _check_names(sampling.extra)
-    rest = dict(sampling.extra)
-    named = {name: rest.pop(name) for name in NAMED if name in rest}
-    if "max_new_tokens" in rest:
-        named["max_tokens"] = rest.pop("max_new_tokens")
-    if "eos_token_id" in rest:
-        eos = rest.pop("eos_token_id")
-        named["stop_ids"] = (eos,) if isinstance(eos, int) else tuple(eos or ())
-    return sampling.replace(extra={}, **named), rest
-
-
-def _check_names(options: Mapping[str, Any]) -> None:
-    known = set(GenerationConfig().to_dict())
-    for name in options:
-        if name in REFUSED:
-            raise ValueError(f"generation_kwargs[{name!r}] cannot be used in training.")
-        if name not in known and name not in NAMED:
-            hint = did_you_mean(name, known | set(NAMED))
-            raise ValueError(f"generation_kwargs[{name!r}] is not a generation option.{hint}")
+    known = {*GenerationConfig().to_dict(), *NAMED} - {"max_tokens"}
+    aliases = {"max_new_tokens": "max_tokens"}
+    merged = merge_named(sampling, known, REFUSED_HERE, aliases, "a generation option")
+    if "eos_token_id" not in merged.extra:
+        return merged
+    rest = dict(merged.extra)
+    eos = rest.pop("eos_token_id")
+    return merged.replace(extra=rest, stop_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()))
 
 
 class TransformersBackend(GenerationBackend):
@@ -84,6 +70,7 @@ class TransformersBackend(GenerationBackend):
         policy: returns a context manager that yields the bare policy in evaluation mode.
         pad_id (`int`): fills the padding on the left of padded prompts; masked.
         device (`torch.device`): where the policy lives.
+        tokenizer (*optional*): the policy's; needed for `stop_strings`.
         cache_implementation (`str`, *optional*): kind of key-value cache of padded rows.
         shared_prefix (`bool`): False: padded rows.
         chunk (`int`, *optional*): logits held at once. None: a measured default; 0: all rows'.
@@ -102,6 +89,7 @@ class TransformersBackend(GenerationBackend):
         *,
         pad_id: int,
         device: torch.device,
+        tokenizer: Any = None,
         cache_implementation: str | None = None,
         shared_prefix: bool = True,
         chunk: int | None = None,
@@ -113,6 +101,7 @@ class TransformersBackend(GenerationBackend):
         self._policy = policy
         self._pad_id = pad_id
         self._device = device
+        self._tokenizer = tokenizer
         self._cache_implementation = cache_implementation
         self._limits = limits or BatchLimits()
         self._heads = HeadFinder(1.0, chunk)
@@ -143,7 +132,7 @@ class TransformersBackend(GenerationBackend):
         return self._synced.over(causal_model(model).base_model)
 
     def _complete(self, model: Any, prompts: Prompts, sampling: Sampling) -> Generations:
-        sampling, rest = merge_extra(sampling)
+        rest = dict(sampling.extra)
         greedy = not rest.pop("do_sample", True)
         head = self._heads.find(model)
         shared = not rest and self._cache_implementation is None and head is not None
@@ -153,7 +142,8 @@ class TransformersBackend(GenerationBackend):
         if shared and head is not None:
             complete = self._shared(SharedDecoder(model, head, sampling, greedy))
         else:
-            complete = self._padded(model, self._config(sampling, rest), greedy)
+            ends = rest.pop("stop_strings", None) or ()
+            complete = self._padded(model, self._config(sampling, rest), greedy, ends)
         found = []
         for rows in self._limits.cut(prompts.token_ids, sampling.max_tokens, model, shared):
             with rows_from(rows.start):
@@ -167,7 +157,9 @@ class TransformersBackend(GenerationBackend):
 
         return complete
 
-    def _padded(self, model: Any, config: GenerationConfig, greedy: bool) -> Complete:
+    def _padded(
+        self, model: Any, config: GenerationConfig, greedy: bool, ends: str | Sequence[str]
+    ) -> Complete:
         def complete(prompts: Prompts, sampling: Sampling) -> Generations:
             ids = pad_ragged(prompts.token_ids, self._pad_id, side="left")
             mask = pad_ragged([[1] * len(row) for row in prompts.token_ids], 0, side="left")
@@ -178,16 +170,19 @@ class TransformersBackend(GenerationBackend):
                 processors.append(RepetitionPenalty(sampling.repetition_penalty, padding))
             if not greedy:
                 processors.append(RowSampler(draws, ids.shape[1]))
+            texts = [StopTexts(self._tokenizer, ends, ids.shape[1])] if ends else []
             output = model.generate(
                 input_ids=ids.to(self._device),
                 attention_mask=mask.to(self._device),
                 generation_config=config,
                 logits_processor=processors,
+                stopping_criteria=StoppingCriteriaList(texts),
                 synced_gpus=False,  # ranks work alone, or `SyncedForward` keeps them together
             )
             draws.check()
             finish(len(prompts))
-            return cut_generations(output[:, ids.shape[1] :].tolist(), sampling)
+            found = cut_generations(output[:, ids.shape[1] :].tolist(), sampling)
+            return texts[0].cut(found) if texts else found
 
         return complete
 

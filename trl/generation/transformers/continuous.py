@@ -22,7 +22,6 @@ from ...random_numbers import random_numbers_kept
 from ...text import did_you_mean
 from ...types import Generations, Prompts, Sampling
 from ..base import GenerationBackend, cut_generations
-from .backend import merge_extra
 from .sampler import RowDraws, seeded
 
 CACHE_SHARE = 0.5  # of the free memory of a device, unless the options say otherwise
@@ -76,7 +75,7 @@ class ContinuousBackend(GenerationBackend):
             RuntimeError: if the engine fails.
             NonFiniteLogitsError: naming the rows whose logits are NaN or infinite.
         """
-        sampling, greedy = _supported(sampling)
+        greedy = _is_greedy(sampling)
         sampling = seeded(sampling, len(prompts))
         with (
             self._policy() as policy,
@@ -148,9 +147,9 @@ class ContinuousBackend(GenerationBackend):
         return config
 
 
-def _supported(sampling: Sampling) -> tuple[Sampling, bool]:
-    """The sampling with its extra options merged in, and whether it is greedy."""
-    sampling, rest = merge_extra(sampling)
+def _is_greedy(sampling: Sampling) -> bool:
+    """Whether the most likely tokens are taken; other options are refused."""
+    rest = dict(sampling.extra)
     greedy = not rest.pop("do_sample", True)
     if sampling.repetition_penalty != 1.0:
         rest["repetition_penalty"] = sampling.repetition_penalty
@@ -159,7 +158,7 @@ def _supported(sampling: Sampling) -> tuple[Sampling, bool]:
             f"{', '.join(sorted(rest))}: continuous batching of transformers cannot honor this; "
             "leave it out, or set use_transformers_continuous_batching=False."
         )
-    return sampling, greedy
+    return greedy
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +14,14 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StopStringCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from ...types import Sampling
+from ...types import Generations, Sampling
 
 
 class NonFiniteLogitsError(RuntimeError):
@@ -170,3 +174,37 @@ class RepetitionPenalty(RepetitionPenaltyLogitsProcessor):
         # However often a row has a token, it counts once: its last one may stand for the padding.
         seen = torch.where(columns < self._padding, input_ids[:, -1:], input_ids)
         return super().__call__(seen, scores)
+
+
+class StopTexts(StoppingCriteria):
+    """Ends completions at given texts, and knows where: behind its end a row is padding.
+
+    Args:
+        tokenizer: whose tokens the completions are.
+        texts: that end a completion; a token that completes one belongs to it.
+        prompt_width (`int`): columns of the padded prompts.
+    """
+
+    def __init__(self, tokenizer: Any, texts: str | Sequence[str], prompt_width: int):
+        self._is_found = StopStringCriteria(tokenizer, texts)
+        self._prompt_width = prompt_width
+        self._lengths: Tensor | None = None  # (B,) tokens up to the first text; 0 without
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        written = input_ids[:, self._prompt_width :]
+        found = self._is_found(written, scores)
+        known = (
+            torch.zeros_like(found, dtype=torch.long) if self._lengths is None else self._lengths
+        )
+        self._lengths = torch.where((known == 0) & found, written.shape[1], known)
+        return found
+
+    def cut(self, found: Generations) -> Generations:
+        """Cut each completion behind the first text in it."""
+        lengths = [] if self._lengths is None else self._lengths.tolist()
+        rows = list(zip(found.completion_ids, found.finish, lengths, strict=True))
+        return dataclasses.replace(
+            found,
+            completion_ids=[ids[: length or None] for ids, _, length in rows],
+            finish=["stop" if 0 < n <= len(ids) else finish for ids, finish, n in rows],
+        )

@@ -7,43 +7,36 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from ...text import did_you_mean
 from ...types import Generations, Sampling
+from ..base import NAMED, merge_named
 
-NAMED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 ALIASES = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
-# The backend sets them, or they change what a completion is.
-REFUSED = ("n", "seed", "logprobs", "prompt_logprobs", "output_kind", "detokenize", "ignore_eos")
+SET_HERE = "the trainer sets it"
+REFUSED_HERE = {
+    "n": "num_generations says how many completions a prompt has",
+    "seed": "each completion has a seed of its own, which follows from that of the run",
+    **dict.fromkeys(("logprobs", "prompt_logprobs", "output_kind"), SET_HERE),
+    **dict.fromkeys(("detokenize", "ignore_eos"), SET_HERE),
+}
 TEXT = ("stop", "bad_words", "structured_outputs")  # options for which vLLM needs the tokenizer
 SEEDS = 2**62  # vLLM adds the place in a request to its seed, which is a signed 64-bit number
 
 
 def merge_options(sampling: Sampling, known: Collection[str]) -> Sampling:
-    """Let `Sampling.extra` win over the named options.
+    """Let `Sampling.extra` win over the named options; it keeps what only vLLM knows.
 
     Args:
         sampling (`Sampling`): as configured.
         known: names of all fields of vLLM's `SamplingParams`.
 
-    Returns:
-        `Sampling`: `extra` holds what only vLLM knows.
-
     Raises:
         ValueError: for an option that vLLM does not know or that is refused.
     """
-    rest = {ALIASES.get(name, name): value for name, value in sampling.extra.items()}
-    legal = set(known) - set(REFUSED) | {*NAMED, "do_sample"}
-    for name in rest:
-        if name in REFUSED:
-            raise ValueError(f"generation_kwargs[{name!r}] cannot be used in training.")
-        if name not in legal:
-            raise ValueError(
-                f"generation_kwargs[{name!r}] is not a sampling option of vLLM."
-                f"{did_you_mean(name, legal)}"
-            )
-    named = {name: rest.pop(name) for name in NAMED if name in rest}
-    stops = (*sampling.stop_ids, *(rest.pop("stop_token_ids", None) or ()))
-    return sampling.replace(extra=rest, stop_ids=tuple(dict.fromkeys(stops)), **named)
+    legal = {*known, *NAMED, *ALIASES, "do_sample"}
+    merged = merge_named(sampling, legal, REFUSED_HERE, ALIASES, "a sampling option of vLLM")
+    rest = dict(merged.extra)
+    stops = (*merged.stop_ids, *(rest.pop("stop_token_ids", None) or ()))
+    return merged.replace(extra=rest, stop_ids=tuple(dict.fromkeys(stops)))
 
 
 def needs_text(sampling: Sampling) -> bool:

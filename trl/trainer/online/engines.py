@@ -55,10 +55,9 @@ def sampling_for(args: OnlineConfig, stop_ids: tuple[int, ...]) -> Sampling:
         from .vllm_engines import settle_sampling
 
         return settle_sampling(args, sampling)
-    from ...generation.transformers.backend import merge_extra
+    from ...generation.transformers.backend import merge_options
 
-    merged, rest = merge_extra(sampling)
-    return merged.replace(extra=rest)
+    return merge_options(sampling)
 
 
 def handle_of(
@@ -121,6 +120,7 @@ def make_engine(
         policy.inference,
         pad_id=policy.tokenizer.pad_token_id,
         device=policy.device,
+        tokenizer=policy.tokenizer,
         cache_implementation=args.cache_implementation,
         shared_prefix=args.shared_prefix,
         chunk=args.logits_chunk_size,
