@@ -1,14 +1,12 @@
 """The collectives of a training step."""
 
-import socket
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from joined import join_two
+from distributed.engines import call
 
 from trl.distributed import RankError, Ranks
 
@@ -75,12 +73,13 @@ def failure(ranks, rank):
     return None
 
 
-def work(rank: int, port: int, folder: str) -> None:
-    """One of two processes; writes what its collectives returned."""
-    ranks = join_two(rank, port)
+def work():
+    """What the collectives of one of two processes return."""
+    ranks = Ranks(Accelerator(cpu=True))
+    rank = ranks.rank
     mine = torch.tensor([[1.5, 2.0], [3.0, float("nan")]]) + 10 * rank
     gathered = ranks.gather(mine)
-    found = {
+    return {
         "place": (ranks.rank, ranks.count),
         "rows": gathered.nan_to_num(-1.0).tolist(),
         # A transposed tensor is not contiguous.
@@ -94,17 +93,11 @@ def work(rank: int, port: int, folder: str) -> None:
         "all": [ranks.all(True), ranks.all(rank == 1)],
         "failures": [failure(ranks, 0), failure(ranks, None), failure(ranks, 1)],
     }
-    torch.save(found, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.distributed
-def test_two_processes(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(work, args=(port, str(tmp_path)), nprocs=2)
-    both = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+def test_two_processes():
+    both = call(work)
     rows = [[[1.5, 2.0], [3.0, -1.0]], [[11.5, 12.0], [13.0, -1.0]]]
     for rank, found in enumerate(both):
         assert found.pop("place") == (rank, 2)

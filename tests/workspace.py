@@ -7,6 +7,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from forks import DEADLINE, Program
 from tiny import save_tiny
 
 from trl.cli.arguments import OnlineScriptArguments
@@ -54,13 +55,28 @@ def run_python(
         env=environment(folder, path),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=DEADLINE,
     )
 
 
-def run_trl(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run `trl WORDS` in a folder."""
-    return run_python(["-m", "trl", *words], folder)
+def run_forked(
+    words: list[str | Path], folder: Path, vllm: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """The same in a process that has all libraries: for what does not depend on their import."""
+    done = Program(words, folder, environment(folder) | variables, vllm).wait()
+    return subprocess.CompletedProcess(words, done.status, done.output, done.errors)
+
+
+def run_trl(words: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `trl WORDS` in a folder; it starts its workers as always."""
+    return run_forked(["-m", "trl", *words], folder, **variables)
+
+
+def run_trl_alone(
+    words: list[str], folder: Path, vllm: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run `trl WORDS` in a folder; its one worker is the same process."""
+    return run_forked([ROOT / "tests" / "one_process.py", *words], folder, vllm)
 
 
 def option_problems(config: dict[str, object]) -> list[str]:

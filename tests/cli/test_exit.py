@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+import time
 
 import pytest
 import torch
+from forks import DEADLINE, Program
 from online_runs import make_trainer
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -163,27 +164,15 @@ def test_ctrl_c_in_a_run_without_a_terminal(tmp_path):
     options |= {"max_completion_length": 4, "num_generations": 4, "output_dir": "out"}
     options |= {"use_cpu": "true", "bf16": "false", "report_to": "none"}
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    run = subprocess.Popen(
-        [sys.executable, "-m", "trl", "rloo", *words],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    watchdog = threading.Timer(200, os.killpg, (run.pid, signal.SIGKILL))
-    watchdog.start()
-    try:
-        assert any(line.startswith("step 1/100000  ") for line in run.stdout)
-        os.killpg(run.pid, signal.SIGINT)
-        _, errors = run.communicate(timeout=100)
-    finally:
-        watchdog.cancel()
-        run.kill()
-    assert run.returncode == INTERRUPTED
-    assert "Traceback" not in errors
-    assert "of 100000 steps. There is no checkpoint in out." in errors.splitlines()[-1]
+    run = Program(["-m", "trl", "rloo", *words], tmp_path, environment(tmp_path))
+    deadline = time.monotonic() + DEADLINE
+    while "\nstep 1/100000  " not in run.output and time.monotonic() < deadline:
+        assert run.poll() is None, run.errors
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGINT)
+    assert run.wait().status == INTERRUPTED
+    assert "Traceback" not in run.errors
+    assert "of 100000 steps. There is no checkpoint in out." in run.errors.splitlines()[-1]
 
 
 SLOW = """

@@ -4,11 +4,11 @@ In a test:
 
     from engines import Job, launch
 
-    first, second = launch(SCRIPT, "zero3", folder, timeout=120)  # what each rank reported
+    first, second = launch(SCRIPT, "zero3", folder)  # what each rank reported
     job = Job(SCRIPT, "fsdp2", folder, processes=2)  # the same, to end ranks or to look at them
-    job.processes[1].kill(); job.wait(60); job.words(0)
+    job.ranks[1].kill(); job.wait(60); job.words(0)
 
-In the script, which imports what tests import (`online`, `tiny`, `engines`):
+In the script, which imports what tests import (`online_runs`, `tiny`, `engines`):
 
     from engines import finish, report, use
 
@@ -16,9 +16,8 @@ In the script, which imports what tests import (`online`, `tiny`, `engines`):
     report({"weights": ...})  # any value that `torch.save` takes; the last one counts
     finish()
 
-A script may go through several engines in one process: `use("zero2")` before each trainer. The
-processes are forked from one that has imported everything (`cpu_engines/preloaded.py`) and run the
-script as its own program.
+A script may go through several engines in one process: `use("zero2")` before each trainer.
+`call(function, folder)` has each of two ranks call a function of the test.
 `environment(engine)` are the variables that `accelerate launch` would set, with the choice of a CPU
 engine; `launcher(engine)` is a real `accelerate launch` command with a configuration file.
 """
@@ -26,16 +25,18 @@ engine; `launcher(engine)` is a real `accelerate launch` command with a configur
 from __future__ import annotations
 
 import gc
+import importlib
+import inspect
 import os
-import runpy
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver, get_context
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from forks import DEADLINE, Program
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent
@@ -87,6 +88,7 @@ class Job:
         engine: one of `ENGINES`.
         processes: how many ranks.
         variables: more environment variables of all ranks.
+        vllm: whether they have imported vLLM.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Job:
         *arguments: Any,
         processes: int = 2,
         variables: Mapping[str, Any] | None = None,
+        vllm: bool = False,
     ):
         self._folder = tempfile.TemporaryDirectory()
         shared = environment(engine) | {
@@ -104,28 +107,28 @@ class Job:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
             "ENGINE_REPORTS": self._folder.name,
-            **_FORKING,
+            **ON_CPU,
         }
         shared |= {name: str(value) for name, value in (variables or {}).items()}
         kept = {name: value for name, value in os.environ.items() if name not in _ALL}
-        command = [str(script), *map(str, arguments)]
-        context = _forking()
-        self.processes = []
-        for rank in range(processes):
-            own = kept | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._file(rank, "txt").touch()
-            given = (command, own, self._file(rank, "txt"))
-            self.processes.append(context.Process(target=_begin, args=given, daemon=True))
-            self.processes[-1].start()
-
-    def _file(self, rank: int, kind: str) -> Path:
-        return Path(self._folder.name, f"{rank}.{kind}")
+        command = [str(Path(script).resolve()), *map(str, arguments)]
+        self.ranks = [
+            Program(command, ".", kept | shared | {"RANK": rank, "LOCAL_RANK": rank}, vllm)
+            for rank in map(str, range(processes))
+        ]
 
     def words(self, rank: int) -> str:
         """What a rank printed, errors included."""
-        return self._file(rank, "txt").read_text()
+        return self.ranks[rank].output + self.ranks[rank].errors
 
-    def wait(self, timeout: float = 120, until_one_fails: bool = False) -> list[int | None]:
+    def reported(self, rank: int) -> Any:
+        """What a rank reported last; None: nothing."""
+        import torch
+
+        file = Path(self._folder.name, f"{rank}.pt")
+        return torch.load(file, weights_only=False) if file.exists() else None
+
+    def wait(self, timeout: float = DEADLINE, until_one_fails: bool = False) -> list[int | None]:
         """Exit codes; the ranks that run when time is over are killed, and have None.
 
         Args:
@@ -133,76 +136,57 @@ class Job:
             until_one_fails: do not wait for the others when a rank ended with an error.
         """
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            codes = [process.exitcode for process in self.processes]
-            if None not in codes or (until_one_fails and any(codes)):
+        codes: list[int | None] = [None]
+        while None in codes and time.monotonic() < deadline:
+            codes = [rank.poll() for rank in self.ranks]
+            if until_one_fails and any(codes):
                 break
             time.sleep(0.02)
-        codes = [process.exitcode for process in self.processes]
         self.stop()
         return codes
 
-    def result(self, timeout: float = 120) -> list[Any]:
+    def result(self, timeout: float = DEADLINE) -> list[Any]:
         """What each rank reported last.
 
         Raises:
             RuntimeError: with the last words of all ranks, if one failed or time is over.
         """
-        import torch
-
         codes = self.wait(timeout, until_one_fails=True)
         if any(code != 0 for code in codes):
             last = [f"--- rank {r}: {self.words(r)[-3000:]}" for r in range(len(codes))]
             raise RuntimeError(f"Ranks ended with {codes}.\n" + "\n".join(last))
-        files = [self._file(rank, "pt") for rank in range(len(codes))]
-        return [torch.load(f, weights_only=False) if f.exists() else None for f in files]
+        return [self.reported(rank) for rank in range(len(codes))]
 
     def stop(self) -> None:
         """Kill the ranks that still run."""
-        for process in self.processes:
-            if process.exitcode is None:
-                process.kill()
-            process.join()
-
-
-def _forking() -> Any:
-    """What forks processes from one that has imported what ranks need, and ends with this one."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["preloaded"])
-    before = {name: os.environ.get(name) for name in _FORKING}
-    os.environ.update(_FORKING)
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.environ.update({name: value for name, value in before.items() if value is not None})
-        for name in (name for name, value in before.items() if value is None):
-            del os.environ[name]
-    return context
-
-
-def _begin(command: list[str], variables: dict[str, str], words: Path) -> None:
-    """Be a rank: run a script as if it was started with these variables."""
-    file = os.open(words, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    os.environ.clear()
-    os.environ.update(variables)
-    sys.argv[:] = command
-    sys.path[:0] = [str(Path(command[0]).parent), *python_path().split(os.pathsep)]
-    runpy.run_path(command[0], run_name="__main__")
+        for rank in self.ranks:
+            rank.kill()
 
 
 def launch(script: str | Path, engine: str, *arguments: Any, **options: Any) -> list[Any]:
     """Run a script to its end and return what each rank reported; options are those of `Job`.
 
     Args:
-        timeout: seconds, 120 if not given.
+        timeout: seconds, `DEADLINE` if not given.
 
     Raises:
         RuntimeError: as `Job.result`.
     """
-    timeout = options.pop("timeout", 120)
+    timeout = options.pop("timeout", DEADLINE)
     return Job(script, engine, *arguments, **options).result(timeout)
+
+
+def call(function: Callable[..., Any], *arguments: Any, processes: int = 2) -> list[Any]:
+    """What a function at the top of a test file returns on each rank.
+
+    Args:
+        arguments: arrive as strings.
+
+    Raises:
+        RuntimeError: as `Job.result`.
+    """
+    file = inspect.getfile(function)
+    return launch(__file__, "ddp", file, function.__name__, *arguments, processes=processes)
 
 
 def environment(engine: str) -> dict[str, str]:
@@ -237,9 +221,9 @@ def _free_port() -> int:
         return found.getsockname()[1]
 
 
-# What the process that ranks are forked from needs at its start.
-_FORKING = {"CPU_ENGINES": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
-_FORKING |= {"ACCELERATE_TORCH_DEVICE": "cpu", "DS_ACCELERATOR": "cpu"}
+# Lets accelerate and DeepSpeed shard weights on a CPU.
+ON_CPU = {"CPU_ENGINES": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
+ON_CPU |= {"ACCELERATE_TORCH_DEVICE": "cpu", "DS_ACCELERATOR": "cpu"}
 
 
 # --- In scripts ---
@@ -283,3 +267,10 @@ def gathered(values: Sequence[Any]) -> list[Any]:
     from accelerate.utils import gather_object
 
     return gather_object(list(values))
+
+
+if __name__ == "__main__":  # of `call`
+    file, name, *arguments = sys.argv[1:]
+    sys.path.insert(0, str(Path(file).parent))
+    report(getattr(importlib.import_module(Path(file).stem), name)(*arguments))
+    finish()

@@ -60,7 +60,7 @@ def trainer_for(where, folder):
         "reward_dry_run": False,
         "per_device_train_batch_size": 4,
         "ds3_gather_for_generation": not where.startswith("layerwise"),
-        "ddp_timeout": 20,
+        "ddp_timeout": 120,
         "shared_prefix": not where.startswith("padded"),
         "save_strategy": "steps" if where == "checkpoint" else "no",
         "save_steps": 1,

@@ -60,7 +60,7 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def runs(folders):
     """What both ranks report of each engine and cell."""
-    return launch(SCRIPT, "ddp", folders, timeout=280)
+    return launch(SCRIPT, "ddp", folders)
 
 
 def near(first, second):

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("generation_run.py")
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """What both ranks report of each engine."""
-    return launch(SCRIPT, "ddp", tmp_path_factory.mktemp("runs"), *SHARDED, timeout=240)
+    return launch(SCRIPT, "ddp", tmp_path_factory.mktemp("runs"), *SHARDED)
 
 
 @pytest.fixture(scope="module")

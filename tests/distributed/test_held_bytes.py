@@ -34,7 +34,7 @@ def test_ranks_hold_what_is_predicted(kind):
     size = model_size(tiny_model("llama", **SHAPE).config)
     if kind == "zero":
         pytest.importorskip("deepspeed")
-    ranks = launch(SCRIPT, KINDS[kind][0], *KINDS[kind], timeout=200)
+    ranks = launch(SCRIPT, KINDS[kind][0], *KINDS[kind])
     for engine in KINDS[kind]:
         shares = Shares(size, RUN.replace(sharding=ENGINES[engine]))
         expected = {

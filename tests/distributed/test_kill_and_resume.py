@@ -1,29 +1,19 @@
 """Runs killed at any instant end with the weights, completions and logs of one left alone."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from workspace import run_forked
 
 SCRIPT = Path(__file__).with_name("killed_runs.py")
 
 
 def killed(folder, *words):
     """What differs, for each run that was killed and resumed."""
-    command = [sys.executable, str(SCRIPT), str(folder), *words]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, **pipes, text=True, start_new_session=True)
-    try:
-        shown, errors = process.communicate(timeout=280)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # its forked runs too
-        raise
-    assert shown, errors[-3000:]
-    return json.loads(shown.splitlines()[-1])
+    done = run_forked([SCRIPT, folder, *words], folder)
+    assert done.stdout, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.distributed

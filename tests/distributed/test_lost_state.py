@@ -1,15 +1,13 @@
 """Processes that resume decide together, whatever each of them finds on its disk."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from distributed.engines import call
 from online_runs import dataset, make_trainer, weights
-from torch import multiprocessing as mp
 
-DEADLINE = 240.0  # seconds; a hang lasts for the half hour of the process group
 # Four micro-steps a round and two an update: step 3 begins within the second round.
 SETTINGS = {
     "data": dataset(["ab", "cde", "f", "ghij", "kl", "mno", "p", "qr"]),
@@ -23,10 +21,10 @@ SETTINGS = {
 }
 
 
-def work(rank, port, folder, case):
+def work(folder, case):
     """One of two processes, each on a node, and so with a disk, of its own."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    rank = int(os.environ["RANK"])
+    os.environ["LOCAL_RANK"] = "0"
     disk = Path(folder, str(rank))
     disk.mkdir()
     os.chdir(disk)
@@ -49,8 +47,7 @@ def work(rank, port, folder, case):
             found["error"] = str(error)
         found[part] = {"weights": weights(trainer.model), "rounds": rounds}
         trainer.accelerator.wait_for_everyone()
-    torch.save(found, Path(folder, f"found-{rank}.pt"))
-    torch.distributed.destroy_process_group()
+    return found
 
 
 def lose(case, rank):
@@ -61,23 +58,10 @@ def lose(case, rank):
         Path("out/checkpoint-3").rename("out/elsewhere")
 
 
-def run(case, folder, port):
-    """What both processes found, within a deadline."""
-    context = mp.spawn(work, args=(port, str(folder), case), nprocs=2, join=False)
-    until = time.monotonic() + DEADLINE
-    try:
-        while not context.join(timeout=max(0.1, until - time.monotonic())):
-            assert time.monotonic() < until, "the processes wait for each other"
-    finally:
-        for process in context.processes:
-            process.kill()
-    return [torch.load(folder / f"found-{rank}.pt") for rank in (0, 1)]
-
-
 @pytest.mark.distributed
-def test_state_on_two_disks_is_found_again(tmp_path, free_port):
+def test_state_on_two_disks_is_found_again(tmp_path):
     """Each node publishes its own part, and nothing is generated a second time."""
-    for found in run("nothing lost", tmp_path, free_port):
+    for found in call(work, tmp_path, "nothing lost"):
         assert found["whole"]["rounds"] == [0, 2] and found["resumed"]["rounds"] == []
         assert torch.equal(found["whole"]["weights"], found["resumed"]["weights"])
     for rank in (0, 1):
@@ -88,14 +72,14 @@ def test_state_on_two_disks_is_found_again(tmp_path, free_port):
 
 
 @pytest.mark.distributed
-def test_a_round_is_generated_anew_on_all_ranks_or_on_none(tmp_path, free_port):
-    for found in run("no state", tmp_path, free_port):
+def test_a_round_is_generated_anew_on_all_ranks_or_on_none(tmp_path):
+    for found in call(work, tmp_path, "no state"):
         assert "error" not in found
         assert found["whole"]["rounds"] == [0, 2] and found["resumed"]["rounds"] == [3]
 
 
 @pytest.mark.distributed
-def test_a_node_that_finds_no_checkpoint_stops_all(tmp_path, free_port):
-    for found in run("no checkpoint", tmp_path, free_port):
+def test_a_node_that_finds_no_checkpoint_stops_all(tmp_path):
+    for found in call(work, tmp_path, "no checkpoint"):
         assert "rank 1 does not find it" in found["error"]
         assert "save_on_each_node=True" in found["error"]

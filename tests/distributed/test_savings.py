@@ -14,7 +14,7 @@ from savings_run import ADAPTERS, OFF, ON, ONCE, bases, run
 SCRIPT = Path(__file__).with_name("savings_run.py")
 GATHERED = "ds3_gather_for_generation"
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def on_two(tmp_path_factory):
     """What each engine made of each kind of policy."""
     folder = tmp_path_factory.mktemp("two")
     bases(folder)
-    return launch(SCRIPT, "ddp", folder, timeout=560)[0]
+    return launch(SCRIPT, "ddp", folder)[0]
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,12 @@
 """`trl rloo --accelerate_config NAME` on two processes, for what shards the weights."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
-from workspace import environment, write_inputs
+from workspace import run_trl, write_inputs
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -32,16 +31,8 @@ ONLY_ON_DEVICES = {
 @pytest.mark.parametrize("engine", SHARDED)
 def test_training_by_the_command_line(tmp_path, engine):
     folder = write_inputs(tmp_path)
-    variables = environment(folder) | {"CPU_ENGINES": "1", "PYTHONPATH": python_path()}
     words = [*WORDS, "--accelerate_config", engine, *ONLY_ON_DEVICES.get(engine, ())]
-    done = subprocess.run(
-        [sys.executable, "-m", "trl", *words],
-        cwd=folder,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = run_trl(words, folder, CPU_ENGINES="1", PYTHONPATH=python_path())
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (folder / "out" / "completions" / "train.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines]

@@ -12,13 +12,13 @@ from sft_step import CELLS, run
 
 SCRIPT = Path(__file__).with_name("sft_step.py")
 SAME = ("loss", "entropy", "num_tokens", "learning_rate")
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory):
     """What each engine made of each cell."""
-    return launch(SCRIPT, "ddp", tmp_path_factory.mktemp("two"), timeout=560)[0]
+    return launch(SCRIPT, "ddp", tmp_path_factory.mktemp("two"))[0]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from workspace import ROOT, option_problems, run_python, run_trl, write_inputs
+from workspace import ROOT, option_problems, run_forked, run_trl_alone, write_inputs
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"python", "bash", "yaml", "text", "json", "console", "toml"}
@@ -121,7 +121,7 @@ def test_blocks_are_found(tmp_path, text, expected):
 def test_python(page, folder):
     parts = [f"# {page.name}:{b.line}\n{b.text}" for b in run_blocks(page, "python")]
     (folder / "page_as_script.py").write_text("\n".join(parts))
-    done = run_python(["page_as_script.py"], folder)
+    done = run_forked(["page_as_script.py"], folder)
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
 
 
@@ -139,7 +139,7 @@ def test_bash(page, folder):
                 goals = {w for w in words if "=" not in w and not w.startswith("-")}
                 assert goals <= targets, place
             if program == "trl":
-                done = run_trl(words, folder)
+                done = run_trl_alone(words, folder)
                 assert done.returncode == 0, f"{place}\n{done.stderr[-3000:]}"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from forks import DEADLINE
 from workspace import ROOT, option_problems, write_inputs
 
 from trl.cli.launch import launch_options, split
@@ -100,7 +101,7 @@ def test_two_machines(tmp_path, free_port):
         env=os.environ | slurm | ours | paths,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=DEADLINE,
     )
     second = Path(tmp_path, "second.log").read_text()
     assert done.returncode == 0, done.stderr[-2000:] + second[-2000:]

@@ -46,13 +46,13 @@ def start() -> Job:
     return Job(__file__, "ddp")
 
 
-def result(job: Job, timeout: float = 300) -> dict[Any, Any]:
+def result(job: Job) -> dict[Any, Any]:
     """Gradients of variants, and curves of (class, optimizer).
 
     Raises:
         RuntimeError: if a rank failed.
     """
-    return job.result(timeout)[0]
+    return job.result()[0]
 
 
 def gradient(variant: Variant) -> torch.Tensor:

@@ -2,8 +2,8 @@ import json
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from joined import join_two
+from accelerate import Accelerator
+from distributed.engines import call as call_on_ranks
 
 from trl.distributed import Ranks
 from trl.online.completions import CompletionLog
@@ -93,25 +93,18 @@ def test_tokens_of_tools_are_not_counted(tmp_path):
     assert found["tools/call_frequency"] == 0.5 and found["completions/mean_length"] == 2
 
 
-def work(rank, port, folder):
-    ranks = join_two(rank, port)
-    stores = new_stores()
-    reports = Reports(CompletionLog(folder, writes=rank == 0), ranks, stores)
-    tokens = reports.add("train", a_round(rows=(2 * rank, 2 * rank + 1)))
+def work(folder):
+    ranks, stores = Ranks(Accelerator(cpu=True)), new_stores()
+    reports = Reports(CompletionLog(folder, writes=ranks.rank == 0), ranks, stores)
+    tokens = reports.add("train", a_round(rows=(2 * ranks.rank, 2 * ranks.rank + 1)))
     taken = len(reports.completions.take("train"))
-    found = {
-        "tokens": tokens,
-        "taken": taken,
-        "reward": stores["train"].flush(ranks.gather_objects)["reward"],
-    }
-    torch.save(found, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    reward = stores["train"].flush(ranks.gather_objects)["reward"]
+    return {"tokens": tokens, "taken": taken, "reward": reward}
 
 
 @pytest.mark.distributed
-def test_the_first_rank_alone_receives_and_writes_the_records_of_all(tmp_path, free_port):
-    mp.spawn(work, args=(free_port, str(tmp_path)), nprocs=2)
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+def test_the_first_rank_alone_receives_and_writes_the_records_of_all(tmp_path):
+    found = call_on_ranks(work, tmp_path)
     assert [rank["tokens"] for rank in found] == [22, 22]
     assert [rank["taken"] for rank in found] == [4, 0]
     assert found[0]["reward"] == found[1]["reward"] == pytest.approx(10 / 3)

@@ -9,9 +9,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 from accelerate import Accelerator
-from joined import join_two
+from distributed.engines import call as call_on_ranks
 from tiny import tiny_model, tiny_tokenizer
 from transformers import LlamaForSequenceClassification
 
@@ -493,30 +492,26 @@ def test_the_trial_warns_of_nan(values):
 # --- Two processes ---
 
 
-def work(rank: int, port: int, folder: str) -> None:
+def work():
     """One of two processes: a round of rewards, then one in which rank 1 fails."""
 
     def judge(prompts, **kwargs):
-        if rank == 1 and prompts[0] == "bad":
+        if ranks.rank == 1 and prompts[0] == "bad":
             raise KeyError("lost")
-        return [rank + 0.5, None]
+        return [ranks.rank + 0.5, None]
 
-    ranks = join_two(rank, port)
+    ranks = Ranks(Accelerator(cpu=True))
     rewards = RewardSuite(resolve_rewards(judge), [2.0], None, ranks)
     warnings.simplefilter("ignore")
     table, _ = rewards(inputs(), 2, print)
     with pytest.raises((RewardError, RankError)) as found:
         rewards(inputs(rows=[{"prompt": "bad"}] * 2), 2, print)
-    result = {"total": table.total.nan_to_num(-1.0).tolist(), "error": str(found.value)}
-    torch.save(result, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return {"total": table.total.nan_to_num(-1.0).tolist(), "error": str(found.value)}
 
 
 @pytest.mark.distributed
-def test_every_rank_raises_what_one_rank_met(tmp_path, free_port):
-    mp.spawn(work, args=(free_port, str(tmp_path)), nprocs=2)
+def test_every_rank_raises_what_one_rank_met():
     own = "The reward function 'judge' failed: KeyError: 'lost'."
     errors = [f"Rank 1 failed in rewards: RewardError: {own}", own]
-    for rank, error in enumerate(errors):
-        found = torch.load(tmp_path / f"{rank}.pt")
+    for found, error in zip(call_on_ranks(work), errors, strict=True):
         assert found == {"total": [1.0, -1.0, 3.0, -1.0], "error": error}

@@ -8,19 +8,14 @@ from itertools import pairwise
 
 import pytest
 from bench_rows import BENCH, COUNTING, loader, row, run  # noqa: F401
-from workspace import ROOT
+from workspace import ROOT, run_forked
 
 PROGRAMS = ("environments", "work", "memory", "step", "gpu", "gpu_check", "gpu_parts", "report")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_every_program_explains_itself(name):
-    shown = subprocess.run(
-        [sys.executable, BENCH / f"{name}.py", "--help"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+def test_every_program_explains_itself(name, tmp_path):
+    shown = run_forked([BENCH / f"{name}.py", "--help"], tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert "usage:" in shown.stdout
 
@@ -28,12 +23,8 @@ def test_every_program_explains_itself(name):
 @pytest.mark.slow
 def test_the_first_minutes_on_a_gpu_run_on_a_cpu(tmp_path):
     words = ["--device", "cpu", "--tiny", "--results", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, BENCH / "gpu_check.py", *words, "--parts", "learn", "equality", "head"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    words += ["--parts", "learn", "equality", "head"]
+    done = run_forked([BENCH / "gpu_check.py", *words], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     results = {row["setting"]: row["runs"][-1] for row in found}

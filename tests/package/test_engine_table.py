@@ -1,11 +1,10 @@
 """The table of engines says what tests say."""
 
 import importlib.util
-import subprocess
 import sys
 
 import pytest
-from workspace import ROOT
+from workspace import ROOT, run_forked
 
 SCRIPT = ROOT / "scripts" / "engine_table.py"
 
@@ -22,9 +21,7 @@ def table():
 
 @pytest.mark.slow
 def test_the_page_is_up_to_date():
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--check"], cwd=ROOT, capture_output=True, text=True
-    )
+    done = run_forked([SCRIPT, "--check"], ROOT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from forks import DEADLINE
 from workspace import ROOT, environment
 
 PACKAGED = sorted(
@@ -30,7 +31,7 @@ def run(words, folder: Path, **variables) -> str:
         env=environment(folder) | variables,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=DEADLINE,
     )
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
     return done.stdout

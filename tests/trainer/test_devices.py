@@ -1,15 +1,12 @@
 """Training on an accelerator, which is pretended: see `pretend_device`."""
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils import backend_registration
-from workspace import ROOT, environment
+from workspace import run_forked
 
 SCRIPT = Path(__file__).parents[1] / "device_runs.py"
 CASES = ["shared prompts", "plain rows"]
@@ -47,14 +44,7 @@ VALUE = {"online/metrics.py <dictcomp>": 2}  # sum and weight
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("devices")
-    paths = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder)],
-        env=environment(folder) | paths,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = run_forked([SCRIPT, str(folder)], folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(folder / "found.pt")
 

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from forks import DEADLINE
 from shared_vllm import backend, engine, fresh_engine, needs_vllm, policy_model, shared_llm
 from tiny import tiny_tokenizer
 from workspace import ROOT, environment
@@ -33,6 +34,7 @@ def state():
         torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state()),
         {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
     )
+from forks import DEADLINE
 from shared_vllm import fresh_engine, policy_model
 model = policy_model()
 before = state()
@@ -62,7 +64,7 @@ def test_starting_leaves_the_process_as_it_was(tmp_path):
         env=environment(tmp_path) | {"OMP_NUM_THREADS": "2"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=DEADLINE,
     )
     assert done.stdout.endswith("unchanged\n"), done.stdout[-500:] + done.stderr[-2000:]
 

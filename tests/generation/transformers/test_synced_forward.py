@@ -1,14 +1,12 @@
 """Ranks run a decoder equally often, whatever each of them has to do."""
 
-import os
 from contextlib import nullcontext
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from accelerate import Accelerator
+from distributed.engines import call
 from tiny import tiny_model
 
 from trl.distributed import RankError, Ranks
@@ -76,14 +74,10 @@ def generations(rank, ranks=None):
     return backend.generate(Prompts(messages=ids, token_ids=ids), sampling, 1)
 
 
-def work(rank: int, folder: str) -> None:
-    """One of three processes; writes what happened to it."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # the store is a file
-    store = dist.FileStore(f"{folder}/store", 3)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=PATIENCE)
+def work():
+    """What happens to one of three processes."""
     ranks = Ranks(Accelerator(cpu=True))
-    generated = generations(rank, ranks)
+    generated = generations(ranks.rank, ranks)
     assert generated.sampling_logps is None
     lockstep = SyncedForward(ranks, torch.device("cpu"))
     model, found = decoder(), {"generated": generated.completion_ids}
@@ -91,16 +85,14 @@ def work(rank: int, folder: str) -> None:
         Layer.calls = 0
         try:
             with lockstep.over(model):
-                parts[rank](model)
+                parts[ranks.rank](model)
             found[name] = Layer.calls
         except Exception as error:
             found[name] = (type(error).__name__, str(error))
     found["hooks"] = len(model._forward_hooks) + len(model._forward_pre_hooks)
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
-PATIENCE = timedelta(seconds=60)
 CASES = {
     "unequal": [forwards(0), forwards(5), forwards(3)],
     "equal": [forwards(2)] * 3,
@@ -111,9 +103,8 @@ CASES = {
 
 
 @pytest.mark.distributed
-def test_unequal_work_failures_and_what_comes_after(tmp_path):
-    mp.spawn(work, args=(str(tmp_path),), nprocs=3)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(3)]
+def test_unequal_work_failures_and_what_comes_after():
+    ranks = call(work, processes=3)
     for rank, found in enumerate(ranks):
         alone = generations(rank)
         assert found["generated"] == alone.completion_ids

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from joined import join_two
+from accelerate import Accelerator
+from distributed.engines import call
 from online_runs import make_trainer, weights
 from tiny import tiny_model
-from torch import multiprocessing as mp
 
 from trl.distributed import Ranks
 from trl.models.reference import AdapterOff, FrozenCopy
@@ -37,21 +37,18 @@ def test_a_copy_that_stays_is_in_no_checkpoint(tmp_path):
     assert not (tmp_path / "checkpoint-1" / REFERENCE_FILE).exists()
 
 
-def work(rank, port, folder):
+def work(folder):
     """One of two processes; only the first finds a file."""
-    ranks = join_two(rank, port)
+    ranks = Ranks(Accelerator(cpu=True))
     reference = FrozenCopy(tiny_model(seed=2))
-    if rank == 0:
+    if ranks.rank == 0:
         write_reference(FrozenCopy(tiny_model(seed=1)), f"{folder}/0", writes=True)
-    read_reference(reference, f"{folder}/{rank}", ranks)
-    torch.save(weights(reference.model), f"{folder}/weights-{rank}.pt")
-    torch.distributed.destroy_process_group()
+    read_reference(reference, f"{folder}/{ranks.rank}", ranks)
+    return weights(reference.model)
 
 
 @pytest.mark.distributed
-def test_a_rank_without_the_file_keeps_the_others_from_reading_it(tmp_path, free_port):
+def test_a_rank_without_the_file_keeps_the_others_from_reading_it(tmp_path):
     (tmp_path / "0").mkdir()
-    mp.spawn(work, args=(free_port, str(tmp_path)), nprocs=2)
     expected = weights(tiny_model(seed=2))
-    for rank in (0, 1):
-        assert torch.equal(torch.load(tmp_path / f"weights-{rank}.pt"), expected)
+    assert all(torch.equal(found, expected) for found in call(work, tmp_path))
