@@ -26,7 +26,7 @@ def texts(count=12) -> Dataset:
     )
 
 
-def config(folder, **changes):
+def config(folder, kind=SFTConfig, **changes):
     settings = {
         "use_cpu": True,
         "bf16": False,
@@ -45,7 +45,7 @@ def config(folder, **changes):
         "log_memory": False,
         "max_length": 64,
     }
-    return SFTConfig(str(folder), **(settings | changes))
+    return kind(str(folder), **(settings | changes))
 
 
 def make_trainer(folder, data=None, model=None, tokenizer=None, **changes):

@@ -14,7 +14,7 @@ from trl.cli.arguments import OnlineScriptArguments
 from trl.cli.values import ConversionError, convert
 from trl.cli.words import launch_option_names
 from trl.data.mixture import DatasetMixtureConfig
-from trl.scripts import grpo, rloo, sft
+from trl.scripts import grpo, reward, rloo, sft
 from trl.trainer.model_config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,10 +26,12 @@ SCRIPT_TYPES = (OnlineScriptArguments, ModelConfig, DatasetMixtureConfig)
 
 
 def write_inputs(folder: Path) -> Path:
-    """Write `tiny-model/`, `prompts.jsonl` (8 rows) and `rewards.py`."""
+    """Write `tiny-model/`, `prompts.jsonl` and `preferences.jsonl` (8 rows) and `rewards.py`."""
     save_tiny(folder / "tiny-model")
     row = json.dumps({"prompt": "1+2=", "answer": "3"})
     (folder / "prompts.jsonl").write_text(f"{row}\n" * 8)
+    pair = json.dumps({"prompt": "1+2=", "chosen": "3", "rejected": "4"})
+    (folder / "preferences.jsonl").write_text(f"{pair}\n" * 8)
     (folder / "rewards.py").write_text(REWARDS)
     return folder
 
@@ -82,7 +84,7 @@ def run_trl_alone(
 def option_problems(config: dict[str, object]) -> list[str]:
     """What is wrong with a configuration file for a training command."""
     options = {}
-    for command in (sft, grpo, rloo):
+    for command in (sft, reward, grpo, rloo):
         options |= command.make_parser()._options
     others = launch_option_names() | {"accelerate_config", "env"}
     problems = []

@@ -33,6 +33,8 @@ _MODULES = {
     "trainer.grpo_config": ("GRPOConfig",),
     "trainer.grpo_trainer": ("GRPOTrainer",),
     "trainer.model_config": ("ModelConfig", "get_peft_config", "get_quantization_config"),
+    "trainer.reward_config": ("RewardConfig",),
+    "trainer.reward_trainer": ("RewardTrainer",),
     "trainer.rloo_config": ("RLOOConfig",),
     "trainer.rloo_trainer": ("RLOOTrainer",),
     "trainer.sft_config": ("SFTConfig",),

@@ -61,6 +61,8 @@ from .trainer.model_config import (
 from .trainer.model_config import (
     get_quantization_config as get_quantization_config,
 )
+from .trainer.reward_config import RewardConfig as RewardConfig
+from .trainer.reward_trainer import RewardTrainer as RewardTrainer
 from .trainer.rloo_config import RLOOConfig as RLOOConfig
 from .trainer.rloo_trainer import RLOOTrainer as RLOOTrainer
 from .trainer.sft_config import SFTConfig as SFTConfig

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from workspace import ROOT, option_problems
 
 from examples.quickstart import addition, copying, evaluate, models, noise, report
+from trl.cli.commands import TRAINING
 from trl.cli.reward_lookup import find_reward
-from trl.scripts import rloo, sft
 
 CONFIGS = sorted((ROOT / "examples" / "cli_configs").glob("*.yaml"))
 
@@ -148,7 +148,7 @@ def test_table_and_summary(tmp_path, capsys):
 def test_configurations_hold_options_of_the_right_types(path, tmp_path):
     config = yaml.safe_load(path.read_text())
     assert option_problems(config) == []
-    command = sft if path.stem.startswith("sft") else rloo
+    command = TRAINING[path.stem.split("_")[0]]
     for name in config.get("reward_funcs", ()):
         assert callable(find_reward(name))
     # The launcher takes its own options out before the workers read theirs.

@@ -151,25 +151,42 @@ def _online(name: str, title: str, common: tuple[str, ...]) -> TrainingCommand:
     )
 
 
-_SFT = TrainingCommand(
-    "sft",
-    "train on texts, conversations or completions",
-    config="trl.trainer.sft_config.SFTConfig",
-    trainer="trl.trainer.sft_trainer.SFTTrainer",
-    arguments="trl.cli.arguments.ScriptArguments",
-    needed=(("model_name_or_path",), ("dataset_name", "datasets")),
-    common=(
-        *("output_dir", "max_length", "packing", "assistant_only_loss", "learning_rate"),
-        *("num_train_epochs", "max_steps", "per_device_train_batch_size"),
-        *("gradient_accumulation_steps", "eval_strategy", "use_peft", "report_to", "config"),
+def _offline(title: str, summary: str, common: tuple[str, ...], example: str) -> TrainingCommand:
+    name = title.lower()
+    return TrainingCommand(
+        name,
+        summary,
+        config=f"trl.trainer.{name}_config.{title}Config",
+        trainer=f"trl.trainer.{name}_trainer.{title}Trainer",
+        arguments="trl.cli.arguments.ScriptArguments",
+        needed=(("model_name_or_path",), ("dataset_name", "datasets")),
+        common=(
+            *("output_dir", "max_length", *common, "learning_rate", "num_train_epochs"),
+            *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"),
+            *("eval_strategy", "use_peft", "report_to", "config"),
+        ),
+        example=f"--model_name_or_path {example} --output_dir output",
+    )
+
+
+_OFFLINE = (
+    _offline(
+        "SFT",
+        "train on texts, conversations or completions",
+        ("packing", "assistant_only_loss"),
+        "Qwen/Qwen3-0.6B-Base --dataset_name trl-lib/Capybara \\\n    --packing",
     ),
-    example="--model_name_or_path Qwen/Qwen3-0.6B-Base --dataset_name trl-lib/Capybara \\\n"
-    "    --packing --output_dir output",
+    _offline(
+        "Reward",
+        "train a model that scores answers, on preferences",
+        ("center_rewards_coefficient",),
+        "Qwen/Qwen3-0.6B --dataset_name trl-lib/ultrafeedback_binarized \\\n   ",
+    ),
 )
 TRAINING: dict[str, TrainingCommand] = {
     command.name: command
     for command in (
-        _SFT,
+        *_OFFLINE,
         _online("rloo", "RLOO", ("beta",)),
         _online("grpo", "GRPO", ("beta", "loss_type", "scale_rewards")),
     )
@@ -189,7 +206,7 @@ COMMANDS: dict[str, Command] = TRAINING | {
 }
 
 # Commands of Hugging Face TRL that this release does not have.
-ABSENT = ("dpo", "kto", "reward", "distillation")
+ABSENT = ("dpo", "kto", "distillation")
 
 
 def unknown_command(name: str) -> str:

@@ -293,6 +293,7 @@ class CutReport:
     answers: int  # rows an answer of which lost tokens
     tokens_lost: int
     empty: tuple[int, ...]  # rows of the dataset with an answer of no tokens, left out
+    long: tuple[int, ...]  # rows of the dataset over the limit, where those are left out
     merged: int
 
     def lines(self) -> list[str]:
@@ -308,6 +309,7 @@ class CutReport:
         )
         said = [cut] * bool(self.tokens_lost)
         said += nothing_left(self.empty, rows, "an answer without tokens")
+        said += nothing_left(self.long, rows, "more than max_length tokens")
         return said + [merged] * bool(self.merged)
 
 
@@ -317,8 +319,7 @@ def cut_preferences(
     """Cut prepared examples to length, and leave out those an answer of which is empty.
 
     Args:
-        table: as of `prepare_preferences`.
-        limits: how long.
+        table, limits: as of `prepare_preferences`, and how long.
         drop_long (`bool`): leave out examples over `max_length` instead, as reward models do.
 
     Raises:
@@ -326,9 +327,9 @@ def cut_preferences(
     """
     prompts, sizes = preference_lengths(table)
     kept, left = limits.lengths(prompts, sizes)
-    good = np.min(left, axis=1) > 0
-    if drop_long and limits.max_length is not None:
-        good &= prompts + np.max(sizes, axis=1) <= limits.max_length
+    longest = limits.max_length if drop_long and limits.max_length else np.inf
+    fits = prompts + np.max(sizes, axis=1) <= longest
+    good = fits & (np.min(left, axis=1) > 0)
     if not good.any():
         raise ValueError(
             f"None of the {len(table)} rows is left with tokens in every answer (max_length="
@@ -341,11 +342,11 @@ def cut_preferences(
         prompts=int((kept < prompts)[good].sum()),
         answers=int((np.max(sizes - left, axis=1) > 0)[good].sum()),
         tokens_lost=int((prompts - kept)[good].sum() + (sizes - left)[good].sum()),
-        empty=tuple(source[~good].tolist()),
+        empty=tuple(source[fits & ~good].tolist()),
+        long=tuple(source[~fits].tolist()),
         merged=int((np.asarray(table["merged"][:]) > 0).sum()),
     )
-    found = table if good.all() else table.select(np.flatnonzero(good))
-    return found, report
+    return table if good.all() else table.select(np.flatnonzero(good)), report
 
 
 def preference_lengths(table: Dataset) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,9 @@ def add_adapter(model: PreTrainedModel, peft_config: Any, checkpointing: bool) -
             "The model already has an adapter: pass it without peft_config to continue training "
             "that adapter, or merge it first."
         )
+    if not model.can_generate() and peft_config.task_type in (None, "CAUSAL_LM"):
+        peft_config = copy.deepcopy(peft_config)
+        peft_config.task_type = "SEQ_CLS"  # for which peft also trains the layer of the score
     wrapped = peft.get_peft_model(_prepare_base(model), peft_config)
     if checkpointing:
         wrapped.enable_input_require_grads()

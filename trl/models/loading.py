@@ -11,6 +11,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -41,6 +42,7 @@ def load_policy(
     trust_remote_code: bool = False,
     quantization_config: Any = None,
     distributed: bool = False,
+    gives_rewards: bool = False,
 ) -> PreTrainedModel:
     """Load a causal language model with the architecture its configuration names.
 
@@ -50,6 +52,7 @@ def load_policy(
         trust_remote_code (`bool`): whether code shipped with the model may run.
         quantization_config (*optional*): bitsandbytes configuration.
         distributed (`bool`): whether several processes train, each with its own device.
+        gives_rewards (`bool`): load a sequence classifier with one label instead.
 
     Raises:
         ValueError: for an unknown dtype, or a quantization given twice.
@@ -70,7 +73,10 @@ def load_policy(
         )
         kwargs["device_map"] = None
     config = load_config(name, kwargs.get("revision"), kwargs["trust_remote_code"])
-    return _architecture(config).from_pretrained(name, **kwargs)
+    kind = _architecture(config)
+    if gives_rewards:
+        kind, kwargs["num_labels"] = AutoModelForSequenceClassification, 1
+    return kind.from_pretrained(name, **kwargs)
 
 
 def _architecture(config: PretrainedConfig) -> Any:
@@ -120,8 +126,8 @@ def settle_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
             raise ValueError("The tokenizer has neither a pad token nor an EOS token; set one.")
         tokenizer.pad_token = tokenizer.eos_token
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    if model.generation_config is not None:
-        model.generation_config.pad_token_id = tokenizer.pad_token_id
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        generation.pad_token_id = tokenizer.pad_token_id
     return tokenizer.pad_token_id
 
 

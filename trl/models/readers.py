@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..ops.logprobs import token_scores
 from ..ops.support import Support
 from .lm_head import OutputHead
 from .packed_layout import Layout
+from .unwrap import causal_model
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,13 @@ class TokenReader(Reader):
         return torch.stack(
             [self.support.log_mass(row.float() / self.temperature, ids) for row, ids in rows]
         )
+
+
+def score_layer(model: nn.Module) -> nn.Module | None:
+    """The layer by which a classifier scores the last token; None if it scores all, as encoders."""
+    causal = causal_model(model)
+    has_one = isinstance(causal, PreTrainedModel) and not causal.config.is_encoder_decoder
+    return getattr(causal, "score", None) if has_one else None
 
 
 @dataclass(frozen=True)

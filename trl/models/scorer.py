@@ -192,9 +192,15 @@ class Scorer:
             return False
         return self.check.allows(model, scoring_comparison(model, readers[0], batch, self.pad_id))
 
-    def agree(self, model: nn.Module, batch: Rows, largest: Callable[[float], float]) -> None:
-        """Let ranks decide together about what `batch` needs; see `LayoutCheck.agree`."""
-        reader = self.token_reader(model)
+    def agree(
+        self,
+        model: nn.Module,
+        batch: Rows,
+        largest: Callable[[float], float],
+        reader: Reader | None = None,
+    ) -> None:
+        """Let ranks decide together how `batch` is read; see `LayoutCheck.agree`."""
+        reader = reader or self.token_reader(model)
         self.check.has_agreed = True
         if reader.can_pack:
             comparison = scoring_comparison(model, reader, batch, self.pad_id)

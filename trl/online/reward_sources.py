@@ -23,6 +23,8 @@ from transformers import (
 )
 
 from ..distributed import undivided_models
+from ..models.readers import score_layer
+from ..models.unwrap import causal_model
 from ..text import did_you_mean
 
 TRAINED = (
@@ -51,7 +53,7 @@ class FunctionReward:
 
 @dataclass(frozen=True)
 class ModelReward:
-    """A sequence classifier: its first logit on prompt and completion is the reward.
+    """A sequence classifier: its score of prompt and completion, read at the last token.
 
     Args:
         name (`str`): of the column.
@@ -88,10 +90,14 @@ class ModelReward:
             texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
         )
         device = next(self.model.parameters()).device
-        logits = self.model(
-            input_ids=inputs["input_ids"].to(device),
-            attention_mask=inputs["attention_mask"].to(device),
-        ).logits
+        ids, mask = inputs["input_ids"].to(device), inputs["attention_mask"].to(device)
+        layer = score_layer(self.model)
+        if layer is None:
+            logits = self.model(input_ids=ids, attention_mask=mask).logits
+        else:
+            states = causal_model(self.model).base_model(input_ids=ids, attention_mask=mask)[0]
+            # The model itself looks for padding by its id, which may also end the text.
+            logits = layer(states[torch.arange(len(ids)), (mask.sum(1) - 1).clamp(min=0)])
         return logits[:, 0].float().tolist()
 
     def _text(self, prompt: Any, completion: Any, template_kwargs: dict[str, Any]) -> str:

@@ -22,7 +22,8 @@ def test_a_stream_has_the_items_of_the_dataset(tmp_path, caplog, unpaired, drop_
     options = {"unpaired": unpaired, "drop_long": drop_long}
     data = Dataset.from_list(ROWS)
     whole = prepare_answers(data, ENCODER, config(tmp_path), limits, **options)
-    assert "answer without tokens, left out: " in caplog.text
+    reason = "more than max_length tokens" if drop_long else "an answer without tokens"
+    assert f"{reason}, left out: " in caplog.text
     assert drop_long or "2 tokens cut off" in caplog.text
     stream = data.to_iterable_dataset()
     found = list(prepare_answers(stream, ENCODER, config(tmp_path), limits, **options))

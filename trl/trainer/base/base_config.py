@@ -128,6 +128,7 @@ class BaseConfig(LoopOptions, PolicyOptions, MemoryOptions, TrainingArguments):
     """`transformers.TrainingArguments` with the defaults of this package."""
 
     legacy_options: ClassVar[dict[str, str | None]] = {}
+    trains_reward_model: ClassVar[bool] = False
     # Options of `TrainingArguments` that would do nothing, or harm; and why.
     without_meaning: ClassVar[dict[str, str]] = {
         "torch_compile": (

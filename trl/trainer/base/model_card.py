@@ -23,6 +23,7 @@ class Method:
         paper: title of the paper.
         arxiv: its arXiv identifier.
         citation: BibTeX entry.
+        card: template of the README.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Method:
     paper: str = ""
     arxiv: str = ""
     citation: str = ""
+    card: str = "model_card.md"
 
     @property
     def reference(self) -> str:
@@ -52,9 +54,7 @@ def render_model_card(
         dataset_name (`str`, *optional*): on what; left out where it is a local file.
     """
     base_model, dataset_name = _on_hub(base_model), _on_hub(dataset_name)
-    template = (
-        resources.files("trl").joinpath("templates").joinpath("model_card.md").read_text("utf-8")
-    )
+    template = resources.files("trl").joinpath("templates").joinpath(method.card).read_text("utf-8")
     versions = "\n".join(
         f"- {package}: {_version(package)}"
         for package in ("trl", "transformers", "torch", "accelerate", "datasets")

@@ -117,6 +117,7 @@ def _load(
         args.trust_remote_code,
         quantization_config,
         distributed=args.world_size > 1,
+        gives_rewards=args.trains_reward_model,
     )
     return model if adapter is None else load_adapter(model, adapter, revision)
 

@@ -72,7 +72,7 @@ class ItemStream(TorchIterableDataset):  # type: ignore[type-arg]
         unpack: Callable[[dict[str, Any]], Sequence[Item]],
         size: Callable[[Item], int],
     ):
-        self.rows, self.size, self._unpack = rows, size, unpack
+        self.rows, self.size, self.unpack = rows, size, unpack
         self._has_warned = False
 
     def shuffle(self, seed: int) -> None:
@@ -81,7 +81,7 @@ class ItemStream(TorchIterableDataset):  # type: ignore[type-arg]
 
     def __iter__(self) -> Iterator[Any]:
         for row in self.rows:
-            items = self._unpack(row)
+            items = self.unpack(row)
             if not items and not self._has_warned:
                 self._has_warned = True
                 logger.warning(

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from ...data.encode import TextEncoder
 from ...data.packing import MicroBatchSampler
+from ...models.readers import Reader
 from ...models.reference import make_reference
 from ...models.scorer import Scorer
 from ...types import Mode, TokenScores
@@ -147,6 +148,15 @@ class OfflineTrainer(BaseTrainer):
         """Make the rows of a micro-batch of prepared items."""
         raise NotImplementedError
 
+    def reader(self, model: nn.Module) -> Reader:
+        """What reads the hidden states of rows, for ranks to agree on their layout."""
+        return self.scorer.token_reader(model)
+
+    def read(self, model: nn.Module, rows: Any, reader: Reader) -> Tensor:
+        """What a reader finds in the rows of a micro-batch, with gradient."""
+        ((found, *_),), _ = self.scorer.read(model, rows.flat, [reader])
+        return torch.as_tensor(found)
+
     def score(self, model: nn.Module, rows: Any) -> Any:
         """Compute what the loss of the rows of a micro-batch depends on, with gradient."""
         scores = self.scorer(model, rows.flat, with_entropy=self.logs_next(rows.mode))
@@ -251,7 +261,8 @@ class OfflineTrainer(BaseTrainer):
         """Let all ranks decide together in which layout rows up to this length are scored."""
         if self.ranks.count > 1:
             with self.accelerator.autocast():
-                self.scorer.agree(self.model, rows.flat, self.ranks.largest)
+                reader = self.reader(self.model)
+                self.scorer.agree(self.model, rows.flat, self.ranks.largest, reader)
 
     def prepare(self, inputs: Any, mode: Mode) -> Any:
         """Make a step of the rows of an evaluation; those of training are known to be in one."""
@@ -313,9 +324,9 @@ class OfflineTrainer(BaseTrainer):
         else:  # what transformers makes of losses of batches weighs them by their rows
             self.metrics[mode].mean("loss", sums, inputs.totals)
             loss = (sums / inputs.totals.clamp(min=1)).sum()
-        if scores.aux_loss is not None:
-            loss = loss + self.router_coefficient * scores.aux_loss * inputs.share_of_micro_batch
-            self.metrics[mode].value("aux_loss", scores.aux_loss)
+        if (aux_loss := getattr(scores, "aux_loss", None)) is not None:
+            loss = loss + self.router_coefficient * aux_loss * inputs.share_of_micro_batch
+            self.metrics[mode].value("aux_loss", aux_loss)
         return loss
 
     def check_update(self, step: int) -> None:

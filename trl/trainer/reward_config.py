@@ -1,0 +1,28 @@
+"""Options of reward models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .base.options import option
+from .offline.offline_config import OfflineConfig
+
+
+@dataclass
+class RewardConfig(OfflineConfig):
+    """Configuration of `RewardTrainer`."""
+
+    trains_reward_model: ClassVar[bool] = True
+
+    learning_rate: float = option(1e-4, "Initial learning rate.", ge=0)
+    max_length: int | None = option(
+        1024, "Rows with a longer prompt and answer are left out. None: none is.", ge=2
+    )
+    disable_dropout: bool = option(True, "Set the probability of every dropout layer to zero.")
+    center_rewards_coefficient: float | None = option(
+        None, "Weight of the squared sum of both scores of a pair, which keeps scores near 0.", ge=0
+    )
+    router_aux_loss_coef: float | None = option(
+        0.0, "Only 0: classifiers do not return the load-balancing loss.", ge=0, le=0
+    )

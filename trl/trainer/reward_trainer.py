@@ -1,0 +1,209 @@
+"""Reward models: classifiers that score the better of two answers higher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+
+from ..data.answer_rows import AnswerGroup, AnswerRows
+from ..data.encode import TextEncoder
+from ..data.preference_rows import PreferenceLimits, kind_of_preferences
+from ..data.prepare import first_row
+from ..models.packed_layout import plain_layout
+from ..models.readers import Reader, ValueReader, score_layer
+from ..models.unwrap import causal_model
+from ..ops.masking import masked_sum
+from ..ops.preference_losses import ranking_loss
+from ..types import Mode, TokenRows
+from .base.model_card import Method
+from .offline.answers import prepare_answers
+from .offline.offline_trainer import OfflineTrainer
+from .reward_config import RewardConfig
+
+
+class RewardTrainer(OfflineTrainer):
+    """Trains a sequence classifier with one label to score the better answer of a pair higher.
+
+    The loss of an optimizer step is the mean of -log sigmoid(better - worse - margin) over all its
+    pairs of answers. The score is read at the last token of a row, whatever fills the padding.
+
+    Args:
+        model (`str` or `PreTrainedModel`): a sequence classifier with one label; a name is loaded
+            as one.
+        args (`RewardConfig`, *optional*): options.
+        data_collator: refused, as are `compute_metrics` and `preprocess_logits_for_metrics`.
+        train_dataset (`Dataset` or `IterableDataset`): `chosen` and `rejected`, with `prompt` and
+            `margin` if there are any; or `prompt` with `answers` and their `ranks` (1 is best).
+        eval_dataset (*optional*): the same for evaluation, or a dictionary of datasets.
+        processing_class (`PreTrainedTokenizerBase`, *optional*): None: loaded with the model.
+        callbacks (`list[TrainerCallback]`, *optional*): additional callbacks.
+        optimizers (`tuple`): optimizer and scheduler, as in `transformers.Trainer`.
+        optimizer_cls_and_kwargs (*optional*): an optimizer class and its arguments.
+        quantization_config (*optional*): how to quantize a model given by name.
+        peft_config (`peft.PeftConfig`, *optional*): train an adapter and the layer of the score.
+
+    Example:
+
+    ```python
+    trainer = RewardTrainer("my-model", train_dataset=dataset)
+    trainer.train()
+    ```
+    """
+
+    config_class = RewardConfig
+    method = Method("Reward", "reward-trainer", card="reward_model_card.md")
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        args: RewardConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        compute_metrics: None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Any = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ):
+        if isinstance(model, nn.Module):
+            _check_classifier(causal_model(model))
+        super().__init__(
+            *(model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers),
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            data_collator=data_collator,
+            compute_metrics=compute_metrics,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+        self._predicted: dict[int, list[float]] | None = None  # scores by row of the dataset
+
+    def prepare_dataset(
+        self, dataset: Any, encoder: TextEncoder, args: RewardConfig, mode: Mode
+    ) -> Any:
+        """Tokenize, and leave out what is over `max_length`."""
+        if kind_of_preferences(first_row(dataset)) == "labelled":
+            raise ValueError(
+                "Reward models learn from pairs ('chosen' and 'rejected') or ranked answers "
+                "('answers' and 'ranks'); single answers with a label have nothing to compare with."
+            )
+        limits = PreferenceLimits(max_length=args.max_length)
+        return prepare_answers(dataset, encoder, args, limits, drop_long=True)
+
+    def collate(self, items: Sequence[AnswerGroup]) -> AnswerRows:
+        """Make the rows of a micro-batch."""
+        return AnswerRows.of(items)
+
+    def weigh(self, rows: AnswerRows) -> Tensor:
+        """Count the pairs (1,)."""
+        return better_answers(rows).sum()[None]
+
+    def reader(self, model: nn.Module) -> Reader:
+        """The layer of the score, at the last token of each row."""
+        layer = score_layer(model)
+        return OwnForward() if layer is None else ValueReader(layer, at_end=True)
+
+    def score(self, model: nn.Module, rows: AnswerRows) -> Tensor:
+        """Score prompts with their answers: (F,)."""
+        flat, reader = rows.flat, self.reader(model)
+        if reader.can_pack:
+            scores = self.read(model, rows, reader)
+        else:
+            scores = self._by_own_forward(model, flat)
+        self.guard.watch("score", scores, flat)
+        return scores
+
+    def _by_own_forward(self, model: nn.Module, rows: TokenRows) -> Tensor:
+        """Scores (F,) of a classifier that reads all tokens, each prompt and answer one text."""
+        pairs = zip(rows.prompt_ids, rows.completion_ids, strict=True)
+        texts = TokenRows.of([((), [*prompt, *answer]) for prompt, answer in pairs])
+        pad_id, args = self.processing_class.pad_token_id, self.args
+        layout = plain_layout(texts, pad_id, args.device, args.pad_multiple)
+        names = ("input_ids", "attention_mask")
+        return model(**{name: layout.inputs[name] for name in names}).logits[:, 0].float()
+
+    def loss_of(self, scores: Tensor, rows: AnswerRows) -> Tensor:
+        """Return the sum of the losses of all pairs (1,)."""
+        values = rows.by_group(scores)
+        better, worse = values[:, :, None], values[:, None, :]
+        margins = rows.values.get("margin")
+        margin = 0.0 if margins is None else margins[:, None, None].to(values.dtype)
+        losses = ranking_loss(better, worse, margin)
+        if self.args.center_rewards_coefficient is not None:
+            losses = losses + self.args.center_rewards_coefficient * (better + worse).square()
+        counted = better_answers(rows)
+        self._record(values.detach(), counted, rows)
+        return masked_sum(losses, counted)[None]
+
+    def _record(self, values: Tensor, counted: Tensor, rows: AnswerRows) -> None:
+        """Record metrics of scores (B, K) and pairs (B, K, K), and what `predict` returns."""
+        store, pairs = self.metrics[rows.mode], counted.sum()
+        difference = values[:, :, None] - values[:, None, :]
+        store.mean("accuracy", ((difference > 0) & counted).sum(), pairs)
+        store.mean("margin", masked_sum(difference, counted), pairs)
+        known = (rows.values["lengths"] > 0) & rows.values["counts"][:, None]
+        store.mean("mean_reward", masked_sum(values, known), known.sum())
+        store.minimum("min_reward", values.masked_fill(~known, torch.inf).amin())
+        store.maximum("max_reward", values.masked_fill(~known, -torch.inf).amax())
+        if self._predicted is not None:
+            every = values.masked_fill(~known, torch.nan).tolist()
+            pairs_of = zip(rows.groups, every, strict=True)
+            self._predicted |= {group.source: row for group, row in pairs_of if group.counts}
+
+    def predict(self, test_dataset: Any, *args: Any, **options: Any) -> Any:
+        """Evaluate another dataset; `predictions` are the scores (rows, K) of its answers.
+
+        Rows that are left out because of their length have NaN.
+        """
+        self._predicted = {}
+        output = super().predict(test_dataset, *args, **options)
+        found: dict[int, list[float]] = {}
+        for known in self.ranks.gather_objects(self._predicted):
+            found |= known
+        self._predicted = None
+        rows = len(test_dataset) if isinstance(test_dataset, Dataset) else max(found) + 1
+        scores = np.full((rows, max(map(len, found.values()))), np.nan, dtype=np.float32)
+        for row, values in found.items():
+            scores[row, : len(values)] = values
+        return output._replace(predictions=scores)
+
+
+class OwnForward(Reader):
+    """Nothing is read of hidden states: a classifier makes its score of all tokens itself."""
+
+    can_pack = False
+
+
+def better_answers(rows: AnswerRows) -> Tensor:
+    """Which answer is better than which: (B, K, K) bool, for groups that count.
+
+    Of pairs the first is chosen; of ranked answers the lower rank is better, and equal ones are
+    not compared.
+    """
+    lengths = rows.values["lengths"]
+    ranks = rows.values.get("ranks", torch.arange(lengths.shape[1], device=lengths.device)[None])
+    known = (lengths > 0) & rows.values["counts"][:, None]
+    return (ranks[:, :, None] < ranks[:, None, :]) & known[:, :, None] & known[:, None, :]
+
+
+def _check_classifier(model: Any) -> None:
+    if not hasattr(model, "config") or model.can_generate():
+        raise TypeError(
+            f"model is a {type(model).__name__}, which does not score. Pass its name, or a model "
+            "loaded with AutoModelForSequenceClassification and num_labels=1."
+        )
+    if model.config.num_labels != 1:
+        raise ValueError(
+            f"The model has num_labels={model.config.num_labels}: a reward model has one. Load it "
+            "with num_labels=1."
+        )
