@@ -38,34 +38,21 @@ SHARED_INIT_OPTIONS = ("dtype", "device_map", "trust_remote_code")
 
 @dataclass(frozen=True)
 class FunctionReward:
-    """A callable of the user: one column of the reward table.
+    """A callable of the user: one column of the reward table."""
 
-    Args:
-        name (`str`): of the column.
-        function: returns one reward for each row.
-        is_async (`bool`): whether it is a coroutine function, or an object whose call is one.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    is_async: bool = False
+    name: str  # of the column
+    function: Callable[..., Any]  # returns one reward for each row
+    is_async: bool = False  # whether it is a coroutine function, or an object whose call is one
 
 
 @dataclass(frozen=True)
 class ModelReward:
-    """A sequence classifier: its score of prompt and completion, read at the last token.
+    """A sequence classifier: its score of prompt and completion, read at the last token."""
 
-    Args:
-        name (`str`): of the column.
-        model (`nn.Module`): whole on every rank.
-        tokenizer (`PreTrainedTokenizerBase`): its own.
-        template_kwargs (`dict`): extra arguments of every chat-template call.
-    """
-
-    name: str
-    model: nn.Module
-    tokenizer: PreTrainedTokenizerBase
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    name: str  # of the column
+    model: nn.Module  # whole on every rank
+    tokenizer: PreTrainedTokenizerBase  # its own
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # of every chat-template call
 
     @torch.inference_mode()
     def score(
@@ -128,7 +115,7 @@ def resolve_rewards(
     template_kwargs: Any = None,
     trust_remote_code: bool = False,
 ) -> tuple[RewardSource, ...]:
-    """Settle once what each reward is. Nothing given is modified.
+    """Resolve once what each reward is. Nothing given is modified.
 
     Args:
         reward_funcs: a callable, coroutine function, module, model name, or a list of these.
@@ -187,8 +174,7 @@ def _name(function: Any, place: int) -> str:
         config = getattr(function, "config", None)
         path = getattr(config, "_name_or_path", "") or type(function).__name__
         return path.rstrip("/").split("/")[-1]
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = _unwrapped(function)
     if not callable(function):
         raise TypeError(
             f"reward_funcs[{place}] is {function!r:.60}: it must be callable, a model, or the "
@@ -267,8 +253,11 @@ def _check_exists(name: str) -> None:
 
 
 def _is_coroutine_function(function: Any) -> bool:
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = _unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004
     )
+
+
+def _unwrapped(function: Any) -> Any:
+    return _unwrapped(function.func) if isinstance(function, functools.partial) else function

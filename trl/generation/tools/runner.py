@@ -26,14 +26,14 @@ class ToolResult:
     failed: bool = False
 
     @classmethod
-    def of(cls, call: ToolCall, outcome: Outcome) -> ToolResult:
+    def of(cls, name: str, outcome: Outcome) -> ToolResult:
         """What a call led to; values that JSON cannot hold are told as text."""
         if outcome.failure is None:
             outcome = Outcome.of(functools.partial(as_content, outcome.value))
         if outcome.failure is None:
-            return cls(call.name, outcome.value)
-        is_slow = isinstance(outcome.failure, TooSlow)
-        return cls.failure(call.name, f"the call {outcome.words}" if is_slow else outcome.words)
+            return cls(name, outcome.value)
+        subject = "the call " if isinstance(outcome.failure, TooSlow) else ""
+        return cls.failure(name, subject + outcome.words)
 
     @classmethod
     def failure(cls, name: str, words: str) -> ToolResult:
@@ -81,10 +81,10 @@ class ToolRunner:
             elif inspect.iscoroutinefunction(self._tools[call.name]):
                 waiting.append(place)
             else:
-                results[place] = ToolResult.of(call, self._calls.run(self._bound(call)))
+                results[place] = ToolResult.of(call.name, self._calls.run(self._bound(call)))
         outcomes = self._calls.run_at_once([self._bound(calls[place]) for place in waiting])
         for place, outcome in zip(waiting, outcomes, strict=True):
-            results[place] = ToolResult.of(calls[place], outcome)
+            results[place] = ToolResult.of(calls[place].name, outcome)
         return [results[place] for place in range(len(calls))]
 
     def _bound(self, call: ToolCall) -> Callable[[], Any]:

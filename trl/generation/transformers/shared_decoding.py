@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -97,30 +98,19 @@ class Prefix:
     layers: tuple[tuple[Tensor, Tensor], ...]  # keys and values (1, K, P, D)
     hidden: Tensor  # (H,) at its last token
 
-    def copy(self) -> Prefix:
-        """The same in memory of its own."""
-        layers = tuple((key.clone(), value.clone()) for key, value in self.layers)
-        return Prefix(layers, self.hidden)
-
 
 class _Rows:
     """The unfinished rows of a batch, in order, and what all rows wrote.
 
     The device knows all that a step needs of m unfinished rows, so nothing has to be brought there.
-
-    Args:
-        prompts: token ids of each row.
-        draws (`Tensor` (m, steps), *optional*): random numbers. None: greedy.
-        is_penalized (`bool`): whether tokens seen before become less likely.
-        device (`torch.device`): of the model.
     """
 
     def __init__(
         self,
         prompts: Sequence[Sequence[int]],
-        draws: Tensor | None,
-        is_penalized: bool,
-        device: torch.device,
+        draws: Tensor | None,  # (m, steps) random numbers; None: greedy
+        is_penalized: bool,  # whether tokens seen before become less likely
+        device: torch.device,  # of the model
     ):
         self.prompts = [tuple(ids) for ids in prompts]
         self.numbers = list(range(len(prompts)))  # of the unfinished rows
@@ -169,13 +159,11 @@ class _Rows:
 
     def groups(self) -> list[tuple[tuple[int, ...], slice]]:
         """Runs of rows with the same prompt."""
-        found: list[tuple[tuple[int, ...], slice]] = []
-        for place, number in enumerate(self.numbers):
-            prompt = self.prompts[number]
-            if found and found[-1][0] == prompt:
-                found[-1] = (prompt, slice(found[-1][1].start, place + 1))
-            else:
-                found.append((prompt, slice(place, place + 1)))
+        found, start = [], 0
+        for prompt, rows in groupby(self.prompts[number] for number in self.numbers):
+            stop = start + len(list(rows))
+            found.append((prompt, slice(start, stop)))
+            start = stop
         return found
 
 
@@ -236,7 +224,9 @@ class SharedDecoder:
         kept = {p: known for p, known in self._prefixes.items() if p in prompts}
         if len(kept) < len(self._prefixes):
             # Views would keep alive all that was computed with them.
-            kept = {p: known.copy() for p, known in kept.items()}
+            for prompt, known in kept.items():
+                layers = tuple((key.clone(), value.clone()) for key, value in known.layers)
+                kept[prompt] = Prefix(layers, known.hidden)
         self._prefixes = kept
         batch: list[tuple[int, ...]] = []
         for prompt in (p for p in prompts if p not in self._prefixes):

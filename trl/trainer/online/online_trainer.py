@@ -18,9 +18,8 @@ from ...models.loading import context_length, stop_token_ids
 from ...models.reference import make_reference
 from ...models.scorer import Scorer
 from ...online.buffer import Buffer
-from ...online.completions import CompletionLog, print_table, tracker_rows
 from ...online.prompts import PromptEncoder
-from ...online.reports import Reports, Round
+from ...online.reports import CompletionLog, Reports, Round, print_table, tracker_rows
 from ...online.reward_sources import resolve_rewards
 from ...online.rewards import RewardInputs, RewardSuite
 from ...ops.masking import masked_mean
