@@ -20,6 +20,7 @@ ALLOWED = {
     "text": set(),
     "timed_calls": set(),
     "progress": set(),
+    "step_lines": set(),
     "absent": {"text"},
     "rewards": {"imports", "text"},
     "data": {"ops", "types", "imports", "text"},
@@ -35,11 +36,12 @@ ALLOWED = {
     },
     "online": {
         *("ops", "types", "imports", "text", "data", "distributed", "models"),
-        *("rewards", "timed_calls"),
+        *("rewards", "timed_calls", "step_lines"),
     },
     "trainer": {
         *("ops", "types", "imports", "text", "data", "distributed", "models", "memory"),
         *("generation", "online", "rewards", "random_numbers", "progress"),
+        "step_lines",
     },
     "cli": {"imports", "text", "trainer", "data", "rewards", "memory"},
     "scripts": {"imports", "trainer", "cli"},

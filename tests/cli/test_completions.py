@@ -134,6 +134,8 @@ def test_a_run_without_completions(tmp_path, capsys):
 def test_a_damaged_line_is_named(folder):
     path = folder / "completions" / "train.jsonl"
     path.write_text(path.read_text() + '{"step": 1, "gr')
+    assert len(read_records(folder, "train")) == 5, "the run is writing the last line"
+    path.write_text(path.read_text() + "\n")
     with pytest.raises(ValueError, match=r"line 6 of .*train\.jsonl is not valid JSON"):
         read_records(folder, "train")
 

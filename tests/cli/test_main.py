@@ -38,7 +38,7 @@ def test_version(capsys):
     ("command", "hint"),
     [
         ("rlo", "Did you mean rloo?"),
-        ("zzz", "Commands: sft, rloo, grpo, memory-plan, vllm-serve, completions, env."),
+        ("zzz", "Commands: sft, rloo, grpo, memory-plan, vllm-serve, completions, report, env."),
     ],
 )
 def test_unknown_command(command, hint, capsys):

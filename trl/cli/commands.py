@@ -201,6 +201,7 @@ COMMANDS: dict[str, Command] = TRAINING | {
         ),
         Command("vllm-serve", "serve a model with vLLM for vllm_mode='server'"),
         Command("completions", "show the completions a run wrote"),
+        Command("report", "make an HTML page of a run, or of two to compare"),
         Command("env", "print versions for a bug report"),
     )
 }

@@ -55,8 +55,15 @@ def read_records(path: Path, split: str) -> list[dict[str, Any]]:
     file = path if path.is_file() else path / "completions" / f"{split}.jsonl"
     if not file.is_file():
         raise FileNotFoundError(f"there are no completions at {file}.")
+    records = []
     with file.open(encoding="utf-8") as lines:  # splitlines would split inside of completions
-        return [_record(line, f"line {number} of {file}") for number, line in enumerate(lines, 1)]
+        for number, line in enumerate(lines, 1):
+            try:
+                records.append(_record(line, f"line {number} of {file}"))
+            except ValueError:
+                if line.endswith("\n"):  # else a run is writing it
+                    raise
+    return records
 
 
 def _record(line: str, place: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from ..distributed import Ranks
 from ..imports import is_available, require
+from ..step_lines import StepLines
 from ..text import as_text
 from ..types import Generations, Mode, Prompts, RewardTable
 from .metrics import MetricStore
@@ -80,35 +80,23 @@ class CompletionLog:
         """Write the records of one round, already gathered in row order."""
         if not self._writes:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / f"{mode}.jsonl").open("a", encoding="utf-8") as file:
-            for record in records:
-                file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+        self._file(mode).add(records)
         self._latest[mode] = records
 
     def restart(self, step: int) -> None:
         """Drop what a run that went further than `step` wrote, so no completion stands twice."""
         if not self._writes:
             return
-        for path in self._folder.glob("*.jsonl"):
-            # The evaluation of a step comes before its checkpoint, its training rounds after.
-            last = step + 1 if path.stem == "eval" else step
-            kept = path.with_suffix(".kept")  # the file is whole at any instant
-            with path.open(encoding="utf-8") as old, kept.open("w", encoding="utf-8") as new:
-                # Iteration splits where splitlines would not: at \n alone.
-                new.writelines(line for line in old if _step_of(line) < last)
-            kept.replace(path)
+        # The evaluation of a step comes before its checkpoint, its training rounds after.
+        for mode, last in {"train": step - 1, "eval": step}.items():
+            self._file(mode).keep_until(last)
+
+    def _file(self, mode: str) -> StepLines:
+        return StepLines(self._folder / f"{mode}.jsonl")
 
     def take(self, mode: str) -> list[dict[str, Any]]:
         """Return the records of the latest round not yet taken."""
         return self._latest.pop(mode, [])
-
-
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except ValueError:  # a line cut off by a crash
-        return float("inf")
 
 
 class Reports:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from ..imports import is_available, require
 from ..models.reference import frozen_pairs
 from ..models.sharded import local_shard, release
 from ..progress import Activity, watched
+from ..step_lines import StepLines
 from ..text import count
 
 # What people look at while a run goes on, and the names it is logged under. The loss of a policy
@@ -94,6 +97,41 @@ class SyncRefAdapterCallback(SyncRefModelCallback):
 
     def _pairs(self, policy: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         return frozen_pairs(policy)
+
+
+class RunRecord(TrainerCallback):
+    """Writes `run.json` and `metrics.jsonl` into the output folder, for `trl report`.
+
+    Lines of steps after the one that a run resumes from are dropped when it begins.
+
+    Args:
+        trainer (`str`): the name of the method.
+    """
+
+    def __init__(self, trainer: str):
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the settings, and drop what an earlier run has left."""
+        if not state.is_world_process_zero:
+            return
+        folder = Path(args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        found = {
+            "trainer": self._trainer,
+            "model": getattr(getattr(kwargs["model"], "config", None), "_name_or_path", ""),
+            "processes": args.world_size,
+            "options": args.to_dict(),  # which hides tokens
+        }
+        text = json.dumps(found, ensure_ascii=False, default=str, indent=1)
+        (folder / "run.json").write_text(text, encoding="utf-8")
+        last = state.global_step or -1  # a new run begins a new file
+        StepLines(folder / "metrics.jsonl").keep_until(last)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Append what was logged, with its step."""
+        if state.is_world_process_zero and state.log_history:
+            StepLines(Path(args.output_dir) / "metrics.jsonl").add(state.log_history[-1:])
 
 
 class _Progress:

@@ -24,7 +24,7 @@ from ...online.guard import FiniteGuard
 from ...online.metrics import MetricStore
 from ...random_numbers import random_numbers_kept
 from ...types import Mode, Rows
-from ..callbacks import close_progress, show_progress
+from ..callbacks import RunRecord, close_progress, show_progress
 from .base_config import BaseConfig
 from .checkpoint import UNFINISHED, publish_together, told, written_by_each_node
 from .loop_state import LoopCallback, Place, RankState, logs_at
@@ -58,9 +58,8 @@ class BaseTrainer(Publishing, Trainer):
     def __init__(self, policy: Policy, args: BaseConfig, **options: Any):
         if (warning := beyond_tested("transformers")) is not None:
             logger.warning_once(warning)
-        super().__init__(
-            model=policy.model, args=args, processing_class=policy.tokenizer, **options
-        )
+        options |= {"model": policy.model, "processing_class": policy.tokenizer}
+        super().__init__(args=args, **options)
         # `compute_loss` returns the mean of a micro-batch; the Trainer divides by accumulation.
         self.model_accepts_loss_kwargs = False
         check_sharding(self.model, self.accelerator)
@@ -80,6 +79,7 @@ class BaseTrainer(Publishing, Trainer):
         events |= {"on_epoch_end": self._end_epoch, "on_step_end": self._end_update}
         self.add_callback(LoopCallback(**events))
         show_progress(self)
+        self.add_callback(RunRecord(self.method.name))
         if args.log_memory:
             self.add_callback(MemoryCallback(self.phases.meter, passes=False, metrics=False))
 

@@ -1,0 +1,164 @@
+import base64
+import json
+import random
+import re
+import shutil
+import subprocess
+
+import pytest
+from online_runs import PROMPTS, dataset, make_trainer
+
+from trl.cli.report import main, page, read_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+BROWSER = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--virtual-time-budget=20000", "--dump-dom"),
+)
+# Runs before the page's own script, and uses the page as a person would.
+VISITOR = """<script>
+const errors = [];
+addEventListener("error", (event) => errors.push(event.message));
+addEventListener("unhandledrejection", (event) => errors.push(String(event.reason)));
+const until = async (ready) => {
+  for (let i = 0; i < 400 && !ready(); i += 1) await new Promise((go) => setTimeout(go, 20));
+};
+const cells = () => [...document.querySelectorAll("#rows tr")].map((row) =>
+  [...row.cells].map((cell) => cell.textContent));
+const found = () => document.getElementById("found").textContent;
+const change = async (name, value) => {
+  const field = document.querySelector(`#filters [name=${name}]`), before = found();
+  field.value = value;
+  field.dispatchEvent(new Event("input", { bubbles: true }));
+  await until(() => found() !== before || name === "order");
+  await new Promise((go) => setTimeout(go, 100));
+};
+addEventListener("load", async () => {
+  const seen = { errors };
+  await until(() => found());
+  seen.all = found();
+  document.getElementById("next").click();
+  await until(() => found() !== seen.all);
+  seen.second = found();
+  await change("order", "best");
+  seen.best = cells().map((row) => row.at(-2));
+  await change("step", "1");
+  seen.step = cells();
+  await change("search", SEARCHED);
+  seen.searched = cells();
+  seen.marks = [...document.querySelectorAll("#rows mark")].map((mark) => mark.textContent);
+  seen.light = getComputedStyle(document.body).backgroundColor;
+  document.getElementById("theme").click();
+  seen.dark = getComputedStyle(document.body).backgroundColor;
+  seen.curves = [...document.querySelectorAll("figure")].map((figure) => figure.dataset.metric);
+  seen.differing = [...document.querySelectorAll("#settings th")].map((cell) => cell.textContent);
+  document.body.replaceChildren(Object.assign(document.createElement("pre"), {
+    id: "seen", textContent: btoa(unescape(encodeURIComponent(JSON.stringify(seen)))) }));
+});
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs that differ in their learning rate; the first wrote 64 completions."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, rate, steps in (("first", 0.1, 8), ("second", 0.2, 1)):
+        changes = {"learning_rate": rate, "max_steps": steps, "log_memory": True}
+        data = dataset(PROMPTS * 4)
+        make_trainer(folder / name, script=None, data=data, **changes).train()
+    return folder
+
+
+def records(folder):
+    lines = (folder / "completions" / "train.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_run_is_read(runs):
+    run = read_run(runs / "first", most=1000)
+    assert run["settings"]["trainer"] == '"RLOO"' and run["settings"]["learning_rate"] == "0.1"
+    logs = [log for log in run["metrics"] if "loss" in log]
+    assert [log["step"] for log in logs] == list(range(1, 9))
+    assert all(log["seconds/generation"] > 0 for log in logs)
+    assert run["completions"]["train"]["total"] == len(records(runs / "first")) == 64
+    assert run["completions"]["eval"]["total"] == 0
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_browser_shows_and_filters(runs, tmp_path):
+    first = records(runs / "first")
+    wanted = next(r["completion"] for r in first if r["step"] == 1 and r["completion"])
+    main([str(runs / "first"), str(runs / "second"), "--output", str(tmp_path / "page.html")])
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    visitor = VISITOR.replace("SEARCHED", json.dumps(wanted).replace("<", "\\u003c"))
+    (tmp_path / "page.html").write_text(text.replace("<head>", "<head>" + visitor, 1), "utf-8")
+    words = [CHROMIUM, *BROWSER, f"--user-data-dir={tmp_path / 'profile'}"]
+    words.append((tmp_path / "page.html").as_uri())
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    (found,) = re.findall(r'<pre id="seen">([^<]*)</pre>', done.stdout)
+    seen = json.loads(base64.b64decode(found))
+    assert seen["errors"] == []
+    assert seen["all"] == "64 of 64 · page 1 of 2" and "page 2 of 2" in seen["second"]
+    best = [float(cell) for cell in seen["best"]]
+    assert best == sorted(best, reverse=True)
+    assert len(seen["step"]) == 8 and {row[0] for row in seen["step"]} == {"1"}
+    assert wanted in [row[2] for row in seen["searched"]]
+    assert seen["marks"] and {mark.lower() for mark in seen["marks"]} == {wanted.lower()}
+    assert seen["light"] != seen["dark"]
+    assert {"reward", "loss", "seconds/generation"} <= set(seen["curves"])
+    assert "learning_rate" in seen["differing"] and "num_generations" not in seen["differing"]
+
+
+def test_nothing_is_asked_of_other_hosts(runs):
+    text = page([read_run(runs / "second", most=10)])
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "").split('id="data"')[0]
+
+
+def test_many_completions_stay_small(tmp_path):
+    draw = random.Random(0)
+    words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(2, 9))) for _ in range(3000)]
+    with (tmp_path / "train.jsonl").open("w") as file:
+        for i in range(10_500):
+            text = " ".join(draw.choices(words, k=80))
+            record = {"step": i // 64, "group": i // 8, "prompt": f"Say {i // 8}", "finish": "stop"}
+            scores = {"rewards": {"r": i / 7}, "reward": i / 7, "advantage": 0.25}
+            line = {"completion": text, "completion_ids": list(range(120))}
+            file.write(json.dumps(record | scores | line) + "\n")
+        file.write('{"step": 1, "prom')  # that the run is writing
+    (tmp_path / "completions").mkdir()
+    (tmp_path / "train.jsonl").rename(tmp_path / "completions" / "train.jsonl")
+    run = read_run(tmp_path, most=10_000)
+    assert run["completions"]["train"]["total"] == 10_500
+    assert len(run["completions"]["train"]["pages"]) == 50
+    assert len(page([run])) < 5e6
+
+
+def test_texts_cannot_end_the_script(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"options": {"name": "</script><b>"}}))
+    assert "</script><b>" not in page([read_run(tmp_path, most=1)])
+
+
+def test_a_resumed_run_drops_what_it_does_again(tmp_path):
+    changes = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    make_trainer(tmp_path, **changes).train()
+    make_trainer(tmp_path, **changes).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    steps = [log["step"] for log in map(json.loads, lines) if "loss" in log]
+    assert steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["none"], "none has no run.json"), (["a", "b", "c"], "two to compare, not 3")],
+)
+def test_mistakes_are_told(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_tokens_are_not_written(tmp_path):
+    make_trainer(tmp_path, hub_token="hf_secret").train()
+    assert "hf_secret" not in (tmp_path / "run.json").read_text()

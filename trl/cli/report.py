@@ -1,0 +1,155 @@
+"""`trl report`: one HTML page of a run, or of two to compare, that needs no server."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import gzip
+import json
+import math
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ..text import as_text
+from .completions import read_records
+
+SPLITS = ("train", "eval")
+ON_A_PAGE = 200  # completions that are unpacked at once
+# What completions are sorted by, without unpacking their texts.
+INDEX = ("step", "round", "group", "reward", "advantage", "finish")
+
+
+def main(words: list[str] | None = None) -> None:
+    """Write the page, once or whenever the run has gone on."""
+    options = make_parser().parse_args(words)
+    folders = [Path(folder) for folder in options.folders]
+    try:
+        if len(folders) > 2:
+            raise ValueError(f"one run, or two to compare, not {len(folders)}.")
+        written = _write(folders, options)
+        while options.watch:
+            time.sleep(options.watch)
+            if written != [_files(folder) for folder in folders]:
+                written = _write(folders, options)
+    except (OSError, ValueError) as error:
+        print(f"trl report: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _write(folders: list[Path], options: argparse.Namespace) -> list[dict[str, int]]:
+    """Write the page; returns the files that it is made of, with their sizes."""
+    found = [_files(folder) for folder in folders]
+    text = page([read_run(folder, options.most) for folder in folders])
+    output = Path(options.output or folders[0] / "report.html")
+    whole = output.with_suffix(".part")  # a browser never reads half of it
+    whole.write_text(text, encoding="utf-8")
+    whole.replace(output)
+    print(f"{output}: {len(text.encode()) / 1e6:.1f} MB", flush=True)
+    return found
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of `trl report`."""
+    parser = argparse.ArgumentParser(prog="trl report", description=__doc__)
+    parser.add_argument("folders", nargs="+", help="output folder of a run, or of two to compare")
+    parser.add_argument("--output", help="page to write (default: report.html in the first folder)")
+    parser.add_argument("--most", type=int, default=10_000, help="completions kept, the newest")
+    parser.add_argument(
+        *("--watch", "-w"), type=float, nargs="?", const=30.0, metavar="SECONDS",
+        help="write the page again whenever the run has gone on; looked at every 30 seconds",
+    )  # fmt: skip
+    return parser
+
+
+def _files(folder: Path) -> dict[str, int]:
+    files = [folder / name for name in ("run.json", "metrics.jsonl", "memory.jsonl")]
+    files += [folder / "completions" / f"{split}.jsonl" for split in SPLITS]
+    return {str(file): file.stat().st_size for file in files if file.exists()}
+
+
+def read_run(folder: Path, most: int) -> dict[str, Any]:
+    """Collect what a page shows of a run.
+
+    Args:
+        folder: the run's output folder.
+        most (`int`): completions of each split, the newest.
+
+    Raises:
+        ValueError: if there is nothing of a run in the folder.
+    """
+    if not _files(folder):
+        raise ValueError(f"{folder} has no run.json, metrics.jsonl or completions of a run.")
+    settings, file = {}, folder / "run.json"
+    if file.exists():
+        found = json.loads(file.read_text(encoding="utf-8"))
+        settings = found.pop("options", {}) | found
+    return {
+        "name": folder.resolve().name,
+        "settings": {
+            name: json.dumps(settings[name], ensure_ascii=False) for name in sorted(settings)
+        },
+        "metrics": _metrics(folder),
+        "completions": {split: _completions(folder, split, most) for split in SPLITS},
+    }
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    """The logs, with the seconds of each phase of their step."""
+    seconds: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for event in _lines(folder / "memory.jsonl"):
+        seconds[event["step"]][f"seconds/{event['phase']}"] += event["end"] - event["start"]
+    found = (log | seconds.get(log["step"], {}) for log in _lines(folder / "metrics.jsonl"))
+    return [{name: x for name, x in log.items() if _is_finite(x)} for log in found]
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _lines(file: Path) -> Iterable[dict[str, Any]]:
+    if not file.exists():
+        return
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):  # the last may be half written
+                yield json.loads(line)
+
+
+def _completions(folder: Path, split: str, most: int) -> dict[str, Any]:
+    """The index of the completions, and their texts in packed pages."""
+    file = folder / "completions" / f"{split}.jsonl"
+    found = read_records(file, split) if file.exists() else []
+    records = found[-most:]
+    texts = [
+        {
+            "prompt": as_text(record["prompt"]),
+            "completion": as_text(record["completion"]),
+            "rewards": record["rewards"] | (record.get("extra") or {}),
+        }
+        for record in records
+    ]
+    pages = [_packed(texts[i : i + ON_A_PAGE]) for i in range(0, len(texts), ON_A_PAGE)]
+    columns: dict[str, list[Any]] = {
+        name: [record.get(name) for record in records] for name in INDEX
+    }
+    columns["length"] = [len(record.get("completion_ids") or ()) for record in records]
+    return {"total": len(found), "columns": _packed(columns), "pages": pages}
+
+
+def _packed(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def page(runs: list[dict[str, Any]]) -> str:
+    """Make the page of one or two runs, as of `read_run`."""
+    template = resources.files("trl").joinpath("templates/report.html").read_text(encoding="utf-8")
+    data = {"size": ON_A_PAGE, "runs": runs}
+    # Nothing in the data can end the element that it stands in.
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    return template.replace("__DATA__", text)
