@@ -48,10 +48,10 @@ def config(folder, kind=SFTConfig, **changes):
     return kind(str(folder), **(settings | changes))
 
 
-def make_trainer(folder, data=None, model=None, tokenizer=None, **changes):
+def make_trainer(folder, data=None, model=None, tokenizer=None, kind=SFTTrainer, **changes):
     names = ("callbacks", "eval_dataset", "peft_config", "formatting_func", "optimizers")
     others = {name: changes.pop(name) for name in names if name in changes}
-    return SFTTrainer(
+    return kind(
         tiny_model() if model is None else model,
         config(folder, **changes),
         train_dataset=pairs() if data is None else data,

@@ -285,6 +285,7 @@ class TokenScores:
 
     logps: Tensor  # (B, C); 0 beyond a completion's end
     entropies: Tensor | None = None  # (B, C) nats; 0 beyond a completion's end
+    hits: Tensor | None = None  # (B, C) bool: no token is likelier; False beyond the end
     log_mass: Tensor | None = None  # (B, C) of a sampler's filters; 0 beyond a completion's end
     aux_loss: Tensor | None = None  # () load-balancing loss of mixture-of-experts models
 

@@ -34,7 +34,7 @@ def words(folder, **changes):
 def planned(folder, method="rloo", processes=1, **changes):
     """The plan of a run, as the command makes it."""
     parser = make_parser(method)
-    built = memory_plan._build(parser, parser.read(words(folder, **changes))[0], processes)
+    built = memory_plan.build_options(parser, parser.read(words(folder, **changes))[0], processes)
     _, script, training, model, _ = built
     return memory_plan.make_plan(script, training, model)
 
@@ -246,7 +246,7 @@ def test_options_stand_in_a_file(folder, tmp_path, capsys):
     [
         ({"num_generations": 3}, "num_generations=3"),
         ({"betta": 1}, "unknown option --betta (closest: --beta"),
-        ({"method": "ppo"}, "--method: 'ppo' is not one of rloo, grpo."),
+        ({"method": "ppo"}, "--method: 'ppo' is not one of sft, rloo, grpo."),
         ({"loss_type": "dapo"}, "unknown option --loss_type"),
         ({"model_name_or_path": "absent"}, "The model 'absent' is neither a folder"),
         ({"config": "absent.yaml"}, "absent.yaml: there is no such file"),

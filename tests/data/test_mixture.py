@@ -58,6 +58,27 @@ def test_fractions_take_what_the_scarcest_allows(tmp_path, sizes, fractions, tak
     assert list(found) == names("a", taken[0]) + names("b", taken[1])
 
 
+def test_weights_limits_and_names(tmp_path):
+    """A limit comes first, then the weight, and each row says where it is from."""
+    entries = [entry(tmp_path, "a", 5, limit=4, weight=1.5, source="A"), entry(tmp_path, "b", 2)]
+    rows = list(get_dataset(DatasetMixtureConfig(entries))["train"])
+    found = [row["prompt"] for row in rows if row["dataset_source"] == "A"]
+    assert found[:4] == names("a", 4) and len(found) == 6 and len(set(found[4:])) == 2
+    assert [row["prompt"] for row in rows if row["dataset_source"] == "json"] == names("b", 2)
+    again = list(get_dataset(DatasetMixtureConfig(entries))["train"])
+    assert again == rows
+
+
+def test_limits_and_names_of_streams(tmp_path):
+    entries = [entry(tmp_path, "a", 5, limit=2, source="A"), entry(tmp_path, "b", 1, source="B")]
+    rows = list(get_dataset(DatasetMixtureConfig(entries, streaming=True))["train"])
+    assert [(r["prompt"], r["dataset_source"]) for r in rows] == [
+        ("a0", "A"),
+        ("a1", "A"),
+        ("b0", "B"),
+    ]
+
+
 def test_test_split(tmp_path):
     entries = [entry(tmp_path, "a", 6), entry(tmp_path, "b", 4)]
     found = get_dataset(DatasetMixtureConfig(entries, test_split_size=0.3))
@@ -94,6 +115,9 @@ def test_entries_may_be_made_already(tmp_path):
         ([{"path": "a", "fraction": 1.0}, {"path": "b"}], {}, "to all of them or to none"),
         ([{"path": "a", "fraction": 1.0}], {"streaming": True}, "streaming must be false"),
         ([{"path": "a"}], {"streaming": True, "test_split_size": 0.1}, "streaming must be false"),
+        ([{"path": "a", "weight": 2}], {"streaming": True}, "streaming must be false"),
+        ([{"path": "a", "weight": 0}], {}, r"datasets\[0\]: weight must be above 0, not 0"),
+        ([{"path": "a", "limit": 0}], {}, r"datasets\[0\]: limit must be above 0, not 0"),
         ([{"path": "a", "fraction": 0.0}], {}, "at least one above 0"),
         ([{"path": "a", "fraction": 2}, {"path": "b", "fraction": -1}], {}, "not be negative"),
     ],

@@ -91,9 +91,14 @@ def test_what_was_cut_is_said():
 def test_prepared_columns_and_labels():
     rows = Dataset.from_dict({"prompt": ["ab", "a"], "completion": ["cd", "b"]})
     table = prepare_supervised(rows, ENCODER, SupervisedOptions())
-    assert set(table.column_names) == {"input_ids", "trained_spans", "source", "merged"}
+    assert set(table.column_names) == {
+        *("input_ids", "trained_spans", "source"),
+        "merged",
+        "origin",
+    }
     ids = ENCODER.ids(["abcd<eos>"])[0]
-    assert SupervisedDataset(table).to_dataset()[0] == {
+    document = SupervisedDataset(table)[0]
+    assert {"input_ids": document.ids.tolist(), "labels": document.labels.tolist()} == {
         "input_ids": ids,
         "labels": [-100, -100, *ids[2:]],
     }

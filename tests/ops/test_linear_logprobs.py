@@ -71,9 +71,9 @@ def test_values_and_gradients_are_those_of_full_logits(transform, bias):
     ]
     for chunk in CHUNKS:
         call = (hidden, weight, ids, shift, Tiling(transform, chunk))
-        alone, none = linear_log_probs(*call)
-        ours, spread = linear_log_probs(*call, with_entropy=True)
-        assert none is None
+        alone, none, _ = linear_log_probs(*call)
+        ours, spread, hits = linear_log_probs(*call, with_entropy=True)
+        assert none is None and hits.dtype is torch.bool
         assert (alone - logps).abs().max() < 1e-10
         assert (ours - logps).abs().max() < 1e-10
         assert (spread - entropies).abs().max() < 1e-10
@@ -106,7 +106,7 @@ def test_counts_of_tokens_around_the_real_tile():
         hidden, weight, ids, _ = inputs(tokens)
         logps, _ = definition(hidden, weight, ids, None, LogitTransform())
         expected = gradients(logps.sum(), (hidden, weight))
-        found, _ = linear_log_probs(hidden, weight, ids, None, Tiling(chunk=2**16))
+        found, *_ = linear_log_probs(hidden, weight, ids, None, Tiling(chunk=2**16))
         assert (found - logps).abs().max() < 1e-10
         assert (gradients(found.sum(), (hidden, weight)) - expected).norm() < 1e-8
 
@@ -114,7 +114,7 @@ def test_counts_of_tokens_around_the_real_tile():
 def test_no_tokens_at_all():
     """Weights have a gradient of zero then, as with full logits."""
     hidden, weight, ids, shift = inputs(0, bias="plain")
-    found, entropies = linear_log_probs(hidden, weight, ids, shift, with_entropy=True)
+    found, entropies, _ = linear_log_probs(hidden, weight, ids, shift, with_entropy=True)
     assert found.shape == entropies.shape == (0,)
     (found.sum() + entropies.sum()).backward()
     assert weight.grad.eq(0).all() and shift.grad.eq(0).all() and hidden.grad.shape == (0, HIDDEN)
@@ -142,22 +142,31 @@ def test_every_gradient_is_right_numerically():
     tiling = Tiling(LogitTransform(0.7, 1.3, 5.0), 64)
 
     def head(hidden, weight, bias):
-        return linear_log_probs(hidden, weight, torch.tensor([0, 69, 64]), bias, tiling, True)
+        return linear_log_probs(hidden, weight, torch.tensor([0, 69, 64]), bias, tiling, True)[:2]
 
     assert torch.autograd.gradcheck(head, tensors)
+
+
+def test_hits_are_the_largest_of_full_logits():
+    hidden, weight, _, shift = inputs(40, bias="plain")
+    top = (hidden @ weight.t() + shift).argmax(1)
+    ids = torch.where(torch.arange(40) % 3 == 0, (top + 1) % len(weight), top)
+    for chunk in CHUNKS:
+        hits = linear_log_probs(hidden, weight, ids, shift, Tiling(chunk=chunk), True)[2]
+        assert hits.tolist() == [row % 3 != 0 for row in range(40)]
 
 
 def test_what_is_nan_stays_nan():
     hidden, weight, ids, _ = inputs(5)
     with torch.no_grad():
         hidden[2] = torch.nan
-    logps, entropies = linear_log_probs(hidden, weight, ids, None, Tiling(chunk=200), True)
+    logps, entropies, _ = linear_log_probs(hidden, weight, ids, None, Tiling(chunk=200), True)
     assert logps.isnan().tolist() == entropies.isnan().tolist() == [row == 2 for row in range(5)]
 
 
 def test_an_impossible_token_has_probability_zero():
     hidden, weight, _, shift = inputs(2, bias="inf")
-    found, _ = linear_log_probs(hidden, weight, torch.tensor([0, 140]), shift, Tiling(chunk=64))
+    found, *_ = linear_log_probs(hidden, weight, torch.tensor([0, 140]), shift, Tiling(chunk=64))
     assert found[0] == -torch.inf and found[1].isfinite()
 
 
@@ -209,7 +218,7 @@ def full_gradients(hidden, weight, ids, dtype, shares=None):
 
 
 def bounded_gradients(hidden, weight, ids, chunk, shares=None):
-    logps, _ = linear_log_probs(hidden, weight, ids, None, Tiling(chunk=chunk))
+    logps, *_ = linear_log_probs(hidden, weight, ids, None, Tiling(chunk=chunk))
     return [x.float() for x in torch.autograd.grad(mean(logps, shares), (hidden, weight))]
 
 
@@ -291,7 +300,7 @@ def test_the_dtype_of_the_products(dtype):
     hidden, weight = (x.detach().float().requires_grad_() for x in (hidden, weight))
     rounded = [x.detach().to(dtype).double() for x in (hidden, weight)]
     expected, _ = definition(*rounded, ids, None, LogitTransform())
-    found, _ = linear_log_probs(hidden, weight, ids, None, Tiling(chunk=500, dtype=dtype))
+    found, *_ = linear_log_probs(hidden, weight, ids, None, Tiling(chunk=500, dtype=dtype))
     assert found.dtype == torch.float32
     assert (found - expected).abs().max() < (1e-5 if dtype == torch.float32 else 0.1)
     grads = torch.autograd.grad(found.sum(), (hidden, weight))
@@ -301,9 +310,9 @@ def test_the_dtype_of_the_products(dtype):
 def test_autocast_around_the_call_changes_nothing():
     hidden, weight, ids, _ = inputs()
     hidden, weight = (x.detach().float().requires_grad_() for x in (hidden, weight))
-    expected, _ = linear_log_probs(hidden, weight, ids)
+    expected, *_ = linear_log_probs(hidden, weight, ids)
     with torch.autocast("cpu", torch.bfloat16):
-        found, _ = linear_log_probs(hidden, weight, ids)
+        found, *_ = linear_log_probs(hidden, weight, ids)
     assert torch.equal(found, expected)
 
 

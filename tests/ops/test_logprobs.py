@@ -50,7 +50,7 @@ def test_value_and_gradient_equal_full_log_softmax(monkeypatch, shape, temperatu
             lambda x: full_entropy(x, temperature),
         ),
         (
-            lambda x: sum(token_scores(x, ids, temperature, with_entropy=True)),
+            lambda x: sum(token_scores(x, ids, temperature, with_entropy=True)[:2]),
             lambda x: full_log_probs(x, ids, temperature) + full_entropy(x, temperature),
         ),
     ]
@@ -75,7 +75,7 @@ def test_gradients_by_finite_differences():
     logits, ids = random_logits(2, 2)
     logits.requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda x: token_scores(x, ids, 0.7, with_entropy=True), (logits,)
+        lambda x: token_scores(x, ids, 0.7, with_entropy=True)[:2], (logits,)
     )
 
 
@@ -89,7 +89,7 @@ def test_only_one_of_two_results_may_be_used():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_logits_give_float32_statistics(dtype):
     logits, ids = random_logits(3, 4, dtype=dtype)
-    logps, entropies = token_scores(logits, ids, 0.8, with_entropy=True)
+    logps, entropies, _ = token_scores(logits, ids, 0.8, with_entropy=True)
     assert logps.dtype is entropies.dtype is torch.float32
     exact = logits.double()
     torch.testing.assert_close(logps, full_log_probs(exact, ids, 0.8).float(), rtol=1e-6, atol=1e-6)
@@ -102,9 +102,17 @@ def test_low_precision_logits_give_float32_statistics(dtype):
 
 def test_hand_computed_values():
     logits = torch.tensor([[0.0, math.log(3.0)]], dtype=torch.float64)
-    logps, entropies = token_scores(logits, torch.tensor([1]), with_entropy=True)
+    logps, entropies, _ = token_scores(logits, torch.tensor([1]), with_entropy=True)
     assert logps.item() == pytest.approx(math.log(0.75), abs=1e-15)
     assert entropies.item() == pytest.approx(0.25 * math.log(4) + 0.75 * math.log(4 / 3), abs=1e-15)
+
+
+def test_hits_are_the_largest_logits(monkeypatch):
+    monkeypatch.setattr(logprobs, "BLOCK_ELEMENTS", 2 * VOCABULARY)
+    logits, ids = random_logits(3, 6)
+    ids[:, ::2] = logits.argmax(-1)[:, ::2]
+    hits = token_scores(logits, ids, 0.7, with_entropy=True)[2]
+    assert torch.equal(hits, logits.argmax(-1) == ids) and hits.any() and not hits.all()
 
 
 def test_large_logits_keep_their_digits():
@@ -115,7 +123,7 @@ def test_large_logits_keep_their_digits():
 
 def test_impossible_tokens_add_nothing_to_the_entropy():
     logits = torch.tensor([[1.0, -torch.inf, 1.0]], dtype=torch.float64, requires_grad=True)
-    _, entropy = token_scores(logits, torch.tensor([0]), with_entropy=True)
+    _, entropy, _ = token_scores(logits, torch.tensor([0]), with_entropy=True)
     assert entropy.item() == pytest.approx(math.log(2), abs=1e-12)
     entropy.sum().backward()
     torch.testing.assert_close(logits.grad, torch.zeros_like(logits), rtol=0, atol=1e-12)

@@ -66,6 +66,7 @@ def test_loss_and_gradient_are_those_of_rows_computed_singly(tmp_path, reference
     assert trainer.state.log_history[0]["loss"] == pytest.approx(reference[0], rel=1e-6)
     assert trainer.state.global_step == 1
     assert logged(trainer, "entropy") == [pytest.approx(reference[2], rel=1e-5)]
+    assert logged(trainer, "mean_token_accuracy") == [pytest.approx(reference[3], rel=1e-6)]
 
 
 def test_dft_weighs_tokens_with_their_probability(tmp_path):
@@ -93,6 +94,7 @@ def test_evaluation_of_the_training_rows_gives_the_training_loss(tmp_path, refer
     found = trainer.evaluate()
     assert found["eval_loss"] == pytest.approx(reference[0], rel=1e-6)
     assert found["eval_entropy"] == pytest.approx(reference[2], rel=1e-5)
+    assert found["eval_mean_token_accuracy"] == pytest.approx(reference[3], rel=1e-6)
     assert trainer.predict(pairs()).metrics["test_loss"] == pytest.approx(reference[0], rel=1e-6)
 
 
@@ -137,7 +139,21 @@ def test_a_document_changed_in_place_moves_no_bit_of_the_others(tmp_path):
     assert not torch.equal(found[0][1], found[1][1])
 
 
-def test_tokens_and_hits_are_counted(tmp_path, reference):
+def test_losses_of_the_datasets_of_a_mixture(tmp_path):
+    origins = ["sums", "texts", "texts", "sums", "texts", "texts", "texts", "texts"]
+    data = pairs().add_column("dataset_source", origins)
+    splits = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3}
+    trainer = make_trainer(tmp_path, data, **splits)
+    trainer.train()
+    for name in ("sums", "texts"):
+        rows = [
+            encoded(*pair) for pair, origin in zip(PAIRS, origins, strict=True) if origin == name
+        ]
+        expected = by_hand(tiny_model(), rows)[0]
+        assert logged(trainer, f"loss/{name}") == [pytest.approx(expected, rel=1e-6)]
+
+
+def test_tokens_are_counted(tmp_path):
     trainer = make_trainer(tmp_path, eval_dataset=pairs(PAIRS[:2]), max_steps=2)
     trainer.train()
     every = sum(len(encoded(*pair)[0]) for pair in PAIRS)
@@ -264,7 +280,7 @@ def test_long_rows_of_streams(tmp_path):
     stream = make_trainer(
         tmp_path, pairs(rows).to_iterable_dataset(), max_length=10, long_rows="error"
     ).train_dataset
-    with pytest.raises(ValueError, match="Row 0 has 22 tokens, more than max_length=10"):
+    with pytest.raises(ValueError, match="1 of 1 row with more than max_length=10 tokens, among"):
         list(stream)
 
 

@@ -21,6 +21,12 @@ class ScriptArguments:
     dataset_test_split: str = option("test", "Split to evaluate on.")
     dataset_streaming: bool = option(False, "Read the dataset as a stream.")
     ignore_bias_buffers: bool = option(False, "Leave boolean buffers out of DDP broadcasts.")
+    plan: bool = option(
+        False, "Print how much memory the run would take, and stop before anything is loaded."
+    )
+    device_memory_gb: float | None = option(
+        None, "For the memory plan: memory of one device. None: that of this machine."
+    )
 
 
 @dataclass
@@ -35,14 +41,8 @@ class OnlineScriptArguments(ScriptArguments):
         "Reward functions: names from trl.rewards, dotted paths (package.module.function), or "
         "path/to/file.py:function.",
     )
-    plan: bool = option(
-        False, "Print how much memory the run would take, and stop before anything is loaded."
-    )
     longest_prompt: int | None = option(
         None,
         "For the memory plan: tokens of the longest prompt. None: 512 are assumed, or as many as "
         "the context has room for.",
-    )
-    device_memory_gb: float | None = option(
-        None, "For the memory plan: memory of one device. None: that of this machine."
     )

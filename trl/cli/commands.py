@@ -173,7 +173,7 @@ _OFFLINE = (
     _offline(
         "SFT",
         "train on texts, conversations or completions",
-        ("packing", "assistant_only_loss"),
+        ("packing", "assistant_only_loss", "plan"),
         "Qwen/Qwen3-0.6B-Base --dataset_name trl-lib/Capybara \\\n    --packing",
     ),
     _offline(
@@ -198,6 +198,11 @@ COMMANDS: dict[str, Command] = TRAINING | {
             "memory-plan",
             "print how much memory a training command would take",
             "trl.cli.memory_plan.PlanArguments",
+        ),
+        Command(
+            "lengths",
+            "show how long the rows of a dataset are, and what a limit would cost",
+            "trl.cli.lengths.LengthsArguments",
         ),
         Command("vllm-serve", "serve a model with vLLM for vllm_mode='server'"),
         Command("completions", "show the completions a run wrote"),

@@ -21,16 +21,19 @@ from ..memory.settings import (
     Sharding,
     read_sharding,
 )
+from ..trainer.base.base_config import BaseConfig
 from ..trainer.base.options import option
 from ..trainer.model_config import ModelConfig, get_peft_config
-from .arguments import OnlineScriptArguments
+from ..trainer.sft_config import SFTConfig
+from .arguments import OnlineScriptArguments, ScriptArguments
 from .commands import TRAINING
 from .exit import USER_ERRORS
 from .launch import launch_options, split
 from .parser import TrlParser
 
-# Those that generate: the plan knows no others yet.
-METHODS = tuple(name for name, command in TRAINING.items() if "Online" in command.arguments)
+# Those of whose rows the plan knows the shape.
+ONLINE = "trl.cli.arguments.OnlineScriptArguments"
+PLANNED = ("sft", *(name for name, command in TRAINING.items() if command.arguments == ONLINE))
 # Bytes of a quantized weight: its bits, and the float32 or nested scale of each block of 64.
 QUANTIZED = {8: 1.0, 4: 0.5 + 4 / 64}
 NESTED = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -40,7 +43,7 @@ NESTED = 0.5 + 1 / 64 + 4 / (64 * 256)
 class PlanArguments:
     """What is planned."""
 
-    method: str = option("rloo", "Command whose options are given.", choices=METHODS)
+    method: str = option("rloo", "Command whose options are given.", choices=PLANNED)
 
 
 def main(words: list[str] | None = None) -> None:
@@ -95,28 +98,33 @@ def plan_of(parser: TrlParser, values: dict[str, Any], launched: Mapping[str, An
     Raises:
         ValueError: for options that training would refuse, too.
     """
-    script, training, model_args, _ = _build(parser, values, launched["num_processes"])[-4:]
+    script, training, model_args, _ = build_options(parser, values, launched["num_processes"])[-4:]
     if model_args.model_name_or_path is None:
         raise ValueError("--model_name_or_path is required.")
     plan = make_plan(script, training, model_args, read_sharding(launched))
     return Planned(plan, _notes(plan, script, training))
 
 
-def _build(parser: TrlParser, values: dict[str, Any], processes: int) -> tuple[Any, ...]:
-    """Build the configurations as one of several processes on the planned device would."""
+def build_options(parser: TrlParser, values: dict[str, Any], processes: int) -> tuple[Any, ...]:
+    """Build the configurations as one of several processes on the planned device would.
+
+    Args:
+        parser, values: as for `plan_of`.
+        processes (`int`): of the run.
+    """
     if values.get("device_memory_gb") is not None and not torch.cuda.is_available():
         # transformers refuses what only a GPU can do, unless told that a CPU should.
         values = values | {"use_cpu": True}
     ranks = {"world_size": property(lambda self: processes)}
     parser.dataclass_types = tuple(
-        type(kind.__name__, (kind,), ranks) if hasattr(kind, "batch_plan") else kind
+        type(kind.__name__, (kind,), ranks) if issubclass(kind, BaseConfig) else kind
         for kind in parser.dataclass_types
     )
     return parser.build(values)
 
 
 def make_plan(
-    script: OnlineScriptArguments,
+    script: ScriptArguments,
     training: Any,
     model_args: ModelConfig,
     sharding: Sharding | None = None,
@@ -154,23 +162,27 @@ def _with_adapter(config: Any, model_args: ModelConfig, trusted: bool) -> ModelS
 
 
 def settings(
-    script: OnlineScriptArguments, training: Any, model_args: ModelConfig, config: Any
+    script: ScriptArguments, training: Any, model_args: ModelConfig, config: Any
 ) -> RunSettings:
     """Turn options into the numbers of the estimate."""
-    prompt = script.longest_prompt or _assumed_prompt(training, config)
     weight_bytes, product_bytes, matrix_bytes = _precision(training, model_args, config)
+    has_gpu = torch.cuda.is_available() and not training.use_cpu
+    facts = {
+        "weight_bytes": weight_bytes,
+        "product_bytes": product_bytes,
+        "matrix_bytes": matrix_bytes,
+        "on_cpu": script.device_memory_gb is None and not has_gpu,
+    }
+    if not isinstance(script, OnlineScriptArguments):
+        if not isinstance(training, SFTConfig):
+            raise ValueError("There is no memory plan of this command: leave out --plan.")
+        context = getattr(config.get_text_config(), "max_position_embeddings", ASSUMED_PROMPT)
+        return RunSettings.of_documents(training, context, **facts)
+    prompt = script.longest_prompt or _assumed_prompt(training, config)
     longest = prompt + training.max_completion_length
     shares = shares_prompts(config, model_args.attn_implementation, longest)
-    has_gpu = torch.cuda.is_available() and not training.use_cpu
-    return RunSettings.of(
-        training,
-        prompt=prompt,
-        weight_bytes=weight_bytes,
-        product_bytes=product_bytes,
-        matrix_bytes=matrix_bytes,
-        shared_prefix=training.shared_prefix and shares,
-        on_cpu=script.device_memory_gb is None and not has_gpu,
-    )
+    shared = training.shared_prefix and shares
+    return RunSettings.of(training, prompt=prompt, shared_prefix=shared, **facts)
 
 
 def _assumed_prompt(training: Any, config: Any) -> int:
@@ -187,7 +199,7 @@ def _with_engine(plan: Plan, training: Any) -> Plan:
     Raises:
         ValueError: if the engine does not fit beside training.
     """
-    if not training.use_vllm:
+    if not plan.run.generates or not training.use_vllm:
         return plan
     sleeps, share = training.vllm_enable_sleep_mode, training.vllm_gpu_memory_utilization
     if training.vllm_mode != "colocate":
@@ -238,27 +250,22 @@ def _precision(
     return weight, product, None
 
 
-def _notes(plan: Plan, script: OnlineScriptArguments, training: Any) -> list[str]:
+def _notes(plan: Plan, script: ScriptArguments, training: Any) -> list[str]:
     """What the plan takes for granted or leaves out."""
     model: ModelSize = plan.model
     name = plan.run.optimizer
-    engine = f": {_engine_words(plan, training)}" if training.use_vllm else ""
-    prompt, row, context = plan.run.prompt, plan.run.prompt + plan.run.completion, model.context
-    rest = f", what max_completion_length leaves of the model's context of {context}"
-    rest = "" if prompt == ASSUMED_PROMPT else rest
-    notes = {
-        f"Prompts are assumed to have up to {prompt} tokens{rest}; say --longest_prompt.": (
-            script.longest_prompt is None
+    row, context = plan.run.prompt + plan.run.completion, model.context
+    online = _online_notes(plan, script, training) if plan.run.generates else {}
+    longest = "prompt and completion have" if plan.run.generates else "rows have"
+    notes = online | {
+        f"The longest {longest} {row} tokens, more than the model's context of {context}.": (
+            context is not None and row > context
         ),
-        f"The longest prompt and completion have {row} tokens, more than the model's context of "
-        f"{context}.": context is not None and row > context,
-        "The reward model is not counted.": script.reward_model_name_or_path is not None,
         f"What {name} keeps is not known; two float32 states are assumed.": (name not in KNOWN),
         "Layers are taken to be like Llama's, with a gated MLP.": not model.gated,
         "Every rank holds the whole model; --accelerate_config zero2, zero3 or fsdp2 divides it.": (
             plan.run.processes > 1 and not plan.run.sharding.stage
         ),
-        f"vLLM generates{engine}.": bool(training.use_vllm),
         "FSDP sums whole gradients until the last micro-batch; the accelerator_config option "
         "gradient_accumulation_kwargs={'sync_each_batch': true} divides them each time.": (
             plan.estimate.shares.waiting > plan.estimate.shares.gradients
@@ -273,6 +280,20 @@ def _notes(plan: Plan, script: OnlineScriptArguments, training: Any) -> list[str
         ),
     }
     return [f"Note: {text}" for text, holds in notes.items() if holds]
+
+
+def _online_notes(plan: Plan, script: Any, training: Any) -> dict[str, bool]:
+    prompt, context = plan.run.prompt, plan.model.context
+    engine = f": {_engine_words(plan, training)}" if training.use_vllm else ""
+    rest = f", what max_completion_length leaves of the model's context of {context}"
+    rest = "" if prompt == ASSUMED_PROMPT else rest
+    return {
+        f"Prompts are assumed to have up to {prompt} tokens{rest}; say --longest_prompt.": (
+            script.longest_prompt is None
+        ),
+        "The reward model is not counted.": script.reward_model_name_or_path is not None,
+        f"vLLM generates{engine}.": bool(training.use_vllm),
+    }
 
 
 def _engine_words(plan: Plan, training: Any) -> str:

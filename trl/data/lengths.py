@@ -17,6 +17,7 @@ from .prepare import row_lengths, trained_in
 
 PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 99.9, 100)
 BATCHES = (1, 2, 4, 8, 16)
+BINS = 40
 Table = list[dict[str, Any]]
 
 
@@ -30,9 +31,11 @@ class LengthProfile:
     longest: list[tuple[int, int]]  # row of the dataset, tokens
     limits: Table  # what each max_length would cost
     padding: Table  # share of positions that are padding, by batch size
-    packing: dict[str, float]
     repeated: dict[str, float]  # share of tokens that stand in the model more than once
+    histogram: dict[str, list[int]]  # edges of bins of row lengths, and rows in each
+    packing: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    largest_that_fits: int | None = None  # limit that the memory of the device allows, if known
 
     def as_dict(self) -> dict[str, Any]:
         """All facts as plain values."""
@@ -47,7 +50,22 @@ class LengthProfile:
         said = [f"{self.rows} rows, {self.tokens} tokens. Longest: {longest}.", ""]
         said += [*_aligned(parts), "", *_aligned(self.limits), "", *_aligned(self.padding), ""]
         facts = {**self.packing, **self.repeated}
-        return said + [f"{name}: {value:.4g}" for name, value in facts.items()] + self.warnings
+        if self.largest_that_fits is not None:
+            facts["largest limit that fits the device"] = self.largest_that_fits
+        return said + [f"{name}: {value:.6g}" for name, value in facts.items()] + self.warnings
+
+    def enough(self, most: int | None = None, share: float = 0.001) -> int:
+        """The shortest judged limit that loses at most this share of the tokens to train on.
+
+        Args:
+            most (`int`, *optional*): no limit above this is proposed.
+        """
+        total = self.parts.get("trained", self.parts[next(reversed(self.parts))])["tokens"]
+        for row in self.limits:
+            lost = row["trained lost"] if "trained lost" in row else row["tokens lost"]
+            if lost <= share * total:
+                break
+        return min(row["max_length"], most or row["max_length"])
 
 
 def profile_supervised(
@@ -61,28 +79,36 @@ def profile_supervised(
         pack_size (`int`, *optional*): tokens of a pack; the longest row without it.
     """
     lengths, source = row_lengths(table, "input_ids"), np.asarray(table["source"][:])
-    every = np.arange(len(lengths))
-    trained = trained_in(table, every, np.zeros_like(lengths), lengths)
+    trained = _trained_within(table, lengths)
     parts = {"prompt": lengths - trained, "trained": trained, "row": lengths}
     sizes = candidates(lengths, max_lengths)
     limits = [_supervised_limit(table, lengths, trained, size) for size in sizes]
+    size = pack_size or int(lengths.max(initial=1))
+    kept = np.minimum(lengths, size)
+    kept[_trained_within(table, kept) == 0] = 0
     warnings = _warned(int((trained == 0).sum()), "no token to train on", len(lengths))
     merged = int((np.asarray(table["merged"][:]) > 0).sum())
     warnings += _warned(merged, "a token over the edge of what is trained", len(lengths))
     repeated = {"repeated share in the batch of all rows": repeated_share(table["input_ids"])}
-    return _profile(parts, source, limits, pack_size, repeated, warnings)
+    facts = {"packing": _packing(kept, size), "warnings": warnings}
+    return _profile(parts, source, limits, repeated, **facts)
+
+
+def _trained_within(table: Dataset, kept: np.ndarray) -> np.ndarray:
+    """Trained tokens among the first ones of each row, (rows,)."""
+    return trained_in(table, np.arange(len(kept)), np.zeros_like(kept), kept)
 
 
 def _supervised_limit(
     table: Dataset, lengths: np.ndarray, trained: np.ndarray, size: int
 ) -> dict[str, Any]:
     kept = np.minimum(lengths, size)
-    left = trained_in(table, np.arange(len(lengths)), np.zeros_like(lengths), kept)
+    left = _trained_within(table, kept)
     end = trained_in(table, np.arange(len(lengths)), lengths - 1, lengths, first=0) > 0
     return {
         "max_length": size,
         "rows cut": int((lengths > size).sum()),
-        "tokens lost": int((lengths - kept).sum()),
+        "tokens lost": int((lengths - kept * (left > 0)).sum()),
         "trained lost": int((trained - left).sum()),
         "ends lost": int((end & (lengths > size)).sum()),
         "rows untrained": int((left == 0).sum()),
@@ -117,7 +143,35 @@ def profile_preferences(
         same = sum(chosen == rejected for chosen, rejected in pairs)
         warnings += _warned(same, "the same answer twice", len(prompts))
     source = np.asarray(table["source"][:])
-    return _profile(parts, source, limits, pack_size, repeated, warnings)
+    size = pack_size or int(whole.max(initial=1))
+    facts = {"packing": _packing(np.minimum(whole, size), size), "warnings": warnings}
+    return _profile(parts, source, limits, repeated, **facts)
+
+
+def profile_prompts(
+    prompts: Sequence[Sequence[int]], group_size: int, max_lengths: Sequence[int] = ()
+) -> LengthProfile:
+    """Profile prompts, each of which gets a group of completions.
+
+    Args:
+        prompts: token ids.
+        group_size (`int`): completions of a prompt.
+        max_lengths: as of `profile_supervised`.
+    """
+    lengths = np.fromiter(map(len, prompts), dtype=np.int64, count=len(prompts))
+    limits = [
+        {
+            "max_length": size,
+            "rows cut": int((lengths > size).sum()),
+            "tokens lost": int(np.maximum(lengths - size, 0).sum()),
+        }
+        for size in candidates(lengths, max_lengths)
+    ]
+    repeated = {
+        "repeated share in the groups of a prompt": 1 - 1 / group_size,
+        "repeated share in the batch of all rows": repeated_share(prompts),
+    }
+    return _profile({"prompt": lengths}, np.arange(len(lengths)), limits, repeated)
 
 
 def _over(prompts: np.ndarray, answers: np.ndarray, size: int) -> np.ndarray:
@@ -163,14 +217,11 @@ def _profile(
     parts: dict[str, np.ndarray],
     source: np.ndarray,
     limits: Table,
-    pack_size: int | None,
     repeated: dict[str, float],
-    warnings: list[str],
+    **facts: Any,
 ) -> LengthProfile:
-    lengths = parts["row"]
-    size = pack_size or int(lengths.max(initial=1))
-    cut = np.minimum(lengths, size)
-    packs = best_fit(cut, size)
+    """Put the facts together; the last of the parts is the whole row."""
+    lengths = parts[next(reversed(parts))]
     longest = np.argsort(-lengths, kind="stable")[:3]
     return LengthProfile(
         rows=len(lengths),
@@ -179,15 +230,26 @@ def _profile(
         longest=[(int(source[i]), int(lengths[i])) for i in longest],
         limits=limits,
         padding=padding_table(lengths),
-        packing={
-            "pack size": size,
-            "packs": len(packs),
-            "packing efficiency": efficiency(cut, packs, size),
-            "documents in a pack": len(lengths) / max(len(packs), 1),
-        },
         repeated=repeated,
-        warnings=warnings,
+        histogram=_histogram(lengths),
+        **facts,
     )
+
+
+def _packing(lengths: np.ndarray, size: int) -> dict[str, float]:
+    packs = best_fit(lengths, size)
+    return {
+        "pack size": size,
+        "packs": len(packs),
+        "packing efficiency": efficiency(lengths, packs, size),
+        "documents in a pack": int((lengths > 0).sum()) / max(len(packs), 1),
+    }
+
+
+def _histogram(lengths: np.ndarray) -> dict[str, list[int]]:
+    top = int(lengths.max(initial=1))
+    edges = np.unique(np.linspace(0, top + 1, min(BINS, top + 1) + 1).astype(int))
+    return {"edges": edges.tolist(), "rows": np.histogram(lengths, edges)[0].tolist()}
 
 
 def _summary(values: np.ndarray) -> dict[str, float]:

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from datasets import (
     Dataset,
     DatasetDict,
@@ -16,11 +17,22 @@ from datasets import (
 
 # All processes of a run, and a continued run, must keep the same rows for evaluation.
 SPLIT_SEED = 0
+SOURCE_COLUMN = "dataset_source"
 
 
 @dataclass
 class DatasetConfig:
-    """One dataset of a mixture; the fields are those of `datasets.load_dataset`."""
+    """One dataset of a mixture; the first fields are those of `datasets.load_dataset`.
+
+    Args:
+        columns (`list[str]`, *optional*): that are kept; all without it.
+        fraction (`float`, *optional*): its share of the mixture.
+        limit (`int`, *optional*): rows that are taken at most, the first ones.
+        weight (`float`): how often an epoch has each row: 2 is twice, 0.5 has half of the rows,
+            chosen at random and the same in every run.
+        source (`str`, *optional*): its name in the log, as in `loss/NAME`; it is written to the
+            column `dataset_source` of the mixture.
+    """
 
     path: str
     name: str | None = None
@@ -29,11 +41,14 @@ class DatasetConfig:
     split: str = "train"
     columns: list[str] | None = None
     fraction: float | None = None
+    limit: int | None = None
+    weight: float = 1.0
+    source: str | None = None
 
 
 @dataclass
 class DatasetMixtureConfig:
-    """Datasets to concatenate, with their shares.
+    """Datasets to concatenate, with their shares, weights and limits.
 
     Args:
         datasets (`list`): mappings with the fields of `DatasetConfig`.
@@ -42,8 +57,8 @@ class DatasetMixtureConfig:
             chosen at random, and are the same in every run.
 
     Raises:
-        ValueError: if only some datasets have a fraction, if fractions are not positive, or if
-            fractions or a test split meet streaming.
+        ValueError: if only some datasets have a fraction, if fractions, weights or limits are not
+            positive, or if fractions, weights or a test split meet streaming.
     """
 
     datasets: list[Any] = field(
@@ -60,9 +75,11 @@ class DatasetMixtureConfig:
         shares = [entry.fraction for entry in self.datasets if entry.fraction is not None]
         if shares:
             _check_shares(shares, len(self.datasets))
-        if self.streaming and (shares or self.test_split_size is not None):
+        weighted = shares or any(entry.weight != 1 for entry in self.datasets)
+        if self.streaming and (weighted or self.test_split_size is not None):
             raise ValueError(
-                "datasets: fractions and test_split_size need lengths, so streaming must be false."
+                "datasets: fractions, weights and test_split_size need lengths, so streaming must "
+                "be false."
             )
 
 
@@ -74,8 +91,16 @@ def _check_shares(shares: list[float], count: int) -> None:
 
 
 def _entry(place: int, entry: Any) -> DatasetConfig:
-    if isinstance(entry, DatasetConfig):
-        return entry
+    if not isinstance(entry, DatasetConfig):
+        entry = _from_mapping(place, entry)
+    for name, least in (("weight", 0), ("limit", 1)):
+        value = getattr(entry, name)
+        if value is not None and (value < least or value == 0):
+            raise ValueError(f"datasets[{place}]: {name} must be above 0, not {value}.")
+    return entry
+
+
+def _from_mapping(place: int, entry: Any) -> DatasetConfig:
     legal = [f.name for f in dataclasses.fields(DatasetConfig)]
     unknown = sorted(set(entry) - set(legal))
     if unknown or "path" not in entry:
@@ -88,6 +113,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
     """Load and concatenate the datasets of a mixture.
 
     With fractions, as many rows are taken as the scarcest dataset allows, the first ones of each.
+    Limits come before fractions, and weights after them.
 
     Returns:
         "train", and "test" if `test_split_size` is set.
@@ -101,7 +127,9 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
     loaded = [_load(entry, mixture_config.streaming) for entry in entries]
     if entries[0].fraction is not None:
         loaded = _take_fractions(loaded, [entry.fraction for entry in entries])
-    combined = concatenate_datasets(loaded)
+    names = any(entry.source for entry in entries)
+    pairs = zip(loaded, entries, strict=True)
+    combined = concatenate_datasets([_changed(part, entry, names) for part, entry in pairs])
     if mixture_config.test_split_size is not None:
         return combined.train_test_split(mixture_config.test_split_size, seed=SPLIT_SEED)
     kind = IterableDatasetDict if mixture_config.streaming else DatasetDict
@@ -117,7 +145,19 @@ def _load(entry: DatasetConfig, streaming: bool) -> Any:
         split=entry.split,
         streaming=streaming,
     )
+    if entry.limit is not None:
+        dataset = dataset.take(entry.limit)
     return dataset if entry.columns is None else dataset.select_columns(entry.columns)
+
+
+def _changed(dataset: Any, entry: DatasetConfig, names: bool) -> Any:
+    """Each row as often as the weight says, and with the name of its dataset."""
+    if entry.weight != 1:
+        whole, rest = divmod(round(entry.weight * len(dataset)), max(len(dataset), 1))
+        chosen = np.random.default_rng(SPLIT_SEED).permutation(len(dataset))[:rest]
+        dataset = dataset.select([*range(len(dataset))] * whole + sorted(chosen.tolist()))
+    name = entry.source or entry.name or entry.path.rstrip("/").split("/")[-1]
+    return dataset.map(lambda row: {SOURCE_COLUMN: name}) if names else dataset
 
 
 def _take_fractions(datasets: list[Dataset], fractions: list[float]) -> list[Dataset]:

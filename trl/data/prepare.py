@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from .rows import Document
 from .supervised import Kind, SupervisedOptions, clipped, encode_supervised
 
 # Changed with everything that changes what a prepared row holds.
-VERSION = 1
+VERSION = 2
 BATCH = 1000
 ROWS_PER_PROCESS = 10_000  # fewer are done before another process has started
 LONG_ROWS = ("cut", "drop", "split", "error")
@@ -31,6 +32,7 @@ SUPERVISED = Features(
     trained_spans=List(Value("int32")),
     source=Value("int64"),
     merged=Value("int32"),
+    origin=Value("string"),
 )
 D = TypeVar("D", Dataset, IterableDataset)
 
@@ -111,28 +113,27 @@ class _EncodeSupervised:
         batch = {name: table.column(name).to_pylist() for name in table.column_names}
         with named_rows(index):
             found = encode_supervised(batch, self.kind, self.encoder, self.options)
+        origins = batch.get(self.options.source_column, [""] * len(index))
         return pa.table(
             {
                 "input_ids": ragged(found.input_ids),
                 "trained_spans": ragged(found.trained_spans),
                 "source": pa.array([index[i] for i in found.source], pa.int64()),
                 "merged": pa.array(found.merged, pa.int32()),
+                "origin": pa.array([str(origins[i]) for i in found.source]),
             }
         )
 
 
-class named_rows:
+@contextmanager
+def named_rows(index: Sequence[int]) -> Iterator[None]:
     """Say in errors which rows of the dataset were being read."""
-
-    def __init__(self, index: Sequence[int]):
-        self._index = index
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, ValueError | TypeError | KeyError) and self._index:
-            error.add_note(f"While reading rows {self._index[0]} to {self._index[-1]}.")
+    try:
+        yield
+    except (ValueError, TypeError, KeyError) as error:
+        if index:
+            error.add_note(f"While reading rows {index[0]} to {index[-1]}.")
+        raise
 
 
 def prepare_supervised(
@@ -147,8 +148,8 @@ def prepare_supervised(
 
     Returns:
         Columns `input_ids`, `trained_spans` (start, stop, start, stop, ... of the tokens in the
-        loss), `source` (row of the dataset) and `merged` (tokens over the edge of the trained
-        part). A stream gives them while it is read.
+        loss), `source` (row of the dataset), `merged` (tokens over the edge of the trained part)
+        and `origin` (see `SupervisedOptions.source_column`). A stream gives them while it is read.
 
     Raises:
         ValueError: if the dataset is empty, or its rows cannot be read.
@@ -224,7 +225,7 @@ class SupervisedDataset:
         self._table = table.with_format("numpy")
         whole = row_lengths(table, "input_ids")
         self._source = self._table["source"][:]
-        row, start, stop = self._windows(whole, max_length, long_rows)
+        row, start, stop = pieces(whole, max_length, long_rows, self._source)
         trained = trained_in(table, row, start, stop)
         kept = trained > 0
         self._row, self._start, self._stop = row[kept], start[kept], stop[kept]
@@ -249,30 +250,6 @@ class SupervisedDataset:
                 + " Raise max_length, or look at the masks of the dataset."
             )
 
-    def _windows(
-        self, whole: np.ndarray, size: int | None, long_rows: str
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        if size is None:
-            return np.arange(len(whole)), np.zeros_like(whole), whole
-        if long_rows == "split":
-            return windows(whole, size)
-        if long_rows == "wrapped":
-            pieces = list(chain.from_iterable(wrapped(whole, size)))
-            row, start, stop = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
-            return row, start, stop
-        over = whole > size
-        if long_rows == "error" and over.any():
-            named = ", ".join(map(str, self._source[over][:3]))
-            raise ValueError(
-                f"{over.sum()} of {len(whole)} rows have more than max_length={size} tokens, "
-                f"among them {named}. Raise max_length, or choose long_rows='cut', 'drop' or "
-                "'split'."
-            )
-        rows = np.flatnonzero(~over) if long_rows == "drop" else np.arange(len(whole))
-        length = np.minimum(whole[rows], size)
-        start = whole[rows] - length if long_rows == "cut_start" else np.zeros_like(length)
-        return rows, start, start + length
-
     def __len__(self) -> int:
         return len(self._row)
 
@@ -281,12 +258,6 @@ class SupervisedDataset:
         row = self._table[int(self._row[at])]
         found = document(row, int(self._start[at]), int(self._stop[at]))
         return found if place >= 0 else found.uncounted()
-
-    def to_dataset(self) -> Dataset:
-        """The documents with the columns `input_ids` and `labels`, in memory."""
-        found = [self[i] for i in range(len(self))]
-        columns = {"input_ids": [d.ids for d in found], "labels": [d.labels for d in found]}
-        return Dataset(pa.table({name: ragged(rows) for name, rows in columns.items()}))
 
 
 class LazySupervisedDataset:
@@ -337,7 +308,8 @@ def document(row: dict[str, Any], start: int = 0, stop: int | None = None) -> Do
     spans = clipped(list(row["trained_spans"]), start + 1, start + len(ids))
     for first, last in zip(spans[::2], spans[1::2], strict=True):
         trained[first - start : last - start] = True
-    return Document(ids=ids, trained=trained, source=int(row["source"]))
+    origin = row.get("origin", "")
+    return Document(ids=ids, trained=trained, source=int(row["source"]), origin=origin)
 
 
 def documents(row: dict[str, Any], max_length: int | None, long_rows: str) -> list[Document]:
@@ -350,19 +322,43 @@ def documents(row: dict[str, Any], max_length: int | None, long_rows: str) -> li
     Raises:
         ValueError: for a long row with `long_rows="error"`.
     """
-    count = len(row["input_ids"])
-    long_rows = TRUNCATION_MODES.get(long_rows, long_rows)
-    size = count if max_length is None else min(count, max_length)
-    if count > size and long_rows == "error":
-        raise ValueError(
-            f"Row {row['source']} has {count} tokens, more than max_length={max_length}. Raise "
-            "max_length, or choose long_rows='cut', 'drop' or 'split'."
-        )
-    starts = {"drop": [0] * (count == size), "cut_start": [count - size]}.get(long_rows, [0])
-    if long_rows in ("split", "wrapped"):
-        starts = list(range(0, count, max(size, 1)))
-    found = [document(row, start, start + size) for start in starts]
+    how = "split" if long_rows == "wrapped" else TRUNCATION_MODES.get(long_rows, long_rows)
+    whole, source = np.array([len(row["input_ids"])]), np.array([row["source"]])
+    _, starts, stops = pieces(whole, max_length, how, source)
+    pairs = zip(starts.tolist(), stops.tolist(), strict=True)
+    found = [document(row, start, stop) for start, stop in pairs]
     return [one for one in found if one.trained.any()]
+
+
+def pieces(
+    whole: np.ndarray, size: int | None, long_rows: str, source: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut rows of so many tokens to length: row, first token and end of each piece.
+
+    Args:
+        whole, source: tokens of each row, and its name in messages.
+        size, long_rows: as of `SupervisedDataset`, without the second names.
+    """
+    if size is None:
+        return np.arange(len(whole)), np.zeros_like(whole), whole
+    if long_rows == "split":
+        return windows(whole, size)
+    if long_rows == "wrapped":
+        found = list(chain.from_iterable(wrapped(whole, size)))
+        row, start, stop = np.array(found, dtype=np.int64).reshape(-1, 3).T
+        return row, start, stop
+    over = whole > size
+    if long_rows == "error" and over.any():
+        named = ", ".join(map(str, source[over][:3]))
+        raise ValueError(
+            f"{over.sum()} of {counted(len(whole), 'row')} with more than max_length={size} "
+            f"tokens, among them {named}. Raise max_length, or choose long_rows='cut', 'drop' or "
+            "'split'."
+        )
+    rows = np.flatnonzero(~over) if long_rows == "drop" else np.arange(len(whole))
+    length = np.minimum(whole[rows], size)
+    start = whole[rows] - length if long_rows == "cut_start" else np.zeros_like(length)
+    return rows, start, start + length
 
 
 def row_lengths(table: Dataset, column: str) -> np.ndarray:

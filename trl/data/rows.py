@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -26,6 +26,7 @@ class Document:
     trained: np.ndarray  # (T,) bool; the first token is never predicted, so never trained
     source: int  # row of the dataset it is made from
     counts: bool = True  # False: it only keeps a rank busy
+    origin: str = ""  # the dataset of a mixture that the row is from, if it has a name
 
     @classmethod
     def filler(cls, source: int) -> Document:
@@ -104,6 +105,7 @@ class SupervisedRows(StepRows):
     completion_ids: list[list[int]]  # B ragged
     row_ids: list[int]  # B: row of the dataset
     loss_mask: Tensor  # (B, C) bool
+    origins: Sequence[str] = ()  # B: the dataset of a mixture that each row is from
 
     @classmethod
     def of(cls, documents: Sequence[Document]) -> SupervisedRows:
@@ -122,6 +124,7 @@ class SupervisedRows(StepRows):
             completion_ids=[d.ids[first:stop].tolist() for d, (first, stop) in pairs],
             row_ids=[d.source for d in documents],
             loss_mask=mask,
+            origins=[d.origin for d in documents],
         )
 
     def __len__(self) -> int:
@@ -131,6 +134,12 @@ class SupervisedRows(StepRows):
     def flat(self) -> SupervisedRows:
         """The rows a scorer reads."""
         return self
+
+    def by_origin(self) -> Iterator[tuple[str, Tensor]]:
+        """The names of datasets that rows are from, and the tokens in the loss of each (B, C)."""
+        for name in sorted(filter(None, set(self.origins))):
+            rows = torch.tensor([[origin == name] for origin in self.origins])
+            yield name, self.loss_mask & rows.to(self.loss_mask.device, non_blocking=True)
 
     def weight(self) -> Tensor:
         """Tokens in the loss (1,): as many as there are log-probabilities to sum."""
@@ -161,4 +170,5 @@ class SupervisedRows(StepRows):
             completion_ids=[self.completion_ids[i] for i in index],
             row_ids=[self.row_ids[i] for i in index],
             loss_mask=self.loss_mask[rows, :width],
+            origins=[self.origins[i] for i in index],
         )

@@ -10,6 +10,7 @@ import numpy as np
 
 from .chatml import maybe_convert_to_chatml
 from .encode import Ids, TextEncoder, template_options
+from .mixture import SOURCE_COLUMN
 from .preference import common_prefix_length
 from .turns import assistant_spans, expanded_turns, tokens_of
 
@@ -31,6 +32,7 @@ class SupervisedOptions:
         expand_turns (`bool`): one target for each turn of the assistant, in the context that
             the template gives it when it is written.
         formatting_func (*optional*): makes a text of an example.
+        source_column (`str`): names where an example is from.
     """
 
     dataset_text_field: str = "text"
@@ -38,6 +40,7 @@ class SupervisedOptions:
     assistant_only_loss: bool = False
     expand_turns: bool = False
     formatting_func: Callable[[dict[str, Any]], str] | None = None
+    source_column: str = SOURCE_COLUMN
 
     def kind(self, example: Mapping[str, Any]) -> Kind:
         """Say what the examples of a dataset are, from the first of them.

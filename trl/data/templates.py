@@ -60,12 +60,8 @@ def clone_chat_template(
         ValueError: if the other tokenizer has no chat template.
         RuntimeError: if the vocabulary and the embeddings end up with different sizes.
     """
-    source = AutoTokenizer.from_pretrained(source_tokenizer_path)
-    tokenizer.chat_template = source.get_chat_template()
     known = tokenizer.get_vocab()
-    missing = [t for t in source.added_tokens_decoder.values() if t.content not in known]
-    tokenizer.add_tokens(missing)
-    tokenizer.eos_token = source.eos_token
+    missing = take_template(tokenizer, source_tokenizer_path)
     model.config.eos_token_id = tokenizer.eos_token_id
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -82,5 +78,15 @@ def clone_chat_template(
             f"The tokenizer has {len(tokenizer)} tokens, but the model has "
             f"{model.get_input_embeddings().num_embeddings} embeddings."
         )
-    added = [t.content for t in missing] + fillers
-    return model, tokenizer, tokenizer.convert_tokens_to_ids(added)
+    return model, tokenizer, tokenizer.convert_tokens_to_ids(missing + fillers)
+
+
+def take_template(tokenizer: PreTrainedTokenizerBase, path: str) -> list[str]:
+    """Give a tokenizer the chat template and EOS token of another one, and return added tokens."""
+    source = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = source.get_chat_template()
+    known = tokenizer.get_vocab()
+    missing = [t for t in source.added_tokens_decoder.values() if t.content not in known]
+    tokenizer.add_tokens(missing)
+    tokenizer.eos_token = source.eos_token
+    return [token.content for token in missing]

@@ -43,6 +43,7 @@ class Limit:
     """The largest value of an option that fits a device."""
 
     option: str
+    field: str  # of `RunSettings`
     now: int
     largest: int | None  # None: not even the smallest fits
     bound: int  # the largest value that was tried
@@ -85,19 +86,23 @@ class Plan:
         return Estimate(self.model, run).peak <= self.budget
 
     def limits(self) -> list[Limit]:
-        """The largest value of four options that fits while the others stay as they are."""
+        """The largest value of some options that fits while the others stay as they are."""
         run, context = self.run, self.model.context or MOST
         prompts = max(1, run.rows // run.group_size)
         bound = "no limit" if self.model.context is None else "the model's context"
         # Divisors of the round leave the gradient as it is.
         parts = [size for size in range(1, run.rows + 1) if run.rows % size == 0]
+        rows = ("per_device_train_batch_size", "micro_batch", parts)
+        if not run.generates:
+            length = self._limit("max_length", "completion", range(2, context + 1), bound)
+            return [length, self._limit(*rows, "all rows of an update")]
         lengths = [range(1, max(1, context - n) + 1) for n in (run.completion, run.prompt)]
         groups = group_sizes(run.micro_batch, prompts)
         return [
             self._limit("num_generations", "group_size", groups, "no limit"),
             self._limit("tokens of a prompt", "prompt", lengths[0], bound),
             self._limit("max_completion_length", "completion", lengths[1], bound),
-            self._limit("per_device_train_batch_size", "micro_batch", parts, "the whole round"),
+            self._limit(*rows, "the whole round"),
         ]
 
     def _limit(self, option: str, field: str, values: Sequence[int], words: str) -> Limit:
@@ -106,7 +111,7 @@ class Plan:
         found = largest_fitting(
             lambda value: self.fits_with(resized(self.run, **{field: value})), values, now
         )
-        return Limit(option, now, found, values[-1], words)
+        return Limit(option, field, now, found, values[-1], words)
 
     def changes(self) -> list[Change]:
         """What other values of the options that save memory would make of each phase."""
@@ -130,7 +135,8 @@ def _savings(run: RunSettings) -> Iterator[Other]:
     slower = "" if recomputes else "about a third more time"
     word = _word(not recomputes)
     yield "gradient_checkpointing", word, {"gradient_checkpointing": not recomputes}, slower
-    yield "shared_prefix", _word(not shares), {"shared_prefix": not shares}, ""
+    if run.group_size > 1:
+        yield "shared_prefix", _word(not shares), {"shared_prefix": not shares}, ""
     value, chunk = ("none", None) if run.logits_chunk == 0 else ("0", 0)
     yield "logits_chunk_size", value, {"logits_chunk": chunk}, ""
     if run.micro_batch > 1:
@@ -252,14 +258,16 @@ def _header(plan: Plan) -> str:
     precision = f"{8 * run.weight_bytes}-bit weights"
     if run.autocast:
         precision += f", {8 * run.product_bytes}-bit autocast"
-    return (
-        f"Model: {_count(model.parameters)} parameters{trained}; {precision}; {run.optimizer}\n"
-        f"Round on a rank: {run.rows} completions of up to {run.completion} tokens, "
-        f"{run.group_size} for each prompt of up to {run.prompt} tokens\n"
-        f"Micro-batch: {run.micro_batch} completions, "
-        f"{sum(run.forward_passes(cuts=False))} tokens in one forward"
-        f"{_ranks(plan)}"
-    )
+    lines = [f"Model: {_count(model.parameters)} parameters{trained}; {precision}; {run.optimizer}"]
+    if run.generates:
+        lines.append(
+            f"Round on a rank: {run.rows} completions of up to {run.completion} tokens, "
+            f"{run.group_size} for each prompt of up to {run.prompt} tokens"
+        )
+    what = "completions" if run.generates else f"rows of up to {run.completion} tokens"
+    tokens = sum(run.forward_passes(cuts=False))
+    lines.append(f"Micro-batch: {run.micro_batch} {what}, {tokens} tokens in one forward")
+    return "\n".join(lines) + _ranks(plan)
 
 
 def _ranks(plan: Plan) -> str:

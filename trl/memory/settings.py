@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ..models.packed_passes import SHORTEST_PASS, tails_of_passes
 
 if TYPE_CHECKING:
+    from ..trainer.base.base_config import BaseConfig
+    from ..trainer.offline.offline_config import OfflineConfig
     from ..trainer.online.online_config import OnlineConfig
 
 ASSUMED_PROMPT = 512  # tokens, where nothing says how long prompts are
@@ -131,18 +133,36 @@ class RunSettings:
             "accumulation": batches.accumulation,
             "passes": batches.iterations,
             "processes": batches.num_processes,
-            "optimizer": str(getattr(args.optim, "value", args.optim)),
-            "optimizer_args": args.optim_args,
-            "gradient_checkpointing": bool(args.gradient_checkpointing),
             "reference": args.beta != 0.0,
             "scores_policy": args.scores_policy,
-            "shared_prefix": args.shared_prefix,
-            "logits_chunk": args.logits_chunk_size,
             "generation_rows": args.generation_max_rows,
             "generation_kv_gb": args.generation_max_kv_gb,
             "gathers": args.ds3_gather_for_generation,
         }
-        return cls(**(options | facts))
+        return cls(**(_of_every_run(args) | options | facts))
+
+    @classmethod
+    def of_documents(cls, args: OfflineConfig, longest: int, **facts: Any) -> RunSettings:
+        """As `of`, for rows of a dataset that share no beginning.
+
+        Args:
+            longest (`int`): tokens of a row, where `max_length` says nothing.
+        """
+        length = args.max_length or longest
+        rows = args.per_device_train_batch_size
+        if args.max_tokens_per_micro_batch is not None:
+            rows = max(1, min(rows, args.max_tokens_per_micro_batch // length))
+        options = {
+            "group_size": 1,
+            "prompt": 0,
+            "completion": length,
+            "micro_batch": rows,
+            "slices": args.gradient_accumulation_steps,
+            "accumulation": args.gradient_accumulation_steps,
+            "processes": args.world_size,
+            "generates": False,
+        }
+        return cls(**(_of_every_run(args) | options | facts))
 
     def replace(self, **changes: Any) -> RunSettings:
         """Return a copy with fields changed."""
@@ -183,10 +203,20 @@ class RunSettings:
         prefix = min(rows, self.groups(rows)) * self.prompt
         tail = self.completion - 1  # the last token of a completion predicts nothing
         # With sharded weights a forward is always one pass, so that all ranks run as many.
-        whole = not cuts or self.sharding.divides_weights
+        whole = not cuts or self.sharding.divides_weights or not prefix
         if whole or prefix + rows * tail <= SHORTEST_PASS or not tail:
             return [prefix + rows * tail]
         return [prefix, *(count * tail for count in tails_of_passes([tail] * rows, prefix))]
+
+
+def _of_every_run(args: BaseConfig) -> dict[str, Any]:
+    return {
+        "optimizer": str(getattr(args.optim, "value", args.optim)),
+        "optimizer_args": args.optim_args,
+        "gradient_checkpointing": bool(args.gradient_checkpointing),
+        "shared_prefix": args.shared_prefix,
+        "logits_chunk": args.logits_chunk_size,
+    }
 
 
 # --- Options of `accelerate launch` ---

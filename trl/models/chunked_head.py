@@ -17,7 +17,7 @@ Run = Callable[[Tensor], Tensor]
 
 def chunked_log_probs(
     run: Run, hidden: Tensor, ids: Tensor, step: int, with_entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-probabilities of ids under softmax(run(hidden)), a few tokens at a time.
 
     Each chunk's logits are computed again in the backward pass, with the same random numbers.
@@ -27,18 +27,19 @@ def chunked_log_probs(
         hidden (`Tensor`): (M, H).
         ids (`Tensor`): (M,).
         step (`int`): tokens whose logits are held at once.
-        with_entropy (`bool`): also return entropies (M,), in nats.
+        with_entropy (`bool`): also return entropies (M,), in nats, and which ids are likeliest.
     """
 
-    def piece(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+    def piece(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         # A weight that is cast once for all chunks would sum their gradients in what it is cast to.
         with torch.autocast(hidden.device.type, enabled=False, cache_enabled=False):
             return token_scores(run(hidden), ids, with_entropy=with_entropy)
 
     pieces = zip(hidden.split(step), ids.split(step), strict=True)
     found = [checkpoint(piece, *part, use_reentrant=False) for part in pieces]
-    logps, entropies = zip(*found, strict=True)
-    return torch.cat(logps), torch.cat(entropies) if with_entropy else None
+    logps, *others = zip(*found, strict=True)
+    entropies, hits = (torch.cat(x) if with_entropy else None for x in others)
+    return torch.cat(logps), entropies, hits
 
 
 def summing_in_float32(module: nn.Module) -> Run:

@@ -100,14 +100,15 @@ class OutputHead:
         autocast: torch.dtype | None = None,
         with_entropy: bool = False,
         support: Support | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         """Log-probabilities (M,) of ids (M,) after hidden states (M, H).
 
         Args:
             autocast (`torch.dtype`, *optional*): precision of autocast in the model's forward.
 
         Returns:
-            With entropies (M,) if asked, and log-masses (M,) of a support if one is given.
+            With entropies (M,) and which ids are likeliest (M,) if asked, and log-masses (M,) of a
+            support if one is given.
         """
         if self.chunk == 0:
             logits = self.logits(hidden, autocast)
@@ -120,7 +121,7 @@ class OutputHead:
             project = summing_in_float32(self.module)
         run = partial(self.logits, autocast=autocast, project=project)
 
-        def read(hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        def read(hidden: Tensor) -> tuple[Tensor | None, ...]:
             mass = self._log_mass(run, hidden, ids, support)
             if self.is_plain:
                 return *self._tiled_log_probs(hidden, ids, autocast, with_entropy), mass
@@ -129,8 +130,7 @@ class OutputHead:
         if not self.sharded:
             return read(hidden)
         # One call of the module, which makes its weight whole meanwhile.
-        logps, entropies, mass = called_inside(self._inner, read, lambda: self.module(hidden))
-        return logps, entropies, mass
+        return tuple(called_inside(self._inner, read, lambda: self.module(hidden)))
 
     @torch.no_grad()
     def _log_mass(
@@ -147,7 +147,7 @@ class OutputHead:
 
     def _tiled_log_probs(
         self, hidden: Tensor, ids: Tensor, autocast: torch.dtype | None, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Read the weight, which must be whole, in tiles."""
         weight: Any = self._inner.weight
         bias: Any = self._inner.bias

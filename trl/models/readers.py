@@ -58,13 +58,14 @@ class Reader:
 
 @dataclass(frozen=True)
 class TokenReader(Reader):
-    """Log-probabilities, entropies and log-masses (B, C) of completion tokens, 0 beyond their end.
+    """Log-probabilities, and what else is asked, (B, C) of completion tokens, 0 beyond their end.
 
     Args:
         head (`OutputHead`, *optional*): None: the model's own logits are read, which takes plain
             rows.
         temperature (`float`): divides those logits; a head knows its own.
-        with_entropy (`bool`): also read the entropy of each next-token distribution.
+        with_entropy (`bool`): also read the entropy of each next-token distribution, and whether
+            the token is the likeliest.
         support (`Support`, *optional*): also read the mass that these filters leave of it.
     """
 
@@ -80,7 +81,7 @@ class TokenReader(Reader):
         return self.head is not None
 
     def __call__(self, hidden: Hidden) -> tuple[Tensor | None, ...]:
-        """Read (log-probabilities, entropies, log-masses)."""
+        """Read (log-probabilities, entropies, hits, log-masses)."""
         layout = hidden.layout
         if self.head is None:
             found = tuple(self._of_logits(torch.as_tensor(hidden.logits), layout))

@@ -74,7 +74,8 @@ class Scorer:
         Args:
             model: a causal language model, wrapped for distributed training or not.
             batch (`Rows`): B rows.
-            with_entropy (`bool`): also return the entropy of each next-token distribution.
+            with_entropy (`bool`): also return the entropy of each next-token distribution, and
+                whether the token is the likeliest.
             support (`Support`, *optional*): also return the mass that these filters leave of it.
 
         Returns:
@@ -82,9 +83,10 @@ class Scorer:
         """
         reader = self.token_reader(model, with_entropy, support)
         (found,), aux_loss = self.read(model, batch, [reader])
-        logps, entropies, log_mass = found
+        logps, entropies, hits, mass = found
+        logps = torch.as_tensor(logps)
         return TokenScores(
-            logps=torch.as_tensor(logps), entropies=entropies, log_mass=log_mass, aux_loss=aux_loss
+            logps=logps, entropies=entropies, hits=hits, log_mass=mass, aux_loss=aux_loss
         )
 
     def token_reader(

@@ -62,6 +62,11 @@ def record_entropy(store: MetricStore, entropies: Tensor, mask: Tensor) -> None:
     store.mean("entropy", masked_sum(entropies, mask), mask.sum())
 
 
+def record_accuracy(store: MetricStore, hits: Tensor, mask: Tensor) -> None:
+    """Record the share of trained-on tokens that no token was likelier than."""
+    store.mean("mean_token_accuracy", (hits & mask).sum(), mask.sum())
+
+
 def record_clipping(store: MetricStore, low: Tensor, high: Tensor, mask: Tensor) -> None:
     """Record the shares of ratios clipped from below and above.
 

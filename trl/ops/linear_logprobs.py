@@ -115,7 +115,7 @@ def linear_log_probs(
     bias: Tensor | None = None,
     tiling: Tiling = Tiling(),
     with_entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-probability of each id under softmax(transform(hidden @ weight.T + bias)).
 
     Args:
@@ -124,11 +124,12 @@ def linear_log_probs(
         ids (`Tensor`): (M,) integers in [0, V).
         bias (`Tensor`, *optional*): (V,).
         tiling (`Tiling`): what is done to the products, how many exist at once, and their dtype.
-        with_entropy (`bool`): also return the entropy of each distribution, in nats.
+        with_entropy (`bool`): also return the entropy of each distribution, in nats, and whether
+            the id is the likeliest of it.
 
     Returns:
         (M,) log-probabilities and (M,) entropies or None, float32 (float64 for float64 products);
-        differentiable once, with respect to `hidden`, `weight` and `bias`.
+        differentiable once, with respect to `hidden`, `weight` and `bias`. Then (M,) bool or None.
 
     Raises:
         ValueError: if `temperature` is not greater than 0, or `chunk` is below 1.
@@ -136,8 +137,8 @@ def linear_log_probs(
     tiles = _Tiles.of(tiling, weight, with_entropy)
     # Each cast to the dtype of the products is explicit.
     with torch.autocast(hidden.device.type, enabled=False):
-        logps, entropies = _LinearLogProbs.apply(hidden, weight, bias, ids, tiles)
-    return logps, entropies
+        logps, entropies, hits = _LinearLogProbs.apply(hidden, weight, bias, ids, tiles)
+    return logps, entropies, hits
 
 
 def tile_shape(chunk: int, tokens: int) -> tuple[int, int]:
@@ -157,16 +158,18 @@ def default_chunk(device: torch.device) -> int:
 
 
 class _Running:
-    """Log-normalizer, and mean logit if asked for, over the vocabulary seen so far."""
+    """Log-normalizer, and mean and largest logit if asked for, over the vocabulary seen so far."""
 
     def __init__(self, like: Tensor, with_entropy: bool):
         self.normalizer = torch.full_like(like, -torch.inf)
         self.mean = torch.zeros_like(like) if with_entropy else None
+        self.top = torch.full_like(like, -torch.inf)
 
     def add(self, rows: slice, logits: Tensor) -> None:
         """Take the logits of a tile into account; they are overwritten."""
         before = self.normalizer[rows]
-        largest = torch.maximum(before, logits.amax(1))
+        top = logits.amax(1)
+        largest = torch.maximum(before, top)
         # Rows whose logits are all -inf so far: any finite shift keeps them at exp(-inf) = 0.
         shift = largest.masked_fill(largest == -torch.inf, 0.0)
         if self.mean is None:
@@ -182,6 +185,7 @@ class _Running:
             reached = after.masked_fill(after == -torch.inf, 0.0)
             kept = (before - reached).exp() * self.mean[rows]
             self.mean[rows] = kept + weighted * (shift - reached).exp()
+            self.top[rows] = torch.maximum(self.top[rows], top)
         self.normalizer[rows] = after
 
 
@@ -189,7 +193,7 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, tiles: _Tiles
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         wide = torch.promote_types(tiles.dtype, torch.float32)
         chosen = hidden.new_zeros(len(hidden), dtype=wide)
         running = _Running(chosen, tiles.with_entropy)
@@ -199,10 +203,11 @@ class _LinearLogProbs(torch.autograd.Function):
             chosen[tile.rows] = torch.where(inside, found, chosen[tile.rows])
             running.add(tile.rows, tile.logits)
         entropies = None if running.mean is None else running.normalizer - running.mean
+        hits = None if running.mean is None else chosen >= running.top
         ctx.save_for_backward(hidden, weight, bias, ids, running.normalizer, entropies)
         ctx.tiles = tiles
         ctx.set_materialize_grads(False)
-        return chosen - running.normalizer, entropies
+        return chosen - running.normalizer, entropies, hits
 
     @staticmethod
     @once_differentiable
@@ -211,7 +216,7 @@ class _LinearLogProbs(torch.autograd.Function):
         sums = _Sums((hidden, weight, bias), ctx.needs_input_grad, normalizer.dtype)
         for tile in _walk(hidden, weight, bias, ctx.tiles):
             rows = tile.rows
-            upstream = tuple(None if grad is None else grad[rows] for grad in grads)
+            upstream = tuple(None if grad is None else grad[rows] for grad in grads[:2])
             entropy = None if entropies is None else entropies[rows]
             grad = _logit_gradient(tile.logits, normalizer[rows], entropy, upstream)
             if upstream[0] is not None:

@@ -17,17 +17,17 @@ BLOCK_ELEMENTS = 2**23
 
 def token_scores(
     logits: Tensor, ids: Tensor, temperature: float = 1.0, with_entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each id under softmax(logits / temperature), and entropies if asked for.
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Log-probability of each id under softmax(logits / temperature), and what else is asked for.
 
     Args:
         logits (`Tensor`): (..., V); a logit of -inf marks an impossible token.
         ids (`Tensor`): (...) integers in [0, V).
         temperature (`float`): greater than 0.
-        with_entropy (`bool`): also return entropies, in nats.
+        with_entropy (`bool`): also return entropies, in nats, and whether each id is the likeliest.
 
     Returns:
-        (...) each, in float32, or float64 for float64 logits; differentiable once.
+        (...) each, in float32, or float64 for float64 logits; differentiable once; the last bool.
 
     Raises:
         ValueError: if `temperature` is not greater than 0.
@@ -38,8 +38,9 @@ def token_scores(
     if logits.is_contiguous() or logits.dim() < 3:
         logits = logits.reshape(-1, logits.shape[-1])
     ids = ids.reshape(logits.shape[:-1])
-    logps, entropies = _TokenStatistics.apply(logits, ids, temperature, with_entropy)
-    return logps.reshape(shape), None if entropies is None else entropies.reshape(shape)
+    logps, *others = _TokenStatistics.apply(logits, ids, temperature, with_entropy)
+    entropies, hits = (None if x is None else x.reshape(shape) for x in others)
+    return logps.reshape(shape), entropies, hits
 
 
 def _blocks(logits: Tensor) -> Iterator[tuple[int | slice, ...]]:
@@ -60,25 +61,27 @@ class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.save_for_backward(logits, ids)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         wide = torch.promote_types(logits.dtype, torch.float32)
         logps = logits.new_empty(logits.shape[:-1], dtype=wide)
         entropies = torch.empty_like(logps) if with_entropy else None
+        hits = torch.empty_like(logps, dtype=torch.bool) if with_entropy else None
         for block in _blocks(logits):
             every = _scaled(logits[block], temperature).log_softmax(-1)
             logps[block] = every.gather(-1, ids[block].unsqueeze(-1)).squeeze(-1)
-            if entropies is not None:
+            if entropies is not None and hits is not None:
+                hits[block] = logps[block] >= every.amax(-1)
                 entropies[block] = torch.special.entr(every.exp_()).sum(-1)
-        return logps, entropies
+        return logps, entropies, hits
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
         logits, ids = ctx.saved_tensors
-        grad_logps, grad_entropies = grads
+        grad_logps, grad_entropies, _ = grads
         result = torch.empty_like(logits)
         for block in _blocks(logits):
             probabilities = _scaled(logits[block], ctx.temperature).softmax(-1)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
+from ..data.supervised import SupervisedOptions
 from .base.options import option
 from .offline.offline_config import OfflineConfig
 
@@ -20,6 +22,10 @@ class SFTConfig(OfflineConfig):
 
     # --- Data ---
     dataset_text_field: str = option("text", "Column of plain texts.")
+    source_column: str = option(
+        "dataset_source",
+        "Column that names where a row is from, as mixtures write it: loss/NAME is logged.",
+    )
     completion_only_loss: bool | None = option(
         None, "Train on completions alone. None: where rows have a prompt and a completion."
     )
@@ -90,6 +96,17 @@ class SFTConfig(OfflineConfig):
             )
         if (self.packing or self.eval_packing) and self.long_rows == "split":
             raise ValueError("With packing, long_rows='split' is packing_strategy='bfd_split'.")
+
+    def supervised_options(self, formatting_func: Any = None) -> SupervisedOptions:
+        """How examples become rows; a function that makes texts of them is no option."""
+        return SupervisedOptions(
+            dataset_text_field=self.dataset_text_field,
+            completion_only_loss=self.completion_only_loss,
+            assistant_only_loss=self.assistant_only_loss,
+            expand_turns=self.expand_turns,
+            formatting_func=formatting_func,
+            source_column=self.source_column,
+        )
 
     @property
     def row_limit(self) -> str:

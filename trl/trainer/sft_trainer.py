@@ -20,8 +20,7 @@ from ..data.prepare import (
     prepare_supervised,
 )
 from ..data.rows import Document, SupervisedRows, shown
-from ..data.supervised import SupervisedOptions
-from ..online.statistics import record_entropy
+from ..online.statistics import record_accuracy, record_entropy
 from ..ops.masking import masked_sum
 from ..types import Mode, TokenScores
 from .base.model_card import Method
@@ -111,13 +110,7 @@ class SFTTrainer(OfflineTrainer):
         given: Any = args.dataset_kwargs or {}
         if given.get("skip_prepare_dataset"):
             _check_tokenized(dataset)
-        options = SupervisedOptions(
-            dataset_text_field=args.dataset_text_field,
-            completion_only_loss=args.completion_only_loss,
-            assistant_only_loss=args.assistant_only_loss,
-            expand_turns=args.expand_turns,
-            formatting_func=self._formatting_func,
-        )
+        options = args.supervised_options(self._formatting_func)
         limits: dict[str, Any] = {"max_length": args.max_length, "long_rows": args.row_limit}
         if isinstance(dataset, Dataset) and args.lazy_tokenization:
             return LazySupervisedDataset(dataset, encoder, options, **limits)
@@ -147,11 +140,14 @@ class SFTTrainer(OfflineTrainer):
 
     def loss_of(self, scores: TokenScores, rows: SupervisedRows) -> Tensor:
         """Return the sum of the losses of the trained tokens (1,)."""
-        losses = -scores.logps
+        losses, store = -scores.logps, self.metrics[rows.mode]
         if self.args.loss_type == "dft":
             losses = losses * torch.exp(scores.logps.detach())
-        if scores.entropies is not None:
-            record_entropy(self.metrics[rows.mode], scores.entropies.detach(), rows.loss_mask)
+        if scores.entropies is not None and scores.hits is not None:
+            record_entropy(store, scores.entropies.detach(), rows.loss_mask)
+            record_accuracy(store, scores.hits, rows.loss_mask)
+        for name, mask in rows.by_origin():
+            store.mean(f"loss/{name}", masked_sum(losses.detach(), mask), mask.sum())
         return masked_sum(losses, rows.loss_mask)[None]
 
 

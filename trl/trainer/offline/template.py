@@ -7,21 +7,23 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ...data.templates import clone_chat_template
+from ...data.templates import clone_chat_template, take_template
 from .offline_config import OfflineConfig
 
 
-def set_template(model: nn.Module, tokenizer: PreTrainedTokenizerBase, args: OfflineConfig) -> None:
+def set_template(
+    model: nn.Module | None, tokenizer: PreTrainedTokenizerBase, args: OfflineConfig
+) -> None:
     """Give model and tokenizer what `chat_template_path`, `eos_token` and `pad_token` ask for.
+
+    Args:
+        model (*optional*): None: only the tokenizer is used.
 
     Raises:
         ValueError: for a token that the tokenizer does not know.
     """
-    path = args.chat_template_path
-    if path is not None and Path(path).suffix in (".jinja", ".j2"):
-        tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
-    elif path is not None:
-        clone_chat_template(model, tokenizer, path)
+    if args.chat_template_path is not None:
+        _read_template(model, tokenizer, args.chat_template_path)
     for name in ("eos_token", "pad_token"):
         token = getattr(args, name)
         if token is not None and token not in tokenizer.get_vocab():
@@ -31,8 +33,17 @@ def set_template(model: nn.Module, tokenizer: PreTrainedTokenizerBase, args: Off
             )
         if token is not None:
             setattr(tokenizer, name, token)
-    if args.eos_token is not None:
+    if args.eos_token is not None and model is not None:
         _end_with(model, tokenizer.eos_token_id)
+
+
+def _read_template(model: nn.Module | None, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    if Path(path).suffix in (".jinja", ".j2"):
+        tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+    elif model is None:
+        take_template(tokenizer, path)
+    else:
+        clone_chat_template(model, tokenizer, path)
 
 
 def _end_with(model: nn.Module, eos: int) -> None:

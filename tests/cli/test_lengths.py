@@ -1,0 +1,86 @@
+"""What `trl lengths` says is what a run does."""
+
+import json
+
+import pytest
+from tiny import tiny_model, tiny_tokenizer
+from workspace import write_inputs
+
+from trl.cli.lengths import main
+from trl.memory.estimate import Estimate
+from trl.memory.model_size import model_size
+from trl.memory.settings import RunSettings
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
+    write(folder / "pairs.jsonl", [{"prompt": "a" * p, "completion": "b" * c} for p, c in SIZES])
+    return folder
+
+
+SIZES = [(3 + 5 * i % 17, 1 + 7 * i % 40) for i in range(30)] + [(70, 4), (2, 90)]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def profiled(folder, capsys, data, *words):
+    model = str(folder / "tiny-model")
+    main(
+        [
+            "--model_name_or_path",
+            model,
+            "--dataset_name",
+            str(data),
+            "--use_cpu",
+            "--bf16",
+            "false",
+            *words,
+        ]
+    )
+    return capsys.readouterr().out
+
+
+def test_one_screen_and_files(folder, capsys, tmp_path):
+    words = ["--html", str(tmp_path / "a.html"), "--png", str(tmp_path / "a.png")]
+    shown = profiled(folder, capsys, folder / "pairs.jsonl", *words)
+    lines = shown.splitlines()
+    assert len(lines) <= 45 and max(map(len, lines)) <= 120
+    assert lines[-1].startswith("Options to paste: --max_length ")
+    assert (tmp_path / "a.html").stat().st_size and (tmp_path / "a.png").stat().st_size
+
+
+def test_memory_is_that_of_the_plan(folder, capsys):
+    found = json.loads(profiled(folder, capsys, folder / "pairs.jsonl", "--json"))
+    for row in found["limits"]:
+        run = RunSettings(1, 0, row["max_length"], 8, generates=False, on_cpu=True)
+        peak = Estimate(model_size(tiny_model().config), run).peak
+        assert row["memory MB"] == round(peak / 1e6) and row["fits"]
+    assert found["largest_that_fits"] == 256  # the context
+
+
+def test_prompts_of_groups(folder, capsys, tmp_path):
+    data = write(tmp_path / "p.jsonl", [{"prompt": "a" * n} for n in (1, 5, 60)])
+    words = ["--method", "rloo", "--json", "--num_generations", "4", "--max_completion_length", "9"]
+    found = json.loads(profiled(folder, capsys, data, *words))
+    sizes = [len(tiny_tokenizer()("a" * n)["input_ids"]) for n in (1, 5, 60)]
+    assert found["tokens"] == sum(sizes) and found["longest"][0] == [2, max(sizes)]
+    assert found["repeated"]["repeated share in the groups of a prompt"] == 0.75
+    assert found["options"] == f"--max_prompt_length {max(sizes)}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max_lengthx", "4"], "unknown option --max_lengthx (closest: --max_length"),
+        (["--dataset_train_split", "no"], "the dataset has the splits train"),
+    ],
+)
+def test_mistakes(folder, capsys, words, message):
+    with pytest.raises(SystemExit) as ended:
+        profiled(folder, capsys, folder / "pairs.jsonl", *words)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
