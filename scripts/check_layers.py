@@ -51,7 +51,7 @@ FACADES = {"data_utils"}
 TORCH_ONLY = {"ops", "types"}
 OPTIONAL = {"vllm", "peft", "deepspeed", "liger_kernel", "bitsandbytes", "wandb", "trackio",
             "math_verify", "matplotlib", "rich"}  # fmt: skip
-ALGORITHMS = ("rloo", "grpo")
+ALGORITHMS = ("rloo", "grpo", "onlinedpo", "online dpo", "online_dpo")
 
 
 def main(root: Path) -> int:

@@ -61,7 +61,10 @@ def make_trainer(folder, kind=RLOOTrainer, model=None, reward=token_sum, data=No
     chosen = changes.pop("script", script)
     others = {
         name: changes.pop(name)
-        for name in ("callbacks", "eval_dataset", "peft_config", "quantization_config")
+        for name in (
+            *("callbacks", "eval_dataset", "peft_config", "quantization_config"),
+            *("ref_model", "judge", "value_model"),
+        )
         if name in changes
     }
     trainer = kind(

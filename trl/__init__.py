@@ -35,6 +35,8 @@ _MODULES = {
     "trainer.model_config": ("ModelConfig", "get_peft_config", "get_quantization_config"),
     "trainer.reward_config": ("RewardConfig",),
     "trainer.reward_trainer": ("RewardTrainer",),
+    "trainer.online_dpo_config": ("OnlineDPOConfig",),
+    "trainer.online_dpo_trainer": ("OnlineDPOTrainer",),
     "trainer.rloo_config": ("RLOOConfig",),
     "trainer.rloo_trainer": ("RLOOTrainer",),
     "trainer.sft_config": ("SFTConfig",),

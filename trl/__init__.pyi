@@ -61,6 +61,8 @@ from .trainer.model_config import (
 from .trainer.model_config import (
     get_quantization_config as get_quantization_config,
 )
+from .trainer.online_dpo_config import OnlineDPOConfig as OnlineDPOConfig
+from .trainer.online_dpo_trainer import OnlineDPOTrainer as OnlineDPOTrainer
 from .trainer.reward_config import RewardConfig as RewardConfig
 from .trainer.reward_trainer import RewardTrainer as RewardTrainer
 from .trainer.rloo_config import RLOOConfig as RLOOConfig

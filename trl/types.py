@@ -22,6 +22,7 @@ ROW_TENSORS = (
     "ref_logps",
     "sampling_logps",
     "log_mass",
+    "rewards",
     "advantages",
     "weights",
 )
@@ -185,6 +186,7 @@ class Rollout:
     sampling_logps: Tensor | None = None  # (B, C) as reported by the engine
     sampled_by_policy: bool = False  # whether these are the policy's own, of the weights that train
     log_mass: Tensor | None = None  # (B, C) of the sampler's filters, with `old_logps`
+    rewards: Tensor | None = None  # (B,) that credit is computed from; NaN: unscorable
     advantages: Tensor | None = None  # (B,) or (B, C)
     weights: Tensor | None = None  # (B, C) or (B, 1) that the losses are multiplied by
     num_micro_batch_tokens: Tensor | None = None  # () trained-on tokens of the micro-batch
@@ -269,6 +271,7 @@ class RewardTable:
     total: Tensor  # (N,) weighted sum over the functions that scored the row; NaN if none did
     names: tuple[str, ...]  # F
     group_size: int
+    ended: Tensor | None = None  # (N,) bool: which completions were not cut off
 
     def without(self, excluded: Tensor) -> RewardTable:
         """Return the table in which the rows marked in `excluded` (N,) count as unscorable."""
@@ -277,6 +280,12 @@ class RewardTable:
             per_function=self.per_function.masked_fill(excluded[:, None], torch.nan),
             total=self.total.masked_fill(excluded, torch.nan),
         )
+
+    def less(self, penalty: float | None) -> Tensor:
+        """Return the totals (N,), less a penalty for completions that were cut off."""
+        if self.ended is None or not penalty:
+            return self.total
+        return self.total - penalty * ~self.ended
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

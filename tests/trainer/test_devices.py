@@ -29,7 +29,7 @@ ROUND = {
     "online/reports.py records": 3,
     "trainer/online/rollouts.py assemble": 2,
     "trainer/online/rollouts.py rows_with_gradient": 1,
-    "trainer/online/rollouts.py uncredited": 1,
+    "trainer/online/rollouts.py credited": 1,
 }
 MICRO_BATCH = {
     "models/scorer.py _at_once": 2,  # transformers asks of plain rows whether a mask is all ones

@@ -88,7 +88,7 @@ class TrainingCommand(Command):
                 parser.error(" ".join(str(error).split()))
             if mistakes:
                 parser.error(f"{' '.join(mistakes)} `trl {self.name} --help` has an example.")
-            import_module("trl.cli.launch").launch(self.name, parser, words)
+            import_module("trl.cli.launch").launch(self.name.replace("-", "_"), parser, words)
 
     def mistakes(self, parser: TrlParser, words: Sequence[str]) -> list[str]:
         """Find unknown and missing options, and values that do not fit.
@@ -130,11 +130,12 @@ class TrainingCommand(Command):
 
 
 def _online(name: str, title: str, common: tuple[str, ...]) -> TrainingCommand:
+    module, kind = f"trl.trainer.{name.replace('-', '_')}", title.replace(" ", "")
     return TrainingCommand(
         name,
         summary=f"train with {title}",
-        config=f"trl.trainer.{name}_config.{title}Config",
-        trainer=f"trl.trainer.{name}_trainer.{title}Trainer",
+        config=f"{module}_config.{kind}Config",
+        trainer=f"{module}_trainer.{kind}Trainer",
         arguments="trl.cli.arguments.OnlineScriptArguments",
         needed=(
             ("model_name_or_path",),
@@ -142,7 +143,7 @@ def _online(name: str, title: str, common: tuple[str, ...]) -> TrainingCommand:
             ("reward_funcs", "reward_model_name_or_path"),
         ),
         common=(
-            *("output_dir", "num_generations", *common, "learning_rate", "max_steps"),
+            *("output_dir", *common, "learning_rate", "max_steps"),
             *("per_device_train_batch_size", "gradient_accumulation_steps", "temperature"),
             *("max_completion_length", "use_peft", "use_vllm", "report_to", "plan", "config"),
         ),
@@ -187,8 +188,9 @@ TRAINING: dict[str, TrainingCommand] = {
     command.name: command
     for command in (
         *_OFFLINE,
-        _online("rloo", "RLOO", ("beta",)),
-        _online("grpo", "GRPO", ("beta", "loss_type", "scale_rewards")),
+        _online("rloo", "RLOO", ("num_generations", "beta")),
+        _online("grpo", "GRPO", ("num_generations", "beta", "loss_type", "scale_rewards")),
+        _online("online-dpo", "Online DPO", ("beta", "loss_type", "missing_eos_penalty")),
     )
 }
 COMMANDS: dict[str, Command] = TRAINING | {

@@ -49,6 +49,7 @@ class AdaptiveBatch:
 
     Attributes:
         size (`int` or None): most rows at once, now.
+        unit (`int`): so many rows are never separated.
         failures (`int`): how often memory ran out.
 
     Raises:
@@ -69,6 +70,7 @@ class AdaptiveBatch:
             raise ValueError(f"{self.option or 'size'}={size} must be at least 1.")
         self.size = size
         self.disabled = disabled
+        self.unit = 1
         self.failures = 0
 
     def run(self, total: int, work: Callable[[range], T], most: int | None = None) -> list[T]:
@@ -134,14 +136,16 @@ class AdaptiveBatch:
                 raise
             drop_frames(error)
             self.failures += 1
-            if len(rows) == 1:
+            if len(rows) <= self.unit:
                 least = f", so {self.option}=1 does not help" if self.option else ""
+                what = "a single row" if self.unit == 1 else f"{self.unit} rows that stay together"
                 raise RowTooLargeError(
-                    f"Out of memory in {self.phase} with a single row (number {rows.start})"
+                    f"Out of memory in {self.phase} with {what} (number {rows.start})"
                     f"{least}. What may help: {self._advice}. The allocator's message: {error}"
                 ) from error
-        self.size = len(rows) // 2
-        known = f" Set {self.option}={self.size} to start with that." if self.option else ""
+        self.size = max(1, len(rows) // 2 // self.unit) * self.unit
+        value = self.size // self.unit
+        known = f" Set {self.option}={value} to start with that." if self.option else ""
         logger.warning(
             f"Out of memory in {self.phase} with {len(rows)} rows at once: continuing with "
             f"{self.size} at once on the same data.{known}"

@@ -44,6 +44,32 @@ def record_lengths(store: MetricStore, lengths: Tensor, stopped: Tensor) -> None
     store.value("completions/clipped_ratio", (~stopped).float().mean())
 
 
+def record_pairs(
+    store: MetricStore, logps: Tensor, log_ratios: Tensor, rewards: Tensor | None, beta: float
+) -> None:
+    """Record what the policy makes of preferred completions (first) and of the others.
+
+    Args:
+        logps, log_ratios (`Tensor` (P, 2)): log-probabilities of P pairs of completions, and how
+            much larger they are than those of the reference.
+        rewards (`Tensor` (2P,)): of the completions in any order; NaN: unscorable.
+        beta (`float`): what log-ratios are multiplied by.
+    """
+    given = torch.as_tensor(rewards)
+    implied, logps = (beta * log_ratios).detach(), logps.detach()
+    store.value("objective/kl", log_ratios.mean())
+    store.value("objective/entropy", -logps.mean())
+    store.value("objective/non_score_reward", -implied.mean())
+    store.value("objective/rlhf_reward", nan_mean(given) - implied.mean())
+    for place, name in enumerate(("chosen", "rejected")):
+        store.value(f"rewards/{name}", implied[:, place].mean())
+        store.value(f"logps/{name}", logps[:, place].mean())
+    margins = implied[:, 0] - implied[:, 1]
+    store.value("rewards/margins", margins.mean())
+    store.value("rewards/accuracies", (margins > 0).float().mean())
+    store.value("beta", beta)
+
+
 def record_tools(store: MetricStore, calls: Sequence[tuple[int, int]] | None) -> None:
     """Record tool calls a completion, and the share of them that failed.
 

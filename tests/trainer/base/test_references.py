@@ -4,14 +4,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from distributed.engines import call
-from online_runs import make_trainer, weights
-from tiny import tiny_model
+from online_runs import config, make_trainer, weights
+from tiny import save_tiny, tiny_model
 
 from trl.distributed import Ranks
-from trl.models.reference import AdapterOff, FrozenCopy
+from trl.models.reference import AdapterOff, FrozenCopy, make_reference
 from trl.trainer.base.references import (
     REFERENCE_FILE,
     follower,
+    load_reference,
     read_reference,
     write_reference,
 )
@@ -24,6 +25,17 @@ def test_what_is_written_is_read(tmp_path):
     write_reference(first, tmp_path, writes=True)
     read_reference(second, tmp_path, Ranks())
     assert torch.equal(weights(second.model), weights(first.model))
+
+
+def test_a_reference_that_is_given_is_not_copied(tmp_path):
+    args, policy = config(tmp_path), tiny_model()
+    named = load_reference(save_tiny(tmp_path / "model", seed=3), policy, args)
+    assert torch.equal(weights(named), weights(tiny_model(seed=3)))
+    assert load_reference(named, policy, args) is named
+    reference = make_reference(policy, brought_adapter=False, given=named)
+    assert reference.model is named
+    assert not any(parameter.requires_grad for parameter in named.parameters())
+    assert load_reference(None, policy, args) is None
 
 
 def test_a_reference_without_weights_of_its_own_cannot_follow():

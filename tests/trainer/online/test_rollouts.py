@@ -4,8 +4,8 @@ import torch
 from online_runs import config
 
 from trl.distributed import Ranks
-from trl.trainer.online.rollouts import assemble, rows_with_gradient, uncredited
-from trl.types import Generations, Prompts
+from trl.trainer.online.rollouts import assemble, credited, rows_with_gradient
+from trl.types import Generations, Prompts, RewardTable
 
 PROMPTS = Prompts(messages=["a", "a", "b", "b"], token_ids=[[5], [5], [6, 7], [6, 7]])
 GENERATIONS = Generations(
@@ -34,9 +34,21 @@ def test_tokens_that_the_policy_wrote_are_trained_on(tmp_path):
 def test_truncated_completions_are_left_out_if_asked_to(tmp_path):
     batch = made(tmp_path, mask_truncated_completions=True)
     assert not batch.loss_mask[1].any() and batch.num_loss_tokens.item() == 3
+    scores = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    table = RewardTable(
+        per_function=scores[:, None],
+        weights=torch.ones(1),
+        total=scores,
+        names=("f",),
+        group_size=2,
+    )
     for masks in (False, True):
         args = config(tmp_path, mask_truncated_completions=masks)
-        assert uncredited(GENERATIONS, args, Ranks()).tolist() == [False, masks, False, False]
+        found = credited(table, GENERATIONS, args, Ranks())
+        assert found.total.isnan().tolist() == [False, masks, False, False]
+        assert found.ended.tolist() == [True, False, True, True]
+    assert found.less(0.5).nan_to_num(-9).tolist() == [1.0, -9, 3.0, 4.0]
+    assert credited(table, GENERATIONS, config(tmp_path), Ranks()).less(0.5)[1] == 1.5
 
 
 def test_an_evaluation_batch_is_one_micro_batch(tmp_path):

@@ -129,6 +129,8 @@ class BaseConfig(LoopOptions, PolicyOptions, MemoryOptions, TrainingArguments):
 
     legacy_options: ClassVar[dict[str, str | None]] = {}
     trains_reward_model: ClassVar[bool] = False
+    # What counts as one in per_device_train_batch_size: so many rows, which are never separated.
+    unit: ClassVar[int] = 1
     # Options of `TrainingArguments` that would do nothing, or harm; and why.
     without_meaning: ClassVar[dict[str, str]] = {
         "torch_compile": (

@@ -31,9 +31,9 @@ from .loop_state import LoopCallback, Place, RankState, logs_at
 from .model_card import Publishing
 from .phases import Phases
 from .policy import Policy
-from .references import follower, read_reference, write_reference
+from .references import facts_of_reference, follower, read_reference, write_reference
 from .resuming import check_engine, choose_checkpoint, warn_of_earlier_run
-from .run_settings import describe_run, fingerprint
+from .run_settings import describe_run
 
 logger = logging.get_logger(__name__)
 
@@ -332,15 +332,13 @@ class BaseTrainer(Publishing, Trainer):
     @cached_property
     def run_settings(self) -> dict[str, Any]:
         """What the outcome of the run depends on, by name: JSON values, read before training."""
-        name, facts = type(self).__name__, dict(self.run_facts)
-        if isinstance(self.reference, FrozenCopy) and not self.args.sync_ref_model:
-            weights = dict(self.model.named_parameters())  # the copy may be sharded
-            facts["the reference's weights (fingerprint)"] = fingerprint(weights)
-        return describe_run(name, self.args, self.train_dataset, self.model) | facts
+        name = type(self).__name__
+        return describe_run(name, self.args, self.train_dataset, self.model) | self.run_facts
 
     # --- Reference policy ---
 
     def _use_reference(self, reference: ReferencePolicy) -> None:
+        self.run_facts |= facts_of_reference(reference, self.args)
         self.reference = reference.prepare(self.accelerator)
         if self.args.sync_ref_model:
             self.add_callback(follower(self.reference, self.accelerator))

@@ -57,6 +57,15 @@ RLOO_OPTIONS: dict[str, LegacyOption] = COMMON_OPTIONS | {
     "num_total_batches": LegacyOption(None, "use max_steps", removed=True),
 }
 
+ONLINE_DPO_OPTIONS: dict[str, LegacyOption] = COMMON_OPTIONS | {
+    "max_new_tokens": LegacyOption("max_completion_length"),
+    "gpu_memory_utilization": LegacyOption("vllm_gpu_memory_utilization"),
+    "max_length": LegacyOption(None, "see max_prompt_length and long_prompts"),
+    "dataset_num_proc": RLOO_OPTIONS["dataset_num_proc"],
+    "reward_model_path": RLOO_OPTIONS["reward_model_path"],
+    "judge": LegacyOption(None, "pass the judge to the trainer", removed=True),
+}
+
 
 def legacy_names(table: Mapping[str, LegacyOption]) -> dict[str, str | None]:
     """Old name -> new name, or None where nothing replaces it (for the command line)."""
@@ -125,6 +134,14 @@ RLOO_ARGUMENTS: dict[str, str | None] = {
     "policy": "model",
     "ref_policy": None,
     "data_collator": None,
+}
+
+ONLINE_DPO_ARGUMENTS: dict[str, str | None] = {
+    "reward_model": "reward_funcs",
+    "reward_processing_class": "reward_processing_classes",
+    "data_collator": None,
+    "compute_metrics": None,
+    "preprocess_logits_for_metrics": None,
 }
 
 

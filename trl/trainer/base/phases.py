@@ -40,6 +40,7 @@ class Phases:
         self._fixed = not args.recover_from_oom
         # A process cannot go back alone while others wait for the gradient of a failed pass.
         self._training = self.adaptive("training", alone=ranks.count > 1)
+        self._training.unit = args.unit
         self._store = store
         self._empty_cache = args.empty_cache
         self._device = args.device

@@ -3,20 +3,56 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ...distributed import Ranks
+from ...models.loading import load_policy
 from ...models.reference import FrozenCopy, ReferencePolicy
 from ..callbacks import SyncRefAdapterCallback, SyncRefModelCallback
+from .base_config import BaseConfig
 from .loop_state import load
+from .policy import init_options
+from .run_settings import fingerprint
 
 logger = logging.get_logger(__name__)
 
 REFERENCE_FILE = "reference.pt"
+
+
+def load_reference(given: Any, model: Any, args: BaseConfig) -> nn.Module | None:
+    """The reference policy that a trainer was given, loaded if it was given by name.
+
+    Args:
+        given (`str` or `PreTrainedModel`, *optional*): the reference.
+        model: the policy, by name or loaded.
+        args (`BaseConfig`): `model_init_kwargs`, which also hold for a reference given by name.
+
+    Raises:
+        ValueError: if the policy itself was given.
+    """
+    if isinstance(given, str):
+        trust, many = args.trust_remote_code, args.world_size > 1
+        given = load_policy(given, init_options(args), trust, distributed=many)
+    elif given is not None and given is model:
+        raise ValueError(
+            "ref_model is the model that is trained: pass a model of its own, or leave it out for "
+            "a copy."
+        )
+    return given
+
+
+def facts_of_reference(reference: ReferencePolicy, args: BaseConfig) -> dict[str, Any]:
+    """What a resumed run must share with the reference, which is not sharded yet."""
+    if not isinstance(reference, FrozenCopy) or args.sync_ref_model:
+        return {}
+    weights = dict(reference.model.named_parameters())
+    return {"the reference's weights (fingerprint)": fingerprint(weights)}
 
 
 def follower(reference: ReferencePolicy, accelerator: Accelerator) -> TrainerCallback:

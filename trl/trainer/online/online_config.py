@@ -134,6 +134,11 @@ class OnlineConfig(
         return self.group_size if chosen is None else chosen
 
     @property
+    def eval_rows(self) -> int:
+        """Completions of an evaluation batch on a rank."""
+        return self.per_device_eval_batch_size * self.unit
+
+    @property
     def clip_range(self) -> tuple[float, float]:
         """Lower and upper clip width of the probability ratio."""
         return self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
@@ -151,7 +156,7 @@ class OnlineConfig(
     def batch_plan(self) -> BatchPlan:
         """The batch arithmetic of training."""
         return BatchPlan(
-            micro_batch=self.per_device_train_batch_size,
+            micro_batch=self.per_device_train_batch_size * self.unit,
             num_processes=self.world_size,
             micro_batches=self.steps_per_generation or self.gradient_accumulation_steps,
             accumulation=self.gradient_accumulation_steps,
@@ -238,7 +243,7 @@ class OnlineConfig(
             )
 
     def _resolve_batches(self) -> None:
-        rows = self.per_device_train_batch_size * self.world_size
+        rows = self.per_device_train_batch_size * self.unit * self.world_size
         self.generation_batch_size, self.steps_per_generation = resolve_rounds(
             rows,
             self.gradient_accumulation_steps,
@@ -247,6 +252,4 @@ class OnlineConfig(
         )
         check_groups(self.generation_batch_size, self.num_generations, rows)
         if self.eval_strategy != "no":
-            check_eval_groups(
-                self.per_device_eval_batch_size, self.world_size, self.eval_group_size
-            )
+            check_eval_groups(self.eval_rows, self.world_size, self.eval_group_size)

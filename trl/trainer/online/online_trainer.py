@@ -27,6 +27,7 @@ from ...ops.policy_losses import RatioLevel, importance_ratio
 from ...types import Generations, Mode, Prompts, RewardTable, Rollout, TokenScores
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import check_devices, check_run, init_options, prepare_policy, router_coefficient
+from ..base.references import load_reference
 from ..base.trackers import log_table
 from . import online_setup as setup
 from .agents import Agents, function_engine
@@ -34,7 +35,7 @@ from .engines import check_engine, handle_of, make_engine, sampling_for
 from .online_config import OnlineConfig
 from .prompt_order import PromptOrder
 from .rollout_correction import RolloutCorrection
-from .rollouts import assemble, rows_with_gradient, uncredited
+from .rollouts import assemble, credited, rows_with_gradient
 from .scoring import Scoring
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class OnlineTrainer(BaseTrainer):
         tools (`list`, *optional*): functions the policy may call, see `ToolRunner`.
         rollout_func (*optional*): makes the completions itself, see `FunctionBackend`.
         environment_factory: refused.
+        ref_model (`str` or `PreTrainedModel`, *optional*): reference of the KL penalty. None:
+            the policy as it is now, or without its adapter.
     """
 
     config_class: ClassVar[type[OnlineConfig]]
@@ -87,6 +90,7 @@ class OnlineTrainer(BaseTrainer):
         tools: list[Callable[..., Any]] | None = None,
         rollout_func: RolloutFunction | None = None,
         environment_factory: Any = None,
+        ref_model: str | nn.Module | None = None,
     ):
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
@@ -105,19 +109,13 @@ class OnlineTrainer(BaseTrainer):
             trust_remote_code=args.trust_remote_code,
         )
         policy = prepare_policy(model, args, processing_class, quantization_config, peft_config)
-        super().__init__(
-            policy,
-            args,
-            data_collator=list,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            callbacks=callbacks,
-            optimizers=optimizers,
-        )
+        datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        others = {"callbacks": callbacks, "optimizers": optimizers}
+        super().__init__(policy, args, data_collator=list, **datasets, **others)
         # Otherwise rank 0 would read streams for all ranks, and send batches of text as tensors.
         self.accelerator.dataloader_config.dispatch_batches = False
         self._read_prompts()
-        self._build_policy(policy.brought_adapter)
+        self._build_policy(policy.brought_adapter, load_reference(ref_model, model, args))
         self._build_credit(sources)
         self.set_up()
         setup.dry_run(args, self.train_dataset, self.encode, self.rewards, self.state)
@@ -134,7 +132,7 @@ class OnlineTrainer(BaseTrainer):
         )
         self._order = PromptOrder(args, self.encode)
 
-    def _build_policy(self, brought_adapter: bool) -> None:
+    def _build_policy(self, brought_adapter: bool, reference: nn.Module | None) -> None:
         args, tokenizer = self.args, self.processing_class
         self.sampling = sampling_for(args, stop_token_ids(self.model, tokenizer))
         setup.warn_if_endless(self.sampling)
@@ -158,7 +156,7 @@ class OnlineTrainer(BaseTrainer):
         )
         self.backend = self._make_backend()
         if args.beta != 0.0:
-            self._use_reference(make_reference(self.model, brought_adapter))
+            self._use_reference(make_reference(self.model, brought_adapter, reference))
 
     def _build_credit(self, sources: Any) -> None:
         args, phases = self.args, self.phases
@@ -177,7 +175,7 @@ class OnlineTrainer(BaseTrainer):
             batch=phases.adaptive("scoring", alone=self.ranks.share_weights),
             autocast=self.accelerator.autocast,
         )
-        at_once = partial(phases.adaptive("rewards").run, most=args.per_device_train_batch_size)
+        at_once = partial(phases.adaptive("rewards").run, most=args.batch_plan.micro_batch)
         self.rewards = RewardSuite(
             sources, args.reward_weights, args.reward_timeout, self.ranks, at_once
         ).to(args.device)
@@ -283,9 +281,10 @@ class OnlineTrainer(BaseTrainer):
         with self.phases("rewards"):
             size, report = self.args.group_size_in(mode), self.metrics[mode].value
             table, extras = self.rewards(inputs, size, report)
-        credited = table.without(uncredited(generations, self.args, self.ranks))
-        rewards = self.shape_rewards(credited, batch)
-        advantages = self.compute_advantages(rewards, credited, batch)
+        shown = credited(table, generations, self.args, self.ranks)
+        rewards = self.shape_rewards(shown, batch)
+        batch = batch.replace(rewards=self.ranks.local(rewards).to(self.args.device))
+        advantages = self.compute_advantages(rewards, shown, batch)
         found = Round(
             step=self.state.global_step,
             number=self.place.round_number(mode, self.args.batch_plan.micro_steps_per_round),
@@ -392,6 +391,7 @@ class OnlineTrainer(BaseTrainer):
             batch_size = self.args.batch_plan.rows_per_rank
         else:
             rows, kwargs["sampler_fn"] = self._order.for_evaluation(dataset)
+            batch_size *= self.args.unit
         with self._order.reading(rows):
             return super()._get_dataloader(rows, description, batch_size, *args, **kwargs)
 

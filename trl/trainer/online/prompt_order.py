@@ -64,7 +64,7 @@ class PromptOrder:
         """
         args = self._args
         group = args.eval_group_size
-        check_eval_groups(args.per_device_eval_batch_size, args.world_size, group)
+        check_eval_groups(args.eval_rows, args.world_size, group)
         check_dataset("eval_dataset", dataset)
         dataset = self._encode.check("eval_dataset", dataset)
         if isinstance(dataset, IterableDataset):

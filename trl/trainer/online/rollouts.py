@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from ...distributed import Ranks
 from ...ops.masking import length_mask, pad_ragged
-from ...types import Generations, Mode, Prompts, Rollout
+from ...types import Generations, Mode, Prompts, RewardTable, Rollout
 from .online_config import OnlineConfig
 
 
@@ -40,12 +42,13 @@ def assemble(
     )
 
 
-def uncredited(generations: Generations, args: OnlineConfig, ranks: Ranks) -> Tensor:
-    """Mark the rows (N,) of all ranks that give no credit because they were cut off."""
-    rows = _truncated(generations)
-    if not args.mask_truncated_completions:
-        rows = torch.zeros_like(rows)
-    return ranks.gather(rows.to(args.device))
+def credited(
+    table: RewardTable, generations: Generations, args: OnlineConfig, ranks: Ranks
+) -> RewardTable:
+    """Say which completions of all ranks were cut off; they give no credit if they are masked."""
+    cut = ranks.gather(_truncated(generations).to(args.device))
+    table = dataclasses.replace(table, ended=~cut)
+    return table.without(cut) if args.mask_truncated_completions else table
 
 
 def rows_with_gradient(batch: Rollout, advantages: Tensor) -> list[bool]:

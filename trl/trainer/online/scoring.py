@@ -130,9 +130,7 @@ class Scoring:
     ) -> TokenScores:
         """Score without gradient, a few rows at a time."""
         args = self.args
-        size = args.per_device_train_batch_size
-        if batch.mode == "eval":
-            size = args.per_device_eval_batch_size
+        size = args.eval_rows if batch.mode == "eval" else args.batch_plan.micro_batch
         logps = torch.zeros(batch.loss_mask.shape, device=self.policy.device)
         log_mass = None if support is None else torch.zeros_like(logps)
 

@@ -258,8 +258,7 @@ def _least_memory(handle: PolicyHandle) -> DeviceMemory:
 
 def rows_of(args: OnlineConfig) -> int:
     """Completions that decode together: those of a round, on all ranks that share an engine."""
-    train = args.per_device_train_batch_size * args.batch_plan.micro_batches
-    rows = max(train, args.per_device_eval_batch_size) * args.vllm_tensor_parallel_size
+    rows = max(args.batch_plan.rows_per_rank, args.eval_rows) * args.vllm_tensor_parallel_size
     return min(MOST_ROWS, rows)
 
 

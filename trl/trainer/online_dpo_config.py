@@ -1,0 +1,72 @@
+"""Options of Online DPO."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .base.legacy import ONLINE_DPO_OPTIONS, accepts_legacy_options, legacy_names
+from .base.options import option
+from .online.online_config import OnlineConfig
+
+
+@accepts_legacy_options(ONLINE_DPO_OPTIONS)
+@dataclass
+class OnlineDPOConfig(OnlineConfig):
+    """Configuration of `OnlineDPOTrainer`: the options of the online skeleton and its own.
+
+    `per_device_train_batch_size` and `per_device_eval_batch_size` count prompts, each with its two
+    completions.
+    """
+
+    legacy_options = legacy_names(ONLINE_DPO_OPTIONS)
+    unit: ClassVar[int] = 2
+
+    # --- Optimization ---
+    learning_rate: float = option(5e-7, "Initial learning rate.", ge=0)
+    disable_dropout: bool = option(True, "Set the probability of every dropout layer to zero.")
+
+    # --- Generation ---
+    max_completion_length: int = option(64, "Most tokens of a completion.", ge=1)
+    temperature: float = option(
+        0.9, "Sampling temperature; also divides the logits in training.", gt=0
+    )
+    vllm_importance_sampling_correction: bool = option(
+        False, "Cannot be used: the loss is one of the completions, whoever wrote them."
+    )
+
+    # --- Loss ---
+    beta: float | list[float] = option(
+        [0.1], "How closely the policy is held to the reference; several: one for each epoch."
+    )
+    loss_type: str = option("sigmoid", "Loss of a pair.", choices=("sigmoid", "ipo"))
+    missing_eos_penalty: float | None = option(
+        None, "Subtracted from the reward of a completion that was cut off."
+    )
+
+    def __post_init__(self) -> None:
+        self._resolve_beta()
+        super().__post_init__()
+        if self.num_generations != 2 or self.eval_group_size != 2:
+            raise ValueError(
+                "num_generations and num_generations_eval must be 2: the two completions of a "
+                "prompt are compared. Leave them out."
+            )
+        if self.vllm_importance_sampling_correction:
+            raise ValueError(
+                "vllm_importance_sampling_correction=True cannot be used: the loss compares "
+                "completions, whatever they were drawn from. Leave it out."
+            )
+
+    def _resolve_beta(self) -> None:
+        """Take a list of one for its number."""
+        values = list(self.beta) if isinstance(self.beta, Sequence) else [self.beta]
+        if not values or not all(value > 0 for value in values):
+            raise ValueError(f"beta={self.beta} must be above 0, or a list of such numbers.")
+        self.beta = values if len(values) > 1 else values[0]
+
+    def beta_in(self, epoch: int) -> float:
+        """The strength in an epoch; the last one stays."""
+        values = self.beta if isinstance(self.beta, list) else [self.beta]
+        return values[min(epoch, len(values) - 1)]
