@@ -15,8 +15,8 @@ def imported(name):
 
 def test_names_of_upstream_say_that_they_are_not_there():
     end = (
-        " It is not part of this release, whose trainers are GRPOTrainer, RewardTrainer, "
-        "RLOOTrainer, SFTTrainer."
+        " It is not part of this release, whose trainers are GRPOTrainer, KTOTrainer, "
+        "RewardTrainer, OnlineDPOTrainer, RLOOTrainer, SFTTrainer."
     )
     assert imported("DPOTrainer") == f"module 'trl' has no name 'DPOTrainer'.{end}"
     assert imported("BEMACallback").endswith(end)

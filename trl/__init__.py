@@ -32,6 +32,8 @@ _MODULES = {
     "trainer.callbacks": ("RichProgressCallback", "SyncRefModelCallback"),
     "trainer.grpo_config": ("GRPOConfig",),
     "trainer.grpo_trainer": ("GRPOTrainer",),
+    "trainer.kto_config": ("KTOConfig",),
+    "trainer.kto_trainer": ("KTOTrainer",),
     "trainer.model_config": ("ModelConfig", "get_peft_config", "get_quantization_config"),
     "trainer.reward_config": ("RewardConfig",),
     "trainer.reward_trainer": ("RewardTrainer",),

@@ -52,6 +52,8 @@ from .trainer.callbacks import (
 )
 from .trainer.grpo_config import GRPOConfig as GRPOConfig
 from .trainer.grpo_trainer import GRPOTrainer as GRPOTrainer
+from .trainer.kto_config import KTOConfig as KTOConfig
+from .trainer.kto_trainer import KTOTrainer as KTOTrainer
 from .trainer.model_config import (
     ModelConfig as ModelConfig,
 )

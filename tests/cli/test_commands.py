@@ -56,7 +56,9 @@ def test_other_commands_have_a_module(name):
 
 def test_unknown_commands():
     assert unknown_command("rlo") == "unknown command 'rlo'. Did you mean rloo?"
-    assert unknown_command("kto").startswith("`trl kto` is not part of this release. Commands: sf")
+    assert unknown_command("distillation").startswith(
+        "`trl distillation` is not part of this release. Commands: sf"
+    )
 
 
 @pytest.mark.parametrize("words", [["-m", "trl.scripts.rloo", "--help"]])

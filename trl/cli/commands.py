@@ -178,6 +178,12 @@ _OFFLINE = (
         "Qwen/Qwen3-0.6B-Base --dataset_name trl-lib/Capybara \\\n    --packing",
     ),
     _offline(
+        "KTO",
+        "train on answers that are desirable or not",
+        ("beta", "loss_type"),
+        "Qwen/Qwen3-0.6B --dataset_name trl-lib/kto-mix-14k \\\n   ",
+    ),
+    _offline(
         "Reward",
         "train a model that scores answers, on preferences",
         ("center_rewards_coefficient",),
@@ -214,7 +220,7 @@ COMMANDS: dict[str, Command] = TRAINING | {
 }
 
 # Commands of Hugging Face TRL that this release does not have.
-ABSENT = ("dpo", "kto", "distillation")
+ABSENT = ("dpo", "distillation")
 
 
 def unknown_command(name: str) -> str:

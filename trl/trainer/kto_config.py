@@ -1,0 +1,26 @@
+"""Options of KTO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .base.options import option
+from .offline.offline_config import PreferenceConfig
+
+
+@dataclass
+class KTOConfig(PreferenceConfig):
+    """Configuration of `KTOTrainer`."""
+
+    loss_type: str = option(
+        "kto",
+        "kto: against an estimate of the KL divergence; apo_zero_unpaired: against 0.",
+        choices=("kto", "apo_zero_unpaired"),
+    )
+    desirable_weight: float = option(1.0, "Weight of the losses of desirable answers.", ge=0)
+    undesirable_weight: float = option(1.0, "Weight of the losses of undesirable answers.", ge=0)
+
+    @property
+    def estimates_kl(self) -> bool:
+        """Whether answers are compared with an estimate of the KL divergence."""
+        return self.loss_type == "kto"

@@ -1,0 +1,235 @@
+"""KTO: answers that are desirable or not, each by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers.utils import logging
+
+from ..data.answer_rows import AnswerGroup, AnswerRows
+from ..data.encode import TextEncoder
+from ..online.statistics import record_entropy
+from ..ops.masking import length_mask
+from ..ops.preference_losses import kto_loss
+from ..types import Mode, TokenScores
+from .base.model_card import Method
+from .kto_config import KTOConfig
+from .offline.answers import prepare_answers
+from .offline.batches import ItemStream
+from .offline.mismatched import MismatchedDataset, MismatchedStream
+from .offline.offline_trainer import OfflineTrainer
+
+logger = logging.get_logger(__name__)
+
+CITATION = """\
+@inproceedings{ethayarajh2024kto,
+    title = {{Model Alignment as Prospect Theoretic Optimization}},
+    author = {Kawin Ethayarajh and Winnie Xu and Niklas Muennighoff and Dan Jurafsky and
+              Douwe Kiela},
+    year = 2024,
+    booktitle = {Forty-first International Conference on Machine Learning, {ICML} 2024},
+}"""
+BAND = 1.33  # how much more one label may weigh in total than the other
+
+
+class KTOTrainer(OfflineTrainer):
+    """Trains on answers with a label, True for desirable ones, against a reference policy.
+
+    The loss of an optimizer step is the mean of w (1 - sigmoid(+-beta (r - z))) over all its
+    answers, with the log-ratio r of policy and reference, the sign and weight w of the label, and
+    the KL estimate z: the mean, over the step, of log-ratios of answers that belong to other
+    prompts, at least 0 and without gradient.
+
+    Args:
+        model (`str` or `PreTrainedModel`): what is trained, by name or already loaded.
+        ref_model (*optional*): the reference, by name or loaded. None: a frozen copy of the model,
+            or the model without its adapter.
+        args (`KTOConfig`, *optional*): options.
+        data_collator: refused, as is `compute_metrics`.
+        train_dataset (`Dataset` or `IterableDataset`): `prompt`, `completion` and `label`; or
+            pairs (`chosen`, `rejected`), which become two answers each.
+        eval_dataset (*optional*): the same for evaluation, or a dictionary of datasets.
+        processing_class (*optional*): the tokenizer. None: loaded with the model.
+        compute_metrics: see `data_collator`.
+        callbacks (*optional*): a list of additional `TrainerCallback`s.
+        optimizers (`tuple`): optimizer and scheduler, as in `transformers.Trainer`.
+        quantization_config (*optional*): how to quantize a model given by name.
+        peft_config (`peft.PeftConfig`, *optional*): train an adapter instead of all weights.
+
+    Example:
+
+    ```python
+    trainer = KTOTrainer("my-model", train_dataset=dataset)
+    trainer.train()
+    ```
+    """
+
+    config_class = KTOConfig
+    method = Method(
+        "KTO",
+        "kto",
+        "KTO: Model Alignment as Prospect Theoretic Optimization",
+        "2402.01306",
+        CITATION,
+    )
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        ref_model: str | PreTrainedModel | None = None,
+        args: KTOConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        compute_metrics: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ):
+        self._evaluated: list[tuple[AnswerRows, Tensor]] = []  # rows, and their log-ratios (B,)
+        self._mismatched_sum: Tensor | float = 0.0  # of log-ratios, in an evaluation
+        super().__init__(
+            *(model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers),
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            ref_model=ref_model,
+            data_collator=data_collator,
+            compute_metrics=compute_metrics,
+        )
+
+    # --- Data ---
+
+    def prepare_dataset(
+        self, dataset: Any, encoder: TextEncoder, args: KTOConfig, mode: Mode
+    ) -> Any:
+        """Tokenize, cut to length, and choose the answers of the KL estimate."""
+        found = prepare_answers(dataset, encoder, args, args.limits, unpaired=True)
+        if isinstance(found, ItemStream):
+            return MismatchedStream(found, args.limits) if args.estimates_kl else found
+        if mode == "train":
+            advise_weights(np.asarray(found.rows["label"][:]), args)
+        return MismatchedDataset(found, args.seed) if args.estimates_kl else found
+
+    def collate(self, items: Sequence[AnswerGroup]) -> LabelledRows:
+        """Make the rows of a micro-batch."""
+        return LabelledRows.of(items)
+
+    # --- One training step ---
+
+    def before_step(self, batches: list[LabelledRows]) -> list[LabelledRows]:
+        """Score with the reference, and estimate the KL divergence over the whole step."""
+        batches = super().before_step(batches)
+        sums = torch.zeros(2, device=self.args.device)
+        for rows in batches if self.args.estimates_kl else ():
+            others = rows.answer(1)
+            logps = self.frozen(self.model, others, self.answer_logps)
+            counts = others.values["counts"]
+            ratios = (logps - others.values["ref_logps"])[:, 0].masked_fill(~counts, 0.0)
+            sums += torch.stack([ratios.sum(), counts.sum()])
+        if batches[0].mode == "eval":
+            self._mismatched_sum = self._mismatched_sum + sums[0]
+            return [rows.answer(0) for rows in batches]
+        total, count = self.ranks.sum(sums).unbind()
+        kl = (total / count.clamp(min=1)).clamp(min=0)
+        self.metrics["train"].value("kl", kl)
+        return [rows.answer(0).with_values(kl=kl.expand(len(rows))) for rows in batches]
+
+    def loss_of(self, scores: TokenScores, rows: LabelledRows) -> Tensor:
+        """Return the sum of the losses of all answers (1,)."""
+        logps = scores.logps.sum(1)
+        ratios = logps - rows.values["ref_logps"][:, 0]
+        self._record(scores, logps.detach(), ratios.detach(), rows)
+        if rows.mode == "train":
+            return self._losses(ratios, rows, rows.values["kl"])
+        self._evaluated.append((rows, ratios))  # the estimate is over all of them
+        return ratios.new_zeros(1)
+
+    def _losses(self, ratios: Tensor, rows: LabelledRows, kl: Tensor) -> Tensor:
+        """The sum of the losses of log-ratios (1,)."""
+        args, label = self.args, rows.values["label"]
+        weights = torch.where(label, args.desirable_weight, args.undesirable_weight)
+        losses = weights * kto_loss(ratios, label, kl, args.beta)
+        return losses.masked_fill(~rows.values["counts"], 0.0).sum()[None]
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Evaluate; the KL estimate is over the whole dataset, whatever its batches are."""
+        self._evaluated, self._mismatched_sum = [], 0.0
+        output = super().evaluation_loop(*args, **options)
+        counts = sum(int(rows.weight()) for rows, _ in self._evaluated)
+        sums = torch.stack([torch.as_tensor(float(x)) for x in (self._mismatched_sum, counts)])
+        total, count = self.ranks.sum(sums.to(self.args.device)).unbind()
+        kl, store = (total / count.clamp(min=1)).clamp(min=0), self.metrics["eval"]
+        store.value("kl", kl)
+        for rows, ratios in self._evaluated:  # whose weights the metric knows
+            store.mean("loss", self._losses(ratios, rows, kl), 0.0)
+        self._evaluated = []
+        return output
+
+    def _record(
+        self, scores: TokenScores, logps: Tensor, ratios: Tensor, rows: LabelledRows
+    ) -> None:
+        store, counts = self.metrics[rows.mode], rows.values["counts"]
+        label = rows.values["label"]
+        of_labels = {"chosen": label & counts, "rejected": ~label & counts}
+        sums = {}
+        for name, mask in of_labels.items():
+            sums[name] = self.args.beta * ratios.masked_fill(~mask, 0.0).sum(), mask.sum()
+            store.mean(f"rewards/{name}", *sums[name])
+            store.mean(f"logps/{name}", logps.masked_fill(~mask, 0.0).sum(), mask.sum())
+        (chosen, rejected), weights = zip(*sums.values(), strict=True)
+        store.mean("rewards/margins", torch.stack([chosen, -rejected]), torch.stack(weights))
+        if scores.entropies is not None:
+            mask = length_mask(rows.values["lengths"][:, 0], scores.logps.shape[1])
+            record_entropy(store, scores.entropies.detach(), mask & counts[:, None])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabelledRows(AnswerRows):
+    """Prompts with an answer that has a label, and perhaps another example's answer behind it."""
+
+    def tokens(self) -> int:
+        """Tokens of prompts and their own answers, of rows that count."""
+        return sum(
+            len(group.prompt_ids) + len(group.answer_ids[0])
+            for group in self.groups
+            if group.counts
+        )
+
+    def answer(self, number: int) -> LabelledRows:
+        """Rows of one answer: 0 for their own, 1 for the other example's."""
+        at = slice(number, number + 1)
+        groups = [
+            dataclasses.replace(group, answer_ids=group.answer_ids[at]) for group in self.groups
+        ]
+        by_answer = {name: self.values[name][:, at] for name in ("lengths", "ref_logps")}
+        return dataclasses.replace(self, groups=groups, values=self.values | by_answer)
+
+
+def advise_weights(labels: np.ndarray, args: KTOConfig) -> None:
+    """Warn if one label weighs much more than the other in total.
+
+    Args:
+        labels: (rows,) bool.
+        args (`KTOConfig`): weights.
+    """
+    desirable, undesirable = int(labels.sum()), int((~labels).sum())
+    if desirable == undesirable or not (desirable and undesirable):
+        return
+    low = undesirable * args.undesirable_weight / desirable
+    high = desirable * args.desirable_weight / undesirable
+    if low <= args.desirable_weight <= BAND * low or high / BAND <= args.undesirable_weight <= high:
+        return
+    logger.warning(
+        f"{desirable} rows are desirable and {undesirable} are not. To let both weigh about the "
+        f"same, set desirable_weight between {low:.2f} and {BAND * low:.2f}, or undesirable_weight "
+        f"between {high / BAND:.2f} and {high:.2f}."
+    )
