@@ -30,6 +30,8 @@ _MODULES = {
     "models.reference": ("create_reference_model",),
     "cli.arguments": ("ScriptArguments",),
     "trainer.callbacks": ("RichProgressCallback", "SyncRefModelCallback"),
+    "trainer.dpo_config": ("DPOConfig",),
+    "trainer.dpo_trainer": ("DPOTrainer",),
     "trainer.grpo_config": ("GRPOConfig",),
     "trainer.grpo_trainer": ("GRPOTrainer",),
     "trainer.kto_config": ("KTOConfig",),

@@ -171,8 +171,8 @@ def test_a_file_is_taken_as_accelerate_configuration(tmp_path):
         (["--num_generations", "four"], ("--num_generations: 'four' is not an integer.",)),
         (["--num_generations", "4", "5"], ("unexpected words: 5.",)),
         (
-            ["--loss_type", "dapo"],
-            ("unknown option --loss_type", "an option of `trl sft`, `trl grpo`)"),
+            ["--use_logits_to_keep"],
+            ("unknown option --use_logits_to_keep", "an option of `trl dpo`"),
         ),
         (["--num_processes", "two"], ("--num_processes", "invalid int value: 'two'")),
         (["--num_processes"], ("--num_processes", "expected one argument")),

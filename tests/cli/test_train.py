@@ -135,7 +135,7 @@ def inputs(tmp_path_factory):
         ({"num_generations": "four"}, "--num_generations: 'four' is not an integer."),
         ({"num_generations": 3}, "--num_generations 3"),
         ({"load_in_4bit": "true", "load_in_8bit": "true"}, "exclude each other"),
-        ({"loss_type": "dapo"}, "an option of `trl sft`, `trl grpo`)."),
+        ({"packing": "true"}, "an option of `trl sft`)."),
         ({"output_dir": __file__}, f"--output_dir {__file__}: nothing can be written in"),
         ({"resume_from_checkpoint": "true"}, "There is no checkpoint there."),
         ({"resume_from_checkpoint": "absent"}, "'absent': there is no such folder."),

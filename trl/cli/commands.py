@@ -178,6 +178,12 @@ _OFFLINE = (
         "Qwen/Qwen3-0.6B-Base --dataset_name trl-lib/Capybara \\\n    --packing",
     ),
     _offline(
+        "DPO",
+        "train on pairs of a chosen and a rejected answer",
+        ("beta", "loss_type", "max_prompt_length"),
+        "Qwen/Qwen3-0.6B --dataset_name trl-lib/ultrafeedback_binarized \\\n   ",
+    ),
+    _offline(
         "KTO",
         "train on answers that are desirable or not",
         ("beta", "loss_type"),
@@ -220,7 +226,7 @@ COMMANDS: dict[str, Command] = TRAINING | {
 }
 
 # Commands of Hugging Face TRL that this release does not have.
-ABSENT = ("dpo", "distillation")
+ABSENT = ("distillation",)
 
 
 def unknown_command(name: str) -> str:

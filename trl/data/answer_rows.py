@@ -91,8 +91,8 @@ class AnswerDataset:
 class AnswerRows(StepRows):
     """A micro-batch of B prompts, each with K answers or fewer; `flat` has a row for each answer.
 
-    `values` holds (B, ...) tensors: "counts" (B,) bool, "lengths" (B, K) tokens of answers, and
-    what is known of the items, such as "label", "margin" or "ref_logps".
+    `values` holds (B, ...) tensors: "counts" (B,) bool, "lengths" (B, K) tokens of answers that
+    something predicts, and what is known of items, such as "label", "margin" or "ref_logps".
     """
 
     groups: list[AnswerGroup]
@@ -103,7 +103,8 @@ class AnswerRows(StepRows):
         """Make rows of items of one dataset."""
         names = groups[0].values
         values = {name: _column([group.values[name] for group in groups]) for name in names}
-        values["lengths"] = pad_ragged([[*map(len, group.answer_ids)] for group in groups], 0)
+        lengths = [[len(ids) - (not g.prompt_ids) for ids in g.answer_ids] for g in groups]
+        values["lengths"] = pad_ragged(lengths, 0)
         values["counts"] = torch.tensor([group.counts for group in groups])
         return cls(groups=list(groups), values=values)
 
@@ -139,6 +140,11 @@ class AnswerRows(StepRows):
         """Bring values of the rows of `flat` (F, ...) to groups: (B, K, ...), 0 beyond the last."""
         sizes = [len(group.answer_ids) for group in self.groups]
         return pad_sequence(list(flat.split(sizes)), batch_first=True)
+
+    def token_mask(self) -> Tensor:
+        """Tokens of answers that count, (F, C) for the rows of `flat`."""
+        exists = [[group.counts] * len(ids) for group in self.groups for ids in group.answer_ids]
+        return pad_ragged(exists, False).to(self.values["counts"].device, non_blocking=True)
 
     def with_values(self, **values: Tensor) -> AnswerRows:
         """Add (B, ...) tensors."""

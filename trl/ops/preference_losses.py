@@ -217,6 +217,17 @@ def rank_partners(values: Tensor, others: Tensor) -> Tensor:
     return partners
 
 
+def aot_partners(name: str, policy: Tensor, reference: Tensor) -> Tensor:
+    """What an aot loss compares log-ratios with (N, 2), from log-probabilities (N, 2) of a step."""
+    if name == "aot":
+        known = reference[:, 0] - reference[:, 1]
+        # The margin of ratios has the pair's own margin of the reference taken off already.
+        partners = rank_partners(policy[:, 0] - policy[:, 1], known) - known
+        return torch.stack([partners, 0 * partners], 1)
+    chosen, rejected = (policy - reference).unbind(1)
+    return torch.stack([rank_partners(chosen, rejected), rank_partners(rejected, chosen)], 1)
+
+
 def shared_length_weights(
     lengths: Tensor, other_lengths: Tensor, width: int, alpha: float
 ) -> Tensor:

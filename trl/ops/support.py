@@ -81,3 +81,10 @@ class Support:
             dropped[:, -1] = False
             kept = kept.masked_fill(dropped, -torch.inf)
         return kept
+
+
+class Collision(Support):
+    """Instead of a mass, the probability that two draws give the same token: log(sum of p^2)."""
+
+    def _log_mass(self, logits: Tensor, ids: Tensor) -> Tensor:
+        return (2 * logits).logsumexp(1) - 2 * logits.logsumexp(1)

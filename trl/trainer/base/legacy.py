@@ -56,6 +56,19 @@ RLOO_OPTIONS: dict[str, LegacyOption] = COMMON_OPTIONS | {
     "batch_size": LegacyOption(None, "use generation_batch_size", removed=True),
     "num_total_batches": LegacyOption(None, "use max_steps", removed=True),
 }
+PREFERENCE_OPTIONS: dict[str, LegacyOption] = {
+    "label_pad_token_id": LegacyOption(None, "rows are not padded"),
+    "padding_value": LegacyOption(None, "rows are not padded"),
+    "is_encoder_decoder": LegacyOption(None, "the model says what it is"),
+    "force_use_ref_model": LegacyOption(None, "a ref_model that is passed is used"),
+    "base_model_attribute_name": LegacyOption(None, "the head is found without it"),
+    "generate_during_eval": LegacyOption(None, "generate with the saved model"),
+    "model_adapter_name": LegacyOption(None, "the active adapter is trained"),
+    "ref_adapter_name": LegacyOption(
+        None, "the reference is a frozen copy of the adapter that a model brings", removed=True
+    ),
+    "tools": LegacyOption(None, "write them into the column 'tools' of the dataset", removed=True),
+}
 
 ONLINE_DPO_OPTIONS: dict[str, LegacyOption] = COMMON_OPTIONS | {
     "max_new_tokens": LegacyOption("max_completion_length"),

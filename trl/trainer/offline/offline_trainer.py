@@ -18,6 +18,7 @@ from ...data.packing import MicroBatchSampler
 from ...models.readers import Reader
 from ...models.reference import make_reference
 from ...models.scorer import Scorer
+from ...ops.support import Support
 from ...types import Mode, TokenScores
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import check_devices, check_run, prepare_policy, router_coefficient
@@ -157,9 +158,9 @@ class OfflineTrainer(BaseTrainer):
         ((found, *_),), _ = self.scorer.read(model, rows.flat, [reader])
         return torch.as_tensor(found)
 
-    def score(self, model: nn.Module, rows: Any) -> Any:
+    def score(self, model: nn.Module, rows: Any, support: Support | None = None) -> Any:
         """Compute what the loss of the rows of a micro-batch depends on, with gradient."""
-        scores = self.scorer(model, rows.flat, with_entropy=self.logs_next(rows.mode))
+        scores = self.scorer(model, rows.flat, self.logs_next(rows.mode), support)
         self.guard.watch("log-probability", scores.logps, rows.flat)
         return scores
 

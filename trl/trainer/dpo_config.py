@@ -1,0 +1,122 @@
+"""Options of DPO."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ..ops.preference_losses import PAIR_LOSSES, RANKED, WITHOUT_DIVERGENCE
+from ..text import did_you_mean
+from .base.legacy import PREFERENCE_OPTIONS, accepts_legacy_options, legacy_names
+from .base.options import option
+from .offline.offline_config import PreferenceConfig
+
+LOSSES = (*PAIR_LOSSES, "sft")
+SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
+DIVIDED = ("ipo", "sppo_hard")  # by beta
+
+
+@accepts_legacy_options(PREFERENCE_OPTIONS)
+@dataclass
+class DPOConfig(PreferenceConfig):
+    """Configuration of `DPOTrainer`."""
+
+    legacy_options = legacy_names(PREFERENCE_OPTIONS)
+
+    loss_type: list[str] | str = option(
+        ["sigmoid"],
+        "One or several of sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, "
+        "aot, aot_unpaired, apo_zero, apo_down, discopop, sigmoid_norm, sft; they are added up.",
+    )
+    loss_weights: list[float] | None = option(
+        None, "Weight of each loss in loss_type. None: all 1."
+    )
+    rpo_alpha: float | None = option(
+        None, "Weight of the mean negative log-likelihood of chosen answers, added to the losses."
+    )
+    label_smoothing: float = option(
+        0.0, "Probability that a label is wrong, for losses that know of it.", ge=0, lt=1
+    )
+    reference_free: bool = option(
+        False, "Compare with a reference that gives all answers the same probability."
+    )
+    f_divergence_type: str = option(
+        "reverse_kl",
+        "The divergence that holds the policy back.",
+        choices=("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
+    )
+    f_alpha_divergence_coef: float = option(0.5, "Alpha of alpha_divergence.")
+    ld_alpha: float | None = option(
+        None, "Weight of tokens beyond the length that both answers have. None: 1.", ge=0, le=1
+    )
+    use_weighting: bool = option(
+        False, "Weigh pairs by how likely the policy finds their answers (WPO)."
+    )
+    discopop_tau: float = option(0.05, "Temperature of the discopop loss.", gt=0)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.f_divergence_type, Enum):
+            self.f_divergence_type = self.f_divergence_type.value
+        names = [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)
+        if "aot_pair" in names:
+            warnings.warn("'aot_pair' is called 'aot_unpaired'.", FutureWarning, stacklevel=3)
+        self.loss_type = ["aot_unpaired" if name == "aot_pair" else name for name in names]
+        self._check_losses(self.loss_type)
+        super().__post_init__()
+        self._check_combinations()
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The weight of each loss."""
+        weights = self.loss_weights or [1.0] * len(self.loss_type)
+        found: dict[str, float] = dict.fromkeys(self.loss_type, 0.0)
+        for name, weight in zip(self.loss_type, weights, strict=True):
+            found[name] += weight
+        if self.rpo_alpha:
+            found["sft"] = found.get("sft", 0.0) + self.rpo_alpha
+        return found
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is a reference at all."""
+        return not self.reference_free
+
+    def _check_losses(self, names: list[str]) -> None:
+        if unknown := [name for name in names if name not in LOSSES]:
+            hint = did_you_mean(str(unknown[0]), LOSSES)
+            raise ValueError(f"loss_type={unknown[0]!r} must be one of {', '.join(LOSSES)}.{hint}")
+        weights = self.loss_weights
+        if not names or (weights is not None and len(weights) != len(names)):
+            raise ValueError(f"loss_type={names} and loss_weights={weights} must be equally long.")
+
+    def _check_combinations(self) -> None:
+        names, smoothing = self.losses, self.label_smoothing
+
+        def among(group: Sequence[str]) -> str:
+            return ", ".join(name for name in names if name in group)
+
+        plain, divided, divergence = among(WITHOUT_DIVERGENCE), among(DIVIDED), "f_divergence_type"
+        mistakes = {
+            f"{divergence}={self.f_divergence_type!r} cannot be used with loss_type={plain}, which "
+            "has no place for it.": plain and self.f_divergence_type != "reverse_kl",
+            f"label_smoothing={smoothing} has no effect on loss_type={', '.join(names)}; it is for "
+            f"{', '.join(SMOOTHED)}.": smoothing and not among(SMOOTHED),
+            "loss_type=exo_pair needs label_smoothing above 0, such as 0.001.": (
+                "exo_pair" in names and not smoothing
+            ),
+            f"loss_type=robust needs label_smoothing below 0.5, not {smoothing}.": (
+                "robust" in names and smoothing >= 0.5
+            ),
+            f"loss_type={divided} divides by beta, which must be above 0.": divided
+            and not self.beta,
+            f"use_weighting=True cannot be used with loss_type={among(RANKED)}: what these compare "
+            "is not the answers of one pair.": self.use_weighting and among(RANKED),
+            "sync_ref_model=True has no reference to move, because of reference_free=True.": (
+                self.sync_ref_model and self.reference_free
+            ),
+        }
+        for words, holds in mistakes.items():
+            if holds:
+                raise ValueError(words)

@@ -1,0 +1,221 @@
+"""DPO: a policy learns which of two answers is preferred, without a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from ..data.answer_rows import AnswerGroup, AnswerRows
+from ..data.encode import TextEncoder
+from ..online.statistics import record_entropy
+from ..ops.masking import masked_sum
+from ..ops.preference_losses import (
+    RANKED,
+    PairOptions,
+    PairScores,
+    aot_partners,
+    pair_loss,
+    shared_length_weights,
+)
+from ..ops.support import Collision, Support
+from ..types import Mode, TokenScores
+from .base.model_card import Method
+from .dpo_config import DPOConfig
+from .offline.answers import prepare_answers
+from .offline.offline_trainer import OfflineTrainer
+
+
+class DPOTrainer(OfflineTrainer):
+    """Trains on pairs of a chosen and a rejected answer to a prompt (DPO, arXiv 2305.18290).
+
+    With log pi(y) the sum of the log-probabilities of an answer's tokens, and log-ratios
+    c = log pi(chosen) - log ref(chosen) and r, of the rejected answer, the loss of a pair is
+
+        -log sigmoid(beta * (c - r))
+
+    or another one that `loss_type` names. It is averaged over all pairs of an optimizer step. The
+    prompt of a pair is computed once.
+
+    Args:
+        model (`str` or `PreTrainedModel`): what is trained, by name or already loaded.
+        ref_model (*optional*): the reference, by name or loaded. None: the model as it is now, or
+            without its adapter if it has one.
+        args (`DPOConfig`, *optional*): options.
+        data_collator: refused, as is `compute_metrics`.
+        train_dataset (`Dataset` or `IterableDataset`): `chosen` and `rejected`, with `prompt` or
+            with a common beginning; strings, messages, or ids.
+        eval_dataset (*optional*): the same for evaluation, or a dictionary of datasets.
+
+    The other arguments are those of `OfflineTrainer`.
+
+    Example:
+
+    ```python
+    trainer = DPOTrainer("my-model", train_dataset=pairs)
+    trainer.train()
+    ```
+    """
+
+    config_class = DPOConfig
+    method = Method(
+        name="DPO",
+        tag="dpo",
+        paper="Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
+        arxiv="2305.18290",
+        citation="""
+@inproceedings{rafailov2023direct,
+    title     = {Direct Preference Optimization: Your Language Model is Secretly a Reward Model},
+    author    = {Rafael Rafailov and Archit Sharma and Eric Mitchell and Christopher D. Manning and
+                 Stefano Ermon and Chelsea Finn},
+    booktitle = {Advances in Neural Information Processing Systems 36},
+    year      = 2023,
+    eprint    = {2305.18290}
+}""",
+    )
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        ref_model: Any = None,
+        args: DPOConfig | None = None,
+        data_collator: None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ):
+        super().__init__(
+            *(model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers),
+            *(quantization_config, peft_config),
+            ref_model=ref_model,
+            data_collator=data_collator,
+            compute_metrics=compute_metrics,
+        )
+
+    # --- Data ---
+
+    def prepare_dataset(
+        self, dataset: Any, encoder: TextEncoder, args: DPOConfig, mode: Mode
+    ) -> Any:
+        """Tokenize pairs and cut them to length."""
+        return prepare_answers(dataset, encoder, args, args.limits)
+
+    def collate(self, items: Sequence[AnswerGroup]) -> AnswerRows:
+        """Make the rows of a micro-batch."""
+        return AnswerRows.of(items)
+
+    # --- What is known before a step ---
+
+    def before_step(self, batches: list[AnswerRows]) -> list[AnswerRows]:
+        """Score the reference, and compare all pairs of the step where a loss ranks them."""
+        batches = super().before_step(batches)
+        ranked = [name for name in self.args.losses if name in RANKED]
+        return self._with_partners(batches, ranked) if ranked else batches
+
+    def _with_partners(self, batches: list[AnswerRows], names: list[str]) -> list[AnswerRows]:
+        """Add what each pair is compared with (B, 2), by the name of the loss."""
+        policy = [self.frozen(self.model, rows, self.answer_logps) for rows in batches]
+        values = [
+            torch.stack([x, self._reference(rows, x)], 1)
+            for x, rows in zip(policy, batches, strict=True)
+        ]
+        counts = torch.cat([rows.values["counts"] for rows in batches])
+        ranks = self.ranks.gather_objects((torch.cat(values).cpu(), counts.cpu()))
+        every = torch.cat([found[counted] for found, counted in ranks])
+        first = sum(int(counted.sum()) for _, counted in ranks[: self.ranks.rank])
+        mine = slice(first, first + int(counts.sum()))
+        added: list[dict[str, Tensor]] = [{} for _ in batches]
+        for name in names:
+            partners = torch.cat(values)[:, 0] * 0.0
+            partners[counts] = aot_partners(name, *every.unbind(1))[mine].to(partners.device)
+            for known, part in zip(added, partners.split(list(map(len, batches))), strict=True):
+                known[name] = part
+        return [rows.with_values(**known) for rows, known in zip(batches, added, strict=True)]
+
+    def answer_logps(self, scores: TokenScores, rows: AnswerRows) -> Tensor:
+        """Log-probabilities of answers (B, 2), of policy and reference alike."""
+        logps = scores.logps
+        if self.args.ld_alpha is not None:
+            lengths = rows.values["lengths"]
+            sizes = lengths.flatten(), lengths.flip(1).flatten(), logps.shape[1]
+            logps = logps * shared_length_weights(*sizes, self.args.ld_alpha)
+        return rows.by_group(logps.sum(1))
+
+    def _reference(self, rows: AnswerRows, like: Tensor) -> Tensor:
+        return rows.values.get("ref_logps", torch.zeros_like(like))
+
+    # --- Loss ---
+
+    def weigh(self, rows: AnswerRows) -> Tensor:
+        """Pairs, and tokens of chosen answers."""
+        counts = rows.values["counts"]
+        return torch.stack([counts.sum(), (rows.values["lengths"][:, 0] * counts).sum()])
+
+    def score(self, model: nn.Module, rows: AnswerRows, support: Support | None = None) -> Any:
+        """Compute log-probabilities, and how sure the policy is where pairs are weighted."""
+        return super().score(model, rows, Collision() if self.args.use_weighting else support)
+
+    def loss_of(self, scores: TokenScores, rows: AnswerRows) -> Tensor:
+        """Return the sums (2,) of the losses of pairs, and of the tokens of chosen answers."""
+        counts, losses = rows.values["counts"], dict(self.args.losses)
+        logps = self.answer_logps(scores, rows)
+        ratios = logps - self._reference(rows, logps)
+        likelihood = losses.pop("sft", 0.0) * rows.by_group(scores.logps.sum(1))[:, 0]
+        options = PairOptions(
+            beta=self.args.beta,
+            label_smoothing=self.args.label_smoothing,
+            f_divergence_type=self.args.f_divergence_type,
+            f_alpha_divergence_coef=self.args.f_alpha_divergence_coef,
+            discopop_tau=self.args.discopop_tau,
+        )
+        total = torch.zeros_like(ratios[:, 0])
+        for name, weight in losses.items():
+            total = total + weight * pair_loss(name, _pairs(ratios, rows, name), options)
+        if self.args.use_weighting:
+            total = total * self._pair_weights(scores, rows)
+        self._record(logps.detach(), ratios.detach(), scores, rows)
+        return torch.stack([masked_sum(total, counts), -masked_sum(likelihood, counts)])
+
+    def _pair_weights(self, scores: TokenScores, rows: AnswerRows) -> Tensor:
+        """How likely answers are next to tokens drawn from the policy, (B,) (WPO, 2406.11827)."""
+        known = scores.logps.detach() - torch.as_tensor(scores.log_mass)
+        return (rows.by_group(known.sum(1)) / rows.values["lengths"].clamp(min=1)).sum(1).exp()
+
+    def _record(self, logps: Tensor, ratios: Tensor, scores: TokenScores, rows: AnswerRows) -> None:
+        store, counts = self.metrics[rows.mode], rows.values["counts"]
+        rewards = self.args.beta * ratios
+        values = {
+            "rewards/chosen": rewards[:, 0],
+            "rewards/rejected": rewards[:, 1],
+            "rewards/margins": rewards[:, 0] - rewards[:, 1],
+            "rewards/accuracies": (rewards[:, 0] > rewards[:, 1]).float(),
+            "rewards/ties": (rewards[:, 0] == rewards[:, 1]).float(),
+            "logps/chosen": logps[:, 0],
+            "logps/rejected": logps[:, 1],
+        }
+        for name, found in values.items():
+            store.mean(name, masked_sum(found, counts), counts.sum())
+        if scores.entropies is not None:
+            record_entropy(store, scores.entropies.detach(), rows.token_mask())
+
+
+def _pairs(ratios: Tensor, rows: AnswerRows, name: str) -> PairScores:
+    """What a loss reads of pairs with log-ratios (B, 2)."""
+    lengths, partners = rows.values["lengths"], rows.values.get(name)
+    return PairScores(
+        chosen=ratios[:, 0],
+        rejected=ratios[:, 1],
+        chosen_lengths=lengths[:, 0],
+        rejected_lengths=lengths[:, 1],
+        chosen_partners=None if partners is None else partners[:, 0],
+        rejected_partners=None if partners is None else partners[:, 1],
+    )
