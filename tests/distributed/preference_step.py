@@ -1,0 +1,57 @@
+"""Updates on preferences and an evaluation, under engines in turn: `preference_step.py FOLDER`."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import kto_runs
+import reward_runs
+import torch
+from engines import finish, report, use
+
+ENGINES = ("ddp", "fsdp2", "zero2", "zero3")
+# An odd number of rows: in the last round one rank has fewer, or none.
+CELLS: dict[str, Any] = {
+    "reward": (reward_runs.make_trainer, reward_runs.pairs(reward_runs.PAIRS[:5])),
+    "kto": (kto_runs.make_trainer, kto_runs.labelled(kto_runs.ROWS[:7])),
+}
+
+
+def run(cell: str, folder: Path, rows: int, accumulation: int, **changes: Any) -> dict[str, Any]:
+    """Train a cell with `rows` in a micro-batch; the first rank says what it did."""
+    make_trainer, data = CELLS[cell]
+    trainer = make_trainer(
+        folder,
+        data,
+        per_device_train_batch_size=rows,
+        per_device_eval_batch_size=rows,
+        gradient_accumulation_steps=accumulation,
+        max_steps=3,
+        learning_rate=0.01,
+        eval_dataset=data,
+        **changes,
+    )
+    trainer.train()
+    trainer.evaluate()
+    predictions = trainer.predict(data).predictions
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    found: dict[str, Any] = {}
+    if trainer.is_world_process_zero():
+        found["weights"] = torch.cat([state[name].flatten() for name in sorted(state)])
+        found["history"] = trainer.state.log_history
+        found["predictions"] = predictions
+    return found
+
+
+def main(folder: str) -> None:
+    found: dict[Any, Any] = {}
+    for engine in ENGINES:
+        for cell in CELLS:
+            use(engine)
+            found[engine, cell] = run(cell, Path(folder, engine, cell), 1, 2, use_cpu=False)
+            report(found)
+    finish()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,43 @@
+"""One process, and two under several engines, train on the same preferences in the same updates."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from engines import launch
+from preference_step import CELLS, ENGINES, run
+
+SCRIPT = Path(__file__).with_name("preference_step.py")
+LEFT_OUT = ("time", "runtime", "per_second", "grad_norm", "epoch", "train_loss", "flos")
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory):
+    """What each engine made of each cell."""
+    return launch(SCRIPT, "ddp", tmp_path_factory.mktemp("two"))[0]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Four micro-batches here are two on each of two ranks: the same rows."""
+    folder = tmp_path_factory.mktemp("one")
+    return {cell: run(cell, folder / cell, 1, 4) for cell in CELLS}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("cell", CELLS)
+def test_ranks_and_engines_change_nothing(alone, on_two, engine, cell):
+    """Estimates and metrics are over all ranks; no row is lost or counted twice."""
+    one, two = alone[cell], on_two[engine, cell]
+    assert (one["weights"] - two["weights"]).norm() <= 1e-6 * one["weights"].norm()
+    assert len(one["history"]) == len(two["history"])
+    for a, b in zip(one["history"], two["history"], strict=True):
+        for name in {x for x in a if not any(word in x for word in LEFT_OUT)}:
+            assert a[name] == pytest.approx(b[name], rel=1e-5, abs=2e-5), name
+    if cell == "reward":
+        assert two["predictions"].shape == (5, 2)
+        assert abs(one["predictions"] - two["predictions"]).max() <= 1e-5
