@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import preferences
 import supervised
 import torch
 import transformers
@@ -184,6 +185,12 @@ def supervised_lines() -> Iterator[Line]:
     return lines_of(found, BOUND)
 
 
+def preference_lines() -> Iterator[Line]:
+    """KTO and reward models."""
+    found = ((v.family, v, preferences.difference(v)) for v in preferences.VARIANTS)
+    return lines_of(found, BOUND)
+
+
 def dropped_lines() -> Iterator[Line]:
     """Rows of zero advantage, computed and left out."""
     for words, variants, measured, bound in (
@@ -246,6 +253,7 @@ Sections = dict[str, list[Line]]
 SECTIONS = {
     "float32": "Gradients in float32: ||g - g_ref|| / ||g_ref||",
     "supervised": "Supervised fine-tuning: gradients as above, and losses",
+    "preferences": "KTO and reward models: gradients as above, and losses",
     "dropped": "Rows of zero advantage",
     "ranks": "Two processes",
     "bf16": f"bfloat16 against float32; bound: {HALF_PRECISION_FACTOR} x single rows in bfloat16",
@@ -299,6 +307,7 @@ def report(sections: Sections, seconds: float) -> str:
         "  tokens are put there and into the padding.",
         f"- Supervised fine-tuning: {supervised.ROWS} documents in one update, over micro-batches,",
         "  packs, token budgets, padding, order, logits held at once, checkpointing.",
+        "- KTO and reward models: 8 labelled answers, 6 pairs or 3 rankings in one update.",
         "- Rows left out: what they would add to the gradient, in forwards of the other rows, is",
         "  measured by letting no other row act on it.",
         "",
@@ -325,6 +334,7 @@ def run() -> Sections:
     sections = {
         "float32": list(float32_lines()),
         "supervised": list(supervised_lines()),
+        "preferences": list(preference_lines()),
         "dropped": list(dropped_lines()),
         "bf16": list(half_precision_lines()),
     }

@@ -83,7 +83,7 @@ VARIANTS = [
 ] + [Supervised("Llama", list(LOSSES)[1 - j // 2 % 2], way) for j, way in enumerate(WAYS)]
 
 
-class _Gradient(TrainerCallback):
+class Gradient(TrainerCallback):
     """Keeps the gradient that the optimizer is given."""
 
     found: Tensor
@@ -98,7 +98,7 @@ def measure(variant: Supervised) -> tuple[float, Tensor, bool]:
     """Train one update on all rows: its loss and gradient, and whether rows lay in one sequence."""
     data = Dataset.from_dict({"prompt": [p for p, _ in TEXTS], "completion": [c for _, c in TEXTS]})
     options = {"per_device_train_batch_size": ROWS} | WAYS[variant.way]
-    watch = _Gradient()
+    watch = Gradient()
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
         trainer = sft_runs.make_trainer(
             folder,

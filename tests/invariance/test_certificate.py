@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import cases
 import one_row
+import preferences
 import supervised
 from cases import EOS, MOST_TOKENS
 from certificate import (
@@ -78,6 +79,11 @@ def curves(on_two):
 @pytest.mark.parametrize("variant", supervised.VARIANTS, ids=str)
 def test_supervised_fine_tuning(variant):
     assert supervised.difference(variant) <= BOUND
+
+
+@pytest.mark.parametrize("variant", preferences.VARIANTS, ids=str)
+def test_preferences(variant):
+    assert preferences.difference(variant) <= BOUND
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
