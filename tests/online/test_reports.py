@@ -1,5 +1,7 @@
 import json
+import sys
 from datetime import date
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,14 @@ from distributed.engines import call as call_on_ranks
 
 from trl.distributed import Ranks
 from trl.online.metrics import MetricStore
-from trl.online.reports import CompletionLog, Reports, Round, print_table, tracker_rows
+from trl.online.reports import (
+    CompletionLog,
+    Reports,
+    Round,
+    log_table,
+    print_table,
+    tracker_rows,
+)
 from trl.text import as_text
 from trl.types import Generations, Prompts, RewardTable
 
@@ -67,7 +76,7 @@ def test_records_by_hand():
 
 def test_a_round_is_counted_recorded_and_written_by_mode(tmp_path):
     stores = new_stores()
-    reports = Reports(CompletionLog(str(tmp_path), writes=True), Ranks(), stores)
+    reports = Reports(str(tmp_path), Ranks(), stores)
     assert reports.add("train", a_round()) == 4 * 3 + 1 + 2 + 3 + 4
     assert reports.add("eval", a_round(step=4)) == 22
     assert [record["step"] for record in written(tmp_path)] == [3] * 4
@@ -88,7 +97,7 @@ def test_tokens_of_tools_are_not_counted(tmp_path):
         tool_calls=[(1, 0), (1, 1), (0, 0), (0, 0)],
     )
     stores = new_stores()
-    reports = Reports(CompletionLog(str(tmp_path), writes=True), Ranks(), stores)
+    reports = Reports(str(tmp_path), Ranks(), stores)
     assert reports.add("train", a_round(generations=generations)) == 4 * (3 + 2)
     found = stores["train"].flush(alone)
     assert found["tools/call_frequency"] == 0.5 and found["completions/mean_length"] == 2
@@ -96,7 +105,7 @@ def test_tokens_of_tools_are_not_counted(tmp_path):
 
 def work(folder):
     ranks, stores = Ranks(Accelerator(cpu=True)), new_stores()
-    reports = Reports(CompletionLog(folder, writes=ranks.rank == 0), ranks, stores)
+    reports = Reports(folder, ranks, stores)
     tokens = reports.add("train", a_round(rows=(2 * ranks.rank, 2 * ranks.rank + 1)))
     taken = len(reports.completions.take("train"))
     reward = stores["train"].flush(ranks.gather_objects)["reward"]
@@ -198,3 +207,68 @@ def test_messages_are_shown_with_their_roles(capsys):
     shown = capsys.readouterr().out
     assert "user: hi" in shown
     assert "0.50" not in shown
+
+
+# --- Trackers ---
+
+COLUMNS = ["prompt", "reward", "extra"]
+ROWS = [["a", 0.5, None], ["b", -1.0, [1, 2]]]
+
+
+def test_wandb_receives_the_table(tmp_path):
+    wandb = pytest.importorskip("wandb")
+    with wandb.init(mode="offline", dir=tmp_path, project="p") as run:
+        log_table(["wandb"], COLUMNS, ROWS)
+        tables = list(Path(run.dir).rglob("completions*.table.json"))
+    assert len(tables) == 1
+    written = json.loads(tables[0].read_text())
+    assert written["columns"] == COLUMNS
+    # Lists become text: wandb would refuse a column of several types.
+    assert written["data"] == [["a", 0.5, None], ["b", -1.0, "[1, 2]"]]
+
+
+def test_only_the_trackers_of_the_run_are_used(tmp_path):
+    wandb = pytest.importorskip("wandb")
+    with wandb.init(mode="offline", dir=tmp_path, project="p") as run:
+        log_table(["tensorboard"], COLUMNS, ROWS)
+        log_table([], COLUMNS, ROWS)
+        log_table(["wandb"], COLUMNS, [])
+        tables = list(Path(run.dir).rglob("*.table.json"))
+    assert tables == []
+
+
+def test_trackio_receives_the_table(tmp_path, monkeypatch):
+    trackio = pytest.importorskip("trackio")
+    from trackio import context_vars, utils
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("trackio") and hasattr(module, "TRACKIO_DIR"):
+            monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path)
+    assert tmp_path == utils.TRACKIO_DIR
+    trackio.init(project="p", auto_log_gpu=False, auto_log_cpu=False)
+    try:
+        log_table(["trackio"], COLUMNS, ROWS)
+    finally:
+        trackio.finish()
+    assert context_vars.current_run.get() is None
+    from trackio.sqlite_storage import SQLiteStorage
+
+    (run,) = SQLiteStorage.get_runs("p")
+    (entry,) = SQLiteStorage.get_logs("p", run)
+    sent = entry["completions"]["_value"]
+    assert sent == [dict(zip(COLUMNS, row, strict=True)) for row in ROWS]
+
+
+def test_trackers_without_a_run_are_left_alone():
+    """Imported by something else: nothing is started and nothing fails."""
+    wandb, trackio = pytest.importorskip("wandb"), pytest.importorskip("trackio")
+    log_table(["wandb", "trackio"], COLUMNS, ROWS)
+    assert wandb.run is None
+    assert trackio.context_vars.current_run.get() is None
+
+
+def test_absent_trackers_are_not_imported(monkeypatch):
+    for name in ("wandb", "trackio"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    log_table(["wandb", "trackio"], COLUMNS, ROWS)
+    assert not {"wandb", "trackio"} & set(sys.modules)

@@ -1,8 +1,9 @@
-"""What is told of every round: metrics of all ranks, and completions in a file and a table."""
+"""What is told of every round: metrics; completions in files, on a terminal, in trackers."""
 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,15 +104,13 @@ class Reports:
     """Collects the metrics of each mode, and writes the completions of all ranks.
 
     Args:
-        completions (`CompletionLog`): where the completions go.
+        folder (`str`): the run's output folder, where the completions go.
         ranks (`Ranks`): all processes, which call every method together.
         metrics (`dict[str, MetricStore]`): where those of "train" and of "eval" go.
     """
 
-    def __init__(
-        self, completions: CompletionLog, ranks: Ranks, metrics: Mapping[Mode, MetricStore]
-    ):
-        self.completions = completions
+    def __init__(self, folder: str, ranks: Ranks, metrics: Mapping[Mode, MetricStore]):
+        self.completions = CompletionLog(folder, writes=ranks.rank == 0)
         self._metrics = metrics
         self._ranks = ranks
 
@@ -193,3 +192,19 @@ def tracker_rows(
         for record in records
     ]
     return ["step", "prompt", "completion", *names, "advantage"], rows
+
+
+def log_table(report_to: list[str], columns: list[str], rows: list[list[Any]]) -> None:
+    """Send a table `completions` to those of wandb and trackio that `report_to` names and run."""
+    if not rows:
+        return
+    running = {name: sys.modules.get(name) for name in ("wandb", "trackio") if name in report_to}
+    if (wandb := running.get("wandb")) and wandb.run is not None:
+        cells = [[_tracked(value) for value in row] for row in rows]
+        wandb.log({"completions": wandb.Table(columns=columns, data=cells)})
+    if (trackio := running.get("trackio")) and trackio.context_vars.current_run.get() is not None:
+        trackio.log({"completions": trackio.Table(columns=columns, data=rows)})
+
+
+def _tracked(value: Any) -> Any:
+    return value if value is None or isinstance(value, (int, float, str)) else str(value)

@@ -19,7 +19,7 @@ from ...models.reference import make_reference
 from ...models.scorer import Scorer
 from ...online.buffer import Buffer
 from ...online.prompts import PromptEncoder
-from ...online.reports import CompletionLog, Reports, Round, print_table, tracker_rows
+from ...online.reports import Reports, Round, log_table, print_table, tracker_rows
 from ...online.reward_sources import resolve_rewards
 from ...online.rewards import RewardInputs, RewardSuite
 from ...ops.masking import masked_mean
@@ -28,10 +28,8 @@ from ...types import Generations, Mode, Prompts, RewardTable, Rollout, TokenScor
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import check_devices, check_run, init_options, prepare_policy, router_coefficient
 from ..base.references import load_reference
-from ..base.trackers import log_table
 from . import online_setup as setup
-from .agents import Agents, function_engine
-from .engines import check_engine, handle_of, make_engine, sampling_for
+from .engines import Agents, check_engine, handle_of, make_engine, sampling_for
 from .online_config import OnlineConfig
 from .prompt_order import PromptOrder
 from .rollout_correction import RolloutCorrection
@@ -180,8 +178,7 @@ class OnlineTrainer(BaseTrainer):
             sources, args.reward_weights, args.reward_timeout, self.ranks, at_once
         ).to(args.device)
         self.run_facts["reward functions"] = [source.name for source in sources]
-        log = CompletionLog(args.output_dir, self.is_world_process_zero())
-        self.reports = Reports(log, self.ranks, self.metrics)
+        self.reports = Reports(args.output_dir, self.ranks, self.metrics)
         self.buffer = Buffer(args.batch_plan.micro_batches, args.batch_plan.iterations)
         self.rank_state.register(
             "round",
@@ -201,9 +198,8 @@ class OnlineTrainer(BaseTrainer):
             check_prompts=check_prompts,
             attempt=self.phases.adaptive("generation", alone=self.policy.layers_in_step).run,
         )
-        if given is not None:
-            return function_engine(lambda prompts: given(prompts, self), engine, self.ranks)
-        return self._agents.with_tools(engine, self.policy, args, self.sampling.stop_ids)
+        call = None if given is None else lambda prompts: given(prompts, self)
+        return self._agents.around(engine, call, self.policy, args, self.sampling.stop_ids)
 
     # --- What an algorithm says ---
 
