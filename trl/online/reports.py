@@ -115,11 +115,7 @@ class Reports:
         self._ranks = ranks
 
     def add(self, mode: Mode, found: Round) -> int:
-        """Record the metrics of a round and write its completions.
-
-        Returns:
-            `int`: tokens of prompts and completions of all ranks that the policy wrote or read.
-        """
+        """Record metrics of a round and write its completions; return its tokens on all ranks."""
         store = self._metrics[mode]
         tokens = self._count_tokens(store, found)
         record_rewards(store, found.table)
@@ -138,13 +134,7 @@ class Reports:
 
 
 def print_table(records: list[dict[str, Any]], step: int, count: int | None) -> None:
-    """Print completions with their rewards as a rich table, if rich is installed.
-
-    Args:
-        records: what `CompletionLog` wrote.
-        step (`int`): for the title.
-        count (`int`, *optional*): how many to draw at random; None prints all.
-    """
+    """Print records with their rewards, `count` of them drawn at random, if rich is installed."""
     if not records or not is_available("rich"):
         return
     if count is not None and count < len(records):

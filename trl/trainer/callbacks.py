@@ -19,7 +19,6 @@ from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerStat
 
 from ..distributed import fsdp_version
 from ..imports import is_available, require
-from ..models.reference import frozen_pairs
 from ..models.sharded import local_shard, release
 from ..progress import Activity, watched
 from ..step_lines import StepLines
@@ -96,6 +95,8 @@ class SyncRefAdapterCallback(SyncRefModelCallback):
             )
 
     def _pairs(self, policy: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        from ..models.reference import frozen_pairs
+
         return frozen_pairs(policy)
 
 

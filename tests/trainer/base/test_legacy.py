@@ -60,7 +60,7 @@ def test_removed_options_say_what_to_use(name):
 
 
 def test_both_names_are_an_error():
-    with pytest.raises(ValueError, match="Both kl_coef and beta"):
+    with pytest.raises(ValueError, match="RLOOConfig: both kl_coef and beta"):
         make(kl_coef=0.1, beta=0.1)
 
 

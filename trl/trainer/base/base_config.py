@@ -93,6 +93,9 @@ class ReferenceOptions:
         0.6, "Share of the policy in each reference update.", ge=0, le=1
     )
     ref_model_sync_steps: int = option(512, "Optimizer steps between two reference updates.", ge=1)
+    ref_model_init_kwargs: dict | str | None = option(
+        None, "Arguments of from_pretrained for a ref_model given by name. None: model_init_kwargs."
+    )
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,24 +16,23 @@ from transformers.utils import logging
 
 from ...distributed import Ranks
 from ...imports import beyond_tested
-from ...memory.callback import MemoryCallback
-from ...models.adapters import check_adapters, storing_adapters_only
 from ...models.quantized import check_sharding
-from ...models.reference import FrozenCopy, ReferencePolicy
 from ...online.guard import FiniteGuard
 from ...online.metrics import MetricStore
 from ...random_numbers import random_numbers_kept
 from ...types import Mode, Rows
 from ..callbacks import RunRecord, close_progress, show_progress
 from .base_config import BaseConfig
-from .checkpoint import UNFINISHED, publish_together, told, written_by_each_node
+from .checkpoint import UNFINISHED, publish_together, saving_model, told
 from .loop_state import LoopCallback, Place, RankState, logs_at
 from .model_card import Publishing
 from .phases import Phases
 from .policy import Policy
-from .references import facts_of_reference, follower, read_reference, write_reference
-from .resuming import check_engine, choose_checkpoint, warn_of_earlier_run
-from .run_settings import describe_run
+from .resuming import check_engine, choose_checkpoint, describe_run, warn_of_earlier_run
+
+if TYPE_CHECKING:
+    from ...models.reference import ReferencePolicy
+    from .references import MovingReference
 
 logger = logging.get_logger(__name__)
 
@@ -53,6 +52,7 @@ class BaseTrainer(Publishing, Trainer):
 
     _is_saving = False  # a checkpoint
     _chosen: str | None = None  # the checkpoint that was found intact
+    _moving_reference: MovingReference | None = None
     _prefix = ""  # of the metrics of the evaluation that is running
 
     def __init__(self, policy: Policy, args: BaseConfig, **options: Any):
@@ -81,6 +81,8 @@ class BaseTrainer(Publishing, Trainer):
         show_progress(self)
         self.add_callback(RunRecord(self.method.name))
         if args.log_memory:
+            from ...memory.callback import MemoryCallback
+
             self.add_callback(MemoryCallback(self.phases.meter, passes=False, metrics=False))
 
     # --- What a trainer says ---
@@ -302,7 +304,7 @@ class BaseTrainer(Publishing, Trainer):
         if state is not None:
             self.rank_state.restore(state)
         if self._moving_reference is not None:
-            read_reference(self._moving_reference, checkpoint, self.ranks)
+            self._moving_reference.read(checkpoint, self.ranks)
         self._saved = None
         if self.is_world_process_zero():
             where = f"step {self.state.global_step} of {self.state.max_steps}"
@@ -312,13 +314,10 @@ class BaseTrainer(Publishing, Trainer):
         super()._save_rng_state(output_dir)
         self.rank_state.write(output_dir, self.batch_layout(), self.place)
         if self._moving_reference is not None:
-            write_reference(self._moving_reference, output_dir, self.args.should_save)
+            self._moving_reference.write(output_dir, self.args.should_save)
 
     def find_checkpoint(self, wanted: Any = True) -> str | None:
-        """Choose the checkpoint `wanted`, as in `train`; all processes must call this.
-
-        Returns:
-            `str`: the folder; None if nothing is to be resumed.
+        """Return the folder of the checkpoint `wanted`, as in `train`; all processes call this.
 
         Raises:
             ValueError: see `choose_checkpoint`; and for an adapter under FSDP1.
@@ -332,22 +331,23 @@ class BaseTrainer(Publishing, Trainer):
     @cached_property
     def run_settings(self) -> dict[str, Any]:
         """What the outcome of the run depends on, by name: JSON values, read before training."""
-        name = type(self).__name__
-        return describe_run(name, self.args, self.train_dataset, self.model) | self.run_facts
+        facts = describe_run(self.args, self.train_dataset, self.model)
+        return {"trainer": type(self).__name__} | facts | self.run_facts
 
     # --- Reference policy ---
 
-    def _use_reference(self, reference: ReferencePolicy) -> None:
-        self.run_facts |= facts_of_reference(reference, self.args)
+    def _make_reference(self, brought_adapter: bool, given: Any, model: Any) -> None:
+        from ...models.reference import make_reference  # many runs have none
+        from .references import MovingReference, facts_of_reference, load_reference
+
+        given = load_reference(given, model, self.args)
+        reference = make_reference(self.model, brought_adapter, given)
+        if not self.args.sync_ref_model:
+            self.run_facts |= facts_of_reference(reference)
         self.reference = reference.prepare(self.accelerator)
         if self.args.sync_ref_model:
-            self.add_callback(follower(self.reference, self.accelerator))
-
-    @property
-    def _moving_reference(self) -> FrozenCopy | None:
-        """The reference if it moves and no other file of a checkpoint holds it."""
-        copied = self.reference if isinstance(self.reference, FrozenCopy) else None
-        return copied if copied is not None and self.args.sync_ref_model else None
+            self._moving_reference = MovingReference(self.reference, self.accelerator)
+            self.add_callback(self._moving_reference.callback)
 
     # --- Saving ---
 
@@ -389,10 +389,12 @@ class BaseTrainer(Publishing, Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         bare = self.accelerator.unwrap_model(self.model)
-        with storing_adapters_only(bare), written_by_each_node(bare, self.args.save_on_each_node):
+        with saving_model(bare, self.args.save_on_each_node):
             super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        from ...models.adapters import check_adapters
+
         bare = self.accelerator.unwrap_model(self.model if model is None else model)
         check_adapters(bare, resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -89,17 +89,20 @@ def publish_together(
 
 
 @contextmanager
-def written_by_each_node(model: Any, wanted: bool) -> Iterator[None]:
-    """Let `save_pretrained` write where it is told to; it writes on rank 0 of all nodes alone."""
+def saving_model(model: Any, each_node: bool) -> Iterator[None]:
+    """Save adapters alone where there are any; on every node that is told to write, if asked to."""
+    from ...models.adapters import storing_adapters_only
+
     name = "should_save_on_this_rank"  # of newer releases of transformers
-    if not (wanted and hasattr(model, name)):
-        yield
-        return
-    setattr(model, name, bool)  # it is given what it is told
+    overrides = each_node and hasattr(model, name)  # it would write on rank 0 of all nodes alone
+    if overrides:
+        setattr(model, name, bool)  # it is given what it is told
     try:
-        yield
+        with storing_adapters_only(model):
+            yield
     finally:
-        delattr(model, name)
+        if overrides:
+            delattr(model, name)
 
 
 def seal(folder: Path, facts: dict[str, Any], whole: bool = True) -> None:

@@ -99,9 +99,11 @@ def accepts_legacy_options(table: Mapping[str, LegacyOption]) -> Callable[[type]
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             old = {name: kwargs.pop(name) for name in list(kwargs) if name in table}
             old = {name: value for name, value in old.items() if value is not None}
-            episodes = old.get("total_episodes")
-            kwargs.update(_translate(cls.__name__, table, old, kwargs))
-            original(self, *args, **kwargs)
+            changes = _translate(cls.__name__, table, old, kwargs)
+            if "num_mini_batches" in old:
+                changes["steps_per_generation"] *= kwargs.get("gradient_accumulation_steps", 1)
+            episodes = changes.pop("max_steps") if "total_episodes" in old else None
+            original(self, *args, **kwargs, **changes)
             if episodes is not None:
                 self.max_steps = _steps_for_episodes(self, episodes)
 
@@ -114,21 +116,19 @@ def accepts_legacy_options(table: Mapping[str, LegacyOption]) -> Callable[[type]
 def _translate(
     owner: str, table: Mapping[str, LegacyOption], old: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
+    """Values of old names by their new ones; the user is told once of all of them."""
     changes, words = {}, []
     for name, value in old.items():
-        entry = table[name]
-        if entry.removed:
-            raise TypeError(f"{owner} has no option {name!r} any more: {entry.advice}.")
-        if entry.new is None:
-            words.append(f"{name} has no effect ({entry.advice})")
+        new, advice = table[name].new, table[name].advice
+        if table[name].removed:
+            raise TypeError(f"{owner} has no option {name!r} any more: {advice}.")
+        if new is None:
+            words.append(f"{name} has no effect{f' ({advice})' if advice else ''}")
             continue
-        if entry.new in given:
-            raise ValueError(f"Both {name} and {entry.new} were given; {entry.new} replaces it.")
-        words.append(f"{name} is now {entry.new}")
-        if name == "num_mini_batches":
-            value = value * given.get("gradient_accumulation_steps", 1)
-        if name != "total_episodes":
-            changes[entry.new] = value
+        if given.get(new) is not None:
+            raise ValueError(f"{owner}: both {name} and {new} were given; {new} replaces it.")
+        words.append(f"{name} is now {new}")
+        changes[new] = value
     if words:
         warnings.warn(f"{owner}: {'; '.join(words)}.", FutureWarning, stacklevel=4)
     return changes
@@ -168,6 +168,8 @@ def accepts_legacy_arguments(renamed: Mapping[str, str | None]) -> Callable[[typ
         renamed: old name -> new name, or None if the argument is ignored.
     """
 
+    table = {name: LegacyOption(new) for name, new in renamed.items()}
+
     def decorate(cls: type) -> type:
         original = cls.__init__
         signature = inspect.signature(original)
@@ -176,7 +178,7 @@ def accepts_legacy_arguments(renamed: Mapping[str, str | None]) -> Callable[[typ
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             old = {name: kwargs.pop(name) for name in list(kwargs) if name in renamed}
             given = signature.bind_partial(self, *args, **kwargs).arguments
-            kwargs.update(_rename_arguments(cls.__name__, renamed, old, given))
+            kwargs.update(_translate(cls.__name__, table, old, given))
             for name in ("train_dataset", "eval_dataset"):
                 if _is_tokenized(kwargs.get(name)):
                     kwargs[name] = _decode(cls.__name__, kwargs[name], kwargs)
@@ -186,24 +188,6 @@ def accepts_legacy_arguments(renamed: Mapping[str, str | None]) -> Callable[[typ
         return cls
 
     return decorate
-
-
-def _rename_arguments(
-    owner: str, renamed: Mapping[str, str | None], old: dict[str, Any], given: Mapping[str, Any]
-) -> dict[str, Any]:
-    changes, words = {}, []
-    for name, value in old.items():
-        new = renamed[name]
-        if new is None:
-            words.append(f"{name} is ignored")
-            continue
-        if given.get(new) is not None:
-            raise ValueError(f"{owner}: both {name} and {new} were given; {new} replaces it.")
-        changes[new] = value
-        words.append(f"{name} is now {new}")
-    if words:
-        warnings.warn(f"{owner}: {'; '.join(words)}.", FutureWarning, stacklevel=4)
-    return changes
 
 
 def _is_tokenized(dataset: Any) -> bool:

@@ -12,13 +12,6 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, set_seed
 from transformers.utils import logging
 
-from ...models.adapters import (
-    adapter_base,
-    add_adapter,
-    continue_adapter,
-    is_adapter,
-    load_adapter,
-)
 from ...models.lm_head import cast_head_to_float32
 from ...models.loading import (
     disable_dropout_in_model,
@@ -77,14 +70,10 @@ def prepare_policy(
         keep_trainable(model)
     if args.cast_lm_head_to_fp32:
         cast_head_to_float32(model)
-    if peft_config is not None:
-        model = add_adapter(model, peft_config, bool(args.gradient_checkpointing))
-    elif brought_adapter:
-        continue_adapter(model, bool(args.gradient_checkpointing))
+    if peft_config is not None or brought_adapter:
+        model = _with_adapter(model, peft_config, args)
     if args.disable_dropout:
         disable_dropout_in_model(model)
-    if is_peft_model(model):
-        _advise_learning_rate(args)
     return Policy(model, tokenizer, brought_adapter)
 
 
@@ -96,6 +85,8 @@ def _load(
     peft_config: Any,
 ) -> nn.Module:
     """Load a model, or an adapter and the model below it."""
+    from ...models.adapters import adapter_base, is_adapter, load_adapter
+
     revision = init_kwargs.get("revision")
     adapter = name if is_adapter(name, revision) else None
     if adapter is not None:
@@ -122,13 +113,21 @@ def _load(
     return model if adapter is None else load_adapter(model, adapter, revision)
 
 
-def _advise_learning_rate(args: BaseConfig) -> None:
+def _with_adapter(model: nn.Module, peft_config: Any, args: BaseConfig) -> nn.Module:
+    """Add an adapter to a model, or make ready the one that it came with."""
+    from ...models.adapters import add_adapter, continue_adapter
+
+    if peft_config is not None:
+        model = add_adapter(model, peft_config, bool(args.gradient_checkpointing))
+    else:
+        continue_adapter(model, bool(args.gradient_checkpointing))
     default = type(args).__dataclass_fields__["learning_rate"].default
     if args.learning_rate == default:
         logger.warning(
             f"learning_rate={args.learning_rate:g} is the default for training all weights. "
             "Adapters usually learn with ten times as much or more."
         )
+    return model
 
 
 def init_options(args: BaseConfig) -> dict[str, Any]:

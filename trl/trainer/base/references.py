@@ -1,4 +1,4 @@
-"""The reference policy of a trainer: made, moved if asked to, saved and restored."""
+"""The reference policy of a trainer: loaded if it is given, moved if asked to, saved, restored."""
 
 from __future__ import annotations
 
@@ -8,81 +8,103 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import TrainerCallback
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ...distributed import Ranks
-from ...models.loading import load_policy
+from ...models.loading import disable_dropout_in_model, load_policy
 from ...models.reference import FrozenCopy, ReferencePolicy
 from ..callbacks import SyncRefAdapterCallback, SyncRefModelCallback
-from .base_config import BaseConfig
 from .loop_state import load
 from .policy import init_options
-from .run_settings import fingerprint
+from .resuming import fingerprint
 
 logger = logging.get_logger(__name__)
 
 REFERENCE_FILE = "reference.pt"
 
 
-def load_reference(given: Any, model: Any, args: BaseConfig) -> nn.Module | None:
-    """The reference policy that a trainer was given, loaded if it was given by name.
+def load_reference(given: Any, model: Any, args: Any) -> PreTrainedModel | None:
+    """The reference that a trainer was given, loaded if it was given by name; None if none was.
 
     Args:
         given (`str` or `PreTrainedModel`, *optional*): the reference.
-        model: the policy, by name or loaded.
-        args (`BaseConfig`): `model_init_kwargs`, which also hold for a reference given by name.
+        model: what is trained, as it was given.
+        args (`ReferenceOptions`): `ref_model_init_kwargs`, or else `model_init_kwargs`.
 
     Raises:
-        ValueError: if the policy itself was given.
+        TypeError: for anything else.
+        ValueError: if it is the model that is trained.
     """
-    if isinstance(given, str):
-        trust, many = args.trust_remote_code, args.world_size > 1
-        given = load_policy(given, init_options(args), trust, distributed=many)
-    elif given is not None and given is model:
+    if given is None:
+        return None
+    if given is model and not isinstance(given, str):
         raise ValueError(
-            "ref_model is the model that is trained: pass a model of its own, or leave it out for "
-            "a copy."
+            "ref_model is the model that is trained, so it would move along. Leave it out: a "
+            "frozen copy is made."
         )
+    if isinstance(given, str):
+        options = dict(args.ref_model_init_kwargs or init_options(args))
+        trust, many = args.trust_remote_code, args.world_size > 1
+        given = load_policy(given, options, trust, distributed=many)
+    if not isinstance(given, nn.Module) or not hasattr(given, "config"):
+        raise TypeError(
+            f"ref_model must be a name or a transformers model, not {type(given).__name__}."
+        )
+    disable_dropout_in_model(given)
     return given
 
 
-def facts_of_reference(reference: ReferencePolicy, args: BaseConfig) -> dict[str, Any]:
-    """What a resumed run must share with the reference, which is not sharded yet."""
-    if not isinstance(reference, FrozenCopy) or args.sync_ref_model:
+def facts_of_reference(reference: ReferencePolicy) -> dict[str, Any]:
+    """What a resumed run must share with a reference that stays, before it is sharded."""
+    if not isinstance(reference, FrozenCopy):
         return {}
     weights = dict(reference.model.named_parameters())
     return {"the reference's weights (fingerprint)": fingerprint(weights)}
 
 
-def follower(reference: ReferencePolicy, accelerator: Accelerator) -> TrainerCallback:
-    """What moves a reference towards the policy (`sync_ref_model`).
+class MovingReference:
+    """A reference that follows the policy (`sync_ref_model`), and is a file of checkpoints.
+
+    Args:
+        reference (`ReferencePolicy`): as it is prepared for training.
+        accelerator (`Accelerator`): the trainer's.
+
+    Attributes:
+        callback (`TrainerCallback`): moves it.
 
     Raises:
         NotImplementedError: if the reference has no weights of its own.
     """
-    if isinstance(reference, FrozenCopy):
-        return SyncRefModelCallback(reference.model, accelerator)
-    if reference.adapter is None:
-        raise NotImplementedError(
-            "sync_ref_model=True: the reference is the base model, which has no weights of its "
-            "own that could move. Leave the option out, or pass a model that already has an "
-            "adapter: its reference is a copy of that."
-        )
-    return SyncRefAdapterCallback(reference.model, accelerator)
 
+    def __init__(self, reference: ReferencePolicy, accelerator: Accelerator):
+        # The copy of an adapter is part of the policy, and so of its checkpoints.
+        self._copy = reference if isinstance(reference, FrozenCopy) else None
+        if self._copy is None and reference.adapter is None:
+            raise NotImplementedError(
+                "sync_ref_model=True: the reference is the base model, which has no weights of its "
+                "own that could move. Leave the option out, or pass a model that already has an "
+                "adapter: its reference is a copy of that."
+            )
+        kind = SyncRefAdapterCallback if self._copy is None else SyncRefModelCallback
+        self.callback = kind(reference.model, accelerator)
 
-def write_reference(reference: FrozenCopy, folder: str | Path, writes: bool) -> None:
-    """Write the weights of a reference that moves; every rank calls this, some write."""
-    weights = reference.state_dict()
-    if writes:
-        torch.save(weights, Path(folder) / REFERENCE_FILE)
+    def write(self, folder: str | Path, writes: bool) -> None:
+        """Write its weights to a checkpoint; every rank calls this, some write."""
+        if self._copy is None:
+            return
+        weights = self._copy.state_dict()
+        if writes:
+            torch.save(weights, Path(folder) / REFERENCE_FILE)
 
-
-def read_reference(reference: FrozenCopy, folder: str | Path, ranks: Ranks) -> None:
-    """Take over what `write_reference` wrote, if every rank finds it."""
-    path = Path(folder) / REFERENCE_FILE
-    if ranks.all(path.exists()):
-        reference.load_state_dict(load(path))
-    elif ranks.rank == 0:
-        logger.warning(f"{folder} has no {REFERENCE_FILE}: the reference starts from the policy.")
+    def read(self, folder: str | Path, ranks: Ranks) -> None:
+        """Take over what `write` wrote, if every rank finds it."""
+        path = Path(folder) / REFERENCE_FILE
+        if self._copy is None:
+            return
+        if ranks.all(path.exists()):
+            self._copy.load_state_dict(load(path))
+        elif ranks.rank == 0:
+            logger.warning(
+                f"{folder} has no {REFERENCE_FILE}: the reference starts from the policy."
+            )

@@ -107,9 +107,6 @@ class PreferenceConfig(ReferenceOptions, OfflineConfig):
     use_logits_to_keep: bool = option(
         False, "Accepted: logits of prompts are never computed, with this option or without."
     )
-    ref_model_init_kwargs: dict | str | None = option(
-        None, "Arguments of from_pretrained for a ref_model given by name. None: model_init_kwargs."
-    )
 
     @property
     def needs_reference(self) -> bool:

@@ -16,15 +16,12 @@ from transformers import TrainerCallback
 from ...data.encode import TextEncoder
 from ...data.packing import MicroBatchSampler
 from ...models.readers import Reader
-from ...models.reference import make_reference
 from ...models.scorer import Scorer
 from ...ops.support import Support
 from ...types import Mode, TokenScores
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import check_devices, check_run, prepare_policy, router_coefficient
-from ..base.run_settings import fingerprint
 from .batches import ItemStream, RankBatches, StreamBatches
-from .given_reference import given_reference
 from .offline_config import OfflineConfig, PreferenceConfig
 from .template import set_template
 
@@ -109,7 +106,7 @@ class OfflineTrainer(BaseTrainer):
         self._tokens: Tensor | int = 0  # of the update that is being computed, on all ranks
         self._build_scoring()
         if isinstance(args, PreferenceConfig) and args.needs_reference:
-            self._choose_reference(given_reference(ref_model, model, args), policy.brought_adapter)
+            self._make_reference(policy.brought_adapter, ref_model, model)
 
     def _build_scoring(self) -> None:
         args = self.args
@@ -126,12 +123,6 @@ class OfflineTrainer(BaseTrainer):
         self.phases.on_forget(self.scorer.forget)
         # Ranks take part in each other's passes, so none of them can repeat one alone.
         self._scoring = self.phases.adaptive("scoring", alone=self.ranks.count > 1)
-
-    def _choose_reference(self, given: Any, brought_adapter: bool) -> None:
-        if given is not None:  # what no checkpoint holds must be the same when it is resumed
-            weights = dict(given.named_parameters())
-            self.run_facts["the weights of ref_model (fingerprint)"] = fingerprint(weights)
-        self._use_reference(make_reference(self.model, brought_adapter, given))
 
     # --- What an algorithm says ---
 

@@ -40,6 +40,7 @@ class OnlineConfig(
 
     _VALID_DICT_FIELDS = [
         *BaseConfig._VALID_DICT_FIELDS,
+        "ref_model_init_kwargs",
         "generation_kwargs",
         "chat_template_kwargs",
         "transformers_continuous_batching_config",

@@ -15,7 +15,6 @@ from transformers import TrainerCallback
 
 from ...generation.base import GenerationBackend, row_seeds
 from ...models.loading import context_length, stop_token_ids
-from ...models.reference import make_reference
 from ...models.scorer import Scorer
 from ...online.buffer import Buffer
 from ...online.prompts import PromptEncoder
@@ -27,7 +26,6 @@ from ...ops.policy_losses import RatioLevel, importance_ratio
 from ...types import Generations, Mode, Prompts, RewardTable, Rollout, TokenScores
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import check_devices, check_run, init_options, prepare_policy, router_coefficient
-from ..base.references import load_reference
 from . import online_setup as setup
 from .engines import Agents, check_engine, handle_of, make_engine, sampling_for
 from .online_config import OnlineConfig
@@ -113,7 +111,7 @@ class OnlineTrainer(BaseTrainer):
         # Otherwise rank 0 would read streams for all ranks, and send batches of text as tensors.
         self.accelerator.dataloader_config.dispatch_batches = False
         self._read_prompts()
-        self._build_policy(policy.brought_adapter, load_reference(ref_model, model, args))
+        self._build_policy(model, ref_model, policy.brought_adapter)
         self._build_credit(sources)
         self.set_up()
         setup.dry_run(args, self.train_dataset, self.encode, self.rewards, self.state)
@@ -130,7 +128,7 @@ class OnlineTrainer(BaseTrainer):
         )
         self._order = PromptOrder(args, self.encode)
 
-    def _build_policy(self, brought_adapter: bool, reference: nn.Module | None) -> None:
+    def _build_policy(self, model: Any, ref_model: Any, brought_adapter: bool) -> None:
         args, tokenizer = self.args, self.processing_class
         self.sampling = sampling_for(args, stop_token_ids(self.model, tokenizer))
         setup.warn_if_endless(self.sampling)
@@ -154,7 +152,7 @@ class OnlineTrainer(BaseTrainer):
         )
         self.backend = self._make_backend()
         if args.beta != 0.0:
-            self._use_reference(make_reference(self.model, brought_adapter, reference))
+            self._make_reference(brought_adapter, ref_model, model)
 
     def _build_credit(self, sources: Any) -> None:
         args, phases = self.args, self.phases

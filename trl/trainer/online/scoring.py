@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,6 @@ from transformers.utils import logging
 
 from ...memory.adaptive_batch import AdaptiveBatch
 from ...models.policy_handle import PolicyHandle
-from ...models.reference import ReferencePolicy
 from ...models.scorer import Scorer
 from ...online.guard import FiniteGuard, NonFiniteError
 from ...online.metrics import MetricStore
@@ -20,6 +20,9 @@ from ...online.statistics import record_entropy
 from ...ops.support import Support
 from ...types import Mode, Rollout, Rows, TokenRows, TokenScores
 from .online_config import OnlineConfig
+
+if TYPE_CHECKING:
+    from ...models.reference import ReferencePolicy
 
 logger = logging.get_logger(__name__)
 
