@@ -117,6 +117,7 @@ class _Nursery:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "TORCHDYNAMO_DISABLE": "1",  # as `trl vllm-serve` does
             "VLLM_LOGGING_LEVEL": "ERROR",
         }
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

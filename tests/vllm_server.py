@@ -1,17 +1,15 @@
 """Real vLLM servers on the CPU, started by `trl vllm-serve`."""
 
-import atexit
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import torch
+from forks import Program
 from shared_vllm import model_policy, policy_model
 from tiny import tiny_tokenizer
 from workspace import ROOT, environment
@@ -32,10 +30,13 @@ def free_port() -> int:
 class RunningServer:
     """A server whose workers can be made to fail; `faulty_worker.py` says how.
 
-    Whoever connects to one with a secret has it in the environment.
+    Args:
+        port: one that is free, if None.
+        secret: whoever connects has it in the environment.
+        forked (`bool`): start in a second, and not as `trl vllm-serve` itself does.
     """
 
-    def __init__(self, port=None, secret=""):
+    def __init__(self, port=None, secret="", forked=True):
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.folder = Path(tempfile.mkdtemp())
@@ -50,30 +51,21 @@ class RunningServer:
             "TRL_VLLM_TOKEN": secret,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets a CPU do without a process for the worker
         }
-        self.log = self.folder / "log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "trl", *words],
-                env=environment(self.folder) | variables,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        atexit.register(self.kill)
+        variables = environment(self.folder) | variables
+        program = [ROOT / "tests" / "one_process.py"] if forked else ["-m", "trl"]
+        self.process = Program([*program, *words], self.folder, variables, vllm=forked)
 
     def connect(self, seconds=SECONDS) -> Server:
         """Connect, once it has started."""
         try:
             Server(self.url, START)
         except ConnectionError as error:
-            raise AssertionError(f"{error}\n{self.log.read_text()[-3000:]}") from error
+            raise AssertionError(f"{error}\n{self.process.errors[-3000:]}") from error
         return Server(self.url, seconds)
 
     def kill(self):
         """End it as `kill -9` does, with all its processes."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        self.process.kill()
 
     @contextmanager
     def stopped(self):
@@ -100,7 +92,7 @@ def model_folder() -> Path:
 @cache
 def shared_server() -> RunningServer:
     """One for all tests of a process."""
-    return RunningServer()
+    return RunningServer(forked=False)
 
 
 def connected_pool(*servers: RunningServer, seconds=SECONDS) -> ServerPool:

@@ -76,7 +76,7 @@ def test_a_server_that_dies_ends_both_ranks(tmp_path, started):
     killer.start()
     words = f"{other.url},{server.url}"
     arguments = (tmp_path, words, file, free_port())
-    first, second = launch(HERE / "server_ranks.py", "ddp", *arguments)
+    first, second = launch(HERE / "server_ranks.py", "ddp", *arguments, vllm=True)
     killer.join(START)
     assert first["steps"] == second["steps"] == 2
     assert max(first["gaps"]) <= 1e-4

@@ -25,7 +25,7 @@ def killed_run():
 
 
 def test_two_ranks_hold_one_engine(killed_run):
-    found = launch(HERE / "two_ranks.py", "ddp")
+    found = launch(HERE / "two_ranks.py", "ddp", vllm=True)
     for rank in found:
         assert max(step["gap"] for step in rank["steps"]) <= 1e-4
         assert rank["steps"][0]["ids"] != rank["steps"][1]["ids"]
@@ -38,5 +38,5 @@ def test_two_ranks_hold_one_engine(killed_run):
 
 @pytest.mark.parametrize(("engine", "kind"), [("fsdp2", "whole"), ("zero3", "apart")])
 def test_divided_weights_reach_the_engine(tmp_path, engine, kind):
-    for found in launch(HERE / "sharded_run.py", engine, tmp_path, kind):
+    for found in launch(HERE / "sharded_run.py", engine, tmp_path, kind, vllm=True):
         assert len(found) == 2 and max(found) <= 1e-4
