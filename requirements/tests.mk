@@ -2,7 +2,7 @@
 # supported versions, which lies beside that of the others.
 test-fast: OMP_NUM_THREADS := 1  # in each of its two workers
 test-fast: $(VENV)/.dev  ## run the tests that start no engine and no process, while you work
-	$(PY) -m pytest --fast -n 2 --dist loadfile $(ARGS)
+	$(PY) -m pytest --fast -n 2 --no-loadscope-reorder $(ARGS)
 
 LOWEST := $(VENV)-lowest
 LOWEST_PIP := $(LOWEST)/bin/python -m pip install -q --disable-pip-version-check

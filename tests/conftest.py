@@ -20,10 +20,37 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
+# Those that start processes.
+FOLDERS = ("vllm_cpu", "distributed", "invariance", "docs", "adapters", "examples", "package")
+LONG = (*FOLDERS, "cli", "trainer")  # begun first, so that two workers end at the same time
+
+
+def _folder(item) -> str:
+    return item.path.relative_to(Path(__file__).parent).parts[0]
+
+
+def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: (*LONG, _folder(item)).index(_folder(item)))
+    if config.getoption("--fast"):
+        _leave_out(config, items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file is run by one worker; so are all tests of vLLM, which share an engine and a server."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "vllm_cpu" if "/vllm_cpu/" in file else file
+
+    return ByFile(config, log)
+
+
 # --- `make test-fast` ---
 
 MARKED = ("gpu", "vllm", "distributed", "slow")
-FOLDERS = ("adapters", "distributed", "docs", "examples", "invariance", "package", "vllm_cpu")
 
 
 def pytest_addoption(parser):
@@ -43,15 +70,11 @@ def _skip_what_starts_a_process(event, arguments):
             pytest.skip(f"starts {program}")
 
 
-def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--fast"):
-        return
-    here = Path(__file__).parent
+def _leave_out(config, items):
     left_out = [
         item
         for item in items
-        if item.path.relative_to(here).parts[0] in FOLDERS
-        or any(item.get_closest_marker(name) for name in MARKED)
+        if _folder(item) in FOLDERS or any(item.get_closest_marker(name) for name in MARKED)
     ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]

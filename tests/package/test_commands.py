@@ -78,7 +78,7 @@ def test_environments_are_made_once_and_again_when_they_must(folder):
         return log.read_text()
 
     assert re.search(r"(?s)-m venv .* torch\n.*\[test,dev\]\n.*-m pytest", calls(11, "test"))
-    assert calls(11, "test") == "3.11 -m pytest -n 2 --dist loadfile\n"
+    assert calls(11, "test") == "3.11 -m pytest -n 2 --no-loadscope-reorder\n"
     assert re.search(r"(?s)^(?!.*venv).*\[quickstart\]\n.*--tiny", calls(11, "quickstart-tiny"))
     assert re.search(r"(?s)3.12 -m venv .*\[test,dev\]", calls(12, "test"))
     assert "pip" not in calls(12, "lint")
