@@ -14,7 +14,7 @@ from trl.cli.arguments import OnlineScriptArguments
 from trl.cli.values import ConversionError, convert
 from trl.cli.words import launch_option_names
 from trl.data.mixture import DatasetMixtureConfig
-from trl.scripts import grpo, kto, online_dpo, reward, rloo, sft
+from trl.scripts import grpo, kto, online_dpo, ppo, reward, rloo, sft
 from trl.trainer.model_config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,7 +84,7 @@ def run_trl_alone(
 def option_problems(config: dict[str, object]) -> list[str]:
     """What is wrong with a configuration file for a training command."""
     options = {}
-    for command in (sft, kto, reward, grpo, rloo, online_dpo):
+    for command in (sft, kto, reward, grpo, rloo, online_dpo, ppo):
         options |= command.make_parser()._options
     others = launch_option_names() | {"accelerate_config", "env"}
     problems = []

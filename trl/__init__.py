@@ -37,6 +37,8 @@ _MODULES = {
     "trainer.kto_config": ("KTOConfig",),
     "trainer.kto_trainer": ("KTOTrainer",),
     "trainer.model_config": ("ModelConfig", "get_peft_config", "get_quantization_config"),
+    "trainer.ppo_config": ("PPOConfig",),
+    "trainer.ppo_trainer": ("PPOTrainer",),
     "trainer.reward_config": ("RewardConfig",),
     "trainer.reward_trainer": ("RewardTrainer",),
     "trainer.online_dpo_config": ("OnlineDPOConfig",),

@@ -50,6 +50,8 @@ from .trainer.callbacks import (
 from .trainer.callbacks import (
     SyncRefModelCallback as SyncRefModelCallback,
 )
+from .trainer.dpo_config import DPOConfig as DPOConfig
+from .trainer.dpo_trainer import DPOTrainer as DPOTrainer
 from .trainer.grpo_config import GRPOConfig as GRPOConfig
 from .trainer.grpo_trainer import GRPOTrainer as GRPOTrainer
 from .trainer.kto_config import KTOConfig as KTOConfig
@@ -65,6 +67,8 @@ from .trainer.model_config import (
 )
 from .trainer.online_dpo_config import OnlineDPOConfig as OnlineDPOConfig
 from .trainer.online_dpo_trainer import OnlineDPOTrainer as OnlineDPOTrainer
+from .trainer.ppo_config import PPOConfig as PPOConfig
+from .trainer.ppo_trainer import PPOTrainer as PPOTrainer
 from .trainer.reward_config import RewardConfig as RewardConfig
 from .trainer.reward_trainer import RewardTrainer as RewardTrainer
 from .trainer.rloo_config import RLOOConfig as RLOOConfig

@@ -10,7 +10,7 @@ from typing import NoReturn
 from .text import did_you_mean
 
 # Names of Hugging Face TRL by what they belong to; trainers have a configuration, too.
-METHODS = {"Distillation", "PPO", "ORPO", "CPO", "BCO"}
+METHODS = {"Distillation", "ORPO", "CPO", "BCO"}
 METHODS |= {"GKD", "XPO", "NashMD", "PRM", "IterativeSFT", "AlignProp", "DDPO"}
 OTHERS = {
     *("BEMACallback", "LogCompletionsCallback", "MergeModelCallback", "WeaveCallback"),

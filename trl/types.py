@@ -22,8 +22,10 @@ ROW_TENSORS = (
     "ref_logps",
     "sampling_logps",
     "log_mass",
+    "values",
     "rewards",
     "advantages",
+    "returns",
     "weights",
 )
 
@@ -186,8 +188,10 @@ class Rollout:
     sampling_logps: Tensor | None = None  # (B, C) as reported by the engine
     sampled_by_policy: bool = False  # whether these are the policy's own, of the weights that train
     log_mass: Tensor | None = None  # (B, C) of the sampler's filters, with `old_logps`
+    values: Tensor | None = None  # (B, C) before each token, of the weights that generated
     rewards: Tensor | None = None  # (B,) that credit is computed from; NaN: unscorable
     advantages: Tensor | None = None  # (B,) or (B, C)
+    returns: Tensor | None = None  # (B, C) what values should have been
     weights: Tensor | None = None  # (B, C) or (B, 1) that the losses are multiplied by
     num_micro_batch_tokens: Tensor | None = None  # () trained-on tokens of the micro-batch
     num_micro_batch_rows: int | None = None  # rows of the micro-batch
@@ -296,6 +300,7 @@ class TokenScores:
     entropies: Tensor | None = None  # (B, C) nats; 0 beyond a completion's end
     hits: Tensor | None = None  # (B, C) bool: no token is likelier; False beyond the end
     log_mass: Tensor | None = None  # (B, C) of a sampler's filters; 0 beyond a completion's end
+    values: Tensor | None = None  # (B, C) before each token; 0 beyond a completion's end
     aux_loss: Tensor | None = None  # () load-balancing loss of mixture-of-experts models
 
     def spread(self, rows: Sequence[int], logps: Tensor) -> TokenScores:
@@ -314,6 +319,7 @@ class TokenScores:
             logps=_put(logps, places, self.logps),
             entropies=among_zeros(self.entropies),
             log_mass=among_zeros(self.log_mass),
+            values=among_zeros(self.values),
             aux_loss=self.aux_loss,
         )
 

@@ -1,4 +1,4 @@
-"""Two RLOO updates and an evaluation, under each engine in turn: `one_step.py FOLDER`."""
+"""Two updates and an evaluation, under each engine in turn: `one_step.py FOLDER`."""
 
 import json
 import sys
@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from engines import ENGINES, finish, report, use
 from online_runs import dataset, make_trainer
+from reward_runs import classifier
 from tiny import tiny_model
+
+from trl.trainer.online_dpo_trainer import OnlineDPOTrainer
+from trl.trainer.ppo_trainer import PPOTrainer
+from trl.trainer.rloo_trainer import RLOOTrainer
 
 MANY = [f"{chr(97 + i)}{i}" for i in range(8)]
 # Groups of 4 lie within ranks, groups of 8 on both.
@@ -22,11 +27,24 @@ CELLS: dict[str, dict[str, Any]] = {
         "ref_model_mixup_alpha": 0.5,
     },
     "skip": {"num_generations": 4, "non_finite": "skip"},
+    "pairs": {"kind": OnlineDPOTrainer, "num_generations": 2, "beta": 0.1},
+    "values": {
+        "kind": PPOTrainer,
+        "num_generations": 2,
+        "beta": 0.1,
+        "num_ppo_epochs": 2,
+        "whiten_rewards": True,
+    },
+    "value model": {"kind": PPOTrainer, "num_generations": 2, "num_ppo_epochs": 1},
 }
 
 
 def run(cell: str, folder: Path, rows: int, **changes: Any) -> dict[str, Any]:
     """Train a cell with `rows` in a micro-batch; the first rank says what it did."""
+    options = {"kind": RLOOTrainer} | CELLS[cell] | changes
+    rows //= options["kind"].config_class.unit
+    if cell == "value model":
+        options["value_model"] = classifier()
     trainer = make_trainer(
         folder,
         script=None,
@@ -38,7 +56,7 @@ def run(cell: str, folder: Path, rows: int, **changes: Any) -> dict[str, Any]:
         max_steps=2,
         eval_dataset=dataset(MANY),
         per_device_eval_batch_size=rows,
-        **(CELLS[cell] | changes),
+        **options,
     )
     if cell == "skip":
         spoil(trainer)

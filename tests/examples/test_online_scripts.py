@@ -48,3 +48,17 @@ def test_online_dpo_asks_a_server(tmp_path):
     lines = (tmp_path / "output" / "completions" / "train.jsonl").read_text().splitlines()
     assert [json.loads(line)["advantage"] for line in lines] == [-1.0, 1.0] * 2
     assert (tmp_path / "output" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_ppo_learns(tmp_path):
+    words = ["--model_name_or_path", "tiny-model", *SHORT, "--max_steps", "40"]
+    words += ["--per_device_train_batch_size", "32", "--num_ppo_epochs", "2", "--beta", "0"]
+    words += ["--learning_rate", "0.01", "--lr_scheduler_type", "constant", "--seed", "1"]
+    done = run_python([str(SCRIPTS / "ppo.py"), *words], write_inputs(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = (tmp_path / "output" / "completions" / "train.jsonl").read_text().splitlines()
+    rewards = [json.loads(line)["reward"] for line in lines]
+    assert sum(rewards[:32]) / 32 < 0.3
+    assert sum(rewards[-32:]) / 32 > 0.7
+    assert (tmp_path / "output" / "value_model" / "model.safetensors").exists()

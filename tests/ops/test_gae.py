@@ -1,9 +1,16 @@
 """Token credit, against sums written out from the definition."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from trl.ops.gae import clipped_value_loss, generalized_advantages
+from trl.ops.gae import (
+    clipped_value_loss,
+    generalized_advantages,
+    token_rewards,
+    whitened,
+)
 
 BOUND = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -59,3 +66,35 @@ def test_value_loss_by_hand(value, expected, slope):
     loss.sum().backward()
     assert loss.item() == pytest.approx(expected, abs=1e-12)
     assert values.grad.item() == pytest.approx(slope, abs=1e-12)
+
+
+def test_the_reward_of_a_completion_is_that_of_its_last_marked_token():
+    mask = torch.tensor([[1, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
+    penalties = torch.full((3, 5), -0.5)
+    found = token_rewards(torch.tensor([2.0, 3.0, torch.nan]), penalties, mask)
+    expected = penalties.clone()
+    expected[0, 3] += 2.0
+    expected[1, 0] += 3.0
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("keeps_mean", [False, True])
+def test_whitening_is_over_all_ranks(keeps_mean):
+    torch.manual_seed(0)
+    values = torch.randn(6, 7, dtype=torch.float64) * 3 + 2
+    mask = torch.rand(6, 7) < 0.6
+    whole = whitened(values, mask, lambda x: x, keeps_mean)
+    marked = values[mask]
+    expected = (marked - marked.mean()) / marked.std() + (marked.mean() if keeps_mean else 0.0)
+    assert torch.allclose(whole[mask], expected, atol=1e-8)
+    assert not whole[~mask].any()
+    sums = [mask.sum(), values[mask].sum(), (values[mask] - marked.mean()).square().sum()]
+    for part in (slice(0, 2), slice(2, 6)):
+        known = list(sums)
+        found = whitened(values[part], mask[part], partial(next_of, known), keeps_mean)
+        assert torch.allclose(found, whole[part])
+
+
+def next_of(known, part):
+    """What a sum over ranks would return, whatever this rank adds to it."""
+    return known.pop(0)

@@ -48,8 +48,8 @@ def test_version():
 
 
 def test_unknown_names():
-    with pytest.raises(AttributeError, match="module 'trl' has no attribute 'PPOTrainer'"):
-        trl.PPOTrainer  # noqa: B018
+    with pytest.raises(AttributeError, match="module 'trl' has no attribute 'ORPOTrainer'"):
+        trl.ORPOTrainer  # noqa: B018
     with pytest.raises(ImportError):
         from trl import NoSuchThing  # noqa: F401
 

@@ -88,7 +88,7 @@ class TrainingCommand(Command):
                 parser.error(" ".join(str(error).split()))
             if mistakes:
                 parser.error(f"{' '.join(mistakes)} `trl {self.name} --help` has an example.")
-            import_module("trl.cli.launch").launch(self.name.replace("-", "_"), parser, words)
+            import_module("trl.cli.launch").launch(self.name, parser, words)
 
     def mistakes(self, parser: TrlParser, words: Sequence[str]) -> list[str]:
         """Find unknown and missing options, and values that do not fit.
@@ -203,6 +203,7 @@ TRAINING: dict[str, TrainingCommand] = {
         _online("rloo", "RLOO", ("num_generations", "beta")),
         _online("grpo", "GRPO", ("num_generations", "beta", "loss_type", "scale_rewards")),
         _online("online-dpo", "Online DPO", ("beta", "loss_type", "missing_eos_penalty")),
+        _online("ppo", "PPO", ("beta", "num_ppo_epochs", "num_mini_batches", "gamma", "lam")),
     )
 }
 COMMANDS: dict[str, Command] = TRAINING | {

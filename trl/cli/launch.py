@@ -45,7 +45,7 @@ def launch(command: str, parser: TrlParser, words: list[str]) -> None:
     """Start the workers of a training command and wait for them.
 
     Args:
-        command (`str`): name of a module of `trl.scripts`.
+        command (`str`): its module is in `trl.scripts`.
         parser: knows the options of the command.
         words (`list[str]`): its options and those of `accelerate launch`, mixed.
 
@@ -81,7 +81,7 @@ def _start(command: str, parser: TrlParser, words: list[str]) -> None:
     for name in LOUD:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with stopping_on_interrupt():
-        options = [*launcher, "--module", f"trl.scripts.{command}", *script]
+        options = [*launcher, "--module", f"trl.scripts.{command.replace('-', '_')}", *script]
         launch_command(_launch_parser().parse_args(options))
 
 

@@ -68,6 +68,7 @@ class Scorer:
         batch: Rows,
         with_entropy: bool = False,
         support: Support | None = None,
+        values: Reader | None = None,
     ) -> TokenScores:
         """Score every completion token of `batch` under `model`.
 
@@ -77,16 +78,22 @@ class Scorer:
             with_entropy (`bool`): also return the entropy of each next-token distribution, and
                 whether the token is the likeliest.
             support (`Support`, *optional*): also return the mass that these filters leave of it.
+            values (`Reader`, *optional*): also return the values that it reads.
 
         Returns:
             `TokenScores`: (B, C) tensors, 0 beyond a completion's end and where nothing predicts.
         """
         reader = self.token_reader(model, with_entropy, support)
-        (found,), aux_loss = self.read(model, batch, [reader])
+        readers = [reader] if values is None else [reader, values]
+        (found, *others), aux_loss = self.read(model, batch, readers)
         logps, entropies, hits, mass = found
-        logps = torch.as_tensor(logps)
         return TokenScores(
-            logps=logps, entropies=entropies, hits=hits, log_mass=mass, aux_loss=aux_loss
+            logps=torch.as_tensor(logps),
+            entropies=entropies,
+            hits=hits,
+            log_mass=mass,
+            values=others[0][0] if others else None,
+            aux_loss=aux_loss,
         )
 
     def token_reader(
@@ -180,11 +187,15 @@ class Scorer:
 
     @torch.no_grad()
     def frozen_scores(
-        self, model: nn.Module, batch: Rows, support: Support | None = None
+        self,
+        model: nn.Module,
+        batch: Rows,
+        support: Support | None = None,
+        values: Reader | None = None,
     ) -> TokenScores:
         """Score without gradient, in evaluation mode; arguments as for a call."""
         with evaluating(model):
-            return self(model, batch, support=support)
+            return self(model, batch, support=support, values=values)
 
     # --- Layouts ---
 

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from ..imports import is_available, require
 from .sharded import gathered, replaced_forward, unwrapped
 
+# Attribute of a policy: a part that is trained with it, and none of what it computes.
+VALUE_MODEL = "value_model"
+
 
 def is_peft_model(model: nn.Module) -> bool:
     """Whether `model` is wrapped by peft, without importing peft when nothing else did."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..imports import is_available, require
 from .quantized import dequantized, is_quantized, quantization_of
 from .sharded import fsdp1_units, gather_fsdp1, gather_of, gather_zero3, whole
-from .unwrap import causal_model, is_peft_model
+from .unwrap import VALUE_MODEL, causal_model, is_peft_model
 
 # Modules that only hold another one, by the attribute in which they do.
 WRAPPING = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "token_adapter")
@@ -134,6 +134,8 @@ def _blocks(module: nn.Module, name: str) -> Iterator[_Block]:
         return
     yield _Block(name, module)
     for child_name, child in module.named_children():
+        if child_name == VALUE_MODEL:
+            continue
         yield from _blocks(child, name if child_name in WRAPPING else f"{name}{child_name}.")
 
 

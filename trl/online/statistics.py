@@ -25,6 +25,8 @@ def record_rewards(store: MetricStore, table: RewardTable) -> None:
         store.value(f"rewards/{name}/std", std)
     store.value("reward", nan_mean(table.total))
     store.value("reward_std", nan_std(table.total))
+    if table.group_size == 1:
+        return
     groups = table.total.view(-1, table.group_size)
     spread = nan_std(groups, dim=1)
     store.value("frac_reward_zero_std", (~(spread > 1e-6)).float().mean())

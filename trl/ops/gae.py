@@ -4,8 +4,14 @@ Shapes: B rows, C completion tokens. `mask` (B, C) bool marks the tokens of a co
 policy wrote; the others have no step of their own: credit passes over them.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from trl.ops.masking import masked_sum
+
+SMALLEST_VARIANCE = 1e-8
 
 
 def generalized_advantages(
@@ -34,6 +40,38 @@ def generalized_advantages(
         following = torch.where(here, found, following)
         next_value = torch.where(here, values[:, place], next_value)
     return advantages
+
+
+def token_rewards(rewards: Tensor, penalties: Tensor, mask: Tensor) -> Tensor:
+    """Rewards (B, C) of tokens: their penalties, and at the last marked one that of the completion.
+
+    Args:
+        rewards (`Tensor`): (B,) of completions.
+        penalties (`Tensor`): (B, C), added.
+        mask (`Tensor`): (B, C) bool; a row without any marked token gets its penalties alone.
+    """
+    counted = mask.cumsum(1)
+    is_last = mask & (counted == counted[:, -1:])
+    return penalties + torch.where(is_last, rewards[:, None], 0.0)
+
+
+def whitened(
+    values: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor], keeps_mean: bool = False
+) -> Tensor:
+    """Scale the marked entries (B, C) of all ranks to variance 1 (Bessel's correction) and mean 0.
+
+    Args:
+        values (`Tensor`): (B, C) of this rank.
+        mask (`Tensor`): (B, C) bool; nothing else is read, and the result is 0 there.
+        total: adds a tensor () up over all ranks.
+        keeps_mean (`bool`): leave the mean as it is.
+    """
+    count = total(mask.sum())
+    mean = total(masked_sum(values, mask)) / count.clamp(min=1)
+    squares = total(masked_sum((values - mean).square(), mask))
+    scale = (squares / (count - 1).clamp(min=1) + SMALLEST_VARIANCE).rsqrt()
+    centered = (values - mean) * scale
+    return torch.where(mask, centered + mean if keeps_mean else centered, 0.0)
 
 
 def clipped_value_loss(values: Tensor, old: Tensor, returns: Tensor, width: float) -> Tensor:

@@ -42,10 +42,10 @@ class Calls:
         trainer.scorer.frozen_scores = self._score
         trainer.model.register_forward_pre_hook(self._note, with_kwargs=True)
 
-    def _score(self, model, batch, support):
+    def _score(self, model, batch, *others):
         if model is self._model:
             self.scoring.append(len(batch))
-        return self._scores(model, batch, support)
+        return self._scores(model, batch, *others)
 
     def _note(self, module, args, kwargs):
         if torch.is_grad_enabled():  # trials and probes have no gradient

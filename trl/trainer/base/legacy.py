@@ -26,17 +26,13 @@ COMMON_OPTIONS: dict[str, LegacyOption] = {
     "wandb_log_unique_prompts": LegacyOption("log_unique_prompts"),
     "use_liger_loss": LegacyOption(None, "logits never exist at once, see logits_chunk_size"),
 }
-RLOO_OPTIONS: dict[str, LegacyOption] = COMMON_OPTIONS | {
-    "rloo_k": LegacyOption("num_generations"),
+# What the first trainers that generate had in common.
+FIRST_OPTIONS: dict[str, LegacyOption] = COMMON_OPTIONS | {
     "cliprange": LegacyOption("epsilon"),
     "kl_coef": LegacyOption("beta"),
     "exp_name": LegacyOption("run_name"),
-    "normalize_reward": LegacyOption("normalize_advantages"),
-    "num_ppo_epochs": LegacyOption("num_iterations"),
-    "num_mini_batches": LegacyOption("steps_per_generation"),
     "total_episodes": LegacyOption("max_steps"),
     "response_length": LegacyOption("max_completion_length"),
-    "token_level_kl": LegacyOption(None, "the KL penalty is the sum over a completion's tokens"),
     "dataset_num_proc": LegacyOption(None, "prompts are tokenized batch by batch"),
     "local_rollout_forward_batch_size": LegacyOption(
         None, "scoring uses per_device_train_batch_size and per_device_eval_batch_size"
@@ -44,9 +40,6 @@ RLOO_OPTIONS: dict[str, LegacyOption] = COMMON_OPTIONS | {
     "num_sample_generations": LegacyOption(None, "use log_completions and logging_steps"),
     "stop_token": LegacyOption(None, "completions stop at every end token of the model"),
     "stop_token_id": LegacyOption(None, "completions stop at every end token of the model"),
-    "missing_eos_penalty": LegacyOption(None, "write a reward function of completion_ids"),
-    "whiten_rewards": LegacyOption(None, "use normalize_advantages", removed=True),
-    "normalize_advantage": LegacyOption(None, "use normalize_advantages", removed=True),
     "reward_model_path": LegacyOption(None, "pass the model to reward_funcs", removed=True),
     "sft_model_path": LegacyOption(None, "pass the model to the trainer", removed=True),
     "local_batch_size": LegacyOption(None, "use per_device_train_batch_size", removed=True),
@@ -55,6 +48,21 @@ RLOO_OPTIONS: dict[str, LegacyOption] = COMMON_OPTIONS | {
     "local_mini_batch_size": LegacyOption(None, "use per_device_train_batch_size", removed=True),
     "batch_size": LegacyOption(None, "use generation_batch_size", removed=True),
     "num_total_batches": LegacyOption(None, "use max_steps", removed=True),
+}
+RLOO_OPTIONS: dict[str, LegacyOption] = FIRST_OPTIONS | {
+    "rloo_k": LegacyOption("num_generations"),
+    "normalize_reward": LegacyOption("normalize_advantages"),
+    "num_ppo_epochs": LegacyOption("num_iterations"),
+    "num_mini_batches": LegacyOption("steps_per_generation"),
+    "token_level_kl": LegacyOption(None, "the KL penalty is the sum over a completion's tokens"),
+    "missing_eos_penalty": LegacyOption(None, "write a reward function of completion_ids"),
+    "whiten_rewards": LegacyOption(None, "use normalize_advantages", removed=True),
+    "normalize_advantage": LegacyOption(None, "use normalize_advantages", removed=True),
+}
+_ADAPTERS = "the adapter that is trained is the active one, and its base model the reference"
+PPO_OPTIONS: dict[str, LegacyOption] = FIRST_OPTIONS | {
+    "model_adapter_name": LegacyOption(None, _ADAPTERS),
+    "ref_adapter_name": LegacyOption(None, _ADAPTERS),
 }
 PREFERENCE_OPTIONS: dict[str, LegacyOption] = {
     "label_pad_token_id": LegacyOption(None, "rows are not padded"),
@@ -69,13 +77,12 @@ PREFERENCE_OPTIONS: dict[str, LegacyOption] = {
     ),
     "tools": LegacyOption(None, "write them into the column 'tools' of the dataset", removed=True),
 }
-
 ONLINE_DPO_OPTIONS: dict[str, LegacyOption] = COMMON_OPTIONS | {
     "max_new_tokens": LegacyOption("max_completion_length"),
     "gpu_memory_utilization": LegacyOption("vllm_gpu_memory_utilization"),
     "max_length": LegacyOption(None, "see max_prompt_length and long_prompts"),
-    "dataset_num_proc": RLOO_OPTIONS["dataset_num_proc"],
-    "reward_model_path": RLOO_OPTIONS["reward_model_path"],
+    "dataset_num_proc": FIRST_OPTIONS["dataset_num_proc"],
+    "reward_model_path": FIRST_OPTIONS["reward_model_path"],
     "judge": LegacyOption(None, "pass the judge to the trainer", removed=True),
 }
 
@@ -149,6 +156,7 @@ RLOO_ARGUMENTS: dict[str, str | None] = {
     "data_collator": None,
 }
 
+PPO_ARGUMENTS: dict[str, str | None] = RLOO_ARGUMENTS | {"ref_policy": "ref_model"}
 ONLINE_DPO_ARGUMENTS: dict[str, str | None] = {
     "reward_model": "reward_funcs",
     "reward_processing_class": "reward_processing_classes",

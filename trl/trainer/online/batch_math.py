@@ -134,16 +134,19 @@ def _micro_batches_of(round_rows: int, micro_batch_rows: int, micro_batches: int
     return derived
 
 
-def check_groups(round_rows: int, group_size: int | None, micro_batch_rows: int) -> None:
-    """Check that a generation round holds whole groups of at least two completions.
+def check_groups(
+    round_rows: int, group_size: int | None, micro_batch_rows: int, least: int = 2
+) -> None:
+    """Check that a generation round holds whole groups of at least `least` completions.
 
     Raises:
         ValueError: naming the option and the nearest legal values.
     """
-    if group_size is None or group_size < 2:
+    if group_size is None or group_size < least:
+        reason = ": each completion is compared with the others of its prompt" * (least > 1)
         raise ValueError(
-            f"num_generations={group_size} is too small: each completion is compared with the "
-            "others of its prompt, so training needs num_generations >= 2."
+            f"num_generations={group_size} is too small{reason}; training needs "
+            f"num_generations >= {least}."
         )
     if round_rows % group_size:
         divisors = nearest_divisors(round_rows, group_size)

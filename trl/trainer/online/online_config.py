@@ -45,6 +45,7 @@ class OnlineConfig(
         "chat_template_kwargs",
         "transformers_continuous_batching_config",
     ]
+    least_group: ClassVar[int] = 2  # completions for each prompt
     kl_in_reward: ClassVar[bool] = False  # otherwise the KL penalty is part of the loss
     without_meaning = BaseConfig.without_meaning | {
         "auto_find_batch_size": (
@@ -251,6 +252,6 @@ class OnlineConfig(
             self.generation_batch_size,
             self.steps_per_generation,
         )
-        check_groups(self.generation_batch_size, self.num_generations, rows)
+        check_groups(self.generation_batch_size, self.num_generations, rows, least=self.least_group)
         if self.eval_strategy != "no":
             check_eval_groups(self.eval_rows, self.world_size, self.eval_group_size)

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from ...generation.base import GenerationBackend, row_seeds
 from ...models.loading import context_length, stop_token_ids
-from ...models.scorer import Scorer
+from ...models.readers import Reader
 from ...online.buffer import Buffer
 from ...online.prompts import PromptEncoder
 from ...online.reports import Reports, Round, log_table, print_table, tracker_rows
@@ -32,7 +32,7 @@ from .online_config import OnlineConfig
 from .prompt_order import PromptOrder
 from .rollout_correction import RolloutCorrection
 from .rollouts import assemble, credited, rows_with_gradient
-from .scoring import Scoring
+from .scoring import Scoring, make_scorer
 
 if TYPE_CHECKING:
     from ...generation.function_backend import RolloutFunction
@@ -61,8 +61,7 @@ class OnlineTrainer(BaseTrainer):
         tools (`list`, *optional*): functions the policy may call, see `ToolRunner`.
         rollout_func (*optional*): makes the completions itself, see `FunctionBackend`.
         environment_factory: refused.
-        ref_model (`str` or `PreTrainedModel`, *optional*): reference of the KL penalty. None:
-            the policy as it is now, or without its adapter.
+        ref_model (*optional*): reference policy, or its name. None: the policy as it is now.
     """
 
     config_class: ClassVar[type[OnlineConfig]]
@@ -133,15 +132,8 @@ class OnlineTrainer(BaseTrainer):
         self.sampling = sampling_for(args, stop_token_ids(self.model, tokenizer))
         setup.warn_if_endless(self.sampling)
         self.router_coefficient = router_coefficient(self.model, args)
-        self.scorer = Scorer(
-            pad_id=tokenizer.pad_token_id,
-            temperature=self.sampling.temperature,
-            device=args.device,
-            pad_multiple=args.pad_to_multiple_of,
-            router_logits=self.router_coefficient != 0.0,
-            shared_prefix=args.shared_prefix,
-            chunk=args.logits_chunk_size,
-        )
+        pad_id, router = tokenizer.pad_token_id, self.router_coefficient
+        self.scorer = make_scorer(args, self.sampling, pad_id, router)
         self.phases.on_forget(self.scorer.forget)
         self.policy = handle_of(
             lambda: self.model,
@@ -170,6 +162,7 @@ class OnlineTrainer(BaseTrainer):
             # A process cannot go back alone while others wait for its part of the weights.
             batch=phases.adaptive("scoring", alone=self.ranks.share_weights),
             autocast=self.accelerator.autocast,
+            values=self.value_reader,
         )
         at_once = partial(phases.adaptive("rewards").run, most=args.batch_plan.micro_batch)
         self.rewards = RewardSuite(
@@ -222,6 +215,10 @@ class OnlineTrainer(BaseTrainer):
         Metrics go to `self.metrics[batch.mode]`.
         """
         raise NotImplementedError
+
+    def value_reader(self, model: nn.Module) -> Reader | None:
+        """Return what reads the values that `compute_advantages` needs in a forward of `model`."""
+        return None
 
     @property
     def needs_entropy(self) -> bool:
@@ -296,7 +293,7 @@ class OnlineTrainer(BaseTrainer):
             self.state.num_input_tokens_seen += tokens
             for name, count in self.encode.counts().items():
                 self.metrics[mode].maximum(name, count)
-        return self._finish(batch, advantages, healthy)
+        return self.finish(batch, advantages, healthy)
 
     def compute_loss(
         self, model: nn.Module, inputs: Rollout, return_outputs: bool = False, **others: Any
@@ -336,7 +333,7 @@ class OnlineTrainer(BaseTrainer):
         self._engine_reports.clear()
         return found
 
-    def _finish(self, batch: Rollout, advantages: Tensor, healthy: bool) -> Rollout:
+    def finish(self, batch: Rollout, advantages: Tensor, healthy: bool) -> Rollout:
         """Drop old log-probabilities on-policy; have updates of an unhealthy round refused."""
         local = self.ranks.local(advantages) if advantages.dim() == 1 else advantages
         advantages = local.to(self.args.device)
@@ -368,6 +365,10 @@ class OnlineTrainer(BaseTrainer):
     def begin_epoch(self) -> None:
         """Read the prompts in the order of the epoch."""
         self._order.set_epoch(self.place.epoch)
+
+    def drop_round(self) -> None:
+        """Generate anew in the next step."""
+        self.buffer.clear()
 
     def end_epoch(self) -> None:
         """Drop the rest of a round that was not trained on."""

@@ -13,12 +13,13 @@ from transformers.utils import logging
 
 from ...memory.adaptive_batch import AdaptiveBatch
 from ...models.policy_handle import PolicyHandle
+from ...models.readers import Reader
 from ...models.scorer import Scorer
 from ...online.guard import FiniteGuard, NonFiniteError
 from ...online.metrics import MetricStore
 from ...online.statistics import record_entropy
 from ...ops.support import Support
-from ...types import Mode, Rollout, Rows, TokenRows, TokenScores
+from ...types import Mode, Rollout, Rows, Sampling, TokenRows, TokenScores
 from .online_config import OnlineConfig
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Scoring:
         guard (`FiniteGuard`): is shown all log-probabilities.
         batch (`AdaptiveBatch`): how many rows are scored at once without gradient.
         autocast: the precision of training.
+        values: returns what reads values in a forward of a model, if credit needs them.
     """
 
     args: OnlineConfig
@@ -51,6 +53,7 @@ class Scoring:
     guard: FiniteGuard
     batch: AdaptiveBatch
     autocast: Callable[[], AbstractContextManager[None]]
+    values: Callable[[nn.Module], Reader | None] = lambda model: None
 
     # --- What is needed ---
 
@@ -61,9 +64,10 @@ class Scoring:
     def scores_policy(self, mode: Mode) -> bool:
         """Whether log-probabilities under the policy that generated must be known beforehand.
 
-        Off-policy ratios and a KL penalty in the reward need them.
+        Off-policy ratios and a KL penalty in the reward need them, and values come with them.
         """
-        return not self.is_on_policy(mode) or self.args.penalizes_rewards
+        needs_values = self.values(self.policy.model) is not None
+        return not self.is_on_policy(mode) or self.args.penalizes_rewards or needs_values
 
     # --- Once a round ---
 
@@ -117,36 +121,43 @@ class Scoring:
         A ratio of probabilities is formed from the same computation on both sides, so that rounding
         does not look like a policy that has moved.
         """
-        on_policy = self.is_on_policy(batch.mode)
-        if batch.sampled_by_policy and self.args.reuse_sampling_logps and on_policy:
+        on_policy, values = self.is_on_policy(batch.mode), self.values(self.policy.model)
+        reuses = self.args.reuse_sampling_logps and values is None
+        if batch.sampled_by_policy and reuses and on_policy:
             return batch.replace(old_logps=batch.sampling_logps)
         support = None if on_policy else self._support(batch)
-        scores = self._frozen_scores(self.policy.model, batch, support)
-        return batch.replace(old_logps=scores.logps, log_mass=scores.log_mass)
+        scores = self._frozen_scores(self.policy.model, batch, support, values)
+        if scores.values is not None:
+            self._watch("value", scores.values, batch)
+        return batch.replace(old_logps=scores.logps, log_mass=scores.log_mass, values=scores.values)
 
     def _support(self, batch: Rollout) -> Support | None:
         """The filters of the engine, if what it reported is to be compared with the policy."""
         return self.support if batch.has_foreign_logps else None
 
     def _frozen_scores(
-        self, model: nn.Module, batch: Rollout, support: Support | None = None
+        self,
+        model: nn.Module,
+        batch: Rollout,
+        support: Support | None = None,
+        values: Reader | None = None,
     ) -> TokenScores:
         """Score without gradient, a few rows at a time."""
         args = self.args
         size = args.eval_rows if batch.mode == "eval" else args.batch_plan.micro_batch
-        logps = torch.zeros(batch.loss_mask.shape, device=self.policy.device)
-        log_mass = None if support is None else torch.zeros_like(logps)
+        wanted = {"logps": True, "log_mass": support is not None, "values": values is not None}
+        shape, device = batch.loss_mask.shape, self.policy.device
+        kept = {name: torch.zeros(shape, device=device) for name, is_so in wanted.items() if is_so}
 
         def score(rows: range) -> None:
-            found = self.scorer.frozen_scores(model, batch.select(rows), support)
+            found = self.scorer.frozen_scores(model, batch.select(rows), support, values)
             place = slice(rows.start, rows.stop), slice(found.logps.shape[1])
-            logps[place] = found.logps
-            if log_mass is not None:
-                log_mass[place] = torch.as_tensor(found.log_mass)
+            for name, scores in kept.items():
+                scores[place] = getattr(found, name)
 
         with self.autocast():
             self.batch.run(len(batch), score, most=size)
-        return TokenScores(logps=logps, log_mass=log_mass)
+        return TokenScores(**kept)
 
     def _watch(self, what: str, logps: Tensor | None, batch: Rollout) -> None:
         self.guard.watch(what, torch.as_tensor(logps), batch, batch.loss_mask)
@@ -163,7 +174,7 @@ class Scoring:
         part = batch if len(rows) == len(batch) else batch.select(rows)
         # What was scored once a round, with the weights that generated, is known by now.
         support = self._support(batch) if batch.old_logps is None else None
-        scores = self.scorer(model, part, with_entropy, support)
+        scores = self.scorer(model, part, with_entropy, support, self.values(model))
         self._watch("log-probability", scores.logps, part)
         if scores.entropies is not None:
             record_entropy(store, scores.entropies.detach(), part.loss_mask)
@@ -178,6 +189,19 @@ class Scoring:
             # Every rank runs a forward and a backward pass, for the others wait for its gradient.
             chosen = [min(rows, key=lambda row: len(batch.completion_ids[row]))]
         return chosen
+
+
+def make_scorer(args: OnlineConfig, sampling: Sampling, pad_id: int, router: float) -> Scorer:
+    """A scorer at the sampling temperature; `router` is the weight of the load-balancing loss."""
+    return Scorer(
+        pad_id=pad_id,
+        temperature=sampling.temperature,
+        device=args.device,
+        pad_multiple=args.pad_to_multiple_of,
+        router_logits=router != 0.0,
+        shared_prefix=args.shared_prefix,
+        chunk=args.logits_chunk_size,
+    )
 
 
 def _no_scores(model: nn.Module, batch: Rollout) -> TokenScores:

@@ -1,0 +1,137 @@
+"""Values of what a policy has written so far: by a layer on its hidden states, or another model.
+
+What gives them is a part of the policy, so that one engine shards and trains both, one forward is
+for both, and checkpoints hold both. It is no part of what the policy computes: it is stored beside
+the policy, and engines that generate never see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from .layout_check import why_not_shared
+from .loading import context_length
+from .readers import Hidden, Reader, ValueReader, score_layer
+from .unwrap import VALUE_MODEL, causal_model
+
+WEIGHTS = "model.safetensors"
+
+
+def add_value_model(policy: nn.Module, given: nn.Module | None, device: torch.device) -> None:
+    """Make what gives values a part of a policy that nothing has wrapped yet, besides an adapter.
+
+    Args:
+        policy: a causal language model.
+        given (*optional*): a sequence classifier with one label. None: a linear layer on the hidden
+            states of the policy; its first values are 0.
+        device (`torch.device`): of the policy.
+
+    Raises:
+        TypeError: if `given` has no layer that scores a token.
+    """
+    causal = causal_model(policy)
+    if given is None:
+        dtype = next(p.dtype for p in policy.parameters() if p.requires_grad)
+        given = nn.Linear(causal.config.get_text_config().hidden_size, 1, dtype=dtype)
+        for parameter in given.parameters():
+            nn.init.zeros_(parameter)
+    else:
+        layer = score_layer(given)
+        if layer is None or getattr(layer, "out_features", 1) != 1:
+            raise TypeError(
+                f"value_model is a {type(given).__name__}: it must be a sequence classifier with "
+                "one label (AutoModelForSequenceClassification, num_labels=1)."
+            )
+    causal.add_module(VALUE_MODEL, given.to(device).train())
+
+
+def value_reader(policy: nn.Module) -> Reader:
+    """What reads values (B, C) in a forward of a policy with a value model."""
+    causal = causal_model(policy)
+    found: Any = getattr(causal, VALUE_MODEL)
+    if not hasattr(found, "config"):
+        return ValueReader(found)
+    # Both see the same layout, which is compared with plain rows for the policy alone.
+    alike = type(found.base_model) is type(causal.base_model)
+    longest = context_length(found) or 0
+    return DecoderValues(found, alike and why_not_shared(found, longest) is None)
+
+
+@dataclass(frozen=True)
+class DecoderValues(Reader):
+    """Values (B, C) by a classifier that reads the same tokens as the policy.
+
+    Args:
+        model: a part of the policy.
+        can_pack (`bool`): whether rows may lie behind one copy of their prompt.
+    """
+
+    model: Any
+    can_pack: bool = False
+    what = "values"
+
+    def __call__(self, hidden: Hidden) -> tuple[Tensor]:
+        """Read (values,)."""
+        states = self.model.base_model(**hidden.layout.inputs, use_cache=False)[0]
+        own = Hidden(hidden.layout, states.flatten(0, 1), hidden.autocast)
+        return ValueReader(self.model.score)(own)
+
+
+# --- On disk ---
+
+
+def split_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Part the weights of a policy: its own, and those of its value model under their own names."""
+    policy, values = {}, {}
+    for name, weight in state.items():
+        _, found, rest = f".{name}".partition(f".{VALUE_MODEL}.")
+        if found:
+            values[rest] = weight
+        else:
+            policy[name] = weight
+    return policy, values
+
+
+def save_values(policy: nn.Module, weights: Mapping[str, Tensor], folder: str | Path) -> None:
+    """Write the weights of a value model, and the configuration if it has one, beside a policy."""
+    place = Path(folder) / VALUE_MODEL
+    place.mkdir(parents=True, exist_ok=True)
+    whole = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
+    save_file(whole, place / WEIGHTS, metadata={"format": "pt"})
+    model: Any = getattr(causal_model(policy), VALUE_MODEL)
+    if hasattr(model, "config"):
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(place)
+
+
+def load_values(policy: nn.Module, folder: str | Path) -> None:
+    """Take over what `save_values` wrote.
+
+    Raises:
+        ValueError: if there is nothing of that kind.
+    """
+    place = Path(folder) / VALUE_MODEL / WEIGHTS
+    if not place.is_file():
+        raise ValueError(
+            f"{folder} has no {VALUE_MODEL}/{WEIGHTS}: it is not of a run with values."
+        )
+    getattr(causal_model(policy), VALUE_MODEL).load_state_dict(load_file(place))
+
+
+@contextmanager
+def without_values(policy: nn.Module) -> Iterator[None]:
+    """Take the value model away from its policy meanwhile."""
+    modules = causal_model(policy)._modules
+    taken = modules.pop(VALUE_MODEL)
+    try:
+        yield
+    finally:
+        modules[VALUE_MODEL] = taken

@@ -1,0 +1,86 @@
+"""Options of PPO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .base.legacy import PPO_OPTIONS, accepts_legacy_options, legacy_names
+from .base.options import option
+from .online.online_config import OnlineConfig
+
+
+@accepts_legacy_options(PPO_OPTIONS)
+@dataclass
+class PPOConfig(OnlineConfig):
+    """Configuration of `PPOTrainer`: the options of the online skeleton and its own.
+
+    A round has `num_mini_batches` times the rows of an optimizer step, and is trained on
+    `num_ppo_epochs` times: it serves `num_ppo_epochs * num_mini_batches` optimizer steps.
+    """
+
+    legacy_options = legacy_names(PPO_OPTIONS)
+    kl_in_reward = True
+    least_group: ClassVar[int] = 1
+
+    # --- Optimization ---
+    learning_rate: float = option(3e-6, "Initial learning rate.", ge=0)
+    disable_dropout: bool = option(True, "Set the probability of every dropout layer to zero.")
+    num_ppo_epochs: int = option(4, "Passes of optimization over each round.", ge=1)
+    num_mini_batches: int = option(1, "Optimizer steps of each pass over a round.", ge=1)
+    target_kl: float | None = option(
+        None, "Generate anew once an update has moved the policy further than this, in nats.", gt=0
+    )
+
+    # --- Generation ---
+    num_generations: int | None = option(1, "Completions for each prompt.")
+    max_completion_length: int = option(53, "Most tokens of a completion.", ge=1)
+    temperature: float = option(
+        0.7, "Sampling temperature; also divides the logits in training.", gt=0
+    )
+
+    # --- Rewards of tokens ---
+    beta: float = option(
+        0.05, "Coefficient of the KL penalty of each token; 0 needs no reference policy.", ge=0
+    )
+    kl_estimator: str = option("k1", "Estimator of the KL penalty.", choices=("k1", "k3"))
+    missing_eos_penalty: float | None = option(
+        None, "Subtracted from the reward of a completion that was cut off."
+    )
+    whiten_rewards: bool = option(
+        False, "Scale rewards of tokens to variance 1 over the round; their mean stays."
+    )
+    gamma: float = option(1.0, "Discount of a token.", ge=0, le=1)
+    lam: float = option(0.95, "Weight of later surprises in the advantage.", ge=0, le=1)
+
+    # --- Loss ---
+    cliprange_value: float = option(0.2, "How far a value may move from that of the rollout.", ge=0)
+    vf_coef: float = option(0.1, "Weight of the value loss.", ge=0)
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
+
+    def __post_init__(self) -> None:
+        self._resolve_passes()
+        super().__post_init__()
+
+    def _resolve_passes(self) -> None:
+        """Say in the words of the skeleton how often a round is trained on, and in how many steps.
+
+        Raises:
+            ValueError: if both are said differently.
+        """
+        if self.num_iterations not in (1, self.num_ppo_epochs):
+            raise ValueError(
+                f"num_iterations={self.num_iterations} and num_ppo_epochs={self.num_ppo_epochs} "
+                "mean the same: leave num_iterations out."
+            )
+        self.num_iterations = self.num_ppo_epochs
+        steps = self.num_mini_batches * self.gradient_accumulation_steps
+        given = self.steps_per_generation, self.generation_batch_size
+        if self.num_mini_batches > 1 and given[0] != steps and given != (None, None):
+            raise ValueError(
+                f"num_mini_batches={self.num_mini_batches} cannot be used with "
+                "steps_per_generation or generation_batch_size, which also say how many optimizer "
+                "steps a round serves. Leave it out."
+            )
+        if given == (None, None):
+            self.steps_per_generation = steps
