@@ -78,14 +78,16 @@ class MovingReference:
     """
 
     def __init__(self, reference: ReferencePolicy, accelerator: Accelerator):
-        # The copy of an adapter is part of the policy, and so of its checkpoints.
-        self._copy = reference if isinstance(reference, FrozenCopy) else None
-        if self._copy is None and reference.adapter is None:
+        self._copy: FrozenCopy | None = None
+        if isinstance(reference, FrozenCopy):
+            self._copy = reference
+        elif reference.adapter is None:
             raise NotImplementedError(
                 "sync_ref_model=True: the reference is the base model, which has no weights of its "
                 "own that could move. Leave the option out, or pass a model that already has an "
                 "adapter: its reference is a copy of that."
             )
+        # The copy of an adapter is part of the policy, and so of its checkpoints.
         kind = SyncRefAdapterCallback if self._copy is None else SyncRefModelCallback
         self.callback = kind(reference.model, accelerator)
 

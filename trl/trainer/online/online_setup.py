@@ -1,9 +1,11 @@
-"""Checks made before anything is loaded."""
+"""Prompts of a run: checked before anything is loaded, and in which order they come."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pyarrow as arrow
@@ -13,10 +15,11 @@ from transformers import TrainerState
 from transformers.utils import logging
 
 from ...data.prompt_limit import PromptLimit
+from ...data.sampler import RepeatIterableDataset, RepeatSampler
 from ...online.prompts import PromptEncoder
 from ...online.rewards import RewardSuite
 from ...types import Prompts, Sampling
-from .batch_math import smaller_round
+from .batch_math import check_eval_groups, smaller_round
 from .online_config import OnlineConfig
 
 logger = logging.get_logger(__name__)
@@ -24,6 +27,7 @@ logger = logging.get_logger(__name__)
 PROMPT_COLUMNS = ("prompt", "chat_template_kwargs")
 PROMPTS_AT_ONCE = 10_000
 SEARCHED_ROWS = 100_000  # of the dataset, for a long prompt
+Sampler = Callable[[Any], RepeatSampler]
 
 
 def check_context(args: OnlineConfig, context: int | None) -> None:
@@ -226,3 +230,80 @@ def dry_run(
         row = {name: row[name] for name in PROMPT_COLUMNS if name in row}
     if args.reward_dry_run:
         rewards.dry_run(row, state, args.group_size)
+
+
+class PromptOrder:
+    """Repeats the prompts of datasets for their groups.
+
+    Args:
+        args (`OnlineConfig`): batch sizes, seed, `shuffle_dataset`.
+        encode (`PromptEncoder`): checks the prompts of datasets that are only evaluated.
+    """
+
+    def __init__(self, args: OnlineConfig, encode: PromptEncoder):
+        self._args = args
+        self._encode = encode
+        self._training: RepeatSampler | RepeatIterableDataset | None = None
+
+    def for_training(self, dataset: Any) -> tuple[Any, Sampler]:
+        """The dataset as training reads it, and the order of its rows if it is no stream."""
+        if not isinstance(dataset, IterableDataset):
+            return dataset, self._train_sampler
+        plan, args = self._args.batch_plan, self._args
+        prompts = plan.round_rows // plan.group_size
+        if args.shuffle_dataset:
+            dataset = dataset.shuffle(seed=args.seed)
+        self._training = RepeatIterableDataset(
+            dataset, plan.group_size, prompts, plan.micro_steps_per_round
+        )
+        return self._training, self._train_sampler
+
+    def _train_sampler(self, dataset: Any) -> RepeatSampler:
+        plan, args = self._args.batch_plan, self._args
+        self._training = RepeatSampler(
+            dataset,
+            mini_repeat_count=plan.group_size,
+            batch_size=plan.round_rows // plan.group_size,
+            repeat_count=plan.micro_steps_per_round,
+            shuffle=bool(args.shuffle_dataset),
+            seed=args.seed,
+        )
+        return self._training
+
+    def for_evaluation(self, dataset: Any) -> tuple[Any, Sampler]:
+        """The dataset as evaluation reads it, and the order of its rows if it is no stream.
+
+        Raises:
+            ValueError: if batches hold no whole groups, or a prompt cannot be used.
+        """
+        args = self._args
+        group = args.eval_group_size
+        check_eval_groups(args.eval_rows, args.world_size, group)
+        check_dataset("eval_dataset", dataset)
+        dataset = self._encode.check("eval_dataset", dataset)
+        if isinstance(dataset, IterableDataset):
+            dataset = RepeatIterableDataset(dataset, group, 1, 1)
+        return dataset, partial(RepeatSampler, mini_repeat_count=group, seed=args.seed)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let training go on in the order of an epoch."""
+        if self._training is not None:
+            self._training.set_epoch(epoch)
+
+    @contextmanager
+    def reading(self, dataset: Any) -> Iterator[None]:
+        """Make the loader of a stream without workers: each would read the whole of it."""
+        alone = {
+            "dataloader_num_workers": 0,
+            "dataloader_persistent_workers": False,
+            "dataloader_prefetch_factor": None,
+        }
+        usual = {name: getattr(self._args, name) for name in alone}
+        chosen = alone if isinstance(dataset, RepeatIterableDataset) else {}
+        try:
+            for name, value in chosen.items():
+                setattr(self._args, name, value)
+            yield
+        finally:
+            for name, value in usual.items():
+                setattr(self._args, name, value)

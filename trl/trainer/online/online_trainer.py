@@ -29,7 +29,6 @@ from ..base.policy import check_devices, check_run, init_options, prepare_policy
 from . import online_setup as setup
 from .engines import Agents, check_engine, handle_of, make_engine, sampling_for
 from .online_config import OnlineConfig
-from .prompt_order import PromptOrder
 from .rollout_correction import RolloutCorrection
 from .rollouts import assemble, credited, rows_with_gradient
 from .scoring import Scoring, make_scorer
@@ -125,7 +124,7 @@ class OnlineTrainer(BaseTrainer):
         self.train_dataset, self.eval_dataset = setup.checked_prompts(
             self.encode, self.train_dataset, self.eval_dataset, args
         )
-        self._order = PromptOrder(args, self.encode)
+        self._order = setup.PromptOrder(args, self.encode)
 
     def _build_policy(self, model: Any, ref_model: Any, brought_adapter: bool) -> None:
         args, tokenizer = self.args, self.processing_class
