@@ -23,7 +23,7 @@ _KEY = "trl/failed"
 
 
 class RankError(Exception):
-    """Another rank failed. No `RuntimeError`, so that nothing takes it for a failure of its own."""
+    """Another rank failed. Not a `RuntimeError`: it must not be taken for a failure of this one."""
 
 
 class Ranks:
@@ -167,7 +167,8 @@ class Ranks:
         except Exception as error:
             if _is_lost(error):
                 _let_the_launcher_act()
-                raise RankError(f"Rank {self.rank} lost another one: {_told()}") from error
+                words = f"Rank {self.rank} lost contact with another rank: {_told()}"
+                raise RankError(words) from error
             _tell(f"rank {self.rank} failed: {_words(error)}")
             error.add_note(f"This was rank {self.rank} of {self.count}.")
             raise

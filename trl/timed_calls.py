@@ -15,7 +15,7 @@ FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 
 
 class TooSlow(Exception):
-    """A call went beyond its limit. No `TimeoutError`, which functions may raise themselves."""
+    """A call went beyond its limit. Not a `TimeoutError`, which functions may raise themselves."""
 
     def __init__(self, seconds: float, blocks: bool = False):
         self.blocks = blocks

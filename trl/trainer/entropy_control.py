@@ -57,7 +57,7 @@ class EntropyController:
         return self.coefficient if below else 0.0
 
     def update(self, entropy: float) -> None:
-        """Take the entropy of an optimizer step into account; one that is not finite is passed by.
+        """Take the entropy of an optimizer step into account; one that is not finite is ignored.
 
         Args:
             entropy (`float`): mean over the trained-on tokens of all ranks, in nats.

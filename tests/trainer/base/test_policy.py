@@ -82,7 +82,7 @@ def test_router_coefficient(tmp_path):
     assert router_coefficient(mixture("qwen3"), chosen) == 2.0
     assert router_coefficient(tiny_model(), config(tmp_path)) == 0.0
     assert router_coefficient(tiny_model(), config(tmp_path, router_aux_loss_coef=0.0)) == 0.0
-    with pytest.raises(ValueError, match="LlamaConfig describes no mixture of experts"):
+    with pytest.raises(ValueError, match="LlamaConfig is not of a mixture of experts"):
         router_coefficient(tiny_model(), chosen)
 
 
@@ -185,7 +185,7 @@ def test_options_for_loading_are_ignored_with_a_warning(tmp_path, caplog):
     policy = prepare_policy(tiny_model(), args, tiny_tokenizer())
     logger.removeHandler(caplog.handler)
     assert policy.model.dtype == torch.float32
-    assert "model_init_kwargs ignored: the model was passed already loaded" in caplog.text
+    assert "model_init_kwargs ignored: the given model is already loaded" in caplog.text
 
 
 def test_one_process_must_not_see_several_gpus(tmp_path):

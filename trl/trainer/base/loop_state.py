@@ -108,8 +108,8 @@ class RankState:
             return state
         if self._ranks.rank == 0:
             logger.warning(
-                f"{folder} has no state of rank {', '.join(map(str, lacking))} for these batches: "
-                "a round in progress is generated anew on all ranks."
+                f"{folder} has no state of rank {', '.join(map(str, lacking))} for these batch "
+                "sizes: a round in progress is generated again on all ranks."
             )
         return None
 

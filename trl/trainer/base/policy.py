@@ -92,7 +92,7 @@ def _load(
     if adapter is not None:
         if peft_config is not None:
             raise ValueError(
-                f"{name!r} is an adapter, which is trained further: leave out peft_config "
+                f"{name!r} is an adapter, which will be trained further: leave out peft_config "
                 "(--use_peft), or give the model below it."
             )
         name, init_kwargs["revision"] = adapter_base(name, revision)
@@ -144,7 +144,7 @@ def _check_instance(model: Any, init_kwargs: dict[str, Any], quantization_config
     given = {"model_init_kwargs": init_kwargs, "quantization_config": quantization_config}
     ignored = [name for name, value in given.items() if value]
     if ignored:
-        logger.warning(f"{' and '.join(ignored)} ignored: the model was passed already loaded.")
+        logger.warning(f"{' and '.join(ignored)} ignored: the given model is already loaded.")
     return model.config._name_or_path
 
 
@@ -190,7 +190,7 @@ def router_coefficient(model: nn.Module, args: BaseConfig) -> float:
     if args.router_aux_loss_coef and not has_router:
         raise ValueError(
             f"router_aux_loss_coef={args.router_aux_loss_coef}: "
-            f"{type(config).__name__} describes no mixture of experts; leave the option out."
+            f"{type(config).__name__} is not of a mixture of experts; leave the option out."
         )
     return float(args.router_aux_loss_coef)
 

@@ -108,9 +108,9 @@ def warn_of_earlier_run(folder: str) -> None:
     earlier = checkpoints_in(folder)
     if earlier:
         logger.warning(
-            f"{folder} has {earlier[0].name} of an earlier run, which this run begins over. To go "
-            "on with it, set resume_from_checkpoint=True; to keep the runs apart, choose another "
-            "output_dir."
+            f"{folder} has {earlier[0].name} of an earlier run, but this run begins at the start, "
+            "and will write over what is there. To go on with the earlier run, set "
+            "resume_from_checkpoint=True; to keep both, choose another output_dir."
         )
 
 
@@ -170,7 +170,7 @@ def _compare(checkpoint: Path, args: Any, settings: dict[str, Any]) -> None:
     if facts is None:
         logger.warning(
             f"{checkpoint} was written by another program: its files have no checksums, and "
-            "whether its settings are those of this run is not known."
+            "its settings cannot be compared with those of this run."
         )
         return
     changes = differences(facts["settings"], settings)
@@ -180,8 +180,8 @@ def _compare(checkpoint: Path, args: Any, settings: dict[str, Any]) -> None:
     written = facts["settings"].get(PROCESSES, settings[PROCESSES])
     if written != settings[PROCESSES] and args.deepspeed_plugin is not None:
         raise ValueError(
-            f"{checkpoint} was written by a run with other settings:{listed}\nDeepSpeed divides "
-            f"optimizer states by the number of processes and cannot divide them anew: resume with "
+            f"{checkpoint} was written by a run with other settings:{listed}\nDeepSpeed splits "
+            f"optimizer states by the number of processes and cannot split them again: resume with "
             f"--num_processes {written}, or begin a new run with the checkpoint as "
             "model_name_or_path."
         )

@@ -40,7 +40,7 @@ def check_context(args: OnlineConfig, context: int | None) -> None:
     if context is not None and longest >= context:
         raise ValueError(
             f"max_completion_length={longest} leaves no room for a prompt: the model sees "
-            f"{context} tokens. At most {context - 1}, less the prompt."
+            f"{context} tokens. At most {context - 1} minus the longest prompt is possible."
         )
 
 
@@ -89,7 +89,7 @@ def check_datasets(train: Any, evaluation: Any, args: OnlineConfig) -> None:
     """Check kind, columns and size of the datasets.
 
     Raises:
-        TypeError: if a dataset is none of the `datasets` library.
+        TypeError: if a dataset is not one of the `datasets` library.
         ValueError: if there is no training set, no `prompt` column, or too few rows, or if
             batches are to be loaded in a way that text cannot be.
     """
@@ -246,7 +246,7 @@ class PromptOrder:
         self._training: RepeatSampler | RepeatIterableDataset | None = None
 
     def for_training(self, dataset: Any) -> tuple[Any, Sampler]:
-        """The dataset as training reads it, and the order of its rows if it is no stream."""
+        """The dataset as training reads it, and the order of its rows unless it is a stream."""
         if not isinstance(dataset, IterableDataset):
             return dataset, self._train_sampler
         plan, args = self._args.batch_plan, self._args
@@ -271,7 +271,7 @@ class PromptOrder:
         return self._training
 
     def for_evaluation(self, dataset: Any) -> tuple[Any, Sampler]:
-        """The dataset as evaluation reads it, and the order of its rows if it is no stream.
+        """The dataset as evaluation reads it, and the order of its rows unless it is a stream.
 
         Raises:
             ValueError: if batches hold no whole groups, or a prompt cannot be used.
