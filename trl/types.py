@@ -7,7 +7,7 @@ tokens (width of the longest completion), F reward functions. A ragged field is 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -36,12 +36,14 @@ class Prompts:
 
     messages: list[Any]  # B: strings, or lists of chat messages
     token_ids: list[list[int]]  # B ragged
+    rows: list[dict[str, Any]] | None = None  # B: of the dataset
+    tools: list[Mapping[str, Callable[..., Any]]] | None = None  # B: that only the row may call
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def select(self, rows: range) -> Prompts:
-        """Return consecutive rows."""
+        """Return the messages and token ids of consecutive rows."""
         at = slice(rows.start, rows.stop)
         return Prompts(messages=self.messages[at], token_ids=self.token_ids[at])
 
@@ -84,7 +86,9 @@ class Generations:
         """The prompts that were completed: as they were encoded, unless the engine chose others."""
         if self.prompt_ids is None:
             return encoded
-        return dataclasses.replace(encoded, token_ids=self.prompt_ids)
+        pairs = zip(self.columns or [{}] * len(encoded), encoded.messages, strict=True)
+        messages = [columns.get("prompt", message) for columns, message in pairs]
+        return dataclasses.replace(encoded, token_ids=self.prompt_ids, messages=messages)
 
     def rows(self, given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The dataset rows with what the engine adds to them."""

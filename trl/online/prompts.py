@@ -61,7 +61,7 @@ class PromptEncoder:
         found = self._encode({place: rows[place] for place in places.values()}, "the batch")
         known = {key: self._limit.cut(found[place]) for key, place in places.items()}
         messages = [row["prompt"] for row in rows]
-        return Prompts(messages=messages, token_ids=[known[key] for key in keys])
+        return Prompts(messages=messages, token_ids=[known[k] for k in keys], rows=list(rows))
 
     def check(self, name: str, dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
         """Look at all prompts before one of them ends a run: those of a stream as they are read.

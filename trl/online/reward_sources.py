@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub import model_info, try_to_load_from_cache
@@ -43,6 +43,7 @@ class FunctionReward:
     name: str  # of the column
     function: Callable[..., Any]  # returns one reward for each row
     is_async: bool = False  # whether it is a coroutine function, or an object whose call is one
+    weight: float | None = None  # None: that of `reward_weights`
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class ModelReward:
     model: nn.Module  # whole on every rank
     tokenizer: PreTrainedTokenizerBase  # its own
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # of every chat-template call
+    weight: ClassVar[None] = None
 
     @torch.inference_mode()
     def score(
@@ -114,6 +116,7 @@ def resolve_rewards(
     model_init_kwargs: dict[str, Any] | None = None,
     template_kwargs: Any = None,
     trust_remote_code: bool = False,
+    of_environments: Sequence[Callable[..., Any]] = (),
 ) -> tuple[RewardSource, ...]:
     """Resolve once what each reward is. Nothing given is modified.
 
@@ -124,6 +127,7 @@ def resolve_rewards(
             given by name takes those of `SHARED_INIT_OPTIONS`.
         template_kwargs (`dict`, *optional*): extra arguments of reward models' chat templates.
         trust_remote_code (`bool`): whether code shipped with a reward model may run.
+        of_environments: functions that ask environments for rewards; they weigh 1.
 
     Returns:
         `tuple[RewardSource, ...]`: with unique names.
@@ -132,8 +136,8 @@ def resolve_rewards(
         TypeError: for something that cannot give rewards.
         ValueError: if there is none, or the number of tokenizers differs.
     """
-    functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-    if reward_funcs is None or not functions:
+    functions = _listed(reward_funcs)
+    if not functions and not of_environments:
         raise ValueError("reward_funcs is empty: give at least one reward function or model.")
     tokenizers = _tokenizers(processing_classes, len(functions))
     given = model_init_kwargs or {}
@@ -147,7 +151,16 @@ def resolve_rewards(
             found[name] = ModelReward(name, model, tokenizer, template_kwargs or {})
         else:
             found[name] = FunctionReward(name, function, _is_coroutine_function(function))
+    for function in of_environments:
+        name = _unique(_name(function, len(found)), found)
+        found[name] = FunctionReward(name, function, _is_coroutine_function(function), weight=1.0)
     return tuple(found.values())
+
+
+def _listed(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def _unique(name: str, taken: Container[str]) -> str:
@@ -158,7 +171,7 @@ def _unique(name: str, taken: Container[str]) -> str:
 def _tokenizers(given: Any, count: int) -> list[Any]:
     if given is None:
         return [None] * count
-    tokenizers = list(given) if isinstance(given, (list, tuple)) else [given]
+    tokenizers = _listed(given)
     if len(tokenizers) != count:
         raise ValueError(
             f"reward_processing_classes has {len(tokenizers)} entries for {count} reward "

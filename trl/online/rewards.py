@@ -58,7 +58,7 @@ class RewardSuite:
 
     Args:
         sources: what `resolve_rewards` returned.
-        weights (`list[float]`, *optional*): one for each source; None: all 1.
+        weights (`list[float]`, *optional*): one for each source that has none itself; None: all 1.
         timeout (`float`, *optional*): seconds a call may take.
         ranks (`Ranks`): all processes, which fail together.
         in_pieces (*optional*): called with a number of rows and what scores some of them by a
@@ -76,14 +76,15 @@ class RewardSuite:
         ranks: Ranks,
         in_pieces: InPieces = lambda count, score: [score(range(count))],
     ):
-        if weights is not None and len(weights) != len(sources):
-            names = ", ".join(source.name for source in sources)
+        names = [source.name for source in sources if source.weight is None]
+        if weights is not None and len(weights) != len(names):
             raise ValueError(
                 f"reward_weights has {count(len(weights), 'entry', 'entries')} for "
-                f"{count(len(sources), 'reward function')} ({names})."
+                f"{count(len(names), 'reward function')} ({', '.join(names)})."
             )
         self.sources = tuple(sources)
-        self.weights = torch.tensor([1.0] * len(sources) if weights is None else list(weights))
+        given = iter([1.0] * len(names) if weights is None else weights)
+        self.weights = torch.tensor([s.weight or next(given) for s in sources])
         self._calls = TimedCalls(timeout)
         self._ranks = ranks
         self._in_pieces = in_pieces

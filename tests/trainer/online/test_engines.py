@@ -132,9 +132,11 @@ def trainer_of(folder, kind="rloo", reward=None, data=None, tokenizer=None, **ch
     settings = {"max_completion_length": 800, "reward_dry_run": False, "learning_rate": 1.0}
     return trainer_class(
         model=model(),
-        reward_funcs=reward or by_length,
+        reward_funcs=by_length if reward is None else reward,
         args=config(folder, config_class, **(settings | changes)),
-        train_dataset=data or Dataset.from_dict({"prompt": [user("ab"), user("cd")]}),
+        train_dataset=None
+        if data == "none"
+        else data or Dataset.from_dict({"prompt": [user("ab"), user("cd")]}),
         processing_class=tokenizer or tool_tokenizer(),
         **given,
     )
@@ -322,13 +324,108 @@ def test_rollout_functions_may_use_the_engine(tmp_path):
     assert {len(r["completion_ids"]) for r in records(tmp_path)} <= {1, 2, 3, 4, 5}
 
 
+# --- Environments ---
+
+
+class Mute:
+    """Has no tools and gives no reward."""
+
+    def reset(self, **kwargs):
+        return None
+
+
+class Counter(Mute):
+    """Counts what is said to it; an episode begins at the length of the prompt."""
+
+    def reset(self, prompt, **kwargs):
+        self.count = len(prompt[-1]["content"])
+        return f"{self.count}"
+
+    def add(self, a: int, b: int) -> int:
+        """
+        Count on.
+
+        Args:
+            a: how far
+            b: how much further
+        """
+        self.count += a + b
+        return self.count
+
+    def get_reward(self):
+        return float(self.count)
+
+
+def acting(folder, kind="rloo", **changes):
+    settings = {"environment_factory": Counter, "reward": [], **changes}
+    trainer = trainer_of(folder, kind, **settings)
+    trainer.backend.engine.engine = ScriptedBackend(script)
+    return trainer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_act_in_environments_of_their_own(tmp_path, kind):
+    seen = []
+
+    def asked(environments, prompts, **kwargs):
+        seen.extend(zip(environments, prompts, strict=True))
+        return [0.5] * len(prompts)
+
+    trainer = acting(tmp_path, kind, reward=asked, reward_weights=[2.0])
+    trainer.train()
+    found = records(tmp_path)
+    # Only the first row's call can be made: the third names no tool, and then misses an argument.
+    assert [r["rewards"]["Counter"] for r in found] == [7.0, 2.0, 2.0, 2.0] * 2
+    assert [r["reward"] for r in found] == [8.0, 3.0, 3.0, 3.0] * 2
+    assert [r["prompt"] for r in found] == [
+        user(f"{text}2") for text in ("ab", "cd") for _ in "1234"
+    ]
+    assert len({id(own) for own, _ in seen}) == 8
+    assert [prompt for _, prompt in seen] == [r["prompt"] for r in found]
+    logs = trainer.state.log_history[0]
+    assert logs["rewards/Counter/mean"] == pytest.approx(13 / 4)
+    assert logs["tools/call_frequency"] == pytest.approx(3 / 4)
+
+
+def test_environments_bring_their_own_data_and_serve_evaluation(tmp_path):
+    trainer = acting(
+        tmp_path,
+        data="none",
+        eval_dataset=Dataset.from_dict({"prompt": [user("wxyz")]}),
+        per_device_eval_batch_size=4,
+        max_steps=1,
+    )
+    trainer.train()
+    assert {r["prompt"][0]["content"] for r in records(tmp_path)} == {"0"}
+    assert trainer.evaluate()["eval_rewards/Counter/mean"] == pytest.approx(4 + 5 / 4)
+
+
+@pytest.mark.parametrize("factory", [Counter, Mute])
+def test_completions_in_environments_come_from_the_same_random_streams(tmp_path, factory):
+    """Alike in each run; and without tools those of a run whose prompts are what is shown."""
+    settings = {"environment_factory": factory, "max_completion_length": 6, "max_steps": 2}
+    written = []
+    for place in range(2):
+        trainer_of(tmp_path / str(place), **settings).train()
+        written.append([r["completion_ids"] for r in records(tmp_path / str(place))])
+    if factory is Mute:
+        trainer_of(tmp_path / "plain", max_completion_length=6, max_steps=2).train()
+        written.append([r["completion_ids"] for r in records(tmp_path / "plain")])
+    assert all(found == written[0] for found in written)
+
+
 # --- What is refused ---
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"environment_factory": dict}, NotImplementedError, "environment_factory .* rollout_func"),
+        ({"environment_factory": dict}, ValueError, "dict has no method 'reset'"),
+        ({"environment_factory": Counter, "rollout_func": rollout}, ValueError,
+         "environment_factory cannot be used with rollout_func"),
+        ({"environment_factory": Counter, "data": Dataset.from_dict({"prompt": ["ab", "cd"]})},
+         ValueError, "conversational prompts.*'ab'"),
+        ({"environment_factory": Mute, "reward": []}, ValueError, "reward_funcs is empty"),
         ({"tools": [add], "rollout_func": rollout}, ValueError, "tools cannot be used with"),
         ({"rollout_func": 3}, TypeError, "rollout_func must be a function, not 3"),
         ({"tools": [add, 3]}, TypeError, "3 is not a function"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from ...data.tool_template import ToolTurns
@@ -11,7 +12,7 @@ from ...distributed import Ranks
 from ...types import FinishReason, Generations, Prompts, Sampling
 from ..base import GenerationBackend, row_seeds
 from .calls import CallParser, ToolCall
-from .runner import ToolResult, ToolRunner
+from .runner import Functions, ToolResult, ToolRunner
 
 
 @dataclass
@@ -21,6 +22,7 @@ class _Row:
     prompt: list[int]
     message: Any
     seed: int | None
+    tools: Functions | None = None
     ids: list[int] = field(default_factory=list)
     trainable: list[bool] = field(default_factory=list)
     logps: list[float] | None = field(default_factory=list)
@@ -102,8 +104,9 @@ class ToolLoop(GenerationBackend):
         room for another token are taken back, and the completion ends before them.
         """
         seeds = sampling.seeds or [None] * len(prompts)
-        texts = zip(prompts.token_ids, prompts.messages, seeds, strict=True)
-        rows = [_Row(list(ids), message, seed) for ids, message, seed in texts]
+        tools = prompts.tools or [None] * len(prompts)
+        given = zip(prompts.token_ids, prompts.messages, seeds, tools, strict=True)
+        rows = [_Row(list(ids), *others) for ids, *others in given]
         with self.engine.awake():
             self._run(rows, sampling, group_size)
         return _joined(rows)
@@ -152,21 +155,22 @@ class ToolLoop(GenerationBackend):
         """Make the calls of all rows, and return the rows that go on."""
         if self._turns is not None and turn >= self._turns:
             return []
-        results = iter(self._tools([call for row in active for call in row.pending]))
+        calls = [call for row in active for call in row.pending]
+        own = [row.tools for row in active for _ in row.pending]
+        results = iter(self._tools(calls, own))
         going_on = []
         for row in active:
-            answers = [next(results) for _ in row.pending]
-            row.calls += len(answers)
-            row.failures += sum(answer.failed for answer in answers)
-            if answers and self._answer(row, answers, sampling):
+            if self._answer(row, list(islice(results, len(row.pending))), sampling):
                 going_on.append(row)
         return going_on
 
     def _answer(self, row: _Row, answers: Sequence[ToolResult], sampling: Sampling) -> bool:
-        """Append answers if they leave room for another token."""
+        """Append answers if there are any and they leave room for another token."""
+        row.calls += len(answers)
+        row.failures += sum(answer.failed for answer in answers)
         messages = [answer.as_message() for answer in answers]
-        ids = self._template.after(messages)
-        if len(ids) >= self._room(row, sampling):
+        ids = self._template.after(messages) if messages else []
+        if not messages or len(ids) >= self._room(row, sampling):
             return False
         row.read(ids, messages)
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from ...data.tool_template import tool_message
 from ...text import did_you_mean
 from ...timed_calls import Outcome, TimedCalls, TooSlow
 from .calls import ToolCall
+
+Functions = Mapping[str, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -70,31 +72,39 @@ class ToolRunner:
         self._tools = dict(zip(names, tools, strict=True))
         self._calls = TimedCalls(timeout)
 
-    def __call__(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """Make all calls, and return their results in the same order. Never raises for a tool."""
+    def __call__(
+        self, calls: Sequence[ToolCall], own: Sequence[Functions | None] | None = None
+    ) -> list[ToolResult]:
+        """Make all calls, and return their results in the same order. Never raises for a tool.
+
+        Args:
+            calls: what was asked for.
+            own (*optional*): for each call the functions that it may name; None: those of the run.
+        """
         results: dict[int, ToolResult] = {}
-        waiting = []
+        waiting: dict[int, Callable[[], Any]] = {}
         for place, call in enumerate(calls):
-            problem = self._problem(call)
+            tools = self._tools if own is None or own[place] is None else own[place] or {}
+            problem = _problem(call, tools)
             if problem is not None:
                 results[place] = ToolResult.failure(call.name, problem)
-            elif inspect.iscoroutinefunction(self._tools[call.name]):
-                waiting.append(place)
+                continue
+            bound = functools.partial(tools[call.name], **call.arguments)
+            if inspect.iscoroutinefunction(tools[call.name]):
+                waiting[place] = bound
             else:
-                results[place] = ToolResult.of(call.name, self._calls.run(self._bound(call)))
-        outcomes = self._calls.run_at_once([self._bound(calls[place]) for place in waiting])
+                results[place] = ToolResult.of(call.name, self._calls.run(bound))
+        outcomes = self._calls.run_at_once(list(waiting.values()))
         for place, outcome in zip(waiting, outcomes, strict=True):
             results[place] = ToolResult.of(calls[place].name, outcome)
         return [results[place] for place in range(len(calls))]
 
-    def _bound(self, call: ToolCall) -> Callable[[], Any]:
-        return functools.partial(self._tools[call.name], **call.arguments)
 
-    def _problem(self, call: ToolCall) -> str | None:
-        if call.problem is not None or call.name in self._tools:
-            return call.problem
-        hint = did_you_mean(call.name, self._tools, f" There are: {', '.join(self._tools)}.")
-        return f"there is no tool {call.name!r}.{hint}"
+def _problem(call: ToolCall, tools: Functions) -> str | None:
+    if call.problem is not None or call.name in tools:
+        return call.problem
+    hint = did_you_mean(call.name, tools, f" There are: {', '.join(tools)}." if tools else "")
+    return f"there is no tool {call.name!r}.{hint}"
 
 
 def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ...data.formats import is_conversational
@@ -17,10 +18,12 @@ from ...models.loading import context_length
 from ...models.policy_handle import PolicyHandle
 from ...models.quantized import working_precision
 from ...models.unwrap import causal_model, policy_for_inference
-from ...types import Sampling
+from ...types import Prompts, Sampling
 from .online_config import OnlineConfig
+from .online_setup import check_datasets
 
 if TYPE_CHECKING:
+    from ...generation.environments import Environments
     from ...generation.function_backend import RolloutFunction
     from ...generation.tools.runner import ToolRunner
     from ...generation.transformers.backend import Attempt
@@ -169,6 +172,7 @@ class Agents:
 
     tools: ToolRunner | None = None
     rollout_func: RolloutFunction | None = None
+    environments: Environments | None = None
 
     @classmethod
     def of(
@@ -181,25 +185,50 @@ class Agents:
         """Check the arguments of a trainer, before anything is loaded.
 
         Raises:
-            NotImplementedError: for an environment factory.
-            TypeError: if a tool or the rollout function cannot be called.
-            ValueError: if a tool has no schema, or tools and a rollout function are given.
+            TypeError: if a tool, a factory or the rollout function cannot be called.
+            ValueError: if a tool has no schema, an environment no `reset`, or tools or environments
+                and a rollout function are given.
         """
-        if environment_factory is not None:
-            raise NotImplementedError(
-                "environment_factory is not available in this release: pass functions as tools, or "
-                "run the environments in a rollout_func."
-            )
         if rollout_func is None:
-            return cls(tools=_runner(tools, args) if tools else None)
+            environments = None
+            if environment_factory is not None:
+                from ...generation.environments import Environments  # most runs have none
+
+                environments = Environments(environment_factory, tools or ())
+                tools = environments.tools
+            return cls(_runner(tools, args) if tools else None, environments=environments)
         if not callable(rollout_func):
             raise TypeError(f"rollout_func must be a function, not {rollout_func!r:.80}.")
-        if tools:
+        others = {"tools": tools, "environment_factory": environment_factory}
+        for name in [name for name, given in others.items() if given]:
             raise ValueError(
-                "tools cannot be used with rollout_func, which makes the completions itself; call "
-                "the tools inside it."
+                f"{name} cannot be used with rollout_func, which makes the completions itself; use "
+                "them inside it."
             )
         return cls(rollout_func=rollout_func)
+
+    @property
+    def rewards(self) -> list[Callable[..., Any]]:
+        """Reward functions that ask the environments."""
+        return [] if self.environments is None else self.environments.rewards
+
+    def checked_dataset(self, train: Any, evaluation: Any, args: OnlineConfig) -> Any:
+        """Check the datasets; environments that bring their data need none to train on.
+
+        Returns:
+            The training set; where there is none, rows with an empty prompt for the environments.
+
+        Raises:
+            TypeError: if a dataset is not one of the `datasets` library.
+            ValueError: see `check_datasets`; or if the first row's prompt is not a list of
+                messages, in which the chat template could describe the tools.
+        """
+        if train is None and self.environments is not None and args.max_steps > 0:
+            prompt = [{"role": "user", "content": ""}]
+            train = Dataset.from_dict({"prompt": [prompt] * (args.generation_batch_size or 1)})
+        check_datasets(train, evaluation, args)
+        self.check_prompts(train)
+        return train
 
     def template_kwargs(self, args: OnlineConfig) -> dict[str, Any]:
         """Arguments of the chat template, which describes the tools in the prompt."""
@@ -228,8 +257,9 @@ class Agents:
         policy: PolicyHandle,
         args: OnlineConfig,
         stop_ids: tuple[int, ...],
+        encode: Callable[[Sequence[dict[str, Any]]], Prompts],
     ) -> GenerationBackend:
-        """Answer tool calls between the turns that an engine generates, or let a function use it.
+        """Let rows act in environments and answer tool calls, or let a function use the engine.
 
         Args:
             engine (`GenerationBackend`): returned as it is where nothing is to be done around it.
@@ -237,6 +267,7 @@ class Agents:
             policy (`PolicyHandle`): what generates.
             args (`OnlineConfig`): options.
             stop_ids: tokens that end a turn.
+            encode: tokenizes rows of the dataset.
 
         Raises:
             ValueError: if the chat template has no place for tools.
@@ -245,8 +276,22 @@ class Agents:
             from ...generation.function_backend import FunctionBackend
 
             return FunctionBackend(call, engine, policy.ranks)
-        if self.tools is None:
+        if self.tools is not None:
+            engine = self._with_tools(self.tools, engine, policy, args, stop_ids)
+        if self.environments is None:
             return engine
+        from ...generation.environments import EnvironmentBackend
+
+        return EnvironmentBackend(engine, self.environments, encode, policy.ranks)
+
+    def _with_tools(
+        self,
+        tools: ToolRunner,
+        engine: GenerationBackend,
+        policy: PolicyHandle,
+        args: OnlineConfig,
+        stop_ids: tuple[int, ...],
+    ) -> GenerationBackend:
         from ...data.tool_template import ToolTurns
         from ...generation.tools.calls import CallParser
         from ...generation.tools.loop import ToolLoop
@@ -258,8 +303,8 @@ class Agents:
         options: Any = args.chat_template_kwargs
         return ToolLoop(
             engine,
-            self.tools,
-            CallParser(tokenizer, self.tools.schemas, options),
+            tools,
+            CallParser(tokenizer, tools.schemas, options),
             turns,
             policy.ranks,
             args.max_tool_calling_iterations,

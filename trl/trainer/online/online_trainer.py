@@ -59,7 +59,7 @@ class OnlineTrainer(BaseTrainer):
         peft_config (`peft.PeftConfig`, *optional*): train an adapter instead of all weights.
         tools (`list`, *optional*): functions the policy may call, see `ToolRunner`.
         rollout_func (*optional*): makes the completions itself, see `FunctionBackend`.
-        environment_factory: refused.
+        environment_factory (*optional*): what each row acts in, see `Environments`.
         ref_model (*optional*): reference policy, or its name. None: the policy as it is now.
     """
 
@@ -93,14 +93,14 @@ class OnlineTrainer(BaseTrainer):
         check_engine(args)
         self._agents = Agents.of(args, tools, rollout_func, environment_factory)
         check_devices(args)
-        setup.check_datasets(train_dataset, eval_dataset, args)
-        self._agents.check_prompts(train_dataset)
+        train_dataset = self._agents.checked_dataset(train_dataset, eval_dataset, args)
         sources = resolve_rewards(
             reward_funcs,
             reward_processing_classes,
             model_init_kwargs=init_options(args),
             template_kwargs=args.chat_template_kwargs,
             trust_remote_code=args.trust_remote_code,
+            of_environments=self._agents.rewards,
         )
         policy = prepare_policy(model, args, processing_class, quantization_config, peft_config)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
@@ -112,7 +112,8 @@ class OnlineTrainer(BaseTrainer):
         self._build_policy(model, ref_model, policy.brought_adapter)
         self._build_credit(sources)
         self.set_up()
-        setup.dry_run(args, self.train_dataset, self.encode, self.rewards, self.state)
+        if self._agents.environments is None:  # which rewards ask, once they have begun
+            setup.dry_run(args, self.train_dataset, self.encode, self.rewards, self.state)
 
     # --- Construction ---
 
@@ -189,7 +190,8 @@ class OnlineTrainer(BaseTrainer):
             attempt=self.phases.adaptive("generation", alone=self.policy.layers_in_step).run,
         )
         call = None if given is None else lambda prompts: given(prompts, self)
-        return self._agents.around(engine, call, self.policy, args, self.sampling.stop_ids)
+        stops = self.sampling.stop_ids
+        return self._agents.around(engine, call, self.policy, args, stops, self.encode)
 
     # --- What an algorithm says ---
 
