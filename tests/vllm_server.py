@@ -16,8 +16,8 @@ from workspace import ROOT, environment
 
 from trl.generation.vllm.server.backend import Server, ServerPool, VLLMServerBackend
 
-START = 240.0  # seconds: importing vLLM alone may take a minute on a machine that is busy
-SECONDS = 20.0  # in which a server that runs must answer
+START = 500.0  # seconds: importing vLLM alone may take a minute on a machine that is busy
+SECONDS = 60.0  # in which a server that runs must answer
 CPU = torch.device("cpu")
 
 

@@ -1,7 +1,7 @@
 from importlib import import_module
 
 import pytest
-from workspace import run_python
+from workspace import run_forked
 
 from trl.cli.commands import COMMANDS, TRAINING, unknown_command
 
@@ -63,6 +63,6 @@ def test_unknown_commands():
 
 @pytest.mark.parametrize("words", [["-m", "trl.scripts.rloo", "--help"]])
 def test_modules_that_accelerate_launches_have_the_same_help(words, tmp_path, capsys):
-    done = run_python(words, tmp_path)
+    done = run_forked(words, tmp_path)
     TRAINING["rloo"].run(["--help"])
     assert "".join(done.stdout.split()) == "".join(capsys.readouterr().out.split())

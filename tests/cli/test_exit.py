@@ -219,21 +219,21 @@ def interrupt(start, code):
 
 def test_one_that_was_not_told_is_told(started, monkeypatch):
     monkeypatch.setattr(exit, "ALONE", 0.01)
-    assert interrupt(started, SLOW).communicate(timeout=10)[0] == b"told\n"
+    assert interrupt(started, SLOW).communicate(timeout=60)[0] == b"told\n"
 
 
 def test_one_that_goes_on_is_killed(started, monkeypatch):
     monkeypatch.setattr(exit, "ALONE", 0.01)
     monkeypatch.setattr(exit, "GRACE", 0.01)
     process = interrupt(started, DEAF)
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait(60) == -signal.SIGKILL
     assert process.stdout.read() == b""
 
 
 def test_one_that_ends_by_itself_and_others_are_left_alone(started):
     other = started(SLOW)
     process = interrupt(started, "print('here', flush=True); import time; time.sleep(0.2)")
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
     assert other.poll() is None
 
 

@@ -5,7 +5,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from workspace import ROOT, run_python, write_inputs
+from workspace import ROOT, run_forked, write_inputs
 
 SCRIPTS = ROOT / "examples" / "scripts"
 SHORT = ["--max_steps", "1", "--per_device_train_batch_size", "2", "--max_completion_length", "4"]
@@ -36,9 +36,8 @@ def test_online_dpo_asks_a_server(tmp_path):
     url = f"http://127.0.0.1:{server.server_port}/v1"
     words = ["--model_name_or_path", "tiny-model", "--dataset_name", "prompts.jsonl"]
     try:
-        done = run_python(
-            [str(SCRIPTS / "online_dpo.py"), *words, *SHORT, "--judge_url", url],
-            write_inputs(tmp_path),
+        done = run_forked(
+            [SCRIPTS / "online_dpo.py", *words, *SHORT, "--judge_url", url], write_inputs(tmp_path)
         )
     finally:
         server.shutdown()
@@ -55,7 +54,7 @@ def test_ppo_learns(tmp_path):
     words = ["--model_name_or_path", "tiny-model", *SHORT, "--max_steps", "40"]
     words += ["--per_device_train_batch_size", "32", "--num_ppo_epochs", "2", "--beta", "0"]
     words += ["--learning_rate", "0.01", "--lr_scheduler_type", "constant", "--seed", "1"]
-    done = run_python([str(SCRIPTS / "ppo.py"), *words], write_inputs(tmp_path))
+    done = run_forked([SCRIPTS / "ppo.py", *words], write_inputs(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (tmp_path / "output" / "completions" / "train.jsonl").read_text().splitlines()
     rewards = [json.loads(line)["reward"] for line in lines]

@@ -167,7 +167,7 @@ def test_columns_do_not_depend_on_who_ends_first(first_ends_last):
     def made(mine, other, must_wait):
         async def judge(log_extra, **kwargs):
             if must_wait:
-                await asyncio.wait_for(events[other].wait(), 5)
+                await asyncio.wait_for(events[other].wait(), 60)
             log_extra("text", [mine, mine])
             events[mine].set()
             return [0.0, 0.0]
@@ -285,13 +285,13 @@ def test_coroutines_wait_for_each_other():
 
     async def first(**kwargs):
         first_began.set()
-        await asyncio.wait_for(second_began.wait(), 5)
+        await asyncio.wait_for(second_began.wait(), 60)
         return [1.0, 2.0]
 
     class Second:
         async def __call__(self, **kwargs):
             second_began.set()
-            await asyncio.wait_for(first_began.wait(), 5)
+            await asyncio.wait_for(first_began.wait(), 60)
             return [3.0, 4.0]
 
     table, _ = call([first, Second()])
@@ -339,11 +339,11 @@ def test_calls_are_limited_in_time(is_async):
     release = threading.Event()
 
     def slow(**kwargs):
-        release.wait(5)
+        release.wait(60)
         return [0.0, 0.0]
 
     async def slow_async(**kwargs):
-        await asyncio.sleep(5)
+        await asyncio.sleep(60)
         return [0.0, 0.0]
 
     start = time.monotonic()
@@ -353,7 +353,7 @@ def test_calls_are_limited_in_time(is_async):
             call([slow_async if is_async else slow], timeout=0.05)
     finally:
         release.set()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 30
 
 
 def test_coroutines_that_block_the_loop_are_limited_in_time():
@@ -362,7 +362,7 @@ def test_coroutines_that_block_the_loop_are_limited_in_time():
     async def stuck(**kwargs):
         calls.append(1)
         if len(calls) == 1:
-            release.wait(5)
+            release.wait(60)
         return [1.0, 2.0]
 
     rewards = suite(stuck, timeout=0.05)

@@ -210,7 +210,7 @@ def test_completions_are_written_with_their_credit(tmp_path):
 
 
 def test_old_trainer_arguments(tmp_path):
-    with pytest.warns(FutureWarning, match="policy is now model; ref_policy is ignored"):
+    with pytest.warns(FutureWarning, match="policy is now model; ref_policy has no effect"):
         trainer = RLOOTrainer(
             policy=tiny_model(),
             ref_policy=tiny_model(),

@@ -14,7 +14,7 @@ trainer = trainer_of(
     folder,
     vllm_server_base_url=urls,
     vllm_group_port=int(sys.argv[4]),
-    vllm_server_timeout=20,
+    vllm_server_timeout=60,
     use_cpu=False,
     max_steps=3,
     per_device_train_batch_size=8,

@@ -213,7 +213,7 @@ def test_a_worker_that_hangs_while_weights_are_sent_ends_the_wait():
     words = r"While sending the weights of step 0, (at model|after the last).*: .* (1.5|.*gone)"
     with pytest.raises(ServerError, match=words):
         found.generate(PROMPTS, sampling(), 4)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 100
 
 
 def test_an_engine_that_hangs_while_generating_ends_the_wait(tmp_path):
@@ -227,7 +227,7 @@ def test_an_engine_that_hangs_while_generating_ends_the_wait(tmp_path):
     try:
         with pytest.raises(ServerError, match="While generating, with 0 of 1 prompts answered"):
             found.generate(PROMPTS, sampling(), 4)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 100
     finally:
         file.unlink()
 

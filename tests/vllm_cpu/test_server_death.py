@@ -56,7 +56,7 @@ def test_a_run_goes_on_with_a_server_that_was_started_again(tmp_path, started):
     words = "While sending the weights of step 2, (at model|after the last).*: The vLLM server"
     with pytest.raises(ServerError, match=words):
         trainer.train()
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 300
     again = RunningServer(port=server.port)
     again.connect()
     started.append(again)
@@ -84,7 +84,7 @@ def test_a_server_that_dies_ends_both_ranks(tmp_path, started):
     assert first["error"].startswith("While generating, with")
     assert f"The vLLM server {server.url} cannot be reached or is gone" in first["error"]
     assert second["error"].startswith("Rank 0 failed in generation: ServerError: While generating")
-    assert max(first["seconds"], second["seconds"]) < 60
+    assert max(first["seconds"], second["seconds"]) < 300
     assert first["served"] == [9, 9], "in three rounds: 2 of 4 prompts and a probe for each server"
 
 
@@ -104,4 +104,4 @@ def test_a_server_that_stops_answering_is_given_up(tmp_path):
         started = time.monotonic()
         with pytest.raises(ServerError, match="While generating.*no answer within"):
             found.generate(prompts, Sampling(max_tokens=4, seeds=(1,)), 1)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 100

@@ -15,7 +15,7 @@ ROUNDS = {"gradient_accumulation_steps": 2, "steps_per_generation": 1}
 
 def trainer_of(folder, kind=RLOOTrainer, server=None, **changes):
     settings = {"script": None, "use_vllm": True, "vllm_mode": "server", "max_steps": 2}
-    settings |= {"vllm_probe_syncs": 1, "vllm_group_port": free_port(), "vllm_server_timeout": 20}
+    settings |= {"vllm_probe_syncs": 1, "vllm_group_port": free_port(), "vllm_server_timeout": 60}
     settings |= {"model": policy_model(), "optim": "adamw_torch", "learning_rate": 1e-2}
     if "vllm_server_base_url" not in changes:
         settings["vllm_server_base_url"] = (server or started_server()).url

