@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from dpo_runs import (
+    BOUND,
     PAIRS,
     by_hand,
     gradient_of,
@@ -16,8 +17,6 @@ from peft import LoraConfig
 from sft_runs import logged, relative
 from tiny import tiny_model
 
-# The sums over the tokens of answers amplify rounding, in padded rows as much as in packed ones.
-BOUND = 2e-5
 SPLITS = {
     "one micro-batch": {},
     "single pairs": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},

@@ -180,7 +180,7 @@ _OFFLINE = (
     _offline(
         "DPO",
         "train on pairs of a chosen and a rejected answer",
-        ("beta", "loss_type", "max_prompt_length"),
+        ("beta", "loss_type", "max_prompt_length", "precompute_ref_log_probs"),
         "Qwen/Qwen3-0.6B --dataset_name trl-lib/ultrafeedback_binarized \\\n   ",
     ),
     _offline(

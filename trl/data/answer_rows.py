@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -146,16 +146,16 @@ class AnswerRows(StepRows):
         exists = [[group.counts] * len(ids) for group in self.groups for ids in group.answer_ids]
         return pad_ragged(exists, False).to(self.values["counts"].device, non_blocking=True)
 
-    def with_values(self, **values: Tensor) -> AnswerRows:
+    def with_values(self, **values: Tensor) -> Self:
         """Add (B, ...) tensors."""
         return dataclasses.replace(self, values=self.values | values)
 
-    def to(self, device: torch.device) -> AnswerRows:
+    def to(self, device: torch.device) -> Self:
         """Copy to a device what is a tensor."""
         moved = {name: x.to(device, non_blocking=True) for name, x in self.values.items()}
         return dataclasses.replace(self, values=moved)
 
-    def select(self, index: Sequence[int]) -> AnswerRows:
+    def select(self, index: Sequence[int]) -> Self:
         """Return the given groups."""
         groups = [self.groups[i] for i in index]
         return dataclasses.replace(

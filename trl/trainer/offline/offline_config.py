@@ -107,6 +107,20 @@ class PreferenceConfig(ReferenceOptions, OfflineConfig):
     use_logits_to_keep: bool = option(
         False, "Accepted: logits of prompts are never computed, with this option or without."
     )
+    precompute_ref_log_probs: bool = option(
+        False, "Score all answers with the reference beforehand, once; the result is kept on disk."
+    )
+    precompute_ref_batch_size: int | None = option(
+        None, "Prompts scored at once for that. None: per_device_train_batch_size.", ge=1
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.precompute_ref_log_probs and self.sync_ref_model:
+            raise ValueError(
+                "precompute_ref_log_probs=True cannot be used with sync_ref_model=True: the "
+                "reference moves."
+            )
 
     @property
     def needs_reference(self) -> bool:

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from ...data.encode import TextEncoder
 from ...data.packing import MicroBatchSampler
 from ...models.readers import Reader
+from ...models.reference import AdapterOff, FrozenCopy, ReferencePolicy
 from ...models.scorer import Scorer
 from ...ops.support import Support
 from ...types import Mode, TokenScores
@@ -23,6 +24,7 @@ from ..base.base_trainer import BaseTrainer
 from ..base.policy import check_devices, check_run, prepare_policy, router_coefficient
 from .batches import ItemStream, RankBatches, StreamBatches
 from .offline_config import OfflineConfig, PreferenceConfig
+from .precomputed import Precomputation, check_known, reference_weights, scoring_facts
 from .template import set_template
 
 NO_LOGITS = "logits are never held as a whole, and rows are not padded"
@@ -58,6 +60,7 @@ class OfflineTrainer(BaseTrainer):
     """
 
     config_class: ClassVar[type[OfflineConfig]]
+    _has_let_go = False  # of the reference
 
     def __init__(
         self,
@@ -107,6 +110,7 @@ class OfflineTrainer(BaseTrainer):
         self._build_scoring()
         if isinstance(args, PreferenceConfig) and args.needs_reference:
             self._make_reference(policy.brought_adapter, ref_model, model)
+            self._precompute(FrozenCopy)
 
     def _build_scoring(self) -> None:
         args = self.args
@@ -123,6 +127,38 @@ class OfflineTrainer(BaseTrainer):
         self.phases.on_forget(self.scorer.forget)
         # Ranks take part in each other's passes, so none of them can repeat one alone.
         self._scoring = self.phases.adaptive("scoring", alone=self.ranks.count > 1)
+
+    def begin_training(self) -> None:
+        """Compute what is wanted beforehand, and let go of a model that is not needed for more."""
+        if self.reference is None or not self.args.precompute_ref_log_probs:
+            return
+        # By now the policy is prepared for training, as it must be where it is sharded.
+        self._precompute(AdapterOff)
+        if isinstance(self.reference, FrozenCopy):
+            self.reference, self._has_let_go = None, True
+
+    def _precompute(self, kind: type[ReferencePolicy]) -> None:
+        """Score all datasets with a reference of some kind, if that is wanted."""
+        args, others, reference = self.args, self.eval_dataset, self.reference
+        if not args.precompute_ref_log_probs or not isinstance(reference, kind):
+            return
+        with reference.active(self.model) as model:
+
+            def score(rows: Any) -> Tensor:
+                self._agree_on(rows, model)
+                return self.frozen(model, rows.to(args.device), self.answer_logps)
+
+            rows = args.precompute_ref_batch_size or args.per_device_train_batch_size
+            work = Precomputation(
+                ranks=self.ranks,
+                collate=self.collate,
+                score=score,
+                limits=(rows, args.max_tokens_per_micro_batch),
+                facts=scoring_facts(args, model),
+            )
+            found = others.values() if isinstance(others, Mapping) else [others]
+            for dataset in (self.train_dataset, *(x for x in found if x is not None)):
+                work.fill(dataset, reference_weights(reference))
 
     # --- What an algorithm says ---
 
@@ -188,6 +224,7 @@ class OfflineTrainer(BaseTrainer):
         if dataset is None or hasattr(dataset, "rows"):
             return dataset
         _check_dataset(f"{mode}_dataset", dataset)
+        check_known(dataset, mode, args, self._has_let_go)
         found = self.prepare_dataset(dataset, self._encoder, args, mode)
         if isinstance(found, ItemStream) and args.shuffle_dataset and mode == "train":
             found.shuffle(args.seed)
@@ -249,12 +286,12 @@ class OfflineTrainer(BaseTrainer):
         known = [each.of_step(totals, len(batches), "train").to(device) for each in batches]
         return self.before_step(known), None
 
-    def _agree_on(self, rows: Any) -> None:
+    def _agree_on(self, rows: Any, model: nn.Module | None = None) -> None:
         """Let all ranks decide together in which layout rows up to this length are scored."""
         if self.ranks.count > 1:
             with self.accelerator.autocast():
                 reader = self.reader(self.model)
-                self.scorer.agree(self.model, rows.flat, self.ranks.largest, reader)
+                self.scorer.agree(model or self.model, rows.flat, self.ranks.largest, reader)
 
     def prepare(self, inputs: Any, mode: Mode) -> Any:
         """Make a step of the rows of an evaluation; those of training are known to be in one."""

@@ -1,0 +1,145 @@
+"""Log-probabilities of a reference, computed once for a dataset and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ...data.packing import MicroBatchSampler
+from ...distributed import Ranks
+from ...models.reference import ReferencePolicy, whole_weights
+from ...models.unwrap import causal_model
+from ...types import Mode
+from .batches import RankBatches
+from .offline_config import OfflineConfig, PreferenceConfig
+
+VERSION = 1  # changed with what is stored
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precomputation:
+    """Fills prepared datasets with the `ref_logps` (items, K) of their answers.
+
+    What is found under a key of everything the numbers depend on is not computed again: the tokens
+    of all items, all weights of the reference, and `facts`.
+
+    Args:
+        ranks (`Ranks`): all processes; each computes its share.
+        collate: makes rows of items.
+        score: log-probabilities (B, K) of rows.
+        limits: rows, and at most tokens, of what is scored at once.
+        facts: what else the numbers depend on, by name.
+    """
+
+    ranks: Ranks
+    collate: Callable[[list[Any]], Any]
+    score: Callable[[Any], Tensor]
+    limits: tuple[int, int | None]
+    facts: dict[str, Any]
+
+    def fill(self, dataset: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Compute or read the numbers of a dataset; every rank must call this.
+
+        Args:
+            dataset: prepared items by index, with `lengths` and `values`.
+            weights: name and whole tensor of each weight of the reference.
+        """
+        key = self.ranks.gather_objects(self.key(dataset, weights))[0]
+        path = Path(datasets.config.HF_DATASETS_CACHE) / "trl" / f"reference-{key}.npy"
+        found = self.ranks.gather_objects(_read(path) if self.ranks.rank == 0 else None)[0]
+        if found is None:
+            found = self._compute(dataset)
+            if self.ranks.rank == 0:
+                _write(path, found)
+        dataset.values["ref_logps"] = found
+
+    def key(self, dataset: Any, weights: Iterable[tuple[str, Tensor]]) -> str:
+        """Name what the numbers depend on."""
+        versions = [VERSION, torch.__version__, transformers.__version__]
+        facts = [versions, self.limits, self.facts]
+        found = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
+        for place in range(len(dataset)):
+            item = dataset[place]
+            for ids in (item.prompt_ids, *item.answer_ids):
+                found.update(np.array([len(ids), *ids], dtype=np.int32).tobytes())
+        for name, weight in weights:
+            found.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+            found.update(weight.contiguous().flatten().view(torch.uint8).numpy())
+        return found.hexdigest()[:32]
+
+    def _compute(self, dataset: Any) -> np.ndarray:
+        order = MicroBatchSampler(dataset.lengths, *self.limits)
+        batches = RankBatches(order, self.ranks.rank, self.ranks.count)
+        mine = []
+        for rows in DataLoader(dataset, batch_sampler=batches, collate_fn=self.collate):
+            mine.append(self.score(rows).cpu()[rows.values["counts"]])
+        return in_order(self.ranks.gather_objects(mine)).numpy()
+
+
+def check_known(dataset: Any, mode: Mode, args: OfflineConfig, has_let_go: bool) -> None:
+    """Refuse a dataset for which nothing can be computed beforehand.
+
+    Raises:
+        ValueError: for a stream, and for any when the reference is not there any more.
+    """
+    if not isinstance(args, PreferenceConfig) or not args.precompute_ref_log_probs:
+        return
+    if has_let_go:
+        raise ValueError(
+            "precompute_ref_log_probs=True: the reference is not kept while training, so only "
+            "evaluation sets that were passed to the trainer can be evaluated."
+        )
+    if isinstance(dataset, datasets.IterableDataset):
+        raise ValueError(
+            f"precompute_ref_log_probs=True needs datasets of known length, but {mode}_dataset is "
+            "a stream."
+        )
+
+
+def scoring_facts(args: PreferenceConfig, model: nn.Module) -> dict[str, Any]:
+    """What log-probabilities under a model depend on, besides its weights and the tokens."""
+    config = causal_model(model).config
+    names = ("bf16", "fp16", "shared_prefix", "logits_chunk_size", "pad_multiple", "ld_alpha")
+    options = {name: getattr(args, name, None) for name in names}
+    computed = {"attention": config._attn_implementation, "device": args.device.type}
+    return options | computed | {"config": config.to_json_string()}
+
+
+def reference_weights(reference: ReferencePolicy) -> Iterator[tuple[str, Tensor]]:
+    """Names and whole tensors of all that a reference computes with; all ranks go on alike."""
+    trained = getattr(reference.model, "active_adapter", None)
+    for name, weight in whole_weights(reference.model):
+        if trained is None or trained not in name.split("."):
+            yield name, weight
+
+
+def in_order(found: list[list[Tensor]]) -> Tensor:
+    """Join what each rank made of its micro-batches, dealt by `share_of_rank`: (items, ...)."""
+    return torch.cat([part for turn in zip(*found, strict=True) for part in turn])
+
+
+def _read(path: Path) -> np.ndarray | None:
+    try:
+        return np.load(path)
+    except (OSError, ValueError, EOFError):  # none, or damaged
+        return None
+
+
+def _write(path: Path, values: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_suffix(f".{os.getpid()}.tmp")
+    with staged.open("wb") as file:
+        np.save(file, values)
+    staged.replace(path)
