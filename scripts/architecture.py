@@ -14,7 +14,7 @@ import structure
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, PAGE = ROOT / "trl", ROOT / "docs" / "architecture.md"
-LEAVES = ("RLOOTrainer", "GRPOTrainer")
+LEAVES = ("RLOOTrainer", "GRPOTrainer", "OnlineDPOTrainer", "PPOTrainer")
 # Each guarantee: what it says, where it is kept, and what shows it.
 GUARANTEES = {
     "every token once: completions share the forward pass of their prompt": (

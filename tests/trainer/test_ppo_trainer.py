@@ -182,6 +182,12 @@ def test_a_policy_that_moved_far_generates_anew(tmp_path):
     assert steps == [[0, 3], [0, 2, 3, 5]]
 
 
+def test_a_value_model_is_loaded_by_name(tmp_path):
+    classifier(seed=5).save_pretrained(tmp_path / "model")
+    trainer = make_trainer(tmp_path, PPOTrainer, **ONE_PASS, value_model=str(tmp_path / "model"))
+    assert torch.equal(weights(trainer.model.value_model), weights(classifier(seed=5)))
+
+
 def test_unscorable_rows_do_not_train(tmp_path):
     def some(completion_ids, **kwargs):
         return [None if i == 1 else r for i, r in enumerate(token_sum(completion_ids))]

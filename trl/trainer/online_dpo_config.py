@@ -37,7 +37,7 @@ class OnlineDPOConfig(OnlineConfig):
     )
 
     # --- Loss ---
-    beta: float | list[float] = option(
+    beta: float | list[float] = option(  # type: ignore[assignment]
         [0.1], "How closely the policy is held to the reference; several: one for each epoch."
     )
     loss_type: str = option("sigmoid", "Loss of a pair.", choices=("sigmoid", "ipo"))

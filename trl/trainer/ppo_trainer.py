@@ -208,9 +208,10 @@ class PPOTrainer(OnlineTrainer):
         super().check_update(step)
         if self.args.target_kl is not None and self._moved:
             moved, count = self.ranks.sum(torch.stack(self._moved).sum(0)).tolist()
-            if moved > self.args.target_kl * count:
+            stops = moved > self.args.target_kl * count
+            self.metrics["train"].value("policy/early_stops", float(stops))
+            if stops:
                 self.drop_round()
-                self.metrics["train"].value("policy/early_stops", 1.0)
         self._moved.clear()
 
     # --- Checkpoints ---

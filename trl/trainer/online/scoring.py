@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -193,11 +193,12 @@ class Scoring:
 
 def make_scorer(args: OnlineConfig, sampling: Sampling, pad_id: int, router: float) -> Scorer:
     """A scorer at the sampling temperature; `router` is the weight of the load-balancing loss."""
+    multiple: Any = args.pad_to_multiple_of
     return Scorer(
         pad_id=pad_id,
         temperature=sampling.temperature,
         device=args.device,
-        pad_multiple=args.pad_to_multiple_of,
+        pad_multiple=multiple,
         router_logits=router != 0.0,
         shared_prefix=args.shared_prefix,
         chunk=args.logits_chunk_size,
