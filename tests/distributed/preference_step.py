@@ -14,7 +14,9 @@ ENGINES = ("ddp", "fsdp2", "zero2", "zero3")
 CELLS: dict[str, Any] = {
     "reward": (reward_runs.make_trainer, reward_runs.pairs(reward_runs.PAIRS[:5])),
     "kto": (kto_runs.make_trainer, kto_runs.labelled(kto_runs.ROWS[:7])),
+    "kto, one forward": (kto_runs.make_trainer, kto_runs.labelled(kto_runs.ROWS[:7])),
 }
+SIZES = {"kto, one forward": (2, 1)}  # rows and micro-batches of a step on each of two ranks
 
 
 def run(cell: str, folder: Path, rows: int, accumulation: int, **changes: Any) -> dict[str, Any]:
@@ -48,7 +50,8 @@ def main(folder: str) -> None:
     for engine in ENGINES:
         for cell in CELLS:
             use(engine)
-            found[engine, cell] = run(cell, Path(folder, engine, cell), 1, 2, use_cpu=False)
+            sizes = SIZES.get(cell, (1, 2))
+            found[engine, cell] = run(cell, Path(folder, engine, cell), *sizes, use_cpu=False)
             report(found)
     finish()
 

@@ -23,7 +23,7 @@ def on_two(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Four micro-batches here are two on each of two ranks: the same rows."""
+    """Four rows here, one at a time, are two on each of two ranks: the same rows."""
     folder = tmp_path_factory.mktemp("one")
     return {cell: run(cell, folder / cell, 1, 4) for cell in CELLS}
 

@@ -16,6 +16,11 @@ def test_defaults():
     assert not make(loss_type="apo_zero_unpaired").estimates_kl
 
 
+def test_older_options_are_told_of():
+    with pytest.warns(FutureWarning, match="KTOConfig: padding_value has no effect"):
+        make(padding_value=0)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -109,9 +109,11 @@ def test_the_estimate_is_clamped_over_the_whole_step(tmp_path):
     assert not any(rows.values["kl"].requires_grad for rows in seen)
 
 
-def test_the_other_answers_share_the_prompt(tmp_path):
-    """The policy sees P + R twice, once without gradient; the reference sees P + 2R."""
-    trainer = make_trainer(tmp_path)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_other_answers_share_the_prompt(tmp_path, accumulation):
+    """Policy and reference see P + 2R of each row, if one forward is all of the step."""
+    sizes = {"per_device_train_batch_size": 8 // accumulation}
+    trainer = make_trainer(tmp_path, gradient_accumulation_steps=accumulation, **sizes)
     seen = {"policy": [], "reference": []}
     for name, model in (("policy", trainer.model), ("reference", trainer.reference.model)):
         model.model.register_forward_pre_hook(
@@ -121,9 +123,13 @@ def test_the_other_answers_share_the_prompt(tmp_path):
             with_kwargs=True,
         )
     trainer.train()
-    items = [trainer.train_dataset[i] for i in range(8)]
-    assert seen["reference"][-1][0] <= sum(item.tokens() for item in items)
-    assert [grad for _, grad in seen["policy"][-2:]] == [False, True]
+    everything = sum(trainer.train_dataset[i].tokens() for i in range(8))
+    sizes = [size for size, _ in seen["policy"]]
+    # Of several micro-batches, all other answers are scored before the first one is trained on.
+    expected = {1: [True], 2: [False, False, True, True]}
+    assert [with_gradient for _, with_gradient in seen["policy"]] == expected[accumulation]
+    assert seen["reference"][-1][0] <= everything / accumulation + 64
+    assert accumulation == 2 or sizes[0] <= everything
 
 
 # --- Data ---

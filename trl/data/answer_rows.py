@@ -99,7 +99,7 @@ class AnswerRows(StepRows):
     values: dict[str, Tensor]
 
     @classmethod
-    def of(cls, groups: Sequence[AnswerGroup]) -> AnswerRows:
+    def of(cls, groups: Sequence[AnswerGroup]) -> Self:
         """Make rows of items of one dataset."""
         names = groups[0].values
         values = {name: _column([group.values[name] for group in groups]) for name in names}

@@ -16,7 +16,6 @@ from transformers.utils import logging
 from ..data.answer_rows import AnswerGroup, AnswerRows
 from ..data.encode import TextEncoder
 from ..online.statistics import record_entropy
-from ..ops.masking import length_mask
 from ..ops.preference_losses import kto_loss
 from ..types import Mode, TokenScores
 from .base.model_card import Method
@@ -95,8 +94,8 @@ class KTOTrainer(OfflineTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
     ):
-        self._evaluated: list[tuple[AnswerRows, Tensor]] = []  # rows, and their log-ratios (B,)
-        self._mismatched_sum: Tensor | float = 0.0  # of log-ratios, in an evaluation
+        self._step: list[LabelledRows] = []  # that is computed in one forward
+        self._evaluated: list[tuple[LabelledRows, Tensor]] = []  # rows, and log-ratios (B, K)
         super().__init__(
             *(model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers),
             quantization_config=quantization_config,
@@ -126,48 +125,68 @@ class KTOTrainer(OfflineTrainer):
     # --- One training step ---
 
     def before_step(self, batches: list[LabelledRows]) -> list[LabelledRows]:
-        """Score with the reference, and estimate the KL divergence over the whole step."""
+        """Score with the reference, and estimate the KL divergence over the whole step.
+
+        The policy scores the other answers beforehand, unless one forward behind the same prompts
+        is all of the step, or the estimate can wait for the end of an evaluation.
+        """
         batches = super().before_step(batches)
-        sums = torch.zeros(2, device=self.args.device)
-        for rows in batches if self.args.estimates_kl else ():
-            others = rows.answer(1)
-            logps = self.frozen(self.model, others, self.answer_logps)
-            counts = others.values["counts"]
-            ratios = (logps - others.values["ref_logps"])[:, 0].masked_fill(~counts, 0.0)
-            sums += torch.stack([ratios.sum(), counts.sum()])
-        if batches[0].mode == "eval":
-            self._mismatched_sum = self._mismatched_sum + sums[0]
-            return [rows.answer(0) for rows in batches]
-        total, count = self.ranks.sum(sums).unbind()
-        kl = (total / count.clamp(min=1)).clamp(min=0)
-        self.metrics["train"].value("kl", kl)
+        if not self.args.estimates_kl or batches[0].mode == "eval":
+            return batches
+        if len(batches) == 1 and self.shares_prompts:
+            self._step = batches
+            return batches
+        kl = self._estimate_beforehand(batches)
         return [rows.answer(0).with_values(kl=kl.expand(len(rows))) for rows in batches]
+
+    def _estimate_beforehand(self, batches: list[LabelledRows]) -> Tensor:
+        others = [rows.answer(1) for rows in batches]
+        logps = [self.frozen(self.model, rows, self.answer_logps) for rows in others]
+        pairs = zip(others, logps, strict=True)
+        return self._estimate([(rows, found - rows.values["ref_logps"]) for rows, found in pairs])
+
+    def _estimate(self, found: list[tuple[LabelledRows, Tensor]]) -> Tensor:
+        """The KL estimate () of log-ratios (B, K), of which the last are those of other answers."""
+        if not self.args.estimates_kl:
+            return torch.zeros((), device=self.args.device)
+        counts = torch.cat([rows.values["counts"] for rows, _ in found])
+        ratios = torch.cat([ratios[:, -1].detach() for _, ratios in found])
+        sums = torch.stack([ratios.masked_fill(~counts, 0.0).sum(), counts.sum()])
+        total, count = self.ranks.sum(sums).unbind()
+        return (total / count.clamp(min=1)).clamp(min=0)
+
+    def _estimate_of(self, rows: LabelledRows, ratios: Tensor) -> Tensor:
+        """The KL estimate () of the step that some rows are a part of."""
+        if "kl" in rows.values:
+            return rows.values["kl"][0]
+        if self.args.estimates_kl and rows.share_of_micro_batch < 1:  # memory was short
+            return self._estimate_beforehand(self._step)
+        return self._estimate([(rows, ratios)])
 
     def loss_of(self, scores: TokenScores, rows: LabelledRows) -> Tensor:
         """Return the sum of the losses of all answers (1,)."""
-        logps = scores.logps.sum(1)
-        ratios = logps - rows.values["ref_logps"][:, 0]
-        self._record(scores, logps.detach(), ratios.detach(), rows)
-        if rows.mode == "train":
-            return self._losses(ratios, rows, rows.values["kl"])
-        self._evaluated.append((rows, ratios))  # the estimate is over all of them
-        return ratios.new_zeros(1)
+        logps = self.answer_logps(scores, rows)
+        ratios = logps - rows.values["ref_logps"]
+        self._record(scores, logps.detach()[:, 0], ratios.detach()[:, 0], rows)
+        if rows.mode == "eval":
+            self._evaluated.append((rows, ratios))
+            return ratios.new_zeros(1)
+        kl = self._estimate_of(rows, ratios)
+        self.metrics["train"].value("kl", kl)
+        return self._losses(ratios, rows, kl)
 
     def _losses(self, ratios: Tensor, rows: LabelledRows, kl: Tensor) -> Tensor:
-        """The sum of the losses of log-ratios (1,)."""
+        """The sum of the losses (1,) of log-ratios (B, K), of which the first are the rows' own."""
         args, label = self.args, rows.values["label"]
         weights = torch.where(label, args.desirable_weight, args.undesirable_weight)
-        losses = weights * kto_loss(ratios, label, kl, args.beta)
+        losses = weights * kto_loss(ratios[:, 0], label, kl, args.beta)
         return losses.masked_fill(~rows.values["counts"], 0.0).sum()[None]
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         """Evaluate; the KL estimate is over the whole dataset, whatever its batches are."""
-        self._evaluated, self._mismatched_sum = [], 0.0
+        self._evaluated = []
         output = super().evaluation_loop(*args, **options)
-        counts = sum(int(rows.weight()) for rows, _ in self._evaluated)
-        sums = torch.stack([torch.as_tensor(float(x)) for x in (self._mismatched_sum, counts)])
-        total, count = self.ranks.sum(sums.to(self.args.device)).unbind()
-        kl, store = (total / count.clamp(min=1)).clamp(min=0), self.metrics["eval"]
+        kl, store = self._estimate(self._evaluated), self.metrics["eval"]
         store.value("kl", kl)
         for rows, ratios in self._evaluated:  # whose weights the metric knows
             store.mean("loss", self._losses(ratios, rows, kl), 0.0)
@@ -188,8 +207,8 @@ class KTOTrainer(OfflineTrainer):
         (chosen, rejected), weights = zip(*sums.values(), strict=True)
         store.mean("rewards/margins", torch.stack([chosen, -rejected]), torch.stack(weights))
         if scores.entropies is not None:
-            mask = length_mask(rows.values["lengths"][:, 0], scores.logps.shape[1])
-            record_entropy(store, scores.entropies.detach(), mask & counts[:, None])
+            own = slice(None, None, len(scores.logps) // len(rows))
+            record_entropy(store, scores.entropies.detach()[own], rows.token_mask()[own])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

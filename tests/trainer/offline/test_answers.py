@@ -28,3 +28,12 @@ def test_a_stream_has_the_items_of_the_dataset(tmp_path, caplog, unpaired, drop_
     stream = data.to_iterable_dataset()
     found = list(prepare_answers(stream, ENCODER, config(tmp_path), limits, **options))
     assert found == [whole[i] for i in range(len(whole))]
+
+
+def test_older_names_of_columns_are_told_of(tmp_path):
+    old = {"chosen_input_ids": [[1, 2, 3]], "rejected_input_ids": [[1, 4]]}
+    with pytest.warns(FutureWarning, match="chosen_input_ids is now chosen_ids, rejected_input_id"):
+        found = prepare_answers(
+            Dataset.from_dict(old), ENCODER, config(tmp_path), PreferenceLimits()
+        )
+    assert (found[0].prompt_ids, found[0].answer_ids) == ([1], [[2, 3], [4]])

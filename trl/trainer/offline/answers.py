@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers.utils import logging
 
 from ...data.answer_rows import AnswerDataset, AnswerGroup, answer_group
 from ...data.encode import TextEncoder
-from ...data.preference_rows import PreferenceLimits, prepare_preferences
+from ...data.preference_rows import OLD_NAMES, PreferenceLimits, prepare_preferences
 from .batches import ItemStream
 from .offline_config import OfflineConfig
 
@@ -39,6 +40,10 @@ def prepare_answers(
     Raises:
         ValueError: if no example is left, or examples cannot be read.
     """
+    old = sorted(set(dataset.column_names or ()) & set(OLD_NAMES))
+    if old:
+        words = ", ".join(f"{name} is now {OLD_NAMES[name]}" for name in old)
+        warnings.warn(f"Columns of the dataset: {words}.", FutureWarning, stacklevel=2)
     table = prepare_preferences(dataset, encoder, unpaired, args.dataset_num_proc)
     if isinstance(table, IterableDataset):
         unpack = partial(_unpacked, limits=limits, drop_long=drop_long)

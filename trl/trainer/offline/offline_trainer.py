@@ -176,6 +176,11 @@ class OfflineTrainer(BaseTrainer):
         """Make the rows of a micro-batch of prepared items."""
         raise NotImplementedError
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether prompts are computed once for their answers, unless a check still fails."""
+        return self.scorer.check.enabled
+
     def reader(self, model: nn.Module) -> Reader:
         """What reads the hidden states of rows, for ranks to agree on their layout."""
         return self.scorer.token_reader(model)
