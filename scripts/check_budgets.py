@@ -30,7 +30,7 @@ FOLDERS = {
     "generation": (4500, 4905),
     "online": (1350, 1431),
     "trainer": (6300, 8120),
-    "trainer/base": (1700, 2337),
+    "trainer/base": (1700, 2390),
     "trainer/online": (2000, 2406),
     "cli, scripts": (2700, 2982),
     "rest": (1100, 1365),

@@ -135,7 +135,8 @@ class PretendDevice(TorchDispatchMode):
             self._replace(torch, name, _made_on_device(getattr(torch, name)))
         self._replace(Tensor, "new_tensor", _new_tensor)
         self._replace(Tensor, "tolist", _through(lambda x: x.cpu(), Tensor.tolist))
-        self._replace(Tensor, "data_ptr", _through(_held, Tensor.data_ptr))
+        for name in ("data_ptr", "untyped_storage"):
+            self._replace(Tensor, name, _through(_held, getattr(Tensor, name)))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:

@@ -53,7 +53,7 @@ def make_trainer(folder, data=None, model=None, tokenizer=None, kind=SFTTrainer,
     others = {name: changes.pop(name) for name in names if name in changes}
     return kind(
         tiny_model() if model is None else model,
-        config(folder, **changes),
+        config(folder, kind.config_class, **changes),
         train_dataset=pairs() if data is None else data,
         processing_class=tiny_tokenizer() if tokenizer is None else tokenizer,
         **others,

@@ -50,6 +50,12 @@ class Ranks:
         return bool(kind == DistributedType.FSDP)
 
     @property
+    def pass_alone(self) -> bool:
+        """Whether ranks may run different numbers of passes: without FSDP and DeepSpeed."""
+        kinds = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        return self._accelerator is None or self._accelerator.distributed_type not in kinds
+
+    @property
     def is_distributed(self) -> bool:
         """Whether something besides this process takes part in its passes, even an engine alone."""
         if self._accelerator is None:

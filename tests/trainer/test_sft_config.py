@@ -39,6 +39,14 @@ def test_what_is_done_with_long_rows(changes, expected):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        (
+            {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": {"selective": True}},
+            "'selective' needs gradient_checkpointing=True",
+        ),
+        (
+            {"gradient_checkpointing_kwargs": '{"selective": true, "use_reentrant": true}'},
+            "and use_reentrant must not be True",
+        ),
         ({"loss_type": "nl"}, "loss_type='nl' must be one of nll, dft. Did you mean nll?"),
         ({"packing_strategy": "ffd"}, "packing_strategy='ffd' must be one of bfd, bfd_split, wr"),
         ({"long_rows": "crop"}, "long_rows='crop' must be one of cut, drop, split, error"),

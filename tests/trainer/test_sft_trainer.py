@@ -50,6 +50,12 @@ SPLITS = {
     "tiles of logits": {"logits_chunk_size": 64},
     "all logits": {"logits_chunk_size": 0},
     "checkpointing": {"gradient_checkpointing": True},
+    "pieces": {"max_tokens_per_piece": 40},
+    "pieces of single rows": {"max_tokens_per_piece": 1, "packing": True},
+    "selective checkpointing": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"selective": True},
+    },
     "tokenized while training": {"lazy_tokenization": True},
 }
 

@@ -15,7 +15,7 @@ from trl.memory.adaptive_batch import RowTooLargeError
 from trl.models.packed_attention import KEYWORD
 from trl.online.metrics import MetricStore
 from trl.online.rewards import RewardError
-from trl.trainer.base.phases import Phases
+from trl.trainer.base.phases import Phases, pieces, row_tokens
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
@@ -358,6 +358,34 @@ def test_sizes_stay_small_and_are_said_once(tmp_path, log):
 PHASES = ("generation", "scoring", "rewards", "forward", "backward")
 
 
+@pytest.mark.parametrize("kind", [RLOOTrainer, GRPOTrainer])
+def test_pieces_give_the_same_update(tmp_path, kind):
+    """Micro-batches of 8 rows, 12 tokens for each prompt with its 4 completions."""
+    found, calls = [], []
+    for most in (None, 12, 5):
+        trainer = make_trainer(
+            tmp_path, kind=kind, per_device_train_batch_size=8, max_tokens_per_piece=most
+        )
+        counted = []
+        step = trainer.compute_loss
+        trainer.compute_loss = lambda m, rows, *a, **k: (
+            counted.append(len(rows)) or step(m, rows, *a, **k)  # noqa: B023
+        )
+        trainer.train()
+        calls.append(len(counted))
+        found.append(weights(trainer.model))
+    assert calls[0] < calls[1] < calls[2]
+    assert all(relative(other, found[0]) <= 1e-6 for other in found[1:])
+
+
+def test_runs_of_rows_hold_at_most_so_many_tokens():
+    sizes = [3, 4, 9, 1, 1, 2, 30]
+    assert pieces(sizes, 8) == [range(0, 2), range(2, 3), range(3, 6), range(6, 7)]
+    assert pieces(sizes, 10**6) == [range(7)]
+    rows = SimpleNamespace(prompt_ids=[[1, 2]] * 2 + [[3]], completion_ids=[[4], [5, 6], [7]])
+    assert row_tokens(rows) == [3, 2, 2]
+
+
 def test_each_phase_is_measured_and_logged(tmp_path):
     trainer, _ = run(tmp_path, ("backward", TWO_ROWS, 1), num_iterations=2, log_memory=True)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -378,7 +406,8 @@ def test_nothing_is_measured_if_not_asked_to(tmp_path):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_no_rank_goes_back_alone_where_others_wait_for_it(tmp_path, count):
-    phases = Phases(config(tmp_path), SimpleNamespace(count=count), MetricStore())
+    ranks = SimpleNamespace(count=count, pass_alone=True)
+    phases = Phases(config(tmp_path), ranks, MetricStore(), nn.Linear(1, 1))
     assert phases.batches["training"].disabled == (count > 1)
     assert phases.adaptive("scoring", alone=True).disabled
     assert not phases.adaptive("rewards").disabled

@@ -113,6 +113,15 @@ class MemoryOptions:
         "Logits (tokens x vocabulary) held at once. None: the device's default; 0: all.",
         ge=0,
     )
+    activation_offloading: bool = option(
+        False, "Keep activations in the memory of the host until the backward pass needs them."
+    )
+    max_tokens_per_piece: int | None = option(
+        None,
+        "Cut micro-batches into pieces of at most this many tokens, each with a backward pass of "
+        "its own; the gradient is the same. None: not at all.",
+        ge=1,
+    )
     empty_cache: str = option(
         "auto",
         "Return cached blocks to the device after inference; auto: when they are fragmented.",
@@ -176,9 +185,28 @@ class BaseConfig(LoopOptions, PolicyOptions, MemoryOptions, TrainingArguments):
             setattr(self, new, self.gradient_checkpointing)
         self._check_mappings()
         self._check_packages()
+        self.selective_checkpointing = self._take_selective()
         super().__post_init__()
         self._check_trackers()
         self._refuse_unsupported()
+
+    def _take_selective(self) -> bool:
+        """Take the key that is for this package out of the options of checkpointing."""
+        chosen = False
+        for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+            given = _from_json(getattr(self, name, None)) or {}
+            if given.get("selective") and (
+                not self.gradient_checkpointing or given.get("use_reentrant")
+            ):
+                raise ValueError(
+                    f"{name}: 'selective' needs gradient_checkpointing=True, and use_reentrant "
+                    "must not be True."
+                )
+            if "selective" in given:
+                chosen = chosen or bool(given["selective"])
+                rest = {key: value for key, value in given.items() if key != "selective"}
+                setattr(self, name, {"use_reentrant": False} | rest)
+        return chosen
 
     def _refuse_unsupported(self) -> None:
         for name, reason in self.without_meaning.items():

@@ -67,8 +67,7 @@ class BaseTrainer(Publishing, Trainer):
         self.ranks = Ranks(self.accelerator)
         self.metrics: dict[Mode, MetricStore] = {"train": MetricStore(), "eval": MetricStore()}
         self.guard = FiniteGuard(self.ranks.rank, self.ranks.gather_objects)
-        self.phases = Phases(args, self.ranks, self.metrics["train"])
-        self.phases.on_forget(lambda: self.model.zero_grad())
+        self.phases = Phases(args, self.ranks, self.metrics["train"], self.model)
         self.reference: ReferencePolicy | None = None
         self.run_facts: dict[str, Any] = {}  # that a resumed run must share, besides options
         self.place = Place()
@@ -141,7 +140,8 @@ class BaseTrainer(Publishing, Trainer):
         self.place.begin_micro_step()
         model.train()
         rows: Rows = self.prepare(inputs, "train")
-        loss = self.phases.train(rows, partial(super().training_step, model))
+        step, quiet = super().training_step, self.accelerator.no_sync
+        loss = self.phases.train(rows, partial(step, model), partial(quiet, model))
         self.place.end_micro_step()
         # The guard refuses such an update, or skips it; the mean in the log is then of the others.
         return torch.where(loss.isfinite(), loss, 0.0)

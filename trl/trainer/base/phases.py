@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...distributed import Ranks
 from ...memory.adaptive_batch import AdaptiveBatch
@@ -29,12 +30,13 @@ class Phases:
         args (`BaseConfig`): `log_memory`, `empty_cache`, `recover_from_oom`.
         ranks (`Ranks`): all processes.
         store (`MetricStore`): where peaks go.
+        model: what is trained.
 
     Attributes:
         batches (`dict[str, AdaptiveBatch]`): how many rows each phase works on at once.
     """
 
-    def __init__(self, args: BaseConfig, ranks: Ranks, store: MetricStore):
+    def __init__(self, args: BaseConfig, ranks: Ranks, store: MetricStore, model: nn.Module):
         self.meter = PhaseMeter(args.device, enabled=args.log_memory)
         self.batches: dict[str, AdaptiveBatch] = {}
         self._fixed = not args.recover_from_oom
@@ -44,7 +46,10 @@ class Phases:
         self._store = store
         self._empty_cache = args.empty_cache
         self._device = args.device
-        self._forgets: list[Callable[[], None]] = []
+        self._model, self._is_selective = model, args.selective_checkpointing
+        self._most = args.max_tokens_per_piece if ranks.pass_alone else None  # tokens of a piece
+        self._offloading = _offloading(model) if args.activation_offloading else nullcontext
+        self._forgets: list[Callable[[], None]] = [model.zero_grad]
         self._done: list[Rows] = []  # micro-batches since the last update
         self._random: RandomState | None = None
 
@@ -77,7 +82,12 @@ class Phases:
         """Register what drops something that the micro-batches of an update leave behind."""
         self._forgets.append(forget)
 
-    def train(self, batch: AnyRows, step: Callable[[AnyRows], Tensor]) -> Tensor:
+    def train(
+        self,
+        batch: AnyRows,
+        step: Callable[[AnyRows], Tensor],
+        quiet: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> Tensor:
         """Run forward and backward on a micro-batch, in pieces if it does not fit.
 
         A failed backward pass leaves gradients half added. So after running out of memory all
@@ -86,12 +96,15 @@ class Phases:
         Args:
             batch (`Rows`): the next micro-batch of the update.
             step: forward and backward of some of its rows; returns the loss.
+            quiet: a context in which ranks do not exchange gradients.
 
         Returns:
             `Tensor` (): the loss of `batch`.
         """
         if not self._done:
             self._random = RandomState()
+            if self._is_selective:
+                _keep_attention(self._model)
         earlier = sum(map(len, self._done))
         self._done.append(batch)
         metrics = self._store.copy()
@@ -101,8 +114,9 @@ class Phases:
             for micro_batch, part in self._located(rows):
                 known = self._store.copy()
                 begin("backward")
+                whole = micro_batch if len(part) == len(micro_batch) else part
                 with self.meter.phase("backward"):  # `step` measures its forward within it
-                    value = step(micro_batch if len(part) == len(micro_batch) else part)
+                    value = self._in_pieces(whole, step, quiet)
                 if micro_batch is batch:
                     loss += value
                 else:  # its metrics were recorded at the first time
@@ -117,6 +131,21 @@ class Phases:
 
         total = earlier + len(batch)
         return torch.stack(self._training.retry_all(total, reset, work, start=earlier)).sum()
+
+    def _in_pieces(
+        self,
+        batch: AnyRows,
+        step: Callable[[AnyRows], Tensor],
+        quiet: Callable[[], AbstractContextManager[Any]],
+    ) -> Tensor:
+        """One step, or several whose gradients add up; ranks exchange them in the last one."""
+        cuts = [range(len(batch))] if self._most is None else pieces(row_tokens(batch), self._most)
+        losses = []
+        for rows in cuts:
+            piece: Any = batch if len(cuts) == 1 else batch.select(rows)
+            with nullcontext() if rows is cuts[-1] else quiet(), self._offloading():
+                losses.append(step(piece))
+        return torch.stack(losses).sum()
 
     def _located(self, rows: range) -> Iterator[tuple[Any, Any]]:
         """Each micro-batch of the update that has some of the rows, and those rows."""
@@ -145,3 +174,37 @@ class Phases:
         self._done.clear()
         for name, value in self.meter.take().items():
             self._store.maximum(name, torch.tensor(value))
+
+
+def _offloading(model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    from ...models.activations import ActivationOffloading
+
+    return ActivationOffloading(model)
+
+
+def _keep_attention(model: nn.Module) -> None:
+    from ...models.activations import keep_attention
+
+    keep_attention(model)
+
+
+def row_tokens(batch: Any) -> list[int]:
+    """Tokens of what a micro-batch is cut by: groups, or rows; a shared prompt counts once."""
+    if hasattr(batch, "groups"):
+        return [group.tokens() for group in batch.groups]
+    found, before = [], None
+    for prompt, completion in zip(batch.prompt_ids, batch.completion_ids, strict=True):
+        found.append(len(completion) + len(prompt) * (prompt != before))
+        before = prompt
+    return found
+
+
+def pieces(sizes: Sequence[int], most: int) -> list[range]:
+    """Cut rows into runs of at most so many tokens; a longer row is alone."""
+    starts, tokens = [0], 0
+    for row, size in enumerate(sizes):
+        if row > starts[-1] and tokens + size > most:
+            starts.append(row)
+            tokens = 0
+        tokens += size
+    return [range(*pair) for pair in pairwise([*starts, len(sizes)])]

@@ -1,0 +1,147 @@
+"""What autograd keeps for the backward pass: on the host, or less of it by recomputing."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+SMALLEST = 1024  # bytes that are worth a copy
+MOST_LEAVING = 5  # tensors that wait on the device until their copy is done
+AHEAD = 2  # tensors that are brought back before they are needed
+# Parts of the names of attention kernels.
+ATTENTION = ("_attention", "flash_attn", "_flash_")
+
+
+class _Moved:
+    """A saved tensor on the host, and what brings it back."""
+
+    def __init__(self, host: Tensor, device: torch.device, place: int):
+        self.host, self.device, self.place = host, device, place
+        self.back: Tensor | None = None
+        self.event: Any = None
+
+
+class ActivationOffloading:
+    """Moves what autograd saves off its device while it waits for the backward pass.
+
+    What stays: tensors of a CPU, small ones, parameters, buffers and views of them, and views that
+    repeat elements. A storage that is saved twice is moved once. On CUDA devices copies run on a
+    stream of their own, beside the computation.
+
+    Args:
+        model: whose parameters and buffers stay.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._stream: Any = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._staying: set[int] = set()
+        self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_Moved]]] = {}
+        self._order: list[weakref.ref[_Moved]] = []
+        self._leaving: deque[tuple[Tensor, Any]] = deque()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Move what forward passes inside save; backward passes must end inside, too."""
+        self._begin()
+        held = [*self._model.parameters(), *self._model.buffers()]
+        self._staying = {tensor.untyped_storage().data_ptr() for tensor in held}
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._begin()
+
+    def _stays(self, tensor: Tensor) -> bool:
+        if tensor.device.type == "cpu" or tensor.nbytes < SMALLEST:
+            return True
+        storage = tensor.untyped_storage()
+        return storage.data_ptr() in self._staying or tensor.nbytes > storage.nbytes()
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Moved:
+        if self._stays(tensor):
+            return tensor
+        # A weak reference keeps the address of the storage from being given to another one.
+        storage = StorageWeakRef(tensor.untyped_storage())
+        layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = (storage.cdata, tensor._version, layout)
+        if key in self._known and (moved := self._known[key][1]()) is not None:
+            return moved
+        moved = _Moved(self._to_host(tensor.detach()), tensor.device, len(self._order))
+        self._known[key] = storage, weakref.ref(moved)
+        self._order.append(weakref.ref(moved))
+        return moved
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cuda":
+            return tensor.to("cpu")
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._stream = self._stream or torch.cuda.Stream(tensor.device)
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+            event = self._stream.record_event()
+        # The tensor is let go only behind its copy, so that its memory is free to be used again.
+        self._leaving.append((tensor, event))
+        if len(self._leaving) > MOST_LEAVING:
+            torch.cuda.current_stream(tensor.device).wait_event(self._leaving.popleft()[1])
+        return host
+
+    def _unpack(self, saved: Tensor | _Moved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        for _, event in self._leaving:
+            torch.cuda.current_stream(saved.device).wait_event(event)
+        self._leaving.clear()
+        self._bring(saved)
+        if saved.event is not None:
+            torch.cuda.current_stream(saved.device).wait_event(saved.event)
+            for place in range(max(0, saved.place - AHEAD), saved.place):
+                if (earlier := self._order[place]()) is not None:
+                    self._bring(earlier)
+        found, saved.back = torch.as_tensor(saved.back), None
+        return found
+
+    def _bring(self, moved: _Moved) -> None:
+        """Begin to copy a tensor to its device, unless that has begun."""
+        if moved.back is not None:
+            return
+        if moved.device.type != "cuda":
+            moved.back = moved.host.to(moved.device)
+            return
+        moved.back = torch.empty_like(moved.host, device=moved.device)
+        self._stream.wait_stream(torch.cuda.current_stream(moved.device))
+        with torch.cuda.stream(self._stream):
+            moved.back.copy_(moved.host, non_blocking=True)
+            moved.event = self._stream.record_event()
+
+
+def keep_attention(model: nn.Module) -> None:
+    """Let layers that are recomputed keep what attention returned: it takes longest.
+
+    Args:
+        model: whose checkpointing is switched on, without reentrant passes.
+    """
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    for layer in model.modules():
+        function: Any = getattr(layer, "_gradient_checkpointing_func", None)
+        if function is not None and "context_fn" not in getattr(function, "keywords", {}):
+            layer._gradient_checkpointing_func = partial(function, context_fn=contexts)
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = operation.name() if isinstance(operation, torch._ops.OpOverload) else str(operation)
+    is_kept = any(word in name for word in ATTENTION) and "backward" not in name
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
