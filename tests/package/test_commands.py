@@ -11,7 +11,7 @@ from workspace import ROOT
 TARGETS = {"quickstart", "quickstart-tiny", "test", "lint", "format", "docs", "clean", "help"}
 TARGETS |= {"invariance", "bench-memory", "bench-report", "bench-step", "bench-head", "bench-plan"}
 TARGETS |= {"bench-gpu", "bench-siblings", "bench-options", "bench-generation", "engine-table"}
-TARGETS |= {"big-plans", "gpu-check", "gpu-wheels", "test-fast", "test-lowest"}
+TARGETS |= {"big-plans", "bench-offline", "gpu-check", "gpu-wheels", "test-fast", "test-lowest"}
 
 
 @pytest.fixture
