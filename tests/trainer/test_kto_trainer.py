@@ -132,6 +132,19 @@ def test_the_other_answers_share_the_prompt(tmp_path, accumulation):
     assert accumulation == 2 or sizes[0] <= everything
 
 
+@pytest.mark.parametrize("split", ["one micro-batch", "single rows"])
+def test_the_reference_may_be_scored_beforehand(tmp_path, monkeypatch, reference, split):
+    """Of both answers of each row; another seed has other partners, and computes anew."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for seed in (1, 42):
+        changes = SPLITS[split] | {"precompute_ref_log_probs": True, "seed": seed}
+        trainer = make_trainer(tmp_path, **STEEP, **changes)
+        found = direction(trainer)
+    assert relative(found, reference[1]) <= 5e-6
+    assert logged(trainer, "kl") == [pytest.approx(reference[2], abs=2e-5)]
+    assert len(list((tmp_path / "cache" / "trl").glob("*.npy"))) == 2
+
+
 # --- Data ---
 
 
