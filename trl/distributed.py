@@ -173,8 +173,7 @@ class Ranks:
         except Exception as error:
             if _is_lost(error):
                 _let_the_launcher_act()
-                words = f"Rank {self.rank} lost contact with another rank: {_told()}"
-                raise RankError(words) from error
+                raise RankError(f"Rank {self.rank} lost contact with a rank: {_told()}") from error
             _tell(f"rank {self.rank} failed: {_words(error)}")
             error.add_note(f"This was rank {self.rank} of {self.count}.")
             raise

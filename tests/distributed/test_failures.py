@@ -79,7 +79,7 @@ def test_a_failure_amid_collectives_ends_all_ranks(ended, job, rank):
     assert codes == [1, 1]
     assert f"Mistake: {PLANNED}" in words[rank]
     assert f"This was rank {rank} of 2." in words[rank]
-    lost = f"RankError: Rank {1 - rank} lost contact with another rank: "
+    lost = f"RankError: Rank {1 - rank} lost contact with a rank: "
     found = words[1 - rank]
     # The ranks leave word where they met, which is on rank 0 unless a launcher keeps it.
     told = f"rank {rank} failed: .*Mistake: {PLANNED}"

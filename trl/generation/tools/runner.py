@@ -69,7 +69,7 @@ class ToolRunner:
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"tools: two have the name {name!r}; rename one of them.")
-        self._tools = dict(zip(names, tools, strict=True))
+        self.by_name = dict(zip(names, tools, strict=True))
         self._calls = TimedCalls(timeout)
 
     def __call__(
@@ -84,7 +84,7 @@ class ToolRunner:
         results: dict[int, ToolResult] = {}
         waiting: dict[int, Callable[[], Any]] = {}
         for place, call in enumerate(calls):
-            tools = self._tools if own is None or own[place] is None else own[place] or {}
+            tools = self.by_name if own is None or own[place] is None else own[place] or {}
             problem = _problem(call, tools)
             if problem is not None:
                 results[place] = ToolResult.failure(call.name, problem)

@@ -24,6 +24,7 @@ from ...online.rewards import RewardInputs, RewardSuite
 from ...ops.masking import masked_mean
 from ...ops.policy_losses import RatioLevel, importance_ratio
 from ...types import Generations, Mode, Prompts, RewardTable, Rollout, TokenScores
+from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import check_devices, check_run, init_options, prepare_policy, router_coefficient
 from . import online_setup as setup
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from ...generation.function_backend import RolloutFunction
 
 
+@readable
 class OnlineTrainer(BaseTrainer):
     """The skeleton: prompts, generation, rewards, scoring, credit, buffer, reports.
 
@@ -91,16 +93,16 @@ class OnlineTrainer(BaseTrainer):
             args = self.config_class(f"{name.rstrip('/').split('/')[-1]}-{self.method.name}")
         check_run(model, args, self.config_class)
         check_engine(args)
-        self._agents = Agents.of(args, tools, rollout_func, environment_factory)
+        self.agents = Agents.of(args, tools, rollout_func, environment_factory)
         check_devices(args)
-        train_dataset = self._agents.checked_dataset(train_dataset, eval_dataset, args)
+        train_dataset = self.agents.checked_dataset(train_dataset, eval_dataset, args)
         sources = resolve_rewards(
             reward_funcs,
             reward_processing_classes,
             model_init_kwargs=init_options(args),
             template_kwargs=args.chat_template_kwargs,
             trust_remote_code=args.trust_remote_code,
-            of_environments=self._agents.rewards,
+            of_environments=self.agents.rewards,
         )
         policy = prepare_policy(model, args, processing_class, quantization_config, peft_config)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
@@ -112,7 +114,7 @@ class OnlineTrainer(BaseTrainer):
         self._build_policy(model, ref_model, policy.brought_adapter)
         self._build_credit(sources)
         self.set_up()
-        if self._agents.environments is None:  # which rewards ask, once they have begun
+        if self.agents.environments is None:  # which rewards ask, once they have begun
             setup.dry_run(args, self.train_dataset, self.encode, self.rewards, self.state)
 
     # --- Construction ---
@@ -120,7 +122,7 @@ class OnlineTrainer(BaseTrainer):
     def _read_prompts(self) -> None:
         args = self.args
         context = context_length(self.model)
-        options, limit = self._agents.template_kwargs(args), setup.prompt_limit(args, context)
+        options, limit = self.agents.template_kwargs(args), setup.prompt_limit(args, context)
         self.encode = PromptEncoder(self.processing_class, options, limit)
         self.train_dataset, self.eval_dataset = setup.checked_prompts(
             self.encode, self.train_dataset, self.eval_dataset, args
@@ -178,7 +180,7 @@ class OnlineTrainer(BaseTrainer):
         )
 
     def _make_backend(self) -> GenerationBackend:
-        args, given = self.args, self._agents.rollout_func
+        args, given = self.args, self.agents.rollout_func
         check_prompts = partial(setup.check_longest_prompt, self.train_dataset, self.encode, args)
         self._engine_reports: list[tuple[str, float]] = []
         engine = make_engine(
@@ -191,7 +193,7 @@ class OnlineTrainer(BaseTrainer):
         )
         call = None if given is None else lambda prompts: given(prompts, self)
         stops = self.sampling.stop_ids
-        return self._agents.around(engine, call, self.policy, args, stops, self.encode)
+        return self.agents.around(engine, call, self.policy, args, stops, self.encode)
 
     # --- What an algorithm says ---
 

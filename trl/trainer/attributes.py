@@ -1,0 +1,80 @@
+"""Names under which scripts and callbacks of Hugging Face TRL read a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, TypeVar
+
+from transformers import GenerationConfig
+
+from ..types import Sampling
+
+Trainer = TypeVar("Trainer", bound=type)
+
+# Options with these names, where the configuration has them.
+OPTIONS = (
+    *("beta", "num_generations", "num_iterations", "max_completion_length", "shuffle_dataset"),
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "pad_to_multiple_of"),
+    *("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"),
+    *("use_transformers_continuous_batching", "max_tool_calling_iterations"),
+    *("mask_truncated_completions", "log_completions", "log_multimodal", "log_unique_prompts"),
+    *("num_completions_to_print", "normalize_advantages", "reward_clip_range", "loss_type"),
+    *("scale_rewards", "importance_sampling_level", "multi_objective_aggregation"),
+    *("off_policy_mask_threshold", "top_entropy_quantile", "use_adaptive_entropy"),
+    *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
+    *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
+)
+OTHERS: dict[str, Callable[[Any], Any]] = {
+    "num_generations_eval": attrgetter("args.eval_group_size"),
+    "epsilon_low": lambda found: found.args.clip_range[0],
+    "epsilon_high": lambda found: found.args.clip_range[1],
+    "entropy_coef": attrgetter("entropy.coefficient"),
+    "generation_kwargs": lambda found: found.args.generation_kwargs or {},
+    "chat_template_kwargs": lambda found: found.args.chat_template_kwargs or {},
+    "eos_token_ids": lambda found: list(found.sampling.stop_ids),
+    "generation_config": lambda found: _generation_config(found.args.use_vllm, found.sampling),
+    "router_aux_loss_coef": attrgetter("router_coefficient"),
+    "aux_loss_enabled": lambda found: found.router_coefficient != 0.0,
+    "ref_model": lambda found: _own_model(found.reference),
+    "reward_funcs": lambda found: [
+        getattr(source, "function", None) or source.model for source in found.rewards.sources
+    ],
+    "reward_func_names": lambda found: [source.name for source in found.rewards.sources],
+    "reward_weights": attrgetter("rewards.weights"),
+    "reward_processing_classes": lambda found: [
+        getattr(source, "tokenizer", None) for source in found.rewards.sources
+    ],
+    "tools": lambda found: list(found.agents.tools.by_name.values()) if found.agents.tools else [],
+    "rollout_func": attrgetter("agents.rollout_func"),
+}
+
+
+def readable(kind: Trainer) -> Trainer:
+    """Give a class of trainers read-only properties with these names."""
+    for name in OPTIONS:
+        setattr(kind, name, property(attrgetter(f"args.{name}")))
+    for name, read in OTHERS.items():
+        setattr(kind, name, property(read))
+    return kind
+
+
+def _own_model(reference: Any) -> Any:
+    """The model of a reference; None if it is the policy's, with another adapter or none."""
+    return None if reference is None or hasattr(reference, "adapter") else reference.model
+
+
+def _generation_config(use_vllm: bool, sampling: Sampling) -> GenerationConfig | None:
+    """How transformers would generate; None with vLLM."""
+    if use_vllm:
+        return None
+    return GenerationConfig(
+        max_new_tokens=sampling.max_tokens,
+        do_sample=bool(sampling.extra.get("do_sample", True)),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        eos_token_id=list(sampling.stop_ids),
+    )
