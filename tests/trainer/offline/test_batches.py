@@ -85,8 +85,9 @@ def test_a_stream_is_read_as_it_is_needed():
 def test_rows_with_nothing_to_train_on_are_named(monkeypatch):
     said = []
     monkeypatch.setattr("trl.trainer.offline.batches.logger.warning", said.append)
-    rows = [{"source": i} for i in range(4)]
+    rows = [{"source": i, "merged": i % 2} for i in range(5)]
     stream = ItemStream(IterableDataset.from_generator(lambda: iter(rows)), lambda row: [], len)
     assert list(stream) == []
-    (words,) = said
-    assert words.startswith("Row 0 of the stream has nothing to train on and is left out; so are")
+    first, counts = said
+    assert first.startswith("Row 0 of the stream has nothing to train on and is left out; so are")
+    assert "left out: 5; with a token" in counts and counts.endswith("trained on: 2.")

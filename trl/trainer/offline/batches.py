@@ -80,8 +80,10 @@ class ItemStream(TorchIterableDataset):  # type: ignore[type-arg]
         self.rows = self.rows.shuffle(seed=seed, buffer_size=BUFFERED)
 
     def __iter__(self) -> Iterator[Any]:
+        left_out = merged = 0
         for row in self.rows:
             items = self.unpack(row)
+            left_out, merged = left_out + (not items), merged + (row.get("merged", 0) > 0)
             if not items and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
@@ -89,6 +91,11 @@ class ItemStream(TorchIterableDataset):  # type: ignore[type-arg]
                     "so are others like it."
                 )
             yield from items
+        if left_out or merged:
+            logger.warning(
+                f"Rows of the stream with nothing to train on, left out: {left_out}; with a token "
+                f"that stands for characters of both the prompt and what is trained on: {merged}."
+            )
 
 
 class StreamBatches(TorchIterableDataset):  # type: ignore[type-arg]
