@@ -86,8 +86,7 @@ class Generations:
         """The prompts that were completed: as they were encoded, unless the engine chose others."""
         if self.prompt_ids is None:
             return encoded
-        pairs = zip(self.columns or [{}] * len(encoded), encoded.messages, strict=True)
-        messages = [columns.get("prompt", message) for columns, message in pairs]
+        messages = [row["prompt"] for row in self.rows([{"prompt": m} for m in encoded.messages])]
         return dataclasses.replace(encoded, token_ids=self.prompt_ids, messages=messages)
 
     def rows(self, given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

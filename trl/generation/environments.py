@@ -184,8 +184,8 @@ def _observed(prompt: Any, observation: Any, kind: type) -> Any:
         )
     if isinstance(prompt, str):
         raise TypeError(
-            f"{kind.__name__}.reset returned {observation!r:.80}, but the prompt is text: only to "
-            "a list of messages can it be added."
+            f"{kind.__name__}.reset returned {observation!r:.80}, but the prompt is text: an "
+            "observation can be added to a list of messages only."
         )
     content = prompt[-1]["content"]
     if isinstance(content, str) and isinstance(observation, str):

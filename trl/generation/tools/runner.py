@@ -68,7 +68,7 @@ class ToolRunner:
         names = [schema["function"]["name"] for schema in self.schemas]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"tools: two have the name {name!r}; rename one of them.")
+                raise ValueError(f"tools: two are named {name!r}; rename one of them.")
         self.by_name = dict(zip(names, tools, strict=True))
         self._calls = TimedCalls(timeout)
 

@@ -186,7 +186,9 @@ def _collect(manager: Any, count: int) -> list[list[int]]:
         if result is None:
             if not manager.is_running():
                 error = manager.background_thread_status.fatal_error
-                raise RuntimeError(f"Continuous batching ended before all rows did: {error}")
+                raise RuntimeError(
+                    f"Continuous batching ended before all rows were complete: {error}"
+                )
         elif result.error is not None:
             raise RuntimeError(f"Continuous batching failed: {result.error}")
         elif result.is_finished():

@@ -145,7 +145,7 @@ def test_a_stranger_who_is_there_first_is_not_taken_for_the_trainer(meeting):
             connection.sendall(proof(b"guessed", b"trainer", *words).encode())
 
     in_background(pretend)
-    with pytest.raises(TransferError, match="who listens there does not know the secret"):
+    with pytest.raises(TransferError, match="whoever listens there does not know the secret"):
         join(short(meeting), 1)
     own.close()
 

@@ -36,7 +36,7 @@ class ServerError(ConnectionError):
 
 
 class SecretError(ServerError):
-    """Server and trainer do not share a secret, or what answers is no server for training."""
+    """Server and trainer do not share a secret, or what answers is not a server for training."""
 
 
 class VLLMClient:
@@ -113,7 +113,7 @@ class VLLMClient:
             if deadline.has_passed:
                 raise ServerError(
                     f"The vLLM server {self.url} kept its prefix cache for {self.seconds:g} s: "
-                    "requests of others are running. A server trains with one trainer."
+                    "other clients' requests are running. A server serves one trainer."
                 )
             time.sleep(LOOKS)
 

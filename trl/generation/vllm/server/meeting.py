@@ -284,7 +284,7 @@ def _prove(meeting: Meeting, rank: int, secret: bytes) -> Peer:
         words = [meeting.run.encode(), peer.take(NONCE), nonce, place]
         peer.send(nonce + place + proof(secret, b"worker", *words).encode())
         if not is_proven(peer.take(PROOF), secret, b"trainer", *words):
-            raise TransferError("who listens there does not know the secret")
+            raise TransferError("whoever listens there does not know the secret")
     except OSError:
         peer.close()
         raise
