@@ -35,7 +35,7 @@ FREE = {
     *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
     *("activation_checkpointing", "activation_checkpointing_kwargs"),
     *("checkpoint_checksums", "logits_chunk_size", "empty_cache", "torch_empty_cache_steps"),
-    *("recover_from_oom",),
+    *("recover_from_oom", "activation_offloading", "max_tokens_per_piece"),
     *("generation_max_rows", "generation_max_kv_gb", "ds3_gather_for_generation"),
     *("reward_timeout", "reward_dry_run", "num_completions_to_print"),
     *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"),
