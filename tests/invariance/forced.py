@@ -40,17 +40,14 @@ def layout_with_junk(
     """Plain rows with random tokens in the padding, the end and padding tokens among them."""
     layout = plain_layout(batch, pad_id, device, multiple)
     ids = layout.inputs["input_ids"]
-    columns = len(layout.targets) // len(ids)
     generator = torch.Generator().manual_seed(len(batch))
     filled = torch.randint(len(tiny_tokenizer()), ids.shape, generator=generator)
-    for row, (prompt, completion) in enumerate(
-        zip(batch.prompt_ids, batch.completion_ids, strict=True)
-    ):
-        first = ids.shape[1] - columns - len(prompt)
-        text = slice(first, first + len(prompt) + len(completion))
-        filled[row, text] = ids[row, text]
+    pairs = zip(batch.prompt_ids, batch.completion_ids, strict=True)
+    for row, (prompt, completion) in enumerate(pairs):
+        length = len(prompt) + len(completion)
+        filled[row, :length] = ids[row, :length]
     inputs = layout.inputs | {"input_ids": filled}
-    return replace(layout, inputs=inputs, targets=filled[:, -columns:].flatten())
+    return replace(layout, inputs=inputs)
 
 
 def silence(trainer: Any, loss: str, single_zeros: bool, with_signal: bool) -> None:

@@ -128,19 +128,19 @@ def test_plain_rows(groups, multiple):
     rows = flat(groups)
     layout = plain_layout(TokenRows.of(rows), PAD, CPU, multiple)
     ids, mask = layout.inputs["input_ids"], layout.inputs["attention_mask"]
-    widths = [max(part, max(len(row[part]) for row in rows)) for part in (0, 1)]
+    width = max(1, max(len(prompt + completion) for prompt, completion in rows))
     if multiple:
-        widths = [-(-width // multiple) * multiple for width in widths]
-    assert ids.shape == (len(rows), sum(widths))
+        width = -(-width // multiple) * multiple
+    assert ids.shape == (len(rows), width)
     slots, exists = slots_of(layout)
     assert torch.equal(exists, predicted(rows, layout.shape[1]))
     assert not layout.is_packed
     for row, (prompt, completion) in enumerate(rows):
-        left, right = widths[0] - len(prompt), widths[1] - len(completion)
-        assert ids[row].tolist() == [PAD] * left + [*prompt, *completion] + [PAD] * right
+        right = width - len(prompt) - len(completion)
+        assert ids[row].tolist() == [*prompt, *completion] + [PAD] * right
         real = len(prompt) + len(completion)
-        assert mask[row].tolist() == [0] * left + [1] * real + [0] * right
-        positions = layout.inputs["position_ids"][row][left : left + real]
+        assert mask[row].tolist() == [1] * real + [0] * right
+        positions = layout.inputs["position_ids"][row][:real]
         assert positions.tolist() == list(range(real))
         for place, token in enumerate(completion):
             if not exists[row, place]:
@@ -149,7 +149,8 @@ def test_plain_rows(groups, multiple):
             assert layout.targets[slot] == token
             source = int(layout.sources[slot])
             assert source // ids.shape[1] == row
-            assert source % ids.shape[1] == widths[0] - 1 + place
+            assert source % ids.shape[1] == len(prompt) - 1 + place
+            assert source % ids.shape[1] >= width - layout.last
 
 
 def test_an_example():

@@ -184,7 +184,7 @@ def test_groups_equal_single_rows(kind, options):
     if packed:
         assert shape == (1, TOKENS)
     else:
-        assert shape == (9, 12)
+        assert shape == (9, 10)
 
 
 def test_groups_equal_single_rows_in_double_precision():
@@ -293,12 +293,12 @@ def test_mixtures_of_experts_share_prompts_unless_their_router_is_trained():
     assert calls[-1][0]
     score = scorer(router_logits=True)
     check_scores(model, score, bound=1e-5)
-    assert calls[-1] == (False, (9, 12))
+    assert calls[-1] == (False, (9, 10))
     found = score(model, batch).aux_loss
-    ids = torch.zeros(9, 12, dtype=torch.long)
+    ids = torch.zeros(9, 10, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, (prompt, completion) in enumerate(zip(*GROUPS, strict=True)):
-        at = slice(4 - len(prompt), 4 + len(completion))
+        at = slice(len(prompt + completion))
         ids[row, at], mask[row, at] = torch.tensor(prompt + completion), 1
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     expected = model(ids, mask, positions, output_router_logits=True).aux_loss

@@ -31,6 +31,7 @@ class Layout:
     places: Tensor  # (E,) where it is in the flattened (B, C)
     ends: Tensor  # (e,) places of last tokens, of rows that have any and if they were asked for
     rows: Tensor  # (e,) which rows those are
+    last: int = 1  # tokens at the end of plain rows of which some predict, and the very last
 
     @property
     def is_packed(self) -> bool:
@@ -51,47 +52,45 @@ class Layout:
 def plain_layout(
     batch: Rows, pad_id: int, device: torch.device, multiple: int | None = None
 ) -> Layout:
-    """Pad prompts on the left and completions on the right, one row for each completion.
+    """Pad each prompt with its completion on the right, where no causal model looks back from.
 
     Args:
         batch (`Rows`): B rows.
         pad_id (`int`): fills the padding; masked, so its value does not matter.
         device (`torch.device`): where the tensors go.
-        multiple (`int`, *optional*): widths become a multiple of this.
+        multiple (`int`, *optional*): the width becomes a multiple of this.
     """
-    prompts = pad_ragged(batch.prompt_ids, pad_id, side="left", multiple=multiple)
-    columns = _width(batch)
-    # One column at least, so that rows with empty completions still make a valid input.
-    completions = pad_ragged(batch.completion_ids, pad_id, width=max(1, columns), multiple=multiple)
-    before = torch.tensor(list(map(len, batch.prompt_ids)))
-    lengths = torch.tensor(list(map(len, batch.completion_ids)))
-    prompt_mask = length_mask(before, prompts.shape[1])
-    exists = length_mask(lengths, completions.shape[1])
-    attention = torch.cat([prompt_mask.flip(1), exists], 1).long()
-    ids = torch.cat([prompts, completions], 1)
+    pairs = list(zip(batch.prompt_ids, batch.completion_ids, strict=True))
+    # One column at least, so that rows of nothing make a valid input.
+    longest = max([1, *(len(prompt) + len(completion) for prompt, completion in pairs)])
+    rows = [[*prompt, *completion] for prompt, completion in pairs]
+    ids = pad_ragged(rows, pad_id, width=longest, multiple=multiple)
     count, width = ids.shape
-    starts = torch.arange(count)[:, None] * width
-    # What would predict the first token of a document is not read.
-    columns_before = prompts.shape[1] - 1 + torch.arange(completions.shape[1])
-    predictions = torch.arange(count * completions.shape[1]).view(count, -1)
-    predicted = _predicted(batch, columns)
-    last = starts[:, 0] + prompts.shape[1] + lengths - 1
+    before, lengths = (torch.tensor([len(pair[part]) for pair in pairs]) for part in (0, 1))
+    exists = length_mask(before + lengths, width)
+    predicted = _predicted(batch, _width(batch))
+    # Column j of the completions lies behind the prompt of its row.
+    row, column = predicted.nonzero(as_tuple=True)
+    places = row * width + before[row] + column
+    first = int((places % width).min()) if len(places) else 1
     has_tokens = before + lengths > 0
     inputs = {
         "input_ids": ids,
-        "attention_mask": attention,
-        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+        "attention_mask": exists.long(),
+        "position_ids": torch.arange(width).expand(count, width),
     }
     return _on_device(
         Layout(
             inputs=inputs,
-            shape=(count, columns),
-            sources=(starts + columns_before.clamp(min=0)).flatten(),
-            targets=completions.flatten(),
-            slots=predictions[:, :columns][predicted],
+            shape=(count, _width(batch)),
+            # One prediction at least, as above.
+            sources=places - 1 if len(places) else torch.zeros(1, dtype=torch.long),
+            targets=ids.flatten()[places if len(places) else [0]],
+            slots=torch.arange(len(places)),
             places=_marked(predicted),
-            ends=last[has_tokens],
+            ends=(torch.arange(count) * width + before + lengths - 1)[has_tokens],
             rows=_marked(has_tokens),
+            last=width - first + 1,
         ),
         device,
     )

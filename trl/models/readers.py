@@ -91,14 +91,16 @@ class TokenReader(Reader):
         return tuple(None if values is None else layout.scatter(values) for values in found)
 
     def _of_logits(self, logits: Tensor, layout: Layout) -> Iterator[Tensor | None]:
-        """Predictions (B * C,) of plain rows, whose last token predicts nothing."""
-        targets = layout.targets.view(len(logits), -1)
-        # Without any prompt there is nothing before the first column of completions.
-        missing = targets.shape[1] + 1 - logits.shape[1]
-        logits, targets = logits[:, :-1], targets[:, missing:]
+        """Predictions (M,) of plain rows, from logits of their last tokens."""
+        ids, logits = layout.inputs["input_ids"], logits[:, -layout.last :]
+        width, first = ids.shape[1], ids.shape[1] - logits.shape[1]
+        row, column = layout.sources // width, layout.sources % width - first
+        # The last token of a row predicts nothing; it is read where there is no other.
+        logits, targets = logits[:, : max(1, width - first - 1)], ids[:, first + 1 :]
+        targets = targets if targets.shape[1] else ids[:, -1:]
         statistics = token_scores(logits, targets, self.temperature, self.with_entropy)
         for values in (*statistics, self._log_mass(logits.detach(), targets)):
-            yield None if values is None else nn.functional.pad(values, (missing, 0)).flatten()
+            yield None if values is None else values[row, column]
 
     def _log_mass(self, logits: Tensor, targets: Tensor) -> Tensor | None:
         """Mass of the support (B, c), a row's logits in float32 at a time."""

@@ -35,7 +35,7 @@ class Scorer:
         pad_id (`int`): fills the padding of plain rows; masked, so its value does not matter.
         temperature (`float`): divides the logits, as it did when the tokens were sampled.
         device (`torch.device`): where the model lives.
-        pad_multiple (`int`, *optional*): pad both widths of plain rows to a multiple of this.
+        pad_multiple (`int`, *optional*): pad the width of plain rows to a multiple of this.
         router_logits (`bool`): ask a mixture-of-experts model for its load-balancing loss, which
             counts every row's own prompt; rows are then plain.
         shared_prefix (`bool`): False: plain rows.
@@ -146,8 +146,7 @@ class Scorer:
         of_tokens = [reader for reader in readers if isinstance(reader, TokenReader)]
         heads = [reader.head for reader in of_tokens if reader.head is not None]
         if len(heads) < len(of_tokens):
-            columns = len(layout.targets) // len(layout.inputs["input_ids"])
-            return partial(forward, logits_to_keep=columns + 1)
+            return partial(forward, logits_to_keep=layout.last)
         if not self.router_logits and all(head.sharded for head in heads):
             return causal_model(model).base_model
         none = torch.empty(0, dtype=torch.long, device=self.device)
