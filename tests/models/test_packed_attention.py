@@ -242,7 +242,7 @@ def test_with_the_keyword_the_layout_decides(implementation, scaling):
     query, key, value = (x.detach() for x in inputs(len(mask), (4, 2), torch.float32))
     module = SimpleNamespace(layer_idx=0)
     options = {KEYWORD: packing, "scaling": scaling}
-    found, nothing = attend("noted", module, query.double(), key.double(), value, "mask", **options)
+    found, nothing = attend("noted", module, query.double(), key.double(), value, None, **options)
     expected = nn.functional.scaled_dot_product_attention(
         query,
         *(x.repeat_interleave(2, 1) for x in (key, value)),
@@ -259,3 +259,34 @@ def test_a_soft_cap_has_no_layout(implementation):
     options = {KEYWORD: Packing.of([(3, [])], "cpu"), "softcap": 5.0}
     with pytest.raises(NotImplementedError, match="soft-capped"):
         attend("noted", SimpleNamespace(layer_idx=0), query, query, query, None, **options)
+
+
+def test_models_may_name_the_mask():
+    """Doge hands it on by name, where others hand it on by place."""
+    install("sdpa")
+    attention = AttentionInterface._global_mapping["sdpa"]
+    query, key, value = (torch.randn(2, 2, 5, 8) for _ in range(3))
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+    module = nn.Module()
+    module.is_causal = True
+    by_place, _ = attention(module, query, key, value, mask)
+    by_name, _ = attention(module, query, key, value, attention_mask=mask)
+    assert torch.equal(by_place, by_name)
+
+
+def test_masks_that_layers_make_are_not_dropped():
+    """Doge adds a bias that depends on the values; the layout would not see it."""
+    install("sdpa")
+    attention = AttentionInterface._global_mapping["sdpa"]
+    query, key, value = (torch.randn(1, 2, 9, 8) for _ in range(3))
+    module = nn.Module()
+    module.layer_idx = 0
+    layout = {KEYWORD: Packing.of([(5, [3, 1])], "cpu")}
+    shown = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    by_place, _ = attention(module, query, key, value, shown, **layout)
+    by_name, _ = attention(module, query, key, value, attention_mask=shown, **layout)
+    assert torch.equal(by_place, by_name)
+    for mask in ((torch.zeros(1, 2, 9, 9),), ()):
+        named = {} if mask else {"attention_mask": torch.zeros(1, 2, 9, 9)}
+        with pytest.raises(NotImplementedError, match="masks of their own"):
+            attention(module, query, key, value, *mask, **named, **layout)

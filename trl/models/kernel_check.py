@@ -50,12 +50,12 @@ def noted_heads(model: nn.Module) -> Iterator[set[Heads]]:
     inner = table[implementation]
 
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **kwargs: Any
     ) -> Any:
         counts = query.shape[1], key.shape[1]
         # Queries and keys take the precision of the values.
         found.add(Heads(*counts, query.shape[3], value.shape[3], value.dtype))
-        return inner(module, query, key, value, mask, **kwargs)
+        return inner(module, query, key, value, *mask, **kwargs)
 
     table[implementation] = attention
     try:

@@ -282,14 +282,19 @@ def install(implementation: str) -> None:
 
 
 def _aware(original: Any) -> Any:
+    # Some models name the mask when they call this, others do not.
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
         layout = kwargs.pop(KEYWORD, None)
         if layout is None:
-            return original(module, query, key, value, mask, **kwargs)
+            return original(module, query, key, value, *mask, **kwargs)
         if kwargs.get("softcap") is not None:
             raise NotImplementedError("soft-capped attention has no shared layout")
+        # What stands for the layout comes as a mask of one entry; nothing else would be read.
+        own = [*mask, kwargs.get("attention_mask")][0]
+        if own is not None and own.numel() > 1:
+            raise NotImplementedError("its layers make attention masks of their own")
         scale = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         query, key = query.to(value.dtype), key.to(value.dtype)
