@@ -2,6 +2,9 @@
 invariance: $(VENV)/.dev  ## show that no fast path changes the gradient
 	$(PY) tests/invariance/certificate.py $(ARGS)
 
+architectures: $(VENV)/.dev  ## try every model class of transformers: what it shares, and is it right
+	$(PY) tests/invariance/architectures.py --write docs/benchmarks/architectures.md $(ARGS)
+
 bench-memory:  ## peak memory against other trainers, each in its own environment
 bench-report:  ## tables and charts of what bench-memory measured
 bench-step:  ## time of a training step by phase, against another trainer
@@ -33,4 +36,4 @@ gpu-wheels:  ## packages that such a machine may lack, for Python 3.12, into .gp
 	$(PYTHON) -m pip install -q --disable-pip-version-check --upgrade --target .gpu-site --no-deps \
 		--only-binary :all: --python-version 3.12 -r requirements/gpu-wheels.txt
 
-.PHONY: gpu-check gpu-wheels invariance bench-siblings bench-generation engine-table big-plans $(BENCHES)
+.PHONY: gpu-check gpu-wheels invariance architectures bench-siblings bench-generation engine-table big-plans $(BENCHES)

@@ -12,6 +12,7 @@ TARGETS = {"quickstart", "quickstart-tiny", "test", "lint", "format", "docs", "c
 TARGETS |= {"invariance", "bench-memory", "bench-report", "bench-step", "bench-head", "bench-plan"}
 TARGETS |= {"bench-gpu", "bench-siblings", "bench-options", "bench-generation", "engine-table"}
 TARGETS |= {"big-plans", "bench-offline", "gpu-check", "gpu-wheels", "test-fast", "test-lowest"}
+TARGETS |= {"architectures"}
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def read_records(path: Path, split: str) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: if the run wrote none.
-        ValueError: naming the line that is no JSON, or no completion.
+        ValueError: naming the line that is not JSON, or not a completion.
     """
     file = path if path.is_file() else path / "completions" / f"{split}.jsonl"
     if not file.is_file():

@@ -53,7 +53,7 @@ class TrlParser(argparse.ArgumentParser):
         self._options: dict[str, Option] = {}
         self._legacy: set[str] = set()
         self._defaults_from_config: dict[str, Any] = {}
-        self._files: dict[str, str] = {}  # for names in a file that are no options: its path
+        self._files: dict[str, str] = {}  # for names in a file that are not options: its path
         self.add_argument("--config", help="YAML file with options; the command line wins.")
         found = []
         for kind in self.dataclass_types:
@@ -125,7 +125,7 @@ class TrlParser(argparse.ArgumentParser):
         """Convert options without building the dataclasses.
 
         Returns:
-            The value of each option given, entries of the file that are no options, and words of
+            The value of each option given, entries of the file that are not options, and words of
             the command line that are none.
 
         Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, takewhile
 from typing import Any
@@ -61,10 +61,9 @@ def plain_layout(
         multiple (`int`, *optional*): the width becomes a multiple of this.
     """
     pairs = list(zip(batch.prompt_ids, batch.completion_ids, strict=True))
-    # One column at least, so that rows of nothing make a valid input.
-    longest = max([1, *(len(prompt) + len(completion) for prompt, completion in pairs)])
     rows = [[*prompt, *completion] for prompt, completion in pairs]
-    ids = pad_ragged(rows, pad_id, width=longest, multiple=multiple)
+    # One column at least, so that rows of nothing make a valid input.
+    ids = pad_ragged(rows, pad_id, width=max([1, *map(len, rows)]), multiple=multiple)
     count, width = ids.shape
     before, lengths = (torch.tensor([len(pair[part]) for pair in pairs]) for part in (0, 1))
     exists = length_mask(before + lengths, width)
@@ -107,7 +106,9 @@ def packed_layout(batch: Rows, device: torch.device, with_ends: bool = False) ->
         device (`torch.device`): where the tensors go.
         with_ends (`bool`): keep the last tokens, whose places are then known.
     """
-    groups = [_GroupRows.of(batch, rows, with_ends) for rows in _same_prompt(batch.prompt_ids)]
+    # Neighboring rows with the same prompt.
+    runs = groupby(range(len(batch)), key=lambda row: list(batch.prompt_ids[row]))
+    groups = [_GroupRows.of(batch, list(rows), with_ends) for _, rows in runs]
     lengths = [(len(group.prefix), list(map(len, group.tails))) for group in groups]
     packing = Packing.of(lengths, device)
     ids, positions = _tokens(groups)
@@ -209,12 +210,6 @@ def common_prefix(rows: Sequence[list[int]]) -> list[int]:
     # Between the first and the last row in order lie all others.
     pairs = zip(min(rows), max(rows), strict=False)
     return [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-
-
-def _same_prompt(prompt_ids: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Runs of neighboring rows with the same prompt."""
-    for _, rows in groupby(range(len(prompt_ids)), key=lambda i: list(prompt_ids[i])):
-        yield list(rows)
 
 
 def _width(batch: Rows) -> int:
