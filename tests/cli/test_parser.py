@@ -182,9 +182,9 @@ def test_old_names(tmp_path):
         assert parse(["--rloo_k", "4"])[0].num_generations == 4
     with pytest.warns(FutureWarning, match="kl_coef is now beta"):
         assert parse(["--config", config_file(tmp_path, kl_coef=0.3)])[0].beta == 0.3
-    with pytest.raises(ValueError, match="Both rloo_k and num_generations"):
+    with pytest.raises(ValueError, match="both rloo_k and num_generations were given"):
         parse(["--rloo_k", "4", "--num_generations", "4"])
-    with pytest.raises(ValueError, match="Both rloo_k and num_generations"):
+    with pytest.raises(ValueError, match="both rloo_k and num_generations were given"):
         parse(["--config", config_file(tmp_path, rloo_k=4), "--num_generations", "4"])
     with pytest.warns(FutureWarning, match="kl_coef is now beta"):
         assert parse(["--config", config_file(tmp_path, kl_coef="1e-3")])[0].beta == 0.001

@@ -21,9 +21,8 @@ def test_options_as_words():
 @pytest.mark.parametrize(
     ("name", "program", "hint"),
     [
-        ("num_generations", "trl dpo", " (an option of `trl rloo`, `trl grpo`)"),
         ("packing", "trl memory-plan", " (an option of `trl sft`)"),
-        ("method", "trl grpo", " (an option of `trl memory-plan`)"),
+        ("method", "trl grpo", " (an option of `trl memory-plan`, `trl lengths`)"),
         ("step", "trl grpo", " (an option of `trl completions`)"),
         ("port", "trl rloo", " (an option of `trl vllm-serve`)"),
         ("loss_type", "train.py", ""),
