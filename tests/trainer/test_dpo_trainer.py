@@ -4,18 +4,22 @@ import math
 
 import pytest
 import torch
+from datasets import Dataset
 from dpo_runs import (
     BOUND,
     PAIRS,
     by_hand,
+    config,
     gradient_of,
     make_trainer,
     other_model,
     pairs,
 )
 from peft import LoraConfig
-from sft_runs import logged, relative
-from tiny import tiny_model
+from sft_runs import logged, relative, weights
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+
+from trl.trainer.dpo_trainer import DPOTrainer
 
 SPLITS = {
     "one micro-batch": {},
@@ -203,3 +207,61 @@ def test_what_runs_out_of_memory_is_computed_in_pieces(tmp_path, reference):
     for mode in (True, False):
         found = [size for grad, size in sizes if grad == mode]
         assert max(found) == 8 and sum(size for size in found if size <= 3) == 8
+
+
+def test_a_resumed_run_ends_as_one_that_went_on(tmp_path):
+    """Bit for bit, with a reference that moved before the checkpoint was written."""
+    settings = {
+        "train_sampling_strategy": "random",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "logging_steps": 2,
+        "optim": "adamw_torch",
+        "learning_rate": 0.01,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 2,
+    }
+
+    def run(folder, checkpoint=None):
+        trainer = make_trainer(folder, **settings)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return weights(trainer.model), logged(trainer, "rewards/margins")
+
+    alone = run(tmp_path / "alone")
+    again = run(tmp_path / "again", str(tmp_path / "alone" / "checkpoint-3"))
+    assert torch.equal(again[0], alone[0]) and again[1] == alone[1]
+
+
+def test_messages_with_tools_and_what_is_refused(tmp_path):
+    user, good = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+    bad = good | {"content": "no"}
+    chat = {"chosen": [[user, good]], "rejected": [[user, bad]], "tools": [None]}
+    trainer = make_trainer(tmp_path, Dataset.from_dict(chat))
+    item = trainer.train_dataset[0]
+    decoded = [tiny_tokenizer().decode(ids) for ids in (item.prompt_ids, *item.answer_ids)]
+    assert decoded == ["<user>hi<end><assistant>", "yes<end>", "no<end>"]
+    with pytest.raises(NotImplementedError, match="train_dataset has the column 'images'"):
+        make_trainer(tmp_path, Dataset.from_dict(chat | {"images": [[]]}))
+    for name in ("data_collator", "compute_metrics"):
+        with pytest.raises(ValueError, match=f"{name} cannot be used"):
+            DPOTrainer(
+                tiny_model(),
+                args=config(tmp_path),
+                train_dataset=pairs(),
+                processing_class=tiny_tokenizer(),
+                **{name: len},
+            )
+
+
+def test_a_model_by_name_is_saved_with_a_card(tmp_path):
+    name = save_tiny(tmp_path / "base")
+    trainer = DPOTrainer(name, name, config(tmp_path / "run"), train_dataset=pairs())
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card()
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "2305.18290" in card and "- dpo" in card and "rafailov2023direct" in card
+    assert logged(trainer, "rewards/margins") == [0.0]
