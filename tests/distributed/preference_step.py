@@ -1,9 +1,11 @@
 """Updates on preferences and an evaluation, under engines in turn: `preference_step.py FOLDER`."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import dpo_runs
 import kto_runs
 import reward_runs
 import torch
@@ -15,6 +17,14 @@ CELLS: dict[str, Any] = {
     "reward": (reward_runs.make_trainer, reward_runs.pairs(reward_runs.PAIRS[:5])),
     "kto": (kto_runs.make_trainer, kto_runs.labelled(kto_runs.ROWS[:7])),
     "kto, one forward": (kto_runs.make_trainer, kto_runs.labelled(kto_runs.ROWS[:7])),
+    "dpo": (
+        partial(dpo_runs.make_trainer, loss_type=["sigmoid", "aot_unpaired", "sft"]),
+        dpo_runs.pairs(dpo_runs.PAIRS[:5]),
+    ),
+    "dpo, precomputed": (
+        partial(dpo_runs.make_trainer, precompute_ref_log_probs=True),
+        dpo_runs.pairs(dpo_runs.PAIRS[:5]),
+    ),
 }
 SIZES = {"kto, one forward": (2, 1)}  # rows and micro-batches of a step on each of two ranks
 
@@ -35,7 +45,7 @@ def run(cell: str, folder: Path, rows: int, accumulation: int, **changes: Any) -
     )
     trainer.train()
     trainer.evaluate()
-    predictions = trainer.predict(data).predictions
+    predictions = trainer.predict(trainer.eval_dataset).predictions
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     found: dict[str, Any] = {}
     if trainer.is_world_process_zero():
