@@ -53,8 +53,10 @@ def peak_figure(
 ) -> Any:
     """The figure: each setting has a colour of its own, and its name at the end of its line."""
     colors = dict(zip(titles, LINES[: len(titles)], strict=True))
-    height = -(-len(shapes) // 2)
-    figure, axes = plt.subplots(height, 2, figsize=(15, 4.8 * height), squeeze=False)
+    width = min(2, len(shapes))
+    height = -(-len(shapes) // width)
+    size = 7.5 * width, 4.8 * height
+    figure, axes = plt.subplots(height, width, figsize=size, squeeze=False)
     for axis, (prompt, completion) in zip(axes.flat, shapes, strict=False):
         axis.set(xscale="log", yscale="log", xlabel="completions of a prompt (k)", ylabel="MB")
         ends = {}

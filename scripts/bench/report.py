@@ -282,6 +282,8 @@ def memory_report(results: Path) -> None:
     (results / "memory.md").write_text("\n".join(sections), encoding="utf-8")
     titles = titles_in(rows)
     charts.peak_against_count(rows, titles, COUNTS, results / "peak_against_k.png")
+    headline = {name: titles[name] for name in ("first", "now-gpu", "default") if name in titles}
+    charts.peak_against_count(rows, headline, COUNTS, results / "peak.png", [HEADLINE])
     charts.memory_over_time(rows, titles, results / "memory_over_time.png", **CELL)
     charts.stacked(rows, titles, "tokens", results / "tokens.png", **CELL)
     timed = titles_in(rows, ("now-gpu",))
