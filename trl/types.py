@@ -37,7 +37,7 @@ class Prompts:
     messages: list[Any]  # B: strings, or lists of chat messages
     token_ids: list[list[int]]  # B ragged
     rows: list[dict[str, Any]] | None = None  # B: of the dataset
-    tools: list[Mapping[str, Callable[..., Any]]] | None = None  # B: that only the row may call
+    tools: Sequence[Mapping[str, Callable[..., Any]]] | None = None  # B: that only the row may call
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -199,7 +199,7 @@ def _blocks(content: str | list[Any]) -> list[Any]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
-def _reward_of(kind: type) -> Callable[..., Any]:
+def _reward_of(kind: Any) -> Callable[..., Any]:
     """A reward function that asks the environments of a class, under the name of the class."""
 
     def reward(environments: Sequence[Any], **others: Any) -> list[Any]:
@@ -208,7 +208,7 @@ def _reward_of(kind: type) -> Callable[..., Any]:
     async def awaited(environments: Sequence[Any], **others: Any) -> list[Any]:
         return [await own.get_reward() if type(own) is kind else None for own in environments]
 
-    is_async = inspect.iscoroutinefunction(kind.get_reward)  # type: ignore[attr-defined]
+    is_async = inspect.iscoroutinefunction(kind.get_reward)
     found: Callable[..., Any] = awaited if is_async else reward
     found.__name__ = kind.__name__
     return found

@@ -101,7 +101,7 @@ def _checked(found: Any, count: int) -> dict[str, Any]:
     _check_lengths(checked)
     columns = {
         name: _rows(name, value, count)
-        if isinstance(value, (list, tuple)) or getattr(value, "ndim", 0)
+        if isinstance(value, (list, tuple)) or getattr(value, "ndim", False)
         else [value] * count
         for name, value in found.items()
         if name not in KINDS

@@ -104,7 +104,7 @@ class ToolLoop(GenerationBackend):
         room for another token are taken back, and the completion ends before them.
         """
         seeds = sampling.seeds or [None] * len(prompts)
-        tools = prompts.tools or [None] * len(prompts)
+        tools = [None] * len(prompts) if prompts.tools is None else list(prompts.tools)
         given = zip(prompts.token_ids, prompts.messages, seeds, tools, strict=True)
         rows = [_Row(list(ids), *others) for ids, *others in given]
         with self.engine.awake():
