@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import rounding  # noqa: F401  # changes how products round, if it is told to
+import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -78,3 +79,15 @@ def _leave_out(config, items):
     ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    """This process alone, as torch's default group."""
+    if torch.distributed.is_initialized():  # by a test before, in the same process
+        torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()

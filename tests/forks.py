@@ -56,6 +56,8 @@ class Program:
         self._nursery = _nursery((*COMMON, *VLLM) if vllm else COMMON)
         self._written = tempfile.TemporaryDirectory()
         self.status: int | None = None
+        for stream in ("output", "errors"):  # it may be read before the program begins
+            self._file(stream).touch()
         self.pid: int = self._nursery.ask(
             words=[*map(str, words)],
             folder=str(folder),
@@ -167,6 +169,8 @@ def serve(modules: Sequence[str]) -> Sequence[str]:
 def become(words, folder, variables, written) -> None:
     """Take over the place, the environment and the arguments of a program."""
     os.setsid()
+    # A shell that starts the tests in the background has interrupts ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     files = [os.open(os.devnull, os.O_RDONLY)]
     files += [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for path in written]
     for stream, file in enumerate(files):

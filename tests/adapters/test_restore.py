@@ -86,7 +86,7 @@ def test_an_adapter_is_continued_by_its_name(tmp_path):
     second.train()
     assert not same(trained(second.model), trained(first.model))
     assert torch.equal(reference_logps(second), start)
-    with pytest.raises(ValueError, match="is an adapter, which is trained further: leave out"):
+    with pytest.raises(ValueError, match="is an adapter, which will be trained further: leave out"):
         trainer_of(kind, tmp_path, model=str(tmp_path / "stored"), peft_config=kind.config)
 
 

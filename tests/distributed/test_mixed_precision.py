@@ -1,6 +1,5 @@
 """Half precision of FSDP2 in its own way: it casts what modules return."""
 
-import pytest
 import torch
 from tiny import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
@@ -10,17 +9,6 @@ from trl.models.scorer import Scorer
 from trl.types import Rollout
 
 ROWS = [[20, 21, 22, 1], [23, 24, 1]]
-
-
-@pytest.fixture
-def process_group(tmp_path):
-    if torch.distributed.is_initialized():  # by a test before, in the same process
-        torch.distributed.destroy_process_group()
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def rollout() -> Rollout:

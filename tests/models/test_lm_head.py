@@ -286,15 +286,6 @@ def test_autocast_at_the_call_of_the_head_changes_nothing():
 # --- Wrappers ---
 
 
-@pytest.fixture
-def process_group(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def test_hidden_states_are_captured_through_distributed_wrappers(process_group):
     model = tiny_model()
     outer = nn.parallel.DistributedDataParallel(model)

