@@ -44,10 +44,10 @@ ALLOWED = {
         "step_lines",
     },
     "cli": {"imports", "text", "trainer", "data", "rewards", "memory"},
-    "scripts": {"imports", "trainer", "cli"},
+    "scripts": {"imports", "trainer", "cli", "data"},
     "__main__": {"cli"},
 }
-FACADES = {"data_utils"}
+FACADES = {"chat_template_utils", "data_utils"}
 TORCH_ONLY = {"ops", "types"}
 OPTIONAL = {"vllm", "peft", "deepspeed", "liger_kernel", "bitsandbytes", "wandb", "trackio",
             "math_verify", "matplotlib", "rich"}  # fmt: skip

@@ -29,6 +29,8 @@ _MODULES = {
     "memory.callback": ("MemoryCallback",),
     "models.reference": ("create_reference_model",),
     "cli.arguments": ("ScriptArguments",),
+    "scripts.utils": ("init_zero_verbose",),
+    "trainer.bema": ("BEMACallback",),
     "trainer.callbacks": ("RichProgressCallback", "SyncRefModelCallback"),
     "trainer.dpo_config": ("DPOConfig",),
     "trainer.dpo_trainer": ("DPOTrainer",),
@@ -48,7 +50,7 @@ _MODULES = {
     "trainer.sft_config": ("SFTConfig",),
     "trainer.sft_trainer": ("SFTTrainer",),
 }
-_SUBMODULES = ("data_utils", "models", "rewards", "scripts", "trainer")
+_SUBMODULES = ("chat_template_utils", "data_utils", "models", "rewards", "scripts", "trainer")
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [*_HOME]

@@ -13,13 +13,13 @@ from .text import did_you_mean
 METHODS = {"Distillation", "ORPO", "CPO", "BCO"}
 METHODS |= {"GKD", "XPO", "NashMD", "PRM", "IterativeSFT", "AlignProp", "DDPO"}
 OTHERS = {
-    *("BEMACallback", "LogCompletionsCallback", "MergeModelCallback", "WeaveCallback"),
-    *("WinRateCallback", "add_response_schema", "init_zero_verbose"),
+    *("LogCompletionsCallback", "MergeModelCallback", "WeaveCallback"),
+    *("WinRateCallback", "add_response_schema"),
     *("get_training_chat_template", "get_kbit_device_map", "setup_chat_format"),
     *("AutoModelForCausalLMWithValueHead", "PreTrainedModelWrapper"),
     *("AutoModelForSeq2SeqLMWithValueHead", "BestOfNSampler", "TextEnvironment", "TextHistory"),
     *("BaseJudge", "BasePairwiseJudge", "BaseRankJudge", "HfPairwiseJudge", "PairRMJudge"),
-    *("OpenAIPairwiseJudge", "chat_template_utils", "experimental", "extras"),
+    *("OpenAIPairwiseJudge", "experimental", "extras"),
 }
 UPSTREAM = OTHERS | {f"{method}{kind}" for method in METHODS for kind in ("Trainer", "Config")}
 

@@ -1,5 +1,10 @@
 """The training commands as modules that `accelerate launch --module` starts."""
 
-from ..imports import public_names
+from importlib import import_module
+from typing import Any
 
-__getattr__ = public_names("trl.cli")
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(import_module(f"{__name__}.utils"), name)

@@ -1,0 +1,103 @@
+"""A bias-corrected moving average of the weights (BEMA, arXiv 2508.00180)."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from ..models.sharded import is_sharded
+
+
+class BEMACallback(TrainerCallback):
+    """Keeps a moving average of the weights, and saves it to `<output_dir>/bema` in the end.
+
+    At step t the average moves by beta_t = max((lag + multiplier t)^-ema_power,
+    min_ema_multiplier), and the weights that are saved are
+
+        average + (lag + multiplier t)^-bias_power (weights - first weights)
+
+    Weights that are not trained stay as they are. A resumed run begins a new average.
+
+    Args:
+        update_freq (`int`): steps between two updates.
+        ema_power (`float`): 0 takes the weights of the step as their average.
+        bias_power (`float`): 0 corrects in full.
+        lag (`int`): how slowly it begins.
+        update_after (`int`): the step whose weights are the first.
+        multiplier (`float`): how steps count.
+        min_ema_multiplier (`float`): least beta.
+        device (`str`): where the copy lives.
+
+    Raises:
+        ValueError: when training begins with weights that are sharded over ranks.
+    """
+
+    def __init__(
+        self,
+        update_freq: int = 400,
+        ema_power: float = 0.5,
+        bias_power: float = 0.2,
+        lag: int = 10,
+        update_after: int = 0,
+        multiplier: float = 1.0,
+        min_ema_multiplier: float = 0.0,
+        device: str = "cpu",
+    ):
+        self.update_freq, self.update_after, self.device = update_freq, update_after, device
+        self.ema_power, self.bias_power = ema_power, bias_power
+        self.lag, self.multiplier = lag, multiplier
+        self.min_ema_multiplier = min_ema_multiplier
+        self.running_model: Any = None
+        self._first: dict[str, Tensor] = {}
+        self._average: dict[str, Tensor] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Copy the model."""
+        model: nn.Module = kwargs["model"]
+        if is_sharded(model):
+            raise ValueError(
+                "BEMACallback needs the weights as a whole: train without FSDP and ZeRO-3."
+            )
+        self.running_model = copy.deepcopy(model).to(self.device).eval()
+        self._begin(model)
+
+    @torch.no_grad()
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Move the average, if it is time."""
+        past = state.global_step - self.update_after
+        if past == 0:
+            self._begin(kwargs["model"])
+        elif past > 0 and past % self.update_freq == 0:
+            self._update(kwargs["model"], self.lag + self.multiplier * state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save the corrected average."""
+        if state.is_world_process_zero:
+            self.running_model.save_pretrained(Path(args.output_dir, "bema"))
+
+    def _begin(self, model: nn.Module) -> None:
+        self._first = self._weights(model)
+        self._average = {name: weight.clone() for name, weight in self._first.items()}
+
+    def _update(self, model: nn.Module, time: float) -> None:
+        beta = max(time**-self.ema_power, self.min_ema_multiplier)
+        alpha = time**-self.bias_power
+        running = dict(self.running_model.named_parameters())
+        for name, weight in self._weights(model).items():
+            average = self._average[name].lerp_(weight, beta)
+            running[name].copy_(average + alpha * (weight - self._first[name]))
+
+    def _weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """Copies of the trained weights, in float32 at least."""
+        return {
+            name: weight.detach().to(
+                self.device, torch.promote_types(weight.dtype, torch.float32), copy=True
+            )
+            for name, weight in model.named_parameters()
+            if weight.requires_grad
+        }
