@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import preferences
@@ -253,7 +254,7 @@ Sections = dict[str, list[Line]]
 SECTIONS = {
     "float32": "Gradients in float32: ||g - g_ref|| / ||g_ref||",
     "supervised": "Supervised fine-tuning: gradients as above, and losses",
-    "preferences": "KTO and reward models: gradients as above, and losses",
+    "preferences": "DPO, KTO and reward models: gradients as above, and losses",
     "dropped": "Rows of zero advantage",
     "ranks": "Two processes",
     "bf16": f"bfloat16 against float32; bound: {HALF_PRECISION_FACTOR} x single rows in bfloat16",

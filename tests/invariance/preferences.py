@@ -1,4 +1,4 @@
-"""KTO and reward models: the gradient of one update, and the loss of rows scored singly."""
+"""KTO, reward models and DPO: the gradient of one update, and the loss of rows scored singly."""
 
 import dataclasses
 import io
@@ -7,6 +7,7 @@ from contextlib import redirect_stdout
 from functools import cache
 from typing import Any
 
+import dpo_runs
 import kto_runs
 import reward_runs
 import sft_runs
@@ -34,7 +35,8 @@ WAYS: dict[str, dict[str, Any]] = {
         "per_device_train_batch_size": 3,
     },
 }
-LOSSES = ("KTO", "reward", "reward, ranked")
+LOSSES = ("KTO", "reward", "reward, ranked", "DPO")
+POLICIES: dict[str, Any] = {"DPO": dpo_runs, "KTO": kto_runs}
 FEW = ("Llama", "Qwen3", "Gemma3, soft-capped logits", "Gemma3, window of 8")
 
 
@@ -75,13 +77,13 @@ def _classifier(model: str) -> nn.Module:
 
 
 def _trainer(folder: str, variant: Preferences, **options: Any) -> Any:
-    if variant.loss == "KTO":
+    if variant.loss in POLICIES:
         model, reference = (MODELS[variant.model].build() for _ in range(2))
         with torch.no_grad():
             for parameter in reference.parameters():
                 parameter.mul_(REFERENCE_SCALE)
         options |= {"model": model, "ref_model": reference, "beta": BETA}
-        return kto_runs.make_trainer(folder, **options)
+        return POLICIES[variant.loss].make_trainer(folder, **options)
     data = reward_runs.ranked() if "ranked" in variant.loss else reward_runs.pairs()
     options |= {"model": _classifier(variant.model), "center_rewards_coefficient": 0.01}
     return reward_runs.make_trainer(folder, data, **options)
@@ -100,13 +102,30 @@ def measure(variant: Preferences) -> tuple[float, Tensor, bool]:
 @cache
 def reference(model: str, loss: str) -> tuple[float, Tensor]:
     """The same, one row at a time, without padding, from full logits or states."""
-    if loss != "KTO":
+    if loss not in POLICIES:
         rows = reward_runs.as_pairs() if "ranked" in loss else reward_runs.PAIRS
         return reward_runs.by_hand(_classifier(model), rows, centering=0.01)[:2]
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(folder, Preferences(model, loss, ""))
+    if loss == "DPO":
+        return dpo_by_hand(trainer.model, trainer.reference.model)
     partners = kto_runs.partners_of(trainer)
     return kto_runs.by_hand(trainer.model, trainer.reference.model, partners, beta=BETA)[:2]
+
+
+def dpo_by_hand(model: nn.Module, reference: nn.Module) -> tuple[float, Tensor]:
+    """Mean loss of pairs and its gradient, one row at a time."""
+    rows, total = dpo_runs.PAIRS, torch.zeros(())
+    for prompt, *answers in rows:
+        with torch.no_grad():
+            held = [kto_runs.log_prob(reference, prompt, answer) for answer in answers]
+        logps = [kto_runs.log_prob(model, prompt, answer) for answer in answers]
+        chosen, rejected = (a - b for a, b in zip(logps, held, strict=True))
+        total = total - nn.functional.logsigmoid(BETA * (chosen - rejected))
+    model.zero_grad()
+    (total / len(rows)).backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    return float(total.detach()) / len(rows), gradient
 
 
 def difference(variant: Preferences) -> float:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 from bench_rows import BENCH, COUNTING, loader, row, run  # noqa: F401
-from workspace import ROOT, run_forked
+from workspace import ROOT, environment, run_forked
 
 PROGRAMS = ("environments", "work", "memory", "step", "gpu", "gpu_check", "gpu_parts", "report")
 
@@ -18,6 +18,13 @@ def test_every_program_explains_itself(name, tmp_path):
     shown = run_forked([BENCH / f"{name}.py", "--help"], tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert "usage:" in shown.stdout
+
+
+def test_the_certificate_finds_what_it_imports(tmp_path):
+    """In a process of its own, as `make invariance` starts it."""
+    words = [sys.executable, ROOT / "tests" / "invariance" / "certificate.py", "--help"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(tmp_path), capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
 
 
 @pytest.mark.slow
