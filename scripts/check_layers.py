@@ -28,7 +28,7 @@ ALLOWED = {
     "models": {"ops", "types", "imports", "text", "data", "distributed"},
     "memory": {
         *("ops", "types", "imports", "text", "data", "distributed", "models", "generation"),
-        "random_numbers",
+        *("random_numbers", "step_lines"),
     },
     "generation": {
         *("ops", "types", "imports", "text", "data", "distributed", "models"),
@@ -43,7 +43,7 @@ ALLOWED = {
         *("generation", "online", "rewards", "random_numbers", "progress"),
         "step_lines",
     },
-    "cli": {"imports", "text", "trainer", "data", "rewards", "memory"},
+    "cli": {"imports", "text", "trainer", "data", "rewards", "memory", "step_lines"},
     "scripts": {"imports", "trainer", "cli", "data"},
     "__main__": {"cli"},
 }

@@ -12,7 +12,8 @@ OTHER_FOLDERS = (
 )
 OTHER_FILES = (
     *("cli/test_end_to_end.py", "ops/test_estimators.py", "ops/test_imports.py"),
-    *("ops/test_properties.py", "trainer/test_devices.py"),
+    *("ops/test_properties.py", "scripts/test_training_scripts.py"),
+    "trainer/test_devices.py",
 )
 
 

@@ -10,19 +10,15 @@ from pathlib import Path
 from forks import DEADLINE, Program
 from tiny import save_tiny
 
-from trl.cli.arguments import OnlineScriptArguments
 from trl.cli.values import ConversionError, convert
 from trl.cli.words import launch_option_names
-from trl.data.mixture import DatasetMixtureConfig
 from trl.scripts import grpo, kto, online_dpo, ppo, reward, rloo, sft
-from trl.trainer.model_config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 REWARDS = """
 def exact(completions, answer, **kwargs):
     return [float(str(right) in text) for text, right in zip(completions, answer)]
 """
-SCRIPT_TYPES = (OnlineScriptArguments, ModelConfig, DatasetMixtureConfig)
 
 
 def write_inputs(folder: Path) -> Path:
@@ -99,11 +95,11 @@ def option_problems(config: dict[str, object]) -> list[str]:
     return problems
 
 
-def missing_from_help(parser, config_class: type) -> list[str]:
-    """Options of the dataclasses of a training script that its help does not show."""
+def missing_from_help(parser) -> list[str]:
+    """Options of the dataclasses of a parser that its help does not show."""
     text = "".join(parser.format_help().split())
     found = []
-    for field in (f for kind in (config_class, *SCRIPT_TYPES) for f in fields(kind) if f.init):
+    for field in (f for kind in parser.dataclass_types for f in fields(kind) if f.init):
         described = "".join(str(field.metadata.get("help", "")).replace("%%", "%").split())
         if f"--{field.name}" not in text or described not in text:
             found.append(field.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,26 @@ class StepLines:
             for record in records:
                 file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
 
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield the records, without a last line that is being written or was cut off."""
+        if not self.path.exists():
+            return
+        with self.path.open(encoding="utf-8") as file:
+            # Iteration splits where splitlines would not: at \n alone.
+            yield from (record for line in file if (record := _parse(line)) is not None)
+
     def keep_until(self, step: int) -> None:
         """Drop what a run that went further than `step` wrote, and lines that a crash cut off."""
         if not self.path.exists():
             return
-        kept = self.path.with_suffix(".kept")
-        with self.path.open(encoding="utf-8") as old, kept.open("w", encoding="utf-8") as new:
-            # Iteration splits where splitlines would not: at \n alone.
-            new.writelines(line for line in old if _step_of(line) <= step)
-        kept.replace(self.path)
+        kept = StepLines(self.path.with_suffix(".kept"))
+        kept.path.write_text("")
+        kept.add(record for record in self.read() if record["step"] <= step)
+        kept.path.replace(self.path)
 
 
-def _step_of(line: str) -> float:
+def _parse(line: str) -> dict[str, Any] | None:
     try:
-        return json.loads(line)["step"]
+        return json.loads(line) if line.endswith("\n") else None
     except ValueError:
-        return float("inf")
+        return None

@@ -1,41 +1,33 @@
-"""GRPO: learn to give the right final answer, with advantages relative to the group of siblings.
+"""GRPO: learn to think before answering, rewarded for the form of the completion alone.
 
     python examples/scripts/grpo.py --model_name_or_path Qwen/Qwen3-0.6B --output_dir output
-        [--dataset_name FOLDER_OR_HUB_ID] [--num_generations 8] [--use_vllm] [--use_peft]
+        [--dataset_name trl-lib/DeepMath-103K] [--num_generations 8] [--use_vllm] [--use_peft]
 
-The dataset has the columns `prompt` and `answer`.
+The dataset has the column `prompt`.
 """
 
-from dataclasses import dataclass
-
-from datasets import load_dataset
-
-from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
-
-
-@dataclass
-class Options:
-    dataset_name: str = "json"
-    data_files: str | None = "prompts.jsonl"
-
-
-def right(completions, answer, **kwargs):
-    """1 where a completion, a string or messages, ends with the answer."""
-    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
-    return [
-        float(text.strip().endswith(str(wanted)))
-        for text, wanted in zip(texts, answer, strict=True)
-    ]
+from trl import (
+    GRPOConfig,
+    GRPOTrainer,
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_peft_config,
+    rewards,
+)
+from trl.data.files import load_dataset_source
 
 
 def main() -> None:
-    options, args, model = TrlParser((Options, GRPOConfig, ModelConfig)).parse_args_and_config()
-    files = {"data_files": options.data_files} if options.dataset_name == "json" else {}
+    script, args, model = TrlParser(
+        (ScriptArguments, GRPOConfig, ModelConfig)
+    ).parse_args_and_config()
+    dataset = load_dataset_source(script.dataset_name or "trl-lib/DeepMath-103K")
     trainer = GRPOTrainer(
-        model=model.model_name_or_path,
-        reward_funcs=right,
-        args=args,
-        train_dataset=load_dataset(options.dataset_name, split="train", **files),
+        model.model_name_or_path,
+        rewards.think_format_reward,
+        args,
+        train_dataset=dataset[script.dataset_train_split],
         peft_config=get_peft_config(model),
     )
     trainer.train()

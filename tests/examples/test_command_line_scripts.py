@@ -16,7 +16,11 @@ TEXTS = ["--dataset_name", "json", "--data_files", "texts.jsonl", "--eval_share"
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("rloo", ["--beta", "0.5", *ONLINE]), ("grpo", ONLINE), ("sft", TEXTS)],
+    [
+        ("rloo", ["--beta", "0.5", *ONLINE]),
+        ("grpo", ["--dataset_name", "prompts.jsonl", *ONLINE]),
+        ("sft", TEXTS),
+    ],
 )
 def test_a_script_trains(tmp_path, monkeypatch, name, options):
     monkeypatch.chdir(write_inputs(tmp_path))

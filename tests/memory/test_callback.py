@@ -9,7 +9,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from trl.memory.callback import MemoryCallback
 from trl.memory.meter import PhaseMeter
-from trl.memory.timeline import read
+from trl.step_lines import StepLines
 
 MB = 1_000_000
 
@@ -49,7 +49,7 @@ def make(folder, callbacks=(), trainer_class=Trainer, **options):
 
 
 def phases(folder, step=None):
-    records = read(folder / "memory.jsonl")
+    records = StepLines(folder / "memory.jsonl").read()
     return [r["phase"] for r in records if step in (None, r["step"])]
 
 
@@ -65,7 +65,7 @@ def test_phases_of_a_plain_trainer_in_order(tmp_path):
     assert phases(tmp_path, step=1) == ONE_STEP
     assert phases(tmp_path, step=2) == ONE_STEP
     assert len(phases(tmp_path)) == 10
-    records = list(read(tmp_path / "memory.jsonl"))
+    records = list(StepLines(tmp_path / "memory.jsonl").read())
     for before, after in pairwise(records):
         assert before["start"] <= before["end"] <= after["start"]
 
@@ -84,7 +84,7 @@ def test_passes_are_where_they_should_be(tmp_path):
     head.register_full_backward_hook(lambda *_: held.append(_block(40)))
     trainer.create_optimizer().register_step_post_hook(lambda *_: held.append(_block(60)))
     trainer.train()
-    ends = {r["phase"]: r.get("tensors_gb") for r in read(tmp_path / "memory.jsonl")}
+    ends = {r["phase"]: r.get("tensors_gb") for r in StepLines(tmp_path / "memory.jsonl").read()}
     if None in ends.values():
         pytest.skip("the system does not tell")
     assert ends["backward"] - ends["forward"] == pytest.approx(0.04, abs=0.002)
@@ -101,7 +101,7 @@ def test_metrics_are_logged_and_remembered(tmp_path):
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logged) == 2
     by_step = {1: {}, 2: {}}
-    for record in read(tmp_path / "memory.jsonl"):
+    for record in StepLines(tmp_path / "memory.jsonl").read():
         for name in ("peak_gb", "tensors_gb"):
             if name in record:
                 key = f"memory/{record['phase']}/{name}"
@@ -210,11 +210,11 @@ def test_a_second_training_after_one_that_failed(tmp_path):
 
 def test_resumed_training_goes_on_with_the_file(tmp_path):
     make(tmp_path, [MemoryCallback(chart=False)], save_strategy="steps", save_steps=1).train()
-    before = list(read(tmp_path / "memory.jsonl"))
+    before = list(StepLines(tmp_path / "memory.jsonl").read())
     make(tmp_path, [MemoryCallback(chart=False)]).train(
         resume_from_checkpoint=str(tmp_path / "checkpoint-1")
     )
-    after = list(read(tmp_path / "memory.jsonl"))
+    after = list(StepLines(tmp_path / "memory.jsonl").read())
     assert [r["step"] for r in after] == [1] * 5 + [2] * 5
     assert after[:5] == before[:5]
     assert after[5]["start"] == before[4]["end"]

@@ -10,7 +10,8 @@ import pytest
 from transformers.utils import logging
 
 from trl.memory.meter import PHASES, PhaseEvent
-from trl.memory.timeline import Timeline, draw, read, spans
+from trl.memory.timeline import Timeline, draw, spans
+from trl.step_lines import StepLines
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,11 +35,11 @@ def test_one_line_for_each_phase_at_once(tmp_path):
     assert [json.loads(line) for line in timeline.path.read_text().splitlines()] == [expected]
     timeline.step = 2
     timeline.add(event("forward", 7.0, 9.0, peak=3e9))
-    second = list(read(timeline.path))[1]
+    second = list(StepLines(timeline.path).read())[1]
     assert (second["step"], second["start"], second["end"], second["peak_gb"]) == (2, 2.0, 4.0, 3.0)
     timeline.close()
     timeline.add(event("forward", 9.0, 9.5))
-    assert len(list(read(timeline.path))) == 3
+    assert len(list(StepLines(timeline.path).read())) == 3
 
 
 def test_other_processes_write_nothing(tmp_path):
@@ -61,11 +62,11 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
     write(path, [1, 1, 2, 3])
     with path.open("a") as file:
         file.write('{"step": 3, "phase"')  # cut off by a kill
-    assert [record["step"] for record in read(path)] == [1, 1, 2, 3]
+    assert [record["step"] for record in StepLines(path).read()] == [1, 1, 2, 3]
     timeline = Timeline(path, step=2)
     timeline.step = 3
     timeline.add(event("backward", 100.0, 101.0))
-    records = list(read(path))
+    records = list(StepLines(path).read())
     assert [record["step"] for record in records] == [1, 1, 2, 3]
     assert (records[3]["phase"], records[3]["start"], records[3]["end"]) == ("backward", 2.5, 3.5)
 
@@ -74,7 +75,7 @@ def test_a_new_run_begins_a_new_file(tmp_path):
     path = tmp_path / "memory.jsonl"
     write(path, [1, 2])
     write(path, [1])
-    assert len(list(read(path))) == 1
+    assert len(list(StepLines(path).read())) == 1
 
 
 def test_a_broken_line_ends_what_is_kept(tmp_path):
@@ -82,7 +83,7 @@ def test_a_broken_line_ends_what_is_kept(tmp_path):
     write(path, [1])
     path.write_text(path.read_text() + "no json\n")
     Timeline(path, step=5)
-    assert [record["step"] for record in read(path)] == [1]
+    assert [record["step"] for record in StepLines(path).read()] == [1]
     assert path.read_text().count("\n") == 1
 
 
@@ -99,7 +100,7 @@ def test_lines_survive_a_kill(tmp_path):
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ, timeout=120)
     assert ended.returncode == -signal.SIGKILL
-    assert [(r["start"], r["end"], r["peak_gb"]) for r in read(path)] == [
+    assert [(r["start"], r["end"], r["peak_gb"]) for r in StepLines(path).read()] == [
         (0.0, 1.0, 7.0),
         (1.0, 2.0, 7.0),
         (2.0, 3.0, 7.0),

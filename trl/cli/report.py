@@ -10,11 +10,11 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..step_lines import StepLines
 from ..text import as_text
 from .completions import read_records
 
@@ -101,23 +101,16 @@ def read_run(folder: Path, most: int) -> dict[str, Any]:
 def _metrics(folder: Path) -> list[dict[str, Any]]:
     """The logs, with the seconds of each phase of their step."""
     seconds: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for event in _lines(folder / "memory.jsonl"):
+    for event in StepLines(folder / "memory.jsonl").read():
         seconds[event["step"]][f"seconds/{event['phase']}"] += event["end"] - event["start"]
-    found = (log | seconds.get(log["step"], {}) for log in _lines(folder / "metrics.jsonl"))
+    found = (
+        log | seconds.get(log["step"], {}) for log in StepLines(folder / "metrics.jsonl").read()
+    )
     return [{name: x for name, x in log.items() if _is_finite(x)} for log in found]
 
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _lines(file: Path) -> Iterable[dict[str, Any]]:
-    if not file.exists():
-        return
-    with file.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):  # the last may be half written
-                yield json.loads(line)
 
 
 def _completions(folder: Path, split: str, most: int) -> dict[str, Any]:

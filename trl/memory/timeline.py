@@ -10,6 +10,7 @@ from typing import Any, TextIO
 from transformers.utils import logging
 
 from ..imports import require
+from ..step_lines import StepLines
 from .meter import PHASES, PhaseEvent
 
 logger = logging.get_logger(__name__)
@@ -37,9 +38,15 @@ class Timeline:
         self.path = Path(path)
         self.step = step
         self._writes = writes
-        self._seconds = _cut(self.path, step) if writes else 0.0
+        self._seconds = self._cut() if writes else 0.0
         self._begun: float | None = None  # of the meter's clock
         self._file: TextIO | None = None
+
+    def _cut(self) -> float:
+        """Drop the lines of later steps; return when the last of the others ended."""
+        lines = StepLines(self.path)
+        lines.keep_until(self.step)
+        return max((record["end"] for record in lines.read()), default=0.0)
 
     def add(self, event: PhaseEvent) -> None:
         """Write one phase."""
@@ -63,35 +70,6 @@ class Timeline:
             self._file = None
 
 
-def _cut(path: Path, step: int) -> float:
-    """Drop the lines of steps after `step`; return when the last of the others ended."""
-    if not path.exists():
-        return 0.0
-    size, seconds = 0, 0.0
-    with path.open("rb+") as file:
-        for line in file:
-            record = _parse(line)
-            if record is None or record["step"] > step:
-                break
-            size, seconds = size + len(line), max(seconds, record["end"])
-        file.truncate(size)
-    return seconds
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a line, None for one that was cut off."""
-    try:
-        return json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
-        return None
-
-
-def read(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a timeline, without a last line that was cut off."""
-    with Path(path).open("rb") as file:
-        yield from (record for line in file if (record := _parse(line)) is not None)
-
-
 def draw(jsonl: str | Path, png: str | Path) -> bool:
     """Draw the peak of each phase over time, one panel below the other.
 
@@ -108,7 +86,7 @@ def draw(jsonl: str | Path, png: str | Path) -> bool:
     except ImportError as error:
         logger.warning_once(str(error))
         return False
-    if not (found := spans(read(jsonl))):
+    if not (found := spans(StepLines(Path(jsonl)).read())):
         return False
     # Peaks of phases are often the same within a percent, so each has a panel of its own.
     shown = [phase for phase in PHASES if phase in found]
