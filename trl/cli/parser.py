@@ -29,8 +29,8 @@ class TrlParser(argparse.ArgumentParser):
 
     Args:
         dataclass_types: one dataclass or several; none may have a field called `config`. A class
-            attribute `legacy_options` (old name -> new name) lists keyword arguments the class
-            accepts besides its fields.
+            attribute `legacy_options` (old name -> new name, or something else where there is
+            none) lists keyword arguments the class accepts besides its fields.
         kwargs: arguments of `argparse.ArgumentParser`.
 
     Raises:
@@ -238,7 +238,7 @@ class TrlParser(argparse.ArgumentParser):
             if is_flag(option.annotation) and f"no_{option.name}" not in self._options:
                 self.add_argument(*_spellings(f"no_{option.name}"), dest=option.name, **hidden)
 
-    def _add_legacy(self, names: dict[str, str | None]) -> None:
+    def _add_legacy(self, names: dict[str, Any]) -> None:
         """Old names take the type of what replaces them, or else what YAML makes of a value."""
         for old, new in names.items():
             if old not in self._options:
@@ -272,7 +272,7 @@ def _field_names(kind: type) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(kind) if field.init}
 
 
-def _legacy_names(kind: type) -> dict[str, str | None]:
+def _legacy_names(kind: type) -> dict[str, Any]:
     return getattr(kind, "legacy_options", {})
 
 

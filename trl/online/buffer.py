@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import Any
 
 import torch
@@ -23,6 +22,10 @@ class Buffer:
     def __init__(self, micro_batches: int, passes: int):
         self._micro_batches = micro_batches
         self._period = micro_batches * passes
+        self.clear()
+
+    def clear(self) -> None:
+        """Hold nothing."""
         self._round: int | None = None
         self._chunks: list[Rollout] = []
 
@@ -36,31 +39,17 @@ class Buffer:
         self._chunks = list(rollout.chunks(self._micro_batches))
 
     def at(self, step: int) -> Rollout:
-        """Return the micro-batch that micro-step `step` trains on.
-
-        Raises:
-            RuntimeError: if the round of `step` is not the one held.
-        """
+        """Return the micro-batch that micro-step `step`, which must be of this round, trains on."""
         if self.is_stale(step):
             raise RuntimeError(f"The buffer does not hold the round of micro-step {step}.")
         return self._chunks[step % self._micro_batches]
 
     def longest(self) -> Rollout:
         """Return the micro-batch with the longest row."""
-        return max(
-            self._chunks,
-            key=lambda c: max(map(len, map(operator.add, c.prompt_ids, c.completion_ids))),
-        )
-
-    def clear(self) -> None:
-        """Hold nothing."""
-        self._round, self._chunks = None, []
+        return max(self._chunks, key=_longest_row)
 
     def state(self, step: int) -> list[dict[str, Any]] | None:
-        """Return the micro-batches that `step` needs, as tensors and lists in main memory.
-
-        None if that step begins a round.
-        """
+        """The micro-batches that `step` needs, in main memory; None if it begins a round."""
         if self.is_stale(step):
             return None
         return [_moved(chunk, torch.device("cpu")) for chunk in self._chunks]
@@ -72,6 +61,11 @@ class Buffer:
         if state is not None and step % self._period:
             self._round = step // self._period
             self._chunks = [Rollout(**_moved(Rollout(**fields), device)) for fields in state]
+
+
+def _longest_row(rollout: Rollout) -> int:
+    rows = zip(rollout.prompt_ids, rollout.completion_ids, strict=True)
+    return max(len(prompt) + len(completion) for prompt, completion in rows)
 
 
 def _moved(rollout: Rollout, device: torch.device) -> dict[str, Any]:

@@ -26,17 +26,13 @@ def bad_rows(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 @dataclass
 class FiniteGuard:
-    """Watches values without waiting for the device; looks at them when an update is due.
+    """Watches values without waiting for the device; looks at them when an update is due."""
 
-    Args:
-        rank (`int`): this process, for messages.
-        gather: returns the argument of every rank in rank order, on every rank.
-    """
-
-    rank: int
-    gather: Callable[[Any], list[Any]]
+    rank: int  # this process, for messages
+    gather: Callable[[Any], list[Any]]  # the argument of every rank in rank order, on every rank
     _watched: list[tuple[str, Sequence[int], Tensor]] = field(default_factory=list)
 
+    @torch.no_grad()
     def watch(self, what: str, values: Tensor, rows: Rows, mask: Tensor | None = None) -> None:
         """Remember which rows of `values` (B, ...) are not finite.
 
@@ -44,13 +40,10 @@ class FiniteGuard:
             what (`str`): the values, for messages.
             mask (`Tensor`, *optional*): the entries that count, such as trained-on tokens (B, C).
         """
-        with torch.no_grad():
-            self._watched.append((what, rows.row_ids, bad_rows(values.detach(), mask)))
+        self._watched.append((what, rows.row_ids, bad_rows(values, mask)))
 
     def check(self, step: int) -> None:
-        """Raise on every rank if any rank watched something bad.
-
-        Every rank must call this: the findings are exchanged.
+        """Raise on every rank if one of them watched something bad; every rank must call this.
 
         Raises:
             NonFiniteError: naming step, rank, rows and value.
@@ -78,7 +71,7 @@ class FiniteGuard:
             if rows:
                 shown = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
                 words.append(f"{what} of row {shown} on rank {self.rank} is NaN or infinite.")
-        self._watched.clear()
+        self.forget()
         return " ".join(words)
 
     def forget(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+REWARDS = {0: (1.0, 0.0), 1: (0.0, 1.0), -1: (None, None)}  # of a pair, by the judge's decision
+
 
 class PairwiseJudge(Protocol):
     """Compares two completions of each prompt."""
@@ -36,14 +38,10 @@ class JudgeReward:
     ) -> list[float | None]:
         """Reward completions, those of a prompt next to each other."""
         pairs = [list(pair) for pair in zip(completions[::2], completions[1::2], strict=True)]
-        places = self._judge.judge(prompts[::2], pairs)
+        places = [int(place) for place in self._judge.judge(prompts[::2], pairs)]
         if len(places) != len(pairs):
             raise ValueError(f"the judge decided on {len(places)} of {len(pairs)} pairs")
-        return [reward for place in places for reward in _rewards(int(place))]
-
-
-def _rewards(place: int) -> tuple[float | None, float | None]:
-    known = {0: (1.0, 0.0), 1: (0.0, 1.0), -1: (None, None)}
-    if place not in known:
-        raise ValueError(f"the judge returned {place}; it must return 0, 1 or -1")
-    return known[place]
+        for place in places:
+            if place not in REWARDS:
+                raise ValueError(f"the judge returned {place}; it must return 0, 1 or -1")
+        return [reward for place in places for reward in REWARDS[place]]

@@ -29,7 +29,8 @@ class MetricStore:
 
         With (k,) tensors for both, the metric is the sum of k weighted means.
         """
-        _add(self._means, name, _detached(total), _detached(weight))
+        old_total, old_weight = self._means.get(name, (0.0, 0.0))
+        self._means[name] = old_total + _detached(total), old_weight + _detached(weight)
 
     def value(self, name: str, value: Value) -> None:
         """Add one observation; NaN observations (nothing to measure) do not count."""
@@ -75,14 +76,20 @@ class MetricStore:
         Returns:
             `dict[str, float | None]`: None for a metric with nothing to measure.
         """
-        local = (
-            {name: (_numbers(total), _numbers(n)) for name, (total, n) in self._means.items()},
-            {name: (kind, float(x)) for name, (kind, x) in self._extremes.items()},
-        )
-        self._means, self._extremes = {}, {}
-        means, extremes = _combined(gather(local))
-        found = {name: _quotient(*pair) for name, pair in means.items()}
-        return found | {name: x if math.isfinite(x) else None for name, x in extremes.items()}
+        every = MetricStore()
+        for state in gather(self.state()):
+            for name, (total, weight) in state["means"].items():
+                every.mean(name, _number(total), _number(weight))
+            for name, (kind, value) in state["extremes"].items():
+                every._extreme(name, kind, _number(value))
+        self.restore(MetricStore())
+        found: dict[str, float | None] = {}
+        for name, (total, weight) in every._means.items():
+            total, weight = _number(total), _number(weight)
+            found[name] = float((total / weight).sum()) if weight.all() else None
+        for name, (_, value) in every._extremes.items():
+            found[name] = float(value) if math.isfinite(value) else None
+        return found
 
     def _extreme(self, name: str, kind: str, value: Value) -> None:
         value = _detached(value)
@@ -93,17 +100,8 @@ class MetricStore:
         self._extremes[name] = (kind, value)
 
 
-def _add(means: dict[str, tuple[Any, Any]], name: str, total: Any, weight: Any) -> None:
-    old_total, old_weight = means.get(name, (0.0, 0.0))
-    means[name] = old_total + total, old_weight + weight
-
-
-def _numbers(value: Value) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float64, device="cpu").flatten()
-
-
-def _quotient(total: Tensor, weight: Tensor) -> float | None:
-    return float((total / weight).sum()) if weight.all() else None
+def _number(value: Value) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64)
 
 
 def _stored(value: Value) -> Value:
@@ -112,15 +110,3 @@ def _stored(value: Value) -> Value:
 
 def _detached(value: Value) -> Value:
     return value.detach() if isinstance(value, Tensor) else value
-
-
-def _combined(ranks: list[Any]) -> tuple[dict[str, Any], dict[str, float]]:
-    means: dict[str, Any] = {}
-    extremes: dict[str, float] = {}
-    for rank_means, rank_extremes in ranks:
-        for name, (total, weight) in rank_means.items():
-            _add(means, name, total, weight)
-        for name, (kind, x) in rank_extremes.items():
-            choose = min if kind == "min" else max
-            extremes[name] = choose(extremes.get(name, x), x)
-    return means, extremes

@@ -54,21 +54,19 @@ class PromptEncoder:
         for place, row in enumerate(rows):
             if "prompt" not in row:
                 raise KeyError(f"Row {place} has no 'prompt' column; it has {sorted(row)}.")
+        first: dict[str, int] = {}
         keys = [repr((row["prompt"], row.get("chat_template_kwargs"))) for row in rows]
-        places: dict[str, int] = {}
-        for place, key in enumerate(keys):
-            places.setdefault(key, place)
-        found = self._encode({place: rows[place] for place in places.values()}, "the batch")
-        known = {key: self._limit.cut(found[place]) for key, place in places.items()}
+        places = [first.setdefault(key, place) for place, key in enumerate(keys)]
+        found = self._encode({place: rows[place] for place in first.values()}, "the batch")
+        ids = {place: self._limit.cut(row) for place, row in found.items()}
         messages = [row["prompt"] for row in rows]
-        return Prompts(messages=messages, token_ids=[known[k] for k in keys], rows=list(rows))
+        return Prompts(messages=messages, token_ids=[ids[p] for p in places], rows=list(rows))
 
     def check(self, name: str, dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
         """Look at all prompts before one of them ends a run: those of a stream as they are read.
 
         Args:
             name (`str`): what messages call the dataset.
-            dataset: with a column `prompt`.
 
         Returns:
             The dataset, without the prompts that are dropped.
@@ -92,9 +90,8 @@ class PromptEncoder:
         kept: list[int] = []
         for start in range(0, len(read), CHECKED_AT_ONCE):
             columns = read[start : start + CHECKED_AT_ONCE]
-            values = zip(*columns.values(), strict=True)
-            rows = [dict(zip(columns, row, strict=True)) for row in values]
-            kept += self._kept(dict(enumerate(rows, start)), name)
+            values = enumerate(zip(*columns.values(), strict=True), start)
+            kept += self._kept({i: dict(zip(columns, x, strict=True)) for i, x in values}, name)
         if self._long[name]:
             done = "left out" if self._limit.action == "drop" else "cut on the left"
             logger.warning(
@@ -115,13 +112,12 @@ class PromptEncoder:
         apart from the content.
         """
         tokenizer = self._tokenizer
+        rows = zip(prompts.messages, prompts.token_ids, completion_ids, strict=True)
         return [
             tokenizer.decode(list(ids), skip_special_tokens=True)
             if isinstance(message, str)
             else [as_message(tokenizer, prompt, ids)]
-            for message, prompt, ids in zip(
-                prompts.messages, prompts.token_ids, completion_ids, strict=True
-            )
+            for message, prompt, ids in rows
         ]
 
     def _keeps(self, name: str, row: Row, number: int) -> bool:
@@ -138,16 +134,14 @@ class PromptEncoder:
         """Token ids of numbered rows, in few calls of the tokenizer; errors name the number."""
         alike: dict[str, dict[int, Row]] = {}
         for number, row in rows.items():
-            problem = malformed_prompt(row["prompt"])
-            if problem is not None:
+            if (problem := malformed_prompt(row["prompt"])) is not None:
                 raise _unusable(name, number, row, problem)
             alike.setdefault(_kind(row), {})[number] = row
         found: dict[int, list[int]] = {}
         for some in alike.values():
             found |= self._tokenize(some, name)
         for number, row in rows.items():
-            problem = self._limit.problem(found[number])
-            if problem is not None:
+            if (problem := self._limit.problem(found[number])) is not None:
                 raise _unusable(name, number, row, problem)
         return found
 

@@ -65,7 +65,7 @@ def _plain(value: float) -> float | None:
 
 
 class CompletionLog:
-    """Appends records to `<folder>/completions/<mode>.jsonl` and shows the latest round.
+    """Appends records to `<folder>/completions/<mode>.jsonl`, and keeps those of the latest round.
 
     Args:
         folder (`str`): the run's output folder.
@@ -79,18 +79,16 @@ class CompletionLog:
 
     def add(self, mode: str, records: list[dict[str, Any]]) -> None:
         """Write the records of one round, already gathered in row order."""
-        if not self._writes:
-            return
-        self._file(mode).add(records)
-        self._latest[mode] = records
+        if self._writes:
+            self._file(mode).add(records)
+            self._latest[mode] = records
 
     def restart(self, step: int) -> None:
         """Drop what a run that went further than `step` wrote, so no completion stands twice."""
-        if not self._writes:
-            return
-        # The evaluation of a step comes before its checkpoint, its training rounds after.
-        for mode, last in {"train": step - 1, "eval": step}.items():
-            self._file(mode).keep_until(last)
+        if self._writes:
+            # The evaluation of a step comes before its checkpoint, its training rounds after.
+            self._file("train").keep_until(step - 1)
+            self._file("eval").keep_until(step)
 
     def _file(self, mode: str) -> StepLines:
         return StepLines(self._folder / f"{mode}.jsonl")
@@ -101,13 +99,7 @@ class CompletionLog:
 
 
 class Reports:
-    """Collects the metrics of each mode, and writes the completions of all ranks.
-
-    Args:
-        folder (`str`): the run's output folder, where the completions go.
-        ranks (`Ranks`): all processes, which call every method together.
-        metrics (`dict[str, MetricStore]`): where those of "train" and of "eval" go.
-    """
+    """Collects the metrics of each mode, and writes the completions of all ranks to `folder`."""
 
     def __init__(self, folder: str, ranks: Ranks, metrics: Mapping[Mode, MetricStore]):
         self.completions = CompletionLog(folder, writes=ranks.rank == 0)
@@ -135,22 +127,20 @@ class Reports:
 
 def print_table(records: list[dict[str, Any]], step: int, count: int | None) -> None:
     """Print records with their rewards, `count` of them drawn at random, if rich is installed."""
-    if not records or not is_available("rich"):
-        return
     if count is not None and count < len(records):
         chosen = random.Random(step).sample(range(len(records)), max(count, 0))
         records = [records[i] for i in sorted(chosen)]
-    table = require("rich.table", "log_completions").Table(
-        title=f"Step {step}", show_lines=True, expand=True
-    )
-    text = require("rich.text", "log_completions").Text
+    if not records or not is_available("rich"):
+        return
+    names = ("rich.table", "rich.text", "rich.console")
+    table, text, console = (require(name, "log_completions") for name in names)
+    shown = table.Table(title=f"Step {step}", show_lines=True, expand=True)
     columns, rows = tracker_rows(records, unique_prompts=False)
     for name in columns[1:]:
-        table.add_column(name, overflow="fold")
+        shown.add_column(name, overflow="fold")
     for _, prompt, completion, *values in rows:
-        table.add_row(text(prompt), text(completion), *map(_cell, values))
-    if rows:
-        require("rich.console", "log_completions").Console().print(table)
+        shown.add_row(text.Text(prompt), text.Text(completion), *map(_cell, values))
+    console.Console().print(shown)
 
 
 def _cell(value: Any) -> str:

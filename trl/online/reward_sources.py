@@ -69,12 +69,8 @@ class ModelReward:
             prompts, completions: of each row.
             template_kwargs (*optional*): of each row; they win over those of all rows.
         """
-        texts = [
-            self._text(prompt, completion, self.template_kwargs | (options or {}))
-            for prompt, completion, options in zip(
-                prompts, completions, template_kwargs or [None] * len(prompts), strict=True
-            )
-        ]
+        rows = zip(prompts, completions, template_kwargs or [None] * len(prompts), strict=True)
+        texts = [self._text(*row, self.template_kwargs | (kwargs or {})) for *row, kwargs in rows]
         inputs = self.tokenizer(
             texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
         )
@@ -99,9 +95,7 @@ class ModelReward:
 RewardSource = FunctionReward | ModelReward
 
 
-def _conversation(
-    prompt: list[dict[str, Any]], completion: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def _conversation(prompt: list[Any], completion: list[Any]) -> list[Any]:
     """All messages; a reply that the prompt began and the completion goes on with is one."""
     if not (prompt and completion) or prompt[-1]["role"] != completion[0]["role"]:
         return [*prompt, *completion]
@@ -144,16 +138,15 @@ def resolve_rewards(
     options = {name: given[name] for name in SHARED_INIT_OPTIONS if name in given}
     options.setdefault("trust_remote_code", trust_remote_code)
     found: dict[str, RewardSource] = {}
-    for place, (function, tokenizer) in enumerate(zip(functions, tokenizers, strict=True)):
+    for place, function in enumerate([*functions, *of_environments]):
         name = _unique(_name(function, place), found)
         if isinstance(function, (str, nn.Module)):
-            model, tokenizer = _model(name, function, tokenizer, options)
+            model, tokenizer = _model(name, function, tokenizers[place], options)
             found[name] = ModelReward(name, model, tokenizer, template_kwargs or {})
         else:
-            found[name] = FunctionReward(name, function, _is_coroutine_function(function))
-    for function in of_environments:
-        name = _unique(_name(function, len(found)), found)
-        found[name] = FunctionReward(name, function, _is_coroutine_function(function), weight=1.0)
+            weight = None if place < len(functions) else 1.0
+            is_async = _is_coroutine_function(function)
+            found[name] = FunctionReward(name, function, is_async, weight)
     return tuple(found.values())
 
 
@@ -169,9 +162,7 @@ def _unique(name: str, taken: Container[str]) -> str:
 
 
 def _tokenizers(given: Any, count: int) -> list[Any]:
-    if given is None:
-        return [None] * count
-    tokenizers = _listed(given)
+    tokenizers = [None] * count if given is None else _listed(given)
     if len(tokenizers) != count:
         raise ValueError(
             f"reward_processing_classes has {len(tokenizers)} entries for {count} reward "
@@ -181,12 +172,9 @@ def _tokenizers(given: Any, count: int) -> list[Any]:
 
 
 def _name(function: Any, place: int) -> str:
-    if isinstance(function, str):
-        return function.rstrip("/").split("/")[-1]
-    if isinstance(function, nn.Module):
-        config = getattr(function, "config", None)
-        path = getattr(config, "_name_or_path", "") or type(function).__name__
-        return path.rstrip("/").split("/")[-1]
+    if isinstance(function, (str, nn.Module)):
+        path = function if isinstance(function, str) else _path(function)
+        return (path or type(function).__name__).rstrip("/").split("/")[-1]
     function = _unwrapped(function)
     if not callable(function):
         raise TypeError(
@@ -196,25 +184,28 @@ def _name(function: Any, place: int) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
+def _path(model: nn.Module) -> str:
+    """Where a model was loaded from, if it says so."""
+    return getattr(getattr(model, "config", None), "_name_or_path", "")
+
+
 def _model(
     name: str, given: str | nn.Module, tokenizer: Any, options: dict[str, Any]
 ) -> tuple[nn.Module, Any]:
     """A reward model in evaluation mode, and its tokenizer, which can pad."""
     model = _load(given, options) if isinstance(given, str) else given
-    path = given if isinstance(given, str) else ""
-    if isinstance(given, PreTrainedModel):
-        path = given.config._name_or_path
-        if given.can_generate():
-            raise TypeError(
-                f"reward_funcs: {name!r} is a {type(given).__name__}, which writes text and "
-                f"gives no reward. {TRAINED}"
-            )
-    if tokenizer is None and not path:
-        raise ValueError(
-            f"The reward model {name!r} does not say where it was loaded from: pass its "
-            "tokenizer in reward_processing_classes."
+    if isinstance(given, PreTrainedModel) and given.can_generate():
+        raise TypeError(
+            f"reward_funcs: {name!r} is a {type(given).__name__}, which writes text and "
+            f"gives no reward. {TRAINED}"
         )
     if tokenizer is None:
+        path = given if isinstance(given, str) else _path(given)
+        if not path:
+            raise ValueError(
+                f"The reward model {name!r} does not say where it was loaded from: pass its "
+                "tokenizer in reward_processing_classes."
+            )
         trust = options["trust_remote_code"]
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
     if tokenizer.pad_token is None:
@@ -267,9 +258,8 @@ def _check_exists(name: str) -> None:
 
 def _is_coroutine_function(function: Any) -> bool:
     function = _unwrapped(function)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004
-    )
+    called = getattr(function, "__call__", None)  # noqa: B004
+    return any(map(inspect.iscoroutinefunction, (function, called)))
 
 
 def _unwrapped(function: Any) -> Any:

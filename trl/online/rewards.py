@@ -63,9 +63,6 @@ class RewardSuite:
         ranks (`Ranks`): all processes, which fail together.
         in_pieces (*optional*): called with a number of rows and what scores some of them by a
             model; returns what that returned, in the order of the rows.
-
-    Raises:
-        ValueError: if the number of weights differs from that of the sources.
     """
 
     def __init__(
@@ -99,12 +96,7 @@ class RewardSuite:
     def __call__(
         self, inputs: RewardInputs, group_size: int, log_metric: LogMetric
     ) -> tuple[RewardTable, dict[str, list[Any]]]:
-        """Score the rows of this rank and gather the rewards of all.
-
-        Args:
-            inputs (`RewardInputs`): B rows of this rank.
-            group_size (`int`): rows of a prompt.
-            log_metric: receives what reward functions report by `log_metric(name, value)`.
+        """Score the B rows of this rank, `group_size` of each prompt, and gather all rewards.
 
         Returns:
             The table of all N rows, and the columns that functions added by
@@ -123,20 +115,17 @@ class RewardSuite:
         self._warn_unscored(local, inputs)
         weights = self.weights.to(values.device)
         total = (values * weights).nansum(1)
-        total = total.masked_fill(values.isnan().all(1), torch.nan)
-        names = tuple(source.name for source in self.sources)
         table = RewardTable(
-            per_function=values, weights=weights, total=total, names=names, group_size=group_size
+            per_function=values,
+            weights=weights,
+            total=total.masked_fill(values.isnan().all(1), torch.nan),
+            names=tuple(source.name for source in self.sources),
+            group_size=group_size,
         )
         return table, extras
 
     def dry_run(self, row: dict[str, Any], trainer_state: Any, group_size: int = 1) -> None:
-        """Call every function on one row, to find mistakes before time is spent.
-
-        Args:
-            row (`dict`): a dataset row; its completion is a placeholder.
-            trainer_state: passed on.
-            group_size (`int`): how often the row is repeated, for functions that look at groups.
+        """Call every function on a group of one row and a placeholder, to find mistakes early.
 
         Raises:
             ValueError: naming the function, what is wrong, and the row.
@@ -144,9 +133,8 @@ class RewardSuite:
         text = "0"
         is_plain = isinstance(row["prompt"], str)
         completion = text if is_plain else [{"role": "assistant", "content": text}]
-        inputs = RewardInputs(
-            [row] * group_size, [completion] * group_size, [[0]] * group_size, trainer_state
-        )
+        columns = ([value] * group_size for value in (row, completion, [0]))
+        inputs = RewardInputs(*columns, trainer_state)
         for source in self.sources:
             if isinstance(source, ModelReward):
                 continue
@@ -187,9 +175,8 @@ class RewardSuite:
                     continue
                 outcome = self._calls.run(call)
             found[source.name] = _rewards(source.name, outcome, rows)
-        outcomes = self._calls.run_at_once(list(waiting.values()))
-        for name, outcome in zip(waiting, outcomes, strict=True):
-            found[name] = _rewards(name, outcome, rows)
+        outcomes = self._calls.run_at_once([*waiting.values()])
+        found |= {name: _rewards(name, x, rows) for name, x in zip(waiting, outcomes, strict=True)}
         # In the order of the sources, whichever ended first: ranks must agree on the names.
         for name, columns in added.items():
             for column, values in columns.items():
@@ -221,13 +208,11 @@ def _keywords(
     inputs: RewardInputs, columns: dict[str, list[Any]], log_metric: LogMetric
 ) -> dict[str, Any]:
     def log_extra(column: str, values: Sequence[Any]) -> None:
-        values = list(values)
-        if len(values) != len(inputs.completions):
-            raise ValueError(
-                f"log_extra({column!r}) got {count(len(values), 'value')} for "
-                f"{count(len(inputs.completions), 'completion')}"
-            )
-        columns[column] = values
+        found, rows = list(values), len(inputs.completions)
+        if len(found) != rows:
+            words = f"got {count(len(found), 'value')} for {count(rows, 'completion')}"
+            raise ValueError(f"log_extra({column!r}) {words}")
+        columns[column] = found
 
     return inputs.keywords() | {"log_extra": log_extra, "log_metric": log_metric}
 
@@ -245,8 +230,8 @@ def _rewards(name: str, outcome: Outcome, rows: int) -> list[float | None]:
         kind = type(values).__name__
         raise _error(name, f"returned a {kind}; it must return a list of {count(rows, 'number')}")
     if len(values) != rows:
-        given = f"{count(len(values), 'reward')} for {count(rows, 'completion')}"
-        raise _error(name, f"returned {given}")
+        given, wanted = count(len(values), "reward"), count(rows, "completion")
+        raise _error(name, f"returned {given} for {wanted}")
     return [_number(name, row, value) for row, value in enumerate(values)]
 
 

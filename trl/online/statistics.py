@@ -13,12 +13,7 @@ from .metrics import MetricStore
 
 
 def record_rewards(store: MetricStore, table: RewardTable) -> None:
-    """Record the task rewards: without clip, KL penalty or whitening.
-
-    `frac_reward_zero_std` is the share of groups whose completions all earned the same, which
-    therefore teach nothing; `frac_groups_without_baseline` the share with fewer than two
-    completions that could be scored.
-    """
+    """Record the task rewards: without clip, KL penalty or whitening."""
     means, stds = nan_mean(table.per_function, dim=0), nan_std(table.per_function, dim=0)
     for name, mean, std in zip(table.names, means, stds, strict=True):
         store.value(f"rewards/{name}/mean", mean)
@@ -28,8 +23,9 @@ def record_rewards(store: MetricStore, table: RewardTable) -> None:
     if table.group_size == 1:
         return
     groups = table.total.view(-1, table.group_size)
-    spread = nan_std(groups, dim=1)
-    store.value("frac_reward_zero_std", (~(spread > 1e-6)).float().mean())
+    # Groups whose completions all earned the same teach nothing, as those that have no baseline.
+    is_flat = ~(nan_std(groups, dim=1) > 1e-6)
+    store.value("frac_reward_zero_std", is_flat.float().mean())
     scorable = (~groups.isnan()).sum(1)
     store.value("frac_groups_without_baseline", (scorable < 2).float().mean())
 
@@ -37,12 +33,10 @@ def record_rewards(store: MetricStore, table: RewardTable) -> None:
 def record_lengths(store: MetricStore, lengths: Tensor, stopped: Tensor) -> None:
     """Record completion lengths (N,), and the share that did not end by itself."""
     lengths = lengths.float()
-    kinds = {"": lengths, "terminated_": lengths[stopped]}
-    for kind, values in kinds.items():
+    for kind, values in {"": lengths, "terminated_": lengths[stopped]}.items():
         some = values if values.numel() else torch.zeros(1, device=values.device)
-        store.value(f"completions/mean_{kind}length", some.mean())
-        store.value(f"completions/min_{kind}length", some.min())
-        store.value(f"completions/max_{kind}length", some.max())
+        for name, summary in {"mean": some.mean(), "min": some.min(), "max": some.max()}.items():
+            store.value(f"completions/{name}_{kind}length", summary)
     store.value("completions/clipped_ratio", (~stopped).float().mean())
 
 
@@ -51,11 +45,8 @@ def record_pairs(
 ) -> None:
     """Record what the policy makes of preferred completions (first) and of the others.
 
-    Args:
-        logps, log_ratios (`Tensor` (P, 2)): log-probabilities of P pairs of completions, and how
-            much larger they are than those of the reference.
-        rewards (`Tensor` (2P,)): of the completions in any order; NaN: unscorable.
-        beta (`float`): what log-ratios are multiplied by.
+    `log_ratios` say how much larger the `logps` (P, 2) of P pairs are than those of the reference;
+    `rewards` (2P,) are of the completions in any order, NaN where they could not be scored.
     """
     given = torch.as_tensor(rewards)
     implied, logps = (beta * log_ratios).detach(), logps.detach()
@@ -73,11 +64,7 @@ def record_pairs(
 
 
 def record_tools(store: MetricStore, calls: Sequence[tuple[int, int]] | None) -> None:
-    """Record tool calls a completion, and the share of them that failed.
-
-    Args:
-        calls: calls made by each completion of this rank, and those that failed.
-    """
+    """Record how often completions of this rank called tools, and the share that failed."""
     if calls is None:
         return
     made, failed = sum(pair[0] for pair in calls), sum(pair[1] for pair in calls)
@@ -96,14 +83,8 @@ def record_accuracy(store: MetricStore, hits: Tensor, mask: Tensor) -> None:
 
 
 def record_clipping(store: MetricStore, low: Tensor, high: Tensor, mask: Tensor) -> None:
-    """Record the shares of ratios clipped from below and above.
-
-    Args:
-        low, high (`Tensor` (B, C) or (B, 1)): where the ratio is clipped.
-        mask (`Tensor`, same shape): which entries count.
-    """
-    count = mask.sum()
-    low, high = low & mask, high & mask
+    """Record the shares of ratios clipped `low` and `high`, (B, C) or (B, 1) as the mask is."""
+    count, low, high = mask.sum(), low & mask, high & mask
     store.mean("clip_ratio/low_mean", low.sum(), count)
     store.mean("clip_ratio/high_mean", high.sum(), count)
     store.mean("clip_ratio/region_mean", (low | high).sum(), count)
@@ -119,27 +100,19 @@ def record_sampling(
 ) -> None:
     """Record how far the log-probabilities of trainer and engine are apart, in nats.
 
-    Args:
-        gaps (`Tensor` (B, C)): their differences, those of the trainer over the whole vocabulary.
-        replayed (`Tensor` (B, C)): the differences after replaying the filters of the engine.
-        log_mass (`Tensor` (B, C), *optional*): log-probability of what the filters leave, if any.
-        mask (`Tensor` (B, C)): which tokens count.
+    All are (B, C): the differences, the same after replaying the filters of the engine, and the
+    log-probability of what these leave, if there are any.
     """
-    kinds = {"sampling_logp_difference": gaps}
+    _mean_and_largest(store, "sampling/sampling_logp_difference", gaps.abs(), mask)
     if log_mass is not None:
-        kinds["replayed_logp_difference"] = replayed
+        _mean_and_largest(store, "sampling/replayed_logp_difference", replayed.abs(), mask)
         store.mean("sampling/kept_mass", masked_sum(log_mass.exp(), mask), mask.sum())
-    for name, values in kinds.items():
-        _mean_and_largest(store, f"sampling/{name}", values.abs(), mask)
 
 
 def record_ratio(store: MetricStore, ratio: Tensor, beyond: Tensor, mask: Tensor) -> None:
     """Record the ratio of the probabilities of trainer and engine, before it is bounded.
 
-    Args:
-        ratio (`Tensor` (B, C) or (B, 1)): for each token, or for each completion.
-        beyond (`Tensor`, same shape): where it is outside the bounds.
-        mask (`Tensor`, same shape): which entries count.
+    It is (B, C) or (B, 1); `beyond` marks where it is outside the bounds.
     """
     name = "sampling/importance_sampling_ratio"
     _mean_and_largest(store, name, ratio, mask)

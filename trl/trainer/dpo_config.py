@@ -9,7 +9,7 @@ from enum import Enum
 
 from ..ops.preference_losses import PAIR_LOSSES, RANKED, WITHOUT_DIVERGENCE
 from ..text import did_you_mean
-from .base.legacy import PREFERENCE_OPTIONS, accepts_legacy_options, legacy_names
+from .base.legacy import PREFERENCE_OPTIONS, accepts_legacy_options
 from .base.options import option
 from .offline.offline_config import PreferenceConfig
 
@@ -18,12 +18,12 @@ SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
 DIVIDED = ("ipo", "sppo_hard")  # by beta
 
 
-@accepts_legacy_options(PREFERENCE_OPTIONS)
+@accepts_legacy_options
 @dataclass
 class DPOConfig(PreferenceConfig):
     """Configuration of `DPOTrainer`."""
 
-    legacy_options = legacy_names(PREFERENCE_OPTIONS)
+    legacy_options = PREFERENCE_OPTIONS
 
     loss_type: list[str] | str = option(
         ["sigmoid"],

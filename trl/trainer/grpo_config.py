@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-from .base.legacy import COMMON_OPTIONS, accepts_legacy_options, legacy_names
+from .base.legacy import COMMON_OPTIONS, accepts_legacy_options
 from .base.options import option
 from .online.online_config import OnlineConfig
 
@@ -13,12 +13,12 @@ LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vesp
 SCALES = ("group", "batch", "none")
 
 
-@accepts_legacy_options(COMMON_OPTIONS)
+@accepts_legacy_options
 @dataclass
 class GRPOConfig(OnlineConfig):
     """Configuration of `GRPOTrainer`: the options of the online skeleton and its own."""
 
-    legacy_options = legacy_names(COMMON_OPTIONS)
+    legacy_options = COMMON_OPTIONS
 
     num_generations: int | None = option(8, "Completions for each prompt (G).")
 

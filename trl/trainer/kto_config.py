@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base.legacy import PREFERENCE_OPTIONS, accepts_legacy_options, legacy_names
+from .base.legacy import PREFERENCE_OPTIONS, accepts_legacy_options
 from .base.options import option
 from .offline.offline_config import PreferenceConfig
 
 
-@accepts_legacy_options(PREFERENCE_OPTIONS)
+@accepts_legacy_options
 @dataclass
 class KTOConfig(PreferenceConfig):
     """Configuration of `KTOTrainer`."""
 
-    legacy_options = legacy_names(PREFERENCE_OPTIONS)
+    legacy_options = PREFERENCE_OPTIONS
 
     loss_type: str = option(
         "kto",

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base.legacy import ONLINE_DPO_OPTIONS, accepts_legacy_options, legacy_names
+from .base.legacy import COMMON_OPTIONS, accepts_legacy_options, ignored, refused
 from .base.options import option
 from .online.online_config import OnlineConfig
 
 
-@accepts_legacy_options(ONLINE_DPO_OPTIONS)
+@accepts_legacy_options
 @dataclass
 class OnlineDPOConfig(OnlineConfig):
     """Configuration of `OnlineDPOTrainer`: the options of the online skeleton and its own.
@@ -20,7 +20,15 @@ class OnlineDPOConfig(OnlineConfig):
     completions.
     """
 
-    legacy_options = legacy_names(ONLINE_DPO_OPTIONS)
+    legacy_options = {
+        **COMMON_OPTIONS,
+        "max_new_tokens": "max_completion_length",
+        "gpu_memory_utilization": "vllm_gpu_memory_utilization",
+        **ignored("see max_prompt_length and long_prompts", "max_length"),
+        **ignored("prompts are tokenized batch by batch", "dataset_num_proc"),
+        **refused("pass the model to reward_funcs", "reward_model_path"),
+        **refused("pass the judge to the trainer", "judge"),
+    }
     unit: ClassVar[int] = 2
 
     # --- Optimization ---

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base.legacy import PPO_OPTIONS, accepts_legacy_options, legacy_names
+from .base.legacy import FIRST_OPTIONS, accepts_legacy_options, ignored
 from .base.options import option
 from .online.online_config import OnlineConfig
 
 
-@accepts_legacy_options(PPO_OPTIONS)
+@accepts_legacy_options
 @dataclass
 class PPOConfig(OnlineConfig):
     """Configuration of `PPOTrainer`: the options of the online skeleton and its own.
@@ -19,7 +19,10 @@ class PPOConfig(OnlineConfig):
     `num_ppo_epochs` times: it serves `num_ppo_epochs * num_mini_batches` optimizer steps.
     """
 
-    legacy_options = legacy_names(PPO_OPTIONS)
+    legacy_options = FIRST_OPTIONS | ignored(
+        "the adapter that is trained is the active one, and its base model the reference",
+        *("model_adapter_name", "ref_adapter_name"),
+    )
     kl_in_reward = True
     least_group: ClassVar[int] = 1
 

@@ -29,14 +29,14 @@ from ..ops.kl import k1, k3
 from ..ops.masking import masked_sum, nan_mean
 from ..ops.policy_losses import clip_flags, clipped_surrogate, log_ratio, sum_over
 from ..types import RewardTable, Rollout, TokenScores
-from .base.legacy import PPO_ARGUMENTS, accepts_legacy_arguments
+from .base.legacy import FIRST_ARGUMENTS, accepts_legacy_arguments
 from .base.model_card import Method
 from .base.policy import init_options
 from .online.online_trainer import OnlineTrainer
 from .ppo_config import PPOConfig
 
 
-@accepts_legacy_arguments(PPO_ARGUMENTS)
+@accepts_legacy_arguments(FIRST_ARGUMENTS | {"ref_policy": "ref_model"})
 class PPOTrainer(OnlineTrainer):
     """Trains a policy and a value model with clipped losses (PPO, arXiv 1707.06347).
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base.legacy import RLOO_OPTIONS, accepts_legacy_options, legacy_names
+from .base.legacy import FIRST_OPTIONS, accepts_legacy_options, ignored, refused
 from .base.options import option
 from .online.online_config import OnlineConfig
 
 
-@accepts_legacy_options(RLOO_OPTIONS)
+@accepts_legacy_options
 @dataclass
 class RLOOConfig(OnlineConfig):
     """Configuration of `RLOOTrainer`: the options of the online skeleton and two of its own.
@@ -18,7 +18,16 @@ class RLOOConfig(OnlineConfig):
     arguments with a `FutureWarning` that names the new option.
     """
 
-    legacy_options = legacy_names(RLOO_OPTIONS)
+    legacy_options = {
+        **FIRST_OPTIONS,
+        "rloo_k": "num_generations",
+        "normalize_reward": "normalize_advantages",
+        "num_ppo_epochs": "num_iterations",
+        "num_mini_batches": "steps_per_generation",
+        **ignored("the KL penalty is the sum over a completion's tokens", "token_level_kl"),
+        **ignored("write a reward function of completion_ids", "missing_eos_penalty"),
+        **refused("use normalize_advantages", "whiten_rewards", "normalize_advantage"),
+    }
     kl_in_reward = True
 
     beta: float = option(

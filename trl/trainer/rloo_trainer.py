@@ -10,13 +10,13 @@ from ..ops.kl import sequence_kl
 from ..ops.masking import masked_sum
 from ..ops.policy_losses import clip_flags, clipped_surrogate
 from ..types import RewardTable, Rollout, TokenScores
-from .base.legacy import RLOO_ARGUMENTS, accepts_legacy_arguments
+from .base.legacy import FIRST_ARGUMENTS, accepts_legacy_arguments, ignored
 from .base.model_card import Method
 from .online.online_trainer import OnlineTrainer
 from .rloo_config import RLOOConfig
 
 
-@accepts_legacy_arguments(RLOO_ARGUMENTS)
+@accepts_legacy_arguments(FIRST_ARGUMENTS | ignored("", "ref_policy"))
 class RLOOTrainer(OnlineTrainer):
     """Trains a policy with REINFORCE and a leave-one-out baseline (arXiv 2402.14740).
 

@@ -139,7 +139,7 @@ class MemoryOptions:
 class BaseConfig(LoopOptions, PolicyOptions, MemoryOptions, TrainingArguments):
     """`transformers.TrainingArguments` with the defaults of this package."""
 
-    legacy_options: ClassVar[dict[str, str | None]] = {}
+    legacy_options: ClassVar[dict[str, Any]] = {}  # see `accepts_legacy_options`
     trains_reward_model: ClassVar[bool] = False
     # What counts as one in per_device_train_batch_size: so many rows, which are never separated.
     unit: ClassVar[int] = 1
