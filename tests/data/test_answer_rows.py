@@ -13,15 +13,15 @@ PAIRS = [
 ]
 
 
-def dataset(rows, drop_long=False, **limits):
+def dataset(rows, **limits):
     table = prepare_preferences(Dataset.from_list(rows), ENCODER)
-    return AnswerDataset(table, PreferenceLimits(**limits), drop_long)
+    return AnswerDataset(table, PreferenceLimits(**limits))
 
 
 def test_items_are_prompts_with_their_answers():
     found = dataset(PAIRS)
-    assert found[1] == AnswerGroup([8], [[9, 10], [11, 12]], 1, {"margin": 0.0})
-    assert found[0].values == {"margin": 0.5} and found.lengths.tolist() == [7, 5]
+    assert found[1] == AnswerGroup([8], [[9, 10], [11, 12]], 1, {"margin": 0.0, "ranks": [0, 1]})
+    assert found[0].values["margin"] == 0.5 and found.lengths.tolist() == [7, 5]
     assert [found[i].tokens() for i in range(2)] == [7, 5]
     assert not found[~1].counts and found[~1].answer_ids == found[1].answer_ids
 
@@ -33,7 +33,7 @@ def test_items_are_cut_and_get_values_that_are_known_besides():
     assert found.lengths.tolist() == [5, 5] and found.report.tokens_lost == 2
     rows = AnswerRows.of([found[0], found[1]])
     assert rows.values["ref_logps"].tolist() == [[-1.0, -2.0], [-3.0, -4.0]]
-    assert len(dataset(PAIRS, drop_long=True, max_length=4)) == 1
+    assert len(dataset(PAIRS, drops_over=4)) == 1
 
 
 def test_rows_are_cut_by_prompts_and_flat_for_a_scorer():

@@ -62,11 +62,12 @@ def test_a_document_longer_than_a_pack_is_refused():
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 12))
 def test_wrapped_keeps_every_token_in_order(lengths, size):
-    pieces = [piece for pack in wrapped(lengths, size) for piece in pack]
-    tokens = [(d, t) for d, start, stop in pieces for t in range(start, stop)]
+    document, start, stop = wrapped(lengths, size)
+    tokens = [(d, t) for d, a, b in zip(document, start, stop, strict=True) for t in range(a, b)]
     assert tokens == [(d, t) for d, n in enumerate(lengths) for t in range(n)]
-    counts = [sum(stop - start for _, start, stop in pack) for pack in wrapped(lengths, size)]
-    assert all(count == size for count in counts[:-1]) and all(0 < c <= size for c in counts)
+    every = np.cumsum(lengths).tolist()
+    cuts = {*every, *range(0, sum(lengths), size)} - {0}
+    assert np.cumsum(stop - start).tolist() == sorted(cuts)
 
 
 @settings(deadline=None)

@@ -26,8 +26,8 @@ def prepare(*rows, encoder=ENCODER, **options):
     return prepare_preferences(Dataset.from_list(list(rows)), encoder, **options)
 
 
-def texts(row, *names):
-    return tuple(ENCODER.tokenizer.decode(row[name]) for name in names)
+def texts(row):
+    return tuple(map(ENCODER.tokenizer.decode, (row["prompt_ids"], *row["answers_ids"])))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def texts(row, *names):
     ],
 )
 def test_pairs(row, expected):
-    assert texts(prepare(row)[0], "prompt_ids", "chosen_ids", "rejected_ids") == expected
+    assert texts(prepare(row)[0]) == expected
 
 
 @pytest.mark.parametrize(
@@ -54,16 +54,16 @@ def test_pairs(row, expected):
 )
 def test_tokenized_pairs(names):
     row = prepare(dict(zip(names, ([7, 8], [9], [10, 11]), strict=True)))[0]
-    assert [row[n] for n in ("prompt_ids", "chosen_ids", "rejected_ids")] == [[7, 8], [9], [10, 11]]
+    assert (row["prompt_ids"], row["answers_ids"]) == ([7, 8], [[9], [10, 11]])
 
 
 def test_tokenized_pairs_without_a_prompt_share_their_beginning():
     row = prepare({"input_ids_chosen": [7, 8, 9], "input_ids_rejected": [7, 8]})[0]
-    assert row["prompt_ids"] == [7] and row["chosen_ids"] == [8, 9] and row["rejected_ids"] == [8]
+    assert (row["prompt_ids"], row["answers_ids"]) == ([7], [[8, 9], [8]])
 
 
 def test_margins_are_kept():
-    assert [row["margin"] for row in prepare(PAIR | {"margin": 0.5}, PAIR)] == [0.5, None]
+    assert [row["margin"] for row in prepare(PAIR | {"margin": 0.5}, PAIR)] == [0.5, 0.0]
 
 
 def test_a_merged_boundary_is_an_answer_of_both():
@@ -72,14 +72,16 @@ def test_a_merged_boundary_is_an_answer_of_both():
         {"prompt": "tell me hel", "chosen": "lo", "rejected": " no"}, PAIR, encoder=encoder
     )
     assert row["merged"][:] == [1, 0]
-    for name, text in (("chosen_ids", "tell me hello"), ("rejected_ids", "tell me hel no")):
-        assert row[0]["prompt_ids"] + row[0][name][:-1] == encoder.ids([text])[0]
+    for answer, text in zip(
+        row[0]["answers_ids"], ("tell me hello", "tell me hel no"), strict=True
+    ):
+        assert row[0]["prompt_ids"] + answer[:-1] == encoder.ids([text])[0]
 
 
 def test_labelled_answers():
     row = {"prompt": "ask", "completion": " yes", "label": 1}
     found = prepare(row)[0]
-    assert texts(found, "prompt_ids", "completion_ids") == ("ask", " yes<eos>")
+    assert texts(found) == ("ask", " yes<eos>")
     assert found["label"] is True
 
 
@@ -87,15 +89,14 @@ def test_pairs_become_labelled_answers_next_to_each_other():
     found = prepare(PAIR, PAIR | {"prompt": "say"}, unpaired=True)
     assert found["label"][:] == [True, False, True, False]
     assert found["source"][:] == [0, 0, 1, 1]
-    shown = [texts(row, "prompt_ids", "completion_ids") for row in found]
+    shown = [texts(row) for row in found]
     assert shown == [(p, a) for p in ("ask", "say") for a in (" yes<eos>", " no<eos>")]
 
 
 def test_ranked_answers():
     row = {"prompt": [USER], "answers": [[GOOD], [BAD], [GOOD]], "ranks": [1, 2, 1]}
     found = prepare(row)[0]
-    shown = [ENCODER.tokenizer.decode(ids) for ids in found["answers_ids"]]
-    assert shown == ["yes<end>", "no<end>", "yes<end>"] and found["ranks"] == [1, 2, 1]
+    assert texts(found)[1:] == ("yes<end>", "no<end>", "yes<end>") and found["ranks"] == [1, 2, 1]
     with pytest.raises(ValueError, match="3 answers have 1 rank\\."):
         prepare(row | {"ranks": [1]})
 
@@ -151,7 +152,7 @@ def test_what_was_cut_is_counted_and_empty_rows_are_named():
         "1 token cut off: the prompt of 0 and an answer of 1 of 3 rows too long.",
         "2 of 3 rows with an answer without tokens, left out: 1, 2.",
     ]
-    assert len(cut_preferences(prepare(*rows), PreferenceLimits(max_length=7), True)[0]) == 1
+    assert len(cut_preferences(prepare(*rows), PreferenceLimits(drops_over=7))[0]) == 1
     with pytest.raises(ValueError, match=r"None of the 3 rows .*max_length=2,"):
         cut_preferences(prepare(*rows), PreferenceLimits(max_length=2))
     with pytest.raises(ValueError, match="truncation_mode='middle' is unknown"):

@@ -16,10 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..ops.masking import pad_ragged
 from ..types import TokenRows
-from .preference_rows import PreferenceLimits, answers_of, cut_preferences, preference_lengths
+from .preference_rows import PreferenceLimits, cut_preferences, preference_lengths
 from .rows import StepRows
-
-KNOWN = ("margin", "label", "ranks")  # columns that say something of the answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +41,9 @@ class AnswerGroup:
 
 def answer_group(row: dict[str, Any], limits: PreferenceLimits) -> AnswerGroup:
     """Make an item of a row of `prepare_preferences`."""
-    prompt, answers = limits.cut(row["prompt_ids"], answers_of(row))
-    values = {name: row[name] for name in KNOWN if name in row}
-    if "margin" in values:
-        values["margin"] = values["margin"] or 0.0
-    return AnswerGroup(prompt, answers, int(row["source"]), values)
+    prompt, answers = limits.cut(row["prompt_ids"], row["answers_ids"])
+    known = {name: row[name] for name in ("margin", "label", "ranks") if row[name] is not None}
+    return AnswerGroup(prompt, answers, row["source"], known)
 
 
 class AnswerDataset:
@@ -56,7 +52,6 @@ class AnswerDataset:
     Args:
         table: as of `prepare_preferences`.
         limits (`PreferenceLimits`): how long prompts and answers may be.
-        drop_long (`bool`): leave out examples over `max_length` instead of cutting them.
 
     Attributes:
         lengths: (items,) tokens a model sees of each, the prompt's once.
@@ -68,8 +63,8 @@ class AnswerDataset:
         ValueError: if no example is left.
     """
 
-    def __init__(self, table: Dataset, limits: PreferenceLimits, drop_long: bool = False):
-        self.rows, self.report = cut_preferences(table, limits, drop_long)
+    def __init__(self, table: Dataset, limits: PreferenceLimits):
+        self.rows, self.report = cut_preferences(table, limits)
         prompts, answers = limits.lengths(*preference_lengths(self.rows))
         self.lengths = prompts + answers.sum(axis=1)
         self.values: dict[str, np.ndarray] = {}

@@ -120,7 +120,7 @@ def profile_preferences(
 ) -> LengthProfile:
     """Profile a dataset as of `prepare_preferences`; arguments as of `profile_supervised`."""
     prompts, answers = preference_lengths(table)
-    paired = "chosen_ids" in table.features
+    paired = table[0]["ranks"] == [0, 1]
     names = [f"answer {k}" for k in range(answers.shape[1])]
     names = ["chosen", "rejected"] if paired else names
     whole = prompts + answers.max(axis=1)
@@ -139,8 +139,7 @@ def profile_preferences(
     repeated = {"repeated share in the answers of a prompt": 1 - together / max(separate, 1)}
     warnings = _warned(int((answers == 0).any(axis=1).sum()), "an empty answer", len(prompts))
     if paired:
-        pairs = zip(table["chosen_ids"], table["rejected_ids"], strict=True)
-        same = sum(chosen == rejected for chosen, rejected in pairs)
+        same = sum(chosen == rejected for chosen, rejected in table["answers_ids"])
         warnings += _warned(same, "the same answer twice", len(prompts))
     source = np.asarray(table["source"][:])
     size = pack_size or int(whole.max(initial=1))

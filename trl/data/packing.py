@@ -82,24 +82,20 @@ def ragged_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.arange(int(counts.sum())) + np.repeat(starts - before, counts)
 
 
-def wrapped(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[tuple[int, int, int]]]:
-    """Lay documents end to end and cut every `size` tokens.
+def wrapped(
+    lengths: Sequence[int] | np.ndarray, size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lay documents end to end and cut every `size` tokens, and where documents end.
 
     Returns:
-        For each pack, the pieces (document, first token, end) it consists of.
+        As of `windows`.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     ends = np.cumsum(lengths)
-    cuts = np.unique(np.concatenate([ends, np.arange(0, ends[-1] if len(ends) else 0, size)]))
-    cuts = cuts[cuts > 0]
-    firsts = np.concatenate([[0], cuts[:-1]]) if len(cuts) else cuts
-    document = np.searchsorted(ends, firsts, side="right")
+    cuts = np.unique(np.concatenate([[0], ends, np.arange(0, lengths.sum(), size)]))
+    document = np.searchsorted(ends, cuts[:-1], side="right")
     begin = (ends - lengths)[document]
-    packs: list[list[tuple[int, int, int]]] = [[] for _ in range(-(-int(lengths.sum()) // size))]
-    pieces = zip(document.tolist(), (firsts - begin).tolist(), (cuts - begin).tolist(), strict=True)
-    for place, piece in zip((firsts // size).tolist(), pieces, strict=True):
-        packs[place].append(piece)
-    return packs
+    return document, cuts[:-1] - begin, cuts[1:] - begin
 
 
 def efficiency(lengths: Sequence[int] | np.ndarray, packs: Sequence[Any], size: int) -> float:
@@ -275,18 +271,11 @@ def _pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
 
 
 def _truncate_table(table: pa.Table, max_length: int) -> pa.Table:
-    found = {}
-    for name in table.column_names:
-        column = table.column(name)
-        if _is_list(column.type):
-            lists = _lists(table, name)
-            lengths = lists.value_lengths().to_numpy()
-            counts = np.minimum(lengths, max_length)
-            chosen = ragged_ranges(np.cumsum(lengths, dtype=np.int64) - lengths, counts)
-            bounds = np.concatenate([[0], np.cumsum(counts)])
-            column = _rows(bounds, lists.flatten().take(pa.array(chosen)))
-        found[name] = column
-    return pa.table(found)
+    def cut(name: str) -> Any:
+        is_list = _is_list(table.column(name).type)
+        return pc.list_slice(_lists(table, name), 0, max_length) if is_list else table.column(name)
+
+    return pa.table({name: cut(name) for name in table.column_names})
 
 
 def _is_list(kind: pa.DataType) -> bool:

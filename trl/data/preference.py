@@ -48,11 +48,9 @@ def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
     """`extract_prompt` for pairs without a prompt of their format; others are unchanged."""
     if "chosen" not in example or "rejected" not in example:
         return example
-    if "prompt" in example and isinstance(example["prompt"], str) == isinstance(
-        example["chosen"], str
-    ):
-        return example
-    return extract_prompt(example)
+    prompt, is_text = example.get("prompt"), isinstance(example["chosen"], str)
+    has_prompt = prompt is not None and isinstance(prompt, str) == is_text
+    return example if has_prompt else extract_prompt(example)
 
 
 def unpair_preference_dataset(dataset: D, **map_kwargs: Any) -> D:

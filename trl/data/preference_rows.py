@@ -4,66 +4,71 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 
 from .encode import Ids, TextEncoder, template_options
-from .preference import common_prefix_length, extract_prompt
-from .prepare import D, counted, first_row, named_rows, nothing_left, prepared, ragged, row_lengths
+from .preference import maybe_extract_prompt
+from .prepare import (
+    D,
+    counted,
+    first_row,
+    list_column,
+    named_rows,
+    nothing_left,
+    prepared,
+    ragged,
+    row_lengths,
+)
 from .supervised import as_messages, examples, rendered_answers
 
-Kind = Literal["pair", "labelled", "ranked"]
-IDS = List(Value("int32"))
-COMMON = {"prompt_ids": IDS, "source": Value("int64"), "merged": Value("int32")}
-FEATURES = {
-    "pair": {"chosen_ids": IDS, "rejected_ids": IDS, "margin": Value("float64")},
-    "labelled": {"completion_ids": IDS, "label": Value("bool")},
-    "ranked": {"answers_ids": List(IDS), "ranks": List(Value("int32"))},
-}
+FEATURES = Features(
+    prompt_ids=List(Value("int32")),
+    answers_ids=List(List(Value("int32"))),
+    ranks=List(Value("int32")),
+    label=Value("bool"),
+    margin=Value("float64"),
+    source=Value("int64"),
+    merged=Value("int32"),
+)
 OLD_NAMES = {
     **{"prompt_input_ids": "prompt_ids", "completion_input_ids": "completion_ids"},
     **{"chosen_input_ids": "chosen_ids", "rejected_input_ids": "rejected_ids"},
     **{"input_ids_chosen": "chosen_ids", "input_ids_rejected": "rejected_ids"},
 }
+KINDS = {
+    "ranked": {"prompt", "answers", "ranks"},
+    "pair": {"chosen", "rejected"},
+    "labelled": {"prompt", "completion", "label"},
+}
+Answers = tuple[Ids, list[Ids], bool]  # prompt, answers, whether a token stands for both
 
 
-def kind_of_preferences(example: Mapping[str, Any], unpaired: bool = False) -> Kind:
-    """Say what the examples of a dataset are, from the first of them.
-
-    Args:
-        example: its columns.
-        unpaired (`bool`): pairs are wanted as two labelled answers.
+def kind_of_preferences(example: Mapping[str, Any]) -> str:
+    """Say what the examples of a dataset are, from the first of them: a key of `KINDS`.
 
     Raises:
-        ValueError: if they cannot be told.
+        ValueError: if they are none of these.
     """
-    names = {OLD_NAMES.get(name, name).removesuffix("_ids") for name in example}
-    if {"answers", "ranks"} <= names:
-        return "ranked"
-    if {"chosen", "rejected"} <= names:
-        return "labelled" if unpaired else "pair"
-    if {"prompt", "completion", "label"} <= names:
-        return "labelled"
-    raise ValueError(
-        f"The examples have the columns {sorted(example)}. Preferences are 'chosen' and "
-        "'rejected' (with 'prompt', or a common beginning); 'prompt', 'completion' and 'label'; "
-        "or 'prompt', 'answers' and 'ranks'."
-    )
+    names = {_plain(name) for name in example}
+    found = next((kind for kind, needed in KINDS.items() if needed <= names), None)
+    if found is None:
+        raise ValueError(
+            f"The examples have the columns {sorted(example)}. Preferences are 'chosen' and "
+            "'rejected' (with 'prompt', or a common beginning); 'prompt', 'completion' and "
+            "'label'; or 'prompt', 'answers' and 'ranks'."
+        )
+    return found
 
 
-@dataclass
-class AnswerGroups:
-    """Prompts with the answers that share them; one entry for each group."""
-
-    prompt_ids: list[Ids]
-    answer_ids: list[list[Ids]]
-    merged: list[int]  # 1 where a token stands for characters of prompt and answer
+def _plain(name: str) -> str:
+    return OLD_NAMES.get(name, name).removesuffix("_ids")
 
 
-def encode_answers(rows: Sequence[dict[str, Any]], encoder: TextEncoder) -> AnswerGroups:
+def encode_answers(rows: Sequence[dict[str, Any]], encoder: TextEncoder) -> list[Answers]:
     """Encode prompts with their answers, so that the answers share the prompt's tokens.
 
     Args:
@@ -74,136 +79,92 @@ def encode_answers(rows: Sequence[dict[str, Any]], encoder: TextEncoder) -> Answ
     Raises:
         TypeError: if prompts and answers are not of one format.
     """
-    sizes = [len(row["answers"]) for row in rows]
     flat = [row | {"answer": answer} for row in rows for answer in row["answers"]]
-    if _are_strings(flat):
-        found = _strings([row["prompt"] for row in rows], sizes, flat, encoder)
-        groups = _groups(sizes, *found)
-        groups.prompt_ids = list(map(encoder.begun, groups.prompt_ids))
-        groups.answer_ids = [list(map(encoder.ended, answers)) for answers in groups.answer_ids]
-        return groups
-    before, after = ([as_messages(row[name]) for row in flat] for name in ("prompt", "answer"))
-    options = list(map(template_options, flat))
-    return _groups(sizes, *rendered_answers(before, after, options, encoder))
-
-
-def _are_strings(flat: Sequence[Mapping[str, Any]]) -> bool:
     kinds = {isinstance(row[name], str) for row in flat for name in ("prompt", "answer")}
     if len(kinds) > 1:
         raise TypeError("Prompts and answers must all be strings, or all be messages.")
-    return True in kinds
+    are_texts = True in kinds
+    whole, starts, merged = _texts(rows, flat, encoder) if are_texts else _chats(flat, encoder)
+    found: list[Answers] = []
+    stop = 0
+    for row in rows:
+        at = slice(stop, stop := stop + len(row["answers"]))
+        split = min(starts[at])
+        prompt, answers = whole[at.start][:split], [ids[split:] for ids in whole[at]]
+        if are_texts:
+            prompt, answers = encoder.begun(prompt), list(map(encoder.ended, answers))
+        found.append((prompt, answers, any(merged[at])))
+    return found
 
 
-def _groups(sizes: list[int], whole: list[Ids], kept: list[int], merged: list[int]) -> AnswerGroups:
-    """Split rows of prompt and answer where the first answer of their prompt begins."""
-    groups = AnswerGroups([], [], [])
-    for stop, size in zip(np.cumsum(sizes).tolist(), sizes, strict=True):
-        at = slice(stop - size, stop)
-        split = min(kept[at])
-        groups.prompt_ids.append(whole[at.start][:split])
-        groups.answer_ids.append([ids[split:] for ids in whole[at]])
-        groups.merged.append(max(merged[at]))
-    return groups
+def _chats(
+    flat: Sequence[dict[str, Any]], encoder: TextEncoder
+) -> tuple[list[Ids], list[int], list[int]]:
+    before, after = ([as_messages(row[name]) for row in flat] for name in ("prompt", "answer"))
+    return rendered_answers(before, after, list(map(template_options, flat)), encoder)
 
 
-def _strings(
-    prompts: list[str], sizes: list[int], flat: list[dict[str, Any]], encoder: TextEncoder
+def _texts(
+    rows: Sequence[dict[str, Any]], flat: Sequence[dict[str, Any]], encoder: TextEncoder
 ) -> tuple[list[Ids], list[int], list[int]]:
     """As `rendered_answers`, for answers that are strings; each prompt is encoded once."""
-    pairs = zip(encoder.ids(prompts), sizes, strict=True)
-    alone = [ids for ids, size in pairs for _ in range(size)]
-    texts = ([row[name] for row in flat] for name in ("prompt", "answer"))
-    whole, kept = encoder.continued(next(texts), alone, next(texts))
+    each = zip(encoder.ids([row["prompt"] for row in rows]), rows, strict=True)
+    alone = [ids for ids, row in each for _ in row["answers"]]
+    prompts, answers = ([row[name] for row in flat] for name in ("prompt", "answer"))
+    whole, kept = encoder.continued(prompts, alone, answers)
     return whole, kept, [int(k < len(p)) for k, p in zip(kept, alone, strict=True)]
 
 
-def _grouped(row: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
-    """A text example as prompt and answers."""
-    if kind == "ranked":
-        return dict(row)
-    if "chosen" not in row:
-        return {**row, "answers": [row["completion"]]}
-    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
-    if prompt is None or isinstance(prompt, str) != isinstance(chosen, str):
-        prompt, chosen, rejected = extract_prompt({"chosen": chosen, "rejected": rejected}).values()
-    return {**row, "prompt": prompt, "answers": [chosen, rejected]}
-
-
-def answers_of(row: Mapping[str, Any]) -> list[Ids]:
-    """The answers of an example of token ids."""
-    if "answers_ids" in row:
-        return [list(ids) for ids in row["answers_ids"]]
-    names = ("chosen_ids", "rejected_ids") if "chosen_ids" in row else ("completion_ids",)
-    return [list(row[name]) for name in names]
-
-
-def _tokenized(rows: Sequence[Mapping[str, Any]]) -> AnswerGroups:
-    groups = AnswerGroups([], [], [])
-    for row in rows:
-        answers = answers_of(row)
-        prompt = list(row.get("prompt_ids") or [])
-        if row.get("prompt_ids") is None and len(answers) > 1:
-            split = min(common_prefix_length(answers[0], answer) for answer in answers[1:])
-            split = min([split, *(len(answer) - 1 for answer in answers)])
-            prompt, answers = answers[0][:split], [answer[split:] for answer in answers]
-        groups.prompt_ids.append(prompt)
-        groups.answer_ids.append(answers)
-        groups.merged.append(0)
-    return groups
+def _with_answers(row: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Any example as a prompt with answers and their ranks, of which the lowest is the best."""
+    if kind == "pair":
+        row = row | maybe_extract_prompt(row)
+        return row | {"answers": [row["chosen"], row["rejected"]], "ranks": [0, 1]}
+    if kind == "labelled":
+        return row | {"answers": [row["completion"]], "ranks": [0]}
+    if len(row["answers"]) != len(row["ranks"]):
+        count = counted(len(row["ranks"]), "rank")
+        raise ValueError(f"{len(row['answers'])} answers have {count}.")
+    return row
 
 
 @dataclass
 class _EncodePreferences:
-    kind: Kind
+    kind: str
+    unpaired: bool
     encoder: TextEncoder
 
     def __call__(self, table: pa.Table, index: list[int]) -> pa.Table:
-        names = [OLD_NAMES.get(name, name) for name in table.column_names]
         columns = [table.column(name).to_pylist() for name in table.column_names]
-        rows = examples(dict(zip(names, columns, strict=True)))
+        names = map(_plain, table.column_names)
         with named_rows(index):
-            if any(name.endswith("_ids") for name in names):
-                groups = _tokenized(rows)
+            every = examples(dict(zip(names, columns, strict=True)))
+            rows = [_with_answers(row, self.kind) for row in every]
+            if any(OLD_NAMES.get(name, name).endswith("_ids") for name in table.column_names):
+                found = [(row.get("prompt") or [], row["answers"], False) for row in rows]
             else:
-                groups = encode_answers([_grouped(row, self.kind) for row in rows], self.encoder)
-            table = _COLUMNS[self.kind](groups, rows)
-        # A labelled row of a pair stands next to the other one, so batches are mixed.
-        each = 2 if self.kind == "labelled" and "chosen" in "".join(names) else 1
-        table["prompt_ids"] = ragged([ids for ids in groups.prompt_ids for _ in range(each)])
-        table["source"] = pa.array(np.repeat(index, each), pa.int64())
-        table["merged"] = pa.array(np.repeat(groups.merged, each), pa.int32())
-        return pa.table(table).select(list(features_of(self.kind)))
+                found = encode_answers(rows, self.encoder)
+            items = [
+                item
+                for place, row, answers in zip(index, rows, found, strict=True)
+                for item in self._items(row, place, answers)
+            ]
+        columns = dict(zip(FEATURES, zip(*items, strict=True), strict=True))
+        columns["prompt_ids"] = ragged(columns["prompt_ids"])
+        columns["answers_ids"] = ragged(columns["answers_ids"], ragged)
+        return pa.table(columns, schema=FEATURES.arrow_schema)
 
-
-def _pair_columns(groups: AnswerGroups, rows: Sequence[Any]) -> dict[str, pa.Array]:
-    chosen, rejected = zip(*groups.answer_ids, strict=True)
-    margins = pa.array([row.get("margin") for row in rows], pa.float64())
-    return {"chosen_ids": ragged(chosen), "rejected_ids": ragged(rejected), "margin": margins}
-
-
-def _labelled_columns(groups: AnswerGroups, rows: Sequence[Any]) -> dict[str, pa.Array]:
-    labels = [[bool(row["label"])] if "label" in row else [True, False] for row in rows]
-    return {
-        "completion_ids": ragged([ids for answers in groups.answer_ids for ids in answers]),
-        "label": pa.array([label for found in labels for label in found], pa.bool_()),
-    }
-
-
-def _ranked_columns(groups: AnswerGroups, rows: Sequence[Any]) -> dict[str, pa.Array]:
-    ranks = [[int(rank) for rank in row["ranks"]] for row in rows]
-    for answers, found in zip(groups.answer_ids, ranks, strict=True):
-        if len(answers) != len(found):
-            raise ValueError(f"{len(answers)} answers have {counted(len(found), 'rank')}.")
-    ids = pa.array(groups.answer_ids, pa.list_(pa.list_(pa.int32())))
-    return {"answers_ids": ids, "ranks": pa.array(ranks, pa.list_(pa.int32()))}
-
-
-_COLUMNS = {"pair": _pair_columns, "labelled": _labelled_columns, "ranked": _ranked_columns}
-
-
-def features_of(kind: Kind) -> Features:
-    """The columns of prepared examples of a kind."""
-    return Features(COMMON | FEATURES[kind])
+    def _items(self, row: dict[str, Any], place: int, encoded: Answers) -> list[tuple[Any, ...]]:
+        """The prepared rows of an example: two next to each other if a pair is taken apart."""
+        prompt, answers, merged = encoded
+        ranks, label = list(map(int, row["ranks"])), row.get("label")
+        facts = (row.get("margin") or 0.0, place, int(merged))
+        if self.unpaired and self.kind == "pair":
+            return [
+                (prompt, [ids], [0], label, *facts)
+                for ids, label in zip(answers, (True, False), strict=True)
+            ]
+        return [(prompt, answers, ranks, None if label is None else bool(label), *facts)]
 
 
 def prepare_preferences(
@@ -218,17 +179,16 @@ def prepare_preferences(
         num_proc (`int`, *optional*): processes; None chooses.
 
     Returns:
-        `prompt_ids`, `source` (row of the dataset), `merged` (1 where a token stands for
-        characters of prompt and answer), and `chosen_ids`, `rejected_ids`, `margin` for pairs,
-        `completion_ids`, `label` for labelled answers, or `answers_ids`, `ranks` (the lowest is
-        the best). What an answer has in common with the others of its prompt is in the prompt.
+        `prompt_ids`, `answers_ids`, their `ranks` (the lowest is the best), `label` (None without),
+        `margin`, `source` (row of the dataset) and `merged` (1 where a token stands for characters
+        of prompt and answer). What the answers of a prompt have in common is in the prompt.
 
     Raises:
         ValueError: if the dataset is empty, or its rows cannot be read.
     """
-    kind = kind_of_preferences(first_row(dataset), unpaired)
-    encode = _EncodePreferences(kind, encoder)
-    return prepared(dataset, encode, [kind, encoder.digest], features_of(kind), num_proc)
+    kind = kind_of_preferences(first_row(dataset))
+    encode = _EncodePreferences(kind, unpaired, encoder)
+    return prepared(dataset, encode, [kind, unpaired, encoder.digest], FEATURES, num_proc)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,12 +201,14 @@ class PreferenceLimits:
         max_length (`int`, *optional*): tokens of a prompt with an answer.
         truncation_mode (`str`): what `max_length` keeps: "keep_start" the beginning; "keep_end"
             the end (ValueError for another). All answers of a prompt go on sharing it.
+        drops_over (`int`, *optional*): examples with more tokens are left out instead of cut.
     """
 
     max_length: int | None = None
     max_prompt_length: int | None = None
     max_completion_length: int | None = None
     truncation_mode: str = "keep_start"
+    drops_over: int | None = None
 
     def __post_init__(self) -> None:
         if self.truncation_mode not in ("keep_start", "keep_end"):
@@ -313,28 +275,22 @@ class CutReport:
         return said + [merged] * bool(self.merged)
 
 
-def cut_preferences(
-    table: Dataset, limits: PreferenceLimits, drop_long: bool = False
-) -> tuple[Dataset, CutReport]:
-    """Cut prepared examples to length, and leave out those an answer of which is empty.
-
-    Args:
-        table, limits: as of `prepare_preferences`, and how long.
-        drop_long (`bool`): leave out examples over `max_length` instead, as reward models do.
+def cut_preferences(table: Dataset, limits: PreferenceLimits) -> tuple[Dataset, CutReport]:
+    """Leave out prepared examples of which no limit leaves all answers something.
 
     Raises:
         ValueError: if no example is left.
     """
     prompts, sizes = preference_lengths(table)
     kept, left = limits.lengths(prompts, sizes)
-    longest = limits.max_length if drop_long and limits.max_length else np.inf
-    fits = prompts + np.max(sizes, axis=1) <= longest
+    fits = prompts + np.max(sizes, axis=1) <= (limits.drops_over or np.inf)
     good = fits & (np.min(left, axis=1) > 0)
     if not good.any():
         raise ValueError(
             f"None of the {len(table)} rows is left with tokens in every answer (max_length="
-            f"{limits.max_length}, max_prompt_length={limits.max_prompt_length}, "
-            f"max_completion_length={limits.max_completion_length}). Raise them."
+            f"{limits.max_length or limits.drops_over}, max_prompt_length="
+            f"{limits.max_prompt_length}, max_completion_length={limits.max_completion_length}). "
+            "Raise them."
         )
     source = np.asarray(table["source"][:])
     report = CutReport(
@@ -354,13 +310,12 @@ def preference_lengths(table: Dataset) -> tuple[np.ndarray, np.ndarray]:
 
     Where rows differ in the number of answers, the first one stands for those that are missing.
     """
-    prompts = row_lengths(table, "prompt_ids")
-    if "answers_ids" not in table.column_names:
-        names = [n for n in ("chosen_ids", "rejected_ids", "completion_ids") if n in table.features]
-        return prompts, np.stack([row_lengths(table, name) for name in names], axis=1)
-    groups = [[len(ids) for ids in answers] for answers in table["answers_ids"]]
-    width = max(map(len, groups), default=0)
-    return prompts, np.array([found + found[:1] * (width - len(found)) for found in groups])
+    groups = list_column(table, "answers_ids")
+    counts = groups.value_lengths().to_numpy().astype(np.int64)
+    sizes = groups.flatten().value_lengths().to_numpy().astype(np.int64)
+    column = np.arange(counts.max(initial=0))
+    at = (np.cumsum(counts) - counts)[:, None] + np.where(column < counts[:, None], column, 0)
+    return row_lengths(table, "prompt_ids"), sizes[at]
 
 
 def mismatched(sources: Sequence[Any], answers: Sequence[Sequence[int]], seed: int) -> np.ndarray:

@@ -22,7 +22,7 @@ from .rows import Document
 from .supervised import Kind, SupervisedOptions, clipped, encode_supervised
 
 # Changed with everything that changes what a prepared row holds.
-VERSION = 2
+VERSION = 3
 BATCH = 1000
 ROWS_PER_PROCESS = 10_000  # fewer are done before another process has started
 LONG_ROWS = ("cut", "drop", "split", "error")
@@ -37,12 +37,21 @@ SUPERVISED = Features(
 D = TypeVar("D", Dataset, IterableDataset)
 
 
-def ragged(rows: Sequence[Sequence[int] | np.ndarray]) -> pa.Array:
-    """Make an Arrow column of lists of integers, many times faster than Arrow does."""
-    lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    values = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=bounds[-1])
-    return pa.ListArray.from_arrays(pa.array(bounds), pa.array(values))
+def _integers(values: Sequence[int]) -> pa.Array:
+    return pa.array(np.array(values, dtype=np.int32))
+
+
+def ragged(
+    rows: Sequence[Sequence[Any]], column: Callable[[Sequence[Any]], pa.Array] = _integers
+) -> pa.Array:
+    """Make an Arrow column of lists, of integers many times faster than Arrow does.
+
+    Args:
+        rows: the lists.
+        column: makes a column of all their items.
+    """
+    bounds = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(bounds), column(list(chain.from_iterable(rows))))
 
 
 def prepared(
@@ -63,16 +72,9 @@ def prepared(
         key: everything the result depends on, besides the rows.
         features: columns of the prepared rows.
         num_proc (`int`, *optional*): processes; None chooses by rows and cores.
-
-    Raises:
-        Exception: what `encode` raises.
     """
-    options: dict[str, Any] = {
-        "with_indices": True,
-        "batched": True,
-        "batch_size": BATCH,
-        "features": features,
-    }
+    options: dict[str, Any] = {"with_indices": True, "batched": True, "batch_size": BATCH}
+    options["features"] = features
     if isinstance(dataset, Dataset):
         words = [VERSION, dataset._fingerprint, *key]
         options |= {
@@ -344,9 +346,7 @@ def pieces(
     if long_rows == "split":
         return windows(whole, size)
     if long_rows == "wrapped":
-        found = list(chain.from_iterable(wrapped(whole, size)))
-        row, start, stop = np.array(found, dtype=np.int64).reshape(-1, 3).T
-        return row, start, stop
+        return wrapped(whole, size)
     over = whole > size
     if long_rows == "error" and over.any():
         named = ", ".join(map(str, source[over][:3]))
@@ -363,7 +363,7 @@ def pieces(
 
 def row_lengths(table: Dataset, column: str) -> np.ndarray:
     """Items of each list of a column, (rows,) int64."""
-    return _lists(table, column).value_lengths().to_numpy().astype(np.int64)
+    return list_column(table, column).value_lengths().to_numpy().astype(np.int64)
 
 
 def trained_in(
@@ -376,7 +376,7 @@ def trained_in(
         row, start, stop: row of each piece, its first token and its end.
         first (`int`): tokens at the beginning of a piece that are not predicted.
     """
-    spans = _lists(table, "trained_spans")
+    spans = list_column(table, "trained_spans")
     counts = spans.value_lengths().to_numpy() // 2
     flat = spans.flatten().to_numpy().reshape(-1, 2).astype(np.int64)
     # Each piece meets every span of its row.
@@ -387,7 +387,8 @@ def trained_in(
     return np.bincount(piece, np.maximum(inside, 0), len(row)).astype(np.int64)
 
 
-def _lists(table: Dataset, column: str) -> pa.ListArray:
+def list_column(table: Dataset, column: str) -> pa.ListArray:
+    """All rows of a column of lists."""
     found = table.data.column(column)
     if table._indices is not None:
         found = found.take(table._indices.column(0))

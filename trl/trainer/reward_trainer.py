@@ -97,8 +97,7 @@ class RewardTrainer(OfflineTrainer):
                 "Reward models learn from pairs ('chosen' and 'rejected') or ranked answers "
                 "('answers' and 'ranks'); single answers with a label have nothing to compare with."
             )
-        limits = PreferenceLimits(max_length=args.max_length)
-        return prepare_answers(dataset, encoder, args, limits, drop_long=True)
+        return prepare_answers(dataset, encoder, args, PreferenceLimits(drops_over=args.max_length))
 
     def collate(self, items: Sequence[AnswerGroup]) -> AnswerRows:
         """Make the rows of a micro-batch."""
@@ -136,9 +135,8 @@ class RewardTrainer(OfflineTrainer):
         """Return the sum of the losses of all pairs (1,)."""
         values = rows.by_group(scores)
         better, worse = values[:, :, None], values[:, None, :]
-        margins = rows.values.get("margin")
-        margin = 0.0 if margins is None else margins[:, None, None].to(values.dtype)
-        losses = ranking_loss(better, worse, margin)
+        margins = rows.values["margin"][:, None, None].to(values.dtype)
+        losses = ranking_loss(better, worse, margins)
         if self.args.center_rewards_coefficient is not None:
             losses = losses + self.args.center_rewards_coefficient * (better + worse).square()
         counted = better_answers(rows)
@@ -187,11 +185,9 @@ class OwnForward(Reader):
 def better_answers(rows: AnswerRows) -> Tensor:
     """Which answer is better than which: (B, K, K) bool, for groups that count.
 
-    Of pairs the first is chosen; of ranked answers the lower rank is better, and equal ones are
-    not compared.
+    The lower rank is better, and equal ones are not compared.
     """
-    lengths = rows.values["lengths"]
-    ranks = rows.values.get("ranks", torch.arange(lengths.shape[1], device=lengths.device)[None])
+    lengths, ranks = rows.values["lengths"], rows.values["ranks"]
     known = (lengths > 0) & rows.values["counts"][:, None]
     return (ranks[:, :, None] < ranks[:, None, :]) & known[:, :, None] & known[:, None, :]
 

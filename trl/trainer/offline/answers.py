@@ -23,9 +23,7 @@ def prepare_answers(
     encoder: TextEncoder,
     args: OfflineConfig,
     limits: PreferenceLimits,
-    *,
     unpaired: bool = False,
-    drop_long: bool = False,
 ) -> AnswerDataset | ItemStream:
     """Encode preferences and cut them to length; what was cut is said.
 
@@ -35,7 +33,6 @@ def prepare_answers(
         args (`OfflineConfig`): options.
         limits (`PreferenceLimits`): how long prompts and answers may be.
         unpaired (`bool`): make each pair two items with a label.
-        drop_long (`bool`): leave out what is over `max_length` instead of cutting it.
 
     Raises:
         ValueError: if no example is left, or examples cannot be read.
@@ -46,17 +43,17 @@ def prepare_answers(
         warnings.warn(f"Columns of the dataset: {words}.", FutureWarning, stacklevel=2)
     table = prepare_preferences(dataset, encoder, unpaired, args.dataset_num_proc)
     if isinstance(table, IterableDataset):
-        unpack = partial(_unpacked, limits=limits, drop_long=drop_long)
+        unpack = partial(_unpacked, limits=limits)
         return ItemStream(table, unpack, AnswerGroup.tokens)
-    found = AnswerDataset(table, limits, drop_long)
+    found = AnswerDataset(table, limits)
     for line in found.report.lines():
         logger.warning(line)
     return found
 
 
-def _unpacked(row: dict[str, Any], limits: PreferenceLimits, drop_long: bool) -> list[AnswerGroup]:
-    """The item of a row, unless an answer has no tokens."""
-    found = answer_group(row, PreferenceLimits() if drop_long else limits)
+def _unpacked(row: dict[str, Any], limits: PreferenceLimits) -> list[AnswerGroup]:
+    """The item of a row, unless an answer has no tokens, or it is to be left out."""
+    found = answer_group(row, limits)
     longest = max(map(len, found.answer_ids)) + len(found.prompt_ids)
-    is_long = drop_long and limits.max_length is not None and longest > limits.max_length
-    return [found] if all(found.answer_ids) and not is_long else []
+    fits = limits.drops_over is None or longest <= limits.drops_over
+    return [found] if fits and all(found.answer_ids) else []

@@ -27,7 +27,7 @@ class MismatchedDataset:
 
     def __init__(self, answers: AnswerDataset, seed: int):
         self._answers, self.rows, self.values = answers, answers.rows, answers.values
-        sources, ids = answers.rows["source"][:], answers.rows["completion_ids"][:]
+        sources, ids = answers.rows["source"][:], [own for (own,) in answers.rows["answers_ids"]]
         self.partners = mismatched(sources, ids, seed)
         lengths = answers.lengths
         self.lengths = lengths + [len(ids[i]) for i in self.partners]
