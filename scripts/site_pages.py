@@ -1,0 +1,114 @@
+"""Hooks of mkdocs: pages of reference from docstrings and option metadata, formulas as MathML."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import is_dataclass
+from html import unescape
+from pydoc import locate
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.structure.files import File, Files
+
+from trl.cli.commands import TRAINING
+from trl.cli.help import option_groups
+from trl.cli.options import Option, options_of
+
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', flags=re.DOTALL)
+# Page -> title and what it describes: a dataclass as a table of its options, all else by docstring.
+OTHERS = {
+    "models": (
+        "Models and scripts",
+        (
+            "trl.trainer.model_config.ModelConfig",
+            "trl.cli.arguments.ScriptArguments",
+            "trl.data.mixture.DatasetMixtureConfig",
+            "trl.cli.parser.TrlParser",
+            "trl.trainer.model_config.get_peft_config",
+            "trl.trainer.model_config.get_quantization_config",
+            "trl.models.reference.create_reference_model",
+        ),
+    ),
+    "utilities": (
+        "Rewards, data, callbacks",
+        (
+            "trl.rewards.accuracy.accuracy_reward",
+            "trl.rewards.format.think_format_reward",
+            "trl.rewards.shaping.get_soft_overlong_punishment",
+            "trl.data.mixture.get_dataset",
+            "trl.data.packing.pack_dataset",
+            "trl.data.packing.truncate_dataset",
+            "trl.data.formats.apply_chat_template",
+            "trl.data.formats.is_conversational",
+            "trl.data.preference.extract_prompt",
+            "trl.data.preference.unpair_preference_dataset",
+            "trl.data.templates.clone_chat_template",
+            "trl.memory.callback.MemoryCallback",
+            "trl.trainer.bema.BEMACallback",
+            "trl.trainer.callbacks.RichProgressCallback",
+            "trl.trainer.callbacks.SyncRefModelCallback",
+        ),
+    ),
+}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages of the reference."""
+    for name, text in reference_pages().items():
+        files.append(File.generated(config, f"reference/{name}.md", content=text))
+    return files
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Show formulas without a script: browsers lay MathML out themselves."""
+    return FORMULA.sub(_as_mathml, html)
+
+
+def reference_pages() -> dict[str, str]:
+    """Name -> text of a page for each training command and of those in `OTHERS`."""
+    pages = {name: _page(title, paths) for name, (title, paths) in OTHERS.items()}
+    for name, command in TRAINING.items():
+        trainer: Any = locate(command.trainer)
+        base = next(kind for kind in trainer.__bases__ if kind.__name__.endswith("Trainer"))
+        paths = (command.trainer, f"{base.__module__}.{base.__name__}", command.config)
+        pages[name.replace("-", "_")] = _page(trainer.__name__, paths)
+    return pages
+
+
+def _page(title: str, paths: tuple[str, ...]) -> str:
+    names = ", ".join(f"`{path.rpartition('.')[2]}`" for path in paths)
+    return f"# {title}\n\n{names}\n\n" + "\n\n".join(map(_section, paths)) + "\n"
+
+
+def _section(path: str) -> str:
+    kind = locate(path)
+    if kind is None:
+        raise ValueError(f"{path}, which the reference describes, does not exist.")
+    if not is_dataclass(kind):
+        return f"::: {path}"
+    name = path.rpartition(".")[2]
+    tables = [_table(name, *group) for group in option_groups(options_of(kind))]  # type: ignore[arg-type]
+    return f"### {name}\n\n" + "\n\n".join(tables)
+
+
+def _table(owner: str, title: str, options: list[Option]) -> str:
+    rows = "\n".join(map(_row, options))
+    heading = f"#### {owner}: {title}\n\n| option | default | |\n| --- | --- | --- |"
+    return f"{heading}\n{rows}"
+
+
+def _row(option: Option) -> str:
+    choices = f" One of {', '.join(f'`{c}`' for c in option.choices)}." if option.choices else ""
+    text = re.sub(r"\s+", " ", option.help).replace("%%", "%").replace("|", "\\|")
+    return f"| `{option.name}` | {_default(option)} | {text.strip()}{choices} |"
+
+
+def _default(option: Option) -> str:
+    given = option.default
+    is_plain = given is None or isinstance(given, (bool, int, float, str, list, dict))
+    return f"`{given!r}`".replace("|", "\\|") if is_plain else ""
+
+
+def _as_mathml(found: re.Match[str]) -> str:
+    return convert(unescape(found[2].strip()), display="block" if found[1] == "div" else "inline")
