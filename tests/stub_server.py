@@ -2,12 +2,11 @@
 
 import json
 import threading
-import time
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from trl.generation.vllm.server.compat import PROTOCOL
-from trl.generation.vllm.server.secret import ANSWER, REQUEST, Claim, shared_secret
+from trl.generation.vllm.server.secret import ANSWER, REQUEST, WEIGHTS, Claim, shared_secret
 
 FACTS = {"protocol": PROTOCOL, "vllm": "0.32.0", "shape": {}, "dtype": "float32", "context": 64}
 FACTS |= {"logprobs_mode": "processed_logprobs", "workers": 1, "gpu": None}
@@ -32,8 +31,8 @@ def completed(body):
 
 
 def routes(**changes):
-    """Of a server that was started for training; nobody comes to its meetings."""
-    calls = {"trl_describe": FACTS, "trl_held": [], "trl_join": lambda *a: time.sleep(9)} | changes
+    """Of a server that was started for training."""
+    calls = {"trl_describe": FACTS, "trl_held": [], "trl_join": None, "trl_prove": None} | changes
     return HEALTHY | {"/collective_rpc": workers(**calls), "/v1/completions": [(200, completed)]}
 
 
@@ -64,7 +63,8 @@ def stub_server(routes):
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             size = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(size)) if size else None
+            body = self.rfile.read(size) if size else None
+            body = json.loads(body) if body and self.path != WEIGHTS else body
             status, found = stub.answer(self.path, body)
             text = found.encode() if isinstance(found, str) else json.dumps(found).encode()
             with suppress(ConnectionError):  # the client may not have waited

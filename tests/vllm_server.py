@@ -96,9 +96,9 @@ def shared_server() -> RunningServer:
 
 
 def connected_pool(*servers: RunningServer, seconds=SECONDS) -> ServerPool:
-    """Servers that have met this process."""
+    """Servers whose workers take weights of this process."""
     found = ServerPool([server.connect(seconds) for server in servers or (shared_server(),)])
-    found.meet(free_port(), CPU)
+    found.join(CPU)
     return found
 
 

@@ -92,13 +92,13 @@ def server(work: dict[str, Any], folder: Path, context: int) -> Iterator[dict[st
     if "vllm_mode" not in options:
         yield options | ({"vllm_max_model_length": context} if "use_vllm" in options else {})
         return
-    port, group = free_port(), free_port()
+    port = free_port()
     command = [sys.executable, "-m", "trl.cli.vllm_serve", "--model", str(folder)]
     command += ["--port", str(port), "--host", "127.0.0.1", "--max_model_len", str(context)]
     command += ["--dtype", "bfloat16" if torch.cuda.is_available() else "float32"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, **quiet)
-    address = {"vllm_server_base_url": f"http://127.0.0.1:{port}", "vllm_group_port": group}
+    address = {"vllm_server_base_url": f"http://127.0.0.1:{port}"}
     try:
         yield options | address
     finally:

@@ -13,7 +13,6 @@ folder, urls, file = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 trainer = trainer_of(
     folder,
     vllm_server_base_url=urls,
-    vllm_group_port=int(sys.argv[4]),
     vllm_server_timeout=60,
     use_cpu=False,
     max_steps=3,

@@ -1,6 +1,5 @@
 """Weights and requests that go to a real server, and what it says when something is wrong."""
 
-import socket
 import time
 
 import pytest
@@ -18,11 +17,11 @@ from vllm_rows import (
     gap,
     sampling,
 )
-from vllm_server import CPU, connected_pool, server_backend, shared_server
+from vllm_server import connected_pool, server_backend, shared_server
 
 from trl.generation.vllm.server.backend import ServerPool
-from trl.generation.vllm.server.client import ServerError
-from trl.generation.vllm.server.meeting import Peer, TransferError
+from trl.generation.vllm.server.client import ServerError, VLLMClient
+from trl.generation.vllm.server.secret import WEIGHTS
 from trl.generation.vllm.weight_proof import WeightSyncError
 from trl.types import Prompts
 
@@ -141,16 +140,18 @@ def test_a_weight_that_is_not_sent_stops_training():
 
 
 def test_a_weight_that_changes_on_the_way_stops_training(monkeypatch):
-    send, found = Peer.send, server_backend(policy_model())
+    """No byte of a message can be changed by who does not know the secret."""
+    send, found = VLLMClient._send, server_backend(policy_model())
 
-    def changed(self, data):
-        if len(data) == 64 * 128 * 4:
-            data = bytearray(data)
-            data[7] ^= 1
-        send(self, data)
+    def changed(self, method, path, content, *others):
+        if path == WEIGHTS:
+            content = content[:-5] + bytes([content[-5] ^ 1]) + content[-4:]
+        return send(self, method, path, content, *others)
 
-    monkeypatch.setattr(Peer, "send", changed)
-    with pytest.raises(WeightSyncError, match="q_proj.weight did not arrive as it was sent"):
+    monkeypatch.setattr(VLLMClient, "_send", changed)
+    with pytest.raises(
+        ServerError, match=f"at model.embed.*answered POST {WEIGHTS} with status 401"
+    ):
         found.generate(PROMPTS, sampling(), 4)
 
 
@@ -245,12 +246,3 @@ def test_an_engine_that_is_slow_is_waited_for(tmp_path):
         assert time.monotonic() - started > 1.5
     finally:
         client.call_workers("trl_test_pause", 0.0)
-
-
-def test_a_port_that_is_taken_is_named():
-    servers = ServerPool([shared_server().connect()])
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
-        with pytest.raises(TransferError, match=f"Port {port}.*choose another vllm_group_port"):
-            servers.meet(port, CPU)
-    assert servers._group is None

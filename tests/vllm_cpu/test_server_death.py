@@ -12,7 +12,6 @@ from vllm_server import (
     START,
     RunningServer,
     connected_pool,
-    free_port,
     server_backend,
     shared_server,
 )
@@ -75,8 +74,7 @@ def test_a_server_that_dies_ends_both_ranks(tmp_path, started):
     killer = threading.Thread(target=kill_once, args=(server, file.with_suffix(".seen")))
     killer.start()
     words = f"{other.url},{server.url}"
-    arguments = (tmp_path, words, file, free_port())
-    first, second = launch(HERE / "server_ranks.py", "ddp", *arguments, vllm=True)
+    first, second = launch(HERE / "server_ranks.py", "ddp", tmp_path, words, file, vllm=True)
     killer.join(START)
     assert first["steps"] == second["steps"] == 2
     assert max(first["gaps"]) <= 1e-4

@@ -5,20 +5,28 @@ import socket
 from http.client import HTTPConnection
 from pathlib import Path
 
+import psutil
 import pytest
 from shared_vllm import needs_vllm, nudge, policy_model
 from vllm_rows import PROMPTS, gap, sampling
-from vllm_server import CPU, RunningServer, free_port, server_backend
+from vllm_server import CPU, RunningServer, server_backend
 
 from trl.generation.vllm.server.backend import ServerPool
 from trl.generation.vllm.server.client import SecretError, ServerError, VLLMClient
-from trl.generation.vllm.server.meeting import in_background
-from trl.generation.vllm.server.secret import ANSWER, CHALLENGE, REQUEST, ROUTES, Claim
+from trl.generation.vllm.server.guard import ROUTES
+from trl.generation.vllm.server.secret import (
+    ANSWER,
+    CHALLENGE,
+    REQUEST,
+    WEIGHTS,
+    Claim,
+)
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
 SECRET = "of trainer and server"
 DESCRIBE = json.dumps({"method": "trl_describe"}).encode()
-BESIDE = {("GET", "/docs"), ("GET", "/metrics"), ("GET", "/nothing"), ("OPTIONS", "/health")}
+BESIDE = {("GET", path) for path in ("/docs", "/metrics", "/nothing")}
+BESIDE |= {("OPTIONS", "/health"), ("POST", WEIGHTS)}
 
 
 @pytest.fixture(scope="module")
@@ -116,26 +124,34 @@ def test_the_secret_is_on_no_command_line(running):
     assert not any(SECRET.encode() in line for line in words)
 
 
-def test_strangers_at_the_meeting_neither_stop_nor_change_a_run(running):
-    """They come before the workers and go on coming; each says something or nothing."""
-    model, port, seen = policy_model(), free_port(), []
+def test_weights_that_were_recorded_are_refused(running, monkeypatch):
+    """Whatever a stranger sends again, changed or not, a run goes on as if nobody had."""
+    model, recorded, send = policy_model(), [], VLLMClient._send
 
-    def knock():
-        while len(seen) < 40:
-            try:
-                seen.append(socket.create_connection(("127.0.0.1", port), 1.0))
-                seen[-1].sendall(b"\0" * (len(seen) % 3 * 26))
-            except OSError:
-                if seen:
-                    return
+    def record(self, method, path, content, claim, seconds):
+        recorded.append((method, path, content, claim))
+        return send(self, method, path, content, claim, seconds)
 
-    for _ in range(3):
-        in_background(knock)
-    found = ServerPool([running.connect()])
-    found.meet(port, CPU)
-    backend = server_backend(model, pool=found)
+    monkeypatch.setattr(VLLMClient, "_send", record)
+    pool = ServerPool([running.connect()])
+    pool.join(CPU)
+    backend = server_backend(model, pool=pool)
     for step in range(2):
         backend.sync_weights(step)
         assert gap(model, backend.generate(PROMPTS, sampling(), 4)) <= 1e-4
         nudge(model)
-    assert seen, "somebody came before the door was closed"
+        for method, path, content, claim in recorded:
+            for body in (content, content[:-1] + b"x"):
+                assert ask(running, method, path, body, Claim.read(claim))[0] == 401
+    assert WEIGHTS in [path for _, path, _, _ in recorded]
+
+
+def test_a_run_opens_no_port(running):
+    """So nobody can come between a trainer and its servers where it waits for them."""
+    pool = ServerPool([running.connect()])
+    before = psutil.Process().net_connections()
+    pool.join(CPU)
+    backend = server_backend(policy_model(), pool=pool)
+    backend.generate(PROMPTS, sampling(), 4)
+    opened = [c.laddr for c in psutil.Process().net_connections() if c.status == "LISTEN"]
+    assert opened == [c.laddr for c in before if c.status == "LISTEN"]

@@ -4,7 +4,7 @@ import pytest
 from online_runs import dataset, make_trainer
 from shared_vllm import needs_vllm, policy_model
 from vllm_runs import check_reward_rises, check_seeds, completions, logged
-from vllm_server import free_port, shared_server
+from vllm_server import shared_server
 
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
@@ -15,7 +15,7 @@ ROUNDS = {"gradient_accumulation_steps": 2, "steps_per_generation": 1}
 
 def trainer_of(folder, kind=RLOOTrainer, server=None, **changes):
     settings = {"script": None, "use_vllm": True, "vllm_mode": "server", "max_steps": 2}
-    settings |= {"vllm_probe_syncs": 1, "vllm_group_port": free_port(), "vllm_server_timeout": 60}
+    settings |= {"vllm_probe_syncs": 1, "vllm_server_timeout": 60}
     settings |= {"model": policy_model(), "optim": "adamw_torch", "learning_rate": 1e-2}
     if "vllm_server_base_url" not in changes:
         settings["vllm_server_base_url"] = (server or started_server()).url

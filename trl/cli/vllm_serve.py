@@ -12,7 +12,7 @@ from importlib import metadata
 from ..imports import is_available, require
 
 WORKER = "trl.generation.vllm.server.worker.WeightWorker"
-GUARD = "trl.generation.vllm.server.secret.Guard"
+GUARD = "trl.generation.vllm.server.guard.Guard"
 SECRET = "TRL_VLLM_TOKEN"
 # On a CPU vLLM's block of 128 tokens would share few prompts, and its share of the memory would
 # leave none for the trainer beside it.

@@ -93,7 +93,7 @@ class VLLMOptions:
     vllm_server_host: str = option("0.0.0.0", "Host of the vLLM server.")
     vllm_server_port: int = option(8000, "Port of the vLLM server.")
     vllm_server_timeout: float = option(240.0, "Seconds to wait for the vLLM server.")
-    vllm_group_port: int = option(51216, "Port over which weights are sent to the vLLM server.")
+    vllm_group_port: int = option(51216, "Without effect: weights need no port.")
     vllm_gpu_memory_utilization: float | None = option(
         None,
         "Share of the GPU memory for a colocated engine. None: what training leaves of it.",

@@ -191,7 +191,7 @@ def _connect(
             pool = ServerPool([Server(url, args.vllm_server_timeout) for url in server_urls(args)])
             for server in pool.servers:
                 server.check(wanted, sampling)
-            pool.meet(args.vllm_group_port, handle.device)
+            pool.join(handle.device)
     return pool, ranks.gather_objects(None if pool is None else pool.context)[0]
 
 

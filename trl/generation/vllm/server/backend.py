@@ -10,7 +10,7 @@ import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import asdict, replace
+from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -26,9 +26,9 @@ from ..backend import VLLMBackend
 from ..sampling import Request, completion_body, read_answers
 from ..weight_proof import WeightSyncError
 from .client import HOW, ServerError, VLLMClient
-from .compat import ServerFacts, refusals
-from .meeting import Door, Meeting, TransferError, in_background, local_address
-from .weight_stream import WeightGroup
+from .compat import PROBLEM, ServerFacts, refusals
+from .waiting import in_background
+from .weight_stream import Batch, TransferError, WeightGroup, batches
 
 logger = logging.get_logger(__name__)
 
@@ -99,7 +99,9 @@ class ServerPool:
         self.seconds = servers[0].seconds
         self.run = uuid.uuid4().hex
         self._syncs = 0
-        self._group: WeightGroup | None = None
+        self._has_joined = False
+        self._group: WeightGroup | None = None  # where weights go from GPU to GPU
+        self._device = torch.device("cpu")  # from which they go
 
     @property
     def context(self) -> int:
@@ -108,45 +110,32 @@ class ServerPool:
 
     # --- Weights ---
 
-    def meet(self, port: int, device: torch.device) -> None:
-        """Make a group with the workers of all servers, over which weights are sent.
+    def join(self, device: torch.device) -> None:
+        """Let the workers of all servers take the weights of this run, and of no other.
 
         Args:
-            port (`int`): on which this process listens for them.
             device (`torch.device`): of the policy.
 
         Raises:
-            ServerError: if a worker does not come.
-            TransferError: if the port is taken.
+            ServerError: if a worker fails.
+            TransferError: if GPUs do not find each other.
         """
-        meeting = Meeting(
-            address=local_address(self.servers[0].host, port),
-            port=port,
-            size=1 + sum(server.facts.workers for server in self.servers),
-            seconds=self.seconds,
-            run=self.run,
-            on_gpu=device.type == "cuda" and all(s.facts.gpu is not None for s in self.servers),
-        )
-        door = Door(meeting, [local_address(server.host, port) for server in self.servers])
-        calls, words, group = self._invite(meeting), None, None
-        try:
-            peers = door.wait_for_all(lambda: _raise_from(calls))
-            group = WeightGroup(meeting, 0, peers, device)
-        except RuntimeError as error:  # of NCCL
-            words = str(error).splitlines()[0]
-        wait(calls, self.seconds)
-        _raise_from(calls)
-        if words is not None:
-            raise TransferError(f"The vLLM servers and the trainer did not meet: {words}")
-        self._group = group
-
-    def _invite(self, meeting: Meeting) -> list[Future[Any]]:
-        calls, rank = [], 1
+        size = 1 + sum(server.facts.workers for server in self.servers)
+        identity, rank, calls = None, 1, []
+        if device.type == "cuda" and all(server.facts.gpu is not None for server in self.servers):
+            self._device = device
+            self._group = WeightGroup(0, size, device, self.seconds, None)
+            identity = self._group.identity
         for server in self.servers:
-            own = replace(meeting, address=local_address(server.host, meeting.port))
-            calls.append(_call(server, "trl_join", asdict(own), rank))
+            call = partial(server.call_workers, "trl_join", self.run, identity)
+            # A worker that waits in vain is to be free before the next trainer gives it up.
+            calls.append(in_background(partial(call, (rank, size), self.seconds / 2)))
             rank += server.facts.workers
-        return calls
+        if self._group is not None:
+            with _reasons(calls):
+                self._group.wait_for_all(partial(_raise_from, calls))
+        _finish(calls)
+        self._has_joined = True
 
     def send(self, weights: Iterable[tuple[str, Tensor]], step: int) -> str | None:
         """Send all weights of an optimizer step.
@@ -157,38 +146,52 @@ class ServerPool:
         Raises:
             ServerError: if a server is gone or silent.
         """
-        group, failed = self._group, f"While sending the weights of step {step}, "
-        if group is None:
+        failed = f"While sending the weights of step {step}, "
+        if not self._has_joined:
             raise ServerError(f"{failed}the servers were left after a failure")
         self._syncs += 1
-        calls = [_call(server, "trl_receive", self.run, self._syncs) for server in self.servers]
         sent, where = 0, "before the first weight"
         try:
-            for name, weight in weights:
-                where = f"at {name}, after {sent} weights"
-                group.send(name, weight)
-                sent += 1
+            for batch in batches(weights, self._device):
+                where = f"at {batch.name}, after {sent} weights"
+                self._send(batch)
+                sent += len(batch.headers)
             where = f"after the last of {sent} weights"
-            group.end()
-            verdicts = group.answers()
-            wait(calls, self.seconds)
-            _raise_from(calls)
-            for server in self.servers:
-                server.forget_prefixes()
+            return self._prove()
         except (ServerError, TransferError) as error:
-            reason = _reason(calls, error)
             self.leave()
-            raise ServerError(f"{failed}{where}: {reason}") from error
+            raise ServerError(f"{failed}{where}: {error}") from error
         except BaseException:
             self.leave()
             raise
-        for _, doubt in verdicts[:1]:
-            if doubt is not None:
-                logger.warning(doubt)
-        return next((problem for problem, _ in verdicts if problem is not None), None)
+
+    def _send(self, batch: Batch) -> None:
+        message = batch.packed(self.run)
+        calls = [in_background(partial(server.send_weights, message)) for server in self.servers]
+        if self._group is not None:
+            with _reasons(calls):
+                self._group.broadcast(batch.flat, partial(_raise_from, calls))
+        _finish(calls)
+
+    def _prove(self) -> str | None:
+        """What is wrong with what a server holds; if nothing is, cached prompts are dropped."""
+        words = "trl_prove", self.run, self._syncs
+        try:
+            doubts = _finish([in_background(partial(s.call_workers, *words)) for s in self.servers])
+        except ServerError as error:
+            _, mark, problem = str(error).partition(PROBLEM)
+            if not mark:
+                raise
+            return problem
+        for server in self.servers:
+            server.forget_prefixes()
+        if doubts[0][0] is not None:
+            logger.warning(doubts[0][0])
+        return None
 
     def leave(self) -> None:
         """Leave the workers and end all requests, after a failure."""
+        self._has_joined = False
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -297,11 +300,6 @@ class VLLMServerBackend(VLLMBackend):
         return found
 
 
-def _call(server: Server, method: str, *args: Any) -> Future[Any]:
-    """Call a method that takes as long as weights do; others see to its deadline."""
-    return in_background(lambda: server.call_workers(method, *args, seconds=math.inf))
-
-
 def _raise_from(calls: Iterable[Future[Any]]) -> None:
     """Raise what a call that is done has raised."""
     for call in calls:
@@ -309,7 +307,19 @@ def _raise_from(calls: Iterable[Future[Any]]) -> None:
             call.result()
 
 
-def _reason(calls: Iterable[Future[Any]], error: Exception) -> BaseException:
-    """What the server itself says, if it does so soon; a transfer only breaks."""
-    done = wait(calls, LAST_WORDS_SECONDS, FIRST_EXCEPTION).done
-    return next((failure for call in done if (failure := call.exception()) is not None), error)
+def _finish(calls: Sequence[Future[Any]]) -> list[Any]:
+    """What all calls return, or what the first one that fails raises."""
+    wait(calls, return_when=FIRST_EXCEPTION)
+    _raise_from(calls)
+    return [call.result() for call in calls]
+
+
+@contextmanager
+def _reasons(calls: Sequence[Future[Any]]) -> Iterator[None]:
+    """Raise what a server itself says of a transfer that breaks, if it says so soon."""
+    try:
+        yield
+    except TransferError:
+        wait(calls, LAST_WORDS_SECONDS, FIRST_EXCEPTION)
+        _raise_from(calls)
+        raise

@@ -11,8 +11,8 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from .meeting import Deadline
-from .secret import ANSWER, CHALLENGE, REQUEST, VARIABLE, Claim, shared_secret
+from .secret import ANSWER, CHALLENGE, REQUEST, VARIABLE, WEIGHTS, Claim, shared_secret
+from .waiting import looks
 
 BUSY = (500, 502, 503)  # statuses after which an idempotent request is sent again
 REFUSED = 401  # the status where the secret was not proven
@@ -67,7 +67,7 @@ class VLLMClient:
         Args:
             method (`str`): GET or POST.
             path (`str`): of the route.
-            body: for JSON.
+            body: bytes, or what JSON can hold.
             seconds (`float`, *optional*): in which to answer. None: as usual; infinite: whoever
                 asks looks after the server by other means.
 
@@ -75,6 +75,8 @@ class VLLMClient:
             ServerError: if there is no answer in time or its status is not 200.
             SecretError: if the server does not take, or does not prove, the secret.
         """
+        if not isinstance(body, bytes):
+            body = b"" if body is None else json.dumps(body).encode()
         status, text = self._exchange(method, path, body, seconds or self.seconds)
         if status != 200:
             raise ServerError(
@@ -92,12 +94,12 @@ class VLLMClient:
         Raises:
             ServerError: as `ask`, after the last attempt.
         """
-        deadline = Deadline(self.seconds)
+        end = time.monotonic() + self.seconds
         for pause in PAUSES:
             try:
                 return self.ask(method, path, body, seconds)
             except ServerError as error:
-                if error.status not in BUSY or deadline.left <= pause:
+                if error.status not in BUSY or time.monotonic() + pause >= end:
                     raise
             time.sleep(pause)
         return self.ask(method, path, body, seconds)
@@ -108,14 +110,13 @@ class VLLMClient:
         Raises:
             ServerError: if requests hold them for too long.
         """
-        deadline = Deadline(self.seconds)
-        while not (self.ask("POST", "/reset_prefix_cache") or {}).get("success", True):
-            if deadline.has_passed:
-                raise ServerError(
-                    f"The vLLM server {self.url} kept its prefix cache for {self.seconds:g} s: "
-                    "other clients' requests are running. A server serves one trainer."
-                )
-            time.sleep(LOOKS)
+        for _ in looks(self.seconds, LOOKS):
+            if (self.ask("POST", "/reset_prefix_cache") or {}).get("success", True):
+                return
+        raise ServerError(
+            f"The vLLM server {self.url} kept its prefix cache for {self.seconds:g} s: "
+            "other clients' requests are running. A server serves one trainer."
+        )
 
     def call_workers(self, method: str, *args: Any, seconds: float | None = None) -> list[Any]:
         """Call a method of all workers.
@@ -126,6 +127,14 @@ class VLLMClient:
         body = {"method": method, "args": args}
         return list(self.ask("POST", "/collective_rpc", body, seconds)["results"])
 
+    def send_weights(self, message: bytes) -> None:
+        """Hand a message of `Batch.packed` to all workers.
+
+        Raises:
+            ServerError: if one fails.
+        """
+        self.ask("POST", WEIGHTS, message)
+
     def wait_until_healthy(self) -> None:
         """Wait for a server that may still be starting.
 
@@ -133,16 +142,15 @@ class VLLMClient:
             ServerError: if it is not ready in time.
             SecretError: if it does not share the secret.
         """
-        deadline, last = Deadline(self.seconds), ""
-        while not deadline.has_passed:
+        last = ""
+        for left in looks(self.seconds, LOOKS):
             try:
-                self.ask("GET", "/health", seconds=max(LOOKS, deadline.left))
+                self.ask("GET", "/health", seconds=max(LOOKS, left))
                 return
             except SecretError:
                 raise
             except ServerError as error:
                 last = str(error)
-            time.sleep(min(LOOKS, deadline.left))
         raise ServerError(
             f"No vLLM server was ready at {self.url} within vllm_server_timeout={self.seconds:g} "
             f"s. {HOW} The last attempt: {last}"
@@ -155,9 +163,8 @@ class VLLMClient:
                 with suppress(OSError):  # it may have ended by itself
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
-    def _exchange(self, method: str, path: str, body: Any, seconds: float) -> tuple[int, str]:
+    def _exchange(self, method: str, path: str, content: bytes, seconds: float) -> tuple[int, str]:
         """Status and text of an answer, by a server that has proven to know the secret."""
-        content = b"" if body is None else json.dumps(body).encode()
         for is_last in (False, True):
             challenge = self._challenge
             claim = Claim.of(self._secret, challenge, method, path, content)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-PROTOCOL = 2  # of trainer and workers; changes when they would not understand each other
+PROTOCOL = 3  # of trainer and workers; changes when they would not understand each other
+PROBLEM = "Weights: "  # how what is wrong with the weights of a sync begins
 SHAPE = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),

@@ -13,57 +13,72 @@ import torch
 
 from ....imports import require
 from ..engine import keep_weights_unpacked
-from ..weight_proof import WeightProof
-from .compat import PROTOCOL, ServerFacts, gpu_id, shape_of
-from .meeting import Meeting, join
-from .weight_stream import WeightGroup
+from ..weight_proof import WeightProof, WeightSyncError, fingerprint
+from .compat import PROBLEM, PROTOCOL, ServerFacts, gpu_id, shape_of
+from .weight_stream import Batch, WeightGroup, unpacked
 
 
 class Receiver:
     """Takes the weights of one trainer.
 
     Args:
-        group (`WeightGroup`): in which they come.
+        run (`str`): tells the trainer from others.
         model (`nn.Module`): of the engine.
+        group (`WeightGroup`, *optional*): over which bytes come that are in no message.
     """
 
-    def __init__(self, group: WeightGroup, model: Any):
+    def __init__(self, run: str, model: Any, group: WeightGroup | None = None):
+        self.run = run
         self.group = group
         self.held: int | None = None
         self._model = model
         self._device = next(model.parameters()).device
         self._proof = WeightProof(model)
+        self._problem: str | None = None
         self._has_doubted = False
 
-    def receive(self, sync: int) -> None:
-        """Take all weights of a sync, and tell the trainer what is wrong then."""
+    @torch.no_grad()
+    def receive(self, head: dict[str, Any], body: memoryview) -> None:
+        """Take the weights of a message; after a problem the rest is taken all the same."""
         self.held = None
-        problem = None
-        with torch.no_grad():
-            for name, weight, is_whole in self.group.receive():
-                # After a problem the rest is taken all the same, for the sender goes on.
-                if problem is None and not is_whole:
-                    problem = f"{name} did not arrive as it was sent"
-                if problem is None:
-                    problem = self._load(name, weight)
+        device = "cpu" if self.group is None else self._device
+        batch = Batch(head["headers"], torch.empty(head["size"], dtype=torch.uint8, device=device))
+        if self.group is None:
+            memoryview(batch.flat.numpy())[:] = body
+        else:
+            self.group.broadcast(batch.flat)
+        if fingerprint(batch.flat).item() != head["fingerprint"]:
+            more = f" or one of {len(batch.headers) - 1} more" if len(batch.headers) > 1 else ""
+            words = f"{batch.name}{more} did not arrive as it was sent"
+            self._problem = self._problem or words
+        for name, weight in batch.weights():
+            if self._problem is None:
+                self._load(name, weight.to(self._device))
+
+    def prove(self, sync: int) -> str | None:
+        """Compare what the engine holds with what was sent; returns what cannot be proven, once.
+
+        Raises:
+            WeightSyncError: if something is wrong.
+        """
         found = self._proof.problem()  # which forgets what was sent, in any case
-        problem = problem or found
-        if problem is None:
-            self.held = sync
+        problem, self._problem = self._problem or found, None
+        if problem is not None:
+            raise WeightSyncError(f"{PROBLEM}{problem}")
+        self.held = sync
         doubt = None if self._has_doubted else self._proof.doubt
         self._has_doubted = True
-        self.group.answer([problem, doubt])
+        return doubt
 
     def load(self, name: str, weight: torch.Tensor) -> None:
         """Write one weight, under the name it has in a checkpoint, in place."""
         self._model.load_weights([(name, weight)])
 
-    def _load(self, name: str, weight: torch.Tensor) -> str | None:
+    def _load(self, name: str, weight: torch.Tensor) -> None:
         try:
-            self._proof.load(name, weight.to(self._device), self.load)
+            self._proof.load(name, weight, self.load)
         except Exception as error:  # whatever a model's loader raises
-            return f"{name} cannot be loaded ({type(error).__name__}: {error})"
-        return None
+            self._problem = f"{name} cannot be loaded ({type(error).__name__}: {error})"
 
 
 class WeightWorker:
@@ -89,39 +104,56 @@ class WeightWorker:
         )
         return asdict(facts)
 
-    def trl_join(self, meeting: dict[str, Any], first_rank: int) -> None:
-        """Meet a trainer; one that was met before is left.
+    def trl_join(
+        self, run: str, identity: str | None, ranks: tuple[int, int], seconds: float
+    ) -> None:
+        """Take the weights of a trainer from now on, and of no other.
 
         Args:
-            meeting: arguments of `Meeting`.
-            first_rank (`int`): in the group, of this server's first worker.
+            run (`str`): tells the trainer from others.
+            identity (`str`, *optional*): of the group over which bytes come. None: in messages.
+            ranks: in the group, of this server's first worker; and the size of the group.
+            seconds (`float`): in which each step of a transfer must happen.
         """
         worker: Any = self
         parallel = worker.vllm_config.parallel_config
         place = parallel.data_parallel_index * parallel.world_size + worker.rank
-        if self._trl_receiver is not None:
+        self._trl_leave()
+        group = None
+        if identity is not None:
+            first, size = ranks
+            group = WeightGroup(first + place, size, worker.device, seconds, identity)
+            group.wait_for_all()
+        self._trl_receiver = self._trl_receiver_type(run, worker.get_model(), group)
+
+    def trl_receive(self, message: bytes) -> None:
+        """Take a message with weights; see `Batch.packed`."""
+        head, body = unpacked(message)
+        receiver = self._trl_receiver_of(head["run"])
+        try:
+            receiver.receive(head, body)
+        except BaseException:  # the next one would be taken for another
+            self._trl_leave()
+            raise
+
+    def trl_prove(self, run: str, sync: int) -> str | None:
+        """Prove that the engine holds all weights that it was sent; see `Receiver.prove`."""
+        return self._trl_receiver_of(run).prove(sync)
+
+    def _trl_receiver_of(self, run: str) -> Receiver:
+        if self._trl_receiver is None or self._trl_receiver.run != run:
+            raise RuntimeError("Another trainer has connected to this server since.")
+        return self._trl_receiver
+
+    def _trl_leave(self) -> None:
+        if self._trl_receiver is not None and self._trl_receiver.group is not None:
             self._trl_receiver.group.close()
         self._trl_receiver = None
-        where, rank = Meeting(**meeting), first_rank + place
-        group = WeightGroup(where, rank, [join(where, rank)], worker.device)
-        self._trl_receiver = self._trl_receiver_type(group, worker.get_model())
-
-    def trl_receive(self, run: str, sync: int) -> None:
-        """Take all weights, and tell the trainer what is wrong with what the engine then holds."""
-        receiver = self._trl_receiver
-        if receiver is None or receiver.group.meeting.run != run:
-            raise RuntimeError("Another trainer has connected to this server since.")
-        try:
-            receiver.receive(sync)
-        except BaseException:  # the trainer sees that this worker has left, whatever it waits for
-            self._trl_receiver = None
-            receiver.group.close()
-            raise
 
     def trl_held(self) -> list[Any]:
         """Run and number of the sync whose weights the engine holds; nothing if it holds none."""
         found = self._trl_receiver
-        return [] if found is None or found.held is None else [found.group.meeting.run, found.held]
+        return [] if found is None or found.held is None else [found.run, found.held]
 
 
 keep_weights_unpacked("trl vllm-serve")  # before vLLM loads a model

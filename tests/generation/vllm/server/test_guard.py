@@ -1,0 +1,165 @@
+"""The guard over a small app; tests/vllm_cpu has vLLM's own behind it."""
+
+import asyncio
+import json
+
+import pytest
+
+from trl.generation.vllm.server.secret import ANSWER, CHALLENGE, REQUEST, WEIGHTS, Claim
+from trl.imports import is_available
+
+if not is_available("starlette"):
+    pytest.skip("starlette comes with vLLM", allow_module_level=True)
+
+from trl.generation.vllm.server.guard import ROUTES, Challenges, Guard
+
+KEY = b"key"
+DESCRIBE = json.dumps({"method": "trl_describe"}).encode()
+
+
+def test_each_claim_is_spent_once():
+    challenges = Challenges()
+    claim = Claim.of(KEY, challenges.current, "GET", "/x", b"")
+    assert challenges.spend(claim) and not challenges.spend(claim)
+    assert not challenges.spend(Claim.of(KEY, "another word", "GET", "/x", b""))
+    assert not Challenges().spend(claim), "of another server, or one that was started again"
+
+
+def test_words_of_a_server_are_replaced():
+    challenges = Challenges(seconds=-1.0)
+    words = [challenges.current for _ in range(3)]
+    assert len(set(words)) == 3 == len(challenges._spent) + 1, "what was spent is not kept forever"
+    made = [Claim.of(KEY, word, "GET", "/x", b"") for word in words]
+    assert [challenges.spend(claim) for claim in made] == [False, True, True]
+
+
+@pytest.fixture
+def guard(monkeypatch):
+    monkeypatch.setenv("TRL_VLLM_TOKEN", KEY.decode())
+    return Guard(echo)
+
+
+async def echo(scope, receive, send):
+    """Answers with what it was sent, in two parts."""
+    if scope["type"] == "lifespan":
+        await send({"type": "lifespan.startup.complete"})
+        return
+    body = (await receive())["body"]
+    left = await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    await send({"type": "http.response.body", "body": left["type"].encode()})
+
+
+def run(guard, method, path, claim=None, parts=(b"",), **scope):
+    """Status, headers and body of an answer."""
+    messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+    messages[-1]["more_body"] = False
+    messages.append({"type": "http.disconnect"})
+    sent = []
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [] if claim is None else [(REQUEST.lower().encode(), claim.header.encode())]
+    about = {"type": "http", "method": method, "path": path, "headers": headers} | scope
+    asyncio.run(guard(about, receive, send))
+    start, *rest = sent
+    found = {name.decode(): value.decode() for name, value in start.get("headers", [])}
+    return start.get("status"), found, b"".join(part["body"] for part in rest)
+
+
+def claim_of(guard, method, path, body=b"", secret=KEY):
+    challenge = run(guard, "GET", "/")[1][CHALLENGE.lower()]
+    return Claim.of(secret, challenge, method, path, body)
+
+
+@pytest.mark.parametrize(("method", "path"), sorted(ROUTES - {("POST", WEIGHTS)}))
+def test_routes_of_training_are_open_to_who_knows_the_secret(guard, method, path):
+    claim = claim_of(guard, method, path, DESCRIBE)
+    found = run(guard, method, path, claim, (DESCRIBE[:5], DESCRIBE[5:]))
+    body = DESCRIBE + b"http.disconnect"  # which the server must see, to end what it was asked
+    assert found[0] == 200 and found[2] == body and found[1]["a"] == "b"
+    assert claim.is_answered(found[1][ANSWER.lower()], KEY, 200, body)
+    assert int(found[1]["content-length"]) == len(body)
+    assert run(guard, method, path, claim, (DESCRIBE,))[0] == 401, "a second time"
+
+
+class Engine:
+    """vLLM's own, of which it is told what workers are to do."""
+
+    def __init__(self):
+        self.state, self.engine_client, self.calls = self, self, []
+
+    async def collective_rpc(self, method, args):
+        self.calls.append((method, args))
+        if b"bad" in args:
+            raise ValueError("of a worker")
+
+
+def test_weights_are_handed_to_workers(guard):
+    engine = Engine()
+    for body, expected in ((b"\x00\xff", (200, b"")), (b"bad", (500, b"of a worker"))):
+        claim = claim_of(guard, "POST", WEIGHTS, body)
+        status, headers, text = run(guard, "POST", WEIGHTS, claim, (body,), app=engine)
+        assert status == expected[0] and expected[1] in text
+        assert claim.is_answered(headers[ANSWER.lower()], KEY, status, text)
+        assert run(guard, "POST", WEIGHTS, claim, (body,), app=engine)[0] == 401
+    assert engine.calls == [("trl_receive", (body,)) for body in (b"\x00\xff", b"bad")]
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        None,
+        lambda guard: claim_of(guard, "GET", "/health", secret=b""),
+        lambda guard: claim_of(guard, "POST", "/health"),
+        lambda guard: claim_of(guard, "GET", "/healthy"),
+        lambda guard: claim_of(guard, "GET", "/health", b"other"),
+        lambda guard: Claim.of(KEY, "old", "GET", "/health", b""),
+    ],
+)
+def test_others_are_refused_before_the_server_sees_them(guard, claim):
+    status, headers, body = run(guard, "GET", "/health", claim and claim(guard))
+    assert status == 401 and b"disconnect" not in body and ANSWER.lower() not in headers
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/v1/completions", b""),
+        ("POST", "/pause", b""),
+        ("POST", "/collective_rpc", b'{"method": "load_model"}'),
+        ("POST", "/collective_rpc", b'{"method": ["trl_describe"]}'),
+        ("POST", "/collective_rpc", b"[]"),
+        ("POST", "/collective_rpc", b"no json"),
+    ],
+)
+def test_what_training_does_not_need_is_off(guard, method, path, body):
+    claim = claim_of(guard, method, path, body)
+    status, headers, text = run(guard, method, path, claim, (body,))
+    assert status == 404 and claim.is_answered(headers[ANSWER.lower()], KEY, 404, text)
+
+
+def test_paths_below_a_root_and_queries_are_part_of_a_claim(guard):
+    claim = claim_of(guard, "GET", "/health?a=1")
+    found = run(guard, "GET", "/vllm/health", claim, root_path="/vllm", query_string=b"a=1")
+    assert found[0] == 200
+
+
+def test_what_is_no_request(guard):
+    assert run(guard, "", "", type="websocket") == (None, {}, b"")
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(guard({"type": "lifespan"}, None, send))
+    asyncio.run(guard({"type": "websocket"}, None, send))
+    assert sent == [
+        {"type": "lifespan.startup.complete"},
+        {"type": "websocket.close", "code": 1008},
+    ]
