@@ -63,17 +63,16 @@ def make_trainer(folder, kind=RLOOTrainer, model=None, reward=token_sum, data=No
         name: changes.pop(name)
         for name in (
             *("callbacks", "eval_dataset", "peft_config", "quantization_config"),
-            *("ref_model", "judge", "value_model"),
+            *("ref_model", "judge", "value_model", "environment_factory", "processing_class"),
         )
         if name in changes
     }
     trainer = kind(
+        **({"processing_class": tiny_tokenizer()} | others),
         model=tiny_model() if model is None else model,
         reward_funcs=reward,
         args=config(folder, kind.config_class, **changes),
         train_dataset=dataset() if data is None else data,
-        processing_class=tiny_tokenizer(),
-        **others,
     )
     if chosen is not None:
         trainer.backend = ScriptedBackend(

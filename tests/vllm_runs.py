@@ -3,6 +3,12 @@
 import json
 
 import torch
+from datasets import Dataset
+from online_runs import records
+from shared_vllm import policy_model
+from tool_chat import END, EOS, tool_tokenizer, user
+
+CALL = r'<tool_call>\{"name": "go", "arguments": \{"by": [2-9]\}\}</tool_call>'
 
 
 def completions(folder, mode="train"):
@@ -35,3 +41,53 @@ def check_seeds(trainer_of, folder):
         trainer_of(folder / name, seed=seed).train()
     assert completions(folder / "a") == completions(folder / "b")
     assert completions(folder / "a") != completions(folder / "c")
+
+
+class Walk:
+    """Goes on from where an episode begins."""
+
+    def reset(self, prompt, **kwargs):
+        self.begin = self.place = len(prompt[-1]["content"])
+        return str(self.place)
+
+    def go(self, by: int) -> int:
+        """
+        Go on.
+
+        Args:
+            by: how far
+        """
+        self.place += by
+        return self.place
+
+    def get_reward(self):
+        return float(self.place - self.begin)
+
+
+def check_environments(trainer_of, folder):
+    """Whatever the policy writes is a call, of which the second one has no room to end."""
+    model = policy_model()
+    model.generation_config.eos_token_id = [EOS, END]
+    trainer = trainer_of(
+        folder,
+        model=model,
+        environment_factory=Walk,
+        reward=[],
+        data=Dataset.from_dict({"prompt": [user("ab"), user("c")]}),
+        processing_class=tool_tokenizer(),
+        vllm_structured_outputs_regex=CALL,
+        max_completion_length=100,
+    )
+    trainer.train()
+    found = records(folder)
+    assert len(found) == 2 * 8 and {r["step"] for r in found} == {0, 1}
+    for row in found:
+        first, answer, second = row["completion"]
+        by = first["tool_calls"][0]["function"]["arguments"]["by"]
+        assert row["reward"] == by >= 2
+        begin = int(row["prompt"][-1]["content"][-1])
+        assert answer == {"role": "tool", "name": "go", "content": str(begin + by)}
+        assert second["role"] == "assistant" and row["finish"] == "length"
+    assert len({row["reward"] for row in found}) > 1
+    assert logged(trainer, "tools/call_frequency") == [1.0, 1.0]
+    assert max(logged(trainer, "vllm/logp_gap")) <= 1e-4

@@ -3,7 +3,7 @@
 import pytest
 from online_runs import dataset, make_trainer
 from shared_vllm import needs_vllm, policy_model
-from vllm_runs import check_reward_rises, check_seeds, completions, logged
+from vllm_runs import check_environments, check_reward_rises, check_seeds, completions, logged
 from vllm_server import shared_server
 
 from trl.trainer.grpo_trainer import GRPOTrainer
@@ -37,6 +37,10 @@ def test_the_reward_rises(tmp_path, kind):
 
 def test_same_seed_same_completions(tmp_path):
     check_seeds(trainer_of, tmp_path)
+
+
+def test_rows_act_in_environments(tmp_path):
+    check_environments(trainer_of, tmp_path)
 
 
 def test_evaluation_uses_the_same_server(tmp_path):

@@ -5,16 +5,25 @@ import re
 import pytest
 import torch
 from datasets import Dataset
-from online_runs import dataset, make_trainer, token_sum
+from online_runs import dataset, make_trainer, token_sum, weights
 from peft import LoraConfig
+from reward_runs import classifier
 from shared_vllm import ForgetfulEngine, engine, four_bits, fresh_engine, needs_vllm, policy_model
 from tiny import tiny_tokenizer
 from transformers import BitsAndBytesConfig
-from vllm_runs import check_reward_rises, check_seeds, completions, logged
+from vllm_runs import (
+    check_environments,
+    check_reward_rises,
+    check_seeds,
+    completions,
+    logged,
+)
 
 from examples.quickstart import copying
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.online import vllm_engines
+from trl.trainer.online_dpo_trainer import OnlineDPOTrainer
+from trl.trainer.ppo_trainer import PPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
@@ -77,6 +86,34 @@ def test_copying_is_learned_by_an_engine_that_the_options_start(tmp_path):
 @TRAINERS
 def test_the_reward_rises(tmp_path, running, kind):
     check_reward_rises(trainer_of, tmp_path, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (PPOTrainer, {"num_generations": 1, "num_ppo_epochs": 1}),
+        (PPOTrainer, {"num_generations": 1, "num_ppo_epochs": 1, "value_model": classifier}),
+        (OnlineDPOTrainer, {"num_generations": 2, "temperature": 0.9}),
+    ],
+    ids=["ppo", "ppo-value-model", "online-dpo"],
+)
+def test_other_methods_send_their_policy(tmp_path, running, kind, changes):
+    """The engine holds the policy of each step, without the value model."""
+    given = {name: value() if callable(value) else value for name, value in changes.items()}
+    model = policy_model()
+    settings = {"per_device_train_batch_size": 4, "beta": 0.1, "max_steps": 3, "model": model}
+    trainer = trainer_of(tmp_path, kind, **(settings | given))
+    before = weights(model)
+    trainer.train()
+    assert (weights(model) - before).abs().max() > 1e-3
+    for name in ("vllm/logp_gap", "sampling/sampling_logp_difference/max"):
+        found = logged(trainer, name)
+        assert len(found) == 3 and max(found) <= 1e-4
+
+
+def test_rows_act_in_environments(tmp_path, running):
+    """The engine writes a call, and goes on behind the answer; each row has its own state."""
+    check_environments(trainer_of, tmp_path)
 
 
 def test_same_seed_same_completions(tmp_path, running):
