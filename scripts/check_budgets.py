@@ -23,9 +23,9 @@ BRANCHES = (
 # Those with two numbers are larger than they are meant to be: the first is where they are to go,
 # the second, which must hold, is lowered as they get there.
 FOLDERS = {
-    "ops": (1750, 1785),
+    "ops": (1750, 1779),
     "data": (2000, 3447),
-    "models": (3500, 3802),
+    "models": (3500, 3790),
     "memory": (2000, 2300),
     "generation": (4500, 4674),
     "online": (1350, 1350),
@@ -35,7 +35,7 @@ FOLDERS = {
     "cli, scripts": (2700, 3001),
     "rest": (1100, 1387),
 }
-ALL = (25_000, 30_455)
+ALL = (25_000, 30_437)
 LOADED = (75, 81)  # modules that `from trl import RLOOTrainer` may load
 
 

@@ -1,3 +1,4 @@
+import copy
 import math
 
 import pytest
@@ -7,6 +8,8 @@ from rollouts import rollout_of
 from slow_support import kept_mass
 from tiny import in_double, tiny_model
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
@@ -459,3 +462,94 @@ def test_answers_to_one_prompt_and_pairs_of_others_have_no_padding(rows):
     assert calls[-1] == (True, (1, tokens))
     expected, _ = row_by_row(model, batch)
     assert (found - expected).abs().max() < 1e-5
+
+
+def twice_in_place(model, score, batches):
+    """Gradients of two micro-batches, one backward pass after the other."""
+    for batch in batches:
+        score(model, batch).logps.sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_in_place_equal_single_rows(kind, tied, checkpointing):
+    """The rows hold the padding token of the embedding, whose row has no gradient of its own."""
+    batches = [rollout([[8, 0, 10], [11, 0], [13]]), rollout([[30], [31, 32], [0, 33]])]
+    model = tiny_model(kind, tie_word_embeddings=tied).train()
+    reference = copy.deepcopy(model)
+    for batch in batches:
+        row_by_row(reference, batch)[0].sum().backward()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = twice_in_place(model, scorer(in_place=True), batches)
+    for name, parameter in reference.named_parameters():
+        assert (found[name] - parameter.grad).norm() <= 2e-6 * parameter.grad.norm(), name
+    assert model.get_input_embeddings().padding_idx == 0
+
+
+def made_for_weights(model, work):
+    """Shapes of the gradients that autograd hands to the weights of a model in `work`."""
+    handed = []
+    nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]
+    for node in nodes:
+        node.register_prehook(lambda grads: handed.extend(g.shape for g in grads if g is not None))
+    work()
+    return handed
+
+
+def test_gradients_of_the_vocabularys_size_are_not_handed_on():
+    model = tiny_model(tie_word_embeddings=False)
+    size = model.lm_head.weight.shape
+    for in_place, count in ((False, 2), (True, 0)):
+        loss = scorer(in_place=in_place)(model, rollout()).logps.sum()
+        assert made_for_weights(model, loss.backward).count(size) == count
+
+
+@pytest.mark.parametrize("kind", ["tensor", "post-accumulate"])
+def test_hooks_on_a_tied_weight_see_all_of_its_gradient(kind):
+    model = tiny_model(tie_word_embeddings=True)
+    reference = copy.deepcopy(model)
+    row_by_row(reference, rollout())[0].sum().backward()
+    seen, weight = [], model.lm_head.weight
+    if kind == "tensor":
+        weight.register_hook(lambda grad: seen.append(grad.clone()))
+    else:
+        weight.register_post_accumulate_grad_hook(lambda x: seen.append(x.grad.clone()))
+    scorer(in_place=True)(model, rollout()).logps.sum().backward()
+    wanted = reference.lm_head.weight.grad
+    assert len(seen) == 1 and (seen[0] - wanted).norm() <= 2e-6 * wanted.norm()
+
+
+@pytest.mark.parametrize("trained", ["embed_tokens", "lm_head"])
+def test_an_adapter_that_trains_a_whole_end_of_the_model(trained):
+    config = LoraConfig(r=2, target_modules=["v_proj"], modules_to_save=[trained])
+    model = get_peft_model(tiny_model(), config)
+    reference = copy.deepcopy(model)
+    row_by_row(reference, rollout())[0].sum().backward()
+    found = twice_in_place(model, scorer(in_place=True), [rollout()])
+    for name, parameter in reference.named_parameters():
+        if parameter.requires_grad and parameter.grad.norm() > 0:
+            assert (found[name] - parameter.grad).norm() <= 2e-6 * parameter.grad.norm(), name
+        assert parameter.requires_grad or name not in found
+
+
+def test_embeddings_of_a_class_of_their_own():
+    """Gemma's multiplies what it looks up."""
+    model = Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            vocab_size=95,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+        )
+    )
+    reference = copy.deepcopy(model)
+    row_by_row(reference, rollout())[0].sum().backward()
+    found = twice_in_place(model, scorer(in_place=True), [rollout()])
+    wanted = reference.lm_head.weight.grad
+    assert (found["model.embed_tokens.weight"] - wanted).norm() <= 2e-6 * wanted.norm()

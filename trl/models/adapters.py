@@ -28,11 +28,9 @@ MOST_NAMED = 5
 
 
 def add_adapter(model: PreTrainedModel, peft_config: Any, checkpointing: bool) -> nn.Module:
-    """Wrap `model` with the adapter that `peft_config` describes.
+    """Wrap a base model with the adapter that `peft_config` describes.
 
     Args:
-        model (`PreTrainedModel`): the base model.
-        peft_config (`peft.PeftConfig`): the adapter.
         checkpointing (`bool`): whether activations are recomputed, which needs inputs that
             require gradients when the embedding is frozen.
 
@@ -59,11 +57,7 @@ def add_adapter(model: PreTrainedModel, peft_config: Any, checkpointing: bool) -
 
 
 def continue_adapter(model: nn.Module, checkpointing: bool) -> None:
-    """Prepare a model that came with an adapter for training it further.
-
-    Args:
-        model (`PeftModel`): changed in place.
-        checkpointing (`bool`): as in `add_adapter`.
+    """Prepare a model that came with an adapter for training it further, as `add_adapter` does.
 
     Raises:
         ValueError: if the adapter is frozen.
@@ -86,12 +80,7 @@ def _prepare_base(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def is_adapter(name: str, revision: str | None = None) -> bool:
-    """Whether a folder or hub id holds an adapter rather than a model.
-
-    Args:
-        name (`str`): folder or hub id.
-        revision (`str`, *optional*): branch, tag or commit of a hub id.
-    """
+    """Whether a folder or hub id holds an adapter rather than a model."""
     if (Path(name) / "config.json").exists() or not is_available("peft"):
         return False
     try:
@@ -143,11 +132,7 @@ def storing_adapters_only(model: nn.Module) -> Iterator[None]:
 
 
 def check_adapters(model: Any, folder: str | Path) -> None:
-    """Refuse a checkpoint whose adapters are not exactly those of the model.
-
-    Args:
-        model: the policy, with an adapter or without; wrapped for training or not.
-        folder: a checkpoint.
+    """Refuse a checkpoint whose adapters are not exactly those of the model, which may have none.
 
     Raises:
         ValueError: naming the adapters, tensors or options that differ.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from ..ops.linear_logprobs import LogitTransform, Tiling, default_chunk, linear_
 from ..ops.logprobs import token_scores
 from ..ops.oom import is_out_of_memory
 from ..ops.support import Support
-from .chunked_head import Run, chunked_log_probs, summing_in_float32
 from .sharded import is_sharded, original_class, unwrapped
 from .unwrap import (
     autocast_to,
@@ -28,6 +27,7 @@ from .unwrap import (
     run_inside,
 )
 
+Run = Callable[[Tensor], Tensor]
 logger = logging.get_logger(__name__)
 
 PROBE_TOKENS = 4
@@ -48,6 +48,8 @@ class OutputHead:
         chunk (`int`, *optional*): logits held at once; None: a measured default; 0: all at once.
         sharded (`bool`): the module is called once for all tokens, which makes its weight whole;
             hooks on it are those of the engine.
+        in_place (`bool`): add the gradient of a plain weight to its `.grad` tile by tile, if that
+            may be; see `Tiling`.
     """
 
     module: nn.Module
@@ -55,6 +57,7 @@ class OutputHead:
     vocabulary: int
     chunk: int | None = None
     sharded: bool = False
+    in_place: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -114,18 +117,17 @@ class OutputHead:
             logits = self.logits(hidden, autocast)
             mass = None if support is None else support.log_mass(logits.detach(), ids)
             return *token_scores(logits, ids, with_entropy=with_entropy), mass
-        project: Run = self.module
-        if self.sharded:
-            project = self._inner.forward
-        elif not self.is_plain:
-            project = summing_in_float32(self.module)
+        project = self._inner.forward if self.sharded else self.module
         run = partial(self.logits, autocast=autocast, project=project)
 
         def read(hidden: Tensor) -> tuple[Tensor | None, ...]:
             mass = self._log_mass(run, hidden, ids, support)
             if self.is_plain:
                 return *self._tiled_log_probs(hidden, ids, autocast, with_entropy), mass
-            return *chunked_log_probs(run, hidden, ids, self._step(hidden), with_entropy), mass
+            from .chunked_head import chunked_log_probs, summing_in_float32  # few heads need it
+
+            call = run if self.sharded else partial(run, project=summing_in_float32(self.module))
+            return *chunked_log_probs(call, hidden, ids, self._step(hidden), with_entropy), mass
 
         if not self.sharded:
             return read(hidden)
@@ -154,7 +156,7 @@ class OutputHead:
         dtype = autocast or weight.dtype
         if self._kind is Float32Linear:
             dtype = torch.float32
-        tiling = Tiling(self.transform, self.chunk, dtype)
+        tiling = Tiling(self.transform, self.chunk, dtype, self.in_place and not self.sharded)
         return linear_log_probs(hidden, weight, ids, bias, tiling, with_entropy)
 
 
@@ -172,9 +174,6 @@ def cast_head_to_float32(model: PreTrainedModel) -> None:
 
     With tied weights the embedding becomes float32 too; its output is cast back, so the layers
     see the precision they were loaded in.
-
-    Args:
-        model (`PreTrainedModel`): a causal language model; changed in place.
 
     Raises:
         ValueError: if the model has no output projection, or it carries an adapter.
@@ -204,10 +203,12 @@ class HeadFinder:
     Args:
         temperature (`float`): divides the logits.
         chunk (`int`, *optional*): logits held at once; see `OutputHead`.
+        in_place (`bool`): how gradients are added; see `OutputHead`.
     """
 
     temperature: float
     chunk: int | None = None
+    in_place: bool = False
     _known: dict[type, LogitTransform | None] = field(default_factory=dict)
 
     def find(self, model: nn.Module) -> OutputHead | None:
@@ -223,7 +224,7 @@ class HeadFinder:
         if transform is None:
             return None
         module, size = causal.get_output_embeddings(), causal.config.get_text_config().vocab_size
-        return OutputHead(module, transform, size, self.chunk, is_sharded(model))
+        return OutputHead(module, transform, size, self.chunk, is_sharded(model), self.in_place)
 
     def _search(self, model: nn.Module, causal: Any) -> LogitTransform | None:
         reason = "its logits cannot be reproduced from its last hidden states"

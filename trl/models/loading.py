@@ -113,10 +113,7 @@ def load_tokenizer(
 
 
 def settle_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Give the tokenizer a pad token (its EOS if it has none) and tell the model.
-
-    Returns:
-        `int`: the pad token id. Masks never depend on it.
+    """Give the tokenizer a pad token (its EOS if it has none), and tell the model, and the caller.
 
     Raises:
         ValueError: if the tokenizer has neither a pad nor an EOS token.

@@ -38,9 +38,6 @@ def keep_trainable(model: nn.Module) -> None:
     On processors with AVX512-BF16 it does so at the first forward in evaluation mode: scales are
     rounded to bfloat16, and no gradient passes through the layer from then on.
 
-    Args:
-        model: a quantized model; changed in place.
-
     Raises:
         ValueError: if weights were converted before, which cannot be undone exactly.
     """
@@ -57,11 +54,7 @@ def keep_trainable(model: nn.Module) -> None:
 
 
 def working_precision(causal: Any) -> torch.dtype:
-    """Precision in which layers multiply, which may be less than that of the weights at the ends.
-
-    Args:
-        causal: a transformers model without wrappers.
-    """
+    """Precision in which layers multiply, which may be less than that of other weights."""
     config: Any = getattr(causal.config, "quantization_config", None)
     if getattr(config, "load_in_8bit", False):
         return torch.float16  # activations are rounded to 8 bits of each token's largest
@@ -78,15 +71,7 @@ def quantization_of(module: nn.Module) -> Any:
 
 
 def dequantized(values: Tensor, state: Any) -> Tensor:
-    """The weight that layers multiply with.
-
-    Args:
-        values (`Tensor`): packed, as bitsandbytes holds it.
-        state: what `quantization_of` found.
-
-    Returns:
-        `Tensor`: in the precision in which it was loaded.
-    """
+    """The weight that layers multiply with, of packed values and what `quantization_of` found."""
     if values.dtype != torch.uint8:
         values = values.contiguous().view(torch.uint8)
     bitsandbytes = require("bitsandbytes", "a quantized model")

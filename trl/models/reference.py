@@ -64,11 +64,7 @@ class FrozenCopy:
 
     @contextmanager
     def active(self, policy: nn.Module | None = None) -> Iterator[nn.Module]:
-        """Yield the model to score with.
-
-        Args:
-            policy (*optional*): the policy as it was prepared for training.
-        """
+        """Yield the model to score with, whatever the policy is wrapped in."""
         yield self.model
 
 
@@ -215,12 +211,7 @@ def copy_weights(model: nn.Module) -> Any:
 
 
 def spread(model: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """Put a frozen model where the policy is going to be, sharded if the policy will be.
-
-    Args:
-        model: not yet prepared by anything; changed in place.
-        accelerator (`Accelerator`): of the trainer.
-    """
+    """Put a frozen model where the policy is going to be, sharded if the policy will be."""
     kind = accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:
         return _deepspeed(model, accelerator.state.deepspeed_plugin)

@@ -20,7 +20,13 @@ from .packed_layout import Layout, packed_layout, plain_layout
 from .packed_passes import run_passes, wants_passes
 from .readers import Hidden, Reader, TokenReader
 from .sharded import is_sharded, release
-from .unwrap import capture_hidden, causal_model, evaluating, run_inside
+from .unwrap import (
+    capture_hidden,
+    causal_model,
+    embeddings_in_place,
+    evaluating,
+    run_inside,
+)
 
 Forward = Callable[..., Any]
 
@@ -40,6 +46,8 @@ class Scorer:
             counts every row's own prompt; rows are then plain.
         shared_prefix (`bool`): False: plain rows.
         chunk (`int`, *optional*): logits held at once. None: a measured default; 0: all at once.
+        in_place (`bool`): whether gradients of embedding and head may be added to `.grad` as they
+            arise. False: for callers of `torch.autograd.grad`.
     """
 
     def __init__(
@@ -52,13 +60,14 @@ class Scorer:
         router_logits: bool = False,
         shared_prefix: bool = True,
         chunk: int | None = None,
+        in_place: bool = True,
     ):
         self.pad_id = pad_id
         self.temperature = temperature
         self.device = device
         self.pad_multiple = pad_multiple
         self.router_logits = router_logits
-        self.heads = HeadFinder(temperature, chunk)
+        self.heads = HeadFinder(temperature, chunk, in_place)
         self.check = LayoutCheck(shared_prefix and not router_logits)
         self._kept: list[weakref.ref[Layers]] = []
 
@@ -133,7 +142,8 @@ class Scorer:
         # What hooks of wrappers must see of the graph is what comes out here.
         options = {"output_router_logits": True} if self.router_logits else {}
         given = layout.inputs | {"use_cache": False} | options
-        *flat, aux_loss = run_inside(model, given, work)
+        with embeddings_in_place(model, self.heads.in_place and not sharded):
+            *flat, aux_loss = run_inside(model, given, work)
         if sharded and not torch.is_grad_enabled():
             release(model)
         rest = iter(flat)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..imports import is_available, require
+from ..ops.in_place import look_up
 from .sharded import gathered, replaced_forward, unwrapped
 
 # Attribute of a policy: a part that is trained with it, and none of what it computes.
@@ -100,10 +102,7 @@ def autocast_of(model: nn.Module) -> torch.dtype | None:
     """The precision of autocast in the decoder when `model` is called; None without.
 
     Accelerate puts autocast around the forward of the module that it prepared. The call ends
-    before the decoder computes anything.
-
-    Args:
-        model: a causal language model, wrapped or not, whose weights are whole.
+    before the decoder computes anything. Weights must be whole.
     """
     causal = causal_model(model)
     device = next(causal.parameters()).device
@@ -121,6 +120,26 @@ def autocast_of(model: nn.Module) -> torch.dtype | None:
     finally:
         handle.remove()
     return found[-1]
+
+
+@contextmanager
+def embeddings_in_place(model: nn.Module, wanted: bool = True) -> Iterator[None]:
+    """Let gradients of embeddings be added to `.grad` as they arise, in forwards made inside.
+
+    Left as they are: embeddings of classes of their own, and those with sparse or weighed gradients
+    or a forward that something has replaced.
+    """
+    with ExitStack() as stack:
+        for module in model.modules() if wanted and torch.is_grad_enabled() else ():
+            if type(module) is not nn.Embedding or "forward" in vars(module):
+                continue
+            if not (module.sparse or module.scale_grad_by_freq or module.max_norm):
+                stack.enter_context(replaced_forward(module, partial(_look_up, module)))
+        yield
+
+
+def _look_up(module: nn.Embedding, ids: Tensor) -> Tensor:
+    return look_up(ids, module.weight, module.padding_idx)
 
 
 @dataclass

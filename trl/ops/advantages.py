@@ -84,14 +84,8 @@ def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
     """Scale the marked entries to standard deviation 1 (plus 1e-4).
 
     Advantages compare a row with its group, so their mean is 0 already. Subtracting it would only
-    subtract its rounding, and with it make entries of exactly 0 differ from 0.
-
-    Args:
-        advantages (`Tensor`): (N,) float, of mean 0 over the marked entries.
-        mask (`Tensor`): (N,) bool; the entries it excludes are not read.
-
-    Returns:
-        `Tensor`: (N,), 0 at the excluded entries.
+    subtract its rounding, and with it make entries of exactly 0 differ from 0. Excluded entries are
+    not read, and 0 in the result.
     """
     kept = advantages.masked_fill(~mask, torch.nan)
     return (kept / (nan_std(kept) + STD_OFFSET)).masked_fill(~mask, 0.0)

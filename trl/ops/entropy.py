@@ -35,14 +35,5 @@ def entropy_threshold(entropies: Tensor, top_quantile: float) -> Tensor:
 
 
 def high_entropy_mask(entropies: Tensor, mask: Tensor, threshold: Tensor | float) -> Tensor:
-    """Mark the tokens of `mask` whose entropy is at least `threshold`.
-
-    Args:
-        entropies (`Tensor`): (B, C).
-        mask (`Tensor`): (B, C) bool.
-        threshold (`Tensor` or `float`): a scalar, as `entropy_threshold` returns it.
-
-    Returns:
-        `Tensor`: (B, C) bool.
-    """
+    """Mark the tokens of `mask` (B, C) whose entropy is at least `threshold`."""
     return mask & (entropies >= threshold)

@@ -23,9 +23,7 @@ def generalized_advantages(
     token is 0.
 
     Args:
-        rewards (`Tensor`): (B, C) float.
         values (`Tensor`): (B, C) of the state before each token, without gradient.
-        mask (`Tensor`): (B, C) bool; nothing else is read, and advantages are 0 there.
         gamma (`float`): discount of a step.
         lam (`float`): weight of later surprises; 1 gives returns minus values, 0 one step.
     """
@@ -61,8 +59,6 @@ def whitened(
     """Scale the marked entries (B, C) of all ranks to variance 1 (Bessel's correction) and mean 0.
 
     Args:
-        values (`Tensor`): (B, C) of this rank.
-        mask (`Tensor`): (B, C) bool; nothing else is read, and the result is 0 there.
         total: adds a tensor () up over all ranks.
         keeps_mean (`bool`): leave the mean as it is.
     """
@@ -75,13 +71,6 @@ def whitened(
 
 
 def clipped_value_loss(values: Tensor, old: Tensor, returns: Tensor, width: float) -> Tensor:
-    """Half the squared error (B, C), of the worse of a value and one that moved at most `width`.
-
-    Args:
-        values (`Tensor`): (B, C) current values.
-        old (`Tensor`): (B, C) values when the rollout was made.
-        returns (`Tensor`): (B, C) what they should be.
-        width (`float`): how far a value may move from the old one.
-    """
+    """Half the squared error (B, C), of the worse of a value and one within `width` of the old."""
     near = old + (values - old).clamp(-width, width)
     return 0.5 * torch.maximum((values - returns).square(), (near - returns).square())

@@ -17,18 +17,13 @@ def k1(logps: Tensor, ref_logps: Tensor, mask: Tensor | None = None) -> Tensor:
     """First-order estimate log p - log q: unbiased, and may be negative.
 
     In a reward, its policy gradient is the gradient of the KL divergence itself.
-
-    Args:
-        logps (`Tensor`): (B, C) log-probabilities under the policy.
-        ref_logps (`Tensor`): (B, C) under the reference.
-        mask (`Tensor`, *optional*): (B, C) bool.
     """
     difference = logps - ref_logps
     return difference if mask is None else torch.where(mask, difference, 0.0)
 
 
 def k2(logps: Tensor, ref_logps: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Half the squared log-ratio: never negative, biased. Arguments as for `k1`."""
+    """Half the squared log-ratio: never negative, biased."""
     return 0.5 * k1(logps, ref_logps, mask).square()
 
 
@@ -36,8 +31,7 @@ def k3(logps: Tensor, ref_logps: Tensor, mask: Tensor | None = None) -> Tensor:
     """exp(d) - d - 1 with d = log q - log p: never negative; unbiased as a value.
 
     Its gradient through sampled tokens is not that of the KL divergence, so it belongs in a loss
-    and not in a reward. The exponent is bounded by 20, so that it cannot overflow. Arguments as
-    for `k1`.
+    and not in a reward. The exponent is bounded by 20, so that it cannot overflow.
     """
     difference = -k1(logps, ref_logps, mask)
     # expm1 keeps the digits of small differences, which exp(d) - 1 would cancel.
@@ -45,14 +39,5 @@ def k3(logps: Tensor, ref_logps: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def sequence_kl(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
-    """Sum of `k1` over the marked tokens of each row.
-
-    Args:
-        logps (`Tensor`): (B, C) log-probabilities under the policy.
-        ref_logps (`Tensor`): (B, C) under the reference.
-        mask (`Tensor`): (B, C) bool.
-
-    Returns:
-        `Tensor`: (B,) an unbiased estimate of the KL divergence between whole sequences.
-    """
+    """Unbiased estimate (B,) of the KL divergence between whole sequences: a row's sum of `k1`."""
     return masked_sum(k1(logps, ref_logps), mask, dim=1)

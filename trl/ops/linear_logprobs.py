@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .in_place import adds_in_place, grad_of
+
 # Measured on a CPU by `make bench-head`: smaller tiles lose time to calls, larger ones gain none.
 CHUNK_ON_CPU = 2**20
 # Not measured: tiles of 1,024 tokens x 32K entries, whose sums take 0.5 GB at 4,096 hidden units.
@@ -71,11 +73,14 @@ class Tiling:
         transform (`LogitTransform`): temperature, scale and soft cap.
         chunk (`int`, *optional*): logits held at once. None: a measured default for the device.
         dtype (`torch.dtype`, *optional*): of the matrix products. None: that of the weight.
+        in_place (`bool`): add gradients of weight and bias to their `.grad` tile by tile, if that
+            may be; only for `backward()`, whose result is read there.
     """
 
     transform: LogitTransform = LogitTransform()
     chunk: int | None = None
     dtype: torch.dtype | None = None
+    in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,13 +89,15 @@ class _Tiles:
     chunk: int
     dtype: torch.dtype
     with_entropy: bool
+    in_place: bool
 
     @classmethod
     def of(cls, tiling: Tiling, weight: Tensor, with_entropy: bool) -> _Tiles:
         chunk = default_chunk(weight.device) if tiling.chunk is None else tiling.chunk
         if chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {chunk}.")
-        return cls(tiling.transform, chunk, tiling.dtype or weight.dtype, with_entropy)
+        dtype = tiling.dtype or weight.dtype
+        return cls(tiling.transform, chunk, dtype, with_entropy, tiling.in_place)
 
     def tokens(self, count: int) -> list[slice]:
         step, _ = tile_shape(self.chunk, count)
@@ -205,7 +212,8 @@ class _LinearLogProbs(torch.autograd.Function):
         entropies = None if running.mean is None else running.normalizer - running.mean
         hits = None if running.mean is None else chosen >= running.top
         ctx.save_for_backward(hidden, weight, bias, ids, running.normalizer, entropies)
-        ctx.tiles = tiles
+        # What is saved may come back as another tensor, whose `.grad` nobody reads.
+        ctx.tiles, ctx.leaves = tiles, (weight, bias) if tiles.in_place else (None, None)
         ctx.set_materialize_grads(False)
         return chosen - running.normalizer, entropies, hits
 
@@ -213,7 +221,7 @@ class _LinearLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, bias, ids, normalizer, entropies = ctx.saved_tensors
-        sums = _Sums((hidden, weight, bias), ctx.needs_input_grad, normalizer.dtype)
+        sums = _Sums((hidden, weight, bias), ctx.needs_input_grad, ctx.leaves, normalizer.dtype)
         for tile in _walk(hidden, weight, bias, ctx.tiles):
             rows = tile.rows
             upstream = tuple(None if grad is None else grad[rows] for grad in grads[:2])
@@ -250,19 +258,25 @@ class _Sums:
     """Gradients of hidden states, weight and bias, where they are needed.
 
     Those of the weight and bias are summed over all tokens in float32, a tile of the vocabulary at
-    a time, and rounded once.
+    a time, and rounded once: into `.grad` of the leaves that may be added to, else into matrices.
     """
 
     def __init__(
-        self, inputs: tuple[Tensor | None, ...], needed: tuple[bool, ...], wide: torch.dtype
+        self,
+        inputs: tuple[Tensor | None, ...],
+        needed: tuple[bool, ...],
+        leaves: tuple[Tensor | None, ...],
+        wide: torch.dtype,
     ):
-        hidden, weight, bias = inputs
+        hidden, *parameters = inputs
         shown = torch.as_tensor(hidden)
         self._dtype = shown.dtype
         self._hidden = torch.zeros_like(shown, dtype=wide) if needed[0] else None
+        self._leaves = [x if x is not None and adds_in_place(x) else None for x in leaves]
+        wanted = [x if needs else None for x, needs in zip(parameters, needed[1:3], strict=True)]
         self._totals = [
-            torch.zeros_like(x) if x is not None and wanted else None
-            for x, wanted in zip((weight, bias), needed[1:3], strict=True)
+            grad_of(leaf) if x is not None and leaf is not None else _zeros(x)
+            for x, leaf in zip(wanted, self._leaves, strict=True)
         ]
         self._wide = wide
         self._tile: list[Tensor | None] = [None, None]
@@ -289,13 +303,18 @@ class _Sums:
     def _store(self) -> None:
         for total, part in zip(self._totals, self._tile, strict=True):
             if total is not None and part is not None:
-                total[self._entries] = part.to(total.dtype)
+                total[self._entries] += part
 
     def results(self) -> tuple[Tensor | None, ...]:
         """Gradients of hidden states, weight and bias."""
         self._store()
         hidden = None if self._hidden is None else self._hidden.to(self._dtype)
-        return hidden, *self._totals
+        pairs = zip(self._totals, self._leaves, strict=True)
+        return hidden, *(total if leaf is None else None for total, leaf in pairs)
+
+
+def _zeros(like: Tensor | None) -> Tensor | None:
+    return None if like is None else torch.zeros_like(like)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -10,15 +10,7 @@ Dim = int | tuple[int, ...] | None
 
 
 def length_mask(lengths: Tensor, width: int) -> Tensor:
-    """Mark the first `lengths[i]` places of every row.
-
-    Args:
-        lengths (`Tensor`): (B,) integers.
-        width (`int`): number of columns W.
-
-    Returns:
-        `Tensor`: (B, W) bool, on the device of `lengths`.
-    """
+    """Mark the first `lengths[i]` of `width` places of every row: (B, W) bool."""
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
@@ -67,26 +59,14 @@ def pad_ragged(
 def masked_sum(values: Tensor, mask: Tensor, dim: Dim = None) -> Tensor:
     """Sum the values at the marked places; anything elsewhere, NaN included, is never read.
 
-    Args:
-        values (`Tensor`): of a shape that broadcasts with `mask`.
-        mask (`Tensor`): bool.
-        dim (`int` or `tuple`, *optional*): dimensions to sum over; all by default.
-
-    Returns:
-        `Tensor`: the sum. The gradient of an excluded value is 0.
+    Shapes broadcast. The gradient of an excluded value is 0.
     """
     # A product with the mask would turn NaN and inf at excluded places into NaN.
     return torch.where(mask, values, values.new_zeros(())).sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: Dim = None) -> Tensor:
-    """Average the values at the marked places; 0 where none is marked.
-
-    Args:
-        values (`Tensor`): of a shape that broadcasts with `mask`.
-        mask (`Tensor`): bool.
-        dim (`int` or `tuple`, *optional*): dimensions to average over; all by default.
-    """
+    """Average the values at the marked places, of shapes that broadcast; 0 where none is marked."""
     values, mask = torch.broadcast_tensors(values, mask)
     return masked_sum(values, mask, dim) / mask.sum(dim).clamp(min=1)
 

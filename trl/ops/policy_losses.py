@@ -22,16 +22,11 @@ def log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor, level: RatioLevel)
     """Logarithm of pi / pi_old for each token, or for each completion.
 
     Differences of tokens are added up, not sums subtracted: on long completions the latter
-    cancels digits.
+    cancels digits. Tokens that `mask` (B, C) excludes are never read.
 
     Args:
-        logps (`Tensor`): (B, C) under the policy.
-        old_logps (`Tensor`): (B, C) under the policy that generated.
-        mask (`Tensor`): (B, C) bool, the tokens that count; others are never read.
-        level (`str`): "token"; "sequence_mean" (GSPO, arXiv 2507.18071) or "sequence_sum" (RLOO).
-
-    Returns:
-        `Tensor`: (B, C) for tokens, (B, 1) for completions.
+        level (`str`): "token", (B, C); "sequence_mean" (GSPO, arXiv 2507.18071) or "sequence_sum"
+            (RLOO), (B, 1).
 
     Raises:
         ValueError: for an unknown level.
@@ -64,12 +59,8 @@ def clipped_surrogate(
 ) -> Tensor:
     """Negative clipped surrogate of PPO (arXiv 1707.06347).
 
-    Args:
-        ratio (`Tensor`): (B, C) or (B, 1).
-        advantages (`Tensor`): (B,) or (B, C).
-        epsilon, epsilon_high (`float`): the ratio is clipped to [1 - epsilon, 1 + epsilon_high].
-        delta (`float`, *optional*): upper bound of the unclipped ratio (two-sided clipping,
-            arXiv 2505.07291).
+    The ratio is clipped to [1 - epsilon, 1 + epsilon_high]; `delta` bounds the unclipped one from
+    above (two-sided clipping, arXiv 2505.07291).
     """
     advantages = _columns(advantages)
     clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
@@ -81,11 +72,7 @@ def clipped_surrogate(
 def clip_flags(
     ratio: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float
 ) -> tuple[Tensor, Tensor]:
-    """Mark where clipping takes the gradient away: below for A < 0, above for A > 0.
-
-    Returns:
-        `tuple[Tensor, Tensor]`: two bool tensors of the broadcast shape.
-    """
+    """Mark where clipping takes the gradient away: below for A < 0, above for A > 0."""
     advantages = _columns(advantages)
     low = (ratio < 1 - epsilon) & (advantages < 0)
     high = (ratio > 1 + epsilon_high) & (advantages > 0)
@@ -95,11 +82,7 @@ def clip_flags(
 def cispo(ratio: Tensor, logps: Tensor, advantages: Tensor, ratio_max: float) -> Tensor:
     """Clipped importance-sampling weight times log-probability (CISPO, arXiv 2506.13585).
 
-    Args:
-        ratio (`Tensor`): (B, C) or (B, 1).
-        logps (`Tensor`): (B, C).
-        advantages (`Tensor`): (B,) or (B, C).
-        ratio_max (`float`): the weight is min(ratio, ratio_max), without gradient.
+    The weight is min(ratio, ratio_max), without gradient.
     """
     return -ratio.detach().clamp(max=ratio_max) * _columns(advantages) * logps
 
@@ -133,15 +116,8 @@ def vespo_weight(
 ) -> Tensor:
     """Gamma-shaped weight of a completion's ratio w: log phi = lambda + k log w - lambda w.
 
-    Args:
-        log_ratios (`Tensor`): (B, C) per-token log-ratios; each is bounded by 20 in size, and
-            their sum is bounded to [log 1e-8, 20].
-        mask (`Tensor`): (B, C) bool.
-        advantages (`Tensor`): (B,) or (B, C).
-        shape_pos, shape_neg (`GammaShape`): where A >= 0, and where A < 0.
-
-    Returns:
-        `Tensor`: (B, 1) or (B, C), without gradient.
+    Each of the log-ratios (B, C) of tokens is bounded by 20 in size, their sum to [log 1e-8, 20].
+    `shape_pos` is for A >= 0. The weight (B, 1) or (B, C) has no gradient.
     """
     advantages = _columns(advantages)
     bounded = log_ratios.detach().clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
@@ -165,17 +141,8 @@ def off_policy_mask(
     """Mark the rows to keep: A >= 0, or a policy that has not moved far from the sampler.
 
     The distance is mean_t(old - logps) over the trained-on tokens, in nats; a token whose old
-    log-probability is NaN, because the sampler did not report it, counts as not moved.
-
-    Args:
-        logps (`Tensor`): (B, C) under the policy.
-        old_logps (`Tensor`): (B, C) under the policy that sampled.
-        advantages (`Tensor`): (B,) or (B, C).
-        mask (`Tensor`): (B, C) bool, the trained-on tokens.
-        threshold (`float`): largest distance of a row of negative advantage.
-
-    Returns:
-        `Tensor`: (B, 1) bool, or (B, C) for advantages (B, C).
+    log-probability is NaN, because the sampler did not report it, counts as not moved. Rows of
+    negative advantage are kept up to `threshold`. (B, 1) bool, or (B, C) for advantages (B, C).
     """
     difference = (old_logps - logps).detach().masked_fill(old_logps.isnan(), 0.0)
     moved = masked_mean(difference, mask, dim=1)[:, None]
@@ -183,25 +150,16 @@ def off_policy_mask(
 
 
 def mean_of_sequence_means(losses: Tensor, mask: Tensor, rows: Tensor | float) -> Tensor:
-    """Average over the tokens of each completion, then over completions.
-
-    Args:
-        losses (`Tensor`): (B, C) or (B, 1).
-        mask (`Tensor`): (B, C) bool, the trained-on tokens; a row without any adds nothing.
-        rows (`Tensor` or `float`): what the sum over rows is divided by; greater than 0.
-    """
+    """Average over the marked tokens of each completion, then over `rows`, which is above 0."""
     return masked_mean(losses, mask, dim=1).sum() / rows
 
 
 def sum_over(losses: Tensor, mask: Tensor, denominator: Tensor | float) -> Tensor:
     """Add the losses of all trained-on tokens up and divide.
 
-    Args:
-        losses (`Tensor`): (B, C) or (B, 1).
-        mask (`Tensor`): (B, C) bool, the trained-on tokens.
-        denominator (`Tensor` or `float`): greater than 0: the number of tokens of the round for a
-            token mean (DAPO, arXiv 2503.14476), of the micro-batch for a local token mean, of
-            rows for a mean of sums, or rows times a constant width (Dr. GRPO, arXiv 2503.20783).
+    The denominator, above 0, is the number of tokens of the round for a token mean (DAPO, arXiv
+    2503.14476), of the micro-batch for a local token mean, of rows for a mean of sums, or rows
+    times a constant width (Dr. GRPO, arXiv 2503.20783).
     """
     losses, mask = torch.broadcast_tensors(losses, mask)
     return masked_sum(losses, mask) / denominator

@@ -1,0 +1,78 @@
+"""Gradients that are added to `.grad` where they arise, and are never a matrix of their own.
+
+Autograd makes each gradient of a weight as a whole and adds it to `.grad` then: for an embedding
+and a head of V x H entries up to three matrices of that size. What is returned instead is None, as
+for a weight without gradient: autograd still runs the node of the weight, last, whose hooks (those
+of DDP are there) find `.grad` complete. Hooks on the weight itself would be given nothing, so a
+weight that has any is left to autograd.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding
+
+
+def adds_in_place(weight: Tensor) -> bool:
+    """Whether the gradient of a weight may go to its `.grad` without being shown to anything."""
+    return (
+        type(weight) is nn.Parameter
+        and weight.is_leaf
+        and not weight._backward_hooks
+        and not weight._post_accumulate_grad_hooks
+        and (weight.grad is None or weight.grad.layout == torch.strided)
+    )
+
+
+def grad_of(weight: Tensor) -> Tensor:
+    """`.grad` of a weight, zeros if there was none."""
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
+
+
+def look_up(ids: Tensor, weight: Tensor, padding: int | None = None) -> Tensor:
+    """Rows (..., H) of a weight (V, H), whose gradient is added in place if that may be.
+
+    Args:
+        ids (`Tensor`): (...) integers in [0, V).
+        weight (`Tensor`): (V, H).
+        padding (`int`, *optional*): id whose row gets no gradient.
+    """
+    return _LookUp.apply(ids, weight, padding)
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding = weight, -1 if padding is None else padding
+        return embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+        (ids,), weight = ctx.saved_tensors, ctx.weight
+        sums = torch.ops.aten.embedding_dense_backward
+        if not adds_in_place(weight):
+            return None, sums(grad, ids, len(weight), ctx.padding, False), None
+        ids, places = ids.flatten(), _places(ids.flatten())
+        wide = grad.flatten(0, -2).to(torch.promote_types(grad.dtype, torch.float32))
+        # As many rows as tokens: to ask a device how many ids differ would be to wait for it.
+        rows = sums(wide, places, len(ids), -1, False)
+        ids = torch.zeros_like(ids).scatter_(0, places, ids)
+        rows.masked_fill_((ids == ctx.padding)[:, None], 0.0)
+        # Each id is there once, besides rows of zeros at the end: the order cannot change a sum.
+        grad_of(weight).index_add_(0, ids, rows.to(weight.dtype))
+        return None, None, None
+
+
+def _places(ids: Tensor) -> Tensor:
+    """Which one of the different ids, in order, each of the ids (T,) is."""
+    ordered, order = ids.sort()
+    is_next = torch.cat([torch.zeros_like(ids[:1]), (ordered[1:] != ordered[:-1]).long()])
+    return torch.empty_like(ids).scatter_(0, order, is_next.cumsum(0))
