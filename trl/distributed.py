@@ -67,6 +67,22 @@ class Ranks:
         """1 or 2; None without FSDP."""
         return None if self._accelerator is None else fsdp_version(self._accelerator)
 
+    @property
+    def per_row(self) -> int:
+        """How many neighboring ranks divide the tokens of each row (context parallelism)."""
+        known = getattr(self._accelerator, "parallelism_config", None)
+        return 1 if known is None else int(known.cp_size)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which share of the rows is this rank's, and of how many: (share, shares)."""
+        return self.rank // self.per_row, self.count // self.per_row
+
+    @property
+    def row_group(self) -> Any:
+        """The process group of the ranks that have the same rows as this one."""
+        return self._accelerator.torch_device_mesh["cp"].get_group()
+
     def wait(self) -> None:
         """Wait until every rank is here."""
         if self._accelerator is not None:

@@ -19,6 +19,7 @@ WORDS = (
     *("--beta", "0.1", "--learning_rate", "0.01", "--bf16", "false", "--save_strategy", "no"),
     *("--num_processes", "2", "--mixed_precision", "no"),
 )
+REWARDS = ("--reward_funcs", "rewards.exact", "--num_generations", "4")
 # Both need a device that is not the CPU.
 ONLY_ON_DEVICES = {
     "fsdp1": ("--fsdp_cpu_ram_efficient_loading", "false", "--fsdp_sync_module_states", "false"),
@@ -47,3 +48,29 @@ def test_training_by_the_command_line(tmp_path, engine):
         assert before.shape == after.shape, name
         moved += float((after - before).abs().sum())
     assert moved > 0.0
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_rows_are_divided_by_the_command_line(tmp_path):
+    folder = write_inputs(tmp_path)
+    options = (
+        *("--model_name_or_path", "tiny-model", "--dataset_name", "prompts.jsonl"),
+        *("--dataset_text_field", "prompt", "--max_steps", "2", "--logging_steps", "1"),
+        *("--bf16", "false", "--mixed_precision", "no", "--save_strategy", "no"),
+        *("--report_to", "none", "--num_processes", "2", "--accelerate_config", "fsdp2_cp"),
+        *("--parallelism_config_dp_shard_size", "1", *ONLY_ON_DEVICES["fsdp2"]),
+    )
+    environment = {"CPU_ENGINES": "1", "PYTHONPATH": python_path()}
+    done = run_trl(["sft", *options, "--output_dir", "out"], folder, **environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    logs = [json.loads(x) for x in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    # Two ranks have the same 8 rows of 4 trained tokens: they count once.
+    assert [log["num_tokens"] for log in logs if "loss" in log] == [40, 80]
+    refused = run_trl(
+        ["rloo", *options[:4], *options[6:], "--output_dir", "other", *REWARDS],
+        folder,
+        **environment,
+    )
+    assert refused.returncode != 0
+    assert "cp_size=2: context parallelism is for trainers" in refused.stderr

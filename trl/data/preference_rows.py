@@ -149,10 +149,10 @@ class _EncodePreferences:
                 for place, row, answers in zip(index, rows, found, strict=True)
                 for item in self._items(row, place, answers)
             ]
-        columns = dict(zip(FEATURES, zip(*items, strict=True), strict=True))
-        columns["prompt_ids"] = ragged(columns["prompt_ids"])
-        columns["answers_ids"] = ragged(columns["answers_ids"], ragged)
-        return pa.table(columns, schema=FEATURES.arrow_schema)
+        values: dict[str, Any] = dict(zip(FEATURES, zip(*items, strict=True), strict=True))
+        values["prompt_ids"] = ragged(values["prompt_ids"])
+        values["answers_ids"] = ragged(values["answers_ids"], ragged)
+        return pa.table(values, schema=FEATURES.arrow_schema)
 
     def _items(self, row: dict[str, Any], place: int, encoded: Answers) -> list[tuple[Any, ...]]:
         """The prepared rows of an example: two next to each other if a pair is taken apart."""

@@ -300,8 +300,10 @@ def _aware(original: Any) -> Any:
         query, key = query.to(value.dtype), key.to(value.dtype)
         if isinstance(layout, Decoding):
             found = decoding_attention(query, (key, value), layout, module.layer_idx, scale)
-        else:
+        elif isinstance(layout, Packing):
             found = packed_attention(query, (key, value), layout, module.layer_idx, scale)
+        else:  # a layout of another module
+            found = layout.attend(query, (key, value), scale)
         return found.transpose(1, 2).contiguous(), None
 
     attention.trl_original = original  # type: ignore[attr-defined]

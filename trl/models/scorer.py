@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from .unwrap import (
     evaluating,
     run_inside,
 )
+
+if TYPE_CHECKING:
+    from .context_parallel import ContextParallel
 
 Forward = Callable[..., Any]
 
@@ -69,6 +72,7 @@ class Scorer:
         self.router_logits = router_logits
         self.heads = HeadFinder(temperature, chunk, in_place)
         self.check = LayoutCheck(shared_prefix and not router_logits)
+        self.context: ContextParallel | None = None  # ranks that divide the tokens of a row
         self._kept: list[weakref.ref[Layers]] = []
 
     def __call__(
@@ -186,7 +190,13 @@ class Scorer:
 
     def _layout(self, model: nn.Module, batch: Rows, readers: Sequence[Reader]) -> Layout:
         if self.packs(model, batch, readers):
-            return packed_layout(batch, self.device, any(reader.at_end for reader in readers))
+            layout = packed_layout(batch, self.device, any(reader.at_end for reader in readers))
+            return layout if self.context is None else self.context.slice(layout)
+        if self.context is not None:
+            raise ValueError(
+                "cp_size: context parallelism divides packed rows. This model computes plain ones: "
+                "a warning says why, or shared_prefix=False or a load-balancing loss asks for it."
+            )
         return plain_layout(batch, self.pad_id, self.device, self.pad_multiple)
 
     @torch.no_grad()

@@ -70,7 +70,8 @@ class ModelReward:
             template_kwargs (*optional*): of each row; they win over those of all rows.
         """
         rows = zip(prompts, completions, template_kwargs or [None] * len(prompts), strict=True)
-        texts = [self._text(*row, self.template_kwargs | (kwargs or {})) for *row, kwargs in rows]
+        known = self.template_kwargs
+        texts = [self._text(prompt, text, known | (more or {})) for prompt, text, more in rows]
         inputs = self.tokenizer(
             texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
         )

@@ -134,7 +134,7 @@ def test_batches_that_break_groups_are_refused():
 
 
 def test_split_sequences_are_refused():
-    with pytest.raises(ValueError, match="context or sequence parallelism"):
+    with pytest.raises(ValueError, match="cp_size=2: context parallelism is for"):
         make(parallelism_config=ParallelismConfig(cp_size=2))
 
 

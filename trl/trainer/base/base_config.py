@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from accelerate import ParallelismConfig
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
@@ -141,6 +143,7 @@ class BaseConfig(LoopOptions, PolicyOptions, MemoryOptions, TrainingArguments):
 
     legacy_options: ClassVar[dict[str, Any]] = {}  # see `accepts_legacy_options`
     trains_reward_model: ClassVar[bool] = False
+    divides_rows: ClassVar[bool] = False  # among ranks: context parallelism
     # What counts as one in per_device_train_batch_size: so many rows, which are never separated.
     unit: ClassVar[int] = 1
     # Options of `TrainingArguments` that would do nothing, or harm; and why.
@@ -214,15 +217,26 @@ class BaseConfig(LoopOptions, PolicyOptions, MemoryOptions, TrainingArguments):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} cannot be used: {reason}. Leave it out."
                 )
-        parallelism = self.parallelism_config
-        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
-            raise ValueError(
-                "parallelism_config with context or sequence parallelism is not available in this "
-                "release."
-            )
+        self._check_parallelism()
         if self.use_liger_kernel:
             kernels: str = "liger_kernel_config"  # declared without a type that is known
             setattr(self, kernels, _layers_only(getattr(self, kernels) or {}))
+
+    def _check_parallelism(self) -> None:
+        """Whether given here or to `accelerate launch`, for which it stands in the environment."""
+        known = self.parallelism_config
+        if known is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
+            known = ParallelismConfig()
+        if known is not None and known.sp_size > 1:
+            raise ValueError(
+                f"sp_size={known.sp_size}: sequence parallelism is not available in this release. "
+                "Context parallelism (cp_size) divides rows among ranks as well."
+            )
+        if known is not None and known.cp_size > 1 and not self.divides_rows:
+            raise ValueError(
+                f"cp_size={known.cp_size}: context parallelism is for trainers that learn from the "
+                "rows of a dataset: SFT, DPO, KTO, reward models. Leave it out."
+            )
 
     def _check_packages(self) -> None:
         if self.use_liger_kernel:

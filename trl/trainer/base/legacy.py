@@ -86,7 +86,7 @@ FIRST_ARGUMENTS: dict[str, str | Gone] = {
 }
 
 
-def accepts_legacy_options(cls: type) -> type:
+def accepts_legacy_options(cls: Any) -> Any:
     """Make a configuration class accept the old names in its `legacy_options` as keywords.
 
     The class warns once for each construction, naming the new keys. Giving an old name together

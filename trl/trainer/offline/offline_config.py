@@ -15,6 +15,7 @@ class OfflineConfig(BaseConfig):
 
     _VALID_DICT_FIELDS = [*BaseConfig._VALID_DICT_FIELDS, "dataset_kwargs"]
 
+    divides_rows = True
     without_meaning = BaseConfig.without_meaning | {
         "label_smoothing_factor": "logits are never held as a whole",
         "neftune_noise_alpha": "its noise depends on the width that rows are padded to",

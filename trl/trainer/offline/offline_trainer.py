@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
@@ -124,6 +125,10 @@ class OfflineTrainer(BaseTrainer):
             shared_prefix=args.shared_prefix,
             chunk=args.logits_chunk_size,
         )
+        if self.ranks.per_row > 1:
+            from ...models.context_parallel import ContextParallel
+
+            self.scorer.context = ContextParallel(self.ranks.row_group)
         self.phases.on_forget(self.scorer.forget)
         # Ranks take part in each other's passes, so none of them can repeat one alone.
         self._scoring = self.phases.adaptive("scoring", alone=self.ranks.count > 1)
@@ -237,7 +242,7 @@ class OfflineTrainer(BaseTrainer):
 
     def _loader(self, dataset: Any, mode: Mode) -> tuple[DataLoader[Any], Any]:
         """A loader of this rank's micro-batches, and what decides their order."""
-        args, place = self.args, (self.ranks.rank, self.ranks.count)
+        args, place = self.args, self.ranks.place
         is_training = mode == "train"
         rows = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
         limits = rows, args.max_tokens_per_micro_batch, self.pack_size(mode)
@@ -286,7 +291,7 @@ class OfflineTrainer(BaseTrainer):
             return [], None
         counts = [torch.cat([self.weigh(each), torch.tensor([each.tokens()])]) for each in batches]
         sums = self.ranks.sum(torch.stack(counts).sum(0).to(device))
-        totals, self._tokens = sums[:-1], sums[-1]
+        totals, self._tokens = sums[:-1], sums[-1] // self.ranks.per_row
         self._agree_on(max(batches, key=lambda rows: max(rows.lengths)))
         known = [each.of_step(totals, len(batches), "train").to(device) for each in batches]
         return self.before_step(known), None
@@ -370,6 +375,10 @@ class OfflineTrainer(BaseTrainer):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """See `check_update`."""
+
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Any) -> Any:
+        """Rows are divided by the scorer, not by torch: it knows of documents and prompts."""
+        return nullcontext, inputs
 
 
 def _check_dataset(name: str, dataset: Any) -> None:

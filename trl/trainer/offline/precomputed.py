@@ -81,11 +81,12 @@ class Precomputation:
 
     def _compute(self, dataset: Any) -> np.ndarray:
         order = MicroBatchSampler(dataset.lengths, *self.limits)
-        batches = RankBatches(order, self.ranks.rank, self.ranks.count)
+        batches = RankBatches(order, *self.ranks.place)
         mine = []
         for rows in DataLoader(dataset, batch_sampler=batches, collate_fn=self.collate):
             mine.append(self.score(rows).cpu()[rows.values["counts"]])
-        return in_order(self.ranks.gather_objects(mine)).numpy()
+        shares = self.ranks.gather_objects(mine)[:: self.ranks.per_row]
+        return in_order(shares).numpy()
 
 
 def check_known(dataset: Any, mode: Mode, args: OfflineConfig, has_let_go: bool) -> None:

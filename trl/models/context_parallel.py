@@ -1,0 +1,216 @@
+"""Context parallelism: the tokens of one packed row are divided among ranks.
+
+Each rank computes its own tokens: embeddings, norms, MLPs and predictions. In every layer it
+gathers the keys and values of all tokens, and attends to those that its queries may see; gradients
+go back to the ranks they came from. So activations are divided by the number of ranks, but for the
+keys and values of one layer at a time, and results are those of one rank.
+
+Late tokens of a document attend to more than early ones. The row is therefore cut into twice as
+many runs as there are ranks, and rank r of n takes runs r and 2n - 1 - r (arXiv 2407.21783, 3.3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.nn.functional import pad
+
+from ..ops.attention_kernels import choose_kernel, merge
+from .packed_attention import KEYWORD, Packing
+from .packed_layout import Layout, packed_inputs
+
+
+class _Gather(torch.autograd.Function):
+    """Stack (1, ...) of all ranks: (n, ...); each gets back the gradients of all for its part."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, mine: Tensor) -> Tensor:
+        ctx.group = group
+        stacked = mine.new_empty(dist.get_world_size(group), *mine.shape[1:])
+        dist.all_gather(list(stacked.split(1)), mine.contiguous(), group)
+        return stacked
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        mine = torch.empty_like(grad[:1])
+        dist.reduce_scatter(mine, list(grad.contiguous().split(1)), group=ctx.group)
+        return None, mine
+
+
+class _Sum(torch.autograd.Function):
+    """Add a tensor up over ranks; all of them use the sum, so gradients are added up as well."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, mine: Tensor) -> Tensor:
+        ctx.group = group
+        total = mine.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        total = grad.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return None, total
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighboring queries of a rank, and keys of the row that all of them may look at."""
+
+    queries: slice
+    keys: slice
+    causal: bool = False  # queries and keys are the same tokens
+
+
+class _SpanAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, spans: tuple[Span, ...], scale: float, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        kernel = choose_kernel(query)
+        ctx.spans, ctx.scale = spans, scale
+        # What fills up the last run attends to nothing.
+        output = torch.zeros_like(query)
+        normalizer = query.new_full(
+            query.shape[:3], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32)
+        )
+        for span in spans:
+            q, k = span.queries, span.keys
+            found = kernel.forward(query[:, :, q], key[:, :, k], value[:, :, k], span.causal, scale)
+            if not span.causal:
+                found = merge((output[:, :, q], normalizer[:, :, q]), found)
+            output[:, :, q], normalizer[:, :, q] = found
+        ctx.save_for_backward(query, key, value, output, normalizer)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        query, key, value, output, normalizer = ctx.saved_tensors
+        kernel = choose_kernel(query)
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        totals = tuple(torch.zeros_like(x) for x in (query, key, value))
+        for span in ctx.spans:
+            q, k = span.queries, span.keys
+            states = (query[:, :, q], key[:, :, k], value[:, :, k])
+            saved = (*states, output[:, :, q], normalizer[:, :, q])
+            found = kernel.backward(grad[:, :, q], saved, span.causal, ctx.scale)
+            for total, at, more in zip(totals, (q, k, k), found, strict=True):
+                total[:, :, at] += more
+        return None, None, *totals
+
+
+@dataclass(frozen=True)
+class SlicedPacking:
+    """What the queries of one rank see of a packed row."""
+
+    spans: tuple[Span, ...]
+    context: ContextParallel
+
+    def attend(self, query: Tensor, own: tuple[Tensor, Tensor], scale: float) -> Tensor:
+        """Attend from this rank's tokens (1, N, t, D), with keys and values of the same tokens."""
+        row = [self.context.gather(states) for states in own]
+        return _SpanAttention.apply(self.spans, scale, query, *row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlicedLayout(Layout):
+    """The part of a layout that one rank computes; what it predicts is shared with the others.
+
+    `sources` and `ends` are places among the tokens of this rank, and stand for the entries
+    `predictions` and `last_tokens` of those of the whole layout.
+    """
+
+    context: ContextParallel
+    whole: Layout
+    predictions: Tensor
+    last_tokens: Tensor
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """Bring the predictions (m,) of all ranks to completions (B, C), on every rank."""
+        count = len(self.whole.sources)
+        return self.whole.scatter(self.context.put(values, self.predictions, count))
+
+    def by_row(self, values: Tensor) -> Tensor:
+        """Bring what belongs to last tokens of all ranks to the rows (B,), on every rank."""
+        count = len(self.whole.ends)
+        return self.whole.by_row(self.context.put(values, self.last_tokens, count))
+
+
+class ContextParallel:
+    """The ranks that divide the tokens of a row among them.
+
+    Args:
+        group: their process group; they are given the same rows.
+    """
+
+    def __init__(self, group: Any):
+        self.group = group
+        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+
+    def gather(self, states: Tensor) -> Tensor:
+        """Put together the runs (1, K, t, D) of all ranks in the order of the row."""
+        early, late = _Gather.apply(self.group, states).chunk(2, dim=2)
+        return torch.cat([*early, *late.flip(0)], dim=1)[None]
+
+    def put(self, values: Tensor, where: Tensor, count: int) -> Tensor:
+        """Put together values (m,) of all ranks: (count,). An entry beyond the last is dropped."""
+        numbers = values.float() if values.dtype == torch.bool else values
+        mine = numbers.new_zeros(count + 1).index_copy(0, where, numbers)
+        return _Sum.apply(self.group, mine)[:count].to(values.dtype)
+
+    def slice(self, layout: Layout) -> SlicedLayout:
+        """Cut a packed layout to what this rank computes."""
+        ids, positions = layout.inputs["input_ids"], layout.inputs["position_ids"]
+        width = ids.shape[1]
+        length = -(-width // (2 * self.count))
+        starts = [self.rank * length, (2 * self.count - 1 - self.rank) * length]
+        tokens = torch.cat([torch.arange(start, start + length) for start in starts]).to(ids.device)
+        more = 2 * self.count * length - width
+        spans = _spans(layout.inputs[KEYWORD], starts, length)
+        inputs = packed_inputs(
+            pad(ids, (0, more))[:, tokens],
+            pad(positions, (0, more))[:, tokens],
+            SlicedPacking(tuple(spans), self),
+        )
+        here = torch.full((width + more,), -1, device=ids.device)
+        here[tokens] = torch.arange(2 * length, device=ids.device)
+        sources, predictions = _of_rank(here[layout.sources])
+        ends, last_tokens = _of_rank(here[layout.ends])
+        known = {field.name: getattr(layout, field.name) for field in fields(Layout)}
+        changed = {"inputs": inputs, "sources": sources, "ends": ends}
+        # Without any prediction here, some token is read, and dropped by `put`.
+        changed["targets"] = pad(layout.targets, (0, 1))[predictions]
+        others = {"predictions": predictions, "last_tokens": last_tokens}
+        return SlicedLayout(**(known | changed | others), context=self, whole=layout)
+
+
+def _of_rank(places: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of places that are not -1, and their entries; if none is, 0 and the entry beyond."""
+    entries = (places >= 0).nonzero()[:, 0]
+    if len(entries):
+        return places[entries], entries
+    return places.new_zeros(1), entries.new_full((1,), len(places))
+
+
+def _spans(packing: Packing, starts: list[int], length: int) -> Iterator[Span]:
+    """What queries of the runs that begin at `starts` see: themselves first, causally."""
+    documents = [(group.prefix, slice(0, 0)) for group in packing.groups]
+    documents += [(slice(*cut), group.prefix) for group in packing.groups for cut in group.cuts]
+    for number, start in enumerate(starts):
+        shift = number * length - start
+        for own, prefix in documents:
+            first, last = max(own.start, start), min(own.stop, start + length)
+            if first >= last:
+                continue
+            queries = slice(first + shift, last + shift)
+            yield Span(queries, slice(first, last), causal=True)
+            for keys in (prefix, slice(own.start, first)):
+                if keys.start < keys.stop:
+                    yield Span(queries, keys)
