@@ -13,7 +13,7 @@ help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 quickstart: $(VENV)/.smollm2  ## train SmolLM2-135M on addition and show what it learned
-	$(PY) examples/quickstart/run.py
+	$(PY) examples/quickstart/run.py $(ARGS)
 
 quickstart-tiny: $(VENV)/.quickstart  ## the same with a model from scratch, in about a minute
 	$(PY) examples/quickstart/run.py --tiny

@@ -1,7 +1,8 @@
-"""Train by `trl rloo`, with the task's reward and with a random one, and compare.
+"""Train from the command line, with the task's reward and with a random one, and compare.
 
-python examples/quickstart/run.py          # SmolLM2-135M-Instruct, addition
-python examples/quickstart/run.py --tiny   # a model from scratch, copying digits
+python examples/quickstart/run.py                 # SmolLM2-135M-Instruct, addition, RLOO
+python examples/quickstart/run.py --trainer ppo   # the same by PPO, or by online-dpo
+python examples/quickstart/run.py --tiny          # a model from scratch, copying digits, RLOO
 """
 
 import argparse
@@ -22,21 +23,22 @@ TASKS = {
 }
 
 
-def train(name: str, folder: Path, reward: str) -> None:
+def train(trainer: str, name: str, folder: Path, reward: str) -> None:
     """Run the command line with the task's configuration."""
     command = [
-        *(sys.executable, "-m", "trl", "rloo"),
-        *("--config", f"examples/cli_configs/rloo_{name}.yaml"),
+        *(sys.executable, "-m", "trl", trainer),
+        *("--config", f"examples/cli_configs/{trainer}_{name}.yaml"),
         *("--reward_funcs", reward, "--output_dir", str(folder)),
     ]
     print("$ python", " ".join(command[1:]), flush=True)
     subprocess.run(command, check=True, cwd=ROOT)
 
 
-def main(name: str) -> None:
+def main(name: str, trainer: str) -> None:
     """Prepare, measure, train twice, measure again, report."""
     task, reward, make_model, model_name, tokens = TASKS[name]
-    output, model = ROOT / "quickstart" / name, ROOT / "quickstart" / model_name
+    folder = name if trainer == "rloo" else f"{name}-{trainer}"
+    output, model = ROOT / "quickstart" / folder, ROOT / "quickstart" / model_name
     shutil.rmtree(output, ignore_errors=True)
     make_model(model)
     task.write(output / "data")
@@ -44,8 +46,8 @@ def main(name: str) -> None:
     test = output / "data" / "test.jsonl"
     before = evaluate.accuracies(model, test, reward, tokens)
     runs = {"task reward": output / "run", "random reward": output / "control"}
-    train(name, runs["task reward"], f"examples.quickstart.{name}.{reward.__name__}")
-    train(name, runs["random reward"], "examples.quickstart.noise.random_reward")
+    train(trainer, name, runs["task reward"], f"examples.quickstart.{name}.{reward.__name__}")
+    train(trainer, name, runs["random reward"], "examples.quickstart.noise.random_reward")
     after = evaluate.accuracies(runs["task reward"], test, reward, tokens)
     control = evaluate.accuracies(runs["random reward"], test, reward, tokens)
     summary = {
@@ -68,5 +70,7 @@ def main(name: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tiny", action="store_true", help="the model from scratch")
-    main("copying" if parser.parse_args().tiny else "addition")
+    parser.add_argument("--tiny", action="store_true", help="the model from scratch, by RLOO")
+    parser.add_argument("--trainer", choices=("rloo", "online-dpo", "ppo"), default="rloo")
+    chosen = parser.parse_args()
+    main("copying", "rloo") if chosen.tiny else main("addition", chosen.trainer)

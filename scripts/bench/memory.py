@@ -26,6 +26,8 @@ GENERATION_SHAPES = ((512, 256), HEADLINE)  # where the peaks of generation are 
 REPEATED = (2, 8)  # completions of the headline shape that run three times
 SLOW = ("old-full", "now")  # minutes and much memory a run: once
 GENERATION_ROWS = 8
+METHODS = {"OnlineDPO": "now", "PPO": "first"}  # and the peers that have them
+METHOD_SHAPES = (HEADLINE, (512, 256))
 BEST_COUNTS = (2, 8)  # completions at which the best settings of each side are looked for
 
 OFF: dict[str, Any] = {
@@ -143,11 +145,25 @@ def other_cells() -> Iterator[Cell]:
     yield Cell("now/blocks", SETTINGS["now"].work(explain=True, **sizes))
 
 
+def method_cells() -> Iterator[Cell]:
+    """Online DPO (pairs of completions) and PPO (single ones), beside their peers."""
+    scaled = {"completions": 8, "vocabulary": VOCABULARY // SCALE}
+    for method, peer in METHODS.items():
+        for prompt, completion in METHOD_SHAPES:
+            for name in (peer, "default"):
+                shape = {"prompt": prompt, "completion": completion}
+                yield Cell(name, SETTINGS[name].work(algorithm=method, **shape, **scaled))
+        for name in (peer, "default"):
+            shape = {"prompt": 512, "completion": 256, "completions": 2}
+            yield Cell(name, SETTINGS[name].work(algorithm=method, **shape))
+
+
 PARTS: dict[str, Callable[[], Iterator[Cell]]] = {
     "proposal": proposal_cells,
     "shapes": shape_cells,
     "best": best_cells,
     "other": other_cells,
+    "methods": method_cells,
 }
 
 

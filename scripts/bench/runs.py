@@ -29,7 +29,7 @@ class Work:
     """One run of one trainer; lengths in tokens."""
 
     trainer: str = field(default="this", metadata={"help": "this, or a peer such as trl-1.16.0"})
-    algorithm: str = field(default="RLOO", metadata={"help": "RLOO or GRPO"})
+    algorithm: str = field(default="RLOO", metadata={"help": "RLOO, GRPO, OnlineDPO or PPO"})
     prompt: int = field(default=512, metadata={"help": "tokens of every prompt"})
     completion: int = field(default=53, metadata={"help": "tokens of every completion"})
     completions: int = field(default=2, metadata={"help": "completions of a prompt (k)"})

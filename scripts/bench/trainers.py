@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import tempfile
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,12 @@ import synthetic
 import torch
 from datasets import Dataset
 from environments import BENCH
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
 
 import trl
 
@@ -20,6 +26,7 @@ if TYPE_CHECKING:
     from runs import Work
 
 TRUNCATED_TO = 1024  # tokens, in the string-level proposal
+GROUPS = {"OnlineDPO": 2, "PPO": 1}  # completions of a prompt, where they are not all of a step
 
 
 class StepMarks(TrainerCallback):
@@ -73,9 +80,19 @@ def build(work: Work, meter: Meter) -> tuple[Any, dict[str, Any]]:
     positions = work.prompt + work.completion + 8
     name = f"{work.trainer}-{work.shape}-{work.vocabulary}-{positions}"
     path = synthetic.save(BENCH / "models" / name, work.shape, work.vocabulary, positions)
-    groups = synthetic.prompts(work.steps, work.prompt, work.vocabulary, work.ragged)
-    make = token_level if work.trainer == "trl-0.20.0" else grouped
+    count = work.steps * work.completions // group_size(work)
+    groups = synthetic.prompts(count, work.prompt, work.vocabulary, work.ragged)
+    make = grouped
+    if work.trainer == "trl-0.20.0":
+        make = token_level
+    elif work.trainer != "this" and work.algorithm == "PPO":
+        make = with_four_models
     return make(work, str(path), groups)
+
+
+def group_size(work: Work) -> int:
+    """Completions of a prompt."""
+    return GROUPS.get(work.algorithm, work.completions)
 
 
 def shared_options(work: Work) -> dict[str, Any]:
@@ -83,7 +100,7 @@ def shared_options(work: Work) -> dict[str, Any]:
     rows = work.micro_batch or work.completions
     return {
         "output_dir": tempfile.mkdtemp(prefix="bench-"),
-        "per_device_train_batch_size": rows,
+        "per_device_train_batch_size": rows // 2 if work.algorithm == "OnlineDPO" else rows,
         "gradient_accumulation_steps": work.completions // rows,
         "learning_rate": 1e-6,
         "bf16": True,
@@ -110,11 +127,15 @@ def known(config_class: type, options: dict[str, Any]) -> dict[str, Any]:
 
 def grouped(work: Work, path: str, groups: list[str]) -> tuple[Any, dict[str, Any]]:
     """A trainer that is given groups: trl 0.22 and later, and this project."""
-    config_class = getattr(trl, f"{work.algorithm}Config")
+    home: Any = trl
+    if work.algorithm == "OnlineDPO" and work.trainer != "this":
+        home = importlib.import_module("trl.experimental.online_dpo")
+    config_class = getattr(home, f"{work.algorithm}Config")
     chosen = known(config_class, json.loads(work.options))
     options = shared_options(work) | {
         "max_steps": work.steps,
-        "num_generations": work.completions,
+        "num_generations": group_size(work),
+        "num_ppo_epochs": 1,
         "max_prompt_length": None,  # the default of releases that have it cuts prompts at 512
         "max_completion_length": work.completion,
         "beta": work.beta,
@@ -122,18 +143,56 @@ def grouped(work: Work, path: str, groups: list[str]) -> tuple[Any, dict[str, An
     }
     if work.trainer == "this":
         options |= {"reward_dry_run": False}
-    adapter = {}
+    elif work.algorithm == "OnlineDPO":  # of which RLOO says neither
+        options |= {"max_new_tokens": work.completion, "max_length": work.prompt + work.completion}
+    given: dict[str, Any] = {"reward_funcs": level_reward if work.level else reward}
+    if work.algorithm == "PPO":
+        given = {"reward_funcs": classifier(path), "value_model": classifier(path)}
     if work.lora:
         from peft import LoraConfig
 
-        adapter = {"peft_config": LoraConfig(r=16, target_modules="all-linear")}
-    trainer = getattr(trl, f"{work.algorithm}Trainer")(
+        given |= {"peft_config": LoraConfig(r=16, target_modules="all-linear")}
+    trainer = getattr(home, f"{work.algorithm}Trainer")(
         model=path,
-        reward_funcs=level_reward if work.level else reward,
         args=config_class(**known(config_class, options | chosen)),
         train_dataset=Dataset.from_dict({"prompt": groups}),
         processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
-        **adapter,
+        **given,
+    )
+    return trainer, chosen
+
+
+def classifier(path: str) -> Any:
+    """A sequence classifier with one label on the model of a folder."""
+    return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+
+
+def episode_options(work: Work) -> dict[str, Any]:
+    """Options of the older trainers, which count episodes."""
+    return shared_options(work) | {
+        "total_episodes": work.completions * work.steps,
+        "num_ppo_epochs": 1,  # one optimizer step for each rollout, as the others
+        "num_sample_generations": 0,
+        "response_length": work.completion,
+        "kl_coef": work.beta,
+    }
+
+
+def with_four_models(work: Work, path: str, groups: list[str]) -> tuple[Any, dict[str, Any]]:
+    """PPO of trl 0.22: policy, reference, rewards and values, and prompts as token ids."""
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    policy, reference = (AutoModelForCausalLM.from_pretrained(path) for _ in range(2))
+    chosen = known(trl.PPOConfig, json.loads(work.options))
+    data = Dataset.from_dict({"input_ids": tokenizer(groups).input_ids})
+    trainer = trl.PPOTrainer(
+        args=trl.PPOConfig(**known(trl.PPOConfig, episode_options(work) | chosen)),
+        processing_class=tokenizer,
+        model=policy,
+        ref_model=reference,
+        reward_model=classifier(path),
+        value_model=classifier(path),
+        train_dataset=data,
+        eval_dataset=data,
     )
     return trainer, chosen
 
@@ -143,14 +202,7 @@ def token_level(work: Work, path: str, groups: list[str]) -> tuple[Any, dict[str
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     policy, reference = (AutoModelForCausalLM.from_pretrained(path) for _ in range(2))
     chosen = known(trl.RLOOConfig, json.loads(work.options))
-    options = shared_options(work) | {
-        "total_episodes": work.completions * work.steps,
-        "rloo_k": work.completions,
-        "num_ppo_epochs": 1,  # one optimizer step for each rollout, as the others
-        "num_sample_generations": 0,
-        "response_length": work.completion,
-        "kl_coef": work.beta,
-    }
+    options = episode_options(work) | {"rloo_k": work.completions}
     data = Dataset.from_dict({"input_ids": tokenizer(groups).input_ids})
     collators = {
         "tokens": None,

@@ -2,6 +2,7 @@
 
     python tests/distributed/killed_runs.py OUT --at generate:4 save:3  # at chosen points
     python tests/distributed/killed_runs.py OUT --kills 20 --processes 2  # at random moments
+    python tests/distributed/killed_runs.py OUT --at backward:8 --trainer ppo
 
 The runs are forked, so that nothing is imported again. A point is a place and the number of updates
 made before it. The last line is JSON: for each resumed run, what differs from the one left alone.
@@ -28,13 +29,27 @@ import rounding  # noqa: E402, F401
 import torch  # noqa: E402
 from engines import environment  # noqa: E402
 from online_runs import dataset, make_trainer  # noqa: E402
+from reward_runs import classifier  # noqa: E402
 
 import trl.trainer.base.checkpoint as saving  # noqa: E402
 from trl.trainer.base.checkpoint import checkpoints_in  # noqa: E402
+from trl.trainer.online_dpo_trainer import OnlineDPOTrainer  # noqa: E402
+from trl.trainer.ppo_trainer import PPOTrainer  # noqa: E402
+from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402
 
 LAST = 11
 PATIENCE = 240
 PROMPTS = ["a0", "b1", "c2", "d3"]
+# A pair is a row of Online DPO; values are those of a second model.
+TRAINERS = {
+    "rloo": {"kind": RLOOTrainer},
+    "online-dpo": {
+        "kind": OnlineDPOTrainer,
+        "num_generations": 2,
+        "per_device_train_batch_size": 1,
+    },
+    "ppo": {"kind": PPOTrainer, "num_generations": 2, "num_ppo_epochs": 2},
+}
 
 
 def noisy(completion_ids, **kwargs):
@@ -77,7 +92,10 @@ def trainer_in(folder, processes=1, **changes):
         "use_cpu": "CPU_ENGINES" not in os.environ,  # there, the engine chooses the device
         "ddp_backend": "gloo" if processes > 1 and "CPU_ENGINES" not in os.environ else None,
     }
-    return make_trainer(folder, **(settings | changes))
+    name = os.environ.get("KILLED_TRAINER", "rloo")
+    if name == "ppo":
+        changes = {"value_model": classifier()} | changes
+    return make_trainer(folder, **(settings | TRAINERS[name] | changes))
 
 
 # --- Where a run ends itself ---
@@ -130,7 +148,8 @@ def run(folder, processes, point):
             {name: x for name, x in entry.items() if not any(word in name for word in timed)}
             for entry in trainer.state.log_history
         ]
-        weights = (Path(folder) / "model.safetensors").read_bytes()
+        files = [Path(folder, place, "model.safetensors") for place in (".", "value_model")]
+        weights = b"".join(file.read_bytes() for file in files if file.exists())
         outcome = {
             "weights": hashlib.sha256(weights).hexdigest(),
             "completions": (Path(folder) / "completions" / "train.jsonl").read_text(),
@@ -253,12 +272,13 @@ def main():
     parser.add_argument("out", type=Path)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--engine", default="ddp", help="of engines.py; needs its variables")
+    parser.add_argument("--trainer", choices=TRAINERS, default="rloo")
     parser.add_argument("--at", nargs="*", default=[])
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    os.environ["KILLED_ENGINE"] = given.engine
+    os.environ |= {"KILLED_ENGINE": given.engine, "KILLED_TRAINER": given.trainer}
     gc.freeze()  # otherwise each run has all that was imported looked through
     report = {}
     if given.at:

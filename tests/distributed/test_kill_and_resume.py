@@ -24,6 +24,15 @@ def test_one_process(tmp_path):
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("trainer", ["online-dpo", "ppo"])
+def test_pairs_and_values(tmp_path, trainer):
+    """Values, what the rollout kept and the optimizer's state of both models come back."""
+    points = ["backward:7", "save:6"]
+    found = killed(tmp_path, "--trainer", trainer, "--at", *points)
+    assert found == {point: [] for point in points}
+
+
+@pytest.mark.distributed
 @pytest.mark.covers(engine="ddp", saving=["resume", "num_iterations"])
 def test_two_processes(tmp_path):
     """The last rank dies, or while it saves its own state, and the launcher ends the other."""

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from transformers import (
+    AutoModelForSequenceClassification,
     CohereConfig,
     CohereForCausalLM,
     Gemma2Config,
@@ -34,6 +36,8 @@ sys.path[:0] = [
 from tiny import tiny_tokenizer  # noqa: E402
 
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
+from trl.trainer.online_dpo_trainer import OnlineDPOTrainer  # noqa: E402
+from trl.trainer.ppo_trainer import PPOTrainer  # noqa: E402
 from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402
 
 EOS = 1
@@ -101,6 +105,18 @@ MODELS = {
     ),
     "Phi, head bias": Architecture(PhiConfig, PhiForCausalLM),
 }
+# Those of them for which there are sequence classifiers, one for each kind of layer.
+FEW = ("Llama", "Qwen3", "Gemma3, soft-capped logits", "Gemma3, window of 8")
+
+
+def classifier(model: str) -> nn.Module:
+    """A sequence classifier with one label, like a model but with weights of its own."""
+    config = MODELS[model].build().config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    # Whole under ZeRO-3 too, which would divide it here and wait for all ranks.
+    with patch("transformers.modeling_utils.is_deepspeed_zero3_enabled", lambda: False):
+        return AutoModelForSequenceClassification.from_config(config)
 
 
 # --- The rollout ---
@@ -166,12 +182,12 @@ def completion(text: str) -> tuple[int, ...]:
     return (*encode(text), EOS)[:MOST_TOKENS]
 
 
-def script(order: int, junk: bool) -> Callable[[Sequence[int], int], list[int]]:
-    """What a backend replays; `order` also turns the completions of a group round."""
+def script(order: int, junk: bool, size: int = GROUP) -> Callable[[Sequence[int], int], list[int]]:
+    """What a backend replays; `order` also turns the first `size` completions of a group round."""
     known = {rows[0].prompt: rows for rows in groups()}
 
     def replay(ids: Sequence[int], place: int) -> list[int]:
-        written = known[tuple(ids)][(place + order) % GROUP].completion
+        written = known[tuple(ids)][(place + order) % size].completion
         ends = written[-1] == EOS
         return [*written, *([50, 60, EOS, 0, 70] if junk and ends else [])]
 
@@ -205,18 +221,21 @@ class Loss:
     options: dict[str, Any] = field(default_factory=dict)
     second_pass: bool = False  # the gradient is taken after the weights have moved once
     learning_rate: float = 0.0  # of that move
+    size: int = GROUP  # completions of a prompt: the first ones
+    classifies: bool = False  # whether values are those of a classifier, not of a layer
 
     @property
     def family(self) -> str:
-        """`"RLOO"` or `"GRPO"`."""
-        return self.trainer.method.name
+        """The name of the method."""
+        name: str = self.trainer.method.name
+        return f"{name}, value model" if self.classifies else name
 
     def option(self, name: str, default: Any = None) -> Any:
         """An option, for the reference."""
         return self.options.get(name, default)
 
 
-LOSSES = {
+OF_GROUPS = {  # whose credit is that of a completion among its siblings
     "rloo": Loss(RLOOTrainer),
     "rloo, KL": Loss(RLOOTrainer, {"beta": 0.1, "temperature": 0.7}),
     "rloo, second pass": Loss(RLOOTrainer, {}, True, 3e-4),
@@ -233,4 +252,26 @@ LOSSES = {
         0.02,
     ),
 }
+OTHERS = {  # of pairs, and of tokens
+    "online dpo": Loss(OnlineDPOTrainer, {"beta": 0.1, "temperature": 0.7}, size=2),
+    "online dpo, ipo": Loss(
+        OnlineDPOTrainer, {"beta": 0.2, "temperature": 1.0, "loss_type": "ipo"}, size=2
+    ),
+    "ppo": Loss(PPOTrainer, {"beta": 0.1, "temperature": 0.7, "num_ppo_epochs": 1}),
+    "ppo, whitened rewards": Loss(
+        PPOTrainer,
+        {"beta": 0.0, "temperature": 1.0, "num_ppo_epochs": 1, "gamma": 0.9, "lam": 0.5}
+        | {"entropy_coef": 0.05, "whiten_rewards": True},
+    ),
+    "ppo, second pass": Loss(
+        PPOTrainer, {"beta": 0.0, "temperature": 1.0, "num_ppo_epochs": 2}, True, 0.02
+    ),
+    "ppo, value model": Loss(
+        PPOTrainer,
+        {"beta": 0.1, "kl_estimator": "k3", "temperature": 1.0, "num_ppo_epochs": 1}
+        | {"vf_coef": 0.5},
+        classifies=True,
+    ),
+}
+LOSSES = OF_GROUPS | OTHERS
 REFERENCE_SCALE = 0.9  # the reference policy: the initial weights times this

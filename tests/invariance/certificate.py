@@ -33,6 +33,7 @@ from two_ranks import ON_ENGINES, result, start
 from two_ranks import VARIANTS as ON_TWO
 from variants import (
     DIMENSIONS,
+    OTHER_DIMENSIONS,
     TILE,
     Measured,
     Variant,
@@ -55,6 +56,7 @@ SAMPLES = 2
 _generator = random.Random(1)
 _drawn = (draw(DIMENSIONS, _generator) for _ in range(10 * SAMPLES))
 VARIANTS = covering(DIMENSIONS) + [variant for variant in _drawn if variant][:SAMPLES]
+OF_OTHERS = covering(OTHER_DIMENSIONS)
 
 
 def _left_out() -> list[Variant]:
@@ -177,7 +179,8 @@ def largest(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def float32_lines() -> Iterator[Line]:
     """The gradients in float32."""
-    return lines_of(((family_of(v), v, gradient_difference(v)) for v in VARIANTS), BOUND)
+    found = ((family_of(v), v, gradient_difference(v)) for v in VARIANTS + OF_OTHERS)
+    return lines_of(found, BOUND)
 
 
 def supervised_lines() -> Iterator[Line]:
@@ -308,6 +311,8 @@ def report(sections: Sections, seconds: float) -> str:
         "  tokens are put there and into the padding.",
         f"- Supervised fine-tuning: {supervised.ROWS} documents in one update, over micro-batches,",
         "  packs, token budgets, padding, order, logits held at once, checkpointing.",
+        "- Online DPO: the first two completions of each prompt. PPO: all of them, with values of",
+        "  a layer on the policy or of a classifier, which are trained too.",
         "- KTO and reward models: 8 labelled answers, 6 pairs or 3 rankings in one update.",
         "- Rows left out: what they would add to the gradient, in forwards of the other rows, is",
         "  measured by letting no other row act on it.",

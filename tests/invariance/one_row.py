@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 from cases import MOST_TOKENS, REFERENCE_SCALE, Loss, Row
+from online_dpo_runs import pair_gradient
+from ppo_runs import Loop
 from torch import Tensor, nn
 
 Round = Sequence[Sequence[Row]]  # the groups of one generation
@@ -29,6 +31,10 @@ def gradient(model: nn.Module, loss: Loss, rounds: Sequence[Round]) -> Tensor:
         loss: the objective.
         rounds: what the update trains on.
     """
+    definitions = {"Online DPO": gradient_of_pairs, "PPO": gradient_of_tokens}
+    defined = definitions.get(loss.trainer.method.name)
+    if defined is not None:
+        return defined(model, loss, rounds)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rows = {row for groups in rounds for group in groups for row in group}
     known = Known()
@@ -43,6 +49,29 @@ def gradient(model: nn.Module, loss: Loss, rounds: Sequence[Round]) -> Tensor:
                 parameter -= loss.learning_rate * parameter.grad
         accumulate(model, loss, rounds, known, moved=True)
     return torch.cat([p.grad.flatten().float() for p in trained])
+
+
+def gradient_of_pairs(model: nn.Module, loss: Loss, rounds: Sequence[Round]) -> Tensor:
+    """That of the mean over pairs."""
+    models = model, scaled(model, REFERENCE_SCALE)
+    rows = [row for groups in rounds for group in groups for row in group[: loss.size]]
+    texts = [(list(row.prompt), list(row.completion)) for row in rows]
+    return pair_gradient(models, texts, [row.reward for row in rows], **loss.options)
+
+
+def gradient_of_tokens(model: nn.Module, loss: Loss, rounds: Sequence[Round]) -> Tensor:
+    """That of PPO: the mean over rounds of means over tokens."""
+    reference, found = scaled(model, REFERENCE_SCALE), []
+    for groups in rounds:
+        rows = [row for group in groups for row in group]
+        texts = [(row.prompt, row.completion) for row in rows]
+        loop = Loop(model, reference, texts, [row.reward for row in rows], **loss.options)
+        credit = loop.credit()
+        found.append(loop.gradient(credit))
+        if loss.second_pass:
+            loop.descend(found[-1], loss.learning_rate)
+            found[-1] = loop.gradient(credit)
+    return torch.stack(found).mean(0)
 
 
 def scaled(model: nn.Module, factor: float) -> nn.Module:

@@ -12,10 +12,9 @@ import kto_runs
 import reward_runs
 import sft_runs
 import torch
-from cases import MODELS, REFERENCE_SCALE
+from cases import FEW, MODELS, REFERENCE_SCALE, classifier
 from supervised import Gradient
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification
 
 BETA = 0.1
 WAYS: dict[str, dict[str, Any]] = {
@@ -37,7 +36,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 LOSSES = ("KTO", "reward", "reward, ranked", "DPO")
 POLICIES: dict[str, Any] = {"DPO": dpo_runs, "KTO": kto_runs}
-FEW = ("Llama", "Qwen3", "Gemma3, soft-capped logits", "Gemma3, window of 8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +67,6 @@ VARIANTS = [
 ]
 
 
-def _classifier(model: str) -> nn.Module:
-    config = MODELS[model].build().config
-    config.num_labels = 1
-    torch.manual_seed(0)
-    return AutoModelForSequenceClassification.from_config(config)
-
-
 def _trainer(folder: str, variant: Preferences, **options: Any) -> Any:
     if variant.loss in POLICIES:
         model, reference = (MODELS[variant.model].build() for _ in range(2))
@@ -85,7 +76,7 @@ def _trainer(folder: str, variant: Preferences, **options: Any) -> Any:
         options |= {"model": model, "ref_model": reference, "beta": BETA}
         return POLICIES[variant.loss].make_trainer(folder, **options)
     data = reward_runs.ranked() if "ranked" in variant.loss else reward_runs.pairs()
-    options |= {"model": _classifier(variant.model), "center_rewards_coefficient": 0.01}
+    options |= {"model": classifier(variant.model), "center_rewards_coefficient": 0.01}
     return reward_runs.make_trainer(folder, data, **options)
 
 
@@ -104,7 +95,7 @@ def reference(model: str, loss: str) -> tuple[float, Tensor]:
     """The same, one row at a time, without padding, from full logits or states."""
     if loss not in POLICIES:
         rows = reward_runs.as_pairs() if "ranked" in loss else reward_runs.PAIRS
-        return reward_runs.by_hand(_classifier(model), rows, centering=0.01)[:2]
+        return reward_runs.by_hand(classifier(model), rows, centering=0.01)[:2]
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(folder, Preferences(model, loss, ""))
     if loss == "DPO":

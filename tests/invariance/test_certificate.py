@@ -23,6 +23,7 @@ from certificate import (
     HALF_PRECISION_FACTOR,
     LEFT_OUT,
     MIXED,
+    OF_OTHERS,
     ON_TWO,
     RESIDUAL,
     VARIANTS,
@@ -40,6 +41,7 @@ from trajectories import CLASSES, OPTIMIZERS, STEPS, compare, steps_of
 from two_ranks import ON_ENGINES, result, start
 from variants import (
     DIMENSIONS,
+    OTHER_DIMENSIONS,
     Variant,
     difference,
     measure,
@@ -86,7 +88,7 @@ def test_preferences(variant):
     assert preferences.difference(variant) <= BOUND
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS + OF_OTHERS, ids=str)
 def test_gradient_is_that_of_single_rows(variant):
     assert gradient_difference(variant) <= BOUND
 
@@ -182,11 +184,14 @@ def test_curves_that_part_are_seen():
 # --- What is covered ---
 
 
-def test_every_pair_of_values_occurs():
-    covered = set().union(*(pairs(variant, DIMENSIONS) for variant in VARIANTS))
-    assert possible_pairs(DIMENSIONS) <= covered
-    for name, values in DIMENSIONS.items():
-        assert {getattr(variant, name) for variant in VARIANTS} == set(values), name
+@pytest.mark.parametrize(
+    ("dimensions", "variants"), [(DIMENSIONS, VARIANTS), (OTHER_DIMENSIONS, OF_OTHERS)]
+)
+def test_every_pair_of_values_occurs(dimensions, variants):
+    covered = set().union(*(pairs(variant, dimensions) for variant in variants))
+    assert possible_pairs(dimensions) <= covered
+    for name, values in dimensions.items():
+        assert {getattr(variant, name) for variant in variants} == set(values), name
 
 
 def test_the_rollout_has_the_rows_that_go_wrong():

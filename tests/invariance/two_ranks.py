@@ -25,6 +25,10 @@ VARIANTS = [
     TWO.but(model="Llama, tied head", loss="dapo, entropy bonus", micro_batch=8, padding="eos"),
     TWO.but(model="Gemma3, soft-capped logits", loss="rloo, second pass", micro_batch=2, logs=True),
     TWO.but(model="Phi, head bias", loss="gspo, second pass", shared=False, chunk=0),
+    TWO.but(model="Qwen3", loss="online dpo, ipo", micro_batch=2, rounds=2, passes=True),
+    # Whitening and means are over both ranks, whose completions differ in number of tokens.
+    TWO.but(loss="ppo, whitened rewards", micro_batch=2, rounds=2, lora=True),
+    TWO.but(loss="ppo, second pass", shared=False, padding="junk"),
 ]
 # Beside DDP; the tests of `tests/distributed` go through all engines.
 OTHERS = ("fsdp2", "zero2", "zero3")
@@ -35,6 +39,9 @@ EVERYWHERE = [
     TWO.but(model="Gemma3, soft-capped logits", loss="dapo", shared=False, logs=True),
     TWO.but(model="Phi, head bias", micro_batch=1, chunk=0),
     TWO.but(lora=True, checkpointing=True, micro_batch=2),
+    TWO.but(loss="online dpo", micro_batch=2),
+    TWO.but(loss="ppo", checkpointing=True),
+    TWO.but(model="Qwen3", loss="ppo, value model", micro_batch=8),
 ]
 ON_ENGINES = [variant.but(engine=engine) for engine in OTHERS for variant in EVERYWHERE]
 # One rank has a micro-batch without signal.

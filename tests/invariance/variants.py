@@ -16,10 +16,11 @@ import cases
 import one_row
 import peft
 import torch
-from cases import EOS, GROUP, LOSSES, MODELS, ORDERS, TEXTS
+from cases import EOS, FEW, LOSSES, MODELS, OF_GROUPS, ORDERS, OTHERS, TEXTS
 from datasets import Dataset
 from forced import conditions
 from online_runs import config
+from ppo_runs import fill
 from scripted import ScriptedBackend
 from tiny import tiny_tokenizer
 from torch import Tensor, nn
@@ -27,8 +28,9 @@ from transformers import PrinterCallback, TrainerCallback
 
 from trl.models.packed_attention import KEYWORD
 from trl.models.unwrap import causal_model
+from trl.models.value_model import add_value_model
+from trl.trainer.ppo_trainer import PPOTrainer
 
-ROWS = GROUP * len(TEXTS)
 TILE = 1500  # logits: 23 tokens x 65 of the 95 vocabulary entries
 
 
@@ -74,12 +76,15 @@ class Variant:
     @property
     def accumulation(self) -> int:
         """Micro-batches of the update on one rank."""
-        return ROWS // self.micro_batch // self.ranks
+        return LOSSES[self.loss].size * len(TEXTS) // self.micro_batch // self.ranks
 
     @property
     def is_possible(self) -> bool:
         """Whether the update can be cut like that."""
         loss = LOSSES[self.loss]
+        unit = loss.trainer.config_class.unit  # rows that are never parted
+        if self.micro_batch % unit or not self.accumulation:
+            return False
         if self.accumulation % self.rounds or (self.rounds > 1 and loss.second_pass):
             return False
         if self.lora and loss.option("beta"):
@@ -91,7 +96,7 @@ class Variant:
     @property
     def is_mixed(self) -> bool:
         """Whether a forward has rows with a gradient and rows without one."""
-        return self.micro_batch > (1 if self.single_zeros else GROUP)
+        return self.micro_batch > (1 if self.single_zeros else LOSSES[self.loss].size)
 
 
 @dataclass(frozen=True)
@@ -179,8 +184,10 @@ def applied_gradient(trainer: Any, variant: Variant) -> Tensor:
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if not trainer.is_world_process_zero():
         return torch.empty(0)
-    before = initial(variant.model, variant.precision, variant.lora).named_parameters()
-    moved = [(p.detach() - state[name]).flatten() for name, p in before if p.requires_grad]
+    before = initial(variant.model, variant.precision, variant.lora)
+    add_values(before, variant.model, LOSSES[variant.loss])
+    trained = ((name, p) for name, p in before.named_parameters() if p.requires_grad)
+    moved = [(p.detach() - state[name]).flatten() for name, p in trained]
     return torch.cat(moved).float() / trainer.args.learning_rate
 
 
@@ -194,10 +201,13 @@ def make_trainer(variant: Variant, folder: str, **changes: Any) -> Any:
         args=config(folder, loss.trainer.config_class, **(options(variant) | changes)),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer(variant),
+        **({"value_model": cases.classifier(variant.model)} if loss.classifies else {}),
     )
+    if loss.trainer is PPOTrainer and not loss.classifies:
+        fill(causal_model(trainer.model).value_model)
     trainer.remove_callback(PrinterCallback)
     trainer.backend = ScriptedBackend(
-        cases.script(variant.order, variant.padding == "junk"),
+        cases.script(variant.order, variant.padding == "junk", loss.size),
         lambda count: trainer.ranks.rank * count,
     )
     if trainer.reference is not None:
@@ -213,7 +223,7 @@ def options(variant: Variant) -> dict[str, Any]:
     passes = 2 if loss.second_pass else 1
     return loss.options | {
         "shared_prefix": variant.shared,
-        "per_device_train_batch_size": variant.micro_batch,
+        "per_device_train_batch_size": variant.micro_batch // loss.trainer.config_class.unit,
         "gradient_accumulation_steps": variant.accumulation,
         "steps_per_generation": variant.accumulation // variant.rounds,
         "logits_chunk_size": variant.chunk,
@@ -223,7 +233,7 @@ def options(variant: Variant) -> dict[str, Any]:
         "logging_steps": 1 if variant.logs else 1000,
         "bf16": variant.precision == "bf16 autocast",
         "use_cpu": variant.ranks == 1,  # else the engine says
-        "num_generations": GROUP,
+        "num_generations": loss.size,
         "max_completion_length": cases.MOST_TOKENS,
         "num_iterations": passes,
         "max_steps": passes,
@@ -248,6 +258,15 @@ def initial(model: str, precision: str = "float32", lora: bool = False) -> nn.Mo
     return peft.get_peft_model(
         fresh, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     )
+
+
+def add_values(policy: nn.Module, model: str, loss: cases.Loss) -> None:
+    """Add the value model that the trainer of a loss adds, for the reference."""
+    if loss.trainer is PPOTrainer:
+        given = cases.classifier(model) if loss.classifies else None
+        add_value_model(policy, given, torch.device("cpu"))
+        if given is None:
+            fill(causal_model(policy).value_model)
 
 
 def tokenizer(variant: Variant) -> Any:
@@ -296,6 +315,7 @@ class _Key:
     def gradient(self, model: nn.Module) -> Tensor:
         groups = cases.groups(self.single_zeros)
         parts = [[groups[i] for i in members] for members in self.rounds]
+        add_values(model, self.model, LOSSES[self.loss])
         return one_row.gradient(model, LOSSES[self.loss], parts)
 
 
@@ -320,7 +340,7 @@ def difference(gradient: Tensor, expected: Tensor) -> float:
 Dimensions = Mapping[str, Sequence[Any]]
 DIMENSIONS: Dimensions = {
     "model": tuple(MODELS),
-    "loss": tuple(LOSSES),
+    "loss": tuple(OF_GROUPS),
     "shared": (True, False),
     "passes": (False, True),
     "micro_batch": (1, 2, 4, 8, 16),
@@ -333,6 +353,17 @@ DIMENSIONS: Dimensions = {
     "checkpointing": (False, True),
     "logs": (False, True),
     "lora": (False, True),
+}
+# A pair stays as it is where its completions are turned round by two.
+OTHER_DIMENSIONS = DIMENSIONS | {
+    "model": FEW,
+    "loss": tuple(OTHERS),
+    "micro_batch": (1, 2, 4, 8),
+    "chunk": (None, TILE),
+    "pad_multiple": (None, 8),
+    "order": (0, 2),
+    "skip": (True,),
+    "logs": (False,),
 }
 
 

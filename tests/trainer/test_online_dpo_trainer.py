@@ -1,55 +1,14 @@
 """Whole Online DPO steps against a loop over pairs."""
 
+import online_runs as runs
 import pytest
 import torch
-from online_runs import (
-    PROMPTS,
-    completion_logps,
-    dataset,
-    gradients,
-    make_trainer,
-    records,
-    relative,
-    rows_of,
-    script,
-    step_direction,
-    token_sum,
-    weights,
-)
+from online_dpo_runs import TEMPERATURE, make, paper_gradient
+from online_runs import dataset, records, relative, step_direction, token_sum
 from tiny import tiny_model, tiny_tokenizer
 
 from trl.trainer.online_dpo_config import OnlineDPOConfig
 from trl.trainer.online_dpo_trainer import OnlineDPOTrainer
-
-TEMPERATURE = 0.9
-PAIRS = {"per_device_train_batch_size": 4, "num_generations": 2, "beta": 0.3}
-
-
-def make(folder, **changes):
-    """A trainer over four scripted pairs whose reference is not the policy."""
-    changes = {"ref_model": tiny_model(seed=1)} | PAIRS | changes
-    return make_trainer(folder, OnlineDPOTrainer, **changes)
-
-
-def paper_gradient(rows, rewards, beta=0.3, loss_type="sigmoid", reference=None):
-    """One pair at a time (arXiv 2402.04792; ipo: 2310.12036, of whole completions)."""
-    model, reference = tiny_model(), tiny_model(seed=1) if reference is None else reference
-    for place in range(0, len(rows), 2):
-        ratios = []
-        for row in rows[place : place + 2]:
-            with torch.no_grad():
-                theirs = completion_logps(reference, *row, TEMPERATURE)
-            ratios.append((completion_logps(model, *row, TEMPERATURE) - theirs).sum())
-        first, second = rewards[place : place + 2]
-        if first is None or second is None:
-            continue
-        difference = ratios[0] - ratios[1] if first >= second else ratios[1] - ratios[0]
-        if loss_type == "sigmoid":
-            loss = -(beta * difference).sigmoid().log()
-        else:
-            loss = (difference - 1 / (2 * beta)) ** 2
-        (loss / (len(rows) / 2)).backward()
-    return gradients(model)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +23,7 @@ def paper_gradient(rows, rewards, beta=0.3, loss_type="sigmoid", reference=None)
     ],
 )
 def test_one_step_is_the_papers(tmp_path, changes):
-    rows = rows_of(PROMPTS, 2)
+    rows = runs.rows_of(runs.PROMPTS, 2)
     rewards = token_sum([completion for _, completion in rows])
     beta = changes.get("beta", [0.3])[0]
     expected = paper_gradient(rows, rewards, beta, changes.get("loss_type", "sigmoid"))
@@ -73,7 +32,7 @@ def test_one_step_is_the_papers(tmp_path, changes):
 
 def test_pairs_stay_together_when_memory_runs_out(tmp_path):
     """Three pairs are halved to one pair, not to three rows."""
-    trainer = make(tmp_path, per_device_train_batch_size=3, data=dataset(PROMPTS[:3]))
+    trainer = make(tmp_path, per_device_train_batch_size=3, data=dataset(runs.PROMPTS[:3]))
     compute, sizes = trainer.compute_loss, []
 
     def failing(model, rows, *args, **kwargs):
@@ -83,7 +42,7 @@ def test_pairs_stay_together_when_memory_runs_out(tmp_path):
         return compute(model, rows, *args, **kwargs)
 
     trainer.compute_loss = failing
-    rows = rows_of(PROMPTS[:3], 2)
+    rows = runs.rows_of(runs.PROMPTS[:3], 2)
     rewards = token_sum([completion for _, completion in rows])
     assert relative(step_direction(trainer), paper_gradient(rows, rewards)) < 5e-6
     assert sizes == [6, 2, 2, 2]
@@ -94,14 +53,14 @@ def test_ties_prefer_the_first_and_unscored_pairs_do_not_train(tmp_path):
         return [1.0, 1.0, None, 2.0, *token_sum(completion_ids[4:])]
 
     trainer = make(tmp_path, reward=some, reward_dry_run=False)
-    rows = rows_of(PROMPTS, 2)
+    rows = runs.rows_of(runs.PROMPTS, 2)
     rewards = [1.0, 1.0, None, 2.0, *token_sum([completion for _, completion in rows[4:]])]
     assert relative(step_direction(trainer), paper_gradient(rows, rewards)) < 5e-6
 
 
 def test_cut_completions_cost_the_penalty(tmp_path):
     def cut(ids, place):
-        return [20 + place] * 9 if place == 0 else script(ids, place)
+        return [20 + place] * 9 if place == 0 else runs.script(ids, place)
 
     better = {"reward": lambda completions, **kwargs: [1.0, 0.5] * (len(completions) // 2)}
     chosen = {}
@@ -119,11 +78,13 @@ def test_metrics_are_of_marked_tokens(tmp_path):
     trainer = make(tmp_path)
     model, reference = tiny_model(), tiny_model(seed=1)
     trainer.train()
-    rows = rows_of(PROMPTS, 2)
+    rows = runs.rows_of(runs.PROMPTS, 2)
     rewards = torch.tensor(token_sum([completion for _, completion in rows])).view(-1, 2)
     with torch.no_grad():
         ours, theirs = (
-            torch.stack([completion_logps(m, *row, TEMPERATURE).sum() for row in rows]).view(-1, 2)
+            torch.stack([runs.completion_logps(m, *row, TEMPERATURE).sum() for row in rows]).view(
+                -1, 2
+            )
             for m in (model, reference)
         )
     order = (rewards[:, 1] > rewards[:, 0]).long()[:, None]
@@ -196,7 +157,7 @@ def test_resumed_runs_end_with_the_same_weights(tmp_path):
     make(tmp_path / "again", **(options | {"max_steps": 2})).train()
     resumed = make(tmp_path / "again", **options)
     resumed.train(resume_from_checkpoint=True)
-    assert torch.equal(weights(straight.model), weights(resumed.model))
+    assert torch.equal(runs.weights(straight.model), runs.weights(resumed.model))
 
 
 def test_an_adapter_is_trained_against_the_base_model(tmp_path):
@@ -222,7 +183,7 @@ def test_old_arguments(tmp_path):
             model=tiny_model(),
             reward_model=token_sum,
             args=OnlineDPOConfig(str(tmp_path), use_cpu=True, report_to="none", num_generations=2),
-            train_dataset=dataset(PROMPTS * 2),
+            train_dataset=dataset(runs.PROMPTS * 2),
             processing_class=tiny_tokenizer(),
         )
     assert trainer.rewards.sources[0].name == "token_sum"

@@ -1,19 +1,10 @@
 """Whole PPO steps against loops over tokens."""
 
+import online_runs as runs
 import pytest
 import torch
-from online_runs import (
-    PROMPTS,
-    dataset,
-    make_trainer,
-    records,
-    relative,
-    rows_of,
-    script,
-    step_direction,
-    token_sum,
-    weights,
-)
+from online_runs import dataset, make_trainer, records, relative, step_direction, token_sum
+from ppo_runs import ONE_PASS, make, tiny_loop
 from reward_runs import classifier
 from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
@@ -23,121 +14,13 @@ from trl.models.value_model import value_reader
 from trl.trainer.ppo_config import PPOConfig
 from trl.trainer.ppo_trainer import PPOTrainer
 
-ONE_PASS = {"num_generations": 1, "per_device_train_batch_size": 4, "num_ppo_epochs": 1}
-
-
-def make(folder, values=False, **changes):
-    """A trainer whose values and reference are not trivial."""
-    value_model = {"value_model": classifier()} if values else {}
-    settings = {"beta": 0.2, "temperature": 0.9, "ref_model": tiny_model(seed=1)}
-    trainer = make_trainer(folder, PPOTrainer, **(ONE_PASS | settings | value_model | changes))
-    if not values:
-        fill(trainer.model.value_model)
-    return trainer
-
-
-def fill(layer):
-    torch.manual_seed(3)
-    torch.nn.init.normal_(layer.weight, std=0.5)
-    torch.nn.init.constant_(layer.bias, 0.3)
-
-
-class Loop:
-    """One round of rows, one token at a time, with plain forwards."""
-
-    def __init__(self, rewards=None, values=False, **options):
-        self.model, self.reference = tiny_model(), tiny_model(seed=1)
-        self.model.value_model = classifier() if values else torch.nn.Linear(32, 1)
-        if not values:
-            fill(self.model.value_model)
-        self.rows = rows_of(PROMPTS, 1)
-        self.rewards = rewards or token_sum([completion for _, completion in self.rows])
-        self.o = {"beta": 0.2, "gamma": 1.0, "lam": 0.95, "kl": "k1", "temperature": 0.9}
-        self.o |= {"vf_coef": 0.1, "entropy_coef": 0.0, "whiten_rewards": False} | options
-
-    def read(self, model, prompt, completion):
-        """Log-probabilities, entropies and values before each token."""
-        ids = torch.tensor([prompt + completion])
-        out = model.model(ids)[0][0]
-        at = slice(len(prompt) - 1, len(prompt) + len(completion) - 1)
-        every = (model.lm_head(out) / self.o["temperature"]).log_softmax(-1)[at]
-        logps = every[torch.arange(len(completion)), torch.tensor(completion)]
-        entropies = -(every.exp() * every).sum(-1)
-        found = getattr(model, "value_model", None)
-        if found is None:
-            return logps, entropies, None
-        states = found.model(ids)[0][0] if hasattr(found, "score") else out
-        layer = getattr(found, "score", found)
-        return logps, entropies, layer(states)[at, 0]
-
-    def credit(self):
-        """Old log-probabilities, values, whitened advantages and returns of each row."""
-        old = []
-        for row, reward in zip(self.rows, self.rewards, strict=True):
-            with torch.no_grad():
-                logps, _, values = self.read(self.model, *row)
-                theirs, *_ = self.read(self.reference, *row)
-            gap = logps - theirs
-            kl = gap if self.o["kl"] == "k1" else (-gap).exp() - 1 + gap
-            rewards = -self.o["beta"] * kl
-            rewards[-1] += reward
-            old.append([logps, values, rewards])
-        if self.o["whiten_rewards"]:
-            every = torch.cat([rewards for *_, rewards in old])
-            scale = every.std()
-            for row in old:
-                row[2] = (row[2] - every.mean()) / scale + every.mean()
-        found = []
-        for logps, values, rewards in old:
-            advantages = []
-            for t in range(len(rewards)):
-                total = 0.0
-                for k in range(t, len(rewards)):
-                    following = values[k + 1] if k + 1 < len(rewards) else 0.0
-                    surprise = rewards[k] + self.o["gamma"] * following - values[k]
-                    total += (self.o["gamma"] * self.o["lam"]) ** (k - t) * surprise
-                advantages.append(total)
-            advantages = torch.tensor(advantages)
-            found.append((logps, values, advantages, advantages + values))
-        every = torch.cat([advantages for _, _, advantages, _ in found])
-        return [
-            (logps, values, (advantages - every.mean()) / every.std(), returns)
-            for logps, values, advantages, returns in found
-        ]
-
-    def gradient(self, credit, rows=None):
-        """The gradient of the mean over tokens."""
-        chosen = range(len(self.rows)) if rows is None else rows
-        tokens = sum(len(self.rows[i][1]) for i in chosen)
-        self.model.zero_grad()
-        for i in chosen:
-            old, known, advantages, returns = credit[i]
-            logps, entropies, values = self.read(self.model, *self.rows[i])
-            ratio = (logps - old).exp()
-            policy = torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
-            near = known + (values - known).clamp(-0.2, 0.2)
-            off = 0.5 * torch.max((values - returns) ** 2, (near - returns) ** 2)
-            loss = policy + self.o["vf_coef"] * off - self.o["entropy_coef"] * entropies
-            (loss.sum() / tokens).backward()
-        return torch.cat(
-            [(p.grad if p.grad is not None else p * 0).flatten() for p in self.model.parameters()]
-        )
-
-    def descend(self, gradient, rate):
-        start = 0
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                size = parameter.numel()
-                parameter.sub_(rate * gradient[start : start + size].view_as(parameter))
-                start += size
-
 
 @pytest.mark.parametrize(
     ("changes", "options"),
     [
         ({}, {}),
         ({"gamma": 0.9, "lam": 0.5, "vf_coef": 0.7}, {"gamma": 0.9, "lam": 0.5, "vf_coef": 0.7}),
-        ({"kl_estimator": "k3"}, {"kl": "k3"}),
+        ({"kl_estimator": "k3"}, {"kl_estimator": "k3"}),
         ({"whiten_rewards": True}, {"whiten_rewards": True}),
         ({"entropy_coef": 0.3}, {"entropy_coef": 0.3}),
         ({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}, {}),
@@ -146,7 +29,7 @@ class Loop:
     ],
 )
 def test_one_step_is_that_of_the_loop(tmp_path, changes, options):
-    loop = Loop(**options)
+    loop = tiny_loop(**options)
     expected = loop.gradient(loop.credit())
     assert relative(step_direction(make(tmp_path, **changes)), expected) < 2e-5
 
@@ -163,12 +46,12 @@ def test_later_steps_use_what_the_rollout_kept(tmp_path):
     changes = {"num_ppo_epochs": 2, "num_mini_batches": 2, "per_device_train_batch_size": 2}
     trainer = make(tmp_path, **changes, max_steps=4, learning_rate=0.02)
     trainer.train()
-    loop = Loop()
+    loop = tiny_loop()
     credit, tokens = loop.credit(), [len(completion) for _, completion in loop.rows]
     for pair in ([0, 1], [2, 3]) * 2:
         share = sum(tokens[i] for i in pair) / (sum(tokens) / 2)  # of the mean number of tokens
         loop.descend(loop.gradient(credit, pair) * share, 0.02)
-    assert (weights(trainer.model) - weights(loop.model)).abs().max() < 2e-6
+    assert (runs.weights(trainer.model) - runs.weights(loop.model)).abs().max() < 2e-6
     assert len({record["step"] for record in records(tmp_path)}) == 1
     logged = [entry for entry in trainer.state.log_history if "policy/approxkl_avg" in entry]
     assert [entry["policy/approxkl_avg"] > 0 for entry in logged] == [False, True, True, True]
@@ -185,7 +68,7 @@ def test_a_policy_that_moved_far_generates_anew(tmp_path):
 def test_a_value_model_is_loaded_by_name(tmp_path):
     classifier(seed=5).save_pretrained(tmp_path / "model")
     trainer = make_trainer(tmp_path, PPOTrainer, **ONE_PASS, value_model=str(tmp_path / "model"))
-    assert torch.equal(weights(trainer.model.value_model), weights(classifier(seed=5)))
+    assert torch.equal(runs.weights(trainer.model.value_model), runs.weights(classifier(seed=5)))
 
 
 def test_unscorable_rows_do_not_train(tmp_path):
@@ -193,7 +76,7 @@ def test_unscorable_rows_do_not_train(tmp_path):
         return [None if i == 1 else r for i, r in enumerate(token_sum(completion_ids))]
 
     trainer = make(tmp_path, reward=some, reward_dry_run=False)
-    batch = trainer.collect([{"prompt": prompt} for prompt in PROMPTS])
+    batch = trainer.collect([{"prompt": prompt} for prompt in runs.PROMPTS])
     assert batch.advantages[1].abs().max() == 0.0
     assert (batch.advantages != 0)[0].any()
     trainer.compute_loss(trainer.model, batch.select([1])).backward()
@@ -202,12 +85,12 @@ def test_unscorable_rows_do_not_train(tmp_path):
 
 def test_metrics(tmp_path):
     def cut(ids, place):
-        return [20] * 9 if len(ids) == 1 else script(ids, place)
+        return [20] * 9 if len(ids) == 1 else runs.script(ids, place)
 
     trainer = make(tmp_path, script=cut, missing_eos_penalty=0.5)
     trainer.train()
-    loop, logged = Loop(), trainer.state.log_history[0]
-    loop.rows = rows_of(PROMPTS, 1, lambda ids, place: cut(ids, place)[:8])
+    loop, logged = tiny_loop(), trainer.state.log_history[0]
+    loop.rows = runs.rows_of(runs.PROMPTS, 1, lambda ids, place: cut(ids, place)[:8])
     rewards = torch.tensor(token_sum([completion for _, completion in loop.rows]))
     ended = torch.tensor([completion[-1] == 1 for _, completion in loop.rows])
     rewards = rewards - 0.5 * ~ended
@@ -247,7 +130,7 @@ def test_the_value_model_is_kept_beside_the_policy(tmp_path, values):
     make(tmp_path / "again", **(options | {"max_steps": 2})).train()
     resumed = make(tmp_path / "again", **options)
     resumed.train(resume_from_checkpoint=True)
-    assert torch.equal(weights(straight.model), weights(resumed.model))
+    assert torch.equal(runs.weights(straight.model), runs.weights(resumed.model))
     resumed.save_model()
     _, info = LlamaForCausalLM.from_pretrained(tmp_path / "again", output_loading_info=True)
     assert not (info["missing_keys"] or info["unexpected_keys"])
@@ -295,6 +178,6 @@ def test_old_names(tmp_path):
             model=tiny_model(),
             reward_model=token_sum,
             args=args,
-            train_dataset=dataset(PROMPTS * 2),
+            train_dataset=dataset(runs.PROMPTS * 2),
             processing_class=tiny_tokenizer(),
         )

@@ -189,9 +189,8 @@ class PPOTrainer(OnlineTrainer):
         flags = clip_flags(ratio, batch.advantages, *args.clip_range)
         record_clipping(store, *flags, mask)
         store.mean("policy/clipfrac_avg", masked_sum((flags[0] | flags[1]).float(), mask), count)
-        beyond = (values - batch.values).abs() > args.cliprange_value
         clipped = clipped_value_loss(values, batch.values, batch.returns, args.cliprange_value)
-        worse = beyond & (clipped > 0.5 * (values - batch.returns).square())
+        worse = clipped > 0.5 * (values - batch.returns).square()
         store.mean("val/clipfrac_avg", (worse & mask).sum(), count)
         moved = log_ratio(scores.logps, batch.old_logps, mask, "token")
         squares = torch.stack([0.5 * moved.square().sum(), count])
