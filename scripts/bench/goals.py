@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from memory import COUNTS, HEADLINE, SCALE, SHAPES
+from memory import COUNTS, HEADLINE, METHOD_SHAPES, METHODS, SCALE, SETTINGS, SHAPES
 from runs import Work
 from step import PEER, phase_seconds
 from step import SHAPES as STEP_SHAPES
@@ -71,6 +71,16 @@ def sizes(rows: Rows) -> Iterator[Goal]:
     old = rows.peak("old", **CELL)
     estimate = None if old is None else SCALE * old
     yield Goal("the same, over trl 0.20.0 (estimate)", 1 / 500, divided(own, estimate))
+
+
+def methods(rows: Rows) -> Iterator[Goal]:
+    """Peaks of Online DPO and PPO over those of the peers that have them."""
+    for method, peer in METHODS.items():
+        for prompt, completion in METHOD_SHAPES:
+            work = {"prompt": prompt, "completion": completion, "completions": 8}
+            peaks = [rows.peak(name, algorithm=method, **work) for name in (OURS, peer)]
+            name = f"{method}: peak at {prompt:,}/{completion}/8 over {SETTINGS[peer].title}"
+            yield Goal(name, 1 / 4, divided(*peaks))
 
 
 def least(rows: Rows, names: Iterable[str], **cell: int) -> float | None:
@@ -156,7 +166,7 @@ def goals_page(results: Path) -> None:
     goals = [*growth(rows), *sizes(rows)]
     for path, name in PEER_PATHS.items():
         goals += against_peer(rows, path, name)
-    goals += [*tokens(rows, steps), *speed(steps)]
+    goals += [*methods(rows), *tokens(rows, steps), *speed(steps)]
     notes = NOTES + (ON_A_GPU if (results / "gpu.json").exists() else WITHOUT_A_GPU)
     text = f"{INTRODUCTION}\n{goal_table(goals)}\n{notes}"
     (results / "goals.md").write_text(text, encoding="utf-8")

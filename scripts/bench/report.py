@@ -16,11 +16,13 @@ from memory import (
     GENERATION_SHAPES,
     HEADLINE,
     LEAN,
+    METHOD_SHAPES,
+    METHODS,
     SCALE,
     SETTINGS,
     SHAPES,
 )
-from runs import RESULTS, Work
+from runs import RESULTS, VOCABULARY, Work
 from tables import (
     Rows,
     divided,
@@ -190,6 +192,34 @@ def grpo_section(rows: Rows) -> str:
     return text + markdown(["MB, 3,100/53/8, beta 0.05", "GRPO", "RLOO"], grpo) + "\n"
 
 
+def methods_section(rows: Rows) -> str:
+    """Online DPO and PPO beside the peers that have them."""
+    cells = [(shape, 8) for shape in METHOD_SHAPES] + [(METHOD_SHAPES[1], 2)]
+    lines = []
+    for method, peer in METHODS.items():
+        for (prompt, completion), count in cells:
+            work = {"prompt": prompt, "completion": completion, "completions": count}
+            peaks = [rows.peak(name, algorithm=method, **work) for name in (peer, "default")]
+            share = times(divided(peaks[1], peaks[0]))
+            size = VOCABULARY if count == 2 else VOCABULARY // SCALE
+            shape = f"{prompt:,}/{completion}/{count}"
+            shown = [f"{size:,}", SETTINGS[peer].title, *map(megabytes, peaks), share]
+            lines.append([f"{METHOD_TITLES[method]}, {shape}", *shown])
+    headers = ["MB", "vocabulary", "peer", "its peak", "this project, defaults", "ours / its"]
+    return f"""## Online DPO and PPO
+
+The peers are the newest releases that have them. k counts the completions of an update, all in
+one micro-batch: those of k / 2 prompts by Online DPO, and of k prompts by PPO, one each. PPO has a
+value model and a reward model of the policy's shape on both sides, and trains once on each round.
+Where a peer would need more than this machine has, both sides have the smaller vocabulary.
+
+{markdown(headers, lines)}
+"""
+
+
+METHOD_TITLES = {"OnlineDPO": "Online DPO", "PPO": "PPO"}
+
+
 def change(value: float | None, base: float | None) -> str:
     """How much less or more than a base, in percent and brackets; nothing where one is missing."""
     share = divided(value, base)
@@ -277,7 +307,14 @@ def memory_report(results: Path) -> None:
     rows = Rows(data["rows"])
     sections = [f"{INTRODUCTION}\n{provenance(data)}\n\n{version_table(rows)}\n"]
     parts = (peak_section, reduction_section, phase_section, generation_section)
-    parts += (micro_batch_section, grpo_section, claim_section, blocks_section, spread_section)
+    parts += (
+        micro_batch_section,
+        grpo_section,
+        methods_section,
+        claim_section,
+        blocks_section,
+        spread_section,
+    )
     sections += [part(rows) for part in parts]
     (results / "memory.md").write_text("\n".join(sections), encoding="utf-8")
     titles = titles_in(rows)
