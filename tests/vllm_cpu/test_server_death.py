@@ -49,7 +49,7 @@ def test_a_run_goes_on_with_a_server_that_was_started_again(tmp_path, started):
                 server.kill()
             yield name, weight
 
-    trainer.backend._weights_of = weights
+    trainer.backend.weights = weights
     begun = time.monotonic()
     # Small weights may all be on their way before the process that takes them has ended.
     words = "While sending the weights of step 2, (at model|after the last).*: The vLLM server"

@@ -6,6 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from ..text import did_you_mean
 from ..types import FinishReason, Generations, Prompts, Sampling
@@ -15,17 +16,10 @@ REFUSED = {"num_beams": "beam search picks completions instead of drawing them f
 
 
 class GenerationBackend(ABC):
-    """Where completions come from. The trainer knows nothing else about engines.
+    """Where completions come from. The trainer knows nothing else about engines."""
 
-    Attributes:
-        reports_policy_logps (`bool`): whether `sampling_logps` are the policy's own, computed with
-            the weights that train.
-        context (`int`, *optional*): most tokens of a prompt with its completion. None: as many as
-            the policy sees.
-    """
-
-    reports_policy_logps = False
-    context: int | None = None
+    reports_policy_logps = False  # whether `sampling_logps` are of the weights that train
+    context: int | None = None  # most tokens of prompt and completion. None: as the policy sees
 
     def sync_weights(self, step: int) -> None:  # noqa: B027
         """Make the engine hold the weights of optimizer step `step`, unless it is the policy."""
@@ -37,16 +31,27 @@ class GenerationBackend(ABC):
 
     @abstractmethod
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
-        """Complete every row; rows of one prompt are `group_size` neighbors.
+        """Complete the rows of this rank, in their order; those of a prompt are neighbors.
 
         Args:
-            prompts (`Prompts`): B rows of this rank.
+            prompts (`Prompts`): B rows.
             sampling (`Sampling`): how to draw tokens.
             group_size (`int`): completions for each prompt over all ranks.
-
-        Returns:
-            `Generations`: B completions in the order of the rows.
         """
+
+
+@dataclass(eq=False)
+class AroundEngine(GenerationBackend):
+    """What is put around another backend: weights and log-probabilities are those of it."""
+
+    engine: GenerationBackend
+
+    def __post_init__(self) -> None:
+        self.reports_policy_logps = self.engine.reports_policy_logps
+
+    def sync_weights(self, step: int) -> None:
+        """Sync those of the engine."""
+        self.engine.sync_weights(step)
 
 
 def merge_named(
@@ -87,11 +92,7 @@ def row_seeds(key: Sequence[object], first_row: int, count: int) -> tuple[int, .
 
     The seeds depend on the row's place among all ranks, not on the rank or the batch that
     happens to hold it, so the same run on one process or several draws the same completions.
-
-    Args:
-        key: what identifies the round, such as (run seed, "train", round number).
-        first_row (`int`): index over all ranks of the first row.
-        count (`int`): number of rows.
+    `first_row` is its index over all ranks.
     """
     prefix = "/".join(map(str, key))
     digests = (
@@ -104,18 +105,10 @@ def row_seeds(key: Sequence[object], first_row: int, count: int) -> tuple[int, .
 def cut_at_stop(
     ids: Sequence[int], stop_ids: Sequence[int], max_tokens: int
 ) -> tuple[list[int], FinishReason]:
-    """Cut a completion behind its first stop token.
-
-    Returns:
-        The ids up to and including the stop token, and "stop"; or the first `max_tokens` ids and
-        "length" if there is no stop token among them.
-    """
-    kept = list(ids[:max_tokens])
-    stops = set(stop_ids)
-    for place, token in enumerate(kept):
-        if token in stops:
-            return kept[: place + 1], "stop"
-    return kept, "length"
+    """Cut a completion behind its first stop token, or behind `max_tokens`; says which it was."""
+    kept, stops = list(ids[:max_tokens]), set(stop_ids)
+    end = next((place for place, token in enumerate(kept, 1) if token in stops), None)
+    return kept[:end], "length" if end is None else "stop"
 
 
 def cut_generations(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..distributed import Ranks
 from ..text import did_you_mean
 from ..types import Generations, Prompts, Sampling
-from .base import GenerationBackend
+from .base import AroundEngine
 from .tools.runner import schema_of
 
 CHOICE = "environment"  # the column that names a row's environment, where there are several
@@ -48,10 +47,8 @@ class Environments:
     @property
     def tools(self) -> list[Callable[..., Any]]:
         """All that some row may call."""
-        found: dict[str, Callable[..., Any]] = {}
-        for pool in self._pools.values():
-            found |= self.tools_of(pool[0])
-        return list(found.values())
+        every = [self.tools_of(pool[0]) for pool in self._pools.values()]
+        return list({name: tool for tools in every for name, tool in tools.items()}.values())
 
     @property
     def rewards(self) -> list[Callable[..., Any]]:
@@ -69,14 +66,11 @@ class Environments:
         return self._shared | {name: getattr(environment, name) for name in names}
 
     def begin(self, rows: Sequence[dict[str, Any]]) -> tuple[list[Any], list[dict[str, Any]]]:
-        """Reset an environment for each row, in their order.
-
-        Args:
-            rows: of the dataset, which stay as they are.
+        """Reset an environment for each row of the dataset, in their order.
 
         Returns:
-            The environments; and the rows, whose prompts end with what was observed and say which
-            tools there are.
+            The environments; and copies of the rows, whose prompts end with what was observed and
+            say which tools there are.
 
         Raises:
             TypeError: if `reset` returns something other than None, text or content blocks.
@@ -110,48 +104,23 @@ class Environments:
         )
 
 
-class EnvironmentBackend(GenerationBackend):
+@dataclasses.dataclass(eq=False)
+class EnvironmentBackend(AroundEngine):
     """Resets an environment for each row, and lets another backend complete what it shows.
 
     Reward functions get the environments after that, as `environments`.
-
-    Args:
-        engine (`GenerationBackend`): makes the completions, and the calls in them.
-        environments (`Environments`): one for each row.
-        encode: tokenizes rows of the dataset.
-        ranks (`Ranks`): all processes, which fail together.
     """
 
-    def __init__(
-        self,
-        engine: GenerationBackend,
-        environments: Environments,
-        encode: Callable[[Sequence[dict[str, Any]]], Prompts],
-        ranks: Ranks,
-    ):
-        self.engine = engine
-        self.context = engine.context
-        self.reports_policy_logps = engine.reports_policy_logps
-        self._environments = environments
-        self._encode = encode
-        self._ranks = ranks
-
-    def sync_weights(self, step: int) -> None:
-        """Sync those of the engine."""
-        self.engine.sync_weights(step)
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Keep the engine awake."""
-        with self.engine.awake():
-            yield
+    environments: Environments
+    encode: Callable[[Sequence[dict[str, Any]]], Prompts]  # tokenizes rows of the dataset
+    ranks: Ranks
 
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
         """Complete every row of `prompts.rows` in its environment; see `GenerationBackend`."""
-        with self._ranks.fail_together("environments"):
-            environments, rows = self._environments.begin(prompts.rows or [])
-            begun = self._encode(rows)
-            tools = [self._environments.tools_of(environment) for environment in environments]
+        with self.ranks.fail_together("environments"):
+            environments, rows = self.environments.begin(prompts.rows or [])
+            begun = self.encode(rows)
+            tools = [self.environments.tools_of(environment) for environment in environments]
         found = self.engine.generate(dataclasses.replace(begun, tools=tools), sampling, group_size)
         pairs = zip(environments, begun.messages, strict=True)
         columns = [{"environments": own, "prompt": shown} for own, shown in pairs]

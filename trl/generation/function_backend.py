@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..distributed import RankError, Ranks
@@ -29,6 +30,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], Any], str]] = {
 }
 
 
+@dataclass(eq=False)
 class FunctionBackend(GenerationBackend):
     """Lets a function make the completions: agents, environments, engines of one's own.
 
@@ -42,22 +44,12 @@ class FunctionBackend(GenerationBackend):
       tokens do not train.
     - anything else: a column for reward functions. A single value goes to every row.
 
-    Args:
-        function: the rollout function.
-        engine (`GenerationBackend`): the engine the trainer has otherwise, which the function may
-            use as `trainer.backend.engine`.
-        ranks (`Ranks`): all processes, which fail together.
+    It may use the `engine` that the trainer has otherwise, as `trainer.backend.engine`.
     """
 
-    def __init__(
-        self,
-        function: Callable[[list[Any]], Mapping[str, Any]],
-        engine: GenerationBackend,
-        ranks: Ranks,
-    ):
-        self.engine = engine
-        self._function = function
-        self._ranks = ranks
+    function: Callable[[list[Any]], Mapping[str, Any]]
+    engine: GenerationBackend
+    ranks: Ranks
 
     def sync_weights(self, step: int) -> None:
         """Sync those of the engine."""
@@ -67,15 +59,14 @@ class FunctionBackend(GenerationBackend):
         """Call the function and check what it returns; see `GenerationBackend`.
 
         Raises:
-            ValueError: if something is missing, has the wrong length or the wrong kind; the message
-                names the key and the row.
+            ValueError: if something is missing, or of the wrong length or kind; names key and row.
             RankError: if the function failed on another rank.
         """
         messages = list(prompts.messages)
-        outcome = Outcome.of(lambda: _checked(self._function(messages), len(prompts)))
+        outcome = Outcome.of(lambda: _checked(self.function(messages), len(prompts)))
         if isinstance(outcome.failure, RankError):  # from the engine, which the function may use
             raise outcome.failure
-        self._ranks.raise_everywhere(outcome.failure, "rollout_func")
+        self.ranks.raise_everywhere(outcome.failure, "rollout_func")
         found = outcome.value
         finish: list[FinishReason] = [
             "stop" if ids and ids[-1] in sampling.stop_ids else "length"
@@ -115,18 +106,19 @@ def _check_lengths(checked: dict[str, Any]) -> None:
         if not checked["prompt_ids"][row]:
             raise ValueError(f"rollout_func: prompt_ids of row {row} is empty.")
         for name in ("logprobs", "env_mask"):
-            entries = checked[name]
-            if entries is not None and len(entries[row]) != len(ids):
+            count = len(ids) if checked[name] is None else len(checked[name][row])
+            if count != len(ids):
                 raise ValueError(
-                    f"rollout_func: {name} of row {row} has {len(entries[row])} entries for "
-                    f"{len(ids)} completion tokens."
+                    f"rollout_func: {name} of row {row} has {count} entries for {len(ids)} "
+                    "completion tokens."
                 )
 
 
 def _check_names(found: Any) -> None:
     if not isinstance(found, Mapping):
-        kind = type(found).__name__
-        raise ValueError(f"rollout_func returned a {kind}; it must be a dictionary.")
+        raise ValueError(
+            f"rollout_func returned a {type(found).__name__}; it must be a dictionary."
+        )
     missing = [name for name in REQUIRED if found.get(name) is None]
     if missing:
         raise ValueError(
@@ -156,14 +148,13 @@ def _listed(what: str, values: Any) -> list[Any]:
 def _tokenwise(name: str, values: Any, count: int) -> list[list[Any]]:
     """Convert the entries of each row, one for each token."""
     fits, convert, words = KINDS[name]
-    rows = [
-        _listed(f"{name} of row {row}", entries)
-        for row, entries in enumerate(_rows(name, values, count))
-    ]
-    for row, entries in enumerate(rows):
+    rows = []
+    for row, given in enumerate(_rows(name, values, count)):
+        entries = _listed(f"{name} of row {row}", given)
         for value in entries:
             if not fits(value):
                 raise ValueError(
                     f"rollout_func: {name} of row {row} holds {value!r:.60}, which is not {words}."
                 )
-    return [list(map(convert, entries)) for entries in rows]
+        rows.append(list(map(convert, entries)))
+    return rows

@@ -25,7 +25,6 @@ def accuracy_reward(
         completions (`list`): strings, or lists of messages.
         solution (`list[str]`): right answers.
         log_extra (*optional*): receives what was compared, as three columns.
-        kwargs: ignored.
 
     Raises:
         ImportError: if math-verify is not installed.
@@ -48,7 +47,6 @@ def reasoning_accuracy_reward(
         reasoning_delimiters (`list[str]`, *optional*): ends of reasoning; the first that occurs
             counts, at its last place. None: `</think>`.
         log_extra (*optional*): receives what was compared, as three columns.
-        kwargs: ignored.
     """
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
     answers: list[str | None] = []
@@ -78,25 +76,18 @@ def _rewards(
 def _grade(text: str, solution: str) -> tuple[float | None, str, str]:
     """Return the reward, and solution and answer as parsed."""
     math_verify = require("math_verify", "accuracy_reward")
+    units = require("latex2sympy2_extended", "accuracy_reward").NormalizationConfig(units=True)
+    # Answers are LaTeX, boxed ones first, with units taken off.
+    latex = math_verify.LatexExtractionConfig(
+        normalization_config=units, boxed_match_priority=0, try_extract_without_anchor=False
+    )
     # Time limits work by signals, which only the main thread receives.
     limited = threading.current_thread() is threading.main_thread()
     parsing = {"parsing_timeout": PARSE_SECONDS if limited else None}
     gold = math_verify.parse(solution, **parsing)
     if not gold:
         return None, UNPARSED, SKIPPED
-    answer = math_verify.parse(
-        text, extraction_config=[_latex()], extraction_mode="first_match", **parsing
-    )
+    found = {"extraction_config": [latex], "extraction_mode": "first_match"}
+    answer = math_verify.parse(text, **found, **parsing)
     right = math_verify.verify(gold, answer, timeout_seconds=VERIFY_SECONDS if limited else None)
     return float(right), str(gold), str(answer) if answer else UNPARSED
-
-
-def _latex() -> Any:
-    """Answers are LaTeX, boxed ones first, with units taken off."""
-    math_verify = require("math_verify", "accuracy_reward")
-    normalization = require("latex2sympy2_extended", "accuracy_reward").NormalizationConfig
-    return math_verify.LatexExtractionConfig(
-        normalization_config=normalization(units=True),
-        boxed_match_priority=0,
-        try_extract_without_anchor=False,
-    )

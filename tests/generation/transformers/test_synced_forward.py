@@ -66,7 +66,7 @@ def generations(rank, ranks=None):
         device=torch.device("cpu"),
         limits=BatchLimits(rows=2),
         shared_prefix=rank < 2,
-        ranks=ranks,
+        ranks=ranks or Ranks(),
         in_step=ranks is not None,
     )
     ids = [[5 + row] * (3 + 4 * rank) for row in range(1 + 2 * rank)]

@@ -27,12 +27,9 @@ assert not [name for name in sys.modules if name.split(".")[0] == "vllm"]
 class Table(VLLMBackend):
     """Notes what it is asked for; log-probabilities of the last engine are off by `gap`."""
 
-    engines = 2
-
     def __init__(self, gap=0.0, problem=None, context=8, others=(), **options):
-        super().__init__(
-            POLICY, context, weights=lambda model: iter(()), temperature=0.7, **options
-        )
+        options |= {"engines": 2, "temperature": 0.7, "weights": lambda model: iter(())}
+        super().__init__(POLICY, context, **options)
         self.calls, self.gap, self.problem, self.others = [], gap, problem, others
 
     def _wake(self, part):

@@ -28,7 +28,7 @@ def installed(monkeypatch):
             "vllm.platforms": types.SimpleNamespace(current_platform=Platform(sleeps)),
         }
         monkeypatch.setattr(vllm_engine, "require", lambda name, feature: modules[name])
-        monkeypatch.setattr(vllm_engine, "_warned", set())
+        vllm_engine.logger.warning_once.cache_clear()
 
     return install
 

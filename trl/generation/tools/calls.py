@@ -54,6 +54,7 @@ class ToolCall:
 
 Found = tuple[str, list[ToolCall]]  # the text without the calls, and the calls
 Reader = Callable[[str, Sequence[dict[str, Any]]], Found]
+Turn = tuple[dict[str, Any], list[ToolCall]]  # the message, and its calls
 
 
 def read_tagged(text: str, schemas: Sequence[dict[str, Any]]) -> Found:
@@ -100,13 +101,8 @@ def _read_json(text: str) -> ToolCall:
 class CallParser:
     """Reads turns of the model.
 
-    A tokenizer with a `response_template` is asked to parse; otherwise the way the chat template
-    writes a call says how calls are written.
-
-    Args:
-        tokenizer: the policy's tokenizer.
-        schemas: JSON schemas of the tools.
-        template_kwargs (`dict`, *optional*): extra arguments of every chat-template call.
+    A tokenizer with a `response_template` is asked to parse; otherwise the way the chat template,
+    called with `template_kwargs`, writes a call says how calls are written.
 
     Raises:
         ValueError: if the way the template writes calls is not known.
@@ -125,17 +121,12 @@ class CallParser:
         if not reads_responses(tokenizer):
             self._reader = self._find_reader(template_kwargs or {})
 
-    def __call__(
-        self, prompt: Sequence[int], ids: Sequence[int]
-    ) -> tuple[dict[str, Any], list[ToolCall]]:
-        """Read one turn.
+    def __call__(self, prompt: Sequence[int], ids: Sequence[int]) -> Turn:
+        """The assistant message of a turn, and its calls in order.
 
         Args:
             prompt: token ids before the turn.
             ids: token ids of the turn, without the token that ended it.
-
-        Returns:
-            The assistant message, and its calls in order.
         """
         if self._reader is None:
             message, calls = self._parse(prompt, ids)
@@ -147,9 +138,7 @@ class CallParser:
             message["tool_calls"] = [call.as_message() for call in calls]
         return message, calls
 
-    def _parse(
-        self, prompt: Sequence[int], ids: Sequence[int]
-    ) -> tuple[dict[str, Any], list[ToolCall]]:
+    def _parse(self, prompt: Sequence[int], ids: Sequence[int]) -> Turn:
         try:
             message = read_response(self._tokenizer, prompt, ids, self._schemas)
         except Exception as error:  # whatever its parser raises at text it does not understand

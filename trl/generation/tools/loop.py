@@ -10,7 +10,7 @@ from typing import Any
 from ...data.tool_template import ToolTurns
 from ...distributed import Ranks
 from ...types import FinishReason, Generations, Prompts, Sampling
-from ..base import GenerationBackend, row_seeds
+from ..base import AroundEngine, row_seeds
 from .calls import CallParser, ToolCall
 from .runner import Functions, ToolResult, ToolRunner
 
@@ -46,16 +46,9 @@ class _Row:
             self.logps += logps[: len(kept)]
         return kept
 
-    def read(self, ids: Sequence[int], messages: Sequence[dict[str, Any]]) -> None:
-        """Append what the tools answered; `ids` are its tokens."""
-        self.ids += ids
-        self.trainable += [False] * len(ids)
-        if self.logps is not None:
-            self.logps += [0.0] * len(ids)
-        self.turns += messages
 
-
-class ToolLoop(GenerationBackend):
+@dataclass(eq=False)
+class ToolLoop(AroundEngine):
     """A backend that lets another one go on after each tool call.
 
     Tokens go from the engine into the next prompt as they are; only the tools' answers are
@@ -63,39 +56,14 @@ class ToolLoop(GenerationBackend):
 
     In each turn all ranks call the engine once, with the same `max_tokens`, as long as one of them
     has a completion that goes on; a rank without one completes a row that is thrown away.
-
-    Args:
-        engine (`GenerationBackend`): completes one turn.
-        tools (`ToolRunner`): makes the calls.
-        parser (`CallParser`): finds them.
-        template (`ToolTurns`): tokens of the answers.
-        ranks (`Ranks`): all processes.
-        turns (`int`, *optional*): most turns whose calls are answered. None: no limit.
-        context (`int`, *optional*): most tokens of prompt and completion together.
     """
 
-    def __init__(
-        self,
-        engine: GenerationBackend,
-        tools: ToolRunner,
-        parser: CallParser,
-        template: ToolTurns,
-        ranks: Ranks,
-        turns: int | None = None,
-        context: int | None = None,
-    ):
-        self.engine = engine
-        self.reports_policy_logps = engine.reports_policy_logps
-        self._tools = tools
-        self._parse = parser
-        self._template = template
-        self._ranks = ranks
-        self._turns = turns
-        self._context = context
-
-    def sync_weights(self, step: int) -> None:
-        """Sync those of the engine, once for all turns."""
-        self.engine.sync_weights(step)
+    tools: ToolRunner  # makes the calls
+    parse: CallParser  # finds them
+    template: ToolTurns  # tokens of the answers
+    ranks: Ranks
+    turns: int | None = None  # most whose calls are answered
+    context: int | None = None  # most tokens of prompt and completion together
 
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
         """Complete every row, answering its tool calls; see `GenerationBackend`.
@@ -129,50 +97,50 @@ class ToolLoop(GenerationBackend):
     def _longest(self, active: Sequence[_Row], sampling: Sampling) -> int:
         """The most tokens a row on any rank may add; 0 if none goes on. All ranks meet here."""
         local = max((self._room(row, sampling) for row in active), default=0)
-        return max(self._ranks.gather_objects(local))
+        return max(self.ranks.gather_objects(local))
 
     def _room(self, row: _Row, sampling: Sampling) -> int:
         """Tokens that may be added to a completion."""
         most = sampling.max_tokens
-        if self._context is not None:
-            most = min(most, self._context - len(row.prompt))
+        if self.context is not None:
+            most = min(most, self.context - len(row.prompt))
         return max(0, most - len(row.ids))
 
     def _write(self, row: _Row, found: Generations, place: int, sampling: Sampling) -> None:
         """Append a turn of the policy, and find its calls if it ended by itself."""
         logps = None if found.sampling_logps is None else found.sampling_logps[place]
-        before = [*row.prompt, *row.ids]
-        kept = row.write(
-            found.completion_ids[place], logps, found.finish[place], self._room(row, sampling)
-        )
+        before, room = [*row.prompt, *row.ids], self._room(row, sampling)
+        kept = row.write(found.completion_ids[place], logps, found.finish[place], room)
         ended = row.finish == "stop"
         is_marked = ended and kept[-1] in sampling.stop_ids  # others end with a text
-        message, calls = self._parse(before, kept[:-1] if is_marked else kept)
+        message, calls = self.parse(before, kept[:-1] if is_marked else kept)
         row.turns.append(message)
         row.pending = calls if ended else []
 
     def _answered(self, active: Sequence[_Row], sampling: Sampling, turn: int) -> list[_Row]:
         """Make the calls of all rows, and return the rows that go on."""
-        if self._turns is not None and turn >= self._turns:
+        if self.turns is not None and turn >= self.turns:
             return []
         calls = [call for row in active for call in row.pending]
         own = [row.tools for row in active for _ in row.pending]
-        results = iter(self._tools(calls, own))
-        going_on = []
-        for row in active:
-            if self._answer(row, list(islice(results, len(row.pending))), sampling):
-                going_on.append(row)
-        return going_on
+        results = iter(self.tools(calls, own))
+        answers = [list(islice(results, len(row.pending))) for row in active]
+        pending = zip(active, answers, strict=True)
+        return [row for row, found in pending if self._answer(row, found, sampling)]
 
     def _answer(self, row: _Row, answers: Sequence[ToolResult], sampling: Sampling) -> bool:
         """Append answers if there are any and they leave room for another token."""
         row.calls += len(answers)
         row.failures += sum(answer.failed for answer in answers)
         messages = [answer.as_message() for answer in answers]
-        ids = self._template.after(messages) if messages else []
+        ids = self.template.after(messages) if messages else []
         if not messages or len(ids) >= self._room(row, sampling):
             return False
-        row.read(ids, messages)
+        row.ids += ids
+        row.trainable += [False] * len(ids)
+        row.turns += messages
+        if row.logps is not None:
+            row.logps += [0.0] * len(ids)
         return True
 
 

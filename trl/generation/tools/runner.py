@@ -48,15 +48,11 @@ class ToolResult:
 
 
 class ToolRunner:
-    """The tools of a run.
+    """The tools of a run: functions with type hints and a docstring in Google style.
 
-    Plain functions are called one after the other, in a thread of their own so that the time they
-    take can be limited; coroutine functions run all at once on one event loop.
-
-    Args:
-        tools: functions with type hints and a docstring in Google style.
-        timeout (`float`, *optional*): seconds a call may take. None: no limit, and plain functions
-            are called in the thread of the trainer.
+    Plain functions are called one after the other, in a thread of their own so that a call takes
+    `timeout` seconds at most; without a limit, in that of the trainer. Coroutine functions run all
+    at once on one event loop.
 
     Raises:
         TypeError: if a tool is not a function.
@@ -73,7 +69,7 @@ class ToolRunner:
         self._calls = TimedCalls(timeout)
 
     def __call__(
-        self, calls: Sequence[ToolCall], own: Sequence[Functions | None] | None = None
+        self, calls: Sequence[ToolCall], own: Sequence[Functions | None] = ()
     ) -> list[ToolResult]:
         """Make all calls, and return their results in the same order. Never raises for a tool.
 
@@ -83,8 +79,9 @@ class ToolRunner:
         """
         results: dict[int, ToolResult] = {}
         waiting: dict[int, Callable[[], Any]] = {}
-        for place, call in enumerate(calls):
-            tools = self.by_name if own is None or own[place] is None else own[place] or {}
+        pairs = zip(calls, own or [None] * len(calls), strict=True)
+        for place, (call, given) in enumerate(pairs):
+            tools = self.by_name if given is None else given
             problem = _problem(call, tools)
             if problem is not None:
                 results[place] = ToolResult.failure(call.name, problem)
@@ -127,6 +124,4 @@ def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
 
 def as_content(value: Any) -> str:
     """Render what a tool returned as text: strings as they are, other values as JSON."""
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

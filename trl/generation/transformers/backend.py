@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -59,85 +59,65 @@ def merge_options(sampling: Sampling) -> Sampling:
     return merged.replace(extra=rest, stop_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()))
 
 
+@dataclass(eq=False)
 class TransformersBackend(GenerationBackend):
     """Generates with the policy, in batches of bounded size.
 
     Each prompt is computed once for all its completions, which then decode on one copy of its keys
     and values. Models that cannot do so, and options that only `generate` of transformers knows,
     take padded rows instead; what is drawn for a row is the same.
-
-    Args:
-        policy: returns a context manager that yields the bare policy in evaluation mode.
-        pad_id (`int`): fills the padding on the left of padded prompts; masked.
-        device (`torch.device`): where the policy lives.
-        tokenizer (*optional*): the policy's; needed for `stop_strings`.
-        cache_implementation (`str`, *optional*): kind of key-value cache of padded rows.
-        shared_prefix (`bool`): False: padded rows.
-        chunk (`int`, *optional*): logits held at once. None: a measured default; 0: all rows'.
-        limits (`BatchLimits`, *optional*): rows and cache bytes held at once.
-        ranks (`Ranks`, *optional*): all processes, which then fail together.
-        in_step (`bool`): whether all ranks must run the policy's layers equally often.
-        attempt (*optional*): called with a number of rows and what completes some of them; returns
-            what that returned, in the order of the rows. May cut the rows, and try again.
     """
+
+    policy: Callable[[], AbstractContextManager[Any]]  # yields it bare, in evaluation mode
+    _: KW_ONLY
+    pad_id: int  # fills the padding on the left of padded prompts; masked
+    device: torch.device  # where the policy lives
+    tokenizer: Any = None  # the policy's; needed for `stop_strings`
+    cache_implementation: str | None = None  # kind of key-value cache of padded rows
+    shared_prefix: bool = True  # False: padded rows
+    chunk: int | None = None  # logits held at once. None: a measured default; 0: all rows'
+    limits: BatchLimits = BatchLimits()  # rows and cache bytes held at once
+    ranks: Ranks = field(default_factory=Ranks)  # all processes, which then fail together
+    in_step: bool = False  # whether all ranks must run the policy's layers equally often
+    # Called with a number of rows and what completes some of them; returns what that returned, in
+    # the order of the rows. May cut the rows, and try again.
+    attempt: Attempt = lambda count, complete: [complete(range(count))] if count else []
 
     reports_policy_logps = True
 
-    def __init__(
-        self,
-        policy: Callable[[], AbstractContextManager[Any]],
-        *,
-        pad_id: int,
-        device: torch.device,
-        tokenizer: Any = None,
-        cache_implementation: str | None = None,
-        shared_prefix: bool = True,
-        chunk: int | None = None,
-        limits: BatchLimits | None = None,
-        ranks: Ranks | None = None,
-        in_step: bool = False,
-        attempt: Attempt = lambda count, complete: [complete(range(count))] if count else [],
-    ):
-        self._policy = policy
-        self._pad_id = pad_id
-        self._device = device
-        self._tokenizer = tokenizer
-        self._cache_implementation = cache_implementation
-        self._limits = limits or BatchLimits()
-        self._heads = HeadFinder(1.0, chunk)
-        self._ranks = ranks or Ranks()
-        self._synced = SyncedForward(self._ranks, device) if in_step else None
-        self._attempt = attempt
-        self._check = LayoutCheck(shared_prefix, alone=True)
+    def __post_init__(self) -> None:
+        self._heads = HeadFinder(1.0, self.chunk)
+        self._synced = SyncedForward(self.ranks, self.device) if self.in_step else None
+        self._check = LayoutCheck(self.shared_prefix, alone=True)
 
     @torch.no_grad()
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
         """Complete every row; see `GenerationBackend`."""
         sampling = seeded(sampling, len(prompts))
-        with self._policy() as model, self._with_others(model):
+        with self.policy() as model, self._with_others(model):
 
             def complete(rows: range) -> Generations:
                 with rows_from(rows.start):
                     return self._complete(model, prompts.select(rows), _seeds(sampling, rows))
 
-            found = Generations.concatenate(self._attempt(len(prompts), complete))
-        if not self._ranks.all(found.sampling_logps is not None):
+            found = Generations.concatenate(self.attempt(len(prompts), complete))
+        if not self.ranks.all(found.sampling_logps is not None):
             # What is computed from them is computed on all ranks or on none.
-            found = dataclasses.replace(found, sampling_logps=None)
+            found = replace(found, sampling_logps=None)
         return found
 
     def _with_others(self, model: Any) -> AbstractContextManager[None]:
         if self._synced is None:
-            return self._ranks.fail_together("generation")
+            return self.ranks.fail_together("generation")
         return self._synced.over(causal_model(model).base_model)
 
     def _complete(self, model: Any, prompts: Prompts, sampling: Sampling) -> Generations:
         rest = dict(sampling.extra)
         greedy = not rest.pop("do_sample", True)
         head = self._heads.find(model)
-        shared = not rest and self._cache_implementation is None and head is not None
+        shared = not rest and self.cache_implementation is None and head is not None
         shared = shared and self._check.allows(
-            model, decoding_comparison(model, prompts, sampling, self._pad_id)
+            model, decoding_comparison(model, prompts, sampling, self.pad_id)
         )
         if shared and head is not None:
             complete = self._shared(SharedDecoder(model, head, sampling, greedy))
@@ -145,7 +125,7 @@ class TransformersBackend(GenerationBackend):
             ends = rest.pop("stop_strings", None) or ()
             complete = self._padded(model, self._config(sampling, rest), greedy, ends)
         found = []
-        for rows in self._limits.cut(prompts.token_ids, sampling.max_tokens, model, shared):
+        for rows in self.limits.cut(prompts.token_ids, sampling.max_tokens, model, shared):
             with rows_from(rows.start):
                 found.append(complete(prompts.select(rows), _seeds(sampling, rows)))
         return Generations.concatenate(found)
@@ -161,19 +141,19 @@ class TransformersBackend(GenerationBackend):
         self, model: Any, config: GenerationConfig, greedy: bool, ends: str | Sequence[str]
     ) -> Complete:
         def complete(prompts: Prompts, sampling: Sampling) -> Generations:
-            ids = pad_ragged(prompts.token_ids, self._pad_id, side="left")
+            ids = pad_ragged(prompts.token_ids, self.pad_id, side="left")
             mask = pad_ragged([[1] * len(row) for row in prompts.token_ids], 0, side="left")
-            draws = RowDraws(sampling, self._device)
+            draws = RowDraws(sampling, self.device)
             processors = LogitsProcessorList()
             if sampling.repetition_penalty != 1.0:
-                padding = (mask == 0).sum(1).to(self._device)
+                padding = (mask == 0).sum(1).to(self.device)
                 processors.append(RepetitionPenalty(sampling.repetition_penalty, padding))
             if not greedy:
                 processors.append(RowSampler(draws, ids.shape[1]))
-            texts = [StopTexts(self._tokenizer, ends, ids.shape[1])] if ends else []
+            texts = [StopTexts(self.tokenizer, ends, ids.shape[1])] if ends else []
             output = model.generate(
-                input_ids=ids.to(self._device),
-                attention_mask=mask.to(self._device),
+                input_ids=ids.to(self.device),
+                attention_mask=mask.to(self.device),
                 generation_config=config,
                 logits_processor=processors,
                 stopping_criteria=StoppingCriteriaList(texts),
@@ -190,10 +170,10 @@ class TransformersBackend(GenerationBackend):
         options = {
             "max_new_tokens": sampling.max_tokens,
             "do_sample": False,
-            "pad_token_id": self._pad_id,
+            "pad_token_id": self.pad_id,
             "eos_token_id": list(sampling.stop_ids) or [NO_TOKEN],  # None: those of the model
             "repetition_penalty": 1.0,  # not the model's own: `RepetitionPenalty` knows the padding
-            "cache_implementation": self._cache_implementation,
+            "cache_implementation": self.cache_implementation,
             "use_cache": True,
             "disable_compile": True,
         }

@@ -21,11 +21,8 @@ class BatchLimits:
     ) -> Iterator[range]:
         """Cut rows into runs within the bounds; a run has one row at least.
 
-        Args:
-            prompts: token ids of each row.
-            max_tokens (`int`): longest completion.
-            model: whose configuration says how large a token's keys and values are.
-            shared (`bool`): whether rows of a prompt read one copy of it.
+        The model's configuration says how large a token's keys and values are; with `shared`, rows
+        of a prompt read one copy of it.
         """
         per_token = 0 if self.cache_bytes is None else cache_bytes_per_token(model)
         start, tokens = 0, 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -27,8 +27,10 @@ from .sampler import RowDraws, seeded
 CACHE_SHARE = 0.5  # of the free memory of a device, unless the options say otherwise
 STOP_SECONDS = 30.0
 ROW = "row-"
+Rows = Sequence[Sequence[int]]
 
 
+@dataclass(eq=False)
 class ContinuousBackend(GenerationBackend):
     """Generates with the policy; rows enter and leave the running batch one by one.
 
@@ -36,30 +38,19 @@ class ContinuousBackend(GenerationBackend):
     does not depend on the rows it runs with. The policy keeps its mode and its precision. The
     forward runs in the dtype of the weights, without autocast.
 
-    Args:
-        policy: returns a context manager that yields the bare policy in evaluation mode.
-        pad_id (`int`): padding id of the configuration.
-        options (`Mapping`): fields of `transformers.ContinuousBatchingConfig`.
-        ranks (`Ranks`, *optional*): all processes, which then fail together.
-
     Raises:
         ValueError: for an option that transformers does not know.
     """
 
-    def __init__(
-        self,
-        policy: Callable[[], AbstractContextManager[Any]],
-        *,
-        pad_id: int,
-        options: Mapping[str, Any] | None = None,
-        ranks: Ranks | None = None,
-    ):
-        self._policy = policy
-        self._pad_id = pad_id
-        self._options = dict(options or {})
-        self._ranks = ranks or Ranks()
-        known = [field.name for field in fields(ContinuousBatchingConfig)]
-        for name in self._options:
+    policy: Callable[[], AbstractContextManager[Any]]  # yields it bare, in evaluation mode
+    _: KW_ONLY
+    pad_id: int  # of the configuration
+    options: Mapping[str, Any] | None = None  # fields of `transformers.ContinuousBatchingConfig`
+    ranks: Ranks = field(default_factory=Ranks)  # all processes, which then fail together
+
+    def __post_init__(self) -> None:
+        known = [each.name for each in fields(ContinuousBatchingConfig)]
+        for name in self.options or ():
             if name not in known:
                 raise ValueError(
                     f"transformers_continuous_batching_config[{name!r}] is not an option of "
@@ -78,17 +69,15 @@ class ContinuousBackend(GenerationBackend):
         greedy = _is_greedy(sampling)
         sampling = seeded(sampling, len(prompts))
         with (
-            self._policy() as policy,
-            self._ranks.fail_together("generation"),
+            self.policy() as policy,
+            self.ranks.fail_together("generation"),
             random_numbers_kept(),  # the engine seeds torch's generators
             _without_autocast(model := causal_model(policy)),
         ):
             rows = self._run(model, prompts.token_ids, sampling, greedy)
         return cut_generations(rows, sampling)
 
-    def _run(
-        self, model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, greedy: bool
-    ) -> list[list[int]]:
+    def _run(self, model: Any, prompts: Rows, sampling: Sampling, greedy: bool) -> list[list[int]]:
         with self._engine(model, prompts, sampling) as manager:
             draws = _Draws(sampling, list(map(len, prompts)), model.device)
             if not greedy:
@@ -106,9 +95,7 @@ class ContinuousBackend(GenerationBackend):
             return found
 
     @contextmanager
-    def _engine(
-        self, model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling
-    ) -> Iterator[Any]:
+    def _engine(self, model: Any, prompts: Rows, sampling: Sampling) -> Iterator[Any]:
         """An engine that has not started; afterwards the model is as it was."""
         attention = model.config._attn_implementation
         manager = None
@@ -117,7 +104,7 @@ class ContinuousBackend(GenerationBackend):
                 generation_config=GenerationConfig(
                     max_new_tokens=sampling.max_tokens,
                     do_sample=False,
-                    pad_token_id=self._pad_id,
+                    pad_token_id=self.pad_id,
                     eos_token_id=list(sampling.stop_ids) or -1,
                 ),
                 continuous_batching_config=self._config(model.device, prompts, sampling.max_tokens),
@@ -130,17 +117,15 @@ class ContinuousBackend(GenerationBackend):
             if model.config._attn_implementation != attention:
                 model.set_attn_implementation(attention)
 
-    def _config(
-        self, device: torch.device, prompts: Sequence[Sequence[int]], max_tokens: int
-    ) -> ContinuousBatchingConfig:
+    def _config(self, device: torch.device, prompts: Rows, most: int) -> ContinuousBatchingConfig:
         """The options, with a cache that fits the rows where the device does not bound it."""
-        config = ContinuousBatchingConfig(**self._options)
+        config = ContinuousBatchingConfig(**(self.options or {}))
         if device.type != "cpu":
             if config.num_blocks is None and config.max_memory_percent is None:
                 config.max_memory_percent = CACHE_SHARE
             return config
         if config.num_blocks is None:
-            pages = [math.ceil((len(ids) + max_tokens) / config.page_size) for ids in prompts]
+            pages = [math.ceil((len(ids) + most) / config.page_size) for ids in prompts]
             config.num_blocks = 1 + len(pages) + sum(pages)
         if config.max_batch_tokens is None:
             config.max_batch_tokens = max(len(prompts), max(map(len, prompts)))
@@ -167,16 +152,14 @@ def _without_autocast(model: Any) -> Iterator[None]:
 
     The cache of the engine has the dtype of the weights, and takes no keys of another.
     """
-    own = vars(model)
-    wrapped, original = own.get("forward"), own.get("_original_forward")
-    if wrapped is None or original is None:
-        yield
-        return
-    model.forward = original
+    wrapped, original = (vars(model).get(name) for name in ("forward", "_original_forward"))
+    if wrapped is not None and original is not None:
+        model.forward = original
     try:
         yield
     finally:
-        model.forward = wrapped
+        if wrapped is not None:
+            model.forward = wrapped
 
 
 def _collect(manager: Any, count: int) -> list[list[int]]:

@@ -22,14 +22,7 @@ TOKENS = 4
 def decoding_comparison(
     model: nn.Module, prompts: Prompts, sampling: Sampling, pad_id: int
 ) -> Comparison:
-    """Compare the log-probabilities of tokens that two rows write together with plain rows.
-
-    Args:
-        model: the bare policy.
-        prompts (`Prompts`): of which the longest is used.
-        sampling (`Sampling`): its filters, and how long completions may become.
-        pad_id (`int`): for the plain rows.
-    """
+    """Compare log-probabilities of what two rows of the longest prompt write with plain rows."""
     causal = causal_model(model)
     longest = max(prompts.token_ids, key=len)
     return Comparison(

@@ -25,11 +25,7 @@ from ...types import Generations, Sampling
 
 
 class NonFiniteLogitsError(RuntimeError):
-    """The logits that a token is drawn from are NaN or infinite.
-
-    Args:
-        rows: whose logits they are, counted in what was to be completed.
-    """
+    """Tokens of some rows are to be drawn from logits that are NaN or infinite."""
 
     def __init__(self, rows: Sequence[int]):
         self.rows = list(rows)
@@ -99,29 +95,21 @@ def pick(scores: Tensor, draws: Tensor) -> Tensor:
 class RowDraws:
     """Chooses the next token of each row with the row's own random numbers.
 
-    A row's tokens depend on its own scores and seed alone, whatever else is in the batch.
-
-    Args:
-        sampling (`Sampling`): filters, and a seed for each of B rows. What draws as row B, such as
-            a request that warms an engine up, is never checked.
-        device (`torch.device`): of the scores.
+    A row's tokens depend on its own scores and seed alone, whatever else is in the batch. There is
+    a seed for each of B rows; what draws as row B, such as a request that warms an engine up, is
+    never checked.
     """
 
     def __init__(self, sampling: Sampling, device: torch.device):
-        if sampling.seeds is None:
-            raise ValueError("Sampling.seeds must hold one seed for each row.")
         self._warpers = warpers(sampling)
-        self._draws = uniforms((*sampling.seeds, 0), sampling.max_tokens).to(device)
+        self._draws = uniforms((*(sampling.seeds or ()), 0), sampling.max_tokens).to(device)
         # Counted on the device: nothing waits for it before `check`.
         self._bad = torch.zeros(len(self._draws), dtype=torch.int32, device=device)
 
     def decide(self, scores: Tensor, rows: Tensor, places: Tensor | int) -> Tensor:
         """Return scores (b, V) that are 0 at the tokens drawn, and -inf elsewhere.
 
-        Args:
-            scores (`Tensor` (b, V)): logits.
-            rows (`Tensor` (b,)): which row each of them belongs to.
-            places (`Tensor` (b,) or `int`): of the token within its completion.
+        `rows` (b,) says whose logits they are, `places` which token of a completion is drawn.
         """
         is_bad = ~scores.amax(-1).isfinite()  # NaN, inf, or all -inf
         self._bad.index_add_(0, rows, is_bad.int())
@@ -141,12 +129,7 @@ class RowDraws:
 
 
 class RowSampler(LogitsProcessor):
-    """Makes greedy decoding sample: scores are replaced by a choice already made.
-
-    Args:
-        draws (`RowDraws`): of the rows of the batch, in order.
-        prompt_width (`int`): columns of the padded prompts.
-    """
+    """Makes greedy decoding sample: scores are replaced by a choice already made."""
 
     def __init__(self, draws: RowDraws, prompt_width: int):
         self._draws = draws
@@ -160,9 +143,7 @@ class RowSampler(LogitsProcessor):
 class RepetitionPenalty(RepetitionPenaltyLogitsProcessor):
     """The penalty of transformers, which before 5.23 takes padding for a token of the row.
 
-    Args:
-        penalty (`float`): above 1, tokens that a row has already become less likely.
-        padding (`Tensor` (B,)): columns of padding in front of each row.
+    `padding` (B,) are the columns of padding in front of each row.
     """
 
     def __init__(self, penalty: float, padding: Tensor):
@@ -179,29 +160,24 @@ class RepetitionPenalty(RepetitionPenaltyLogitsProcessor):
 class StopTexts(StoppingCriteria):
     """Ends completions at given texts, and knows where: behind its end a row is padding.
 
-    Args:
-        tokenizer: whose tokens the completions are.
-        texts: that end a completion; a token that completes one belongs to it.
-        prompt_width (`int`): columns of the padded prompts.
+    A token that completes a text belongs to the completion.
     """
 
     def __init__(self, tokenizer: Any, texts: str | Sequence[str], prompt_width: int):
         self._is_found = StopStringCriteria(tokenizer, texts)
         self._prompt_width = prompt_width
-        self._lengths: Tensor | None = None  # (B,) tokens up to the first text; 0 without
+        self._lengths: Tensor | int = 0  # (B,) tokens up to the first text; 0 without
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         written = input_ids[:, self._prompt_width :]
         found = self._is_found(written, scores)
-        known = (
-            torch.zeros_like(found, dtype=torch.long) if self._lengths is None else self._lengths
-        )
+        known = torch.as_tensor(self._lengths, device=found.device)
         self._lengths = torch.where((known == 0) & found, written.shape[1], known)
         return found
 
     def cut(self, found: Generations) -> Generations:
         """Cut each completion behind the first text in it."""
-        lengths = [] if self._lengths is None else self._lengths.tolist()
+        lengths = torch.as_tensor(self._lengths).tolist()
         rows = list(zip(found.completion_ids, found.finish, lengths, strict=True))
         return dataclasses.replace(
             found,

@@ -19,12 +19,7 @@ from ...distributed import RankError, Ranks
 
 
 class SyncedForward:
-    """Makes all ranks run a decoder equally often.
-
-    Args:
-        ranks (`Ranks`): all processes.
-        device (`torch.device`): where the decoder lives.
-    """
+    """Makes all ranks run a decoder equally often."""
 
     def __init__(self, ranks: Ranks, device: torch.device):
         self._ranks = ranks

@@ -32,11 +32,7 @@ SHARED_MEMORY = Path("/dev/shm")  # vLLM takes adapters from folders alone
 
 
 def adapter_settings(policy: PolicyHandle, settings: EngineSettings) -> EngineSettings:
-    """Settings of an engine that holds the adapter of a policy apart.
-
-    Args:
-        policy (`PolicyHandle`): what generates.
-        settings (`EngineSettings`): of an engine without.
+    """Settings of an engine that holds the adapter of a policy apart, from those of one without.
 
     Raises:
         ValueError: if the policy is more than a frozen model with a LoRA adapter, or vLLM has no
@@ -76,16 +72,9 @@ def room_for(rank: int) -> int:
 
 
 class AdapterEngine(VLLMEngine):
-    """An engine started with `adapter_rank`, in which one adapter can be replaced.
-
-    Args:
-        llm (`vllm.LLM`): runs in this process.
-        sleeps (`bool`): must be false: weights that slept would have to be sent again.
-    """
+    """An engine started with `adapter_rank`, in which one adapter can be replaced."""
 
     def __init__(self, llm: Any, sleeps: bool = False):
-        if sleeps:
-            raise ValueError("An engine that keeps its base weights cannot sleep.")
         super().__init__(llm, sleeps)
         self._manager: Any = self.model.lora_manager
         wrappers = set(self._manager.modules.values())
@@ -114,10 +103,9 @@ class AdapterEngine(VLLMEngine):
                 parent._modules[name] = wrapper
 
     def slots(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """What is held of an adapter for each layer, by the layer's name before vLLM fused it.
+        """First factors (most ranks, inputs) and second ones (outputs, most ranks) of each layer.
 
-        Returns:
-            First factors (most ranks, inputs) and second ones (outputs, most ranks).
+        Layers have the names from before vLLM fused them.
         """
         found = {}
         for name, module in self._manager.modules.items():
@@ -129,11 +117,7 @@ class AdapterEngine(VLLMEngine):
         return found
 
     def load_adapter(self, factors: Sequence[Factors]) -> None:
-        """Replace the adapter.
-
-        Args:
-            factors: of each layer; layers that are not named are left without.
-        """
+        """Replace the adapter; layers without factors are left without one."""
         rank = max(len(pair.first) for pair in factors)
         # Each layer brings its own scale in its second factor.
         config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": []}
@@ -156,11 +140,6 @@ class AdapterEngine(VLLMEngine):
 class AdapterBackend(VLLMColocateBackend):
     """Sends base weights once and then the adapter alone, and proves that both arrived.
 
-    Args:
-        engine (`AdapterEngine`): what generates.
-        policy (`PolicyHandle`): a frozen model with an adapter.
-        options: see `VLLMColocateBackend`.
-
     Raises:
         ValueError: if vLLM applies no adapter to one of the policy's layers.
     """
@@ -178,12 +157,12 @@ class AdapterBackend(VLLMColocateBackend):
             )
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
-        base, problem = base_stamp(self._policy.model), None
+        base, problem = base_stamp(self.policy.model), None
         if not self._ranks.all(self._base == base):
             self._base = None
             problem = super()._send(weights)
         # All ranks read the factors, also where there is a problem.
-        factors = list(low_rank_factors(self._policy.model))
+        factors = list(low_rank_factors(self.policy.model))
         if problem is None:
             self._adapted.load_adapter(factors)
             self._adapted.forget_prefixes()
@@ -195,12 +174,7 @@ class AdapterBackend(VLLMColocateBackend):
 def adapter_problem(
     slots: dict[str, tuple[Tensor, Tensor]], factors: Sequence[Factors]
 ) -> str | None:
-    """What is wrong with the adapter that an engine holds, in words; None if nothing is.
-
-    Args:
-        slots: what it holds, as `AdapterEngine.slots` returns it.
-        factors: what it was sent.
-    """
+    """What is wrong with the adapter in `AdapterEngine.slots`, in words; None if nothing is."""
     sent = {pair.layer: pair for pair in factors}
     wrong = [name for name, held in slots.items() if not _holds(held, sent.get(name))]
     if not wrong:

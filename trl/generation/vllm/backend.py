@@ -6,6 +6,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -27,51 +28,31 @@ PROBE_PROMPT, PROBE_TOKENS = 64, 16
 BOUNDS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
+@dataclass(eq=False)
 class VLLMBackend(GenerationBackend):
     """Generates with vLLM, and proves after each sync that weights arrived.
-
-    Args:
-        policy (`PolicyHandle`): whose weights the engine is to hold.
-        context (`int`): most tokens that the engine sees of a prompt with its completion.
-        weights: yields name and whole tensor of each weight of a model that is to be sent; all
-            ranks go through them together.
-        temperature (`float`): at which `policy.logps` are computed.
-        probe_syncs (`int`): log-probabilities are compared at each of so many syncs; 0: never.
-        report: called as `report(name, value)` with each metric.
 
     Raises:
         WeightSyncError: while generating, if the engine does not hold the policy's weights.
     """
 
-    context: int
+    policy: PolicyHandle  # whose weights the engine is to hold
+    context: int  # most tokens that the engine sees of a prompt with its completion
+    _: KW_ONLY
+    # Yields name and whole tensor of each weight to send; all ranks go through them together.
+    weights: Callable[[nn.Module], Iterator[tuple[str, Tensor]]] = full_weights
+    temperature: float = 1.0  # at which `policy.logps` are computed
+    engines: int = 1  # that hold the weights
+    probe_syncs: int = 0  # log-probabilities are compared at each of so many syncs; 0: never
+    report: Callable[[str, float], None] = lambda name, value: None  # takes each metric
 
-    def __init__(
-        self,
-        policy: PolicyHandle,
-        context: int,
-        *,
-        weights: Callable[[nn.Module], Iterator[tuple[str, Tensor]]] = full_weights,
-        temperature: float = 1.0,
-        probe_syncs: int = 0,
-        report: Callable[[str, float], None] = lambda name, value: None,
-    ):
-        self._policy = policy
-        self._ranks = policy.ranks
-        self.context = context
-        self._weights_of = weights
-        self._temperature = temperature
-        self._probe_syncs = probe_syncs
-        self._report = report
+    def __post_init__(self) -> None:
+        self._ranks = self.policy.ranks
         self._wanted = 0
         self._held: tuple[int, int] | None = None  # step and stamp of the weights it holds
         self._syncs = 0
         self._probed = 0  # number of the sync that was probed last
         self._depth = 0
-
-    @property
-    def engines(self) -> int:
-        """How many hold the weights."""
-        return 1
 
     def sync_weights(self, step: int) -> None:
         """Note which weights are to generate next; they are sent once the engine is awake."""
@@ -88,7 +69,7 @@ class VLLMBackend(GenerationBackend):
             self._probe(prompts.token_ids[0])
             started = time.perf_counter()
             found = self._complete(prompts.token_ids, seeds, sampling)
-            self._report("vllm/generate_seconds", time.perf_counter() - started)
+            self.report("vllm/generate_seconds", time.perf_counter() - started)
         return found
 
     @contextmanager
@@ -161,7 +142,7 @@ class VLLMBackend(GenerationBackend):
 
     def _stamp(self) -> int:
         """A number that changes when a weight does."""
-        return sum(parameter._version for parameter in self._policy.model.parameters())
+        return sum(parameter._version for parameter in self.policy.model.parameters())
 
     def _send_if_moved(self) -> None:
         if self._ranks.all(self._held == (self._wanted, self._stamp())):
@@ -169,36 +150,35 @@ class VLLMBackend(GenerationBackend):
         started = time.perf_counter()
         self._held = None
         with torch.no_grad():
-            problem = self._send(self._weights_of(self._policy.model))
+            problem = self._send(self.weights(self.policy.model))
         self._stop_at(problem)
         self._held = (self._wanted, self._stamp())
         self._syncs += 1
-        self._report("vllm/sync_seconds", time.perf_counter() - started)
+        self.report("vllm/sync_seconds", time.perf_counter() - started)
 
     def _probe(self, prompt: list[int]) -> None:
         """Compare log-probabilities of policy and engines, at the first sync and then at some."""
-        due = self._probe_syncs and (self._syncs - 1) % self._probe_syncs == 0
+        due = self.probe_syncs and (self._syncs - 1) % self.probe_syncs == 0
         if not due or self._probed == self._syncs:
             return
         self._probed = self._syncs
         # Ranks that ask an engine together must ask for the same: all take the first one's prompt.
         prompt = self._shares(prompt[-min(PROBE_PROMPT, self.context - 1) :])[0][0]
         tokens = min(PROBE_TOKENS, self.context - len(prompt))
-        few = Sampling(max_tokens=tokens, temperature=self._temperature)
+        few = Sampling(max_tokens=tokens, temperature=self.temperature)
         found = self._run([Request(prompt, 1, 0)] * self.engines, few)
-        gap, bound = self._largest_gap(prompt, found), BOUNDS[self._policy.dtype]
-        self._report("vllm/logp_gap", gap)
+        gap, bound = self._largest_gap(prompt, found), BOUNDS[self.policy.dtype]
+        self.report("vllm/logp_gap", gap)
         words = (
-            f"log-probabilities of a probe differ by {gap:.3g} nats a token, more than {bound:g} "
-            f"in {self._policy.dtype}"
+            f"log-probabilities of a probe differ by {gap:.3g} nats a token, more than {bound:g}"
         )
-        self._stop_at(None if gap <= bound else words)
+        self._stop_at(None if gap <= bound else f"{words} in {self.policy.dtype}")
 
     def _largest_gap(self, prompt: list[int], found: Generations) -> float:
         """Mean difference of a token's log-probability, of the row where it is largest."""
         means = []
         for ids, logps in zip(found.completion_ids, found.sampling_logps or [], strict=True):
-            expected = self._policy.logps(prompt, ids)
+            expected = self.policy.logps(prompt, ids)
             gaps = [abs(a - b) for a, b in zip(logps, expected, strict=True)]
             means.append(sum(gaps) / len(gaps))
         return max(means)
@@ -216,14 +196,7 @@ class VLLMBackend(GenerationBackend):
 
 
 class VLLMColocateBackend(VLLMBackend):
-    """Generates with vLLM in this process.
-
-    Args:
-        engine (`VLLMEngine`): what generates.
-        policy (`PolicyHandle`): whose weights it is to hold.
-        tensor_parallel (`int`): ranks that hold one engine together.
-        options: see `VLLMBackend`.
-    """
+    """Generates with vLLM in this process; `tensor_parallel` ranks hold one engine together."""
 
     def __init__(
         self, engine: VLLMEngine, policy: PolicyHandle, *, tensor_parallel: int = 1, **options: Any

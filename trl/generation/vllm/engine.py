@@ -29,7 +29,6 @@ logger = logging.get_logger(__name__)
 OLDEST, NEWEST = "0.26", "0.33"  # releases this module is written for
 CPU_BLOCK = 32  # tokens; vLLM's default of 128 would share few prompts
 PARTS = ("weights", "kv_cache")
-_warned: set[str] = set()
 
 
 class SleepingEngineError(RuntimeError):
@@ -44,10 +43,9 @@ def check_platform(sleeps: bool) -> None:
         ValueError: if it cannot sleep on this platform, but is to.
     """
     vllm = require("vllm", "use_vllm=True")
-    is_known = _release(OLDEST) <= _release(vllm.__version__) <= _release(NEWEST)
-    if not is_known and vllm.__version__ not in _warned:
-        _warned.add(vllm.__version__)
-        logger.warning(
+    oldest, found, newest = map(_release, (OLDEST, vllm.__version__, NEWEST))
+    if not oldest <= found <= newest:
+        logger.warning_once(
             f"vLLM {vllm.__version__} is outside the supported range {OLDEST} to {NEWEST}; "
             "generation may fail or give other results."
         )
@@ -117,12 +115,7 @@ class EngineSettings:
 
 
 class VLLMEngine:
-    """What the colocated backend does with vLLM's `LLM`; knows which parts of it are awake.
-
-    Args:
-        llm (`vllm.LLM`): runs in this process.
-        sleeps (`bool`): whether `sleep` does anything.
-    """
+    """What the colocated backend does with vLLM's `LLM`; knows which parts of it are awake."""
 
     def __init__(self, llm: Any, sleeps: bool = False):
         self._llm = llm
@@ -153,20 +146,12 @@ class VLLMEngine:
             self._awake.clear()
 
     def load(self, name: str, weight: Tensor) -> None:
-        """Write one weight, under the name it has in a checkpoint, in place.
-
-        Raises:
-            SleepingEngineError: if the weights have no memory.
-        """
+        """Write one weight, under the name it has in a checkpoint, in place."""
         self._require("weights", f"loading {name}")
         self.model.load_weights([(name, weight)])
 
     def forget_prefixes(self) -> None:
-        """Drop cached prompts, which were computed with other weights.
-
-        Raises:
-            RuntimeError: if requests still hold them.
-        """
+        """Drop cached prompts, which were computed with other weights."""
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache: requests are still running.")
 
@@ -174,7 +159,6 @@ class VLLMEngine:
         """Complete all requests; returns vLLM's `RequestOutput`s in their order.
 
         Raises:
-            SleepingEngineError: if weights or cache have no memory.
             RuntimeError: if the device is out of memory.
         """
         for part in PARTS:
@@ -230,13 +214,9 @@ def sampling_fields() -> tuple[str, ...]:
 def start_engine(
     model: Any, tokenizer: Any, settings: EngineSettings, kind: type[VLLMEngine] = VLLMEngine
 ) -> VLLMEngine:
-    """Start an engine for a policy; its weights are random until they are loaded.
+    """Start an engine for a policy, of which only the configuration is read.
 
-    Args:
-        model (`PreTrainedModel`): the policy, of which only the configuration is read.
-        tokenizer: of the policy; only read if `settings.reads_text`.
-        settings (`EngineSettings`): how.
-        kind: what wraps it.
+    Its weights are random until they are loaded. `kind` is what wraps it.
     """
     with unchanged_process(), tempfile.TemporaryDirectory() as folder:
         _launch_environment(settings)

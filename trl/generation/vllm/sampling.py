@@ -25,12 +25,8 @@ SEEDS = 2**62  # vLLM adds the place in a request to its seed, which is a signed
 def merge_options(sampling: Sampling, known: Collection[str]) -> Sampling:
     """Let `Sampling.extra` win over the named options; it keeps what only vLLM knows.
 
-    Args:
-        sampling (`Sampling`): as configured.
-        known: names of all fields of vLLM's `SamplingParams`.
-
     Raises:
-        ValueError: for an option that vLLM does not know or that is refused.
+        ValueError: for an option that is no field of `SamplingParams` or that is refused.
     """
     legal = {*known, *NAMED, *ALIASES, "do_sample"}
     merged = merge_named(sampling, legal, REFUSED_HERE, ALIASES, "a sampling option of vLLM")
@@ -45,12 +41,9 @@ def needs_text(sampling: Sampling) -> bool:
 
 
 def parameters(sampling: Sampling, count: int, seed: int) -> dict[str, Any]:
-    """Arguments of vLLM's `SamplingParams`.
+    """Arguments of vLLM's `SamplingParams`, from what `merge_options` made.
 
-    Args:
-        sampling (`Sampling`): merged by `merge_options`.
-        count (`int`): completions of the prompt.
-        seed (`int`): of the first; vLLM derives those of the others.
+    The seed is that of the first of `count` completions; vLLM derives those of the others.
     """
     rest = dict(sampling.extra)
     greedy = not rest.pop("do_sample", True)
@@ -81,13 +74,7 @@ class Request:
 
 
 def completion_body(request: Request, sampling: Sampling, context: int) -> dict[str, Any]:
-    """What `/v1/completions` of a server is asked for.
-
-    Args:
-        request (`Request`): the prompt.
-        sampling (`Sampling`): merged by `merge_options`.
-        context (`int`): most tokens that the engine sees; a server refuses to be asked for more.
-    """
+    """What `/v1/completions` of a server is asked for: no more than its context has room for."""
     body = parameters(sampling, request.count, request.seed)
     del body["detokenize"]  # servers always do
     room = context - len(request.token_ids)
@@ -100,12 +87,7 @@ def completion_body(request: Request, sampling: Sampling, context: int) -> dict[
 
 
 def make_requests(token_ids: Sequence[list[int]], seeds: Sequence[int]) -> list[Request]:
-    """One request for each run of rows with the same prompt.
-
-    Args:
-        token_ids: the prompt of each row.
-        seeds: one for each row; a request takes that of its first row.
-    """
+    """One request for each run of rows with the same prompt, with the seed of the first."""
     requests, start = [], 0
     for ids, rows in groupby(token_ids):
         count = len(list(rows))

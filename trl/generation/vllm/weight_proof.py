@@ -79,12 +79,7 @@ class Place:
 
 
 class CopyWatch(TorchDispatchMode):
-    """Notes what is written to the parameters of an engine.
-
-    Args:
-        storages: addresses of their storages.
-        weight (`Tensor`): what is loaded.
-    """
+    """Notes what loading a weight writes to storages, named by their addresses."""
 
     def __init__(self, storages: set[int], weight: Tensor):
         super().__init__()
@@ -116,11 +111,7 @@ class CopyWatch(TorchDispatchMode):
 
 
 class WeightProof:
-    """Loads weights into a model of an engine, and proves that they arrived.
-
-    Args:
-        model (`nn.Module`): the engine's model, each of whose parameters must be sent.
-    """
+    """Loads weights into an engine's model, and proves that all its parameters arrived."""
 
     def __init__(self, model: nn.Module):
         self._model = model

@@ -37,14 +37,7 @@ MOST_REQUESTS = 256  # requests that are under way; a server queues them itself
 
 
 class Server(VLLMClient):
-    """A server that is ready, and was started for training.
-
-    Args:
-        url (`str`): its address.
-        seconds (`float`): in which it must be ready, and answer.
-
-    Attributes:
-        facts (`ServerFacts`): what it is.
+    """A server that is ready, and was started for training; `facts` are what it says of itself.
 
     Raises:
         ServerError: if it is not ready in time, or was not started for training.
@@ -88,11 +81,7 @@ class Server(VLLMClient):
 
 
 class ServerPool:
-    """All servers of a run.
-
-    Args:
-        servers: at least one.
-    """
+    """All servers of a run; at least one."""
 
     def __init__(self, servers: Sequence[Server]):
         self.servers = servers
@@ -113,9 +102,6 @@ class ServerPool:
     def join(self, device: torch.device) -> None:
         """Let the workers of all servers take the weights of this run, and of no other.
 
-        Args:
-            device (`torch.device`): of the policy.
-
         Raises:
             ServerError: if a worker fails.
             TransferError: if GPUs do not find each other.
@@ -127,9 +113,9 @@ class ServerPool:
             self._group = WeightGroup(0, size, device, self.seconds, None)
             identity = self._group.identity
         for server in self.servers:
-            call = partial(server.call_workers, "trl_join", self.run, identity)
             # A worker that waits in vain is to be free before the next trainer gives it up.
-            calls.append(in_background(partial(call, (rank, size), self.seconds / 2)))
+            words = "trl_join", self.run, identity, (rank, size), self.seconds / 2
+            calls.append(in_background(partial(server.call_workers, *words)))
             rank += server.facts.workers
         if self._group is not None:
             with _reasons(calls):
@@ -150,12 +136,16 @@ class ServerPool:
         if not self._has_joined:
             raise ServerError(f"{failed}the servers were left after a failure")
         self._syncs += 1
+        calls: list[Future[Any]] = []
         sent, where = 0, "before the first weight"
         try:
             for batch in batches(weights, self._device):
+                message = batch.packed(self.run)
+                _finish(calls)  # servers take a batch while the next one is made
                 where = f"at {batch.name}, after {sent} weights"
-                self._send(batch)
+                calls = self._begin(batch, message)
                 sent += len(batch.headers)
+            _finish(calls)
             where = f"after the last of {sent} weights"
             return self._prove()
         except (ServerError, TransferError) as error:
@@ -165,19 +155,19 @@ class ServerPool:
             self.leave()
             raise
 
-    def _send(self, batch: Batch) -> None:
-        message = batch.packed(self.run)
+    def _begin(self, batch: Batch, message: bytes) -> list[Future[Any]]:
         calls = [in_background(partial(server.send_weights, message)) for server in self.servers]
         if self._group is not None:
             with _reasons(calls):
                 self._group.broadcast(batch.flat, partial(_raise_from, calls))
-        _finish(calls)
+        return calls
 
     def _prove(self) -> str | None:
         """What is wrong with what a server holds; if nothing is, cached prompts are dropped."""
         words = "trl_prove", self.run, self._syncs
+        calls = [in_background(partial(server.call_workers, *words)) for server in self.servers]
         try:
-            doubts = _finish([in_background(partial(s.call_workers, *words)) for s in self.servers])
+            doubt = _finish(calls)[0][0]
         except ServerError as error:
             _, mark, problem = str(error).partition(PROBLEM)
             if not mark:
@@ -185,8 +175,8 @@ class ServerPool:
             return problem
         for server in self.servers:
             server.forget_prefixes()
-        if doubts[0][0] is not None:
-            logger.warning(doubts[0][0])
+        if doubt is not None:
+            logger.warning(doubt)
         return None
 
     def leave(self) -> None:
@@ -251,26 +241,16 @@ class ServerPool:
 
 
 class VLLMServerBackend(VLLMBackend):
-    """Generates with vLLM servers.
-
-    Args:
-        pool (`ServerPool`, *optional*): the servers, on rank 0.
-        policy (`PolicyHandle`): whose weights they are to hold.
-        context (`int`): most tokens that the servers see of a prompt with its completion.
-        options: see `VLLMBackend`.
+    """Generates with vLLM servers; rank 0 has the pool of them, the others none.
 
     Raises:
         ServerError: while generating, if a server is gone or silent.
     """
 
     def __init__(self, pool: ServerPool | None, policy: PolicyHandle, context: int, **options: Any):
-        super().__init__(policy, context, **options)
+        engines = 1 if pool is None else len(pool.servers)  # other ranks ask nothing
+        super().__init__(policy, context, engines=engines, **options)
         self._pool = pool
-
-    @property
-    def engines(self) -> int:
-        """The servers; on other ranks than the first, which ask nothing, 1."""
-        return 1 if self._pool is None else len(self._pool.servers)
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
         """Send all weights; every rank goes through all of them, whatever happens on the way."""

@@ -23,12 +23,7 @@ SAME_SECRET = f"Give {VARIABLE} the same value where it is started and where tra
 
 
 class ServerError(ConnectionError):
-    """A vLLM server is gone, silent, or answered with an error.
-
-    Args:
-        words (`str`): what happened.
-        status (`int`, *optional*): of its answer, if there was one.
-    """
+    """A vLLM server is gone, silent, or answered with an error, of which `status` tells."""
 
     def __init__(self, words: str, status: int | None = None):
         super().__init__(words)
@@ -40,11 +35,9 @@ class SecretError(ServerError):
 
 
 class VLLMClient:
-    """One vLLM server.
+    """One vLLM server, at an address such as http://localhost:8000.
 
-    Args:
-        url (`str`): its address, such as http://localhost:8000.
-        seconds (`float`): in which it must answer.
+    It must answer within `seconds`.
     """
 
     def __init__(self, url: str, seconds: float):
@@ -64,12 +57,8 @@ class VLLMClient:
     def ask(self, method: str, path: str, body: Any = None, seconds: float | None = None) -> Any:
         """One request; returns what the answer's JSON holds, or None if it is empty.
 
-        Args:
-            method (`str`): GET or POST.
-            path (`str`): of the route.
-            body: bytes, or what JSON can hold.
-            seconds (`float`, *optional*): in which to answer. None: as usual; infinite: whoever
-                asks looks after the server by other means.
+        The body is bytes, or what JSON can hold. With infinite `seconds` whoever asks looks after
+        the server by other means.
 
         Raises:
             ServerError: if there is no answer in time or its status is not 200.
@@ -89,11 +78,7 @@ class VLLMClient:
     def ask_again(
         self, method: str, path: str, body: Any = None, seconds: float | None = None
     ) -> Any:
-        """The same for a request that may be repeated, as it is while the server is busy.
-
-        Raises:
-            ServerError: as `ask`, after the last attempt.
-        """
+        """The same for a request that may be repeated, as it is while the server is busy."""
         end = time.monotonic() + self.seconds
         for pause in PAUSES:
             try:
@@ -105,11 +90,7 @@ class VLLMClient:
         return self.ask(method, path, body, seconds)
 
     def forget_prefixes(self) -> None:
-        """Drop cached prompts, which were computed with other weights.
-
-        Raises:
-            ServerError: if requests hold them for too long.
-        """
+        """Drop cached prompts, which were computed with other weights; see `ask`."""
         for _ in looks(self.seconds, LOOKS):
             if (self.ask("POST", "/reset_prefix_cache") or {}).get("success", True):
                 return
@@ -119,29 +100,16 @@ class VLLMClient:
         )
 
     def call_workers(self, method: str, *args: Any, seconds: float | None = None) -> list[Any]:
-        """Call a method of all workers.
-
-        Raises:
-            ServerError: if it fails on one.
-        """
+        """Call a method of all workers; see `ask`."""
         body = {"method": method, "args": args}
         return list(self.ask("POST", "/collective_rpc", body, seconds)["results"])
 
     def send_weights(self, message: bytes) -> None:
-        """Hand a message of `Batch.packed` to all workers.
-
-        Raises:
-            ServerError: if one fails.
-        """
+        """Hand a message of `Batch.packed` to all workers; see `ask`."""
         self.ask("POST", WEIGHTS, message)
 
     def wait_until_healthy(self) -> None:
-        """Wait for a server that may still be starting.
-
-        Raises:
-            ServerError: if it is not ready in time.
-            SecretError: if it does not share the secret.
-        """
+        """Wait for a server that may still be starting; see `ask`."""
         last = ""
         for left in looks(self.seconds, LOOKS):
             try:

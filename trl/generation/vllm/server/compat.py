@@ -31,11 +31,7 @@ class ServerFacts:
 
 
 def shape_of(config: Any) -> dict[str, Any]:
-    """What models must share for one to take the weights of the other.
-
-    Args:
-        config (`PreTrainedConfig`): of a model.
-    """
+    """What models must share for one to take the weights of the other."""
     text = config.get_text_config()
     return {name: getattr(text, name, None) for name in SHAPE}
 
@@ -50,10 +46,7 @@ def gpu_id(device: torch.device) -> str | None:
 def refusals(server: ServerFacts, wanted: ServerFacts) -> Iterator[str]:
     """Why a policy cannot be trained with a server, in whole sentences; nothing if it can.
 
-    Args:
-        server (`ServerFacts`): what there is.
-        wanted (`ServerFacts`): the same of the policy and its process; of the context the least
-            that will do.
+    `wanted` are facts of the policy and its process; of the context the least that will do.
     """
     if server.protocol != wanted.protocol:
         yield "It runs another version of trl: install the same one on both sides."

@@ -27,8 +27,7 @@ WORKER_METHODS = "trl_"  # how the names of those begin that may be called by /c
 class Challenges:
     """Words of a server by which a request that was recorded cannot be sent again.
 
-    Args:
-        seconds (`float`): for which a word is good; it is taken for as long again.
+    A word is given out for `seconds`, and taken for as long again.
     """
 
     def __init__(self, seconds: float = 600.0):
@@ -59,9 +58,6 @@ class Guard(Middleware):
 
     Answers 401 to all others, without saying what is there, and 404 to proven ones for other
     routes. Proves each answer, so a trainer knows who gives it.
-
-    Args:
-        app: the server.
     """
 
     def __init__(self, app: Any):

@@ -34,11 +34,6 @@ def proof(secret: bytes, *words: bytes) -> str:
     return found.hexdigest()
 
 
-def is_proven(given: bytes, secret: bytes, *words: bytes) -> bool:
-    """Whether `given` is the proof of the words; takes as long whatever it is."""
-    return hmac.compare_digest(given, proof(secret, *words).encode())
-
-
 @dataclass(frozen=True)
 class Claim:
     """What the header of a request says; `Claim.of` makes one, `read` reads one."""
@@ -52,8 +47,7 @@ class Claim:
     def of(cls, secret: bytes, challenge: str, method: str, target: str, body: bytes) -> Claim:
         """The claim of a new request to a path."""
         found = cls(challenge, secrets.token_hex(16), hashlib.sha256(body).hexdigest(), "")
-        words = found._words(method, target)
-        return replace(found, proof=proof(secret, *words))
+        return replace(found, proof=found._proof(secret, method, target))
 
     @classmethod
     def read(cls, header: str) -> Claim | None:
@@ -68,7 +62,8 @@ class Claim:
 
     def is_proven(self, secret: bytes, method: str, target: str) -> bool:
         """Whether who made it knows the secret, and made it for this request."""
-        return is_proven(self.proof.encode(), secret, *self._words(method, target))
+        expected = self._proof(secret, method, target)
+        return hmac.compare_digest(self.proof.encode(), expected.encode())
 
     def is_of(self, body: bytes) -> bool:
         """Whether the body is the one that was claimed."""
@@ -82,6 +77,6 @@ class Claim:
         """Whether an answer is of someone who knows the secret, and to this request."""
         return hmac.compare_digest(given.encode(), self.answer(secret, status, body).encode())
 
-    def _words(self, method: str, target: str) -> list[bytes]:
+    def _proof(self, secret: bytes, method: str, target: str) -> str:
         words = "request", self.challenge, self.nonce, method, target, self.body
-        return [word.encode() for word in words]
+        return proof(secret, *(word.encode() for word in words))

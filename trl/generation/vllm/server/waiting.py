@@ -14,10 +14,7 @@ Answer = TypeVar("Answer")
 def looks(seconds: float, pause: float, longest: float | None = None) -> Iterator[float]:
     """Yield the seconds that are left, with pauses between, until none are; at least once.
 
-    Args:
-        seconds (`float`): until the deadline.
-        pause (`float`): seconds before the second look.
-        longest (`float`, *optional*): up to which pauses double. None: all are the same.
+    Pauses double up to the `longest`; without one all are the same.
     """
     end, left = time.monotonic() + seconds, max(seconds, 0.0)
     while True:

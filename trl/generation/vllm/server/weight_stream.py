@@ -93,21 +93,22 @@ def batches(weights: Iterable[tuple[str, Tensor]], device: torch.device) -> Iter
 
 
 class WeightGroup:
-    """A trainer and workers whose GPUs hand weights to each other by NCCL.
+    """A trainer, which has rank 0, and workers whose GPUs hand weights to each other by NCCL.
 
-    Args:
-        rank (`int`): 0 for the trainer.
-        size (`int`): of the group.
-        device (`torch.device`): of this member's weights.
-        seconds (`float`): in which each step of a transfer must happen.
-        identity (`str`, *optional*): by which members find each other; None: makes one.
+    Each step of a transfer must happen within `seconds`. Members find each other by an identity,
+    which the trainer's group makes.
 
     Raises:
         TransferError: if NCCL does not start.
     """
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, seconds: float, identity: str | None
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        seconds: float,
+        identity: str | None = None,
     ):
         self.seconds = seconds
         self._device = device
@@ -136,11 +137,9 @@ class WeightGroup:
         self._finish(begun, check)
 
     def broadcast(self, flat: Tensor, check: Check = lambda: None) -> None:
-        """Hand bytes from the trainer's GPU to all.
+        """Hand bytes from the trainer's GPU to all; of a worker, what is filled.
 
-        Args:
-            flat (`Tensor`): bytes; of a worker, what is filled.
-            check: called meanwhile; raises if another member has failed.
+        Meanwhile `check` raises if another member has failed.
 
         Raises:
             TransferError: if they do not get through in time.

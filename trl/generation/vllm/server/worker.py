@@ -19,13 +19,7 @@ from .weight_stream import Batch, WeightGroup, unpacked
 
 
 class Receiver:
-    """Takes the weights of one trainer.
-
-    Args:
-        run (`str`): tells the trainer from others.
-        model (`nn.Module`): of the engine.
-        group (`WeightGroup`, *optional*): over which bytes come that are in no message.
-    """
+    """Takes the weights of one run into an engine's model: from messages, or over a group."""
 
     def __init__(self, run: str, model: Any, group: WeightGroup | None = None):
         self.run = run
@@ -107,19 +101,17 @@ class WeightWorker:
     def trl_join(
         self, run: str, identity: str | None, ranks: tuple[int, int], seconds: float
     ) -> None:
-        """Take the weights of a trainer from now on, and of no other.
+        """Take the weights of a run from now on, and of no other.
 
-        Args:
-            run (`str`): tells the trainer from others.
-            identity (`str`, *optional*): of the group over which bytes come. None: in messages.
-            ranks: in the group, of this server's first worker; and the size of the group.
-            seconds (`float`): in which each step of a transfer must happen.
+        Bytes come over the group of an identity, or in messages if there is none. `ranks` are that
+        of this server's first worker in the group, and its size.
         """
         worker: Any = self
         parallel = worker.vllm_config.parallel_config
         place = parallel.data_parallel_index * parallel.world_size + worker.rank
-        self._trl_leave()
-        group = None
+        if self._trl_receiver is not None and self._trl_receiver.group is not None:
+            self._trl_receiver.group.close()
+        self._trl_receiver = group = None
         if identity is not None:
             first, size = ranks
             group = WeightGroup(first + place, size, worker.device, seconds, identity)
@@ -129,12 +121,7 @@ class WeightWorker:
     def trl_receive(self, message: bytes) -> None:
         """Take a message with weights; see `Batch.packed`."""
         head, body = unpacked(message)
-        receiver = self._trl_receiver_of(head["run"])
-        try:
-            receiver.receive(head, body)
-        except BaseException:  # the next one would be taken for another
-            self._trl_leave()
-            raise
+        self._trl_receiver_of(head["run"]).receive(head, body)
 
     def trl_prove(self, run: str, sync: int) -> str | None:
         """Prove that the engine holds all weights that it was sent; see `Receiver.prove`."""
@@ -144,11 +131,6 @@ class WeightWorker:
         if self._trl_receiver is None or self._trl_receiver.run != run:
             raise RuntimeError("Another trainer has connected to this server since.")
         return self._trl_receiver
-
-    def _trl_leave(self) -> None:
-        if self._trl_receiver is not None and self._trl_receiver.group is not None:
-            self._trl_receiver.group.close()
-        self._trl_receiver = None
 
     def trl_held(self) -> list[Any]:
         """Run and number of the sync whose weights the engine holds; nothing if it holds none."""
