@@ -59,7 +59,8 @@ BAD = [
     ({"prompt": ""}, "has no tokens"),
     ({"prompt": "x" * 20}, "has 20 tokens; at most 19 are possible .*the model sees 20 .*'drop'"),
     ({"prompt": 3}, "must be a string or a list of messages"),
-    ({"prompt": []}, "must be a string or a list of messages"),
+    ({"prompt": []}, "has no messages. Remove such rows"),
+    ({"prompt": None}, "is missing. Remove such rows, for example with dataset.filter"),
     ({"prompt": [USER, {"role": "assistant"}]}, "has no 'content' in message 1"),
     ({"prompt": [USER, {"content": "a"}]}, "has no 'role' in message 1"),
     ({"prompt": [USER, {"role": "refused", "content": "a"}]}, "tokenized: TemplateError: no such"),
@@ -88,11 +89,11 @@ def test_errors_name_the_row(row, words):
         encode([{"prompt": "a"}, {"text": "a"}])
 
 
-@pytest.mark.parametrize(("row", "words"), [BAD[i] for i in (0, 1, 4, 5, 6)])
+@pytest.mark.parametrize(("row", "words"), [BAD[i] for i in (0, 1, 4, 5, 6, 7)])
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_dataset_is_checked_row_by_row(row, words, streams):
     """The bad row is not in the first batch of rows that are tokenized at once."""
-    good = {"prompt": "a" if isinstance(row["prompt"], str) else [USER]}
+    good = {"prompt": [USER] if isinstance(row["prompt"], list) else "a"}
     dataset = Dataset.from_list([good] * 1002 + [row])
     dataset = dataset.to_iterable_dataset() if streams else dataset
     encode = PromptEncoder(strict_tokenizer(), limit=limit())

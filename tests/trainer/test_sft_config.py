@@ -11,7 +11,7 @@ def test_defaults():
     args = make()
     assert (args.learning_rate, args.max_length, args.logging_steps) == (2e-5, 1024, 10)
     assert args.gradient_checkpointing and args.completion_only_loss is None
-    assert args.row_limit == "keep_start" and args.pad_multiple is None
+    assert args.row_limit == "keep_start" and args.pad_to_multiple_of is None
     assert args.order_seed == 42
     assert not hasattr(args, "beta")  # there is no reference policy
 

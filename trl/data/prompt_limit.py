@@ -13,17 +13,11 @@ SAYS_SOMETHING = ("content", "tool_calls", "reasoning_content")
 
 @dataclass(frozen=True)
 class PromptLimit:
-    """How long a prompt may be, and what becomes of a longer one.
+    """How long a prompt may be, and what becomes of a longer one."""
 
-    Args:
-        tokens (`int`, *optional*): most tokens. None: no limit.
-        reason (`str`): where that number comes from, for messages.
-        action (`str`): "error", "drop", or "cut-left", which keeps the end of the prompt.
-    """
-
-    tokens: int | None = None
-    reason: str = ""
-    action: str = "error"
+    tokens: int | None = None  # None: no limit
+    reason: str = ""  # where that number comes from, for messages
+    action: str = "error"  # or "drop", or "cut-left", which keeps the end of the prompt
 
     @classmethod
     def of(
@@ -70,6 +64,10 @@ def malformed_prompt(prompt: Any) -> str | None:
     """Say what is wrong with the form of a prompt, if something is."""
     if isinstance(prompt, str):
         return None
+    if prompt is None or prompt == []:
+        absent = "is missing" if prompt is None else "has no messages"
+        advice = "for example with dataset.filter(lambda row: row['prompt'])"
+        return f"{absent}. Remove such rows, {advice}."
     if not is_conversational({"prompt": prompt}):
         return "must be a string or a list of messages with 'role' and 'content'."
     for place, message in enumerate(prompt):

@@ -43,6 +43,7 @@ class PromptEncoder:
         self._limit = limit or PromptLimit()
         self._long: Counter[str] = Counter()  # rows of each dataset
         self._checked: list[Any] = []
+        self.longest: dict[str, tuple[int, int]] = {}  # tokens of each dataset's, and its row
 
     def __call__(self, rows: Sequence[Row]) -> Prompts:
         """Encode the `prompt` of each row; repeated rows share one list of ids.
@@ -128,7 +129,10 @@ class PromptEncoder:
         found = self._encode(rows, name)
         long = {number for number, ids in found.items() if self._limit.is_broken_by(ids)}
         self._long[name] += len(long)
-        return [number for number in rows if self._limit.action != "drop" or number not in long]
+        kept = [number for number in rows if self._limit.action != "drop" or number not in long]
+        lengths = [(len(self._limit.cut(found[number])), number) for number in kept]
+        self.longest[name] = max([self.longest.get(name, (0, 0)), *lengths])
+        return kept
 
     def _encode(self, rows: dict[int, Row], name: str) -> dict[int, list[int]]:
         """Token ids of numbered rows, in few calls of the tokenizer; errors name the number."""

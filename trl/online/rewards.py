@@ -133,8 +133,8 @@ class RewardSuite:
         text = "0"
         is_plain = isinstance(row["prompt"], str)
         completion = text if is_plain else [{"role": "assistant", "content": text}]
-        rows, completions, ids = ([value] * group_size for value in (row, completion, [0]))
-        inputs = RewardInputs(rows, completions, ids, trainer_state)  # type: ignore[arg-type]
+        completions, ids = [completion] * group_size, [[0]] * group_size
+        inputs = RewardInputs([row] * group_size, completions, ids, trainer_state)
         for source in self.sources:
             if isinstance(source, ModelReward):
                 continue

@@ -17,7 +17,6 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerState
 
-from ..distributed import fsdp_version
 from ..imports import is_available, require
 from ..models.sharded import local_shard, release
 from ..progress import Activity, watched
@@ -71,33 +70,8 @@ class SyncRefModelCallback(TrainerCallback):
     def _pairs(self, policy: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Each weight of the reference, with that of the policy."""
         weights = dict(policy.named_parameters())
-        reference = self.accelerator.unwrap_model(self.ref_model)
-        for name, parameter in reference.named_parameters():
+        for name, parameter in self.accelerator.unwrap_model(self.ref_model).named_parameters():
             yield parameter, weights[name]
-
-
-class SyncRefAdapterCallback(SyncRefModelCallback):
-    """The same where the reference is a frozen copy of an adapter, which is part of the policy.
-
-    The factors of the adapters are blended, not the changes of weights that they stand for.
-
-    Raises:
-        ValueError: under FSDP1, which cuts trained and frozen weights at different places.
-    """
-
-    def __init__(self, ref_model: nn.Module, accelerator: Accelerator):
-        super().__init__(ref_model, accelerator)
-        if fsdp_version(accelerator) == 1:
-            raise ValueError(
-                "sync_ref_model=True: FSDP1 divides the copy of an adapter in another way than the "
-                "adapter, so the copy cannot follow it. Train under FSDP2 (--accelerate_config "
-                "fsdp2) or ZeRO-3 (--accelerate_config zero3), or leave the option out."
-            )
-
-    def _pairs(self, policy: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        from ..models.reference import frozen_pairs
-
-        return frozen_pairs(policy)
 
 
 class RunRecord(TrainerCallback):
@@ -139,8 +113,7 @@ class _Progress:
     """How far a run is, how fast it goes, and what it is doing."""
 
     def __init__(self, state: TrainerState):
-        self.state = state
-        self.first = state.global_step
+        self.state, self.first = state, state.global_step
         self.activity = Activity("")
         self.metrics: list[str] = []
         self.started = self.updated = time.monotonic()
@@ -150,21 +123,22 @@ class _Progress:
 
     def left(self) -> str:
         """Time left, from the mean of all steps of this run; "-" before the first is done."""
-        done = self.state.global_step - self.first
-        if not done:
+        now = self.state.global_step
+        if now == self.first:
             return "-"
-        end = self.updated + (self.updated - self.started) / done * (
-            self.state.max_steps - self.state.global_step
-        )
+        seconds = (self.updated - self.started) / (now - self.first)
+        end = self.updated + seconds * (self.state.max_steps - now)
         return _clock(max(0.0, end - time.monotonic()))
+
+    def phase(self) -> str:
+        return DOING.get(self.activity.name, self.activity.name)
 
     def doing(self) -> str:
         """Such as "generating 12/64"."""
         now = self.activity
-        words = DOING.get(now.name, now.name)
         if not now.rows:
-            return words
-        return f"{words} {now.done}/{now.rows}" if now.done else f"{words} {count(now.rows, 'row')}"
+            return self.phase()
+        return f"{self.phase()} {f'{now.done}/{now.rows}' if now.done else count(now.rows, 'row')}"
 
 
 class _ProgressCallback(TrainerCallback):
@@ -183,12 +157,10 @@ class _ProgressCallback(TrainerCallback):
             self._watching.enter_context(watched(self._follow))
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Measure the speed."""
         if self._training is not None:
             self._training.updated = time.monotonic()
 
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Say what an evaluation found."""
         if state.is_world_process_zero:
             self._say(_evaluated(state, kwargs["metrics"]))
 
@@ -200,7 +172,6 @@ class _ProgressCallback(TrainerCallback):
             self._show_metrics(self._training)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Stop the clock."""
         self.close()
 
     def close(self) -> None:
@@ -243,11 +214,10 @@ class PlainProgressCallback(_ProgressCallback):
         now = self._training
         if now is None:
             return
-        state, words = now.state, DOING.get(activity.name, activity.name)
-        is_new = state.global_step == now.first and words not in self._told
+        is_new = now.state.global_step == now.first and now.phase() not in self._told
         if is_new or time.monotonic() - self._said > QUIET:
-            self._told.add(words)
-            self._say([f"step {state.global_step + 1}/{state.max_steps}", now.doing()])
+            self._told.add(now.phase())
+            self._say([_step(now.state, 1), now.doing()])
 
     def _show_metrics(self, now: _Progress) -> None:
         self._say([_step(now.state), *now.metrics, f"{now.elapsed()}, {now.left()} left"])
@@ -270,9 +240,9 @@ class RichProgressCallback(_ProgressCallback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._live = require("rich.live", "RichProgressCallback")
-        self._text = require("rich.text", "RichProgressCallback").Text
-        self._console = require("rich.console", "RichProgressCallback").Console()
+        names = ("rich.live", "rich.text", "rich.console")
+        self._live, self._text, console = (require(x, "RichProgressCallback") for x in names)
+        self._console = console.Console()
         self._drawing: Any = None
         self._evaluation: tuple[int, int | None] | None = None  # batches done, and of how many
 
@@ -306,19 +276,17 @@ class RichProgressCallback(_ProgressCallback):
         super().close()
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield self._text(self._line(options.max_width), no_wrap=True, overflow="ellipsis")
+        yield self._text.Text(self._line(options.max_width), no_wrap=True, overflow="ellipsis")
 
     def _line(self, width: int) -> str:
         """What is shown, the more the wider the terminal is; what comes first matters most."""
         now, parts = self._training, []
-        if now is not None:
-            parts.append(_step(now.state))
         if self._evaluation is not None:
             done, total = self._evaluation
-            parts.append(f"evaluation {done}/{'?' if total is None else total}")
+            parts = [f"evaluation {done}/{'?' if total is None else total}"]
         if now is not None:
-            parts += [f"ETA {now.left()}", now.doing(), "  ".join(now.metrics), now.elapsed()]
-        parts = [part for part in parts if part]
+            parts = [_step(now.state), *parts, f"ETA {now.left()}", now.doing()]
+            parts = [x for x in (*parts, "  ".join(now.metrics), now.elapsed()) if x]
         while len(parts) > 1 and len("  ".join(parts)) > width:
             parts.pop()
         room = width - len("  ".join(parts)) - 2
@@ -363,11 +331,10 @@ def _shown(metrics: dict[str, Any], prefix: str = "") -> list[str]:
     """Names and values; a value that is missing or NaN, as of rewards that are all None, is "-"."""
     names = SHOWN if f"{prefix}reward" in metrics else SHOWN_WITHOUT_REWARD
     found = {word: metrics[prefix + key] for word, key in names.items() if prefix + key in metrics}
-    return [f"{word} {_number(value)}" for word, value in found.items()]
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.3g}"
+    return [
+        f"{word} {'-' if value is None or math.isnan(value) else f'{value:.3g}'}"
+        for word, value in found.items()
+    ]
 
 
 def _evaluated(state: TrainerState, metrics: dict[str, float]) -> list[str]:
@@ -378,8 +345,8 @@ def _evaluated(state: TrainerState, metrics: dict[str, float]) -> list[str]:
     return [_step(state), title, *_shown(metrics, prefix)]
 
 
-def _step(state: TrainerState) -> str:
-    return f"step {state.global_step}/{state.max_steps}"
+def _step(state: TrainerState, later: int = 0) -> str:
+    return f"step {state.global_step + later}/{state.max_steps}"
 
 
 def _clock(seconds: float) -> str:

@@ -127,7 +127,7 @@ class RewardTrainer(OfflineTrainer):
         pairs = zip(rows.prompt_ids, rows.completion_ids, strict=True)
         texts = TokenRows.of([((), [*prompt, *answer]) for prompt, answer in pairs])
         pad_id, args = self.processing_class.pad_token_id, self.args
-        layout = plain_layout(texts, pad_id, args.device, args.pad_multiple)
+        layout = plain_layout(texts, pad_id, args.device, args.pad_to_multiple_of)
         names = ("input_ids", "attention_mask")
         return model(**{name: layout.inputs[name] for name in names}).logits[:, 0].float()
 

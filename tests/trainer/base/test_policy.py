@@ -13,7 +13,7 @@ from transformers import (
 
 from trl.trainer.base.policy import (
     check_devices,
-    check_run,
+    checked_args,
     init_options,
     prepare_policy,
     router_coefficient,
@@ -198,8 +198,9 @@ def test_one_process_must_not_see_several_gpus(tmp_path):
 
 def test_options_of_another_trainer(tmp_path):
     with pytest.raises(TypeError, match="must be an instance of GRPOConfig, not of RLOOConfig"):
-        check_run("model", config(tmp_path), GRPOConfig)
-    assert check_run("model", config(tmp_path), RLOOConfig) is None
+        checked_args("model", config(tmp_path), GRPOConfig)
+    args = config(tmp_path)
+    assert checked_args("model", args, RLOOConfig) is args
 
 
 @pytest.mark.parametrize("loaded", [False, True])
@@ -209,13 +210,13 @@ def test_the_output_may_not_replace_the_model(tmp_path, loaded):
     model.config._name_or_path = str(tmp_path / "model")
     given = model if loaded else f"{tmp_path}/model"
     with pytest.raises(ValueError, match="output_dir=.* is the folder of the model"):
-        check_run(given, config(f"{tmp_path}/./model/"), RLOOConfig)
-    assert check_run(given, config(tmp_path / "out"), RLOOConfig) is None
+        checked_args(given, config(f"{tmp_path}/./model/"), RLOOConfig)
+    assert checked_args(given, config(tmp_path / "out"), RLOOConfig)
 
 
 def test_a_path_that_leads_nowhere(tmp_path):
     (tmp_path / "smollm").mkdir()
     with pytest.raises(FileNotFoundError, match="there is no such folder. Did you mean smollm?"):
-        check_run(str(tmp_path / "smolm"), config(tmp_path / "out"), RLOOConfig)
+        checked_args(str(tmp_path / "smolm"), config(tmp_path / "out"), RLOOConfig)
     with pytest.raises(FileNotFoundError, match="'./nowhere/x': there is no such folder."):
-        check_run("./nowhere/x", config(tmp_path / "out"), RLOOConfig)
+        checked_args("./nowhere/x", config(tmp_path / "out"), RLOOConfig)

@@ -24,8 +24,8 @@ def test_what_would_mean_nothing_is_refused(changes, words):
 
 
 def test_padding():
-    assert make(pad_to_multiple_of="8").pad_multiple == 8
-    assert make(pad_to_multiple_of=16).pad_multiple == 16
+    assert make(pad_to_multiple_of="8").pad_to_multiple_of == 8
+    assert make(pad_to_multiple_of=16).pad_to_multiple_of == 16
 
 
 @pytest.mark.parametrize(

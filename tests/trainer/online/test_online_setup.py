@@ -19,7 +19,7 @@ from trl.trainer.online import online_setup
 from trl.trainer.online.online_setup import (
     check_context,
     check_datasets,
-    check_longest_prompt,
+    check_engine_context,
 )
 
 
@@ -50,32 +50,6 @@ TEXT = Dataset.from_dict({"text": ["a"], "label": [1]})
 def test_bad_datasets(tmp_path, train, evaluation, error, words):
     with pytest.raises(error, match=words):
         check_datasets(train, evaluation, config(tmp_path))
-
-
-MESSAGES = [{"role": "user", "content": "a"}]
-
-
-@pytest.mark.parametrize(
-    ("prompts", "error", "words"),
-    [
-        (["a", "b", None, ""], ValueError, "train_dataset: the prompt of row 2 is missing"),
-        ([MESSAGES, [], MESSAGES, None], ValueError, "the prompt of row 1 has no messages"),
-        ([MESSAGES, None, [], MESSAGES], ValueError, "the prompt of row 1 is missing"),
-        ([None] * 4, ValueError, "the prompt of row 0 is missing"),
-        ([1, 2, 3, 4], TypeError, "must hold strings or lists of messages, not int64"),
-    ],
-)
-def test_prompts_that_could_not_be_encoded(tmp_path, prompts, error, words, monkeypatch):
-    monkeypatch.setattr("trl.trainer.online.online_setup.PROMPTS_AT_ONCE", 2)
-    with pytest.raises(error, match=words):
-        check_datasets(Dataset.from_dict({"prompt": prompts}), None, config(tmp_path))
-
-
-def test_rows_are_those_of_the_dataset_as_given(tmp_path):
-    data = Dataset.from_dict({"prompt": ["a", "", "b", "c", None]})
-    with pytest.raises(ValueError, match=r"eval_dataset: the prompt of row 1 is missing"):
-        check_datasets(dataset(), data.select([3, 4, 1]), config(tmp_path))
-    assert check_datasets(data.select([0, 2, 3, 0]), None, config(tmp_path)) is None
 
 
 @pytest.mark.parametrize("column", ["image", "images"])
@@ -132,7 +106,8 @@ def prompts_trainer(folder, lengths):
 
 def test_long_prompts_are_found_at_the_start(tmp_path, caplog):
     trainer = prompts_trainer(tmp_path, [3, 20, 9, 4])
-    check = partial(check_longest_prompt, trainer.train_dataset, trainer.encode, trainer.args)
+    longest = trainer.encode.longest["train_dataset"]
+    check = partial(check_engine_context, trainer.args, longest=longest)
     online_setup.logger.propagate = True
 
     def warnings():

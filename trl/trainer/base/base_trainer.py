@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -17,6 +18,7 @@ from transformers.utils import logging
 from ...distributed import Ranks
 from ...imports import beyond_tested
 from ...models.quantized import check_sharding
+from ...models.scorer import Scorer
 from ...online.guard import FiniteGuard
 from ...online.metrics import MetricStore
 from ...random_numbers import random_numbers_kept
@@ -24,10 +26,10 @@ from ...types import Mode, Rows
 from ..callbacks import RunRecord, close_progress, show_progress
 from .base_config import BaseConfig
 from .checkpoint import UNFINISHED, publish_together, saving_model, told
-from .loop_state import LoopCallback, Place, RankState, logs_at
+from .loop_state import LoopCallback, Place, RankState
 from .model_card import Publishing
 from .phases import Phases
-from .policy import Policy
+from .policy import Policy, router_coefficient
 from .resuming import check_engine, choose_checkpoint, describe_run, warn_of_earlier_run
 
 if TYPE_CHECKING:
@@ -43,11 +45,6 @@ class BaseTrainer(Publishing, Trainer):
     A subclass says how the batches of its loader become rows (`prepare`), and what their loss is
     (`compute_loss`). A mode is handed along: rows are prepared, and metrics collected, for "train"
     or for "eval".
-
-    Args:
-        policy (`Policy`): what is trained.
-        args (`BaseConfig`): options.
-        options: further arguments of `transformers.Trainer`.
     """
 
     _is_saving = False  # a checkpoint
@@ -118,10 +115,8 @@ class BaseTrainer(Publishing, Trainer):
 
         Args:
             resume_from_checkpoint (`bool` or `str`, *optional*): True for the newest intact
-                checkpoint in the output folder, or the path of one.
-
-        Raises:
-            ValueError: as `find_checkpoint`.
+                checkpoint in the output folder, or the path of one; it is an error if there is
+                none.
         """
         try:
             with self.ranks.propagate_failures():
@@ -137,12 +132,14 @@ class BaseTrainer(Publishing, Trainer):
 
     def training_step(self, model: nn.Module, inputs: Any, *others: Any) -> Tensor:
         """Train on one micro-batch, counting steps and seconds."""
-        self.place.begin_micro_step()
+        if self.place.substep == 0:
+            self.place.started = time.perf_counter()
         model.train()
         rows: Rows = self.prepare(inputs, "train")
         step, quiet = super().training_step, self.accelerator.no_sync
         loss = self.phases.train(rows, partial(step, model), partial(quiet, model))
-        self.place.end_micro_step()
+        self.place.micro_steps += 1
+        self.place.substep += 1
         # The guard refuses such an update, or skips it; the mean in the log is then of the others.
         return torch.where(loss.isfinite(), loss, 0.0)
 
@@ -157,25 +154,21 @@ class BaseTrainer(Publishing, Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Look at the gradient before the optimizer does: the one place that waits for it."""
         norm = super()._get_grad_norm(model, grad_norm)
-        finite = bool(torch.isfinite(torch.as_tensor(norm)))
+        finite, step = bool(torch.isfinite(torch.as_tensor(norm))), self.state.global_step + 1
         # With a loss scaler an infinite gradient is its signal to lower the scale.
         if finite or self.accelerator.scaler is not None:
             self.guard.forget()
         else:
-            self._refuse_update(model)
+            error = self.guard.reason(step)
+            if self.args.non_finite == "raise":
+                raise error
+            logger.warning(f"{error} This update is skipped.")
+            if not self.is_deepspeed_enabled:  # which has left such an update out by itself
+                model.zero_grad(set_to_none=True)  # so that the optimizer leaves weights alone
         if self.args.non_finite == "skip":
             self.metrics["train"].value("frac_skipped_updates", float(not finite))
-        self.check_update(self.state.global_step + 1)
+        self.check_update(step)
         return norm
-
-    def _refuse_update(self, model: nn.Module) -> None:
-        """Stop, or take the gradients away so that the optimizer leaves the weights alone."""
-        error = self.guard.reason(self.state.global_step + 1)
-        if self.args.non_finite == "raise":
-            raise error
-        logger.warning(f"{error} This update is skipped.")
-        if not self.is_deepspeed_enabled:  # it has left such an update out by itself
-            model.zero_grad(set_to_none=True)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Rows have no token count before they are prepared, so nothing is counted."""
@@ -191,12 +184,12 @@ class BaseTrainer(Publishing, Trainer):
             self.phases.drop_update()
             self.place.substep = 0
         if not self.control.should_training_stop:
-            self.place.begin_epoch(self.place.epoch + 1)
+            self.place.epoch, self.place.micro_steps = self.place.epoch + 1, 0
             self.end_epoch()
 
     def _end_update(self) -> None:
         # Devices work behind: looking at the gradient's norm has waited for all of the backward.
-        self.metrics["train"].value("step_time", self.place.seconds())
+        self.metrics["train"].value("step_time", time.perf_counter() - self.place.started)
         self.place.substep = 0
         self.phases.end_update()
 
@@ -259,7 +252,12 @@ class BaseTrainer(Publishing, Trainer):
 
     def logs_next(self, mode: Mode) -> bool:
         """Whether metrics are logged after the update that is being computed."""
-        return mode == "eval" or logs_at(self.args, self.state, self.state.global_step + 1)
+        if mode == "eval" or self.args.logging_strategy == "epoch":
+            return True
+        step = self.state.global_step + 1
+        is_due = step % max(1, int(self.state.logging_steps)) == 0
+        is_first = self.args.logging_first_step and step == 1
+        return self.args.logging_strategy == "steps" and (is_due or is_first)
 
     # --- State and resuming ---
 
@@ -300,12 +298,11 @@ class BaseTrainer(Publishing, Trainer):
         self.begin_training()
         if self._saved is None:
             return
-        checkpoint, state = self._saved
+        (checkpoint, state), self._saved = self._saved, None
         if state is not None:
             self.rank_state.restore(state)
         if self._moving_reference is not None:
             self._moving_reference.read(checkpoint, self.ranks)
-        self._saved = None
         if self.is_world_process_zero():
             where = f"step {self.state.global_step} of {self.state.max_steps}"
             print(f"resumed from {checkpoint}: {where}, epoch {self.state.epoch:.2f}", flush=True)
@@ -317,11 +314,7 @@ class BaseTrainer(Publishing, Trainer):
             self._moving_reference.write(output_dir, self.args.should_save)
 
     def find_checkpoint(self, wanted: Any = True) -> str | None:
-        """Return the folder of the checkpoint `wanted`, as in `train`; all processes call this.
-
-        Raises:
-            ValueError: see `choose_checkpoint`; and for an adapter under FSDP1.
-        """
+        """Return the folder of the checkpoint `wanted`, as in `train`; all processes call this."""
         if wanted:
             check_engine(self.model, self.accelerator)
         if self._chosen is None or str(wanted) != self._chosen:
@@ -334,7 +327,20 @@ class BaseTrainer(Publishing, Trainer):
         facts = describe_run(self.args, self.train_dataset, self.model)
         return {"trainer": type(self).__name__} | facts | self.run_facts
 
-    # --- Reference policy ---
+    # --- What computes log-probabilities ---
+
+    def _make_scorer(self, temperature: float = 1.0) -> None:
+        args, self.router_coefficient = self.args, router_coefficient(self.model, self.args)
+        self.scorer = Scorer(
+            pad_id=self.processing_class.pad_token_id,
+            temperature=temperature,
+            device=args.device,
+            pad_multiple=args.pad_to_multiple_of,
+            router_logits=self.router_coefficient != 0.0,
+            shared_prefix=args.shared_prefix,
+            chunk=args.logits_chunk_size,
+        )
+        self.phases.on_forget(self.scorer.forget)
 
     def _make_reference(self, brought_adapter: bool, given: Any, model: Any) -> None:
         from ...models.reference import make_reference  # many runs have none
@@ -347,14 +353,13 @@ class BaseTrainer(Publishing, Trainer):
         self.reference = reference.prepare(self.accelerator)
         if self.args.sync_ref_model:
             self._moving_reference = MovingReference(self.reference, self.accelerator)
-            self.add_callback(self._moving_reference.callback)
+            self.add_callback(self._moving_reference)
 
     # --- Saving ---
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write a checkpoint aside, seal it, and give it its name when it is complete."""
-        folder = Path(self._get_output_dir(trial))
-        name = f"checkpoint-{self.state.global_step}"
+        folder, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
         staged, final = folder / UNFINISHED / name, folder / name
         facts = {"settings": self.run_settings, "weights_only": self.args.save_only_model}
         self._is_saving = True
@@ -362,7 +367,10 @@ class BaseTrainer(Publishing, Trainer):
             with told(staged, final):
                 self._write_card(staged)
                 super()._save_checkpoint(model, trial)
-                self._name_best(staged, final)
+                if self.state.best_model_checkpoint == str(staged):
+                    self.state.best_model_checkpoint = str(final)
+                    if self.args.should_save:
+                        self.state.save_to_json(str(staged / "trainer_state.json"))
                 best = self.state.best_model_checkpoint
                 publish_together(staged, final, facts, best, self.args, self.ranks)
         finally:
@@ -378,14 +386,6 @@ class BaseTrainer(Publishing, Trainer):
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
         return str(Path(folder, UNFINISHED)) if self._is_saving else folder
-
-    def _name_best(self, staged: Path, final: Path) -> None:
-        """Record the best checkpoint under its name, if it is the one being written."""
-        if self.state.best_model_checkpoint != str(staged):
-            return
-        self.state.best_model_checkpoint = str(final)
-        if self.args.should_save:
-            self.state.save_to_json(str(staged / "trainer_state.json"))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         bare = self.accelerator.unwrap_model(self.model)

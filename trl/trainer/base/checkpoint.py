@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +31,17 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 def checkpoints_in(folder: str | Path) -> list[Path]:
     """The checkpoints in an output folder, newest step first."""
-    found = [path for path in Path(folder).glob("checkpoint-*") if path.is_dir()]
-    return sorted((p for p in found if _NAME.fullmatch(p.name)), key=step_of, reverse=True)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step in the name of a checkpoint folder."""
-    match = _NAME.fullmatch(checkpoint.name)
-    return int(match[1]) if match else -1
+    found = [
+        (int(name[1]), path)
+        for path in Path(folder).glob("checkpoint-*")
+        if path.is_dir() and (name := _NAME.fullmatch(path.name))
+    ]
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 @contextmanager
 def told(staged: Path, final: Path) -> Iterator[None]:
-    """Remove what was written of a checkpoint that failed, and say so in terms of disks.
-
-    Raises:
-        OSError: naming the free space and the checkpoints that are left.
-    """
+    """Remove what was written of a checkpoint that failed, and say so in terms of disks."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -66,19 +60,15 @@ def publish_together(
 ) -> None:
     """Seal and publish what all ranks have written, once on each disk, and remove old checkpoints.
 
-    Args:
-        staged, final (`Path`): where it was written, and its name.
-        facts: JSON values to keep with the checksums.
-        best (`str`, *optional*): the best checkpoint, which stays.
-        args (`TrainingArguments`): `checkpoint_checksums`, `save_total_limit`.
-        ranks (`Ranks`): all processes; every one calls this.
+    Every rank calls this. `facts` are JSON values to keep with the checksums; the `best` checkpoint
+    stays.
     """
     mark = staged / _DISK
     if ranks.rank == 0:
         mark.touch()
     ranks.wait()  # also for all files
     shares = mark.exists()  # the disk of rank 0: nodes may have disks of their own
-    ranks.wait()
+    ranks.wait()  # for all to have looked
     if ranks.rank == 0:
         mark.unlink()
     if ranks.rank == 0 or (args.local_process_index == 0 and not shares):
@@ -108,31 +98,22 @@ def saving_model(model: Any, each_node: bool) -> Iterator[None]:
 def seal(folder: Path, facts: dict[str, Any], whole: bool = True) -> None:
     """Write the manifest, when everything else in `folder` is written, and flush all to the disk.
 
-    Args:
-        facts: JSON values to keep with the checksums.
-        whole (`bool`): False: of large files, checksums are of their ends and of samples between.
+    Unless `whole`, checksums of large files are of their ends and of samples between.
     """
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     files = [path for path in files if path.name not in _FREE]
+    names = [path.relative_to(folder).as_posix() for path in files]
     with ThreadPoolExecutor(4) as pool:
-        sums = pool.map(lambda path: _flushed_sum(path, whole), files)
-        described = {
-            path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size} | sums_of_file
-            for path, sums_of_file in zip(files, sums, strict=True)
-        }
-    content = {"facts": facts, "files": described}
+        described = pool.map(lambda path: _flushed(path, whole), files)
+        content = {"facts": facts, "files": dict(zip(names, described, strict=True))}
     text = json.dumps({"content": content, "sha256": _text_sum(content)}, indent=1)
     (folder / MANIFEST).write_text(text, encoding="utf-8")
-    _flushed_sum(folder / MANIFEST, whole=False)
+    _flushed(folder / MANIFEST, whole=False)
     _flush_folder(folder)
 
 
 def facts_of(folder: Path) -> dict[str, Any] | None:
-    """What `seal` was given; None for a folder without a manifest, written by another program.
-
-    Raises:
-        ValueError: if the manifest is damaged.
-    """
+    """What `seal` was given; None for a folder without a manifest, written by another program."""
     content = _content(folder)
     return None if content is None else content["facts"]
 
@@ -148,12 +129,10 @@ def find_fault(folder: Path) -> str | None:
     if content is None:
         ours = sorted(path.name for path in folder.glob("trl_state_*.pt"))
         return f"{MANIFEST} is missing, though {ours[0]} is there" if ours else None
+    files = content["files"]
     with ThreadPoolExecutor(4) as pool:
-        checks = [
-            pool.submit(_fault_of, folder / name, expected)
-            for name, expected in content["files"].items()
-        ]
-    return next((fault for check in checks if (fault := check.result())), None)
+        faults = pool.map(_fault_of, map(folder.joinpath, files), files.values())
+        return next(filter(None, faults), None)
 
 
 def publish(staged: Path, final: Path) -> None:
@@ -175,17 +154,12 @@ def settle(folder: str | Path) -> None:
 
 
 def rotate(folder: str | Path, limit: int | None, keep: list[Path]) -> None:
-    """Remove the oldest checkpoints until `limit` are left, but none of `keep`.
-
-    Args:
-        limit (`int`, *optional*): None or 0: remove none.
-        keep: the checkpoint just written, and the best one.
-    """
+    """Remove the oldest checkpoints until `limit` are left, but none of `keep`; 0: no limit."""
     if not limit or limit < 0:
         return
     kept = {path.resolve() for path in keep}
-    others = [path for path in checkpoints_in(folder) if path.resolve() not in kept]
-    others.sort(key=lambda path: (path.stat().st_mtime, step_of(path)))
+    others = [path for path in checkpoints_in(folder)[::-1] if path.resolve() not in kept]
+    others.sort(key=lambda path: path.stat().st_mtime)  # resumed runs write lower steps later
     for path in others[: max(0, len(others) + len(kept) - max(limit, len(kept)))]:
         _withdraw(path)
         _remove_if_empty(path.with_name(UNFINISHED))
@@ -211,8 +185,7 @@ def _fault_of(path: Path, expected: dict[str, Any]) -> str | None:
     size = path.stat().st_size
     if size != expected["bytes"]:
         return f"{path.name} has {size} bytes, not {expected['bytes']}"
-    whole = "sha256" in expected
-    if _sum(path, whole) != {k: v for k, v in expected.items() if k != "bytes"}:
+    if {"bytes": size} | _sum(path, whole="sha256" in expected) != expected:
         return f"{path.name} is not what was written: its checksum differs"
     return None
 
@@ -233,11 +206,11 @@ def _sum(path: Path, whole: bool) -> dict[str, str]:
     return {"sampled_sha256": found.hexdigest()}
 
 
-def _flushed_sum(path: Path, whole: bool) -> dict[str, str]:
-    """The checksum of a file whose bytes are on the disk, not only on their way to it."""
+def _flushed(path: Path, whole: bool) -> dict[str, Any]:
+    """Size and checksum of a file whose bytes are on the disk, not only on their way to it."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return _sum(path, whole)
+    return {"bytes": path.stat().st_size} | _sum(path, whole)
 
 
 def _flush_folder(folder: Path) -> None:
@@ -258,5 +231,5 @@ def _withdraw(checkpoint: Path) -> None:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    if folder.is_dir() and not any(folder.iterdir()):
+    with suppress(OSError):
         folder.rmdir()

@@ -92,7 +92,7 @@ def accepts_legacy_options(cls: Any) -> Any:
     The class warns once for each construction, naming the new keys. Giving an old name together
     with its new one, or a removed name, is an error.
     """
-    original, table = cls.__init__, cls.legacy_options
+    original, table = cls.__init__, vars(cls)["legacy_options"]
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

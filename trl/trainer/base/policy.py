@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, set_seed
 from transformers.utils import logging
@@ -33,7 +34,7 @@ class Policy:
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase
-    brought_adapter: bool  # the caller's model already had an adapter
+    brought_adapter: bool  # whether the model that was given had one
 
 
 def prepare_policy(
@@ -46,8 +47,7 @@ def prepare_policy(
 ) -> Policy:
     """Load what was given by name and apply the options that change the model.
 
-    Args:
-        change (*optional*): changes model and tokenizer before an adapter is added.
+    `change` changes model and tokenizer before an adapter is added.
 
     Raises:
         TypeError: for a model or processing class of an unexpected kind.
@@ -78,11 +78,7 @@ def prepare_policy(
 
 
 def _load(
-    name: str,
-    args: BaseConfig,
-    init_kwargs: dict[str, Any],
-    quantization_config: Any,
-    peft_config: Any,
+    name: str, args: BaseConfig, init_kwargs: dict[str, Any], quantization: Any, peft_config: Any
 ) -> nn.Module:
     """Load a model, or an adapter and the model below it."""
     from ...models.adapters import adapter_base, is_adapter, load_adapter
@@ -96,8 +92,8 @@ def _load(
                 "(--use_peft), or give the model below it."
             )
         name, init_kwargs["revision"] = adapter_base(name, revision)
-    quantization = quantization_config or init_kwargs.get("quantization_config")
-    if quantization is not None and peft_config is None and adapter is None:
+    is_quantized = quantization or init_kwargs.get("quantization_config")
+    if is_quantized and peft_config is None and adapter is None:
         raise ValueError(
             "Quantized weights cannot be trained: add an adapter with peft_config (--use_peft), "
             "or leave the quantization out."
@@ -106,7 +102,7 @@ def _load(
         name,
         init_kwargs,
         args.trust_remote_code,
-        quantization_config,
+        quantization,
         distributed=args.world_size > 1,
         gives_rewards=args.trains_reward_model,
     )
@@ -195,12 +191,22 @@ def router_coefficient(model: nn.Module, args: BaseConfig) -> float:
     return float(args.router_aux_loss_coef)
 
 
-def check_devices(args: BaseConfig) -> None:
-    """Refuse the implicit data parallelism of one process over several GPUs.
+def check_dataset(name: str, dataset: Any) -> None:
+    """Check the kind of a dataset; `name` is what messages call it."""
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        raise TypeError(
+            f"{name} must be a datasets.Dataset or IterableDataset, not {type(dataset).__name__}."
+        )
+    images = {"image", "images"} & set(dataset.column_names or ())
+    if images:
+        raise NotImplementedError(
+            f"{name} has the column {images.pop()!r}: images are not available in this release. "
+            "Remove the column to train on text."
+        )
 
-    Raises:
-        ValueError: telling how to start one process for each GPU.
-    """
+
+def check_devices(args: BaseConfig) -> None:
+    """Refuse the implicit data parallelism of one process over several GPUs."""
     if args.n_gpu > 1:
         raise ValueError(
             f"One process sees {args.n_gpu} GPUs. Start one process for each with `accelerate "
@@ -208,32 +214,35 @@ def check_devices(args: BaseConfig) -> None:
         )
 
 
-def check_run(model: Any, args: Any, config_class: type[BaseConfig]) -> None:
-    """Check that the options are the trainer's, and where the model is and will be.
+def checked_args(model: Any, args: Any, config_class: type[BaseConfig], method: str = "") -> Any:
+    """The options of a run, by default with an output folder named after model and method.
 
     Raises:
         TypeError: if `args` is of another class.
         FileNotFoundError: if `model` is a path and nothing is there.
-        ValueError: if the output would replace the model.
+        ValueError: if the output would replace the model; see also `check_devices`.
     """
+    config = getattr(model, "config", None)
+    name = model if isinstance(model, str) else getattr(config, "_name_or_path", "")
+    if args is None:
+        args = config_class(f"{name.rstrip('/').split('/')[-1]}-{method}")
     if not isinstance(args, config_class):
         raise TypeError(
             f"args must be an instance of {config_class.__name__}, not of {type(args).__name__}."
         )
-    config = getattr(model, "config", None)
-    name = model if isinstance(model, str) else getattr(config, "_name_or_path", "")
-    if name and args.output_dir:
-        _check_places(name, isinstance(model, str), args.output_dir)
+    check_devices(args)
+    _check_places(name, isinstance(model, str), args.output_dir)
+    return args
 
 
-def _check_places(name: str, is_wanted: bool, output: str) -> None:
+def _check_places(name: str, is_wanted: bool, output: str | None) -> None:
     place = Path(name).expanduser()
     if is_wanted and name.startswith((".", "/", "~")) and not place.exists():
         beside = [path.name for path in place.parent.glob("*/")]
         raise FileNotFoundError(
             f"model={name!r}: there is no such folder.{did_you_mean(place.name, beside)}"
         )
-    if place.is_dir() and place.resolve() == Path(output).resolve():
+    if name and output and place.is_dir() and place.resolve() == Path(output).resolve():
         raise ValueError(
             f"output_dir={output!r} is the folder of the model, which would be replaced. Choose "
             "another one."

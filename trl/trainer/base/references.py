@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...distributed import Ranks
+from ...distributed import Ranks, fsdp_version
 from ...models.loading import disable_dropout_in_model, load_policy
-from ...models.reference import FrozenCopy, ReferencePolicy
-from ..callbacks import SyncRefAdapterCallback, SyncRefModelCallback
+from ...models.reference import AdapterOff, FrozenCopy, ReferencePolicy, frozen_pairs
+from ..callbacks import SyncRefModelCallback
 from .loop_state import load
 from .policy import init_options
 from .resuming import fingerprint
@@ -63,40 +64,44 @@ def facts_of_reference(reference: ReferencePolicy) -> dict[str, Any]:
     return {"the reference's weights (fingerprint)": fingerprint(weights)}
 
 
-class MovingReference:
+class MovingReference(SyncRefModelCallback):
     """A reference that follows the policy (`sync_ref_model`), and is a file of checkpoints.
 
     Args:
         reference (`ReferencePolicy`): as it is prepared for training.
         accelerator (`Accelerator`): the trainer's.
 
-    Attributes:
-        callback (`TrainerCallback`): moves it.
-
     Raises:
         NotImplementedError: if the reference has no weights of its own.
+        ValueError: for the copy of an adapter under FSDP1, which cuts trained and frozen weights
+            at different places.
     """
 
     def __init__(self, reference: ReferencePolicy, accelerator: Accelerator):
-        self._copy: FrozenCopy | None = None
-        if isinstance(reference, FrozenCopy):
-            self._copy = reference
-        elif reference.adapter is None:
+        super().__init__(reference.model, accelerator)
+        # The copy of an adapter is part of the policy, and so of its checkpoints.
+        self._copy = reference if isinstance(reference, FrozenCopy) else None
+        if isinstance(reference, AdapterOff) and reference.adapter is None:
             raise NotImplementedError(
                 "sync_ref_model=True: the reference is the base model, which has no weights of its "
                 "own that could move. Leave the option out, or pass a model that already has an "
                 "adapter: its reference is a copy of that."
             )
-        # The copy of an adapter is part of the policy, and so of its checkpoints.
-        kind = SyncRefAdapterCallback if self._copy is None else SyncRefModelCallback
-        self.callback = kind(reference.model, accelerator)
+        if self._copy is None and fsdp_version(accelerator) == 1:
+            raise ValueError(
+                "sync_ref_model=True: FSDP1 divides the copy of an adapter in another way than the "
+                "adapter, so the copy cannot follow it. Train under FSDP2 (--accelerate_config "
+                "fsdp2) or ZeRO-3 (--accelerate_config zero3), or leave the option out."
+            )
+
+    def _pairs(self, policy: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        # Of adapters the factors are blended, not the changes of weights that they stand for.
+        return frozen_pairs(policy) if self._copy is None else super()._pairs(policy)
 
     def write(self, folder: str | Path, writes: bool) -> None:
-        """Write its weights to a checkpoint; every rank calls this, some write."""
-        if self._copy is None:
-            return
-        weights = self._copy.state_dict()
-        if writes:
+        """Write its weights to a checkpoint; every rank calls this, for all take part."""
+        weights = None if self._copy is None else self._copy.state_dict()
+        if weights is not None and writes:
             torch.save(weights, Path(folder) / REFERENCE_FILE)
 
     def read(self, folder: str | Path, ranks: Ranks) -> None:

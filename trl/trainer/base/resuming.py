@@ -65,42 +65,33 @@ def choose_checkpoint(wanted: Any, args: Any, settings: dict[str, Any], ranks: R
     Raises:
         ValueError: on every rank, if there is none, or some rank does not find it.
     """
-    found: tuple[str | None, str | None] = (None, None)
+    # The first rank alone reads all checkpoints; what it finds, or misses, holds for all ranks.
+    chosen: Any = None
+    problem: str | None = None
     if ranks.rank == 0:
-        found = _chosen_on_first(wanted, args, settings)
-    chosen, problem = ranks.gather_objects(found)[0]
+        settle(args.output_dir)
+        try:
+            if wanted:
+                chosen = _newest_intact(args.output_dir) if wanted is True else _named(Path(wanted))
+                _compare(chosen, args, settings)
+        except ValueError as error:
+            problem = str(error)
+    chosen, problem = ranks.gather_objects((chosen, problem))[0]
     if args.local_process_index == 0:
         settle(args.output_dir)  # of a disk of its own; on that of rank 0 all is done
     if problem is not None:
         raise ValueError(problem)
-    if chosen is not None:
-        _check_found(chosen, ranks)
-    return chosen
-
-
-def _chosen_on_first(
-    wanted: Any, args: Any, settings: dict[str, Any]
-) -> tuple[str | None, str | None]:
-    settle(args.output_dir)
-    if not wanted:
-        return None, None
-    try:
-        found = _newest_intact(args.output_dir) if wanted is True else _named(Path(wanted))
-        _compare(found, args, settings)
-    except ValueError as error:
-        return None, str(error)
-    return str(found), None
-
-
-def _check_found(chosen: str, ranks: Ranks) -> None:
-    """A process that finds nothing would begin anew while the others go on."""
-    finds = ranks.gather_objects((Path(chosen) / "trainer_state.json").is_file())
+    if chosen is None:
+        return None
+    # A process that finds nothing would begin anew while the others go on.
+    finds = ranks.gather_objects((chosen / "trainer_state.json").is_file())
     lacking = [str(rank) for rank, found in enumerate(finds) if not found]
     if lacking:
         raise ValueError(
             f"{chosen} cannot be resumed from: rank {', '.join(lacking)} does not find it. Put "
             "output_dir on a disk that all nodes share, or train with save_on_each_node=True."
         )
+    return str(chosen)
 
 
 def warn_of_earlier_run(folder: str) -> None:
@@ -115,11 +106,7 @@ def warn_of_earlier_run(folder: str) -> None:
 
 
 def check_engine(model: Any, accelerator: Any) -> None:
-    """Refuse an adapter where peft cannot load one.
-
-    Raises:
-        ValueError: under FSDP1, where peft would read one wrapped module without the others.
-    """
+    """Refuse an adapter under FSDP1, where peft would read one wrapped module without the rest."""
     if fsdp_version(accelerator) == 1 and is_peft_model(model):
         raise ValueError(
             "resume_from_checkpoint: an adapter cannot be restored under FSDP1. Train it under "
@@ -197,13 +184,7 @@ def _compare(checkpoint: Path, args: Any, settings: dict[str, Any]) -> None:
 
 
 def describe_run(args: Any, dataset: Any, model: nn.Module) -> dict[str, Any]:
-    """Collect the settings that a resumed run must share.
-
-    Args:
-        args (`TrainingArguments`): options.
-        dataset: that training draws from.
-        model: that is trained, before anything wraps it.
-    """
+    """The settings that a resumed run must share; nothing wraps the `model` yet."""
     return {
         PROCESSES: args.world_size,
         **describe_options(args),
@@ -215,29 +196,27 @@ def describe_run(args: Any, dataset: Any, model: nn.Module) -> dict[str, Any]:
 def describe_options(args: Any) -> dict[str, Any]:
     """Those of all options that matter, as JSON values by name."""
     return {
-        name: _as_json(value)
+        name: json.loads(_json(value))
         for name, value in args.to_dict().items()
         if name not in FREE and not name.startswith(FREE_PREFIXES)
     }
 
 
 def describe_dataset(dataset: Any) -> dict[str, Any]:
-    """The number of rows, and a fingerprint of up to a thousand of them.
+    """The number of rows, and a fingerprint of up to a thousand of them; of streams, of the first.
 
-    Args:
-        dataset (`Dataset` or `IterableDataset`): of a stream, only the first row is read. Of items
-            made of such a dataset, it is their attribute `rows`.
+    Items that were made of a dataset have it as their attribute `rows`.
     """
     dataset = getattr(dataset, "rows", dataset)
     if isinstance(dataset, IterableDataset):
         first: dict[str, Any] = next(iter(dataset), {})
-        return {"train_dataset's first row (fingerprint)": _digest([_text(first)])}
+        return {"train_dataset's first row (fingerprint)": _digest([_json(first)])}
     count = len(dataset)
     chosen = sorted({i * count // _SAMPLED_ROWS for i in range(_SAMPLED_ROWS)})
     rows = dataset.with_format("arrow")[chosen].to_pylist()  # as stored: nothing is decoded
     return {
         "train_dataset's number of rows": count,
-        "train_dataset's contents (fingerprint)": _digest(map(_text, rows)),
+        "train_dataset's contents (fingerprint)": _digest(map(_json, rows)),
     }
 
 
@@ -275,16 +254,9 @@ def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     ]
 
 
-def _as_json(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=_without_address))
-
-
-def _text(row: dict[str, Any]) -> str:
-    return json.dumps(row, sort_keys=True, default=_without_address)
-
-
-def _without_address(value: Any) -> str:
-    return _ADDRESS.sub("", str(value))
+def _json(value: Any) -> str:
+    """The same for what is equal: objects are written without their place in memory."""
+    return json.dumps(value, sort_keys=True, default=lambda other: _ADDRESS.sub("", str(other)))
 
 
 def _digest(texts: Iterable[str]) -> str:

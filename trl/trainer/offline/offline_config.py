@@ -68,12 +68,6 @@ class OfflineConfig(BaseConfig):
             )
 
     @property
-    def pad_multiple(self) -> int | None:
-        """`pad_to_multiple_of` as a number."""
-        is_unset = str(self.pad_to_multiple_of).lower() in ("auto", "none", "null")
-        return None if is_unset else int(self.pad_to_multiple_of or 1)
-
-    @property
     def order_seed(self) -> int | None:
         """The seed of the order of rows; None: as they stand in the dataset."""
         is_fixed = self.train_sampling_strategy == "sequential" and not self.shuffle_dataset

@@ -18,11 +18,10 @@ from ...data.encode import TextEncoder
 from ...data.packing import MicroBatchSampler
 from ...models.readers import Reader
 from ...models.reference import AdapterOff, FrozenCopy, ReferencePolicy
-from ...models.scorer import Scorer
 from ...ops.support import Support
 from ...types import Mode, TokenScores
 from ..base.base_trainer import BaseTrainer
-from ..base.policy import check_devices, check_run, prepare_policy, router_coefficient
+from ..base.policy import check_dataset, checked_args, prepare_policy
 from .batches import ItemStream, RankBatches, StreamBatches
 from .offline_config import OfflineConfig, PreferenceConfig
 from .precomputed import Precomputation, check_known, reference_weights, scoring_facts
@@ -80,12 +79,10 @@ class OfflineTrainer(BaseTrainer):
         for name, reason in UNSUPPORTED.items():
             if options.pop(name, None) is not None:
                 raise ValueError(f"{name} cannot be used: {reason}. Leave it out.")
-        if args is None:
-            name = model if isinstance(model, str) else model.config._name_or_path
-            args = self.config_class(f"{name.rstrip('/').split('/')[-1]}-{self.method.name}")
-        check_run(model, args, self.config_class)
-        check_devices(args)
-        _check_dataset("train_dataset", train_dataset)
+        args = checked_args(model, args, self.config_class, self.method.name)
+        if train_dataset is None:
+            raise ValueError("train_dataset is required.")
+        check_dataset("train_dataset", train_dataset)
         if isinstance(train_dataset, IterableDataset) and args.max_steps <= 0:
             raise ValueError("An iterable train_dataset has no length: set max_steps above 0.")
         policy = prepare_policy(
@@ -108,30 +105,16 @@ class OfflineTrainer(BaseTrainer):
         )
         self._order: RankBatches | StreamBatches | None = None
         self._tokens: Tensor | int = 0  # of the update that is being computed, on all ranks
-        self._build_scoring()
-        if isinstance(args, PreferenceConfig) and args.needs_reference:
-            self._make_reference(policy.brought_adapter, ref_model, model)
-            self._precompute(FrozenCopy)
-
-    def _build_scoring(self) -> None:
-        args = self.args
-        self.router_coefficient = router_coefficient(self.model, args)
-        self.scorer = Scorer(
-            pad_id=self.processing_class.pad_token_id,
-            temperature=1.0,
-            device=args.device,
-            pad_multiple=args.pad_multiple,
-            router_logits=self.router_coefficient != 0.0,
-            shared_prefix=args.shared_prefix,
-            chunk=args.logits_chunk_size,
-        )
+        self._make_scorer()
         if self.ranks.per_row > 1:
             from ...models.context_parallel import ContextParallel
 
             self.scorer.context = ContextParallel(self.ranks.row_group)
-        self.phases.on_forget(self.scorer.forget)
         # Ranks take part in each other's passes, so none of them can repeat one alone.
         self._scoring = self.phases.adaptive("scoring", alone=self.ranks.count > 1)
+        if isinstance(args, PreferenceConfig) and args.needs_reference:
+            self._make_reference(policy.brought_adapter, ref_model, model)
+            self._precompute(FrozenCopy)
 
     def begin_training(self) -> None:
         """Compute what is wanted beforehand, and let go of a model that is not needed for more."""
@@ -233,7 +216,7 @@ class OfflineTrainer(BaseTrainer):
             return {name: self._prepared(one, args) for name, one in dataset.items()} or None
         if dataset is None or hasattr(dataset, "rows"):
             return dataset
-        _check_dataset(f"{mode}_dataset", dataset)
+        check_dataset(f"{mode}_dataset", dataset)
         check_known(dataset, mode, args, self._has_let_go)
         found = self.prepare_dataset(dataset, self._encoder, args, mode)
         if isinstance(found, ItemStream) and args.shuffle_dataset and mode == "train":
@@ -379,18 +362,3 @@ class OfflineTrainer(BaseTrainer):
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Any) -> Any:
         """Rows are divided by the scorer, not by torch: it knows of documents and prompts."""
         return nullcontext, inputs
-
-
-def _check_dataset(name: str, dataset: Any) -> None:
-    if dataset is None:
-        raise ValueError(f"{name} is required.")
-    if not isinstance(dataset, Dataset | IterableDataset):
-        raise TypeError(
-            f"{name} must be a datasets.Dataset or IterableDataset, not {type(dataset).__name__}."
-        )
-    images = {"image", "images"} & set(dataset.column_names or ())
-    if images:
-        raise NotImplementedError(
-            f"{name} has the column {images.pop()!r}: images are not available in this release. "
-            "Remove the column to train on text."
-        )

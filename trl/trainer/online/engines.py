@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ...generation.tools.runner import ToolRunner
     from ...generation.transformers.backend import Attempt
 
+# Engines, tools and environments are imported where they are made: a run uses few of them.
+
 
 def check_engine(args: OnlineConfig) -> None:
     """Check the engine's options, before anything is loaded.
@@ -37,7 +39,7 @@ def check_engine(args: OnlineConfig) -> None:
         ValueError: for options that contradict each other or the platform.
     """
     if args.use_vllm:
-        from .vllm_engines import check_options  # imported only where it is used
+        from .vllm_engines import check_options
 
         check_options(args)
 
@@ -99,17 +101,14 @@ def make_engine(
     sampling: Sampling,
     *,
     report: Callable[[str, float], None],
-    check_prompts: Callable[[int], None],
+    check_context: Callable[[int], None],
     attempt: Attempt,
 ) -> GenerationBackend:
     """Make the engine that the options ask for.
 
     Args:
-        policy (`PolicyHandle`): what generates.
-        args (`OnlineConfig`): options.
-        sampling (`Sampling`): how it draws, from `sampling_for`.
         report: takes the name and value of a metric.
-        check_prompts: refuses prompts too long for an engine that sees so many tokens.
+        check_context: refuses a vLLM engine that sees too few tokens.
         attempt: runs generation, in pieces if it does not fit; see `TransformersBackend`.
 
     Raises:
@@ -118,7 +117,7 @@ def make_engine(
     if args.use_vllm:
         from .vllm_engines import make_backend
 
-        return make_backend(policy, args, sampling, report, check_prompts)
+        return make_backend(policy, args, sampling, report, check_context)
     if args.use_transformers_continuous_batching:
         return _make_continuous(policy, args)
     from ...generation.transformers.backend import TransformersBackend
@@ -142,25 +141,17 @@ def make_engine(
 def _make_continuous(policy: PolicyHandle, args: OnlineConfig) -> GenerationBackend:
     from ...generation.transformers.continuous import ContinuousBackend
 
-    others = {
-        "cache_implementation": args.cache_implementation is not None,
-        "generation_max_rows": args.generation_max_rows is not None,
-        "generation_max_kv_gb": args.generation_max_kv_gb is not None,
-        "ds3_gather_for_generation=False": policy.layers_in_step,
-    }
-    refused = [name for name, is_set in others.items() if is_set]
+    names = ("cache_implementation", "generation_max_rows", "generation_max_kv_gb")
+    refused = [name for name in names if getattr(args, name) is not None]
+    refused += ["ds3_gather_for_generation=False"] * policy.layers_in_step
     if refused:
         raise ValueError(
             f"use_transformers_continuous_batching=True cannot be used with {', '.join(refused)}; "
             "transformers_continuous_batching_config says how its cache is bounded."
         )
     options: Any = args.transformers_continuous_batching_config
-    return ContinuousBackend(
-        policy.inference,
-        pad_id=policy.tokenizer.pad_token_id,
-        options=options,
-        ranks=policy.ranks,
-    )
+    pad_id = policy.tokenizer.pad_token_id
+    return ContinuousBackend(policy.inference, pad_id=pad_id, options=options, ranks=policy.ranks)
 
 
 # --- Completions of several turns ---
@@ -189,23 +180,27 @@ class Agents:
             ValueError: if a tool has no schema, an environment no `reset`, or tools or environments
                 and a rollout function are given.
         """
-        if rollout_func is None:
-            environments = None
-            if environment_factory is not None:
-                from ...generation.environments import Environments  # most runs have none
+        if rollout_func is not None:
+            if not callable(rollout_func):
+                raise TypeError(f"rollout_func must be a function, not {rollout_func!r:.80}.")
+            others = {"tools": tools, "environment_factory": environment_factory}
+            for name in [name for name, given in others.items() if given]:
+                raise ValueError(
+                    f"{name} cannot be used with rollout_func, which makes the completions itself; "
+                    "use them inside it."
+                )
+            return cls(rollout_func=rollout_func)
+        environments, runner = None, None
+        if environment_factory is not None:
+            from ...generation.environments import Environments
 
-                environments = Environments(environment_factory, tools or ())
-                tools = environments.tools
-            return cls(_runner(tools, args) if tools else None, environments=environments)
-        if not callable(rollout_func):
-            raise TypeError(f"rollout_func must be a function, not {rollout_func!r:.80}.")
-        others = {"tools": tools, "environment_factory": environment_factory}
-        for name in [name for name, given in others.items() if given]:
-            raise ValueError(
-                f"{name} cannot be used with rollout_func, which makes the completions itself; use "
-                "them inside it."
-            )
-        return cls(rollout_func=rollout_func)
+            environments = Environments(environment_factory, tools or ())
+            tools = environments.tools
+        if tools:
+            from ...generation.tools.runner import ToolRunner
+
+            runner = ToolRunner(tools, args.tool_timeout)
+        return cls(runner, environments=environments)
 
     @property
     def rewards(self) -> list[Callable[..., Any]]:
@@ -213,42 +208,32 @@ class Agents:
         return [] if self.environments is None else self.environments.rewards
 
     def checked_dataset(self, train: Any, evaluation: Any, args: OnlineConfig) -> Any:
-        """Check the datasets; environments that bring their data need none to train on.
+        """Check the datasets, see `check_datasets`, and return that of training.
 
-        Returns:
-            The training set; where there is none, rows with an empty prompt for the environments.
+        Environments that bring their data need none: they get rows with an empty prompt.
 
         Raises:
-            TypeError: if a dataset is not one of the `datasets` library.
-            ValueError: see `check_datasets`; or if the first row's prompt is not a list of
-                messages, in which the chat template could describe the tools.
+            ValueError: also if the first row's prompt is not a list of messages, in which the chat
+                template could describe the tools.
         """
         if train is None and self.environments is not None and args.max_steps > 0:
-            prompt = [{"role": "user", "content": ""}]
+            prompt: Any = [{"role": "user", "content": ""}]
             train = Dataset.from_dict({"prompt": [prompt] * (args.generation_batch_size or 1)})
         check_datasets(train, evaluation, args)
-        self.check_prompts(train)
+        if self.tools is not None:
+            prompt = next(iter(train))["prompt"]
+            if not is_conversational({"prompt": prompt}):
+                raise ValueError(
+                    "tools need conversational prompts, lists of messages with 'role' and "
+                    "'content', for the chat template to describe the tools; the first row has "
+                    f"{prompt!r:.80}."
+                )
         return train
 
     def template_kwargs(self, args: OnlineConfig) -> dict[str, Any]:
         """Arguments of the chat template, which describes the tools in the prompt."""
         given: Any = args.chat_template_kwargs or {}
         return given if self.tools is None else given | {"tools": self.tools.schemas}
-
-    def check_prompts(self, dataset: Any) -> None:
-        """Refuse prompts in which the chat template cannot describe the tools.
-
-        Raises:
-            ValueError: if the first row's prompt is not a list of messages.
-        """
-        if self.tools is None:
-            return
-        prompt = next(iter(dataset))["prompt"]
-        if not is_conversational({"prompt": prompt}):
-            raise ValueError(
-                "tools need conversational prompts, lists of messages with 'role' and 'content', "
-                f"for the chat template to describe the tools; the first row has {prompt!r:.80}."
-            )
 
     def around(
         self,
@@ -261,13 +246,7 @@ class Agents:
     ) -> GenerationBackend:
         """Let rows act in environments and answer tool calls, or let a function use the engine.
 
-        Args:
-            engine (`GenerationBackend`): returned as it is where nothing is to be done around it.
-            call (*optional*): the rollout function, of prompts alone.
-            policy (`PolicyHandle`): what generates.
-            args (`OnlineConfig`): options.
-            stop_ids: tokens that end a turn.
-            encode: tokenizes rows of the dataset.
+        `call` is the rollout function, of prompts alone; `stop_ids` end a turn.
 
         Raises:
             ValueError: if the chat template has no place for tools.
@@ -296,11 +275,10 @@ class Agents:
         from ...generation.tools.calls import CallParser
         from ...generation.tools.loop import ToolLoop
 
-        tokenizer = policy.tokenizer
-        turns = ToolTurns(tokenizer, stop_ids, self.template_kwargs(args))
-        contexts = (engine.context, context_length(policy.model))
-        bounds = [context for context in contexts if context is not None]
+        tokenizer: Any = policy.tokenizer
         options: Any = args.chat_template_kwargs
+        turns = ToolTurns(tokenizer, stop_ids, self.template_kwargs(args))
+        bounds = [engine.context, context_length(policy.model)]
         return ToolLoop(
             engine,
             tools,
@@ -308,11 +286,5 @@ class Agents:
             turns,
             policy.ranks,
             args.max_tool_calling_iterations,
-            min(bounds, default=None),
+            min((bound for bound in bounds if bound is not None), default=None),
         )
-
-
-def _runner(tools: Sequence[Callable[..., Any]], args: OnlineConfig) -> ToolRunner:
-    from ...generation.tools.runner import ToolRunner  # most runs have no tools
-
-    return ToolRunner(tools, args.tool_timeout)

@@ -26,13 +26,12 @@ from ...ops.policy_losses import RatioLevel, importance_ratio
 from ...types import Generations, Mode, Prompts, RewardTable, Rollout, TokenScores
 from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
-from ..base.policy import check_devices, check_run, init_options, prepare_policy, router_coefficient
+from ..base.policy import checked_args, init_options, prepare_policy
 from . import online_setup as setup
 from .engines import Agents, check_engine, handle_of, make_engine, sampling_for
 from .online_config import OnlineConfig
 from .rollout_correction import RolloutCorrection
-from .rollouts import assemble, credited, rows_with_gradient
-from .scoring import Scoring, make_scorer
+from .scoring import Scoring, assemble, credited, rows_with_gradient
 
 if TYPE_CHECKING:
     from ...generation.function_backend import RolloutFunction
@@ -88,13 +87,9 @@ class OnlineTrainer(BaseTrainer):
         environment_factory: Any = None,
         ref_model: str | nn.Module | None = None,
     ):
-        if args is None:
-            name = model if isinstance(model, str) else model.config._name_or_path
-            args = self.config_class(f"{name.rstrip('/').split('/')[-1]}-{self.method.name}")
-        check_run(model, args, self.config_class)
+        args = checked_args(model, args, self.config_class, self.method.name)
         check_engine(args)
         self.agents = Agents.of(args, tools, rollout_func, environment_factory)
-        check_devices(args)
         train_dataset = self.agents.checked_dataset(train_dataset, eval_dataset, args)
         sources = resolve_rewards(
             reward_funcs,
@@ -133,10 +128,7 @@ class OnlineTrainer(BaseTrainer):
         args, tokenizer = self.args, self.processing_class
         self.sampling = sampling_for(args, stop_token_ids(self.model, tokenizer))
         setup.warn_if_endless(self.sampling)
-        self.router_coefficient = router_coefficient(self.model, args)
-        pad_id, router = tokenizer.pad_token_id, self.router_coefficient
-        self.scorer = make_scorer(args, self.sampling, pad_id, router)
-        self.phases.on_forget(self.scorer.forget)
+        self._make_scorer(self.sampling.temperature)
         self.policy = handle_of(
             lambda: self.model,
             self.accelerator,
@@ -181,14 +173,14 @@ class OnlineTrainer(BaseTrainer):
 
     def _make_backend(self) -> GenerationBackend:
         args, given = self.args, self.agents.rollout_func
-        check_prompts = partial(setup.check_longest_prompt, self.train_dataset, self.encode, args)
+        longest = self.encode.longest.get("train_dataset", (0, 0))
         self._engine_reports: list[tuple[str, float]] = []
         engine = make_engine(
             self.policy,
             args,
             self.sampling,
             report=lambda name, value: self._engine_reports.append((name, value)),
-            check_prompts=check_prompts,
+            check_context=partial(setup.check_engine_context, args, longest=longest),
             attempt=self.phases.adaptive("generation", alone=self.policy.layers_in_step).run,
         )
         call = None if given is None else lambda prompts: given(prompts, self)
@@ -279,9 +271,10 @@ class OnlineTrainer(BaseTrainer):
         rewards = self.shape_rewards(shown, batch)
         batch = batch.replace(rewards=self.ranks.local(rewards).to(self.args.device))
         advantages = self.compute_advantages(rewards, shown, batch)
+        plan = self.args.batch_plan
         found = Round(
             step=self.state.global_step,
-            number=self.place.round_number(mode, self.args.batch_plan.micro_steps_per_round),
+            number=self.place.done(mode) // (plan.micro_steps_per_round if mode == "train" else 1),
             prompts=prompts,
             completions=completions,
             generations=generations,
@@ -326,8 +319,8 @@ class OnlineTrainer(BaseTrainer):
     def generate(self, prompts: Prompts, mode: Mode = "train") -> Generations:
         """Complete every row."""
         self.backend.sync_weights(self.state.global_step)
-        place = self.place.substep if mode == "train" else self.place.eval_batches
-        key, count = (self.args.seed, mode, self.state.global_step, place), len(prompts)
+        place, count = self.place.done(mode), len(prompts)
+        key = self.args.seed, mode, self.state.global_step, place
         seeds = row_seeds(key, self.ranks.rank * count, count)
         sampling, size = self.sampling.replace(seeds=seeds), self.args.group_size_in(mode)
         found = self.backend.generate(prompts, sampling, size)

@@ -51,22 +51,15 @@ class RolloutCorrection:
     them, so there is no pass for them alone. The filters of the engine are replayed on the
     trainer's logits, which leaves rounding and differences of implementation.
 
-    Args:
-        args (`OnlineConfig`): mode, bounds and action.
-        sampling (`Sampling`): how the engine draws.
-        guard (`FiniteGuard`): is shown each weight.
-        ranks (`Ranks`): all processes, which decide together.
-        by_token (`bool`): losses are of tokens, even where the ratio is of completions.
-
     Raises:
         ValueError: if a bound is set that options would exceed which cannot be replayed.
     """
 
-    args: OnlineConfig
-    sampling: Sampling
-    guard: FiniteGuard
-    ranks: Ranks
-    by_token: bool = False
+    args: OnlineConfig  # mode, bounds and action
+    sampling: Sampling  # how the engine draws
+    guard: FiniteGuard  # is shown each weight
+    ranks: Ranks  # which decide together
+    by_token: bool = False  # losses are of tokens, even where the ratio is of completions
     _seen: list[Tensor] = field(default_factory=list)  # sums of gaps, and how many
 
     def __post_init__(self) -> None:
@@ -88,13 +81,10 @@ class RolloutCorrection:
 
         Args:
             scores (`TokenScores`): of the forward that trains.
-            batch (`Rollout`): rows, maybe with log-probabilities of an engine.
             level (`str`): of the ratio to the policy that generated.
-            store (`MetricStore`): where metrics go.
 
         Returns:
-            `tuple[Rollout, Tensor]`: the resolved batch for the loss, and the log-probabilities
-            (B, C) to form the ratio of.
+            The resolved batch for the loss, and the log-probabilities (B, C) to form the ratio of.
         """
         if not batch.has_foreign_logps:
             return batch.resolved(scores), scores.logps
@@ -113,10 +103,13 @@ class RolloutCorrection:
         if not self._is_used():
             return batch, scores.logps
         weights = self._bounds.weight(ratio)
-        self.guard.watch(
-            "ratio of trainer to engine probabilities", weights, batch, batch.loss_mask
-        )
-        return self._weigh(scores.logps, batch, weights, level)
+        what = "ratio of trainer to engine probabilities"
+        self.guard.watch(what, weights, batch, batch.loss_mask)
+        if self._bounds.level == "token" and level != "token" and not self.by_token:
+            # A completion has one loss, so no token has one that could be multiplied: its tokens
+            # add different shares to the gradient of the ratio instead.
+            return batch, scale_gradient(scores.logps, weights)
+        return batch.replace(weights=weights), scores.logps
 
     def _is_used(self) -> bool:
         if self._corrects and self._unknown:
@@ -127,15 +120,6 @@ class RolloutCorrection:
                 "no effect), and the metrics sampling/* include it."
             )
         return self._corrects
-
-    def _weigh(
-        self, logps: Tensor, batch: Rollout, weights: Tensor, level: RatioLevel
-    ) -> tuple[Rollout, Tensor]:
-        if self._bounds.level == "token" and level != "token" and not self.by_token:
-            # A completion has one loss, so no token has one that could be multiplied: its tokens
-            # add different shares to the gradient of the ratio instead.
-            return batch, scale_gradient(logps, weights)
-        return batch.replace(weights=weights), logps
 
     def forget(self) -> None:
         """Drop the gaps of an update that begins anew."""
@@ -152,7 +136,7 @@ class RolloutCorrection:
             return
         none = torch.zeros(2, device=self.args.device)
         total, count = self.ranks.sum(torch.stack([none, *self._seen]).sum(0)).tolist()
-        self._seen.clear()
+        self.forget()
         gap = total / max(count, 1.0)
         if gap <= bound:
             return

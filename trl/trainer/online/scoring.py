@@ -1,16 +1,18 @@
-"""Log-probabilities of a rollout: under old policies once a round, then to train."""
+"""A rollout: which tokens are trained on, and its log-probabilities, once a round and to train."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from ...distributed import Ranks
 from ...memory.adaptive_batch import AdaptiveBatch
 from ...models.policy_handle import PolicyHandle
 from ...models.readers import Reader
@@ -18,8 +20,18 @@ from ...models.scorer import Scorer
 from ...online.guard import FiniteGuard, NonFiniteError
 from ...online.metrics import MetricStore
 from ...online.statistics import record_entropy
+from ...ops.masking import length_mask, pad_ragged
 from ...ops.support import Support
-from ...types import Mode, Rollout, Rows, Sampling, TokenRows, TokenScores
+from ...types import (
+    Generations,
+    Mode,
+    Prompts,
+    RewardTable,
+    Rollout,
+    Rows,
+    TokenRows,
+    TokenScores,
+)
 from .online_config import OnlineConfig
 
 if TYPE_CHECKING:
@@ -28,32 +40,67 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 
+def assemble(
+    prompts: Prompts, generations: Generations, mode: Mode, args: OnlineConfig, ranks: Ranks
+) -> Rollout:
+    """Say which tokens are trained on, and count them over all ranks."""
+    ids = generations.completion_ids
+    lengths = torch.tensor([len(row) for row in ids])
+    mask = length_mask(lengths, int(lengths.max()))
+    if generations.trainable is not None:
+        mask = mask & pad_ragged(generations.trainable, False, width=mask.shape[1]).bool()
+    if args.mask_truncated_completions:
+        mask = mask & ~_truncated(generations)[:, None]
+    mask = mask.to(args.device)
+    totals = ranks.sum(torch.stack([mask.sum(), mask.any(1).sum()]))
+    logps = generations.sampling_logps
+    if logps is not None:
+        logps = pad_ragged(logps, 0.0, dtype=torch.float32).to(args.device)
+    return Rollout(
+        prompt_ids=prompts.token_ids,
+        completion_ids=ids,
+        row_ids=list(range(len(ids))),
+        loss_mask=mask,
+        num_loss_tokens=totals[0],
+        num_loss_rows=totals[1],
+        mode=mode,
+        num_micro_batches=args.batch_plan.micro_batches if mode == "train" else 1,
+        sampling_logps=logps,
+    )
+
+
+def credited(
+    table: RewardTable, generations: Generations, args: OnlineConfig, ranks: Ranks
+) -> RewardTable:
+    """Say which completions of all ranks were cut off; they give no credit if they are masked."""
+    cut = ranks.gather(_truncated(generations).to(args.device))
+    table = dataclasses.replace(table, ended=~cut)
+    return table.without(cut) if args.mask_truncated_completions else table
+
+
+def rows_with_gradient(batch: Rollout, advantages: Tensor) -> list[bool]:
+    """Mark the rows whose gradient is not exactly zero, if each term has the advantage in it."""
+    credited = (advantages != 0).view(len(batch), -1) & batch.loss_mask
+    return credited.any(1).tolist()
+
+
+def _truncated(generations: Generations) -> Tensor:
+    return torch.tensor([reason != "stop" for reason in generations.finish])
+
+
 @dataclass(kw_only=True)
 class Scoring:
-    """Computes the log-probabilities that something needs, and no others.
-
-    Args:
-        args (`OnlineConfig`): options.
-        policy (`PolicyHandle`): what is trained.
-        scorer (`Scorer`): computes log-probabilities of a few rows.
-        reference (`ReferencePolicy`, *optional*): of the KL penalty.
-        support (`Support`, *optional*): the filters of the engine, which are replayed where its
-            log-probabilities are compared with the policy's.
-        guard (`FiniteGuard`): is shown all log-probabilities.
-        batch (`AdaptiveBatch`): how many rows are scored at once without gradient.
-        autocast: the precision of training.
-        values: returns what reads values in a forward of a model, if credit needs them.
-    """
+    """Computes the log-probabilities that something needs, and no others."""
 
     args: OnlineConfig
-    policy: PolicyHandle
-    scorer: Scorer
-    reference: ReferencePolicy | None
-    support: Support | None
-    guard: FiniteGuard
-    batch: AdaptiveBatch
-    autocast: Callable[[], AbstractContextManager[None]]
-    values: Callable[[nn.Module], Reader | None] = lambda model: None
+    policy: PolicyHandle  # what is trained
+    scorer: Scorer  # of a few rows
+    reference: ReferencePolicy | None  # of the KL penalty
+    support: Support | None  # filters of the engine, to replay where it is compared with the policy
+    guard: FiniteGuard  # is shown all log-probabilities
+    batch: AdaptiveBatch  # how many rows are scored at once without gradient
+    autocast: Callable[[], AbstractContextManager[None]]  # the precision of training
+    values: Callable[[nn.Module], Reader | None]  # what reads values, if credit needs them
 
     # --- What is needed ---
 
@@ -73,10 +120,6 @@ class Scoring:
 
     def score(self, batch: Rollout, step: int) -> tuple[Rollout, bool]:
         """Add old and reference log-probabilities, if something needs them.
-
-        Args:
-            batch (`Rollout`): as it was generated.
-            step (`int`): for messages.
 
         Returns:
             The batch, and whether all of them are finite on every rank.
@@ -189,20 +232,6 @@ class Scoring:
             # Every rank runs a forward and a backward pass, for the others wait for its gradient.
             chosen = [min(rows, key=lambda row: len(batch.completion_ids[row]))]
         return chosen
-
-
-def make_scorer(args: OnlineConfig, sampling: Sampling, pad_id: int, router: float) -> Scorer:
-    """A scorer at the sampling temperature; `router` is the weight of the load-balancing loss."""
-    multiple: Any = args.pad_to_multiple_of
-    return Scorer(
-        pad_id=pad_id,
-        temperature=sampling.temperature,
-        device=args.device,
-        pad_multiple=multiple,
-        router_logits=router != 0.0,
-        shared_prefix=args.shared_prefix,
-        chunk=args.logits_chunk_size,
-    )
 
 
 def _no_scores(model: nn.Module, batch: Rollout) -> TokenScores:

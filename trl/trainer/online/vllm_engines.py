@@ -36,6 +36,7 @@ from ...models.unwrap import causal_model, is_peft_model
 from ...models.weights import check_weights
 from ...types import Sampling
 from .online_config import OnlineConfig
+from .online_setup import check_engine_context
 
 logger = logging.get_logger(__name__)
 
@@ -71,7 +72,8 @@ def check_options(args: OnlineConfig) -> None:
             f"vllm_tensor_parallel_size={size} must divide the number of processes, which is "
             f"{ranks}: choose {' or '.join(legal)}."
         )
-    check_context(args, args.vllm_max_model_length)
+    if args.vllm_max_model_length is not None:
+        check_engine_context(args, args.vllm_max_model_length)
     check_platform(args.vllm_enable_sleep_mode)
 
 
@@ -107,21 +109,6 @@ def server_urls(args: OnlineConfig) -> list[str]:
     return urls
 
 
-def check_context(args: OnlineConfig, context: int | None) -> None:
-    """Refuse an engine that has no room for a completion.
-
-    Raises:
-        ValueError: naming the options.
-    """
-    completion = args.max_completion_length or 0
-    if context is not None and context <= completion:
-        raise ValueError(
-            f"The vLLM engine sees {context} tokens, but max_completion_length={completion} leaves "
-            f"no room for a prompt: set vllm_max_model_length to {completion} and the longest "
-            f"prompt, or max_completion_length below {context}."
-        )
-
-
 def settle_sampling(args: OnlineConfig, sampling: Sampling) -> Sampling:
     """Sampling as the engine takes it.
 
@@ -139,16 +126,12 @@ def make_backend(
     args: OnlineConfig,
     sampling: Sampling,
     report: Callable[[str, float], None],
-    check_prompts: Callable[[int], None],
+    check_context: Callable[[int], None],
 ) -> VLLMBackend:
     """Start an engine for a policy, or connect it with servers.
 
-    Args:
-        handle (`PolicyHandle`): what generates.
-        args (`OnlineConfig`): options.
-        sampling (`Sampling`): how it draws.
-        report: takes the name and value of a metric.
-        check_prompts: refuses prompts too long for an engine that sees so many tokens.
+    `report` takes the name and value of a metric; `check_context` refuses an engine that sees too
+    few tokens.
 
     Raises:
         ServerError: if a server is not ready in time, or was not started for training.
@@ -160,21 +143,18 @@ def make_backend(
     shared["temperature"] = sampling.temperature
     if args.vllm_mode == "server":
         pool, context = _connect(handle, args, sampling)
-        check_prompts(context)
+        check_context(context)
         return VLLMServerBackend(pool, handle, context, **shared)
     settings = engine_settings(handle, args, sampling)
-    check_context(args, settings.context)
-    check_prompts(settings.context)
+    check_context(settings.context)
     kinds: tuple[Any, Any] = (VLLMEngine, VLLMColocateBackend)
     if args.vllm_sync_adapter_only:
         settings = adapter_settings(handle, settings)
         kinds = (AdapterEngine, AdapterBackend)
     engine = start_engine(causal_model(handle.model), handle.tokenizer, settings, kinds[0])
     handle.ranks.wait()
-    backend: VLLMBackend = kinds[1](
-        engine, handle, tensor_parallel=args.vllm_tensor_parallel_size, **shared
-    )
-    return backend
+    shared["tensor_parallel"] = args.vllm_tensor_parallel_size
+    return kinds[1](engine, handle, **shared)
 
 
 # --- Servers ---
@@ -224,9 +204,8 @@ def engine_settings(handle: PolicyHandle, args: OnlineConfig, sampling: Sampling
     share, cache = args.vllm_gpu_memory_utilization, None
     if share is None:
         adapter = handle.model.active_peft_config if is_peft_model(handle.model) else None
-        memory = Sizing(args, causal, dtype, context, adapter).memory(
-            handle.device, _least_memory(handle)
-        )
+        free = _least_memory(handle)
+        memory = Sizing(args, causal, dtype, context, adapter).memory(handle.device, free)
         if memory.context < context:
             logger.info(f"The vLLM engine has room for contexts of {memory.context} tokens.")
         context, cache = memory.context, memory.cache
@@ -264,21 +243,13 @@ def rows_of(args: OnlineConfig) -> int:
 
 @dataclass(frozen=True)
 class Sizing:
-    """The memory of an engine beside training.
+    """The memory of an engine beside training."""
 
-    Args:
-        args (`OnlineConfig`): the run.
-        causal (`nn.Module`): what is trained, without wrappers.
-        dtype (`torch.dtype`): of the engine.
-        context (`int`): most tokens it is to see.
-        adapter (`peft.PeftConfig`, *optional*): what is trained of it.
-    """
-
-    args: OnlineConfig
-    causal: Any
-    dtype: torch.dtype
-    context: int
-    adapter: Any = None
+    args: OnlineConfig  # of the run
+    causal: Any  # what is trained, without wrappers
+    dtype: torch.dtype  # of the engine
+    context: int  # most tokens it is to see
+    adapter: Any = None  # the `PeftConfig` of what is trained
 
     def memory(self, device: torch.device, measured: DeviceMemory | None = None) -> EngineMemory:
         """What the engine is given; see `Engine.memory`."""
