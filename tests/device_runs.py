@@ -14,7 +14,6 @@ from online_runs import dataset, make_trainer, weights
 from pretend_device import DEVICE, PretendDevice, pretending
 from transformers import TrainerCallback
 
-from trl.generation.transformers import decoding_check as trial
 from trl.models import layout_check as sharing
 from trl.models import packed_attention as shared_attention
 from trl.ops.attention_kernels import CpuFlash
@@ -80,14 +79,14 @@ def train(folder: Path, kind: type, changes: dict, device: PretendDevice | None 
 
 def use_cpu_kernels() -> None:
     """The device has no kernels of its own; those of CPUs read what it holds."""
-    shared_attention.choose_kernel = lambda query: CpuFlash()
+    shared_attention.choose_kernel = lambda *_: CpuFlash()
     known = sharing.why_not_shared
 
     def why_not_shared(model, longest):
         reason = known(model, longest)
         return None if reason and "no kernel" in reason else reason
 
-    sharing.why_not_shared = trial.why_not_shared = why_not_shared
+    sharing.why_not_shared = why_not_shared
 
 
 def probe() -> dict:

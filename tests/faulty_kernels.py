@@ -35,4 +35,4 @@ class Faulty(CpuFlash):
 
 def break_kernels(monkeypatch, fault, *dtypes):
     """Give all attention a fault in these precisions."""
-    monkeypatch.setattr(shared_attention, "choose_kernel", lambda query: Faulty(fault, dtypes))
+    monkeypatch.setattr(shared_attention, "choose_kernel", lambda *_: Faulty(fault, dtypes))

@@ -13,7 +13,7 @@ from cases import LOSSES
 from tiny import tiny_tokenizer
 from torch import Tensor, nn
 
-from trl.models import packed_passes as passes
+from trl.models import packed_layout as passes
 from trl.models import scorer
 from trl.models.packed_layout import Layout, plain_layout
 from trl.types import Rollout, TokenScores

@@ -7,7 +7,7 @@ import torch
 from online_runs import config
 
 from trl.memory.settings import RunSettings, Sharding, options_of_environment, read_sharding
-from trl.models import packed_passes as passes
+from trl.models import packed_layout as passes
 from trl.models.packed_attention import KEYWORD
 from trl.models.packed_layout import packed_layout, plain_layout
 from trl.types import Rollout

@@ -3,8 +3,9 @@ import torch
 from distributed.engines import call
 from tiny import in_double, tiny_model
 
-from trl.models.context_parallel import ContextParallel, _spans
-from trl.models.packed_attention import Packing, visible
+from trl.models.context_parallel import ContextParallel, SlicedPacking, _spans
+from trl.models.packed_attention import Rules, visible
+from trl.models.packed_places import Packing, Window
 from trl.models.scorer import Scorer
 from trl.types import TokenRows
 
@@ -35,6 +36,12 @@ def test_ranks_see_together_what_the_row_sees(ranks):
                 seen[query, keys] += row
     assert torch.equal(seen[:total].bool(), visible(packing, total))
     assert seen.max() == 1 and not seen[total:].any()
+
+
+def test_windows_that_rows_outgrow_are_refused():
+    places, states = SlicedPacking((), None, longest=9), torch.ones(1, 2, 3, 8)
+    with pytest.raises(NotImplementedError, match="one of 8 tokens"):
+        places.attend(states, (states, states), Rules(0, 1.0, Window(8)), None)
 
 
 def scores_of_rank() -> dict[str, torch.Tensor]:

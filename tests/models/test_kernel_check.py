@@ -5,13 +5,13 @@ import torch
 from faulty_kernels import FAULTS, break_kernels
 from rollouts import rollout_of
 from tiny import lora_model, tiny_model, with_autocast
-from transformers import AttentionInterface
 from transformers.utils import logging
 
 from trl.models import layout_check
 from trl.models.kernel_check import Heads, check_kernels, noted_heads
 from trl.models.layout_check import precisions_to_check
-from trl.models.packed_attention import KEYWORD, install
+from trl.models.packed_attention import KEYWORD
+from trl.models.packed_layout import packed_layout
 from trl.models.scorer import Scorer
 from trl.types import Rollout
 
@@ -50,33 +50,33 @@ def test_each_kind_of_layer_is_checked(monkeypatch):
 def test_what_cannot_be_checked_is_an_error(monkeypatch):
     with pytest.raises(RuntimeError, match="did not ask for attention"):
         check_kernels(CPU, set())
-    with pytest.raises(RuntimeError):
-        check_kernels(CPU, {Heads(4, 2, 16, 8, torch.float32)})  # the kernels have one size
     break_kernels(monkeypatch, "error", torch.float32)
     with pytest.raises(RuntimeError, match="no kernel image"):
         check_kernels(CPU, {heads(torch.float32)})
 
 
+def packed(model):
+    """Run a model on a prompt with two completions."""
+    layout = packed_layout(batch(), CPU)
+    return model.base_model(**layout.inputs, use_cache=False)[0]
+
+
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_what_layers_work_on_is_noted(autocast):
-    install("sdpa")
-    before = AttentionInterface._global_mapping["sdpa"]
     model = tiny_model("qwen3", num_key_value_heads=1, head_dim=16)
-    ids = torch.tensor([[20, 21, 22]])
-    with noted_heads(model) as found, torch.autocast("cpu", autocast, autocast is not None):
-        noted = model(ids, use_cache=False).logits
-    assert found == {Heads(4, 1, 16, 16, autocast or torch.float32)}
-    assert AttentionInterface._global_mapping["sdpa"] is before
     with torch.autocast("cpu", autocast, autocast is not None):
-        assert torch.equal(model(ids, use_cache=False).logits, noted), "noting changes nothing"
+        with noted_heads(model) as found:
+            noted = packed(model)
+        assert torch.equal(packed(model), noted), "noting changes nothing"
+    assert found == {Heads(4, 1, 16, 16, autocast or torch.float32)}
 
 
-def test_an_error_ends_the_noting():
-    install("sdpa")
-    before = AttentionInterface._global_mapping["sdpa"]
-    with pytest.raises(ValueError, match="of a test"), noted_heads(tiny_model()):
+def test_nothing_is_noted_after_an_error():
+    model = tiny_model()
+    with pytest.raises(ValueError, match="of a test"), noted_heads(model) as found:
         raise ValueError("of a test")
-    assert AttentionInterface._global_mapping["sdpa"] is before
+    packed(model)
+    assert not found
 
 
 @pytest.fixture

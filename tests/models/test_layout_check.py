@@ -1,5 +1,6 @@
 """Which models may share prompts, and that those which only seem to are found out."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +10,14 @@ from rollouts import rollout_of
 from tiny import tiny_model
 from transformers import (
     AttentionInterface,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -82,11 +87,26 @@ def adapter(config):
     return get_peft_model(tiny_model(), config)
 
 
-def gemma2():
-    """transformers refuses to switch it to an attention without soft cap."""
-    model = build(Gemma2Config, Gemma2ForCausalLM)
-    model.config._attn_implementation = "sdpa"
+def flex():
+    model = tiny_model()
+    model.config._attn_implementation = "flex_attention"
     return model
+
+
+def gemma2():
+    return build(Gemma2Config, Gemma2ForCausalLM, sliding_window=16, attn_logit_softcapping=0.2)
+
+
+def gpt_oss():
+    sizes = {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 9}
+    return build(GptOssConfig, GptOssForCausalLM, initializer_range=0.1, **sizes)
+
+
+def latent():
+    ranks = {"kv_lora_rank": 8, "q_lora_rank": 8, "num_key_value_heads": 4, "n_routed_experts": 4}
+    sizes = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "head_dim": 4}
+    experts = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    return build(DeepseekV3Config, DeepseekV3ForCausalLM, **ranks, **sizes, **experts)
 
 
 def mistral(window):
@@ -109,14 +129,7 @@ def rotating(kind, border):
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
 REFUSED = {
-    "eager": (eager, "attention implementation is 'eager'"),
-    "mistral": (lambda: mistral(16), "window of 16 tokens is shorter than some rows"),
-    "gemma3": (
-        lambda: build(Gemma3TextConfig, Gemma3ForCausalLM, sliding_window=8),
-        "window of 8 tokens is shorter than some rows",
-    ),
-    "qwen": (lambda: qwen(**WINDOWED), "window of 16 tokens is shorter than some rows"),
-    "gemma2": (gemma2, "its attention is soft-capped"),
+    "flex": (flex, "attention implementation is 'flex_attention'"),
     "dropout": (dropout, "its attention has dropout"),
     "longrope": (lambda: rotating("longrope", 20), "depends on the longest row from 20 tokens"),
     "dynamic": (lambda: rotating("dynamic", 20), "depends on the longest row from 20 tokens"),
@@ -132,11 +145,16 @@ REFUSED = {
 ALLOWED = {
     "llama": tiny_model,
     "qwen3": lambda: tiny_model("qwen3"),
-    "mistral": lambda: mistral(20),
+    "eager": eager,
+    "mistral": lambda: mistral(16),
     "mistral without window": lambda: mistral(None),
-    "gemma3": lambda: build(Gemma3TextConfig, Gemma3ForCausalLM, sliding_window=20),
+    "gemma3": lambda: build(Gemma3TextConfig, Gemma3ForCausalLM, sliding_window=8),
+    "gemma2": gemma2,
+    "gpt-oss": gpt_oss,
+    "latent attention": latent,
+    "qwen": lambda: qwen(**WINDOWED),
     "qwen off": lambda: qwen(**(WINDOWED | {"use_sliding_window": False})),
-    "qwen late": lambda: qwen(**(WINDOWED | {"max_window_layers": 2})),
+    "qwen late": lambda: qwen(**(WINDOWED | {"max_window_layers": 1})),
     "longrope": lambda: rotating("longrope", 21),
     "dynamic": lambda: rotating("dynamic", 21),
     "dropout off": lambda: dropout().eval(),
@@ -152,6 +170,47 @@ def test_what_rules_sharing_out(kind):
 @pytest.mark.parametrize("kind", ALLOWED)
 def test_what_does_not(kind):
     assert why_not_shared(ALLOWED[kind](), 20) is None
+
+
+def gradient(model, batch, **options):
+    """Of weighted log-probabilities, all parameters together."""
+    logps = Scorer(pad_id=0, temperature=1.0, device=CPU, **options)(model, batch).logps
+    weights = torch.linspace(-1, 1, logps.numel()).view(logps.shape)
+    parameters = list(model.parameters())
+    found = torch.autograd.grad((logps * weights).sum(), parameters, allow_unused=True)
+    zeros = zip(found, parameters, strict=True)
+    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in zeros])
+
+
+@pytest.mark.parametrize("kind", ["eager", "mistral", "gemma3", "gemma2", "gpt-oss", "qwen late"])
+def test_what_layers_may_see_is_learned_from_their_calls(log, kind):
+    """Windows of some layers, sinks, bounded products: the gradient is that of plain rows."""
+    model = ALLOWED[kind]()
+    batch = rollout(
+        [[8 + i % 40 for i in range(21)]] * 3 + [[9, 10]] * 2 + [[11, 12, 13]],
+        [[50 + (7 * row + i) % 40 for i in range(n)] for row, n in enumerate((5, 19, 2, 30, 4, 8))],
+    )
+    calls = packed_rows(model)
+    ours = gradient(model, batch)
+    assert not said(log) and calls[-1]
+    theirs = gradient(model, batch, shared_prefix=False)
+    assert (ours - theirs).norm() / theirs.norm() < 5e-6
+
+
+@pytest.mark.parametrize("told", [None, 8, 10])
+def test_a_layer_that_names_another_window_than_it_masks(log, told):
+    """Rows that fit the window cannot tell; the first that do not are compared again."""
+    model, score = build(MistralConfig, MistralForCausalLM, sliding_window=9), scorer()
+    for name, layer in model.named_modules():
+        if name.endswith("self_attn"):
+            layer.config = copy.copy(model.config)
+            layer.config.sliding_window = told
+            layer.q_proj.weight.data *= 20  # so that it matters what a token sees
+    score(model, group(3, 5))
+    assert not said(log)
+    batch = group(7, 9)
+    assert (score(model, batch).logps - alone(model, batch)).abs().max() < 1e-5
+    assert len(said(log)) == 1 and "differed by" in said(log)[0]
 
 
 def test_recurrent_models():
@@ -231,19 +290,19 @@ def test_a_model_that_ignores_the_layout_is_found_out(log):
         assert (scores - alone(model, batch)).abs().max() < 1e-5
     assert not score.check.enabled
     assert len(said(log)) == 1
-    assert "Ignorant" in said(log)[0] and "differed by" in said(log)[0]
+    assert "Ignorant" in said(log)[0] and "did not ask for attention" in said(log)[0]
     before = model.forwards
     score(model, group(30, 30))
     assert model.forwards == before + 1, "what is switched off is not tried again"
 
 
 def test_refusals_are_said_once_for_each_reason(log):
-    model, score = mistral(16), scorer()
+    model, score = rotating("dynamic", 20), scorer()
     for length in (4, 20, 20, 24, 4):
         batch = group(3, length)
         assert (score(model, batch).logps - alone(model, batch)).abs().max() < 1e-5
     assert len(said(log)) == 1
-    assert "shorter than some rows" in said(log)[0]
+    assert "depends on the longest row" in said(log)[0]
     assert score.check.enabled, "short rows are shared"
 
 

@@ -4,20 +4,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny import tiny_model
 from torch import nn
 from transformers import AttentionInterface
 
 from trl.models.packed_attention import (
     KEYWORD,
     Decoding,
-    Packing,
+    Rules,
     decoding_attention,
     install,
     packed_attention,
     visible,
 )
+from trl.models.packed_places import Packing, Window
+from trl.ops.attention_kernels import Tiles
 
+CPU = torch.device("cpu")
 SCALE = 0.3
+RULES = Rules(0, SCALE)
 GROUPS = {
     "one": [(5, [3, 4])],
     "tails of all sizes": [(4, [0, 1, 2, 3, 4, 7, 8, 9, 16, 17])],
@@ -80,13 +85,93 @@ def test_packed_attention_is_masked_attention(kind, heads, dtype, bound):
     tensors = inputs(len(mask), heads, dtype)
     exact = [x.detach().double().requires_grad_() for x in tensors]
     expected = masked(*exact, mask)
-    found = packed_attention(tensors[0], (tensors[1], tensors[2]), packing, 0, SCALE)
+    found = packed_attention(tensors[0], (tensors[1], tensors[2]), packing, RULES)
     assert found.shape == expected.shape and found.dtype == dtype
     assert error(found, expected) < bound
     upstream = torch.linspace(-1, 1, expected.numel()).double().view(expected.shape)
     wanted = torch.autograd.grad(expected, exact, upstream)
     got = torch.autograd.grad(found, tensors, upstream.to(dtype))
     assert all(error(one, other) < bound for one, other in zip(got, wanted, strict=True))
+
+
+# --- Windows, sinks, bounded logits, values of another size ---
+
+LONG = GROUPS | {
+    "prefix longer than the window": [(70, [20, 3, 40, 1]), (9, [2, 30])],
+    "prefix shorter than the window": [(5, [40, 3, 9]), (6, [12])],
+    "documents": [(0, [5, 1]), (0, [40])],
+}
+WINDOWS = [Window(2), Window(7), Window(16), Window(33), Window(4, True), Window(16, True)]
+
+
+def explicit(query, key, value, mask, cap=None, sink=None):
+    """Attention with all logits."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+    logits = query @ key.transpose(2, 3) * SCALE
+    if cap is not None:
+        logits = torch.tanh(logits / cap) * cap
+    logits = logits.masked_fill(~mask, -torch.inf)
+    if sink is None:
+        return logits.softmax(-1) @ value
+    column = sink[None, :, None, None].expand(*logits.shape[:3], 1)
+    return torch.cat([logits, column], -1).softmax(-1)[..., :-1] @ value
+
+
+def windowed(groups, window):
+    """Which tokens see which, with positions counted token by token."""
+    prefixes = [range(prefix) for prefix, _ in groups]
+    tails = [range(prefix, prefix + n) for prefix, tails in groups for n in tails]
+    position = torch.tensor([i for run in prefixes + tails for i in run])
+    if window.is_chunked:
+        near = position[:, None] // window.size == position // window.size
+    else:
+        near = position[:, None] - position < window.size
+    return mask_of(groups) & near
+
+
+def compare(groups, rules, mask, value_size=8, sink=None, dtype=torch.float64):
+    """The largest error of output and gradients."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(1, heads, len(mask), size, generator=generator, dtype=torch.float64)
+        for heads, size in ((4, 8), (2, 8), (2, value_size))
+    ]
+    tensors += [] if sink is None else [sink]
+    exact, ours = ([x.to(t).requires_grad_() for x in tensors] for t in (torch.float64, dtype))
+    expected = explicit(*exact[:3], mask, rules.cap, *exact[3:])
+    packing = Packing.of(groups, "cpu")
+    found = packed_attention(ours[0], (ours[1], ours[2]), packing, rules, *ours[3:])
+    upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    wanted = [expected, *torch.autograd.grad(expected, exact, upstream)]
+    got = [found, *torch.autograd.grad(found, ours, upstream.to(dtype))]
+    return max(error(one, other) for one, other in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("kind", LONG)
+def test_windows(kind, window):
+    mask = windowed(LONG[kind], window)
+    rules = Rules(0, SCALE, window)
+    assert compare(LONG[kind], rules, mask) < 1e-12
+    assert compare(LONG[kind], rules, mask, dtype=torch.float32) < 1e-5
+
+
+@pytest.mark.parametrize("wrong", [Window(15), Window(17), Window(16, True), None], ids=str)
+def test_a_wrong_window_is_seen(wrong):
+    groups = LONG["prefix longer than the window"]
+    assert compare(groups, Rules(0, SCALE, wrong), windowed(groups, Window(16))) > 1e-2
+
+
+@pytest.mark.parametrize("kind", ["no tails", "prefix longer than the window", "documents"])
+@pytest.mark.parametrize("cap", [None, 0.7])
+@pytest.mark.parametrize("size", [5, 8, 12])
+def test_sinks_caps_and_values_of_another_size(monkeypatch, kind, cap, size):
+    monkeypatch.setattr(Tiles, "SIZE", 16)
+    sink = torch.linspace(-1, 2, 4, dtype=torch.float64)
+    for window in (None, Window(16)):
+        mask = mask_of(LONG[kind]) if window is None else windowed(LONG[kind], window)
+        assert compare(LONG[kind], Rules(0, SCALE, window, cap), mask, size, sink) < 1e-12
 
 
 @pytest.mark.parametrize("kind", ["tails of all sizes", "many groups"])
@@ -100,7 +185,7 @@ def test_half_precision_is_as_good_as_masked_attention(kind):
     wanted = [expected, *torch.autograd.grad(expected, exact, upstream.double())]
     errors = []
     for found in (
-        packed_attention(tensors[0], (tensors[1], tensors[2]), Packing.of(groups, "cpu"), 0, SCALE),
+        packed_attention(tensors[0], (tensors[1], tensors[2]), Packing.of(groups, "cpu"), RULES),
         masked(*tensors, mask),
     ):
         got = [found, *torch.autograd.grad(found, tensors, upstream)]
@@ -117,7 +202,7 @@ def test_strides_do_not_matter():
         x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
         for x in inputs(len(mask), (4, 2), torch.float64)
     ]
-    found = packed_attention(tensors[0], (tensors[1], tensors[2]), packing, 0, SCALE)
+    found = packed_attention(tensors[0], (tensors[1], tensors[2]), packing, RULES)
     expected = masked(*tensors, mask)
     assert error(found, expected) < 1e-12
     upstream = torch.randn(1, len(mask), 4, 8, dtype=torch.float64).transpose(1, 2)
@@ -131,22 +216,6 @@ def test_the_mask_a_packing_stands_for(kind):
     groups = GROUPS[kind]
     expected = mask_of(groups)
     assert torch.equal(visible(Packing.of(groups, "cpu"), len(expected)), expected)
-
-
-def test_tails_of_similar_length_are_computed_together():
-    """Lengths between two powers of two, so that less than half of a bucket is repeats."""
-    packing = Packing.of([(4, [1, 2, 3, 7, 0, 4]), (2, [5, 8, 15])], "cpu")
-    lengths = [sorted(bucket.exists.sum(1).tolist()) for bucket in packing.buckets]
-    assert sorted(lengths) == [[1], [2, 3], [4, 5, 7], [8, 15]]
-    for bucket in packing.buckets:
-        index, exists, own = bucket.index, bucket.exists, []
-        assert index.shape == exists.shape == (len(index), int(exists.sum(1).max()))
-        assert exists.float().mean() > 0.5
-        for places, real in zip(index.tolist(), exists.sum(1).tolist(), strict=True):
-            run = list(range(places[0], places[0] + real))
-            assert places == run + [run[-1]] * (len(places) - real)
-            own += run
-        assert bucket.places.tolist() == index.flatten()[bucket.cells].tolist() == own
 
 
 # --- Decoding ---
@@ -170,7 +239,7 @@ def test_decoding_is_attention_to_prefix_and_own_tokens(heads, own):
         tuple(tuple(value for _, value in layer) for layer in prefixes),
     )
     for layer in range(2):
-        found = decoding_attention(query, new, decoding, layer, SCALE)
+        found = decoding_attention(query, new, decoding, Rules(layer, SCALE))
         for row in range(6):
             key, value = prefixes[layer][next(i for i, g in enumerate(groups) if row < g.stop)]
             keys = torch.cat([key, new[0][row : row + 1]], 2)
@@ -179,12 +248,38 @@ def test_decoding_is_attention_to_prefix_and_own_tokens(heads, own):
             assert error(found[row : row + 1], expected) < 1e-12
 
 
+@pytest.mark.parametrize("own", [1, 4, 5, 6])
+@pytest.mark.parametrize("sink", [None, torch.linspace(-1, 2, 4, dtype=torch.float64)])
+def test_decoding_within_a_window(own, sink):
+    """Of five tokens; prefixes hold no more than the first new token sees of them."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    prefixes = [(draw(1, 2, n, 8), draw(1, 2, n, 6)) for n in (2, 4)]
+    decoding = Decoding((slice(0, 1), slice(1, 3)), *([x] for x in zip(*prefixes, strict=True)))
+    query, key, value = draw(3, 4, 1, 8), draw(3, 2, own, 8), draw(3, 2, own, 6)
+    held = slice(max(0, own - 5), own)
+    rules = Rules(0, SCALE, Window(5))
+    mine = key[:, :, held], value[:, :, held]
+    found = decoding_attention(query, mine, decoding, rules, sink)
+    for row, prefix in enumerate((prefixes[0], prefixes[1], prefixes[1])):
+        keys, values = (
+            torch.cat([before, new[row : row + 1]], 2)[:, :, -5:]
+            for before, new in zip(prefix, (key, value), strict=True)
+        )
+        mask = torch.ones(1, keys.shape[2], dtype=torch.bool)
+        expected = explicit(query[row : row + 1], keys, values, mask, sink=sink)
+        assert error(found[row : row + 1], expected) < 1e-12
+
+
 # --- Installing ---
 
 
 @pytest.fixture
 def implementation():
-    """An attention of its own, which notes what it was called with."""
+    """An attention of its own, which notes what it was called with, and a model that has it."""
     calls = []
 
     def attention(module, query, key, value, mask, **kwargs):
@@ -192,7 +287,9 @@ def implementation():
         return query * 2, "weights"
 
     AttentionInterface.register("noted", attention)
-    yield calls, attention
+    model = tiny_model()
+    model.config._attn_implementation = "noted"
+    yield calls, attention, model
     del AttentionInterface._global_mapping["noted"]
 
 
@@ -201,8 +298,8 @@ def attend(name, *args, **kwargs):
 
 
 def test_without_the_keyword_nothing_changes(implementation):
-    calls, original = implementation
-    install("noted")
+    calls, original, model = implementation
+    install(model)
     query = torch.ones(1, 2, 3, 4)
     mask = object()
     found = attend("noted", "module", query, query, query, mask, scaling=0.5, dropout=0.1)
@@ -213,16 +310,16 @@ def test_without_the_keyword_nothing_changes(implementation):
 
 
 def test_installing_twice_wraps_once(implementation):
-    _, original = implementation
-    install("noted")
+    _, original, model = implementation
+    install(model)
     once = AttentionInterface._global_mapping["noted"]
-    install("noted")
+    install(model)
     assert AttentionInterface._global_mapping["noted"] is once
     assert once.trl_original is original
 
 
 def test_sdpa_gives_the_same_bits_with_and_without():
-    install("sdpa")
+    install(tiny_model())
     module = SimpleNamespace(num_key_value_groups=2, is_causal=True, training=False, layer_idx=0)
     query, key, value = (x.detach() for x in inputs(9, (4, 2), torch.float32))
     mask = torch.ones(9, 9, dtype=torch.bool).tril()[None, None]
@@ -235,8 +332,8 @@ def test_sdpa_gives_the_same_bits_with_and_without():
 @pytest.mark.parametrize("scaling", [None, 0.7])
 def test_with_the_keyword_the_layout_decides(implementation, scaling):
     """Queries and keys that rotary embeddings left in float32 take the dtype of the values."""
-    calls, _ = implementation
-    install("noted")
+    calls, _, model = implementation
+    install(model)
     groups = GROUPS["many groups"]
     packing, mask = Packing.of(groups, "cpu"), mask_of(groups)
     query, key, value = (x.detach() for x in inputs(len(mask), (4, 2), torch.float32))
@@ -253,17 +350,9 @@ def test_with_the_keyword_the_layout_decides(implementation, scaling):
     assert error(found, expected.transpose(1, 2)) < 1e-5
 
 
-def test_a_soft_cap_has_no_layout(implementation):
-    install("noted")
-    query = torch.ones(1, 2, 3, 8)
-    options = {KEYWORD: Packing.of([(3, [])], "cpu"), "softcap": 5.0}
-    with pytest.raises(NotImplementedError, match="soft-capped"):
-        attend("noted", SimpleNamespace(layer_idx=0), query, query, query, None, **options)
-
-
 def test_models_may_name_the_mask():
     """Doge hands it on by name, where others hand it on by place."""
-    install("sdpa")
+    install(tiny_model())
     attention = AttentionInterface._global_mapping["sdpa"]
     query, key, value = (torch.randn(2, 2, 5, 8) for _ in range(3))
     mask = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
@@ -276,7 +365,7 @@ def test_models_may_name_the_mask():
 
 def test_masks_that_layers_make_are_not_dropped():
     """Doge adds a bias that depends on the values; the layout would not see it."""
-    install("sdpa")
+    install(tiny_model())
     attention = AttentionInterface._global_mapping["sdpa"]
     query, key, value = (torch.randn(1, 2, 9, 8) for _ in range(3))
     module = nn.Module()

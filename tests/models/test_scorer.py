@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from trl.models import packed_passes as passes
+from trl.models import packed_layout as passes
 from trl.models.lm_head import cast_head_to_float32
 from trl.models.packed_attention import KEYWORD
 from trl.models.scorer import Scorer

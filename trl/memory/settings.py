@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..models.packed_passes import SHORTEST_PASS, tails_of_passes
+from ..models.packed_layout import SHORTEST_PASS, tails_of_passes
 
 if TYPE_CHECKING:
     from ..trainer.base.base_config import BaseConfig

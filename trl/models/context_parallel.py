@@ -20,9 +20,9 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn.functional import pad
 
-from ..ops.attention_kernels import choose_kernel, merge
-from .packed_attention import KEYWORD, Packing
+from .packed_attention import KEYWORD, Rules, attend_to_places
 from .packed_layout import Layout, packed_inputs
+from .packed_places import Packing, Span
 
 
 class _Gather(torch.autograd.Function):
@@ -60,63 +60,26 @@ class _Sum(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Span:
-    """Neighboring queries of a rank, and keys of the row that all of them may look at."""
-
-    queries: slice
-    keys: slice
-    causal: bool = False  # queries and keys are the same tokens
-
-
-class _SpanAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, spans: tuple[Span, ...], scale: float, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        kernel = choose_kernel(query)
-        ctx.spans, ctx.scale = spans, scale
-        # What fills up the last run attends to nothing.
-        output = torch.zeros_like(query)
-        normalizer = query.new_full(
-            query.shape[:3], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32)
-        )
-        for span in spans:
-            q, k = span.queries, span.keys
-            found = kernel.forward(query[:, :, q], key[:, :, k], value[:, :, k], span.causal, scale)
-            if not span.causal:
-                found = merge((output[:, :, q], normalizer[:, :, q]), found)
-            output[:, :, q], normalizer[:, :, q] = found
-        ctx.save_for_backward(query, key, value, output, normalizer)
-        return output
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        query, key, value, output, normalizer = ctx.saved_tensors
-        kernel = choose_kernel(query)
-        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        totals = tuple(torch.zeros_like(x) for x in (query, key, value))
-        for span in ctx.spans:
-            q, k = span.queries, span.keys
-            states = (query[:, :, q], key[:, :, k], value[:, :, k])
-            saved = (*states, output[:, :, q], normalizer[:, :, q])
-            found = kernel.backward(grad[:, :, q], saved, span.causal, ctx.scale)
-            for total, at, more in zip(totals, (q, k, k), found, strict=True):
-                total[:, :, at] += more
-        return None, None, *totals
-
-
-@dataclass(frozen=True)
 class SlicedPacking:
     """What the queries of one rank see of a packed row."""
 
     spans: tuple[Span, ...]
     context: ContextParallel
+    longest: int  # tokens of the longest document
+    buckets = ()
+    is_one_prefix = False
 
-    def attend(self, query: Tensor, own: tuple[Tensor, Tensor], scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, own: tuple[Tensor, Tensor], rules: Rules, sink: Tensor | None
+    ) -> Tensor:
         """Attend from this rank's tokens (1, N, t, D), with keys and values of the same tokens."""
-        row = [self.context.gather(states) for states in own]
-        return _SpanAttention.apply(self.spans, scale, query, *row)
+        if rules.window is not None and rules.window.size < self.longest:
+            raise NotImplementedError(
+                f"Context parallelism does not know attention windows, and this model has one of "
+                f"{rules.window.size} tokens, shorter than some rows."
+            )
+        keys, values = map(self.context.gather, own)
+        return attend_to_places(query, (keys, values), self, rules, sink)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +140,7 @@ class ContextParallel:
         inputs = packed_inputs(
             pad(ids, (0, more))[:, tokens],
             pad(positions, (0, more))[:, tokens],
-            SlicedPacking(tuple(spans), self),
+            SlicedPacking(tuple(spans), self, layout.inputs[KEYWORD].longest),
         )
         here = torch.full((width + more,), -1, device=ids.device)
         here[tokens] = torch.arange(2 * length, device=ids.device)
@@ -213,4 +176,4 @@ def _spans(packing: Packing, starts: list[int], length: int) -> Iterator[Span]:
             yield Span(queries, slice(first, last), causal=True)
             for keys in (prefix, slice(own.start, first)):
                 if keys.start < keys.stop:
-                    yield Span(queries, keys)
+                    yield Span(queries, keys, again=True)

@@ -6,16 +6,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from ..ops.attention_kernels import Kernel
 from . import packed_attention as shared_attention
-from .packed_attention import Packing, install, packed_attention, visible
-from .unwrap import causal_model
+from .packed_attention import Rules, install, packed_attention, visible
+from .packed_places import Packing
 
 # Prefix and tail lengths: longer than the blocks of 32 and 64 tokens that kernels work in; the
 # last are documents.
@@ -44,24 +42,18 @@ class Heads:
 @contextmanager
 def noted_heads(model: nn.Module) -> Iterator[set[Heads]]:
     """Let the attention of a model understand layouts, and note what layers call it with."""
-    implementation = causal_model(model).config.get_text_config()._attn_implementation
-    install(implementation)
-    table, found = AttentionInterface._global_mapping, set[Heads]()
-    inner = table[implementation]
+    install(model)
+    found = set[Heads]()
 
-    def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **kwargs: Any
-    ) -> Any:
-        counts = query.shape[1], key.shape[1]
-        # Queries and keys take the precision of the values.
-        found.add(Heads(*counts, query.shape[3], value.shape[3], value.dtype))
-        return inner(module, query, key, value, *mask, **kwargs)
+    def watch(query: Tensor, key: Tensor, value: Tensor) -> None:
+        sizes = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
+        found.add(Heads(*sizes, value.dtype))
 
-    table[implementation] = attention
+    shared_attention.watchers.append(watch)
     try:
         yield found
     finally:
-        table[implementation] = inner
+        shared_attention.watchers.remove(watch)
 
 
 def check_kernels(device: torch.device, layers: Collection[Heads]) -> None:
@@ -89,17 +81,17 @@ def _check(device: torch.device, heads: Heads, kernel: Kernel) -> None:
     """Check the kernel that `packed_attention` chooses, which is `kernel`."""
     packing = Packing.of(EXAMPLE, device)
     tensors = _example(device, heads)
-    scale = heads.size**-0.5
+    rules = Rules(0, heads.size**-0.5)
     mask = visible(packing, tensors[0].shape[2]).to(device)
 
     def shared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return packed_attention(query, (key, value), packing, 0, scale)
+        return packed_attention(query, (key, value), packing, rules)
 
     def masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         repeats = heads.queries // heads.keys
         key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
         return nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scale
+            query, key, value, attn_mask=mask, scale=rules.scale
         )
 
     with torch.autocast(device.type, enabled=False):

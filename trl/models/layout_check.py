@@ -46,7 +46,6 @@ def why_not_shared(model: nn.Module, longest: int, device: str | None = None) ->
     causal = causal_model(model)
     config = causal.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or FULL_ATTENTION)
-    window = _window(config, layers)
     border = _rotary_border(config)
     dropout = any(getattr(module, "attention_dropout", 0.0) for module in causal.modules())
     device = device or next(causal.parameters()).device.type
@@ -54,16 +53,12 @@ def why_not_shared(model: nn.Module, longest: int, device: str | None = None) ->
     virtual = any(getattr(config, "is_prompt_learning", False) for config in configs.values())
     findings = {
         f"its attention implementation is {config._attn_implementation!r}, not 'sdpa'": (
-            config._attn_implementation != "sdpa"
+            config._attn_implementation not in ("sdpa", "eager")
         ),
         "its attention cannot be replaced": not causal._supports_attention_backend,
         "it is an encoder-decoder": causal.config.is_encoder_decoder,
         "it reads images": hasattr(causal.config, "vision_config"),
         "it keeps a recurrent state": bool(layers - {*FULL_ATTENTION, *WINDOWED}),
-        "its attention is soft-capped": bool(getattr(config, "attn_logit_softcapping", None)),
-        f"its attention window of {window} tokens is shorter than some rows": bool(
-            window and window < longest
-        ),
         f"its rotary embedding depends on the longest row from {border} tokens on": (
             border is not None and longest >= border
         ),
@@ -74,14 +69,11 @@ def why_not_shared(model: nn.Module, longest: int, device: str | None = None) ->
     return next((words for words, holds in findings.items() if holds), None)
 
 
-def _window(config: Any, layers: set[str]) -> int | None:
-    """Tokens that a layer looks back at most, if some layer is so limited."""
-    # Models without `layer_types` apply their window everywhere, unless told not to.
-    everywhere = not hasattr(config, "layer_types") and getattr(config, "use_sliding_window", True)
-    if not (layers & set(WINDOWED) or everywhere):
-        return None
-    names = ("sliding_window", "attention_chunk_size")
-    return next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+def windows(model: nn.Module) -> list[int]:
+    """Tokens that layers look back at most, as a model's configuration has them."""
+    config = causal_model(model).config.get_text_config()
+    found = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return [size for size in found if isinstance(size, int)]
 
 
 def _rotary_border(config: Any) -> int | None:
@@ -138,14 +130,15 @@ class LayoutCheck:
     def allows(self, model: nn.Module, comparison: Comparison) -> bool:
         """Whether rows may lie behind one copy of their prompt.
 
-        Compares at the first use, and whenever rows are twice as long as what was compared. Ranks
-        that decide together, as others must where weights are sharded, do that in `agree` alone.
+        Compares at the first use, and whenever rows are twice as long as what was compared or the
+        first to be longer than a window. Ranks that decide together, as others must where weights
+        are sharded, do that in `agree` alone.
         """
         if not self.enabled:
             return False
         if self.has_agreed or (not self._alone and is_sharded(model)):
-            fits = comparison.length <= 2 * self._checked_length
-            return fits and why_not_shared(model, comparison.longest) is None
+            outgrown = self._has_outgrown(model, comparison.length)
+            return not outgrown and why_not_shared(model, comparison.longest) is None
         return self._decide(model, comparison, lambda mine: mine)
 
     def agree(
@@ -170,7 +163,7 @@ class LayoutCheck:
         """Compare if rows have outgrown the last time; warn once for each reason against it."""
         length = int(largest(comparison.length))
         reason = why_not_shared(model, max(length, comparison.longest))
-        if reason is None and length > 2 * self._checked_length:
+        if reason is None and self._has_outgrown(model, length):
             difference, reason = self._compare(model, comparison)
             self._checked_length = length
             if largest(difference) != 0.0:
@@ -184,6 +177,11 @@ class LayoutCheck:
                 f"because {reason}. Results are the same, memory and time are not."
             )
         return reason is None
+
+    def _has_outgrown(self, model: nn.Module, length: int) -> bool:
+        """Whether rows are far longer than what was compared, or the first beyond a window."""
+        known = self._checked_length
+        return length > 2 * known or any(known <= window < length for window in windows(model))
 
     def _compare(self, model: nn.Module, comparison: Comparison) -> tuple[float, str | None]:
         """The difference, 0 if rounding explains it, and else what is wrong."""
@@ -268,12 +266,9 @@ def scoring_comparison(model: nn.Module, reader: Reader, batch: Rows, pad_id: in
 def _read(
     model: nn.Module, reader: Reader, layout: Layout, autocast: torch.dtype | None
 ) -> tuple[Tensor, torch.dtype]:
-    """Read a layout by the decoder itself, without dropout.
+    """Read a layout by the decoder itself, without dropout: what was found first, its precision.
 
     Wrappers take part only if they have to, to put sharded weights together.
-
-    Returns:
-        What the reader found first, and the precision it was computed in.
     """
     causal = causal_model(model)
 

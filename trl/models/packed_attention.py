@@ -1,266 +1,217 @@
 """Attention in which completions of one prompt see a single copy of it.
 
-Tokens of a forward lie in one row without padding: first the prefixes of all groups, then the tails
-of their completions. A prefix attends to itself, causally; a tail to the prefix of its group and,
-causally, to itself. No mask is built, and the keys of a prefix are read where they are; those of
-tails are gathered by length, and the memory-efficient kernel of GPUs repeats heads that are shared:
-see `trl.ops.attention_kernels`.
-
-The row may be cut into passes: one over the prefixes, whose keys and values are kept, and some over
-tails, which read them.
+See `packed_places` for the row of tokens that it works on. No mask is built, and the keys of a
+prefix are read where they are; those of tails are gathered by length, and the memory-efficient
+kernel of GPUs repeats heads that are shared: see `trl.ops.attention_kernels`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from ..ops.attention_kernels import choose_kernel, merge
+from ..ops.attention_kernels import Kernel, choose_kernel, drain, drain_backward, merge, same_size
+from .packed_places import Packing, Window
+from .unwrap import causal_model
 
 KEYWORD = "trl_shared_prefix"
 
 
-class Layers(dict[int, tuple[Tensor, Tensor]]):
-    """Keys and values (1, K, T, D) by index of the layer."""
-
-
 @dataclass(frozen=True)
-class Group:
-    """Places of one group in the row: its prefix, and its tails one after the other."""
+class Rules:
+    """How a layer attends."""
 
-    prefix: slice
-    tails: slice
-    cuts: tuple[tuple[int, int], ...] = ()  # where each tail that has tokens starts and stops
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Tails of similar length; a boolean index would make the host wait, in every layer."""
-
-    index: Tensor  # (n, w) places in the row; a shorter tail repeats its last one
-    exists: Tensor  # (n, w) bool: False at the repeats
-    cells: Tensor  # (e,) places in the flattened (n, w), repeats left out
-    places: Tensor  # (e,) their places in the row, each once
-
-    def gather(self, packed: Tensor) -> Tensor:
-        """Take the places of (1, N, T, ...): (n, N, w, ...)."""
-        return packed[0][:, self.index].transpose(0, 1)
-
-    def tokens(self, values: Tensor) -> Tensor:
-        """Drop the repeats of (n, N, w, ...): (N, e, ...)."""
-        return values.transpose(0, 1).flatten(1, 2).index_select(1, self.cells)
-
-
-@dataclass(frozen=True)
-class Packing:
-    """Where the groups of a packed forward are.
-
-    `buckets` hold the tails of similar length. Repeats stand behind a tail, where causality hides
-    them. Keys and values of every layer are put into `kept`, if there is one; a row of tails alone
-    takes those of the prefixes from there.
-    """
-
-    groups: tuple[Group, ...]
-    buckets: tuple[Bucket, ...]
-    kept: Layers | None = None
-    tails_alone: bool = False
+    layer: int
+    scale: float  # factor of the products of queries and keys
+    window: Window | None = None
+    cap: float | None = None  # what products are bent to stay below
 
     @classmethod
-    def of(cls, groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str) -> Packing:
-        """Lay out groups given as (prefix length, tail lengths)."""
-        places: list[Group] = []
-        prefix_start, tail_start = 0, sum(prefix for prefix, _ in groups)
-        for prefix, tails in groups:
-            ends = list(accumulate(tails, initial=tail_start))
-            at = slice(prefix_start, prefix_start + prefix)
-            cuts = tuple((start, stop) for start, stop in pairwise(ends) if start < stop)
-            places.append(Group(at, slice(tail_start, ends[-1]), cuts))
-            prefix_start, tail_start = prefix_start + prefix, ends[-1]
-        every = (cut for group in places for cut in group.cuts)
-        return cls(tuple(places), make_buckets(every, device))
-
-
-def make_buckets(cuts: Iterable[tuple[int, int]], device: torch.device | str) -> tuple[Bucket, ...]:
-    """Put tails (start, stop) together whose lengths lie between two powers of two."""
-    by_size: dict[int, list[tuple[int, int]]] = {}
-    for start, stop in cuts:
-        by_size.setdefault((stop - start).bit_length(), []).append((start, stop - start))
-    return tuple(_bucket(members, device) for members in by_size.values())
-
-
-def _bucket(tails: Sequence[tuple[int, int]], device: torch.device | str) -> Bucket:
-    starts, lengths = torch.tensor(tails).t()
-    offsets = torch.arange(int(lengths.max()))
-    exists = offsets < lengths[:, None]
-    index = starts[:, None] + torch.minimum(offsets, lengths[:, None] - 1)
-    found = index, exists, exists.flatten().nonzero()[:, 0], index[exists]
-    # Made here and read on the device alone, so the host need not wait for the copies.
-    return Bucket(*(x.to(device, non_blocking=True) for x in found))
+    def of(cls, module: Any, query: Tensor, options: dict[str, Any]) -> Rules:
+        """Read them off a layer and what it calls its attention with."""
+        layer, scale, size = module.layer_idx, options.get("scaling"), options.get("sliding_window")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        window = Window(size) if size else None
+        config = getattr(module, "config", None)
+        kinds = getattr(config, "layer_types", None)
+        if kinds and kinds[layer] == "chunked_attention":
+            window = Window(config.attention_chunk_size, is_chunked=True)
+        return cls(layer, scale, window, options.get("softcap"))
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """One new token for each of m rows, whose prefixes are kept once for each group.
+    """One new token for each of m rows, whose prefixes are kept once for each group."""
 
-    Args:
-        groups: rows of the batch that share a prefix.
-        keys, values: for each layer and group, (1, K, P, D).
-    """
-
-    groups: tuple[slice, ...]
-    keys: tuple[tuple[Tensor, ...], ...]
+    groups: tuple[slice, ...]  # rows of the batch that share a prefix
+    keys: tuple[tuple[Tensor, ...], ...]  # for each layer and group, (1, K, P, D)
     values: tuple[tuple[Tensor, ...], ...]
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layout: Packing, scale: float, query: Tensor, *keys: Tensor) -> Tensor:
-        kernel = choose_kernel(query)
-        ctx.layout, ctx.scale = layout, scale
-        if _is_one_prefix(layout):
-            output, normalizer = kernel.forward(query, keys[0], keys[1], True, scale)
-            ctx.save_for_backward(output, normalizer, query, *keys)
-            return output
-        # What has no prefix has attended to nothing before it attends to itself.
-        output = torch.zeros_like(query)
-        normalizer = query.new_full(
-            query.shape[:3], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32)
-        )
-        for part in _parts(layout):
-            key, value = part.of(keys)
-            found = kernel.forward(query[:, :, part.queries], key, value, part.causal, scale)
-            output[:, :, part.queries], normalizer[:, :, part.queries] = found
-        for bucket in layout.buckets:
-            gathered = tuple(map(bucket.gather, (query, *keys[:2])))
-            own = kernel.forward(gathered[0], gathered[1], gathered[2], True, scale)
-            merged = merge((bucket.gather(output), bucket.gather(normalizer)), own)
-            for total, part in zip((output, normalizer), merged, strict=True):
-                total[0].index_copy_(1, bucket.places, bucket.tokens(part).to(total.dtype))
-        ctx.save_for_backward(output, normalizer, query, *keys)
+    def forward(
+        ctx: Any, layout: Packing, rules: Rules, sink: Tensor | None, *inputs: Tensor
+    ) -> Tensor:
+        ctx.layout, ctx.rules = layout, rules
+        kernel = choose_kernel(inputs[0], rules.cap)
+        if layout.is_one_prefix:
+            output, normalizer = kernel.forward(*inputs, True, rules.scale)
+        else:
+            output, normalizer = _attend(kernel, layout, rules.scale, *inputs)
+        if sink is not None:
+            output, normalizer = drain(output, normalizer, sink)
+        ctx.save_for_backward(sink, *inputs, output, normalizer)
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        output, normalizer, query, *keys = ctx.saved_tensors
-        kernel = choose_kernel(query)
+        sink, *saved = ctx.saved_tensors
+        kernel, scale = choose_kernel(saved[0], ctx.rules.cap), ctx.rules.scale
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
-        if _is_one_prefix(ctx.layout):
-            saved = (query, *keys, output, normalizer)
-            return None, None, *kernel.backward(grad, saved, True, ctx.scale)
-        of_query, of_keys = torch.zeros_like(query), [torch.zeros_like(key) for key in keys]
-        for part in _parts(ctx.layout):
-            at = part.queries
-            saved = (query[:, :, at], *part.of(keys), output[:, :, at], normalizer[:, :, at])
-            found = kernel.backward(grad[:, :, at], saved, part.causal, ctx.scale)
-            of_query[:, :, at] = found[0]
-            for total, more in zip(part.of(of_keys), found[1:], strict=True):
-                total += more
-        everything = (query, *keys[:2], output, normalizer)
-        for bucket in ctx.layout.buckets:
-            # A repeated place must add nothing.
-            upstream = bucket.gather(grad) * bucket.exists[:, None, :, None]
-            saved = tuple(map(bucket.gather, everything))
-            found = kernel.backward(upstream, saved, True, ctx.scale)
-            for total, more in zip((of_query, *of_keys[:2]), found, strict=True):
-                total[0].index_add_(1, bucket.places, bucket.tokens(more))
-        return None, None, of_query, *of_keys
+        of_sink = None if sink is None else drain_backward(grad, *saved[3:], sink)
+        if ctx.layout.is_one_prefix:
+            found = kernel.backward(grad, tuple(saved), True, scale)
+        else:
+            found = _attend_backward(kernel, ctx.layout, scale, (grad, *saved))
+        return None, None, of_sink, *found
 
 
-def _is_one_prefix(layout: Packing) -> bool:
-    """Whether a layout is plain causal attention, which needs no places."""
-    return len(layout.groups) == 1 and not layout.buckets
+def _attend(
+    kernel: Kernel, layout: Packing, scale: float, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    # What has no prefix has attended to nothing before it attends to itself.
+    output, normalizer = torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf)
+    normalizer = normalizer.to(torch.promote_types(query.dtype, torch.float32))
+    for span in layout.spans:
+        at = span.queries
+        part = query[:, :, at], key[:, :, span.keys], value[:, :, span.keys]
+        found = kernel.forward(*part, span.causal, scale)
+        if span.again:
+            found = merge((output[:, :, at], normalizer[:, :, at]), found)
+        output[:, :, at], normalizer[:, :, at] = found
+    for bucket in layout.buckets:
+        tokens = bucket.gather(query)
+        total = bucket.gather(output), bucket.gather(normalizer)
+        for sight in bucket.sights:
+            part = sight.turn(tokens), sight.gather(key), sight.gather(value)
+            one, other = kernel.forward(*part, sight.causal, scale)
+            rows = len(tokens)
+            total = merge(total, (sight.turn_back(one, rows), sight.turn_back(other, rows)))
+        for place, found in zip((output, normalizer), total, strict=True):
+            place[0].index_copy_(1, bucket.places, bucket.tokens(found).to(place.dtype))
+    return output, normalizer
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Queries that attend to one prefix."""
-
-    queries: slice
-    prefix: slice
-    causal: bool
-    source: int  # where its keys are among all keys and values
-
-    def of(self, keys: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The keys and values of the prefix, as views."""
-        key, value = keys[self.source : self.source + 2]
-        return key[:, :, self.prefix], value[:, :, self.prefix]
-
-
-def _parts(layout: Packing) -> Iterator[_Part]:
-    for number, group in enumerate(layout.groups):
-        if group.prefix.start == group.prefix.stop:
-            continue
-        if layout.tails_alone:
-            yield _Part(group.tails, slice(None), False, 2 * number + 2)
-            continue
-        yield _Part(group.prefix, group.prefix, True, 0)
-        if group.tails.stop > group.tails.start:
-            yield _Part(group.tails, group.prefix, False, 0)
+def _attend_backward(
+    kernel: Kernel, layout: Packing, scale: float, saved: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, query, key, value, output, normalizer = saved
+    of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))
+    for span in layout.spans:
+        upstream, *part = (x[:, :, span.queries] for x in (grad, query, output, normalizer))
+        part[1:1] = key[:, :, span.keys], value[:, :, span.keys]
+        found = kernel.backward(upstream, tuple(part), span.causal, scale)
+        of_query[:, :, span.queries] += found[0]
+        of_key[:, :, span.keys] += found[1]
+        of_value[:, :, span.keys] += found[2]
+    for bucket in layout.buckets:
+        tokens = list(map(bucket.gather, (grad, query, output, normalizer)))
+        tokens[0] = tokens[0] * bucket.exists[:, None, :, None]  # a repeat must add nothing
+        for sight in bucket.sights:
+            upstream, *part = map(sight.turn, tokens)
+            part[1:1] = sight.gather(key), sight.gather(value)
+            found = kernel.backward(upstream, tuple(part), sight.causal, scale)
+            mine = bucket.tokens(sight.turn_back(found[0], len(tokens[0])))
+            of_query[0].index_add_(1, bucket.places, mine)
+            sight.add(of_key, found[1])
+            sight.add(of_value, found[2])
+    return of_query, of_key, of_value
 
 
 def packed_attention(
     query: Tensor,
     own: tuple[Tensor, Tensor],
     layout: Packing,
-    layer: int,
-    scale: float,
+    rules: Rules,
+    sink: Tensor | None = None,
 ) -> Tensor:
-    """Attend from every token of a packed row (1, N, T, D) to what it may see: (1, N, T, D).
+    """Attend from every token of a packed row (1, N, T, D) to what it may see: (1, N, T, E).
 
     Args:
-        query (`Tensor`): (1, N, T, D).
-        own (`tuple[Tensor, Tensor]`): keys and values (1, K, T, D) of the row; N is a multiple of
-            K.
-        layout (`Packing`): where prefixes and tails are.
-        layer, scale: index of the layer; factor of the products of queries and keys.
+        own: keys (1, K, T, D) and values (1, K, T, E) of the row; N is a multiple of K.
+        layout: where prefixes and tails are.
+        rules: of the layer.
+        sink: (N,) products with one more key, whose value is 0.
     """
-    more: list[Tensor] = []
     if layout.kept is not None:
         # Not again when activations are recomputed, and not by tails, which come later.
-        known = layout.kept.setdefault(layer, own)
+        known = layout.kept.setdefault(rules.layer, own)
+        layout.kept.windows[rules.layer] = rules.window
         if layout.tails_alone:
-            more = [states[:, :, group.prefix] for group in layout.groups for states in known]
+            own = torch.cat([own[0], known[0]], 2), torch.cat([own[1], known[1]], 2)
     # A graph that held `kept` would hold itself, since the kept tensors hold the graph.
-    places = replace(layout, kept=None)
-    return _PackedAttention.apply(places, scale, query, *own, *more)
+    places = replace(layout.within(rules.window, query.device), kept=None)
+    return attend_to_places(query, own, places, rules, sink)
+
+
+def attend_to_places(
+    query: Tensor, keys: tuple[Tensor, Tensor], places: Any, rules: Rules, sink: Tensor | None
+) -> Tensor:
+    """Attend to keys and values as `places.spans` and `places.buckets` say."""
+    size = keys[1].shape[-1]
+    tensors = same_size(query, *keys)
+    return _PackedAttention.apply(places, rules, sink, *tensors)[..., :size]
 
 
 def decoding_attention(
-    query: Tensor, own: tuple[Tensor, Tensor], decoding: Decoding, layer: int, scale: float
+    query: Tensor,
+    own: tuple[Tensor, Tensor],
+    decoding: Decoding,
+    rules: Rules,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Attend from one new token of each row to its prefix and to its own tokens.
 
     Args:
-        query (`Tensor`): (m, N, 1, D).
-        own (`tuple[Tensor, Tensor]`): keys and values (m, K, t, D) of what the rows generated.
-        decoding (`Decoding`): the shared prefixes.
-        layer, scale: as in `packed_attention`.
+        query: (m, N, 1, D).
+        own: keys (m, K, t, D) and values (m, K, t, E) of what the rows generated.
+        decoding: the shared prefixes.
+        rules, sink: as in `packed_attention`.
     """
-    kernel = choose_kernel(query)
-    output = torch.empty_like(query)
-    normalizer = query.new_empty(
-        query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32)
-    )
+    kernel, size = choose_kernel(query, rules.cap), own[1].shape[-1]
+    query, *own = same_size(query, *own)
+    output, normalizer = kernel.forward(query, *own, False, rules.scale)
+    before = torch.zeros_like(output), torch.full_like(normalizer, -torch.inf)
+    layer = rules.layer
     parts = zip(decoding.groups, decoding.keys[layer], decoding.values[layer], strict=True)
     for rows, key, value in parts:
+        if rules.window is not None:
+            first = rules.window.first(key.shape[2], own[0].shape[2])
+            key, value = key[:, :, first:], value[:, :, first:]
+        _, key, value = same_size(query, key, value)
+        if not key.shape[2]:
+            continue
         # The rows of a group are queries of one attention to their prefix.
-        found = kernel.forward(query[rows].transpose(0, 2), key, value, False, scale)
-        output[rows] = found[0].transpose(0, 2)
-        normalizer[rows] = found[1].transpose(0, 2)
-    merged, _ = merge((output, normalizer), kernel.forward(query, *own, False, scale))
-    return merged
+        found = kernel.forward(query[rows].transpose(0, 2), key, value, False, rules.scale)
+        for part, new in zip(before, found, strict=True):
+            part[rows] = new.transpose(0, 2)
+    output, normalizer = merge(before, (output, normalizer))
+    if sink is not None:
+        output, _ = drain(output, normalizer, sink)
+    return output[..., :size]
 
 
 def visible(packing: Packing, total: int) -> Tensor:
-    """The mask (T, T) that a packing stands for: True where a token may look."""
+    """The mask (T, T) that a packing stands for in layers without a window: True is seen."""
     mask = torch.zeros(total, total, dtype=torch.bool)
     for group in packing.groups:
         mask[group.tails, group.prefix] = True
@@ -270,15 +221,28 @@ def visible(packing: Packing, total: int) -> Tensor:
     return mask.tril()
 
 
-def install(implementation: str) -> None:
-    """Let an attention implementation of transformers understand the layouts of this module.
+# Called with the queries, keys and values of each layer that attends by a layout.
+watchers: list[Callable[[Tensor, Tensor, Tensor], None]] = []
 
-    Without the keyword of a layout the implementation does exactly what it did before.
+
+def install(model: nn.Module) -> None:
+    """Let the attention of a model of transformers understand the layouts of this module.
+
+    Without the keyword of a layout it does exactly what it did before.
     """
-    table = AttentionInterface._global_mapping
-    original = table[implementation]
-    if not hasattr(original, "trl_original"):
-        AttentionInterface.register(implementation, _aware(original))
+    implementation = causal_model(model).config.get_text_config()._attn_implementation
+    if implementation == "eager":  # in no table: each file of models has its own
+        tables = [
+            getattr(inspect.unwrap(type(module).forward), "__globals__", {})
+            for module in model.modules()
+        ]
+        implementation = "eager_attention_forward"
+    else:
+        tables = [AttentionInterface._global_mapping]
+    for table in tables:
+        original = table.get(implementation)
+        if original is not None and not hasattr(original, "trl_original"):
+            table[implementation] = _aware(original)
 
 
 def _aware(original: Any) -> Any:
@@ -289,21 +253,20 @@ def _aware(original: Any) -> Any:
         layout = kwargs.pop(KEYWORD, None)
         if layout is None:
             return original(module, query, key, value, *mask, **kwargs)
-        if kwargs.get("softcap") is not None:
-            raise NotImplementedError("soft-capped attention has no shared layout")
         # What stands for the layout comes as a mask of one entry; nothing else would be read.
         own = [*mask, kwargs.get("attention_mask")][0]
-        if own is not None and own.numel() > 1:
+        if (own is not None and own.numel() > 1) or kwargs.get("position_bias") is not None:
             raise NotImplementedError("its layers make attention masks of their own")
-        scale = kwargs.get("scaling")
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        rules, sink = Rules.of(module, query, kwargs), kwargs.get("s_aux")
         query, key = query.to(value.dtype), key.to(value.dtype)
+        for watch in watchers:
+            watch(query, key, value)
         if isinstance(layout, Decoding):
-            found = decoding_attention(query, (key, value), layout, module.layer_idx, scale)
+            found = decoding_attention(query, (key, value), layout, rules, sink)
         elif isinstance(layout, Packing):
-            found = packed_attention(query, (key, value), layout, module.layer_idx, scale)
+            found = packed_attention(query, (key, value), layout, rules, sink)
         else:  # a layout of another module
-            found = layout.attend(query, (key, value), scale)
+            found = layout.attend(query, (key, value), rules, sink)
         return found.transpose(1, 2).contiguous(), None
 
     attention.trl_original = original  # type: ignore[attr-defined]

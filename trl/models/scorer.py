@@ -15,9 +15,8 @@ from ..ops.support import Support
 from ..types import Rows, TokenScores
 from .layout_check import LayoutCheck, scoring_comparison
 from .lm_head import HeadFinder
-from .packed_attention import Layers
-from .packed_layout import Layout, packed_layout, plain_layout
-from .packed_passes import run_passes, wants_passes
+from .packed_layout import Layout, packed_layout, plain_layout, run_passes, wants_passes
+from .packed_places import Layers
 from .readers import Hidden, Reader, TokenReader
 from .sharded import is_sharded, release
 from .unwrap import (

@@ -11,16 +11,13 @@ Shapes: B rows, N query heads, K key heads (N is a multiple of K), Q queries, S 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
 import torch
 from torch import Tensor
-from torch.backends.cuda import (
-    SDPAParams,
-    can_use_efficient_attention,
-    can_use_flash_attention,
-)
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
+from torch.nn.functional import pad
 
 aten = torch.ops.aten
 # Entries of two parts that are merged at once, in float32.
@@ -84,24 +81,12 @@ class CudaFlash(Kernel):
         self, grad: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
-        query, key, value, output, normalizer = saved
-        seed = torch.zeros((), dtype=torch.int64, device=query.device)
+        *tensors, normalizer = saved
+        seed = torch.zeros((), dtype=torch.int64, device=grad.device)
+        lengths = saved[0].shape[2], saved[1].shape[2]
+        rest = None, None, *lengths, 0.0, causal, seed, seed
         return aten._scaled_dot_product_flash_attention_backward(
-            grad,
-            query,
-            key,
-            value,
-            output,
-            normalizer.contiguous(),
-            None,
-            None,
-            query.shape[2],
-            key.shape[2],
-            0.0,
-            causal,
-            seed,
-            seed,
-            scale=scale,
+            grad, *tensors, normalizer.contiguous(), *rest, scale=scale
         )
 
 
@@ -130,34 +115,101 @@ class CudaEfficient(Kernel):
         query, key, value, output, normalizer = saved
         seed = torch.zeros((), dtype=torch.int64, device=query.device)
         missing = -normalizer.shape[2] % self.ALIGNMENT
-        normalizer = torch.nn.functional.pad(normalizer, (0, missing), value=torch.inf)
+        normalizer = pad(normalizer, (0, missing), value=torch.inf)
+        inputs = query, expand_heads(key, query), expand_heads(value, query), None, output
+        rest = seed, seed, 0.0, [True, True, True, False], causal
         found = aten._scaled_dot_product_efficient_attention_backward(
-            grad,
-            query,
-            expand_heads(key, query),
-            expand_heads(value, query),
-            None,
-            output,
-            normalizer.contiguous(),
-            seed,
-            seed,
-            0.0,
-            [True, True, True, False],
-            causal,
-            scale=scale,
+            grad, *inputs, normalizer.contiguous(), *rest, scale=scale
         )
         return found[0], merge_heads(found[1], key), merge_heads(found[2], value)
+
+
+class Tiles(Kernel):
+    """Attention whose logits are bent to stay below `cap`, in tiles of them, on any device.
+
+    The bound is put on logits before they are normalized, so what the other kernels find cannot be
+    corrected afterwards.
+    """
+
+    SIZE = 256  # queries, and keys, of a tile
+
+    def __init__(self, cap: float):
+        self._cap = cap
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        key, value = expand_heads(key, query), expand_heads(value, query)
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        output = query.new_empty(*query.shape[:3], value.shape[3])
+        normalizer = query.new_empty(query.shape[:3], dtype=dtype)
+        for rows, columns in self._tiles(query, key, causal):
+            logits = self._logits(query, key, (rows, columns), causal, scale)
+            sums = logits.logsumexp(-1)
+            weights = (logits - sums[..., None]).exp().to(value.dtype)
+            found = weights @ value[:, :, columns], sums
+            if columns.start:
+                found = merge((output[:, :, rows], normalizer[:, :, rows]), found)
+            output[:, :, rows], normalizer[:, :, rows] = found
+        return output, normalizer
+
+    def backward(
+        self, grad: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        query, one_key, one_value, output, normalizer = saved
+        key, value = expand_heads(one_key, query), expand_heads(one_value, query)
+        found = [torch.zeros_like(x) for x in (query, key, value)]
+        mean = (grad * output).sum(-1, keepdim=True, dtype=normalizer.dtype)
+        for rows, columns in self._tiles(query, key, causal):
+            upstream, part = grad[:, :, rows], key[:, :, columns]
+            logits = self._logits(query, key, (rows, columns), causal, scale)
+            weights = (logits - normalizer[:, :, rows, None]).exp()
+            slope = (1 - (logits / self._cap) ** 2) * scale
+            of_weights = (upstream @ value[:, :, columns].transpose(2, 3)).to(weights.dtype)
+            of_logits = weights * (of_weights - mean[:, :, rows])
+            # Where nothing is seen the slope is that of an infinite logit.
+            of_logits = (of_logits * slope).masked_fill(weights == 0, 0).to(query.dtype)
+            found[0][:, :, rows] += of_logits @ part
+            found[1][:, :, columns] += of_logits.transpose(2, 3) @ query[:, :, rows]
+            found[2][:, :, columns] += weights.to(grad.dtype).transpose(2, 3) @ upstream
+        return found[0], merge_heads(found[1], one_key), merge_heads(found[2], one_value)
+
+    def _tiles(self, query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
+        for start in range(0, query.shape[2], self.SIZE):
+            rows = slice(start, min(start + self.SIZE, query.shape[2]))
+            last = min(key.shape[2], rows.stop) if causal else key.shape[2]
+            for column in range(0, last, self.SIZE):
+                yield rows, slice(column, min(column + self.SIZE, last))
+
+    def _logits(
+        self, query: Tensor, key: Tensor, at: tuple[slice, slice], causal: bool, scale: float
+    ) -> Tensor:
+        rows, columns = at
+        logits = query[:, :, rows] @ key[:, :, columns].transpose(2, 3)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+        logits = (logits / self._cap).tanh_() * self._cap
+        if causal and columns.stop > rows.start:
+            seen = torch.ones(logits.shape[2:], dtype=torch.bool, device=logits.device)
+            logits.masked_fill_(~seen.tril_(rows.start - columns.start), -torch.inf)
+        return logits
 
 
 _CPU = CpuFlash()
 
 
-def choose_kernel(query: Tensor) -> Kernel:
+def choose_kernel(query: Tensor, cap: float | None = None) -> Kernel:
     """The kernel for the device, dtype and head size of `query`.
+
+    Args:
+        cap (`float`, *optional*): what logits are bent to stay below.
 
     Raises:
         NotImplementedError: if torch has none for them.
     """
+    if cap is not None:
+        return Tiles(cap)
     if query.device.type == "cpu":
         return _CPU
     if query.device.type != "cuda":
@@ -205,6 +257,13 @@ def gpu_kernel(size: int, flash: bool, efficient: bool) -> Kernel | None:
     return CudaEfficient() if efficient else None
 
 
+def same_size(*heads: Tensor) -> list[Tensor]:
+    """Widen heads (..., D) with zeros, which change no product; kernels want one size of all."""
+    sizes = [x.shape[-1] for x in heads]
+    missing = [max(sizes) - size for size in sizes]
+    return [pad(x, (0, n)) if n else x for x, n in zip(heads, missing, strict=True)]
+
+
 def expand_heads(keys: Tensor, query: Tensor) -> Tensor:
     """Repeat each of K heads (B, K, S, D) for the query heads that share it: (B, N, S, D)."""
     repeats = query.shape[1] // keys.shape[1]
@@ -216,6 +275,19 @@ def merge_heads(grad: Tensor, keys: Tensor) -> Tensor:
     if grad.shape[1] == keys.shape[1]:
         return grad
     return grad.unflatten(1, (keys.shape[1], -1)).sum(2)
+
+
+def drain(output: Tensor, normalizer: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge an attention with one more key whose value is 0, and whose logits are `sink` (N,)."""
+    total = torch.logaddexp(normalizer, sink[:, None].to(normalizer.dtype))
+    return (output * (normalizer - total).exp()[..., None]).to(output.dtype), total
+
+
+def drain_backward(grad: Tensor, output: Tensor, normalizer: Tensor, sink: Tensor) -> Tensor:
+    """The gradient (N,) of `sink`, from what `drain` returned."""
+    share = (sink[:, None].to(normalizer.dtype) - normalizer).exp()
+    lost = (grad * output).sum(-1, dtype=normalizer.dtype) * share
+    return -lost.sum((0, 2)).to(sink.dtype)
 
 
 def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

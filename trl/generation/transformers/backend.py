@@ -19,7 +19,6 @@ from ...progress import finish
 from ...types import Generations, Prompts, Sampling
 from ..base import NAMED, GenerationBackend, cut_generations, merge_named
 from .batch_limits import BatchLimits
-from .decoding_check import decoding_comparison
 from .sampler import (
     RepetitionPenalty,
     RowDraws,
@@ -28,7 +27,7 @@ from .sampler import (
     rows_from,
     seeded,
 )
-from .shared_decoding import SharedDecoder
+from .shared_decoding import SharedDecoder, decoding_comparison
 from .synced_forward import SyncedForward
 
 Complete = Callable[[Prompts, Sampling], Generations]

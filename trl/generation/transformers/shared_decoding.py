@@ -7,25 +7,32 @@ a step, each with its own short cache; logits exist for a few rows at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, RepetitionPenaltyLogitsProcessor
 
-from ...models.lm_head import OutputHead
-from ...models.packed_attention import KEYWORD, Decoding, Packing
-from ...models.unwrap import causal_model
+from ...models.layout_check import Comparison, Results, coarsest, read_plain_rows, windows
+from ...models.lm_head import HeadFinder, OutputHead
+from ...models.packed_attention import Decoding
+from ...models.packed_layout import packed_inputs
+from ...models.packed_places import Layers, Packing, Window
+from ...models.quantized import working_precision
+from ...models.readers import TokenReader
+from ...models.unwrap import autocast_to, causal_model, current_autocast, evaluating
 from ...ops.linear_logprobs import default_chunk
 from ...progress import finish
-from ...types import Sampling
+from ...types import Prompts, Sampling, TokenRows
 from .sampler import NonFiniteLogitsError, pick, uniforms, warpers
 
 PREFILL_TOKENS = 4096  # of the prompts that are computed in one forward
 SMALLEST_CAPACITY = 16
+CHECKED_TOKENS = 4  # that rows write when decoding is compared with plain rows
 
 
 def grown_capacity(tokens: int, limit: int | None) -> int:
@@ -39,11 +46,16 @@ class GrowingCache(Cache):
 
     Args:
         limit (`int`, *optional*): most tokens there will be.
+        windows: the windows of layers, which keep no more than their last tokens.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(
+        self, limit: int | None = None, windows: Mapping[int, Window | None] | None = None
+    ) -> None:
         super().__init__(layers=[])
         self._limit = limit
+        sizes = {layer: window.size for layer, window in (windows or {}).items() if window}
+        self._windows = {layer: n for layer, n in sizes.items() if not limit or n < limit}
         self._buffers: list[list[Tensor]] = []
         self._lengths: list[int] = []
 
@@ -61,21 +73,25 @@ class GrowingCache(Cache):
         return self.layer(layer_idx)
 
     def _append(self, layer: int, states: tuple[Tensor, Tensor]) -> None:
-        start, count = self._lengths[layer], states[0].shape[2]
+        length, count = self._lengths[layer], states[0].shape[2]
+        window = self._windows.get(layer)
+        # One token at a time takes the place of the oldest: their order does not matter.
+        start = length % window if window else length
         for place, new in enumerate(states):
             held = self._buffers[layer][place]
             if start + count > held.shape[2]:
-                capacity = grown_capacity(start + count, self._limit)
+                capacity = grown_capacity(start + count, window or self._limit)
                 grown = held.new_empty(*held.shape[:2], capacity, held.shape[3])
                 grown[:, :, :start] = held[:, :, :start]
                 held = self._buffers[layer][place] = grown
             held[:, :, start : start + count] = new
-        self._lengths[layer] = start + count
+        self._lengths[layer] = length + count
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values (m, K, t, D) of a layer."""
         key, value = self._buffers[index]
-        return key[:, :, : self._lengths[index]], value[:, :, : self._lengths[index]]
+        held = min(self._lengths[index], self._windows.get(index) or self._lengths[index])
+        return key[:, :, :held], value[:, :, :held]
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows but the given ones."""
@@ -186,6 +202,7 @@ class SharedDecoder:
         self._warpers = warpers(sampling)
         self._greedy = greedy
         self._prefixes: dict[tuple[int, ...], Prefix] = {}
+        self._windows: dict[int, Window | None] = {}  # of the layers
         kind = self._device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
@@ -211,7 +228,7 @@ class SharedDecoder:
         rows = _Rows(prompts, draws, self._sampling.repetition_penalty != 1.0, self._device)
         self._prefill(list(dict.fromkeys(rows.prompts)))
         hidden = torch.stack([self._prefixes[prompt].hidden for prompt in rows.prompts])
-        cache = GrowingCache(limit)
+        cache = GrowingCache(limit, self._windows)
         for step in range(limit):
             tokens = self._advance(rows, *self._choose(hidden, rows, step), cache)
             if not rows.numbers or step + 1 == limit:
@@ -238,22 +255,31 @@ class SharedDecoder:
             self._prefill_packed(batch)
 
     def _prefill_packed(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        cache = GrowingCache()
+        kept = Layers()
+        packing = Packing.of([(len(prompt), []) for prompt in prompts], self._device)
+        ids = self._tensor([[token for prompt in prompts for token in prompt]])
+        positions = self._tensor([[i for prompt in prompts for i in range(len(prompt))]])
         hidden = self._decoder(
-            input_ids=self._tensor([[token for prompt in prompts for token in prompt]]),
-            position_ids=self._tensor([[i for prompt in prompts for i in range(len(prompt))]]),
-            past_key_values=cache,
-            **self._layout(Packing.of([(len(prompt), []) for prompt in prompts], self._device)),
+            **packed_inputs(ids, positions, replace(packing, kept=kept)),
+            past_key_values=GrowingCache(),
+            use_cache=True,
         )[0][0]
         start = 0
         for prompt in prompts:
             at = slice(start, start + len(prompt))
-            layers = tuple(
-                (key[:, :, at], value[:, :, at])
-                for key, value in map(cache.layer, range(len(cache)))
-            )
+            layers = tuple(self._kept(kept, layer, at) for layer in sorted(kept))
             self._prefixes[prompt] = Prefix(layers, hidden[at.stop - 1].clone())
             start = at.stop
+
+    def _kept(self, kept: Layers, layer: int, at: slice) -> tuple[Tensor, Tensor]:
+        """Keys and values of a prompt that decoding will look at."""
+        window, (key, value) = kept.windows[layer], kept[layer]
+        self._windows[layer] = window
+        if window is None or window.is_chunked or at.stop - at.start < window.size:
+            return key[:, :, at], value[:, :, at]
+        # A view would keep alive all that the layer no longer sees.
+        last = slice(at.stop - window.size + 1, at.stop)
+        return key[:, :, last].clone(), value[:, :, last].clone()
 
     def _forward(
         self, tokens: Tensor, rows: _Rows, cache: GrowingCache, positions: Tensor
@@ -266,18 +292,8 @@ class SharedDecoder:
             tuple(tuple(prefix.layers[layer][0] for prefix in prefixes) for layer in layers),
             tuple(tuple(prefix.layers[layer][1] for prefix in prefixes) for layer in layers),
         )
-        output = self._decoder(
-            input_ids=tokens[:, None],
-            position_ids=positions,
-            past_key_values=cache,
-            **self._layout(decoding),
-        )
-        return output[0][:, 0]
-
-    def _layout(self, layout: Packing | Decoding) -> dict[str, Any]:
-        # A mask of four dimensions is handed on as it is; the attention reads the layout instead.
-        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
-        return {"attention_mask": mask, "use_cache": True, KEYWORD: layout}
+        inputs = packed_inputs(tokens[:, None], positions, decoding)
+        return self._decoder(**inputs, past_key_values=cache, use_cache=True)[0][:, 0]
 
     def _choose(self, hidden: Tensor, rows: _Rows, step: int) -> tuple[Tensor, Tensor]:
         """The next token (m,) of each unfinished row, and its log-probability (m,)."""
@@ -315,3 +331,38 @@ class SharedDecoder:
 
     def _tensor(self, values: Any) -> Tensor:
         return torch.tensor(values).to(self._device, non_blocking=True)
+
+
+def decoding_comparison(
+    model: nn.Module, prompts: Prompts, sampling: Sampling, pad_id: int
+) -> Comparison:
+    """Compare log-probabilities of what two rows of the longest prompt write with plain rows."""
+    causal = causal_model(model)
+    longest = max(prompts.token_ids, key=len)
+    ends = len(longest) + sampling.max_tokens
+    for window in windows(causal):
+        if len(longest) <= window < ends:  # completions will outgrow it, so the check has to
+            longest = (longest * (window // len(longest) + 1))[: window + 1]
+    return Comparison(
+        "log-probabilities of decoding",
+        length=len(longest),
+        longest=max(ends, len(longest)),
+        autocast=partial(current_autocast, next(causal.parameters()).device),
+        compute=lambda autocast: _results(causal, longest, sampling, pad_id, autocast),
+    )
+
+
+def _results(
+    causal: Any, prompt: list[int], sampling: Sampling, pad_id: int, autocast: torch.dtype | None
+) -> Results:
+    head = HeadFinder(1.0).find(causal)
+    assert head is not None
+    few = sampling.replace(max_tokens=min(CHECKED_TOKENS, sampling.max_tokens), temperature=1.0)
+    with evaluating(causal), autocast_to(next(causal.parameters()).device, autocast):
+        # Different streams, so that the rows part.
+        ids, logps = SharedDecoder(causal, head, few)([prompt] * 2, (0, 1))
+    rows = TokenRows.of([(prompt, written) for written in ids])
+    plain = read_plain_rows(causal, TokenReader(head), rows, pad_id, autocast)
+    found: list[Tensor] = [torch.tensor(row, dtype=plain.dtype) for row in logps]
+    packed = nn.utils.rnn.pad_sequence(found, batch_first=True).to(plain.device)
+    return packed, plain, coarsest(working_precision(causal), autocast)
