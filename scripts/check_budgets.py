@@ -24,18 +24,18 @@ BRANCHES = (
 # the second, which must hold, is lowered as they get there.
 FOLDERS = {
     "ops": (1750, 1851),
-    "data": (2000, 3445),
+    "data": (2000, 3444),
     "models": (3500, 4182),
     "memory": (2000, 2300),
     "generation": (4500, 4500),
     "online": (1350, 1350),
-    "trainer": (6300, 8416),
-    "trainer/base": (1700, 2275),
-    "trainer/online": (2000, 2229),
-    "cli, scripts": (2700, 3001),
-    "rest": (1100, 1394),
+    "trainer": (6300, 8414),
+    "trainer/base": (1700, 2250),
+    "trainer/online": (2000, 2218),
+    "cli, scripts": (2700, 2997),
+    "rest": (1100, 1387),
 }
-ALL = (25_000, 30_241)
+ALL = (25_000, 30_235)
 LOADED = (75, 80)  # modules that `from trl import RLOOTrainer` may load
 
 

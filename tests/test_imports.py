@@ -4,11 +4,12 @@ import importlib
 import re
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from trl.imports import EXTRAS, TESTED, beyond_tested, is_available, require
+from trl.imports import EXTRAS, TESTED, beyond_tested, is_available, require, version_of
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -104,3 +105,9 @@ def test_a_version_beyond_those_tested_is_named(monkeypatch, installed, warns):
         "5.23). If training fails or behaves oddly, run: pip install 'transformers==5.23.*'"
     )
     assert beyond_tested("transformers") == (expected if warns else None)
+
+
+def test_versions_of_what_is_not_installed():
+    assert version_of("surely-absent-package") == "unknown"
+    assert version_of("surely-absent-package", "") == ""
+    assert version_of("torch") == metadata.version("torch")

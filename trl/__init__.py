@@ -58,12 +58,9 @@ __all__ = [*_HOME]
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version
+        from .imports import version_of
 
-        try:
-            return version("trl")
-        except PackageNotFoundError:
-            return "unknown"
+        return version_of("trl")
     if name in _SUBMODULES:
         return import_module(f".{name}", __name__)
     if name not in _HOME:

@@ -5,7 +5,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +28,14 @@ TESTED = {"transformers": ("5.18", "5.23")}
 def is_available(module: str) -> bool:
     """Whether `module` can be imported, without importing it."""
     return importlib.util.find_spec(module) is not None
+
+
+def version_of(package: str, otherwise: str = "unknown") -> str:
+    """The installed version of a package, or `otherwise`."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return otherwise
 
 
 def require(module: str, feature: str) -> ModuleType:

@@ -122,23 +122,6 @@ def test_an_unknown_key_of_the_file_is_never_dropped(tmp_path, value):
         split("--config", path)
 
 
-@pytest.mark.parametrize(
-    ("values", "part"),
-    [
-        ({"multi_gpu": "perhaps"}, "unexpected words: perhaps."),
-        ({"num_processes": [1, 2]}, "unexpected words: 2."),
-        ({"num_processes": "two"}, "invalid int value: 'two'"),
-        ({"accelerate_config": "zero22"}, "closest: zero2"),
-        ({"learning_rate": "fast"}, "--learning_rate: 'fast' is not a number."),
-        ({"no_shuffle_dataset": True}, "unknown key no_shuffle_dataset"),
-    ],
-)
-def test_unusable_values_of_the_file(tmp_path, values, part):
-    with pytest.raises(ValueError) as error:
-        split("--config", write(tmp_path / "c.yaml", **values))
-    assert part in str(error.value)
-
-
 def test_the_environment_of_the_file_is_set(tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_TEST_VALUE", "before")
     split("--config", write(tmp_path / "c.yaml", env={"TRL_TEST_VALUE": 7}))
@@ -156,41 +139,6 @@ def test_shipped_configurations_are_known_by_name(name):
 def test_a_file_is_taken_as_accelerate_configuration(tmp_path):
     path = write(tmp_path / "mine.yaml", num_processes=1)
     assert split("--accelerate_config", path)[1].config_file == path
-
-
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["--accelerate_config", "zero22"], ("zero22", "closest: zero2")),
-        (["--accelerate_config"], ("a file is needed, or one of", *CONFIGS)),
-        (["--num_generation", "4"], ("--num_generation", "--num_generations")),
-        (["--num_proceses", "4"], ("--num_proceses", "--num_processes")),
-        (["--qqqqqqqq"], ("unknown option --qqqqqqqq.",)),
-        (["word"], ("starts with --", "'word'")),
-        (["--no_beta"], ("--no_beta (closest: --beta",)),
-        (["--num_generations", "four"], ("--num_generations: 'four' is not an integer.",)),
-        (["--num_generations", "4", "5"], ("unexpected words: 5.",)),
-        (
-            ["--use_logits_to_keep"],
-            ("unknown option --use_logits_to_keep", "an option of `trl dpo`"),
-        ),
-        (["--num_processes", "two"], ("--num_processes", "invalid int value: 'two'")),
-        (["--num_processes"], ("--num_processes", "expected one argument")),
-        (["--mixed_precision", "fp17"], ("--mixed_precision", "'fp17'", "'bf16'")),
-        (["--num_processes", "2", "word"], ("unexpected words: word.",)),
-        (["--multi_gpu", "2"], ("unexpected words: 2.",)),
-    ],
-)
-def test_mistakes_name_what_is_legal(words, parts):
-    with pytest.raises(ValueError) as error:
-        split(*words)
-    assert all(part in str(error.value) for part in parts), error.value
-
-
-def test_a_misspelled_key_of_the_file_is_reported(tmp_path):
-    path = write(tmp_path / "c.yaml", num_generation=4)
-    with pytest.raises(ValueError, match=r"unknown key num_generation \(closest: num_generations"):
-        split("--config", path)
 
 
 def test_cpu_reaches_both():
@@ -219,12 +167,6 @@ def test_cpu_with_several_processes():
     assert theirs.multi_gpu
     assert not theirs.cpu
     assert theirs.num_processes == 2
-
-
-@pytest.mark.parametrize("number", ["0", "-2"])
-def test_there_is_at_least_one_process(number):
-    with pytest.raises(ValueError, match=f"^--num_processes {number}: at least one is needed"):
-        split("--num_processes", number)
 
 
 def test_one_precision():

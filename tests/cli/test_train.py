@@ -123,35 +123,6 @@ def inputs(tmp_path_factory):
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        ({"model_name_or_path": None}, "--model_name_or_path is required."),
-        ({"reward_funcs": None}, "Nothing rewards completions"),
-        ({"dataset_name": "absent.jsonl"}, "absent.jsonl: there is no such file"),
-        ({"dataset_train_split": "tren"}, "--dataset_train_split tren: the dataset has"),
-        ({"eval_strategy": "epoch"}, "--dataset_test_split test: the dataset has"),
-        ({"num_generation": 4}, "unknown option --num_generation (closest: --num_generations"),
-        ({"num_generations": "four"}, "--num_generations: 'four' is not an integer."),
-        ({"num_generations": 3}, "--num_generations 3"),
-        ({"load_in_4bit": "true", "load_in_8bit": "true"}, "exclude each other"),
-        ({"packing": "true"}, "an option of `trl sft`)."),
-        ({"output_dir": __file__}, f"--output_dir {__file__}: nothing can be written in"),
-        ({"resume_from_checkpoint": "true"}, "There is no checkpoint there."),
-        ({"resume_from_checkpoint": "absent"}, "'absent': there is no such folder."),
-    ],
-)
-def test_mistakes_are_one_line(inputs, tmp_path, monkeypatch, capsys, changes, part):
-    monkeypatch.setattr("sys.argv", command(inputs, **({"output_dir": tmp_path} | changes)))
-    with pytest.raises(SystemExit) as end:
-        run_training(rloo.make_parser(), RLOOTrainer)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert end.value.code == 2
-    assert len(lines) == 1
-    assert lines[0].startswith("trl rloo: error: ")
-    assert part in lines[0]
-
-
 @pytest.mark.parametrize("damage", ["weights", "size"])
 def test_a_damaged_model_is_one_line(inputs, tmp_path, monkeypatch, capsys, damage):
     model = tmp_path / "model"

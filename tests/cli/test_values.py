@@ -69,7 +69,7 @@ def test_conversions(value, annotation, expected):
         (True, int, "not an integer"),
         ("maybe", bool, "neither true nor false"),
         ("nan", float, "NaN"),
-        (["1"], tuple[float, float], "2 values are needed, 1 were given"),
+        (["1"], tuple[float, float], "2 values are needed, not 1"),
         ("{", dict, "not a JSON object"),
         ("c", Literal["a", "b"], "not one of a, b"),
         ({"a": 1}, str, "not text"),

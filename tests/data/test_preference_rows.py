@@ -155,8 +155,6 @@ def test_what_was_cut_is_counted_and_empty_rows_are_named():
     assert len(cut_preferences(prepare(*rows), PreferenceLimits(drops_over=7))[0]) == 1
     with pytest.raises(ValueError, match=r"None of the 3 rows .*max_length=2,"):
         cut_preferences(prepare(*rows), PreferenceLimits(max_length=2))
-    with pytest.raises(ValueError, match="truncation_mode='middle' is unknown"):
-        PreferenceLimits(truncation_mode="middle")
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=30))

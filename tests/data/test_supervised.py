@@ -99,7 +99,7 @@ def test_masks_of_tokenized_examples_are_used(row, options, spans):
         (PAIR, {"expand_turns": True}, "expand_turns=True needs conversations"),
         ({"words": "a"}, {}, r"have the columns \['words'\]"),
         (IDS | {"labels": [8, 9, -100]}, {}, "labels must be the tokens of input_ids"),
-        (IDS | {"labels": [8]}, {}, "labels has 1 entries, but input_ids has 3"),
+        (IDS | {"labels": [8]}, {}, "labels has length 1, and input_ids has length 3"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused(row, options, message):
@@ -108,7 +108,7 @@ def test_what_cannot_be_trained_on_is_refused(row, options, message):
 
 
 def test_a_formatting_function_must_return_a_string():
-    with pytest.raises(TypeError, match=r"formatting_func returned a list .* \['a'\]"):
+    with pytest.raises(TypeError, match=r"formatting_func returns must be a string, not \['a'\]"):
         encode({"q": "a"}, formatting_func=lambda row: [row["q"]])
 
 

@@ -100,7 +100,7 @@ def test_numbers_cannot_reward():
 
 
 def test_one_tokenizer_for_each_function():
-    with pytest.raises(ValueError, match="has 1 entries for 2 reward functions"):
+    with pytest.raises(ValueError, match="has length 1, and reward_funcs has length 2"):
         resolve_rewards([plain, later], [tiny_tokenizer()])
 
 

@@ -515,3 +515,15 @@ def test_every_rank_raises_what_one_rank_met():
     errors = [f"Rank 1 failed in rewards: RewardError: {own}", own]
     for found, error in zip(call_on_ranks(work), errors, strict=True):
         assert found == {"total": [1.0, -1.0, 3.0, -1.0], "error": error}
+
+
+def test_a_function_that_does_not_come_back_from_its_trial_is_named(monkeypatch):
+    said = threading.Event()
+    monkeypatch.setattr("trl.online.rewards.SLOW_TRIAL", 0.01)
+    monkeypatch.setattr("builtins.print", lambda *words: said.set() if "'slow'" in words[0] else 0)
+
+    def slow(**kwargs):
+        return [float(said.wait(60))]
+
+    suite([slow]).dry_run({"prompt": "p"}, None)
+    assert said.is_set()

@@ -89,7 +89,7 @@ def test_errors_name_option_and_remedy(changes, words):
 
 
 def test_uploading_completions_is_refused_before_anything_is_loaded():
-    with pytest.raises(NotImplementedError, match="log_completions_hub_repo: uploading"):
+    with pytest.raises(ValueError, match="log_completions_hub_repo='me/rows' cannot be used"):
         make(log_completions_hub_repo="me/rows", log_completions=True)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from ..imports import require
 from ..text import as_text
+from .parser import OneLineParser
 
 MOST_STEPS = 8  # that are listed one by one
 
@@ -19,14 +19,14 @@ FIELDS = {"step", "group", "prompt", "completion", "finish", "rewards", "reward"
 
 def main(words: list[str] | None = None) -> None:
     """Print a table of the completions that the options select."""
-    options = make_parser().parse_args(words)
+    parser = make_parser()
+    options = parser.parse_args(words)
     try:
         records = read_records(Path(options.folder), options.split)
         chosen = select(records, options)
         show(chosen[: options.limit])
     except (FileNotFoundError, ValueError, ImportError) as error:
-        print(f"trl completions: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        parser.error(str(error))
     hidden = max(0, len(chosen) - options.limit)
     more = f"; {hidden} more match, see --limit" if hidden else ""
     print(f"{len(chosen) - hidden} of {len(records)} completions{more}")
@@ -34,7 +34,7 @@ def main(words: list[str] | None = None) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of `trl completions`."""
-    parser = argparse.ArgumentParser(prog="trl completions", description=__doc__)
+    parser = OneLineParser(prog="trl completions", description=__doc__)
     parser.add_argument("folder", help="output folder of a run, or a jsonl file of completions")
     parser.add_argument("--split", choices=("train", "eval"), default="train")
     parser.add_argument("--step", type=int, help="only this optimizer step")

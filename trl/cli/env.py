@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
+
+from ..imports import version_of
 
 OPTIONAL = {
     "bitsandbytes version": "bitsandbytes",
@@ -43,10 +44,8 @@ def report() -> dict[str, str]:
 def version(package: str) -> str:
     """The installed version, or "not installed"."""
     for name in (package, *OTHER_NAMES.get(package, ())):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+        if found := version_of(name, ""):
+            return found
     return "not installed"
 
 

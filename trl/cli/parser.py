@@ -21,7 +21,16 @@ from .words import as_words, describe_unknown, option_name
 NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-inf$")
 
 
-class TrlParser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
+    """A parser that tells of a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and end the process with status 2."""
+        option = re.sub(r"^argument (--[^/:]+)[^:]*:", r"\1:", message)
+        self.exit(2, f"{self.prog}: error: {option}\n")
+
+
+class TrlParser(OneLineParser):
     """Parses dataclasses from the command line and from a YAML file given by `--config`.
 
     The command line wins over the file, the file over the defaults. An `env` mapping of the file
@@ -197,10 +206,6 @@ class TrlParser(argparse.ArgumentParser):
             legal = [*self._options, *sorted(others)]
             return describe_unknown(unknown, legal, self._files, self.prog)
         return "" if others or not words else f"unexpected words: {' '.join(words)}."
-
-    def error(self, message: str) -> NoReturn:
-        """Print one line and end the process with status 2."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
     @property
     def names(self) -> list[str]:

@@ -7,7 +7,6 @@ import base64
 import gzip
 import json
 import math
-import sys
 import time
 from collections import defaultdict
 from importlib import resources
@@ -17,6 +16,7 @@ from typing import Any
 from ..step_lines import StepLines
 from ..text import as_text
 from .completions import read_records
+from .parser import OneLineParser
 
 SPLITS = ("train", "eval")
 ON_A_PAGE = 200  # completions that are unpacked at once
@@ -26,7 +26,8 @@ INDEX = ("step", "round", "group", "reward", "advantage", "finish")
 
 def main(words: list[str] | None = None) -> None:
     """Write the page, once or whenever the run has gone on."""
-    options = make_parser().parse_args(words)
+    parser = make_parser()
+    options = parser.parse_args(words)
     folders = [Path(folder) for folder in options.folders]
     try:
         if len(folders) > 2:
@@ -37,8 +38,7 @@ def main(words: list[str] | None = None) -> None:
             if written != [_files(folder) for folder in folders]:
                 written = _write(folders, options)
     except (OSError, ValueError) as error:
-        print(f"trl report: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        parser.error(str(error))
 
 
 def _write(folders: list[Path], options: argparse.Namespace) -> list[dict[str, int]]:
@@ -55,7 +55,7 @@ def _write(folders: list[Path], options: argparse.Namespace) -> list[dict[str, i
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of `trl report`."""
-    parser = argparse.ArgumentParser(prog="trl report", description=__doc__)
+    parser = OneLineParser(prog="trl report", description=__doc__)
     parser.add_argument("folders", nargs="+", help="output folder of a run, or of two to compare")
     parser.add_argument("--output", help="page to write (default: report.html in the first folder)")
     parser.add_argument("--most", type=int, default=10_000, help="completions kept, the newest")

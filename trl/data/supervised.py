@@ -12,6 +12,7 @@ from .chatml import maybe_convert_to_chatml
 from .encode import Ids, TextEncoder, template_options
 from .mixture import SOURCE_COLUMN
 from .preference import common_prefix_length
+from .prompt_limit import malformed_prompt
 from .turns import assistant_spans, expanded_turns, tokens_of
 
 Kind = Literal["tokenized", "completion", "messages", "text"]
@@ -135,9 +136,14 @@ def as_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Read turns with from and value, or role and content, under the roles of chat templates.
 
     Raises:
-        ValueError: for the role of `from` that no chat template has.
+        TypeError: for a string.
+        ValueError: for a message without role or content.
     """
+    if isinstance(messages, str):
+        raise TypeError(f"messages are needed where there is a string, {messages!r:.80}.")
     turns: list[Any] = maybe_convert_to_chatml({"messages": list(messages)})["messages"]
+    if turns and (problem := malformed_prompt(turns)):
+        raise ValueError(f"a conversation {problem}")
     if not any("from" in message for message in messages):
         return turns
     return [turn | {"role": ROLES.get(turn["role"], turn["role"])} for turn in turns]
@@ -153,10 +159,10 @@ def _texts(batch: Batch, encoder: TextEncoder, options: SupervisedOptions) -> En
         texts = list(batch[options.dataset_text_field])
     else:
         texts = [options.formatting_func(row) for row in examples(batch)]
-    wrong = next((text for text in texts if not isinstance(text, str)), None)
-    if wrong is not None:
-        where = "formatting_func returned" if options.formatting_func else "a text is"
-        raise TypeError(f"{where} a {type(wrong).__name__} where a string is needed: {wrong!r:.80}")
+    wrong = [text for text in texts if not isinstance(text, str)]
+    if wrong:
+        what = "what formatting_func returns" if options.formatting_func else "the text"
+        raise TypeError(f"{what} must be a string, not {wrong[0]!r:.80}.")
     rows = [encoder.ended(encoder.begun(ids)) for ids in encoder.ids(texts)]
     count = len(rows)
     spans = [[0, len(ids)] for ids in rows]
@@ -286,11 +292,11 @@ def _tokenized(batch: Batch, encoder: TextEncoder, options: SupervisedOptions) -
     found = EncodedBatch()
     for i, row in enumerate(examples(batch)):
         ids = [int(token) for token in row["input_ids"]]
-        found.add(ids, spans_of(_trained(ids, row, i, options)), i)
+        found.add(ids, spans_of(_trained(ids, row, options)), i)
     return found
 
 
-def _trained(ids: Ids, row: Mapping[str, Any], i: int, options: SupervisedOptions) -> np.ndarray:
+def _trained(ids: Ids, row: Mapping[str, Any], options: SupervisedOptions) -> np.ndarray:
     """Which tokens of a tokenized example are trained on, (tokens,) bool."""
     names = ["labels", "assistant_masks"]
     if options.completion_only_loss in (None, True):
@@ -299,7 +305,7 @@ def _trained(ids: Ids, row: Mapping[str, Any], i: int, options: SupervisedOption
     for name in given:
         if len(row[name]) != len(ids):
             raise ValueError(
-                f"Example {i}: {name} has {len(row[name])} entries, but input_ids has {len(ids)}."
+                f"{name} has length {len(row[name])}, and input_ids has length {len(ids)}."
             )
     trained = np.ones(len(ids), dtype=bool)
     for name in given:
@@ -307,7 +313,7 @@ def _trained(ids: Ids, row: Mapping[str, Any], i: int, options: SupervisedOption
         trained &= (values != IGNORED) if name == "labels" else values.astype(bool)
     if "labels" in given and (np.asarray(row["labels"]) != np.asarray(ids))[trained].any():
         raise ValueError(
-            f"Example {i}: labels must be the tokens of input_ids at their own places, or -100; "
+            "labels must be the tokens of input_ids at their own places, or -100; "
             "they are shifted when the loss is computed."
         )
     return trained

@@ -44,7 +44,7 @@ def add_value_model(policy: nn.Module, given: nn.Module | None, device: torch.de
         for parameter in given.parameters():
             nn.init.zeros_(parameter)
     else:
-        layer = score_layer(given)
+        layer = score_layer(given) if isinstance(given, nn.Module) else None
         if layer is None or getattr(layer, "out_features", 1) != 1:
             raise TypeError(
                 f"value_model is a {type(given).__name__}: it must be a sequence classifier with "

@@ -166,8 +166,8 @@ def _tokenizers(given: Any, count: int) -> list[Any]:
     tokenizers = [None] * count if given is None else _listed(given)
     if len(tokenizers) != count:
         raise ValueError(
-            f"reward_processing_classes has {len(tokenizers)} entries for {count} reward "
-            "functions; give one for each, and None for those that are not models."
+            f"reward_processing_classes has length {len(tokenizers)}, and reward_funcs has length "
+            f"{count}; give one for each, and None for those that are not models."
         )
     return tokenizers
 

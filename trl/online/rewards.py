@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import Timer
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ..types import RewardTable
 from .reward_sources import ModelReward, RewardSource
 
 RESERVED = ("prompt", "completion", "completion_ids")
+SLOW_TRIAL = 30.0  # seconds after which a trial that goes on is named
 LARGEST = torch.finfo(torch.float32).max
 LogMetric = Callable[[str, float], None]
 InPieces = Callable[[int, Callable[[range], list[float]]], list[list[float]]]
@@ -138,6 +140,10 @@ class RewardSuite:
         for source in self.sources:
             if isinstance(source, ModelReward):
                 continue
+            words = f"The reward function {source.name!r} still works on the first row (a trial)."
+            timer = Timer(SLOW_TRIAL, print, [words, "reward_timeout would end it."])
+            timer.daemon = True
+            timer.start()
             try:
                 column = self._call([source], inputs, {}, lambda name, value: None)[0]
             except RewardError as error:
@@ -145,6 +151,8 @@ class RewardSuite:
                     f"{error} This was a trial on the first row, {row!r:.200}, with the completion "
                     f"{text!r}; reward_dry_run=False skips it."
                 ) from error
+            finally:
+                timer.cancel()
             if any(value is not None and math.isnan(value) for value in column):
                 warnings.warn(
                     f"The reward function {source.name!r} returned NaN on the first row; return "

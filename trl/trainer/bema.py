@@ -49,9 +49,8 @@ class BEMACallback(TrainerCallback):
         device: str = "cpu",
     ):
         self.update_freq, self.update_after, self.device = update_freq, update_after, device
-        self.ema_power, self.bias_power = ema_power, bias_power
-        self.lag, self.multiplier = lag, multiplier
-        self.min_ema_multiplier = min_ema_multiplier
+        self.ema_power, self.bias_power, self.lag = ema_power, bias_power, lag
+        self.multiplier, self.min_ema_multiplier = multiplier, min_ema_multiplier
         self.running_model: Any = None
         self._first: dict[str, Tensor] = {}
         self._average: dict[str, Tensor] = {}

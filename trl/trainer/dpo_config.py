@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from ..ops.preference_losses import PAIR_LOSSES, RANKED, WITHOUT_DIVERGENCE
 from ..text import did_you_mean
@@ -59,7 +60,8 @@ class DPOConfig(PreferenceConfig):
     def __post_init__(self) -> None:
         if isinstance(self.f_divergence_type, Enum):
             self.f_divergence_type = self.f_divergence_type.value
-        names = [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)
+        given: Any = self.loss_type
+        names = list(given) if isinstance(given, list | tuple) else [given]
         if "aot_pair" in names:
             warnings.warn("'aot_pair' is called 'aot_unpaired'.", FutureWarning, stacklevel=3)
         self.loss_type = ["aot_unpaired" if name == "aot_pair" else name for name in names]

@@ -10,7 +10,6 @@ from .base.options import option
 from .online.online_config import OnlineConfig
 
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
-SCALES = ("group", "batch", "none")
 
 
 @accepts_legacy_options
@@ -19,12 +18,17 @@ class GRPOConfig(OnlineConfig):
     """Configuration of `GRPOTrainer`: the options of the online skeleton and its own."""
 
     legacy_options = COMMON_OPTIONS
+    without_meaning = OnlineConfig.without_meaning | {
+        "log_completions_hub_repo": "completions stay in the folder `completions` of output_dir"
+    }
 
     num_generations: int | None = option(8, "Completions for each prompt (G).")
 
     # --- Advantages ---
     scale_rewards: str = option(
-        "group", "Divide advantages by the standard deviation of: group, batch, or none."
+        "group",
+        "Divide advantages by the standard deviation of these; True is group, False none.",
+        choices=("group", "batch", "none"),
     )
     multi_objective_aggregation: str = option(
         "sum_then_normalize",
@@ -39,7 +43,7 @@ class GRPOConfig(OnlineConfig):
         "One probability ratio for each token, or one for each completion.",
         choices=("token", "sequence"),
     )
-    delta: float | None = option(None, "Upper bound of the unclipped ratio. None: unbounded.")
+    delta: float | None = option(None, "Upper bound of the unclipped ratio.", gt=0)
     use_bias_correction_kl: bool = option(True, "Multiply the KL penalty by the probability ratio.")
     sapo_temperature_neg: float = option(1.05, "Gate temperature where the advantage is <= 0.")
     sapo_temperature_pos: float = option(1.0, "Gate temperature where the advantage is > 0.")
@@ -67,27 +71,12 @@ class GRPOConfig(OnlineConfig):
     )
 
     def __post_init__(self) -> None:
+        scale = str(self.scale_rewards).lower()
+        self.scale_rewards = {"true": "group", "false": "none"}.get(scale, scale)
         super().__post_init__()
-        self._settle_scale()
         self._warn_unusual_levels()
         self._check_entropy()
         self._check_vespo()
-        if self.log_completions_hub_repo is not None:
-            raise NotImplementedError(
-                "log_completions_hub_repo: uploading completions is not available in this release; "
-                "they are in the folder `completions` of output_dir."
-            )
-
-    def _settle_scale(self) -> None:
-        scale = self.scale_rewards
-        words = {"true": "group", "false": "none"}
-        scale = words.get(str(scale).lower(), str(scale).lower())
-        if scale not in SCALES:
-            raise ValueError(
-                f"scale_rewards={self.scale_rewards!r} must be one of {', '.join(SCALES)}, or a "
-                "boolean (true means group, false means none)."
-            )
-        self.scale_rewards = scale
 
     def _warn_unusual_levels(self) -> None:
         """The level of the ratio that each loss was published with."""

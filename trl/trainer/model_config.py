@@ -11,11 +11,12 @@ import torch
 
 from ..imports import require
 from ..models.loading import DTYPES
+from .attributes import Named, changed
 from .base.options import check_options, option
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Named):
     """Which model is trained, in which precision, with which adapter."""
 
     model_name_or_path: str | None = option(None, "Folder or hub id of the model.")
@@ -25,9 +26,9 @@ class ModelConfig:
     )
     attn_implementation: str | None = option(None, "Attention implementation.")
     use_peft: bool = option(False, "Train a LoRA adapter instead of all weights.")
-    lora_r: int = option(16, "Rank of the adapter.")
+    lora_r: int = option(16, "Rank of the adapter.", ge=1)
     lora_alpha: int = option(32, "Scale of the adapter, times its rank.")
-    lora_dropout: float = option(0.05, "Dropout of the adapter's input.")
+    lora_dropout: float = option(0.05, "Dropout of the adapter's input.", ge=0, lt=1)
     lora_target_modules: list[str] | str | None = option(
         None, "Modules that get an adapter; all-linear for every linear layer."
     )
@@ -67,35 +68,23 @@ def get_peft_config(model_args: ModelConfig) -> Any:
     if not model_args.use_peft:
         _warn_unused(model_args)
         return None
-    options = {
-        "task_type": model_args.lora_task_type,
-        "r": model_args.lora_r,
-        "lora_alpha": model_args.lora_alpha,
-        "lora_dropout": model_args.lora_dropout,
-        "target_modules": model_args.lora_target_modules,
-        "modules_to_save": model_args.lora_modules_to_save,
-        "use_rslora": model_args.use_rslora,
-        "use_dora": model_args.use_dora,
-        "bias": "none",
-    }
-    if model_args.lora_target_parameters is not None:
-        options["target_parameters"] = model_args.lora_target_parameters
-    return require("peft", "use_peft").LoraConfig(**options)
+    same = ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")
+    return require("peft", "use_peft").LoraConfig(
+        task_type=model_args.lora_task_type,
+        r=model_args.lora_r,
+        target_modules=model_args.lora_target_modules,
+        target_parameters=model_args.lora_target_parameters,
+        modules_to_save=model_args.lora_modules_to_save,
+        **{name: getattr(model_args, name) for name in same},
+    )
 
 
 def _warn_unused(model_args: ModelConfig) -> None:
-    adapter = ("lora_", "use_rslora", "use_dora")
-    changed = [
-        field.name
-        for field in dataclasses.fields(model_args)
-        if field.name.startswith(adapter) and getattr(model_args, field.name) != field.default
-    ]
-    if changed:
-        warnings.warn(
-            f"{', '.join(changed)}: without use_peft there is no adapter, and all weights are "
-            "trained.",
-            stacklevel=3,
-        )
+    names = [field.name for field in dataclasses.fields(model_args)]
+    names = [name for name in names if name.startswith(("lora_", "use_rslora", "use_dora"))]
+    if found := changed(model_args, names):
+        words = "without use_peft there is no adapter, and all weights are trained."
+        warnings.warn(f"{found}: {words}", stacklevel=3)
 
 
 def get_quantization_config(model_args: ModelConfig) -> Any:

@@ -29,6 +29,9 @@ class OnlineDPOConfig(OnlineConfig):
         **refused("pass the model to reward_funcs", "reward_model_path"),
         **refused("pass the judge to the trainer", "judge"),
     }
+    without_meaning = OnlineConfig.without_meaning | {
+        "vllm_importance_sampling_correction": "the loss is of completions, whoever wrote them"
+    }
     unit: ClassVar[int] = 2
 
     # --- Optimization ---
@@ -50,7 +53,7 @@ class OnlineDPOConfig(OnlineConfig):
     )
     loss_type: str = option("sigmoid", "Loss of a pair.", choices=("sigmoid", "ipo"))
     missing_eos_penalty: float | None = option(
-        None, "Subtracted from the reward of a completion that was cut off."
+        None, "Subtracted from the reward of a completion that was cut off.", ge=0
     )
 
     def __post_init__(self) -> None:
@@ -60,11 +63,6 @@ class OnlineDPOConfig(OnlineConfig):
             raise ValueError(
                 "num_generations and num_generations_eval must be 2: the two completions of a "
                 "prompt are compared. Leave them out."
-            )
-        if self.vllm_importance_sampling_correction:
-            raise ValueError(
-                "vllm_importance_sampling_correction=True cannot be used: the loss compares "
-                "completions, whatever they were drawn from. Leave it out."
             )
 
     def _resolve_beta(self) -> None:

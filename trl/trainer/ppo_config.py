@@ -48,7 +48,7 @@ class PPOConfig(OnlineConfig):
     )
     kl_estimator: str = option("k1", "Estimator of the KL penalty.", choices=("k1", "k3"))
     missing_eos_penalty: float | None = option(
-        None, "Subtracted from the reward of a completion that was cut off."
+        None, "Subtracted from the reward of a completion that was cut off.", ge=0
     )
     whiten_rewards: bool = option(
         False, "Scale rewards of tokens to variance 1 over the round; their mean stays."
@@ -85,5 +85,5 @@ class PPOConfig(OnlineConfig):
                 "steps_per_generation or generation_batch_size, which also say how many optimizer "
                 "steps a round serves. Leave it out."
             )
-        if given == (None, None):
+        if given == (None, None) and steps:
             self.steps_per_generation = steps

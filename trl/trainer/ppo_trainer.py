@@ -99,7 +99,7 @@ class PPOTrainer(OnlineTrainer):
         if isinstance(given, str):
             load = partial(load_policy, distributed=args.world_size > 1, gives_rewards=True)
             given = load(given, init_options(args), args.trust_remote_code)
-        if given is not None and args.disable_dropout:
+        if isinstance(given, nn.Module) and args.disable_dropout:
             disable_dropout_in_model(given)
         add_value_model(self.model, given, args.device)
         self._moved: list[Tensor] = []  # squared log-ratios of an update, and how many

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -99,14 +100,9 @@ class SFTConfig(OfflineConfig):
 
     def supervised_options(self, formatting_func: Any = None) -> SupervisedOptions:
         """How examples become rows; a function that makes texts of them is no option."""
-        return SupervisedOptions(
-            dataset_text_field=self.dataset_text_field,
-            completion_only_loss=self.completion_only_loss,
-            assistant_only_loss=self.assistant_only_loss,
-            expand_turns=self.expand_turns,
-            formatting_func=formatting_func,
-            source_column=self.source_column,
-        )
+        names = [field.name for field in dataclasses.fields(SupervisedOptions)]
+        same: dict[str, Any] = {name: getattr(self, name, None) for name in names}
+        return SupervisedOptions(**same | {"formatting_func": formatting_func})
 
     @property
     def row_limit(self) -> str:

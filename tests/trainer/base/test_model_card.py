@@ -5,9 +5,10 @@ from importlib import metadata
 import pytest
 import yaml
 from online_runs import make_trainer
+from tiny import lora_model
 from transformers import Trainer
 
-from trl.trainer.base.model_card import Method, _version, render_model_card
+from trl.trainer.base.model_card import Method, render_model_card
 
 METHOD = Method("ABC", "abc", "A paper", "1234.56789", "\n@article{a, cost = {$5 ${x}}}\n\n")
 
@@ -71,7 +72,6 @@ def test_versions():
     names = ["trl:", "transformers:", "torch:", "accelerate:", "datasets:"]
     assert [word for word in listed if word.endswith(":")] == names
     assert f"- torch: {metadata.version('torch')}\n" in card()
-    assert _version("surely-absent-package") == "unknown"
 
 
 def test_the_card_is_named_after_the_folder(tmp_path):
@@ -101,6 +101,15 @@ def test_each_checkpoint_has_a_card_beside_its_weights(tmp_path):
         folder = tmp_path / f"checkpoint-{step}"
         assert (folder / "model.safetensors").exists()
         assert "library_name: transformers" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_saved_model_has_the_card_of_its_trainer(tmp_path, adapter):
+    trainer = make_trainer(tmp_path, model=lora_model() if adapter else None)
+    trainer.save_model()
+    assert (tmp_path / f"{'adapter_' * adapter}model.safetensors").exists()
+    card = (tmp_path / "README.md").read_text()
+    assert "- rloo\n" in card and "@inproceedings{ahmadian2024back" in card
 
 
 @pytest.mark.parametrize("offline", [True, False])

@@ -72,7 +72,6 @@ def test_rounds(given, expected):
         (lambda: resolve_rounds(8, 3, 5, None), "Nearest legal: 8"),
         (lambda: resolve_rounds(8, 3, 0, None), "generation_batch_size=0"),
         (lambda: resolve_rounds(8, 3, 16, 3), "steps_per_generation=2.*generation_batch_size=24"),
-        (lambda: resolve_rounds(8, 3, None, 0), "steps_per_generation=0"),
         (lambda: check_groups(8, 0, 8), "num_generations=0.*>= 2"),
         (lambda: check_groups(8, 1, 8), "num_generations=1.*>= 2"),
         (lambda: check_groups(8, None, 8), "num_generations=None.*>= 2"),
@@ -101,7 +100,7 @@ def test_a_round_of_few_prompts(changes, prompts, words):
     given = plan(
         **{"micro_batch": 8, "num_processes": 1, "micro_batches": 8, "group_size": 4} | changes
     )
-    assert smaller_round(given, prompts) == words
+    assert smaller_round(given, prompts) == f", or lower {words}"
     if "generation_batch_size" in words:
         rows = int(words.split()[-1])
         micro = int(words.split()[2]) if "per_device" in words else given.micro_batch

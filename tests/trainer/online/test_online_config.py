@@ -117,22 +117,6 @@ def test_mappings_may_be_json(name):
     assert getattr(make(**{name: '{"a": [1, true]}'}), name) == {"a": [1, True]}
 
 
-@pytest.mark.parametrize("text", ["do_sample", "{do_sample}", "[1]", "3"])
-@pytest.mark.parametrize("name", ["generation_kwargs", "model_init_kwargs"])
-def test_mappings_that_are_none(name, text):
-    with pytest.raises(ValueError, match=f"{name} must be a dictionary, or a JSON object"):
-        make(**{name: text})
-
-
-def test_batches_that_break_groups_are_refused():
-    with pytest.raises(ValueError, match="auto_find_batch_size=True .*would break up groups"):
-        make(auto_find_batch_size=True)
-    with pytest.raises(ValueError, match="num_generations=2 or 4"):
-        make(per_device_train_batch_size=8, num_generations=3)
-    with pytest.raises(ValueError, match="num_generations=1 is too small"):
-        make(num_generations=1)
-
-
 def test_split_sequences_are_refused():
     with pytest.raises(ValueError, match="cp_size=2: context parallelism is for"):
         make(parallelism_config=ParallelismConfig(cp_size=2))
@@ -142,32 +126,6 @@ def test_generation_from_shards_is_not_for_vllm():
     assert make(ds3_gather_for_generation=False).ds3_gather_for_generation is False
     with pytest.raises(ValueError, match="ds3_gather_for_generation=False cannot be used with use"):
         make(ds3_gather_for_generation=False, use_vllm=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("label_smoothing_factor", 0.1),
-        ("neftune_noise_alpha", 5.0),
-        ("train_sampling_strategy", "group_by_length"),
-    ],
-)
-def test_options_of_losses_on_labels_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"{name}={value!r} cannot be used: .*completions"):
-        make(**{name: value})
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0 must be at least 1"),
-        ({"learning_rate": -1.0}, "learning_rate=-1.0 must be at least 0"),
-        ({"beta": -0.1}, r"beta=-0.1 must be at least 0 \(0: no KL penalty\)"),
-    ],
-)
-def test_ranges_of_what_all_trainers_have(given, words):
-    with pytest.raises(ValueError, match=words):
-        make(**given)
 
 
 def test_options_of_vllm_without_it_have_no_effect():

@@ -34,24 +34,6 @@ def stream(column="prompt", known=True):
 TEXT = Dataset.from_dict({"text": ["a"], "label": [1]})
 
 
-@pytest.mark.parametrize(
-    ("train", "evaluation", "error", "words"),
-    [
-        (None, None, ValueError, "train_dataset is required"),
-        ([{"prompt": "a"}], None, TypeError, "train_dataset must be a .* not list"),
-        (TEXT, None, ValueError, "train_dataset has no 'prompt' column; it has text, label"),
-        (dataset(), {"prompt": ["a"]}, TypeError, r"eval_dataset\['prompt'\] must .* not list"),
-        (dataset(), "x", TypeError, "eval_dataset must be a .* not str"),
-        (dataset(), TEXT, ValueError, "eval_dataset has no 'prompt' column"),
-        (dataset(), {"a": dataset(), "b": TEXT}, ValueError, r"eval_dataset\['b'\] has no"),
-        (stream("text"), None, ValueError, "train_dataset has no 'prompt' column; it has text"),
-    ],
-)
-def test_bad_datasets(tmp_path, train, evaluation, error, words):
-    with pytest.raises(error, match=words):
-        check_datasets(train, evaluation, config(tmp_path))
-
-
 @pytest.mark.parametrize("column", ["image", "images"])
 def test_images_are_not_available(tmp_path, column):
     data = dataset(**{column: ["x"] * 4})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,24 +17,21 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from ...imports import require
 from ...text import did_you_mean
+from ..attributes import Named, from_json
 from .options import check_options, option
 
 # Ranges of options that transformers declares and does not check.
-INHERITED = {
+NOT_NEGATIVE = (
+    *("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "warmup_steps", "seed"),
+    *("save_steps", "eval_steps", "logging_steps", "dataloader_num_workers"),
+)
+INHERITED: dict[str, Any] = {name: {"ge": 0} for name in NOT_NEGATIVE} | {
     "per_device_train_batch_size": {"ge": 1},
     "per_device_eval_batch_size": {"ge": 1},
     "gradient_accumulation_steps": {"ge": 1},
-    "learning_rate": {"ge": 0},
-    "weight_decay": {"ge": 0},
-    "max_grad_norm": {"ge": 0},
     "num_train_epochs": {"gt": 0},
-    "warmup_steps": {"ge": 0},
-    "save_steps": {"ge": 0},
-    "eval_steps": {"ge": 0},
     "adam_beta1": {"ge": 0, "lt": 1},
     "adam_beta2": {"ge": 0, "lt": 1},
-    "adam_epsilon": {"ge": 0},
-    "dataloader_num_workers": {"ge": 0},
 }
 
 # Packages of trackers that have another name than the tracker.
@@ -138,10 +134,9 @@ class MemoryOptions:
 
 
 @dataclass
-class BaseConfig(LoopOptions, PolicyOptions, MemoryOptions, TrainingArguments):
+class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArguments):
     """`transformers.TrainingArguments` with the defaults of this package."""
 
-    legacy_options: ClassVar[dict[str, Any]] = {}  # see `accepts_legacy_options`
     trains_reward_model: ClassVar[bool] = False
     divides_rows: ClassVar[bool] = False  # among ranks: context parallelism
     # What counts as one in per_device_train_batch_size: so many rows, which are never separated.
@@ -186,7 +181,6 @@ class BaseConfig(LoopOptions, PolicyOptions, MemoryOptions, TrainingArguments):
         new: str = "activation_checkpointing"
         if new in names and getattr(self, new) is None:
             setattr(self, new, self.gradient_checkpointing)
-        self._check_mappings()
         self._check_packages()
         self.selective_checkpointing = self._take_selective()
         super().__post_init__()
@@ -197,7 +191,7 @@ class BaseConfig(LoopOptions, PolicyOptions, MemoryOptions, TrainingArguments):
         """Take the key that is for this package out of the options of checkpointing."""
         chosen = False
         for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
-            given = _from_json(getattr(self, name, None)) or {}
+            given = from_json(getattr(self, name, None)) or {}
             if given.get("selective") and (
                 not self.gradient_checkpointing or given.get("use_reentrant")
             ):
@@ -258,16 +252,6 @@ class BaseConfig(LoopOptions, PolicyOptions, MemoryOptions, TrainingArguments):
                     f"Run: pip install {package}; or set report_to='none'."
                 )
 
-    def _check_mappings(self) -> None:
-        """Text that is not a JSON object would be taken apart into letters later on."""
-        for name in set(self._VALID_DICT_FIELDS) - set(TrainingArguments._VALID_DICT_FIELDS):
-            value = getattr(self, name)
-            if not isinstance(_from_json(value), dict | None):
-                raise ValueError(
-                    f"{name} must be a dictionary, or a JSON object such as '{{\"a\": 1}}', "
-                    f"not {value!r}."
-                )
-
 
 def _layers_only(kernels: dict[str, bool]) -> dict[str, bool]:
     """Liger's kernels of layers; its loss would replace the forward that gives log-probabilities.
@@ -282,10 +266,3 @@ def _layers_only(kernels: dict[str, bool]) -> dict[str, bool]:
                 "log-probabilities, in tiles (logits_chunk_size). Leave it out."
             )
     return kernels | {"fused_linear_cross_entropy": False, "cross_entropy": False}
-
-
-def _from_json(value: Any) -> Any:
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError:
-        return value

@@ -23,6 +23,7 @@ from ...online.guard import FiniteGuard
 from ...online.metrics import MetricStore
 from ...random_numbers import random_numbers_kept
 from ...types import Mode, Rows
+from ..attributes import Named
 from ..callbacks import RunRecord, close_progress, show_progress
 from .base_config import BaseConfig
 from .checkpoint import UNFINISHED, publish_together, saving_model, told
@@ -39,12 +40,11 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 
-class BaseTrainer(Publishing, Trainer):
+class BaseTrainer(Named, Publishing, Trainer):
     """A training loop with exact resumption, a finite guard, metrics and measured phases.
 
     A subclass says how the batches of its loader become rows (`prepare`), and what their loss is
-    (`compute_loss`). A mode is handed along: rows are prepared, and metrics collected, for "train"
-    or for "eval".
+    (`compute_loss`), each for a mode that is handed along: "train" or "eval".
     """
 
     _is_saving = False  # a checkpoint
@@ -365,7 +365,6 @@ class BaseTrainer(Publishing, Trainer):
         self._is_saving = True
         try:
             with told(staged, final):
-                self._write_card(staged)
                 super()._save_checkpoint(model, trial)
                 if self.state.best_model_checkpoint == str(staged):
                     self.state.best_model_checkpoint = str(final)
@@ -391,6 +390,7 @@ class BaseTrainer(Publishing, Trainer):
         bare = self.accelerator.unwrap_model(self.model)
         with saving_model(bare, self.args.save_on_each_node):
             super()._save(output_dir, state_dict)
+        self._write_card(output_dir or self.args.output_dir)  # in place of that of peft
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         from ...models.adapters import check_adapters

@@ -140,7 +140,7 @@ def accepts_legacy_arguments(table: Mapping[str, str | Gone]) -> Callable[[type]
     but no `prompt`) is decoded into prompts with the processing class.
     """
 
-    def decorate(cls: type) -> type:
+    def decorate(cls: Any) -> Any:
         original = cls.__init__
         signature = inspect.signature(original)
 
@@ -155,6 +155,7 @@ def accepts_legacy_arguments(table: Mapping[str, str | Gone]) -> Callable[[type]
             original(self, *args, **kwargs)
 
         cls.__init__ = __init__
+        cls.legacy_options = table
         return cls
 
     return decorate

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from string import Template
 from typing import Any, ClassVar
@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 from huggingface_hub import constants as hub
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+
+from ...imports import version_of
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def render_model_card(
     base_model, dataset_name = _on_hub(base_model), _on_hub(dataset_name)
     template = resources.files("trl").joinpath("templates").joinpath(method.card).read_text("utf-8")
     versions = "\n".join(
-        f"- {package}: {_version(package)}"
+        f"- {package}: {version_of(package)}"
         for package in ("trl", "transformers", "torch", "accelerate", "datasets")
     )
     return Template(template).substitute(
@@ -84,13 +86,6 @@ def _on_hub(name: str | None) -> str | None:
 
 def _front_matter(fields: dict[str, str | None]) -> str:
     return "".join(f"{name}: {value}\n" for name, value in fields.items() if value)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 class Publishing:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 from ...text import did_you_mean
+from ..attributes import kinds_of, wrong_kind
 
 HOLDS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
 WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -47,36 +49,37 @@ def option(
 
 
 def check_options(config: Any, inherited: Mapping[str, Mapping[str, float]] | None = None) -> None:
-    """Check all values of a configuration against the choices and ranges of their options.
+    """Check all values of a configuration against types, choices and ranges of their options.
 
     None is legal where the annotation of the option says so.
 
     Args:
         config: a dataclass.
-        inherited: name -> bounds of options that another package declares, if they are numbers.
+        inherited: name -> bounds of options that another package declares.
 
     Raises:
         ValueError: naming option, value and the nearest legal values.
     """
     others = inherited or {}
+    kinds = kinds_of(type(config))
     for field in dataclasses.fields(config):
         value, known = getattr(config, field.name, None), field.metadata
-        if value is None and "None" in str(field.type):
+        if value is None and (type(None) in kinds[field.name] or "bounds" not in known):
             continue
-        problem = _problem(value, known, others.get(field.name))
+        problem = _problem(value, known, others.get(field.name), kinds[field.name])
         if problem is not None:
             raise ValueError(f"{field.name}={value!r} must be {problem}")
 
 
 def _problem(
-    value: Any, known: Mapping[str, Any], inherited: Mapping[str, float] | None
+    value: Any, known: Mapping[str, Any], inherited: Mapping[str, float] | None, kinds: list[Any]
 ) -> str | None:
-    if "bounds" in known:
-        return _out_of_range(value, known["bounds"], known.get("hint", ""))
-    if "choices" in known:
-        return _not_chosen(value, known["choices"])
-    is_number = isinstance(value, (int, float))
-    return _out_of_range(value, inherited) if inherited and is_number else None
+    if "bounds" in known or inherited:
+        return _out_of_range(value, known.get("bounds", inherited), known.get("hint", ""))
+    enums = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)]
+    if "choices" in known or enums:
+        return _not_chosen(value, known.get("choices") or [x.value for x in enums[0]])
+    return wrong_kind(value, kinds)
 
 
 def _not_chosen(value: Any, choices: list[str]) -> str | None:

@@ -164,18 +164,17 @@ def _compare(checkpoint: Path, args: Any, settings: dict[str, Any]) -> None:
     if not changes:
         return
     listed = "".join(f"\n  - {change}" for change in changes)
+    others = f"{checkpoint} was written by a run with other settings:{listed}\n"
     written = facts["settings"].get(PROCESSES, settings[PROCESSES])
     if written != settings[PROCESSES] and args.deepspeed_plugin is not None:
         raise ValueError(
-            f"{checkpoint} was written by a run with other settings:{listed}\nDeepSpeed splits "
-            f"optimizer states by the number of processes and cannot split them again: resume with "
-            f"--num_processes {written}, or begin a new run with the checkpoint as "
-            "model_name_or_path."
+            f"{others}DeepSpeed splits optimizer states by the number of processes and cannot do "
+            f"so again: resume with --num_processes {written}, or begin a new run with the "
+            "checkpoint as model_name_or_path."
         )
     if not args.resume_with_changes:
         raise ValueError(
-            f"{checkpoint} was written by a run with other settings:{listed}\nRestore them, or "
-            "accept the changes with resume_with_changes=True."
+            f"{others}Restore them, or accept the changes with resume_with_changes=True."
         )
     logger.warning(f"{checkpoint} is resumed with other settings:{listed}")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ...text import count
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -43,8 +45,8 @@ class BatchPlan:
         rows = self.micro_batch * self.num_processes * self.accumulation
         parts = [
             f"each update: {_prompts(rows, self.group_size)} x {self.group_size} completions = "
-            f"{rows} sequences, in {_count(self.accumulation, 'micro-batch', 'micro-batches')} on "
-            f"{_count(self.num_processes, 'rank', 'ranks')}"
+            f"{rows} sequences, in {count(self.accumulation, 'micro-batch', 'micro-batches')} on "
+            f"{count(self.num_processes, 'rank')}"
         ]
         if self.micro_batches != self.accumulation or self.iterations > 1:
             updates = self.micro_steps_per_round / self.accumulation
@@ -55,13 +57,9 @@ class BatchPlan:
         return "".join(parts)
 
 
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
-
-
 def _prompts(rows: int, group_size: int) -> str:
     return (
-        _count(rows // group_size, "prompt", "prompts")
+        count(rows // group_size, "prompt")
         if rows % group_size == 0
         else (f"{rows / group_size:.2f} prompts")
     )
@@ -82,14 +80,14 @@ def nearest_divisors(value: int, wanted: int) -> str:
 
 
 def smaller_round(plan: BatchPlan, prompts: int) -> str:
-    """Name the options, and their largest legal values, with which a round takes few prompts."""
+    """Say which options to lower, and to what, so that a round takes few prompts."""
     most = prompts * plan.group_size
     for rows in range(plan.micro_batch, 0, -1):
         step = math.lcm(plan.group_size, rows * plan.num_processes)
         if step <= most:
             batch = f"per_device_train_batch_size to {rows} and " if rows < plan.micro_batch else ""
-            return f"{batch}generation_batch_size to {most // step * step}"
-    return f"the number of processes, {plan.num_processes}"
+            return f", or lower {batch}generation_batch_size to {most // step * step}"
+    return f", or lower the number of processes, {plan.num_processes}" * (plan.num_processes > 1)
 
 
 def resolve_rounds(
@@ -109,8 +107,6 @@ def resolve_rounds(
     Raises:
         ValueError: if they contradict each other; the message names the nearest legal values.
     """
-    if micro_batches is not None and micro_batches < 1:
-        raise ValueError(f"steps_per_generation={micro_batches} must be at least 1.")
     if round_rows is None:
         micro_batches = accumulation if micro_batches is None else micro_batches
         return micro_batch_rows * micro_batches, micro_batches
@@ -172,7 +168,7 @@ def check_eval_groups(rows: int, num_processes: int, group_size: int) -> None:
         step = group_size // math.gcd(group_size, num_processes)
         raise ValueError(
             f"An evaluation batch of {total} sequences (per_device_eval_batch_size={rows} on "
-            f"{_count(num_processes, 'rank', 'ranks')}) cannot hold whole groups of {group_size}. "
+            f"{count(num_processes, 'rank')}) cannot hold whole groups of {group_size}. "
             f"Nearest legal: per_device_eval_batch_size={nearest_multiples(rows, step)}, or set "
             "num_generations_eval."
         )

@@ -91,8 +91,8 @@ class VLLMOptions:
     )
     vllm_server_base_url: str | None = option(None, "Address of the vLLM server.")
     vllm_server_host: str = option("0.0.0.0", "Host of the vLLM server.")
-    vllm_server_port: int = option(8000, "Port of the vLLM server.")
-    vllm_server_timeout: float = option(240.0, "Seconds to wait for the vLLM server.")
+    vllm_server_port: int = option(8000, "Port of the vLLM server.", ge=1)
+    vllm_server_timeout: float = option(240.0, "Seconds to wait for the vLLM server.", gt=0)
     vllm_group_port: int = option(51216, "Without effect: weights need no port.")
     vllm_gpu_memory_utilization: float | None = option(
         None,
@@ -103,7 +103,7 @@ class VLLMOptions:
     vllm_max_model_length: int | None = option(
         None, "Context length of a colocated engine. None: from the model.", ge=1
     )
-    vllm_tensor_parallel_size: int = option(1, "Ranks over which a colocated engine is split.")
+    vllm_tensor_parallel_size: int = option(1, "Ranks that share a colocated engine.", ge=1)
     vllm_probe_syncs: int = option(
         50,
         "Compare log-probabilities with vLLM at one of so many weight syncs; 0: never.",

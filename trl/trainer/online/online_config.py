@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...types import Mode
+from ..attributes import changed
 from ..base.base_config import BaseConfig, ReferenceOptions
 from ..base.options import option
 from .batch_math import BatchPlan, check_eval_groups, check_groups, resolve_rounds
@@ -73,7 +74,7 @@ class OnlineConfig(
         None, "Completions of one generation round over all ranks. None: from the batch sizes."
     )
     steps_per_generation: int | None = option(
-        None, "Micro-batches a generation round is cut into. None: gradient_accumulation_steps."
+        None, "Micro-batches of a generation round. None: gradient_accumulation_steps.", ge=1
     )
     num_iterations: int = option(1, "Passes of optimization over each generation round.", ge=1)
     shuffle_dataset: bool | None = option(True, "Shuffle the training prompts.")
@@ -88,7 +89,7 @@ class OnlineConfig(
 
     # --- Policy objective ---
     epsilon: float = option(0.2, "Clip width of the probability ratio.", ge=0)
-    epsilon_high: float | None = option(None, "Upper clip width. None: epsilon.")
+    epsilon_high: float | None = option(None, "Upper clip width. None: epsilon.", ge=0)
     mask_truncated_completions: bool = option(
         False, "Leave completions cut at the token limit out of loss and baselines."
     )
@@ -110,7 +111,7 @@ class OnlineConfig(
     )
     log_multimodal: bool = option(True, "Keep images for the completions table.")
     num_completions_to_print: int | None = option(
-        None, "How many completions to show, drawn at random. None: all."
+        None, "How many completions to show, drawn at random. None: all.", ge=0
     )
     log_unique_prompts: bool = option(
         False, "Send each prompt once to the trackers' completions table."
@@ -204,11 +205,13 @@ class OnlineConfig(
             )
 
     def _refuse_contradictions(self) -> None:
-        if self.use_vllm and not self.ds3_gather_for_generation:
-            raise ValueError(
-                "ds3_gather_for_generation=False cannot be used with use_vllm=True: it says how "
-                "transformers generates. Leave one of them out."
-            )
+        others = {"ds3_gather_for_generation": False, "use_transformers_continuous_batching": True}
+        for name, value in others.items():
+            if self.use_vllm and getattr(self, name) == value:
+                raise ValueError(
+                    f"{name}={value} cannot be used with use_vllm=True: it says how transformers "
+                    "generates. Leave one of them out."
+                )
         if self.train_sampling_strategy == "group_by_length":
             raise ValueError(
                 "train_sampling_strategy='group_by_length' cannot be used: the lengths of "
@@ -230,19 +233,10 @@ class OnlineConfig(
             raise ValueError(f"vllm_sync_adapter_only=True cannot be used with {found[0]}.")
 
     def _warn_unused(self) -> None:
-        if self.use_vllm:
-            return
-        changed = [
-            field.name
-            for field in dataclasses.fields(VLLMOptions)
-            if getattr(self, field.name) != field.default
-        ]
-        if changed:
-            warnings.warn(
-                f"{', '.join(changed)}: without use_vllm=True no vLLM engine generates, so they "
-                "have no effect.",
-                stacklevel=4,
-            )
+        names = [field.name for field in dataclasses.fields(VLLMOptions)]
+        if not self.use_vllm and (found := changed(self, names)):
+            words = "without use_vllm=True no vLLM engine generates, so they have no effect."
+            warnings.warn(f"{found}: {words}", stacklevel=4)
 
     def _resolve_batches(self) -> None:
         rows = self.per_device_train_batch_size * self.unit * self.world_size

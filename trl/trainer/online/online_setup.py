@@ -16,6 +16,7 @@ from ...data.prompt_limit import PromptLimit
 from ...data.sampler import RepeatIterableDataset, RepeatSampler
 from ...online.prompts import PromptEncoder
 from ...online.rewards import RewardSuite
+from ...text import count
 from ...types import Sampling
 from ..base.policy import check_dataset
 from .batch_math import check_eval_groups, smaller_round
@@ -180,8 +181,8 @@ def _check_size(size: int, args: OnlineConfig) -> None:
     needed = plan.round_rows // plan.group_size
     if size < needed:
         raise ValueError(
-            f"train_dataset has {size} rows, but one generation round takes {needed} prompts x "
-            f"{plan.group_size} completions. Add rows, or lower {smaller_round(plan, size)}."
+            f"train_dataset has {count(size, 'row')}, but one generation round takes {needed} "
+            f"prompts x {plan.group_size} completions. Add rows{smaller_round(plan, size)}."
         )
 
 

@@ -66,7 +66,7 @@ def check_options(args: OnlineConfig) -> None:
         check_platform(False)
         return
     size, ranks = args.vllm_tensor_parallel_size, args.world_size
-    if size < 1 or ranks % size:
+    if ranks % size:
         legal = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
         raise ValueError(
             f"vllm_tensor_parallel_size={size} must divide the number of processes, which is "
@@ -92,7 +92,7 @@ def server_urls(args: OnlineConfig) -> list[str]:
     """Addresses of the servers: those of `vllm_server_base_url`, or that of host and port.
 
     Raises:
-        ValueError: for an address that cannot be used or is given twice, or a timeout of 0.
+        ValueError: for an address that cannot be used or is given twice.
     """
     host, given = args.vllm_server_host, args.vllm_server_base_url
     address = f"http://{f'[{host}]' if ':' in host else host}:{args.vllm_server_port}"
@@ -102,8 +102,6 @@ def server_urls(args: OnlineConfig) -> list[str]:
             f"vllm_server_base_url={given!r} must be an address such as http://localhost:8000, or "
             "several different ones with commas between."
         )
-    if args.vllm_server_timeout <= 0:
-        raise ValueError(f"vllm_server_timeout={args.vllm_server_timeout} must be above 0.")
     for url in urls:
         VLLMClient(url, args.vllm_server_timeout)
     return urls

@@ -1,0 +1,406 @@
+"""What users get wrong, and the line that answers it: tables of inputs for `test_bad_inputs.py`.
+
+An answer names the option, column or row and, where there is one, the nearest legal value.
+"""
+# ruff: noqa: E501
+# fmt: off
+
+from datasets import Dataset
+from peft import LoraConfig
+from tiny import lora_model, tiny_model, tiny_tokenizer
+from torch import nn
+
+from trl import GRPOConfig
+
+# --- Options in Python: configuration, options, what the error says ---
+
+OPTIONS = [
+    # Names.
+    ("RLOO", {"num_generation": 4}, "RLOOConfig has no argument 'num_generation'. Did you mean num_generations?"),
+    ("GRPO", {"lerning_rate": 1}, "GRPOConfig has no argument 'lerning_rate'. Did you mean learning_rate?"),
+    ("SFT", {"max_seq_len": 8}, "SFTConfig has no argument 'max_seq_len'. Did you mean max_length?"),
+    ("DPO", {"qqqqqqqq": 8}, "DPOConfig has no argument 'qqqqqqqq'."),
+    ("Model", {"lora_rank": 8}, "ModelConfig has no argument 'lora_rank'. Did you mean lora_r?"),
+    # Types.
+    ("RLOO", {"beta": "0.1"}, "beta='0.1' must be a number, at least 0."),
+    ("RLOO", {"learning_rate": "1e-5"}, "learning_rate='1e-5' must be a number, at least 0."),
+    ("RLOO", {"num_generations": "4"}, "num_generations='4' must be an integer."),
+    ("RLOO", {"max_steps": "10"}, "max_steps='10' must be an integer."),
+    ("RLOO", {"use_vllm": "false"}, "use_vllm='false' must be True or False."),
+    ("RLOO", {"gradient_checkpointing": "yes"}, "gradient_checkpointing='yes' must be True or False."),
+    ("RLOO", {"reward_weights": 1.0}, "reward_weights=1.0 must be a list."),
+    ("RLOO", {"reward_weights": "1"}, "reward_weights='1' must be a list."),
+    ("RLOO", {"reward_clip_range": 1.0}, "reward_clip_range=1.0 must be two numbers, lowest then highest; for a symmetric clip at 10: reward_clip_range=(-10, 10)."),
+    ("RLOO", {"reward_clip_range": (1.0, -1.0)}, "reward_clip_range=(1.0, -1.0) must be two numbers, lowest then highest; for a symmetric clip at 10: reward_clip_range=(-10, 10)."),
+    ("RLOO", {"temperature": None}, "temperature=None must be a number, above 0 (for greedy decoding: generation_kwargs={'do_sample': False})."),
+    ("RLOO", {"generation_kwargs": "do_sample"}, 'generation_kwargs=\'do_sample\' must be a dictionary, or a JSON object such as \'{"a": 1}\'.'),
+    ("SFT", {"model_init_kwargs": [1]}, 'model_init_kwargs=[1] must be a dictionary, or a JSON object such as \'{"a": 1}\'.'),
+    ("DPO", {"loss_type": 3}, "loss_type=3 must be one of sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired, apo_zero, apo_down, discopop,"),
+    # Ranges.
+    ("RLOO", {"per_device_train_batch_size": 0}, "per_device_train_batch_size=0 must be at least 1."),
+    ("RLOO", {"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 must be at least 1."),
+    ("RLOO", {"save_steps": -3}, "save_steps=-3 must be at least 0."),
+    ("RLOO", {"max_grad_norm": -1}, "max_grad_norm=-1 must be at least 0."),
+    ("RLOO", {"num_train_epochs": 0}, "num_train_epochs=0 must be above 0."),
+    ("RLOO", {"learning_rate": -1.0}, "learning_rate=-1.0 must be at least 0."),
+    ("RLOO", {"logging_steps": -1}, "logging_steps=-1 must be at least 0."),
+    ("RLOO", {"warmup_steps": -1}, "warmup_steps=-1 must be at least 0."),
+    ("RLOO", {"max_completion_length": 0}, "max_completion_length=0 must be at least 1."),
+    ("RLOO", {"max_prompt_length": 0}, "max_prompt_length=0 must be at least 1."),
+    ("RLOO", {"temperature": 0.0}, "temperature=0.0 must be above 0 (for greedy decoding: generation_kwargs={'do_sample': False})."),
+    ("RLOO", {"top_p": 1.2}, "top_p=1.2 must be above 0 and at most 1."),
+    ("RLOO", {"top_k": -1}, "top_k=-1 must be at least 0 (0: off)."),
+    ("RLOO", {"min_p": 1.1}, "min_p=1.1 must be at least 0 and at most 1."),
+    ("RLOO", {"beta": -0.1}, "beta=-0.1 must be at least 0."),
+    ("RLOO", {"num_iterations": 0}, "num_iterations=0 must be at least 1."),
+    ("RLOO", {"reward_timeout": 0}, "reward_timeout=0 must be above 0."),
+    ("RLOO", {"vllm_gpu_memory_utilization": 1.5}, "vllm_gpu_memory_utilization=1.5 must be above 0 and at most 1."),
+    ("RLOO", {"vllm_tensor_parallel_size": 0}, "vllm_tensor_parallel_size=0 must be at least 1."),
+    ("RLOO", {"vllm_server_port": -1}, "vllm_server_port=-1 must be at least 1."),
+    ("RLOO", {"vllm_server_timeout": -1.0}, "vllm_server_timeout=-1.0 must be above 0."),
+    ("RLOO", {"num_completions_to_print": -1}, "num_completions_to_print=-1 must be at least 0."),
+    ("RLOO", {"epsilon_high": -0.1}, "epsilon_high=-0.1 must be at least 0."),
+    ("GRPO", {"top_entropy_quantile": 1.5}, "top_entropy_quantile=1.5 must be above 0 and at most 1."),
+    ("GRPO", {"delta": -1.0}, "delta=-1.0 must be above 0."),
+    ("SFT", {"max_length": 1}, "max_length=1 must be at least 2."),
+    ("DPO", {"beta": -1.0}, "beta=-1.0 must be at least 0."),
+    ("KTO", {"desirable_weight": -1.0}, "desirable_weight=-1.0 must be at least 0."),
+    ("Reward", {"center_rewards_coefficient": -1.0}, "center_rewards_coefficient=-1.0 must be at least 0."),
+    ("PPO", {"gamma": 1.5}, "gamma=1.5 must be at least 0 and at most 1."),
+    ("PPO", {"lam": -0.1}, "lam=-0.1 must be at least 0 and at most 1."),
+    ("PPO", {"num_mini_batches": 0}, "num_mini_batches=0 must be at least 1."),
+    ("PPO", {"cliprange_value": -1.0}, "cliprange_value=-1.0 must be at least 0."),
+    ("OnlineDPO", {"missing_eos_penalty": -1.0}, "missing_eos_penalty=-1.0 must be at least 0."),
+    ("Model", {"lora_r": 0}, "lora_r=0 must be at least 1."),
+    ("Model", {"lora_dropout": 1.5}, "lora_dropout=1.5 must be at least 0 and below 1."),
+    # Choices.
+    ("RLOO", {"vllm_mode": "colocated"}, "vllm_mode='colocated' must be one of colocate, server. Did you mean colocate?"),
+    ("RLOO", {"long_prompts": "cut_left"}, "long_prompts='cut_left' must be one of error, drop, cut-left. Did you mean cut-left?"),
+    ("RLOO", {"empty_cache": "auot"}, "empty_cache='auot' must be one of never, auto, always. Did you mean auto?"),
+    ("RLOO", {"lr_scheduler_type": "cosin"}, "lr_scheduler_type='cosin' must be one of linear, cosine, cosine_with_restarts, polynomial, constant, constant_with_warmup, inverse_sqrt,"),
+    ("RLOO", {"optim": "adamw_tortch"}, "optim='adamw_tortch' must be one of adamw_torch, adamw_torch_fused, adamw_torch_xla, adamw_torch_npu_fused, adafactor, adamw_anyprecision,"),
+    ("RLOO", {"eval_strategy": "step"}, "eval_strategy='step' must be one of no, steps, epoch. Did you mean steps?"),
+    ("RLOO", {"save_strategy": "epochs"}, "save_strategy='epochs' must be one of no, steps, epoch, best. Did you mean epoch?"),
+    ("RLOO", {"report_to": "wandbb"}, "report_to='wandbb' is not a known tracker. Did you mean wandb?"),
+    ("RLOO", {"report_to": "comet_ml"}, "report_to='comet_ml' needs the package `comet-ml`, which is not installed. Run: pip install comet-ml; or set report_to='none'."),
+    ("RLOO", {"hub_strategy": "every"}, "hub_strategy='every' must be one of end, every_save, checkpoint, all_checkpoints. Did you mean every_save?"),
+    ("GRPO", {"loss_type": "dapoo"}, "loss_type='dapoo' must be one of grpo, dr_grpo, dapo, bnpo, cispo, sapo, luspo, vespo. Did you mean dapo?"),
+    ("GRPO", {"scale_rewards": "bach"}, "scale_rewards='bach' must be one of group, batch, none. Did you mean batch?"),
+    ("GRPO", {"importance_sampling_level": "tokens"}, "importance_sampling_level='tokens' must be one of token, sequence. Did you mean token?"),
+    ("GRPO", {"multi_objective_aggregation": "sum"}, "multi_objective_aggregation='sum' must be one of sum_then_normalize, normalize_then_sum."),
+    ("GRPO", {"vllm_importance_sampling_mode": "token"}, "vllm_importance_sampling_mode='token' must be one of token_truncate, token_mask, sequence_truncate, sequence_mask. Did you mean token_mask?"),
+    ("SFT", {"packing": True, "packing_strategy": "bdf"}, "packing_strategy='bdf' must be one of bfd, bfd_split, wrapped. Did you mean bfd?"),
+    ("SFT", {"loss_type": "nlll"}, "loss_type='nlll' must be one of nll, dft. Did you mean nll?"),
+    ("SFT", {"long_rows": "truncate"}, "long_rows='truncate' must be one of cut, drop, split, error."),
+    ("DPO", {"loss_type": "sigmoidd"}, "loss_type='sigmoidd' must be one of sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired, apo_zero, apo_down,"),
+    ("DPO", {"f_divergence_type": "kl"}, "f_divergence_type='kl' must be one of reverse_kl, forward_kl, js_divergence, alpha_divergence."),
+    ("DPO", {"truncation_mode": "keep_begin"}, "truncation_mode='keep_begin' must be one of keep_start, keep_end. Did you mean keep_end?"),
+    ("KTO", {"loss_type": "ktoo"}, "loss_type='ktoo' must be one of kto, apo_zero_unpaired. Did you mean kto?"),
+    ("OnlineDPO", {"loss_type": "hinge"}, "loss_type='hinge' must be one of sigmoid, ipo."),
+    ("Model", {"dtype": "bfloat"}, "dtype='bfloat' must be one of auto, bfloat16, float16, float32. Did you mean bfloat16?"),
+    ("Model", {"bnb_4bit_quant_type": "nf8"}, "bnb_4bit_quant_type='nf8' must be one of nf4, fp4. Did you mean nf4?"),
+    # What does not go together.
+    ("RLOO", {"num_generations": 1}, "num_generations=1 is too small: each completion is compared with the others of its prompt; training needs num_generations >= 2."),
+    ("RLOO", {"num_generations": None}, "num_generations=None is too small: each completion is compared with the others of its prompt; training needs num_generations >= 2."),
+    ("RLOO", {"per_device_train_batch_size": 8, "num_generations": 3}, "A generation round of 8 sequences cannot hold whole groups of num_generations=3. Nearest legal: num_generations=2 or 4, or generation_batch_size=24."),
+    ("RLOO", {"generation_batch_size": 12}, "generation_batch_size=12 is not a multiple of the 8 rows of a micro-batch (per_device_train_batch_size x number of processes). Nearest legal: 8 or 16."),
+    ("RLOO", {"generation_batch_size": 16, "steps_per_generation": 4}, "generation_batch_size=16 means steps_per_generation=2 with 8 rows a micro-batch, but steps_per_generation=4 was given. Give one of them,"),
+    ("RLOO", {"steps_per_generation": 0}, "steps_per_generation=0 must be at least 1."),
+    ("RLOO", {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 3}, "An evaluation batch of 8 sequences (per_device_eval_batch_size=8 on 1 rank) cannot hold whole groups of 3. Nearest legal:"),
+    ("RLOO", {"auto_find_batch_size": True}, "auto_find_batch_size=True cannot be used: it would break up groups of completions."),
+    ("GRPO", {"sync_ref_model": True}, "sync_ref_model=True needs a reference policy: set beta above 0."),
+    ("PPO", {"num_mini_batches": 3, "steps_per_generation": 2}, "num_mini_batches=3 cannot be used with steps_per_generation or generation_batch_size, which also say how many optimizer steps a round serves."),
+    ("RLOO", {"torch_compile": True}, "torch_compile=True cannot be used: micro-batches differ in length, so the model would be compiled again and again,"),
+    ("RLOO", {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 cannot be used: completions are generated without noise. Leave it out."),
+    ("RLOO", {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 cannot be used: completions have no labels. Leave it out."),
+    ("RLOO", {"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length' cannot be used: the lengths of completions are not known before they are generated. Leave it out."),
+    ("RLOO", {"rloo_k": 4, "num_generations": 4}, "RLOOConfig: both rloo_k and num_generations were given; num_generations replaces it."),
+    ("RLOO", {"batch_size": 4}, "RLOOConfig has no option 'batch_size' any more: use generation_batch_size."),
+    ("RLOO", {"fp16": True, "bf16": True}, "At most one of fp16 and bf16 can be True, but not both"),
+    ("RLOO", {"use_vllm": True, "ds3_gather_for_generation": False}, "ds3_gather_for_generation=False cannot be used with use_vllm=True: it says how transformers generates. Leave one of them out."),
+    ("RLOO", {"use_vllm": True, "use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True cannot be used with use_vllm=True: it says how transformers generates. Leave one of them out."),
+    ("RLOO", {"vllm_importance_sampling_clip_min": 3.0}, "vllm_importance_sampling_clip_min=3.0 must be below vllm_importance_sampling_clip_max=3.0."),
+    ("RLOO", {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None}, "vllm_importance_sampling_mode='token_truncate' needs a bound: set vllm_importance_sampling_clip_max, such as 3.0."),
+    ("RLOO", {"use_vllm": True, "vllm_sync_adapter_only": True, "vllm_enable_sleep_mode": True}, "vllm_sync_adapter_only=True cannot be used with vllm_enable_sleep_mode=True: base weights that sleep would be sent again each time."),
+    ("RLOO", {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": {"selective": True}}, "gradient_checkpointing_kwargs: 'selective' needs gradient_checkpointing=True, and use_reentrant must not be True."),
+    ("GRPO", {"log_completions_hub_repo": "a/b"}, "log_completions_hub_repo='a/b' cannot be used: completions stay in the folder `completions` of output_dir. Leave it out."),
+    ("SFT", {"packing": True, "max_length": None}, "packing=True needs max_length: it is the size of a pack."),
+    ("DPO", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "loss_type=['sigmoid', 'sft'] and loss_weights=[1.0] must be equally long."),
+    ("DPO", {"tools": []}, "DPOConfig has no option 'tools' any more: write them into the column 'tools' of the dataset."),
+    ("Model", {"load_in_4bit": True, "load_in_8bit": True}, "load_in_8bit and load_in_4bit exclude each other; choose one."),
+    ("Model", {"lora_target_parameters": ["w"]}, "lora_target_parameters cannot be used with lora_dropout=0.05: what enters a parameter cannot be dropped. Set lora_dropout=0."),
+]
+
+# --- Words after `trl`, before anything is loaded ---
+
+NEEDED = "--model_name_or_path m --dataset_name d "
+REWARD = NEEDED + "--reward_funcs r "
+WORDS = [
+    ("rlo", "trl: error: unknown command 'rlo'. Did you mean rloo?"),
+    ("distillation", "trl: error: `trl distillation` is not part of this release. Commands: sft, dpo, kto, reward, rloo, grpo, online-dpo, ppo, memory-plan, lengths,"),
+    ("trainn --x", "trl: error: unknown command 'trainn'. Commands: sft, dpo, kto, reward, rloo, grpo, online-dpo, ppo, memory-plan, lengths, vllm-serve, completions,"),
+    ("rloo", "trl rloo: error: --model_name_or_path, --dataset_name (or --datasets) and --reward_funcs (or --reward_model_name_or_path) are required."),
+    ("grpo --dataset_name d", "trl grpo: error: --model_name_or_path and --reward_funcs (or --reward_model_name_or_path) are required. `trl grpo --help` has an example."),
+    ("rloo --num_generation 4", "trl rloo: error: unknown option --num_generation (closest: --num_generations, --num_generations_eval, --num_iterations). --model_name_or_path,"),
+    ("rloo --lerning_rate 1 --betta 2", "trl rloo: error: unknown options --lerning_rate (closest: --learning_rate, --logging_strategy), --betta (closest: --beta). --model_name_or_path,"),
+    ("rloo --qqqqqqqq", "trl rloo: error: unknown option --qqqqqqqq. --model_name_or_path,"),
+    ("rloo --packing", "trl rloo: error: unknown option --packing (an option of `trl sft`). --model_name_or_path,"),
+    ("sft --reward_funcs r", "trl sft: error: unknown option --reward_funcs (an option of `trl rloo`, `trl grpo`, `trl online-dpo`, `trl ppo`)."),
+    ("rloo --no_beta", "trl rloo: error: unknown option --no_beta (closest: --beta). --model_name_or_path,"),
+    ("rloo " + REWARD + "--num_generations four", "trl rloo: error: --num_generations: 'four' is not an integer. `trl rloo --help` has an example."),
+    ("rloo " + REWARD + "--num_generations 4.5", "trl rloo: error: --num_generations: '4.5' is not an integer. `trl rloo --help` has an example."),
+    ("rloo " + REWARD + "--num_generations 4 5", "trl rloo: error: unexpected words: 5."),
+    ("rloo " + REWARD + "--learning_rate fast", "trl rloo: error: --learning_rate: 'fast' is not a number. `trl rloo --help` has an example."),
+    ("rloo " + REWARD + "--learning_rate nan", "trl rloo: error: --learning_rate: NaN cannot be used here. `trl rloo --help` has an example."),
+    ("rloo " + REWARD + "--log_completions maybe", "trl rloo: error: --log_completions: 'maybe' is neither true nor false. `trl rloo --help` has an example."),
+    ("rloo " + REWARD + "--learning_rate", "trl rloo: error: --learning_rate: expected one argument"),
+    ("rloo " + REWARD + "--reward_clip_range 1", "trl rloo: error: --reward_clip_range: 2 values are needed, not 1. `trl rloo --help` has an example."),
+    ("rloo " + REWARD + "--reward_weights a", "trl rloo: error: --reward_weights: 'a' is not a number. `trl rloo --help` has an example."),
+    ("rloo " + REWARD + "--generation_kwargs {do_sample", "trl rloo: error: --generation_kwargs: '{do_sample' is not a JSON object (Expecting property name enclosed in double quotes:"),
+    ("rloo " + REWARD + "--optim adamww", "trl rloo: error: --optim: 'adamww' is not one of adamw_torch, adamw_torch_fused, adamw_torch_xla, adamw_torch_npu_fused, adafactor,"),
+    ("rloo " + REWARD + "--eval_strategy sometimes", "trl rloo: error: --eval_strategy: 'sometimes' is not one of no, steps, epoch. `trl rloo --help` has an example."),
+    ("grpo " + REWARD + "--loss_type dapoo", "trl grpo: error: --loss_type: 'dapoo' is not one of grpo, dr_grpo, dapo, bnpo, cispo, sapo, luspo, vespo. `trl grpo --help` has an example."),
+    ("rloo " + REWARD + "--dtype float12", "trl rloo: error: --dtype: 'float12' is not one of auto, bfloat16, float16, float32. `trl rloo --help` has an example."),
+    ("rloo " + REWARD + "--num_processes 0", "trl rloo: error: --num_processes 0: at least one is needed."),
+    ("rloo " + REWARD + "--num_processes two", "trl rloo: error: --num_processes: invalid int value: 'two'."),
+    ("rloo " + REWARD + "--num_proceses 2", "trl rloo: error: unknown option --num_proceses (closest: --num_processes, --main_process_ip, --main_process_port). `trl rloo --help` has an example."),
+    ("rloo " + REWARD + "--num_processes", "trl rloo: error: --num_processes: expected one argument."),
+    ("rloo " + REWARD + "--mixed_precision fp17", "trl rloo: error: --mixed_precision: invalid choice: 'fp17' (choose from 'no', 'fp16', 'bf16', 'fp8')."),
+    ("rloo " + REWARD + "--accelerate_config zero22", "trl rloo: error: --accelerate_config: zero22: there is no such file, and no shipped configuration of that name (closest: zero2)."),
+    ("rloo " + REWARD + "--accelerate_config", "trl rloo: error: --accelerate_config: a file is needed, or one of fsdp1, fsdp2,"),
+    ("rloo " + REWARD + "--multi_gpu 2", "trl rloo: error: unexpected words: 2."),
+    ("rloo " + REWARD + "--accelerate_config zero3 --bf16 false --mixed_precision bf16", "trl rloo: error: --mixed_precision bf16 contradicts --bf16 false; leave one of them out."),
+    ("rloo " + REWARD + "--config absent.yaml", "trl rloo: error: --config absent.yaml: there is no such file."),
+    ("kto --plan --model_name_or_path m", "trl memory-plan: error: --method: 'kto' is not one of sft, rloo, grpo, online-dpo, ppo."),
+    ("memory-plan", "trl memory-plan: error: --model_name_or_path is required."),
+    ("memory-plan --method sftt --model_name_or_path m", "trl memory-plan: error: --method: 'sftt' is not one of sft, rloo, grpo, online-dpo, ppo."),
+    ("memory-plan --model_name_or_path m", "trl memory-plan: error: The model 'm' is neither a folder with a config.json nor on the hub:"),
+    ("lengths", "trl lengths: error: --model_name_or_path is required."),
+    ("lengths --model_name_or_path m", "trl lengths: error: --dataset_name is required (or `datasets` in the configuration file)."),
+    ("lengths --model_name_or_path m --dataset_name absent.jsonl", "trl lengths: error: --dataset_name absent.jsonl: there is no such file. The nearest is broken.jsonl."),
+    ("completions", "trl completions: error: the following arguments are required: folder"),
+    ("completions absent", "trl completions: error: there are no completions at absent/completions/train.jsonl."),
+    ("completions run --step 7", "trl completions: error: --step 7 has no completions; the steps that have are 1."),
+    ("completions run --bets 3", "trl completions: error: unrecognized arguments: --bets 3"),
+    ("completions damaged", "trl completions: error: line 1 of damaged/completions/train.jsonl is not valid JSON."),
+    ("report", "trl report: error: the following arguments are required: folders"),
+    ("report absent", "trl report: error: absent has no run.json, metrics.jsonl or completions of a run."),
+    ("report empty", "trl report: error: empty has no run.json, metrics.jsonl or completions of a run."),
+    ("report a b c", "trl report: error: one run, or two to compare, not 3."),
+]
+FILES = [
+    ("a: [1", 'trl rloo: error: c.yaml is not valid YAML: while parsing a flow sequence in "<unicode string>", line 1, column 4: a: [1 ^ expected \',\' or \']\','),
+    ("- 1", "trl rloo: error: c.yaml must be a mapping of option names to values."),
+    ("env: [1]", "trl rloo: error: env in c.yaml must be a mapping of names to values."),
+    ("betta: 1", "trl rloo: error: c.yaml: unknown key betta (closest: beta). `trl rloo --help` has an example."),
+    ("num_proceses: 2", "trl rloo: error: c.yaml: unknown key num_proceses (closest: num_processes, main_process_ip, main_process_port). `trl rloo --help` has an example."),
+    ("learning_rate: fast", "trl rloo: error: --learning_rate: 'fast' is not a number. `trl rloo --help` has an example."),
+    ("num_generations: [1, 2]", "trl rloo: error: --num_generations: [1, 2] is not an integer. `trl rloo --help` has an example."),
+    ("num_processes: [1, 2]", "trl rloo: error: unexpected words: 2."),
+    ("multi_gpu: perhaps", "trl rloo: error: unexpected words: perhaps."),
+    ("accelerate_config: zero22", "trl rloo: error: --accelerate_config: zero22: there is no such file, and no shipped configuration of that name (closest: zero2)."),
+    ("no_shuffle_dataset: true", "trl rloo: error: c.yaml: unknown key no_shuffle_dataset (closest: shuffle_dataset). `trl rloo --help` has an example."),
+]
+
+# --- Commands in a folder with `tiny-model`, `prompts.jsonl` and `rewards.py`: changed options ---
+
+RUNS = [
+    ({"model_name_or_path": "./absent"}, "trl rloo: error: model='./absent': there is no such folder."),
+    ({"model_name_or_path": "absent"}, "trl rloo: error: The model 'absent' is neither a folder with a config.json nor on the hub:"),
+    ({"model_name_or_path": "damaged-model"}, "trl rloo: error: The weights of damaged-model are damaged: Error while deserializing header: header too small."),
+    ({"output_dir": "tiny-model"}, "trl rloo: error: --output_dir 'tiny-model' is the folder of the model, which would be replaced. Choose another one."),
+    ({"output_dir": "rewards.py"}, "trl rloo: error: --output_dir rewards.py: nothing can be written in "),
+    ({"dataset_name": "absent.jsonl"}, "trl rloo: error: --dataset_name absent.jsonl: there is no such file. The nearest is broken.jsonl."),
+    ({"dataset_name": "promts.jsonl"}, "trl rloo: error: --dataset_name promts.jsonl: there is no such file. The nearest is prompts.jsonl."),
+    ({"dataset_name": "empty"}, "trl rloo: error: --dataset_name empty: the folder holds no data file; it must be a saved dataset, or hold files of one of .json, .jsonl, .csv,"),
+    ({"dataset_name": "rewards.py"}, "trl rloo: error: --dataset_name rewards.py: files of kind '.py' cannot be read; use one of .json, .jsonl, .csv, .parquet."),
+    ({"dataset_name": "broken.jsonl"}, "trl rloo: error: --dataset_name broken.jsonl: cannot be read (JSON parse error: Missing a name for object member. in row 0)."),
+    ({"dataset_train_split": "tren"}, "trl rloo: error: --dataset_train_split tren: the dataset has the splits train."),
+    ({"eval_strategy": "epoch"}, "trl rloo: error: --dataset_test_split test: the dataset has the splits train."),
+    ({"reward_funcs": "acuracy_reward"}, "trl rloo: error: --reward_funcs acuracy_reward: no such reward function. Did you mean accuracy_reward?"),
+    ({"reward_funcs": "rewards.py:exct"}, "trl rloo: error: --reward_funcs rewards.py:exct: rewards has no function 'exct'. Did you mean exact?"),
+    ({"reward_funcs": "absent.py:exact"}, "trl rloo: error: --reward_funcs absent.py: there is no such file."),
+    ({"reward_funcs": "rewardz.exact"}, "trl rloo: error: --reward_funcs rewardz.exact: there is no module 'rewardz' in "),
+    ({"reward_funcs": "broken.py:exact"}, "trl rloo: error: --reward_funcs broken.py: loading it failed: ZeroDivisionError: division by zero (broken.py, line 1)."),
+    ({"reward_funcs": None, "reward_model_name_or_path": "tiny-model"}, "trl rloo: error: The reward model 'tiny-model' has no weights for score.weight: its rewards would be random."),
+    ({"dataset_name": "preferences.jsonl"}, "trl rloo: error: The reward function 'exact' failed: TypeError: exact() missing 1 required positional argument: 'answer'."),
+    ({"num_generations": 3}, "trl rloo: error: A generation round of 8 sequences cannot hold whole groups of --num_generations 3. Nearest legal: --num_generations 2 or 4,"),
+    ({"load_in_4bit": "true", "load_in_8bit": "true"}, "trl rloo: error: load_in_8bit and load_in_4bit exclude each other; choose one."),
+    ({"load_in_4bit": "true"}, "trl rloo: error: Quantized weights cannot be trained: add an adapter with peft_config (--use_peft), or leave the quantization out."),
+    ({"use_peft": "true", "lora_target_modules": "qq_proj"}, "trl rloo: error: Target modules qq_proj not found in the base model. Please check the target modules and try again."),
+    ({"resume_from_checkpoint": "true"}, "trl rloo: error: --resume_from_checkpoint true: nothing to resume in --output_dir 'out'. There is no checkpoint there. Without the option,"),
+    ({"resume_from_checkpoint": "absent"}, "trl rloo: error: --resume_from_checkpoint 'absent': there is no such folder."),
+    ({"resume_from_checkpoint": "tiny-model"}, "trl rloo: error: --resume_from_checkpoint 'tiny-model' cannot be resumed from: trainer_state.json is missing."),
+    ({"attn_implementation": "fast"}, 'trl rloo: error: Specified `--attn_implementation "fast"` is not supported. The only possible arguments are `--attn_implementation "eager"`,'),
+    ({"model_revision": "v9", "model_name_or_path": "someone/model"}, "trl rloo: error: The model 'someone/model' is neither a folder with a config.json nor on the hub:"),
+    ({"deepspeed": "absent.json"}, 'trl rloo: error: --deepspeed \'absent.json\' must be a dictionary, or a JSON object such as \'{"a": 1}\'.'),
+    ({"lr_scheduler_kwargs": "[1]"}, 'trl rloo: error: --lr_scheduler_kwargs \'[1]\' must be a dictionary, or a JSON object such as \'{"a": 1}\'.'),
+    ({"max_prompt_length": 2}, "trl rloo: error: The prompt of row 0 of train_dataset ('1+2=') has 4 tokens; at most 2 are possible (--max_prompt_length 2). Shorten such prompts,"),
+    ({"tools": "x"}, "trl rloo: error: unknown option --tools (an option of `trl dpo`, `trl kto`)."),
+]
+
+# --- What trainers are given: trainer, changed arguments (options in `args`) ---
+
+
+def rows(count=4, **columns):
+    return Dataset.from_dict({name: [value] * count for name, value in columns.items()})
+
+
+PROMPTS = rows(prompt="ab")
+PAIRS = rows(prompt="ab", chosen="c", rejected="d")
+LABELLED = Dataset.from_dict({"prompt": ["a", "b"], "completion": ["c", "d"], "label": [True, False]})
+CHAT = [{"role": "user", "content": "ab"}]
+REPLY = [{"role": "assistant", "content": "c"}]
+
+
+def constant(completions, **kwargs):
+    return [0.0] * len(completions)
+
+
+def too_few(completions, **kwargs):
+    return [0.0]
+
+
+def nested(completions, **kwargs):
+    return [[0.0]] * len(completions)
+
+
+def words(completions, **kwargs):
+    return ["good"] * len(completions)
+
+
+def number(completions, **kwargs):
+    return 1.0
+
+
+def infinite(completions, **kwargs):
+    return [float("inf")] * len(completions)
+
+
+def lost(completions, solution, **kwargs):
+    return [0.0] * len(completions)
+
+
+def closed(completions):
+    return [0.0] * len(completions)
+
+
+def raises(completions, **kwargs):
+    return 1 / 0
+
+
+def without(name):
+    tokenizer = tiny_tokenizer()
+    setattr(tokenizer, name, None)
+    return tokenizer
+
+
+def lora(**options):
+    return LoraConfig(**({"r": 2, "target_modules": ["v_proj"]} | options))
+
+
+TRAINERS = [
+    # Names and kinds of arguments.
+    ("RLOO", {"tokenizer": 1}, "RLOOTrainer has no argument 'tokenizer'. Did you mean processing_class?"),
+    ("SFT", {"tokenizer": 1}, "SFTTrainer has no argument 'tokenizer'. Did you mean processing_class?"),
+    ("RLOO", {"reward_function": 1}, "RLOOTrainer has no argument 'reward_function'. Did you mean reward_funcs?"),
+    ("DPO", {"datasets": 1}, "DPOTrainer has no argument 'datasets'. Did you mean eval_dataset?"),
+    ("RLOO", {"args": GRPOConfig}, "args must be an instance of RLOOConfig, not of GRPOConfig."),
+    ("RLOO", {"model": 3}, "model must be a name or a transformers model, not int."),
+    ("RLOO", {"model": nn.Linear(2, 2)}, "model must be a name or a transformers model, not Linear."),
+    ("RLOO", {"model": "./absent"}, "model='./absent': there is no such folder."),
+    ("RLOO", {"processing_class": {}}, "processing_class must be a tokenizer, not dict."),
+    ("RLOO", {"processing_class": None}, "The model does not say where it was loaded from: pass its tokenizer as processing_class."),
+    ("RLOO", {"peft_config": {"r": 2}}, "peft_config must be a peft.PeftConfig, not dict."),
+    ("RLOO", {"model": lora_model, "peft_config": lora()}, "The model already has an adapter: pass it without peft_config to continue training that adapter, or merge it first."),
+    ("RLOO", {"peft_config": lora(target_modules=["qq_proj"])}, "Target modules {'qq_proj'} not found in the base model. Please check the target modules and try again."),
+    # Datasets of trainers that generate.
+    ("RLOO", {"train_dataset": None}, "train_dataset is required: a dataset with a 'prompt' column."),
+    ("RLOO", {"train_dataset": [{"prompt": "a"}]}, "train_dataset must be a datasets.Dataset or IterableDataset, not list."),
+    ("RLOO", {"train_dataset": rows(text="a", label="b")}, "train_dataset has no 'prompt' column; it has text, label."),
+    ("RLOO", {"train_dataset": rows(prompt=3)}, "The prompt of row 0 of train_dataset (3) must be a string or a list of messages with 'role' and 'content'."),
+    ("RLOO", {"train_dataset": Dataset.from_dict({"prompt": ["a", "b", None, ""]})}, "The prompt of row 2 of train_dataset (None) is missing. Remove such rows, for example with dataset.filter(lambda row: row['prompt'])."),
+    ("RLOO", {"train_dataset": Dataset.from_dict({"prompt": [CHAT, [], CHAT]})}, "The prompt of row 1 of train_dataset ([]) has no messages. Remove such rows, for example with dataset.filter(lambda row: row['prompt'])."),
+    ("RLOO", {"train_dataset": rows(prompt=[{"role": "user"}])}, "The prompt of row 0 of train_dataset ([{'role': 'user'}]) has no 'content' in message 0."),
+    ("RLOO", {"train_dataset": rows(prompt=[{"content": "ab"}])}, "The prompt of row 0 of train_dataset ([{'content': 'ab'}]) must be a string or a list of messages with 'role' and 'content'."),
+    ("RLOO", {"train_dataset": rows(prompt="")}, "The prompt of row 0 of train_dataset ('') has no tokens. Remove such rows from the dataset."),
+    ("RLOO", {"train_dataset": rows(prompt="ab", image="x")}, "train_dataset has the column 'image': images are not available in this release. Remove the column to train on text."),
+    ("RLOO", {"train_dataset": rows(1, prompt="ab")}, "train_dataset has 1 row, but one generation round takes 2 prompts x 2 completions. Add rows,"),
+    ("RLOO", {"train_dataset": rows(prompt="a" * 300)}, "The prompt of row 0 of train_dataset ('aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa) has 300 tokens;"),
+    ("RLOO", {"train_dataset": rows(prompt="abc"), "args": {"max_prompt_length": 2}}, "The prompt of row 0 of train_dataset ('abc') has 3 tokens; at most 2 are possible (max_prompt_length=2). Shorten such prompts,"),
+    ("RLOO", {"args": {"max_prompt_length": 1, "long_prompts": "drop"}}, "train_dataset has 0 rows, but one generation round takes 2 prompts x 2 completions. Add rows."),
+    ("RLOO", {"args": {"max_completion_length": 256}}, "max_completion_length=256 leaves no room for a prompt: the model sees 256 tokens. At most 255 minus the longest prompt is possible."),
+    ("RLOO", {"train_dataset": PROMPTS.to_iterable_dataset(), "args": {"max_steps": -1}}, "An iterable train_dataset has no length: set max_steps above 0."),
+    ("RLOO", {"eval_dataset": "x"}, "eval_dataset must be a datasets.Dataset or IterableDataset, not str."),
+    ("RLOO", {"train_dataset": rows(text="a").to_iterable_dataset()}, "train_dataset has no 'prompt' column; it has text."),
+    ("RLOO", {"eval_dataset": {"a": PROMPTS, "b": rows(text="a")}}, "eval_dataset['b'] has no 'prompt' column; it has text."),
+    ("RLOO", {"args": {"eval_strategy": "steps", "eval_steps": 1}}, "You have set `args.eval_strategy` to IntervalStrategy.STEPS but you didn't pass an `eval_dataset` to `Trainer`."),
+    ("RLOO", {"args": {"accelerator_config": {"dispatch_batches": True}}}, "accelerator_config.dispatch_batches=True cannot be used: rows are text, so each process must read its own batches. Leave it out."),
+    ("RLOO", {"train_dataset": rows(prompt=CHAT), "processing_class": without("chat_template")}, "The prompt of row 0 of train_dataset ([{'role': 'user', 'content': 'ab'}]) cannot be tokenized: ValueError:"),
+    # Rewards.
+    ("RLOO", {"reward_funcs": []}, "reward_funcs is empty: give at least one reward function or model."),
+    ("RLOO", {"reward_funcs": "exct"}, "reward_funcs: 'exct' is not a reward model: there is no such folder. A reward function is passed itself, not its name."),
+    ("RLOO", {"reward_funcs": "acuracy_reward"}, "reward_funcs: 'acuracy_reward' is not a reward model: there is no such folder. Did you mean accuracy_reward? A reward function is passed itself,"),
+    ("RLOO", {"reward_funcs": "./judge"}, "reward_funcs: './judge' is not a reward model: there is no such folder. A reward function is passed itself, not its name."),
+    ("RLOO", {"reward_funcs": [constant, 3]}, "reward_funcs[1] is 3: it must be callable, a model, or the name of a model."),
+    ("RLOO", {"reward_funcs": tiny_model}, "reward_funcs: 'LlamaForCausalLM' is a LlamaForCausalLM, which writes text and gives no reward. Use a model that was trained to give rewards:"),
+    ("RLOO", {"reward_funcs": nn.Linear(1, 1)}, "The reward model 'Linear' does not say where it was loaded from: pass its tokenizer in reward_processing_classes."),
+    ("RLOO", {"reward_funcs": constant, "reward_processing_classes": [None, None]}, "reward_processing_classes has length 2, and reward_funcs has length 1; give one for each, and None for those that are not models."),
+    ("RLOO", {"args": {"reward_weights": [1.0, 2.0]}}, "reward_weights has 2 entries for 1 reward function (constant)."),
+    ("RLOO", {"reward_funcs": too_few}, "The reward function 'too_few' returned 1 reward for 2 completions. This was a trial on the first row, {'prompt': 'ab'}, with the completion '0';"),
+    ("RLOO", {"reward_funcs": nested}, "The reward function 'nested' returned [0.0] for row 0; a reward must be a number or None. This was a trial on the first row, {'prompt': 'ab'},"),
+    ("RLOO", {"reward_funcs": words}, "The reward function 'words' returned 'good' for row 0; a reward must be a number or None. This was a trial on the first row, {'prompt': 'ab'},"),
+    ("RLOO", {"reward_funcs": number}, "The reward function 'number' returned a float; it must return a list of 2 numbers. This was a trial on the first row, {'prompt': 'ab'},"),
+    ("RLOO", {"reward_funcs": infinite}, "The reward function 'infinite' returned inf for row 0; a reward must be finite in float32. This was a trial on the first row, {'prompt': 'ab'},"),
+    ("RLOO", {"reward_funcs": lost}, "The reward function 'lost' failed: TypeError: lost() missing 1 required positional argument: 'solution'. This was a trial on the first row,"),
+    ("RLOO", {"reward_funcs": closed}, "The reward function 'closed' failed: TypeError: closed() got an unexpected keyword argument 'prompts'. This was a trial on the first row, {'prompt':"),
+    ("RLOO", {"reward_funcs": raises}, "The reward function 'raises' failed: ZeroDivisionError: division by zero. This was a trial on the first row, {'prompt': 'ab'},"),
+    # Models and references.
+    ("RLOO", {"args": {"router_aux_loss_coef": 0.1}}, "router_aux_loss_coef=0.1: LlamaConfig is not of a mixture of experts; leave the option out."),
+    ("RLOO", {"args": {"generation_kwargs": {"num_beams": 4}}}, "generation_kwargs['num_beams'] cannot be used in training: beam search picks completions instead of drawing them from the policy."),
+    ("RLOO", {"args": {"generation_kwargs": {"temprature": 4}}}, "generation_kwargs['temprature'] is not a generation option. Did you mean temperature?"),
+    ("RLOO", {"args": {"use_vllm": True, "vllm_tensor_parallel_size": 2}}, "vllm_tensor_parallel_size=2 must divide the number of processes, which is 1: choose 1."),
+    ("RLOO", {"args": {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "a,a"}}, "vllm_server_base_url='a,a' must be an address such as http://localhost:8000, or several different ones with commas between."),
+    ("RLOO", {"args": {"use_vllm": True, "vllm_mode": "server", "vllm_max_model_length": 9}}, "vllm_max_model_length=9 is for an engine in the training process; with vllm_mode='server' give --max_model_len to `trl vllm-serve`."),
+    ("RLOO", {"args": {"use_vllm": True, "vllm_max_model_length": 4}}, "The vLLM engine sees 4 tokens, but max_completion_length=4 leaves no room for a prompt: set vllm_max_model_length to 4 and the longest prompt,"),
+    ("GRPO", {"tools": [3]}, "A generation round of 4 sequences cannot hold whole groups of num_generations=8. Nearest legal: num_generations=4, or generation_batch_size=8."),
+    ("GRPO", {"tools": [constant]}, "A generation round of 4 sequences cannot hold whole groups of num_generations=8. Nearest legal: num_generations=4, or generation_batch_size=8."),
+    ("GRPO", {"environment_factory": 3}, "A generation round of 4 sequences cannot hold whole groups of num_generations=8. Nearest legal: num_generations=4, or generation_batch_size=8."),
+    ("GRPO", {"environment_factory": dict}, "A generation round of 4 sequences cannot hold whole groups of num_generations=8. Nearest legal: num_generations=4, or generation_batch_size=8."),
+    ("GRPO", {"rollout_func": 3}, "A generation round of 4 sequences cannot hold whole groups of num_generations=8. Nearest legal: num_generations=4, or generation_batch_size=8."),
+    ("OnlineDPO", {"judge": 3, "reward_funcs": ...}, "Both a judge and reward_funcs were given: leave one of them out."),
+    ("OnlineDPO", {"judge": constant, "reward_funcs": constant}, "Both a judge and reward_funcs were given: leave one of them out."),
+    ("PPO", {"value_model": 3}, "value_model is a int: it must be a sequence classifier with one label (AutoModelForSequenceClassification, num_labels=1)."),
+    ("PPO", {"value_model": tiny_model}, "value_model is a LlamaForCausalLM: it must be a sequence classifier with one label (AutoModelForSequenceClassification, num_labels=1)."),
+    # Datasets of the others.
+    ("SFT", {"train_dataset": None}, "train_dataset is required."),
+    ("SFT", {"train_dataset": "data.jsonl"}, "train_dataset must be a datasets.Dataset or IterableDataset, not str."),
+    ("SFT", {"train_dataset": rows(prompt="a", chosen="b")}, "The examples have the columns ['chosen', 'prompt']. Supervised fine-tuning takes 'text' (dataset_text_field), 'messages', 'conversations',"),
+    ("SFT", {"train_dataset": rows(text=3)}, "Row 0 of the dataset: the text must be a string, not 3."),
+    ("SFT", {"train_dataset": Dataset.from_dict({"text": ["a", None]})}, "Row 1 of the dataset: the text must be a string, not None."),
+    ("SFT", {"train_dataset": rows(0, text="a")}, "The dataset has no rows."),
+    ("SFT", {"train_dataset": rows(messages=[])}, "Row 0 of the dataset: Cannot apply chat template to an empty conversation. Provide at least one message."),
+    ("SFT", {"train_dataset": rows(messages=[{"role": "user"}])}, "Row 0 of the dataset: a conversation has no 'content' in message 0."),
+    ("SFT", {"train_dataset": rows(prompt=CHAT, completion="c")}, "Row 0 of the dataset: messages are needed where there is a string, 'c'."),
+    ("SFT", {"train_dataset": rows(input_ids=[1, 2], completion_mask=[1])}, "Row 0 of the dataset: completion_mask has length 1, and input_ids has length 2."),
+    ("SFT", {"args": {"completion_only_loss": True}}, "completion_only_loss=True needs examples with a prompt and a completion; these have ['text']. Leave the option out."),
+    ("SFT", {"args": {"assistant_only_loss": True}}, "assistant_only_loss=True needs conversations (messages with role and content); the examples have ['text']."),
+    ("SFT", {"args": {"dataset_text_field": "txt"}}, "The examples have the columns ['text']. Supervised fine-tuning takes 'txt' (dataset_text_field), 'messages', 'conversations',"),
+    ("SFT", {"args": {"eos_token": "<nope>"}}, "eos_token='<nope>' is not in the tokenizer's vocabulary. Its own is '<eos>'."),
+    ("SFT", {"processing_class": without("eos_token")}, "Row 0 of the dataset: The tokenizer has no EOS token, so the end of plain text cannot be learned. Set tokenizer.eos_token, or the option eos_token."),
+    ("SFT", {"train_dataset": rows(text="abcdef"), "args": {"max_length": 4, "long_rows": "error"}}, "4 of 4 rows with more than max_length=4 tokens, among them 0, 1, 2. Raise max_length, or choose long_rows='cut', 'drop' or 'split'."),
+    ("SFT", {"train_dataset": rows(prompt="abcdef", completion="g"), "args": {"max_length": 4}}, "None of the 4 rows has a token to train on with max_length=4. Raise max_length, or look at the masks of the dataset."),
+    ("SFT", {"data_collator": list}, "data_collator cannot be used: rows are laid out by the trainer, without padding. To choose the tokens in the loss, give `input_ids` with `labels`."),
+    ("SFT", {"compute_metrics": print}, "compute_metrics cannot be used: logits are never held as a whole, and rows are not padded. Metrics are in the log; others can be added in `loss_of`."),
+    ("DPO", {"train_dataset": rows(prompt="a", chosen="b")}, "The examples have the columns ['chosen', 'prompt']. Preferences are 'chosen' and 'rejected' (with 'prompt', or a common beginning); 'prompt',"),
+    ("DPO", {"train_dataset": rows(text="a")}, "The examples have the columns ['text']. Preferences are 'chosen' and 'rejected' (with 'prompt', or a common beginning); 'prompt',"),
+    ("DPO", {"train_dataset": rows(prompt="a", chosen=REPLY, rejected="b")}, "Row 0 of the dataset: Prompts and answers must all be strings, or all be messages."),
+    ("DPO", {"args": {"max_length": 2}}, "None of the 4 rows is left with tokens in every answer (max_length=2, max_prompt_length=None, max_completion_length=None). Raise them."),
+    ("DPO", {"ref_model": 3}, "ref_model must be a name or a transformers model, not int."),
+    ("DPO", {"ref_model": "./absent"}, "The model './absent' is neither a folder with a config.json nor on the hub: Repo id must use alphanumeric chars, '-', '_' or '.'."),
+    ("KTO", {"train_dataset": PAIRS.remove_columns("rejected")}, "The examples have the columns ['chosen', 'prompt']. Preferences are 'chosen' and 'rejected' (with 'prompt', or a common beginning); 'prompt',"),
+    ("KTO", {"train_dataset": rows(prompt="a", completion="b", label=None)}, "Row 0 of the dataset: the label must be True or False, not None."),
+    ("KTO", {"train_dataset": rows(prompt="a", completion="b", label=True)}, "Row 0 has no partner: the KL estimate needs rows of other examples with other completions."),
+    ("Reward", {"train_dataset": LABELLED}, "Reward models learn from pairs ('chosen' and 'rejected') or ranked answers ('answers' and 'ranks');"),
+    ("Reward", {"train_dataset": rows(prompt="a", answers=["b", "c"], ranks=[1])}, "Row 0 of the dataset: 2 answers have 1 rank."),
+]

@@ -1,0 +1,147 @@
+"""What is said of mistakes: one line, that names what is wrong and what would be right."""
+
+import json
+import shutil
+import warnings
+from functools import partial
+
+import pytest
+from bad_inputs import (
+    FILES,
+    LABELLED,
+    OPTIONS,
+    PAIRS,
+    PROMPTS,
+    REWARD,
+    RUNS,
+    TRAINERS,
+    WORDS,
+    constant,
+    rows,
+)
+from reward_runs import classifier
+from tiny import lora_model, tiny_model, tiny_tokenizer
+from workspace import write_inputs
+
+import trl
+from trl.cli.main import main
+from trl.cli.train import run_training
+from trl.scripts import rloo
+
+MISTAKES = (TypeError, ValueError, OSError, NotImplementedError)
+QUIET = {"use_cpu": True, "report_to": "none"}
+TINY = QUIET | {"max_steps": 1, "save_strategy": "no", "disable_tqdm": True, "bf16": False}
+ONLINE = {"per_device_train_batch_size": 4, "max_completion_length": 4}
+DATA = {"SFT": rows(text="ab"), "DPO": PAIRS, "KTO": LABELLED, "Reward": PAIRS}
+RUN = {
+    **{"model_name_or_path": "tiny-model", "dataset_name": "prompts.jsonl"},
+    **{"reward_funcs": "rewards.py:exact", "output_dir": "out", "use_cpu": "true"},
+    **{"num_generations": 4, "max_completion_length": 4, "max_steps": 1, "bf16": "false"},
+    **{"save_strategy": "no", "report_to": "none"},
+}
+IN_FILE = ["rloo", *REWARD.split(), "--config", "c.yaml"]
+
+
+def error_of(call):
+    """What the error of a call says: one line."""
+    warnings.simplefilter("ignore")
+    with pytest.raises(MISTAKES) as found:
+        call()
+    return single(str(found.value))
+
+
+def ending_of(call, capsys):
+    """The one line that a command prints before it ends with status 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        call()
+    assert end.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    bars = ("it/s]", "examples/s]")
+    return single("\n".join(line for line in lines if not line.endswith(bars)))
+
+
+def single(text):
+    assert len(text.strip().splitlines()) == 1, text
+    return text
+
+
+def config_of(name, options):
+    options = options if name == "Model" else {"output_dir": "out"} | QUIET | options
+    return getattr(trl, f"{name}Config")(**options)
+
+
+def trainer_of(name, changes, folder):
+    """Make a tiny trainer with other arguments, and other options of its configuration."""
+    given = {
+        "model": classifier() if name == "Reward" else tiny_model(),
+        "processing_class": tiny_tokenizer(),
+        "train_dataset": DATA.get(name, PROMPTS),
+        "reward_funcs": None if name in DATA else constant,
+    }
+    made = {n: v() if v in (lora_model, tiny_model) else v for n, v in changes.items()}
+    given |= {n: v(str(folder), **QUIET) if v is trl.GRPOConfig else v for n, v in made.items()}
+    if isinstance(options := given.get("args", {}), dict):
+        options = TINY | ({} if name in DATA else ONLINE) | options
+        given["args"] = getattr(trl, f"{name}Config")(str(folder), **options)
+    if name in DATA:
+        del given["reward_funcs"]
+    return getattr(trl, f"{name}Trainer")(**given)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with what commands need, and with what is damaged, empty or misplaced."""
+    folder = write_inputs(tmp_path_factory.mktemp("place"))
+    for name in ("run", "damaged", "empty"):
+        (folder / name / "completions").mkdir(parents=True)
+    record = {"step": 1, "group": 0, "prompt": "p", "completion": "c", "finish": "stop"}
+    record |= {"rewards": {}, "reward": 1.0, "advantage": 0.0}
+    (folder / "run" / "completions" / "train.jsonl").write_text(json.dumps(record) + "\n")
+    (folder / "damaged" / "completions" / "train.jsonl").write_text("{\n")
+    (folder / "broken.jsonl").write_text("{\n")
+    (folder / "broken.py").write_text("1 / 0\n")
+    shutil.copytree(folder / "tiny-model", folder / "damaged-model")
+    (folder / "damaged-model" / "model.safetensors").write_bytes(b"x")
+    return folder
+
+
+@pytest.fixture
+def inside(place, monkeypatch):
+    monkeypatch.chdir(place)
+    return place
+
+
+@pytest.mark.parametrize(("name", "options", "expected"), OPTIONS)
+def test_options_in_python(name, options, expected):
+    assert expected in error_of(partial(config_of, name, options))
+
+
+@pytest.mark.parametrize(("words", "expected"), WORDS)
+def test_words(inside, capsys, words, expected):
+    assert expected in ending_of(lambda: main(words.split()), capsys)
+
+
+@pytest.mark.parametrize(("text", "expected"), FILES)
+def test_files(inside, capsys, text, expected):
+    (inside / "c.yaml").write_text(text)
+    assert expected in ending_of(lambda: main(IN_FILE), capsys)
+
+
+@pytest.mark.parametrize(("changes", "expected"), RUNS)
+def test_runs(inside, monkeypatch, capsys, changes, expected):
+    options = {name: value for name, value in (RUN | changes).items() if value is not None}
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    monkeypatch.setattr("sys.argv", ["trl rloo", *words])
+    run = partial(run_training, rloo.make_parser(), trl.RLOOTrainer)
+    assert expected in ending_of(run, capsys)
+
+
+@pytest.mark.parametrize(("name", "changes", "expected"), TRAINERS)
+def test_arguments_of_trainers(tmp_path, name, changes, expected):
+    assert expected in error_of(partial(trainer_of, name, changes, tmp_path))
+
+
+def test_the_table_has_no_row_twice():
+    table = [*OPTIONS, *WORDS, *FILES, *RUNS, *TRAINERS]
+    assert len({str(row) for row in table}) == len(table) >= 150
