@@ -24,23 +24,25 @@ FOLDERS = ("distributed", "adapters", "invariance")
 AXES: dict[str, tuple[str, ...]] = {
     "engine": ("ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"),
     "saving": (
-        *("training", "reference", "sync_ref_model", "shared_prefix", "logits_chunk_size"),
+        *("training", "Online DPO", "PPO", "PPO with a value model"),
+        *("reference", "sync_ref_model", "shared_prefix", "logits_chunk_size"),
         *("skip_zero_advantages", "reuse_sampling_logps", "generation_max_rows"),
         *("gradient_checkpointing", "num_iterations", "recover_from_oom"),
         *("ds3_gather_for_generation=true", "ds3_gather_for_generation=false", "resume"),
     ),
     "adapter": ("none", "lora", "qlora"),
 }
+METHODS = AXES["saving"][1:4]  # further trainers; the other rows are of RLOO
 DEFAULTS = {"saving": "training", "adapter": "none"}
 INTRODUCTION = """# Engines, savings and adapters
 
 Made from the tests by `make engine-table`. *yes*: a test runs it on several processes and compares
 the result with that of one process, or of the run without the saving. *refused*: a test shows the
 error; the number leads to the reason. *same*: each rank has whole weights, so the option changes
-nothing. *-*: no test. `recover_from_oom` is shown for generation; on several processes a training
-pass that runs out of memory is an error. With an adapter, `sync_ref_model` is shown for one that
-was brought: the reference of a new one is the base model, which cannot follow. What holds on one
-process is in the [certificate](invariance.md).
+nothing. *-*: no test. Rows that name no trainer are of RLOO. `recover_from_oom` is shown for
+generation; on several processes a training pass that runs out of memory is an error. With an
+adapter, `sync_ref_model` is shown for one that was brought: the reference of a new one is the base
+model, which cannot follow. What holds on one process is in the [certificate](invariance.md).
 """
 SHARDED = ("zero3", "fsdp1", "fsdp2")  # engines for which `ds3_gather_for_generation` matters
 
@@ -167,9 +169,17 @@ def _table(
     rows = [["", *AXES["engine"]]]
     for saving in AXES["saving"]:
         cells = [(engine, saving, adapter) for engine in AXES["engine"]]
+        if saving in METHODS and adapter != "none":
+            continue
         words = [_word(cell, works, refused, reasons) for cell in cells]
-        rows.append([f"`{saving}`" if saving != "training" else "training itself", *words])
+        rows.append([_named(saving), *words])
     return _markdown(rows)
+
+
+def _named(saving: str) -> str:
+    if saving in METHODS:
+        return saving
+    return "training itself" if saving == "training" else f"`{saving}`"
 
 
 def _word(

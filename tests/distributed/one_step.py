@@ -27,15 +27,15 @@ CELLS: dict[str, dict[str, Any]] = {
         "ref_model_mixup_alpha": 0.5,
     },
     "skip": {"num_generations": 4, "non_finite": "skip"},
-    "pairs": {"kind": OnlineDPOTrainer, "num_generations": 2, "beta": 0.1},
-    "values": {
+    "Online DPO": {"kind": OnlineDPOTrainer, "num_generations": 2, "beta": 0.1},
+    "PPO": {
         "kind": PPOTrainer,
         "num_generations": 2,
         "beta": 0.1,
         "num_ppo_epochs": 2,
         "whiten_rewards": True,
     },
-    "value model": {"kind": PPOTrainer, "num_generations": 2, "num_ppo_epochs": 1},
+    "PPO with a value model": {"kind": PPOTrainer, "num_generations": 2, "num_ppo_epochs": 1},
 }
 
 
@@ -43,7 +43,7 @@ def run(cell: str, folder: Path, rows: int, **changes: Any) -> dict[str, Any]:
     """Train a cell with `rows` in a micro-batch; the first rank says what it did."""
     options = {"kind": RLOOTrainer} | CELLS[cell] | changes
     rows //= options["kind"].config_class.unit
-    if cell == "value model":
+    if cell == "PPO with a value model":
         options["value_model"] = classifier()
     trainer = make_trainer(
         folder,
