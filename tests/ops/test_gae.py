@@ -52,16 +52,22 @@ def test_full_weight_gives_returns_minus_values():
 
 
 @pytest.mark.parametrize(
-    ("value", "expected", "slope"),
+    ("value", "wanted", "expected", "slope"),
     [
-        (1.1, 0.5 * 0.9**2, -0.9),  # within the width: the plain error
-        (1.5, 0.5 * 0.8**2, 0.0),  # went too far towards the return: the error where it was stopped
-        (0.5, 0.5 * 1.5**2, -1.5),  # went the wrong way: the plain error is the worse
+        (1.1, 2.0, 0.5 * 0.9**2, -0.9),  # within the width: the plain error
+        (
+            1.5,
+            2.0,
+            0.5 * 0.8**2,
+            0.0,
+        ),  # went too far towards the return: the error where it was stopped
+        (0.5, 0.0, 0.5 * 0.8**2, 0.0),  # the same, downwards
+        (0.5, 2.0, 0.5 * 1.5**2, -1.5),  # went the wrong way: the plain error is the worse
     ],
 )
-def test_value_loss_by_hand(value, expected, slope):
+def test_value_loss_by_hand(value, wanted, expected, slope):
     values = torch.tensor([[value]], dtype=torch.float64, requires_grad=True)
-    old, returns = (torch.tensor([[x]], dtype=torch.float64) for x in (1.0, 2.0))
+    old, returns = (torch.tensor([[x]], dtype=torch.float64) for x in (1.0, wanted))
     loss = clipped_value_loss(values, old, returns, 0.2)
     loss.sum().backward()
     assert loss.item() == pytest.approx(expected, abs=1e-12)

@@ -1,5 +1,7 @@
 """Whole PPO steps against loops over tokens."""
 
+import math
+
 import online_runs as runs
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from trl.models.value_model import value_reader
 from trl.trainer.ppo_config import PPOConfig
 from trl.trainer.ppo_trainer import PPOTrainer
+from trl.types import TokenScores
 
 
 @pytest.mark.parametrize(
@@ -117,6 +120,32 @@ def test_metrics(tmp_path):
     assert "frac_reward_zero_std" not in logged, "no completion has siblings"
     assert {name: logged[name] for name in expected} == pytest.approx(
         {name: float(value) for name, value in expected.items()}, abs=2e-4
+    )
+
+
+def test_what_an_update_moved_is_counted(tmp_path):
+    """Every value rose by more than its clip width, and every log-probability by 0.1."""
+    trainer = make(tmp_path, num_ppo_epochs=2)
+    batch = trainer.collect([{"prompt": prompt} for prompt in runs.PROMPTS])
+    mask, store = batch.loss_mask, trainer.metrics["train"]
+    store.flush(lambda state: [state])
+    logps = (batch.old_logps + 0.1) * mask
+    scores = TokenScores(logps=logps, values=(batch.values + 0.5) * mask)
+    ratio = torch.full_like(batch.values, 0.1).exp()
+    trainer.policy_loss(scores, ratio, batch)
+    found = store.flush(lambda state: [state])
+    # The clipped value, 0.2 above the old one, is further off than one 0.5 above it.
+    worse = [r > v + 0.35 for r, v in zip(batch.returns[mask], batch.values[mask], strict=True)]
+    assert 0 < sum(worse) < len(worse)
+    expected = {
+        "val/clipfrac_avg": sum(worse) / len(worse),
+        "policy/approxkl_avg": 0.5 * 0.1**2,
+        "policy/clipfrac_avg": 0.0,
+        "val/ratio": math.exp(0.1),
+        "val/ratio_var": (math.exp(0.1) - 1) ** 2,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(
+        {name: float(value) for name, value in expected.items()}, abs=1e-5
     )
 
 
