@@ -93,10 +93,6 @@ class BEMACallback(TrainerCallback):
 
     def _weights(self, model: nn.Module) -> dict[str, Tensor]:
         """Copies of the trained weights, in float32 at least."""
-        return {
-            name: weight.detach().to(
-                self.device, torch.promote_types(weight.dtype, torch.float32), copy=True
-            )
-            for name, weight in model.named_parameters()
-            if weight.requires_grad
-        }
+        trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        kinds = {name: torch.promote_types(p.dtype, torch.float32) for name, p in trained.items()}
+        return {name: p.to(self.device, kinds[name], copy=True) for name, p in trained.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -13,23 +13,15 @@ class EntropyController:
 
     The bonus counts only while the last measured entropy is at or below the target, so not
     before the first measurement.
-
-    Args:
-        coefficient (`float`): weight of the bonus.
-        adaptive (`bool`): whether the coefficient moves.
-        target (`float`): entropy to hold, in nats a token.
-        step (`float`): change of the coefficient at each update.
-        low, high (`float`): bounds of the coefficient.
-        measured (`float`, *optional*): entropy of the last update over all ranks.
     """
 
-    coefficient: float
-    adaptive: bool = False
-    target: float = 0.2
-    step: float = 0.005
+    coefficient: float  # weight of the bonus
+    adaptive: bool = False  # whether it moves
+    target: float = 0.2  # entropy to hold, in nats a token
+    step: float = 0.005  # change of the coefficient at each update
     low: float = 0.0
     high: float = 1.0
-    measured: float | None = None
+    measured: float | None = None  # entropy of the last update over all ranks
 
     @classmethod
     def from_args(cls, args: Any) -> EntropyController:
@@ -57,31 +49,22 @@ class EntropyController:
         return self.coefficient if below else 0.0
 
     def update(self, entropy: float) -> None:
-        """Take the entropy of an optimizer step into account; one that is not finite is ignored.
-
-        Args:
-            entropy (`float`): mean over the trained-on tokens of all ranks, in nats.
-        """
+        """Take the mean over the trained-on tokens of a step into account, if it is finite."""
         if not math.isfinite(entropy):
             return
         self.measured = entropy
         if self.adaptive:
-            moved = self.coefficient + (self.step if entropy <= self.target else -self.step)
-            self.coefficient = self._bounded(moved)
+            self._move(self.step if entropy <= self.target else -self.step)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold."""
-        return {key: asdict(self)[key] for key in ("coefficient", "measured")}
+        return {"coefficient": self.coefficient, "measured": self.measured}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned, within the bounds of this controller.
-
-        Args:
-            state (`dict`): with the keys `coefficient` and `measured`.
-        """
+        """Continue from what `state` returned, within the bounds of this controller."""
         self.coefficient, self.measured = state["coefficient"], state["measured"]
         if self.adaptive:
-            self.coefficient = self._bounded(self.coefficient)
+            self._move(0.0)
 
-    def _bounded(self, coefficient: float) -> float:
-        return min(max(coefficient, self.low), self.high)
+    def _move(self, change: float) -> None:
+        self.coefficient = min(max(self.coefficient + change, self.low), self.high)

@@ -19,14 +19,9 @@ from .sft_config import SFTConfig
 def profile_rows(
     dataset: Any, model: str, args: Any, limits: Sequence[int] = (), revision: str | None = None
 ) -> LengthProfile:
-    """Profile a dataset as the trainer of these options would prepare it.
+    """Profile a dataset as the trainer of the options `args` would prepare it.
 
-    Args:
-        dataset: examples, or prompts.
-        model (`str`): whose tokenizer is loaded.
-        args (`OfflineConfig` or `OnlineConfig`): options.
-        limits: that are judged, besides common ones.
-        revision (`str`, *optional*): of the tokenizer.
+    `limits` are judged besides common ones; the tokenizer is that of a revision of `model`.
     """
     tokenizer = load_tokenizer(model, revision, args.trust_remote_code)
     if not isinstance(args, OfflineConfig):

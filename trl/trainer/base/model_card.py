@@ -17,23 +17,14 @@ from ...imports import version_of
 
 @dataclass(frozen=True)
 class Method:
-    """How a trainer is named, and cited if it has a paper.
+    """How a trainer is named, and cited if it has a paper."""
 
-    Args:
-        name: as shown, such as "RLOO".
-        tag: as searched for, such as "rloo".
-        paper: title of the paper.
-        arxiv: its arXiv identifier.
-        citation: BibTeX entry.
-        card: template of the README.
-    """
-
-    name: str
-    tag: str
-    paper: str = ""
-    arxiv: str = ""
-    citation: str = ""
-    card: str = "model_card.md"
+    name: str  # as shown, such as "RLOO"
+    tag: str  # as searched for, such as "rloo"
+    paper: str = ""  # its title
+    arxiv: str = ""  # its identifier
+    citation: str = ""  # BibTeX entry
+    card: str = "model_card.md"  # template of the README
 
     @property
     def reference(self) -> str:
@@ -47,22 +38,16 @@ class Method:
 def render_model_card(
     method: Method, model_name: str, base_model: str | None, dataset_name: str | None
 ) -> str:
-    """Fill the model-card template.
-
-    Args:
-        method (`Method`): the trainer.
-        model_name (`str`): name of the trained model.
-        base_model (`str`, *optional*): what was trained; left out where it is a local folder.
-        dataset_name (`str`, *optional*): on what; left out where it is a local file.
-    """
+    """Fill the model-card template; what is a local folder or file is left out."""
     base_model, dataset_name = _on_hub(base_model), _on_hub(dataset_name)
+    known = {"base_model": base_model, "datasets": dataset_name}
     template = resources.files("trl").joinpath("templates").joinpath(method.card).read_text("utf-8")
     versions = "\n".join(
         f"- {package}: {version_of(package)}"
         for package in ("trl", "transformers", "torch", "accelerate", "datasets")
     )
     return Template(template).substitute(
-        front_matter=_front_matter({"base_model": base_model, "datasets": dataset_name}),
+        front_matter="".join(f"{name}: {value}\n" for name, value in known.items() if value),
         model_name=model_name,
         base_model=f" of [{base_model}](https://huggingface.co/{base_model})" if base_model else "",
         dataset=f" on {dataset_name}" if dataset_name else "",
@@ -82,10 +67,6 @@ def _on_hub(name: str | None) -> str | None:
     except HFValidationError:
         return None
     return name
-
-
-def _front_matter(fields: dict[str, str | None]) -> str:
-    return "".join(f"{name}: {value}\n" for name, value in fields.items() if value)
 
 
 class Publishing:

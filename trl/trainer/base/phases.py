@@ -24,13 +24,7 @@ AnyRows = TypeVar("AnyRows", bound=Rows)
 
 
 class Phases:
-    """Wraps what a step does in its phases.
-
-    Args:
-        args (`BaseConfig`): `log_memory`, `empty_cache`, `recover_from_oom`.
-        ranks (`Ranks`): all processes.
-        store (`MetricStore`): where peaks go.
-        model: what is trained.
+    """Wraps what a step of training `model` does in its phases; peaks go to `store`.
 
     Attributes:
         batches (`dict[str, AdaptiveBatch]`): how many rows each phase works on at once.
@@ -48,7 +42,11 @@ class Phases:
         self._device = args.device
         self._model, self._is_selective = model, args.selective_checkpointing
         self._most = args.max_tokens_per_piece if ranks.pass_alone else None  # tokens of a piece
-        self._offloading = _offloading(model) if args.activation_offloading else nullcontext
+        self._offloading: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if args.activation_offloading:
+            from ...models.activations import ActivationOffloading
+
+            self._offloading = ActivationOffloading(model)
         self._forgets: list[Callable[[], None]] = [model.zero_grad]
         self._done: list[Rows] = []  # micro-batches since the last update
         self._random: RandomState | None = None
@@ -61,9 +59,7 @@ class Phases:
     def adaptive(self, name: str, alone: bool = False) -> AdaptiveBatch:
         """Add a phase whose rows can be cut.
 
-        Args:
-            alone (`bool`): whether a failed process would go back alone while others wait for it,
-                so that it must not.
+        It is not where a failed process would go back `alone`, while others wait for it.
         """
         self.batches[name] = AdaptiveBatch(name, disabled=self._fixed or alone)
         return self.batches[name]
@@ -104,7 +100,9 @@ class Phases:
         if not self._done:
             self._random = RandomState()
             if self._is_selective:
-                _keep_attention(self._model)
+                from ...models.activations import keep_attention
+
+                keep_attention(self._model)
         earlier = sum(map(len, self._done))
         self._done.append(batch)
         metrics = self._store.copy()
@@ -167,25 +165,13 @@ class Phases:
     def drop_update(self) -> None:
         """Drop the micro-batches of an update that is not finished, and what they left."""
         self._forget()
-        self._done.clear()
+        self.begin_update()
 
     def end_update(self) -> None:
         """Let go of the micro-batches of the update, and record the peaks of its phases."""
         self._done.clear()
         for name, value in self.meter.take().items():
             self._store.maximum(name, torch.tensor(value))
-
-
-def _offloading(model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
-    from ...models.activations import ActivationOffloading
-
-    return ActivationOffloading(model)
-
-
-def _keep_attention(model: nn.Module) -> None:
-    from ...models.activations import keep_attention
-
-    keep_attention(model)
 
 
 def row_tokens(batch: Any) -> list[int]:

@@ -58,11 +58,9 @@ class BatchPlan:
 
 
 def _prompts(rows: int, group_size: int) -> str:
-    return (
-        count(rows // group_size, "prompt")
-        if rows % group_size == 0
-        else (f"{rows / group_size:.2f} prompts")
-    )
+    if rows % group_size:
+        return f"{rows / group_size:.2f} prompts"
+    return count(rows // group_size, "prompt")
 
 
 def nearest_multiples(value: int, base: int) -> str:
@@ -93,13 +91,11 @@ def smaller_round(plan: BatchPlan, prompts: int) -> str:
 def resolve_rounds(
     micro_batch_rows: int, accumulation: int, round_rows: int | None, micro_batches: int | None
 ) -> tuple[int, int]:
-    """Settle `generation_batch_size` and `steps_per_generation`.
+    """Settle `generation_batch_size` (`round_rows`) and `steps_per_generation` (`micro_batches`).
 
     Args:
         micro_batch_rows (`int`): rows of one micro-batch over all ranks (B * N).
         accumulation (`int`): `gradient_accumulation_steps`.
-        round_rows (`int`, *optional*): `generation_batch_size` as given.
-        micro_batches (`int`, *optional*): `steps_per_generation` as given.
 
     Returns:
         `tuple[int, int]`: rows of a round over all ranks, and micro-batches it is cut into.
@@ -110,10 +106,6 @@ def resolve_rounds(
     if round_rows is None:
         micro_batches = accumulation if micro_batches is None else micro_batches
         return micro_batch_rows * micro_batches, micro_batches
-    return round_rows, _micro_batches_of(round_rows, micro_batch_rows, micro_batches)
-
-
-def _micro_batches_of(round_rows: int, micro_batch_rows: int, micro_batches: int | None) -> int:
     if round_rows < 1 or round_rows % micro_batch_rows:
         raise ValueError(
             f"generation_batch_size={round_rows} is not a multiple of the {micro_batch_rows} rows "
@@ -127,17 +119,13 @@ def _micro_batches_of(round_rows: int, micro_batch_rows: int, micro_batches: int
             f"{micro_batch_rows} rows a micro-batch, but steps_per_generation={micro_batches} was "
             f"given. Give one of them, or generation_batch_size={micro_batch_rows * micro_batches}."
         )
-    return derived
+    return round_rows, derived
 
 
 def check_groups(
     round_rows: int, group_size: int | None, micro_batch_rows: int, least: int = 2
 ) -> None:
-    """Check that a generation round holds whole groups of at least `least` completions.
-
-    Raises:
-        ValueError: naming the option and the nearest legal values.
-    """
+    """Check that a generation round holds whole groups of at least `least` completions."""
     if group_size is None or group_size < least:
         reason = ": each completion is compared with the others of its prompt" * (least > 1)
         raise ValueError(
@@ -156,11 +144,7 @@ def check_groups(
 
 
 def check_eval_groups(rows: int, num_processes: int, group_size: int) -> None:
-    """Check that an evaluation batch over all ranks holds whole groups.
-
-    Raises:
-        ValueError: naming the option and the nearest legal values.
-    """
+    """Check that an evaluation batch over all ranks holds whole groups."""
     if group_size < 1:
         raise ValueError(f"num_generations_eval={group_size} must be at least 1.")
     total = rows * num_processes
