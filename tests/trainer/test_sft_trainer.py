@@ -20,6 +20,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import TrainingArguments
 
 from trl.data.encode import TextEncoder
+from trl.trainer.offline import offline_config
 from trl.trainer.sft_trainer import SFTTrainer
 
 ENCODER = TextEncoder(tiny_tokenizer())
@@ -204,6 +205,28 @@ def test_an_epoch_of_a_stream_trains_on_every_row(tmp_path, options, updates):
     assert logged(trainer, "num_tokens")[-1] == logged(whole, "num_tokens")[-1]
 
 
+def backward_passes(trainer):
+    """Train, and count how many pieces had a pass of their own."""
+    counted, step = [], trainer.compute_loss
+    trainer.compute_loss = lambda *a, **options: counted.append(1) or step(*a, **options)
+    trainer.train()
+    return len(counted)
+
+
+def test_micro_batches_are_cut_by_default(tmp_path, monkeypatch, reference):
+    monkeypatch.setattr(offline_config, "PIECE_ON_CPU", 20)
+    whole, cut = make_trainer(tmp_path, max_tokens_per_piece=0), make_trainer(tmp_path)
+    assert backward_passes(whole) == 1 < backward_passes(cut)
+    assert cut.state.log_history[0]["loss"] == pytest.approx(reference[0], rel=1e-6)
+
+
+def test_experts_are_balanced_over_whole_micro_batches(tmp_path, monkeypatch):
+    monkeypatch.setattr(offline_config, "PIECE_ON_CPU", 20)
+    balanced = make_trainer(tmp_path, model=experts(), router_aux_loss_coef=0.1)
+    free = make_trainer(tmp_path, model=experts(), router_aux_loss_coef=0.0)
+    assert backward_passes(balanced) == 1 < backward_passes(free)
+
+
 def test_lora(tmp_path):
     peft = pytest.importorskip("peft")
     peft_config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -216,14 +239,18 @@ def test_lora(tmp_path):
     assert before and all(torch.equal(now[name], value) for name, value in before.items())
 
 
-def test_a_mixture_of_experts_is_balanced(tmp_path):
+def experts():
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
     settings = tiny_model().config.to_dict() | {"num_local_experts": 4, "num_experts_per_tok": 2}
     for name in ("model_type", "architectures", "rope_parameters"):
         settings.pop(name, None)
-    model = MixtralForCausalLM(MixtralConfig(**settings))
+    return MixtralForCausalLM(MixtralConfig(**settings))
+
+
+def test_a_mixture_of_experts_is_balanced(tmp_path):
+    model = experts()
     trainer = make_trainer(tmp_path, model=model, router_aux_loss_coef=0.1)
     trainer.train()
     (aux,) = logged(trainer, "aux_loss")

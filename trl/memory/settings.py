@@ -150,8 +150,8 @@ class RunSettings:
         """
         length = args.max_length or longest
         rows = args.per_device_train_batch_size
-        for most in (args.max_tokens_per_micro_batch, args.max_tokens_per_piece):
-            rows = rows if most is None else max(1, min(rows, most // length))
+        for most in (args.max_tokens_per_micro_batch, args.piece_tokens):
+            rows = rows if not most else max(1, min(rows, most // length))
         options = {
             "group_size": 1,
             "prompt": 0,

@@ -276,7 +276,10 @@ def gradient_bytes(causal: Any) -> int:
     A weight's gradients from several passes are added up before they are added to these, so
     passes hold as much again.
     """
-    gradients = (parameter.grad for parameter in causal.parameters())
+    # Those of the ends are added as they arise, and not apart.
+    ends = (causal.get_input_embeddings(), causal.get_output_embeddings())
+    apart = {id(getattr(end, "weight", None)) for end in ends}
+    gradients = (p.grad for p in causal.parameters() if id(p) not in apart)
     return sum(gradient.nbytes for gradient in gradients if gradient is not None)
 
 

@@ -44,6 +44,7 @@ class Reader:
     """Turns hidden states into what it is asked for; one forward serves several readers."""
 
     what = ""  # is read first, in plural
+    count = 1  # things that are read
     can_pack = True  # whether rows may lie behind one copy of their prompt
     at_end = False  # whether the last token of each row is read, which predicts nothing
 
@@ -74,6 +75,7 @@ class TokenReader(Reader):
     with_entropy: bool = False
     support: Support | None = None
     what = "log-probabilities"
+    count = 4
 
     @property
     def can_pack(self) -> bool:  # type: ignore[override]

@@ -127,30 +127,34 @@ class Scorer:
         Returns:
             What each of them found, and the load-balancing loss () if the router's is asked for.
         """
-        layout = self._layout(model, batch, readers)
-        sharded = is_sharded(model)
-        sizes: list[int] = []
-
-        def work(forward: Forward, inputs: dict[str, Any]) -> tuple[Tensor | None, ...]:
-            run = self._decoder(model, forward, layout, readers)
-            # In passes, ranks would gather weights at different times.
-            if layout.is_packed and not sharded and wants_passes(model, layout):
-                hidden, aux_loss = self._in_passes(model, layout, run), None
-            else:
-                hidden, aux_loss = self._at_once(model, layout, run, inputs)
-            found = [reader(hidden) for reader in readers]
-            sizes[:] = map(len, found)
-            return *(value for values in found for value in values), aux_loss
-
-        # What hooks of wrappers must see of the graph is what comes out here.
+        layout, sharded = self._layout(model, batch, readers), is_sharded(model)
         options = {"output_router_logits": True} if self.router_logits else {}
         given = layout.inputs | {"use_cache": False} | options
         with embeddings_in_place(model, self.heads.in_place and not sharded):
+            work = partial(self._read_inside, model, layout, readers)
+            # What hooks of wrappers must see of the graph is what comes out here.
             *flat, aux_loss = run_inside(model, given, work)
         if sharded and not torch.is_grad_enabled():
             release(model)
         rest = iter(flat)
-        return [tuple(islice(rest, size)) for size in sizes], aux_loss
+        return [tuple(islice(rest, reader.count)) for reader in readers], aux_loss
+
+    def _read_inside(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        readers: Sequence[Reader],
+        forward: Forward,
+        inputs: dict[str, Any],
+    ) -> tuple[Tensor | None, ...]:
+        """What all readers found one after the other, and the load-balancing loss."""
+        run = self._decoder(model, forward, layout, readers)
+        # In passes, ranks would gather weights at different times.
+        if layout.is_packed and not is_sharded(model) and wants_passes(model, layout):
+            hidden, aux_loss = self._in_passes(model, layout, run), None
+        else:
+            hidden, aux_loss = self._at_once(model, layout, run, inputs)
+        return *(value for reader in readers for value in reader(hidden)), aux_loss
 
     def _decoder(
         self, model: nn.Module, forward: Forward, layout: Layout, readers: Sequence[Reader]

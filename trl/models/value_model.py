@@ -29,10 +29,8 @@ def add_value_model(policy: nn.Module, given: nn.Module | None, device: torch.de
     """Make what gives values a part of a policy that nothing has wrapped yet, besides an adapter.
 
     Args:
-        policy: a causal language model.
         given (*optional*): a sequence classifier with one label. None: a linear layer on the hidden
             states of the policy; its first values are 0.
-        device (`torch.device`): of the policy.
 
     Raises:
         TypeError: if `given` has no layer that scores a token.

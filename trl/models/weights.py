@@ -89,11 +89,7 @@ class _Block:
 
 
 def adapted_layers(causal: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Each layer with an adapter that is switched on, and its name in the base model.
-
-    Args:
-        causal: without the wrappers around the whole model.
-    """
+    """Each layer with an adapter that is switched on, and its name in the base model."""
     for block in _blocks(causal, ""):
         if block.adapted:
             yield block.name.removesuffix("."), block.module
@@ -287,9 +283,6 @@ def low_rank_factors(model: nn.Module) -> Iterator[Factors]:
     """Yield the factors of each layer of a policy for which `why_not_low_rank` found no reason.
 
     Sharded factors are gathered layer by layer, so all ranks must go through all of them.
-
-    Args:
-        model: plain, or as it was prepared for training with DDP, FSDP2 or DeepSpeed.
     """
     gather = gather_of(model)
     for name, layer in adapted_layers(causal_model(model)):

@@ -117,8 +117,9 @@ class MemoryOptions:
     max_tokens_per_piece: int | None = option(
         None,
         "Cut micro-batches into pieces of at most this many tokens, each with a backward pass of "
-        "its own; the gradient is the same. None: not at all.",
-        ge=1,
+        "its own; the gradient is the same. 0: not at all. None: not in online training, else "
+        "2,048 on a CPU and 8,192 on other devices.",
+        ge=0,
     )
     empty_cache: str = option(
         "auto",
@@ -186,6 +187,11 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
         super().__post_init__()
         self._check_trackers()
         self._refuse_unsupported()
+
+    @property
+    def piece_tokens(self) -> int:
+        """Most tokens of a piece of a micro-batch; 0: it stays whole."""
+        return self.max_tokens_per_piece or 0
 
     def _take_selective(self) -> bool:
         """Take the key that is for this package out of the options of checkpointing."""

@@ -19,6 +19,7 @@ from ...progress import begin
 from ...random_numbers import RandomState
 from ...types import Rows
 from .base_config import BaseConfig
+from .policy import router_coefficient
 
 AnyRows = TypeVar("AnyRows", bound=Rows)
 
@@ -41,7 +42,9 @@ class Phases:
         self._empty_cache = args.empty_cache
         self._device = args.device
         self._model, self._is_selective = model, args.selective_checkpointing
-        self._most = args.max_tokens_per_piece if ranks.pass_alone else None  # tokens of a piece
+        self._most = args.piece_tokens if ranks.pass_alone else 0
+        if self._most and args.max_tokens_per_piece is None and router_coefficient(model, args):
+            self._most = 0  # the load of experts is balanced over all rows of a pass
         self._offloading: Callable[[], AbstractContextManager[Any]] = nullcontext
         if args.activation_offloading:
             from ...models.activations import ActivationOffloading
@@ -137,7 +140,7 @@ class Phases:
         quiet: Callable[[], AbstractContextManager[Any]],
     ) -> Tensor:
         """One step, or several whose gradients add up; ranks exchange them in the last one."""
-        cuts = [range(len(batch))] if self._most is None else pieces(row_tokens(batch), self._most)
+        cuts = pieces(row_tokens(batch), self._most) if self._most else [range(len(batch))]
         losses = []
         for rows in cuts:
             piece: Any = batch if len(cuts) == 1 else batch.select(rows)

@@ -28,11 +28,6 @@ REFERENCE_FILE = "reference.pt"
 def load_reference(given: Any, model: Any, args: Any) -> PreTrainedModel | None:
     """The reference that a trainer was given, loaded if it was given by name; None if none was.
 
-    Args:
-        given (`str` or `PreTrainedModel`, *optional*): the reference.
-        model: what is trained, as it was given.
-        args (`ReferenceOptions`): `ref_model_init_kwargs`, or else `model_init_kwargs`.
-
     Raises:
         TypeError: for anything else.
         ValueError: if it is the model that is trained.
