@@ -86,16 +86,13 @@ MODELS = {
     ),
     "Qwen3": Architecture(Qwen3Config, Qwen3ForCausalLM),
     "Gemma2, soft-capped attention": Architecture(
-        Gemma2Config,
-        Gemma2ForCausalLM,
-        shares=False,
-        changes=CAPS | {"attn_logit_softcapping": 0.5},
+        Gemma2Config, Gemma2ForCausalLM, changes=CAPS | {"attn_logit_softcapping": 0.5}
     ),
     "Gemma3, soft-capped logits": Architecture(
         Gemma3TextConfig, Gemma3ForCausalLM, changes=CAPS | {"sliding_window": 256}
     ),
     "Gemma3, window of 8": Architecture(
-        Gemma3TextConfig, Gemma3ForCausalLM, shares=False, changes=CAPS | {"sliding_window": 8}
+        Gemma3TextConfig, Gemma3ForCausalLM, changes=CAPS | {"sliding_window": 8}
     ),
     "Cohere, logit scale": Architecture(
         CohereConfig, CohereForCausalLM, changes={"logit_scale": 0.5, "tie_word_embeddings": True}
