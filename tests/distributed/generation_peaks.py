@@ -15,10 +15,24 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 from engines import SHARDED, finish, launch, report, use  # noqa: E402
 from held_bytes import config_file, live_bytes  # noqa: E402
 from online_runs import dataset, make_trainer  # noqa: E402
+from reward_runs import classifier  # noqa: E402
 from tiny import tiny_model  # noqa: E402
 
 from trl.models.unwrap import causal_model  # noqa: E402
+from trl.trainer.online_dpo_trainer import OnlineDPOTrainer  # noqa: E402
+from trl.trainer.ppo_trainer import PPOTrainer  # noqa: E402
+from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402
 
+TRAINERS = {
+    "RLOO": {"kind": RLOOTrainer},
+    "Online DPO": {
+        "kind": OnlineDPOTrainer,
+        "num_generations": 2,
+        "per_device_train_batch_size": 2,
+        "beta": 0.1,
+    },
+    "PPO with a value model": {"kind": PPOTrainer, "num_ppo_epochs": 1},
+}
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12}
 
 
@@ -39,11 +53,14 @@ class Peak:
         self.bytes = self.bytes or live_bytes() - self._before
 
 
-def measure(engine, folder, gather):
+def measure(engine, folder, name, gather):
     use(engine)
+    options = dict(TRAINERS[name])
     if engine == "zero3":  # whose buffers for gradients would hide the weights
         os.environ.update(config_file(engine, folder))
     before = live_bytes()
+    if options["kind"] is PPOTrainer:
+        options["value_model"] = classifier(**SHAPE)
     trainer = make_trainer(
         folder,
         model=tiny_model(**SHAPE),
@@ -53,6 +70,7 @@ def measure(engine, folder, gather):
         ds3_gather_for_generation=gather,
         shared_prefix=False,  # whose trial looks first
         max_completion_length=2,
+        **options,
     )
     peak = Peak(trainer, before)
     trainer.train()
@@ -61,8 +79,13 @@ def measure(engine, folder, gather):
 
 def main(folder):
     if "RANK" in os.environ:
-        both = {e: [measure(e, folder, choice) for choice in (True, False)] for e in sys.argv[1:]}
-        report(both)
+        report(
+            {
+                (engine, name): [measure(engine, folder, name, choice) for choice in (True, False)]
+                for engine in sys.argv[1:]
+                for name in TRAINERS
+            }
+        )
         finish()
         return
     engines = sys.argv[1:] or SHARDED
@@ -73,9 +96,10 @@ def main(folder):
     print(f"Weights {weights / 1e6:.1f} MB, a layer {layer / 1e6:.1f} MB, 2 ranks")
     found = ", ".join(f"{name} {version(name)}" for name in packages)
     print(f"{platform.platform()}, Python {platform.python_version()}, {found}\n")
-    print("| engine | `ds3_gather_for_generation=True` | `False` |\n| --- | --- | --- |")
-    for engine, (once, layerwise) in launch(__file__, "ddp", *engines, timeout=900)[0].items():
-        print(f"| {engine} | {once / 1e6:.1f} MB | {layerwise / 1e6:.1f} MB |")
+    print("| engine | trainer | `ds3_gather_for_generation=True` | `False` |")
+    print("| --- | --- | ---: | ---: |")
+    for cell, (once, layerwise) in launch(__file__, "ddp", *engines, timeout=900)[0].items():
+        print(f"| {' | '.join(cell)} | {once / 1e6:.1f} MB | {layerwise / 1e6:.1f} MB |")
 
 
 if __name__ == "__main__":
