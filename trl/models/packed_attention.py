@@ -38,7 +38,7 @@ class Rules:
         layer, scale, size = module.layer_idx, options.get("scaling"), options.get("sliding_window")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         window = Window(size) if size else None
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         kinds = getattr(config, "layer_types", None)
         if kinds and kinds[layer] == "chunked_attention":
             window = Window(config.attention_chunk_size, is_chunked=True)
@@ -60,9 +60,10 @@ class _PackedAttention(torch.autograd.Function):
         ctx: Any, layout: Packing, rules: Rules, sink: Tensor | None, *inputs: Tensor
     ) -> Tensor:
         ctx.layout, ctx.rules = layout, rules
-        kernel = choose_kernel(inputs[0], rules.cap)
+        query, key, value, *_ = inputs
+        kernel = choose_kernel(query, rules.cap)
         if layout.is_one_prefix:
-            output, normalizer = kernel.forward(*inputs, True, rules.scale)
+            output, normalizer = kernel.forward(query, key, value, True, rules.scale)
         else:
             output, normalizer = _attend(kernel, layout, rules.scale, *inputs)
         if sink is not None:
@@ -77,7 +78,8 @@ class _PackedAttention(torch.autograd.Function):
         kernel, scale = choose_kernel(saved[0], ctx.rules.cap), ctx.rules.scale
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
-        of_sink = None if sink is None else drain_backward(grad, *saved[3:], sink)
+        output, normalizer = saved[-2:]
+        of_sink = None if sink is None else drain_backward(grad, output, normalizer, sink)
         if ctx.layout.is_one_prefix:
             found = kernel.backward(grad, tuple(saved), True, scale)
         else:
@@ -188,14 +190,14 @@ def decoding_attention(
         rules, sink: as in `packed_attention`.
     """
     kernel, size = choose_kernel(query, rules.cap), own[1].shape[-1]
-    query, *own = same_size(query, *own)
-    output, normalizer = kernel.forward(query, *own, False, rules.scale)
+    query, own_key, own_value = same_size(query, *own)
+    output, normalizer = kernel.forward(query, own_key, own_value, False, rules.scale)
     before = torch.zeros_like(output), torch.full_like(normalizer, -torch.inf)
     layer = rules.layer
     parts = zip(decoding.groups, decoding.keys[layer], decoding.values[layer], strict=True)
     for rows, key, value in parts:
         if rules.window is not None:
-            first = rules.window.first(key.shape[2], own[0].shape[2])
+            first = rules.window.first(key.shape[2], own_key.shape[2])
             key, value = key[:, :, first:], value[:, :, first:]
         _, key, value = same_size(query, key, value)
         if not key.shape[2]:
