@@ -24,7 +24,7 @@ BRANCHES = (
 # the second, which must hold, is lowered as they get there.
 FOLDERS = {
     "ops": (1750, 1851),
-    "data": (2000, 3444),
+    "data": (2000, 3404),
     "models": (3500, 4182),
     "memory": (2000, 2300),
     "generation": (4500, 4500),
@@ -35,7 +35,7 @@ FOLDERS = {
     "cli, scripts": (2700, 2997),
     "rest": (1100, 1387),
 }
-ALL = (25_000, 30_160)
+ALL = (25_000, 30_131)
 LOADED = (75, 80)  # modules that `from trl import RLOOTrainer` may load
 
 

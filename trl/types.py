@@ -295,7 +295,7 @@ class RewardTable:
         return self.total - penalty * ~self.ended
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class TokenScores:
     """What the scorer computed about the completion tokens of a rollout."""
 

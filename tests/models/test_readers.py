@@ -184,3 +184,49 @@ def test_a_decoder_without_hidden_states_says_so():
     hidden = Hidden(layout=None, states=None)
     with pytest.raises(RuntimeError, match="returned no hidden states"):
         hidden.at(torch.tensor([0]))
+
+
+# --- Others behind the prompts of a forward ---
+
+BEHIND = [[8, 9, 10]] * 3 + [[11, 12, 13, 14, 15]] * 2 + [[16, 17]]
+OWN = [[20, 21, 1], [22, 23, 24, 25, 1], [26], [27, 28, 1], [29, 30, 31, 1], [32, 33, 34]]
+OTHERS = [[40 + i, *ids[:1], 1] for i, ids in enumerate(OWN)]
+
+
+def behind_scorer(**options) -> Scorer:
+    return Scorer(pad_id=0, temperature=0.8, device=torch.device("cpu"), **options)
+
+
+def answers(completions) -> TokenRows:
+    return TokenRows.of(list(zip(BEHIND, completions, strict=True)))
+
+
+@pytest.mark.parametrize("changes", [{}, {"kind": "qwen3"}])
+def test_other_completions_lie_behind_the_prompts_of_a_forward(changes):
+    """Without gradient: what is trained on has not a bit another one."""
+    model = tiny_model(**changes).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    own, others = answers(OWN), answers([*OTHERS[:2], [7], *OTHERS[3:]])
+    expected = behind_scorer().logps(model, others)
+    weights = torch.rand(6, 5)
+    seen, gradients, found = [], [], []
+    model.base_model.register_forward_pre_hook(
+        lambda module, args, given: seen.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    for with_others in (False, True):
+        model.zero_grad()
+        scoring = behind_scorer()
+        scoring.packs(model, own, [scoring.token_reader(model)])
+        seen.clear()
+        if with_others:
+            scores, apart = scoring.with_others(model, own, others)
+        else:
+            scores = scoring(model, own)
+        (scores.logps * weights).sum().backward()
+        found.append(scores.logps)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.equal(*found) and torch.equal(*gradients)
+    assert (apart - expected).abs().max() <= 2e-6 and not apart.requires_grad
+    assert seen[1] == sum(len(ids) - 1 for ids in others.completion_ids) and model.training
+    plain, again = behind_scorer(shared_prefix=False).with_others(model, own, others)
+    assert (again - expected).abs().max() <= 2e-6 and plain.logps.requires_grad

@@ -171,6 +171,15 @@ def test_evaluation_of_the_training_pairs_gives_the_training_loss(tmp_path):
     assert logged(trainer, "loss") == [pytest.approx(expected[0], rel=1e-6)]
 
 
+def test_predictions_are_of_every_row_under_its_number(tmp_path):
+    _, _, ratios, logps = by_hand(tiny_model(), other_model())
+    trainer = make_trainer(tmp_path, ref_model=other_model(), per_device_eval_batch_size=3)
+    found = trainer.predict(pairs())
+    assert torch.as_tensor(found.predictions["rewards"]).allclose(0.1 * ratios, atol=1e-5)
+    assert torch.as_tensor(found.predictions["logps"]).allclose(logps, atol=1e-4)
+    assert 0 <= found.metrics["test_mean_token_accuracy"] <= 1
+
+
 def test_lora_compares_with_the_model_without_it(tmp_path):
     peft_config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer = make_trainer(tmp_path, peft_config=peft_config, learning_rate=5.0, max_steps=6)

@@ -100,18 +100,19 @@ def test_at_the_first_step_policy_and_reference_are_equal(tmp_path):
 def test_the_estimate_is_clamped_over_the_whole_step(tmp_path):
     """The mean of clamped parts would be higher: noise of a few rows would look like divergence."""
     singly = make_trainer(tmp_path, **STEEP, **SPLITS["single rows"])
-    seen = []
-    before_step = singly.before_step
-    singly.before_step = lambda batches: seen.extend(found := before_step(batches)) or found
+    seen, losses = [], singly._losses
+    singly._losses = lambda ratios, rows, kl: seen.append(kl) or losses(ratios, rows, kl)
     singly.train()
-    values = {float(kl) for rows in seen for kl in rows.values["kl"]}
-    assert len(seen) == 8 and len(values) == 1
-    assert not any(rows.values["kl"].requires_grad for rows in seen)
+    assert len(seen) == 8 and len(set(map(float, seen))) == 1
+    assert not any(kl.requires_grad for kl in seen)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_other_answers_share_the_prompt(tmp_path, accumulation):
-    """Policy and reference see P + 2R of each row, if one forward is all of the step."""
+    """Policy and reference see P + 2R of each row, if one forward is all of the step.
+
+    Only P + R of them with gradient.
+    """
     sizes = {"per_device_train_batch_size": 8 // accumulation}
     trainer = make_trainer(tmp_path, gradient_accumulation_steps=accumulation, **sizes)
     seen = {"policy": [], "reference": []}
@@ -126,10 +127,12 @@ def test_the_other_answers_share_the_prompt(tmp_path, accumulation):
     everything = sum(trainer.train_dataset[i].tokens() for i in range(8))
     sizes = [size for size, _ in seen["policy"]]
     # Of several micro-batches, all other answers are scored before the first one is trained on.
-    expected = {1: [True], 2: [False, False, True, True]}
+    expected = {1: [True, False], 2: [False, False, True, True]}
     assert [with_gradient for _, with_gradient in seen["policy"]] == expected[accumulation]
     assert seen["reference"][-1][0] <= everything / accumulation + 64
-    assert accumulation == 2 or sizes[0] <= everything
+    if accumulation == 1:
+        ids = [trainer.train_dataset[i].answer_ids[1] for i in range(8)]
+        assert sizes[1] == sum(len(one) - 1 for one in ids) and sizes[0] <= everything
 
 
 @pytest.mark.parametrize("split", ["one micro-batch", "single rows"])
@@ -183,6 +186,20 @@ def test_evaluation_of_the_training_rows_gives_the_training_loss(tmp_path, refer
     assert found["eval_same_kl"] == pytest.approx(reference[2], abs=2e-5)
     assert found["eval_short_loss"] != pytest.approx(reference[0], rel=1e-3)
     assert trainer.predict(labelled()).metrics["test_loss"] == pytest.approx(reference[0], rel=1e-6)
+
+
+def test_predictions_are_of_every_row_under_its_number(tmp_path, reference):
+    trainer = make_trainer(tmp_path, per_device_eval_batch_size=3, beta=0.5)
+    found = trainer.predict(labelled()).predictions
+    assert found["rewards"].shape == found["logps"].shape == (8, 1)
+    assert found["rewards"][:, 0] == pytest.approx([0.5 * x for x in reference[3]], rel=1e-4)
+    data = Dataset.from_dict(
+        {"prompt": ["a", "b" * 9, "d"], "chosen": list("efg"), "rejected": ["h", "i", "jkl"]}
+    )
+    trainer = make_trainer(tmp_path, max_length=6, beta=0.5)
+    found = trainer.predict(data).predictions["logps"]
+    assert found.shape == (3, 2) and math.isnan(found[1, 0]) and math.isnan(found[1, 1])
+    assert found[2, 1] < found[2, 0]  # the longer one was rejected
 
 
 def test_lora(tmp_path):

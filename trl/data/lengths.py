@@ -73,10 +73,8 @@ def profile_supervised(
 ) -> LengthProfile:
     """Profile a dataset as of `prepare_supervised`.
 
-    Args:
-        table: prepared rows in full length.
-        max_lengths: limits to judge, besides powers of two and the higher percentiles.
-        pack_size (`int`, *optional*): tokens of a pack; the longest row without it.
+    Limits are judged besides powers of two and the higher percentiles; without the size of a pack
+    it is the longest row.
     """
     lengths, source = row_lengths(table, "input_ids"), np.asarray(table["source"][:])
     trained = _trained_within(table, lengths)
@@ -150,13 +148,7 @@ def profile_preferences(
 def profile_prompts(
     prompts: Sequence[Sequence[int]], group_size: int, max_lengths: Sequence[int] = ()
 ) -> LengthProfile:
-    """Profile prompts, each of which gets a group of completions.
-
-    Args:
-        prompts: token ids.
-        group_size (`int`): completions of a prompt.
-        max_lengths: as of `profile_supervised`.
-    """
+    """Profile prompts of token ids, each of which gets a group of completions."""
     lengths = np.fromiter(map(len, prompts), dtype=np.int64, count=len(prompts))
     limits = [
         {
@@ -186,11 +178,7 @@ def candidates(lengths: np.ndarray, given: Sequence[int] = ()) -> list[int]:
 
 
 def repeated_share(rows: Any) -> float:
-    """Share of tokens that begin a row as another row begins: what a prefix tree would not repeat.
-
-    Args:
-        rows: token ids, one list for each row.
-    """
+    """Share of tokens that begin a row as another row begins, which a prefix tree has once."""
     ordered = sorted(list(ids) for ids in rows)
     total = sum(map(len, ordered))
     again = sum(common_prefix_length(*pair) for pair in pairwise(ordered))

@@ -19,12 +19,8 @@ STRATEGIES = ("bfd", "bfd_split", "wrapped")
 def best_fit(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
     """Put documents together, longest first, each where the least room is left over.
 
-    Args:
-        lengths: tokens of each document, at most `size`; those of no tokens are left out.
-        size (`int`): tokens of a pack at most.
-
-    Returns:
-        Indices of the documents of each pack. Equal input gives equal packs.
+    Returns the indices of the documents of each pack; equal input gives equal packs. Documents of
+    no tokens are left out.
 
     Raises:
         ValueError: if a document is longer than `size`.

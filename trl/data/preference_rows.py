@@ -71,13 +71,8 @@ def _plain(name: str) -> str:
 def encode_answers(rows: Sequence[dict[str, Any]], encoder: TextEncoder) -> list[Answers]:
     """Encode prompts with their answers, so that the answers share the prompt's tokens.
 
-    Args:
-        rows: `prompt` and `answers` (at least one each), strings or lists of messages; tools and
-            `chat_template_kwargs`.
-        encoder: how.
-
     Raises:
-        TypeError: if prompts and answers are not of one format.
+        TypeError: if prompts and answers are not all strings, or all lists of messages.
     """
     flat = [row | {"answer": answer} for row in rows for answer in row["answers"]]
     kinds = {isinstance(row[name], str) for row in flat for name in ("prompt", "answer")}
@@ -174,11 +169,10 @@ class _EncodePreferences:
 def prepare_preferences(
     dataset: D, encoder: TextEncoder, unpaired: bool = False, num_proc: int | None = None
 ) -> D:
-    """Encode a dataset of preferences, in full length.
+    """Encode pairs, labelled or ranked answers, of strings, messages or ids, in full length.
 
     Args:
-        dataset: pairs, labelled or ranked answers; strings, messages or ids; its first row decides.
-        encoder: how.
+        dataset: its first row decides what all are.
         unpaired (`bool`): make each pair two labelled rows next to each other.
         num_proc (`int`, *optional*): processes; None chooses.
 
@@ -316,18 +310,10 @@ def preference_lengths(table: Dataset) -> tuple[np.ndarray, np.ndarray]:
 
 
 def mismatched(sources: Sequence[Any], answers: Sequence[Sequence[int]], seed: int) -> np.ndarray:
-    """Choose for each row another row whose answer is scored under its prompt.
+    """Choose for each row another row (rows,) whose answer is scored under its prompt.
 
     The partner has another answer and comes from another example; it follows from the data and
     the seed alone, whatever the order, the batches or the ranks.
-
-    Args:
-        sources: (rows,) example each row is made from.
-        answers: (rows,) its answer's ids.
-        seed (`int`): chooses.
-
-    Returns:
-        (rows,) index of the partner.
 
     Raises:
         ValueError: if a row has no partner.

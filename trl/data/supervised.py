@@ -108,23 +108,13 @@ class EncodedBatch:
 def encode_supervised(
     batch: Batch, kind: Kind, encoder: TextEncoder, options: SupervisedOptions
 ) -> EncodedBatch:
-    """Encode a batch of examples.
-
-    Args:
-        batch: columns of the examples, one list each.
-        kind: as of `SupervisedOptions.kind`.
-        encoder, options: how.
+    """Encode a batch of examples, of which each column is a list.
 
     Raises:
         ValueError: for an example that cannot be read; it is named by its place in the batch.
     """
-    encode = {
-        "tokenized": _tokenized,
-        "completion": _completions,
-        "messages": _conversations,
-        "text": _texts,
-    }[kind]
-    return encode(batch, encoder, options)
+    encode = {"tokenized": _tokenized, "completion": _completions, "messages": _conversations}
+    return encode.get(kind, _texts)(batch, encoder, options)
 
 
 def examples(batch: Batch) -> list[dict[str, Any]]:

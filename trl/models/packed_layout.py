@@ -65,11 +65,7 @@ def plain_layout(
 ) -> Layout:
     """Pad each prompt with its completion on the right, where no causal model looks back from.
 
-    Args:
-        batch (`Rows`): B rows.
-        pad_id (`int`): fills the padding; masked, so its value does not matter.
-        device (`torch.device`): where the tensors go.
-        multiple (`int`, *optional*): the width becomes a multiple of this.
+    Padding is masked, so its value does not matter; the width becomes a multiple of `multiple`.
     """
     pairs = list(zip(batch.prompt_ids, batch.completion_ids, strict=True))
     rows = [[*prompt, *completion] for prompt, completion in pairs]
@@ -106,7 +102,9 @@ def plain_layout(
     )
 
 
-def packed_layout(batch: Rows, device: torch.device, with_ends: bool = False) -> Layout:
+def packed_layout(
+    batch: Rows, device: torch.device, with_ends: bool = False, shares_more: bool = True
+) -> Layout:
     """Put all rows behind each other without padding, each prompt once.
 
     The beginning that all completions of a prompt share is computed once as well. The last token
@@ -116,10 +114,11 @@ def packed_layout(batch: Rows, device: torch.device, with_ends: bool = False) ->
         batch (`Rows`): B rows, those of a prompt next to each other.
         device (`torch.device`): where the tensors go.
         with_ends (`bool`): keep the last tokens, whose places are then known.
+        shares_more (`bool`): False: only prompts are shared, not what completions begin with.
     """
     # Neighboring rows with the same prompt.
     runs = groupby(range(len(batch)), key=lambda row: list(batch.prompt_ids[row]))
-    groups = [_GroupRows.of(batch, list(rows), with_ends) for _, rows in runs]
+    groups = [_GroupRows.of(batch, list(rows), with_ends, shares_more) for _, rows in runs]
     lengths = [(len(group.prefix), list(map(len, group.tails))) for group in groups]
     packing = Packing.of(lengths, device)
     ids, positions = _tokens(groups)
@@ -163,10 +162,11 @@ class _GroupRows:
     tails: list[list[int]]
 
     @classmethod
-    def of(cls, batch: Rows, rows: Sequence[int], with_ends: bool) -> _GroupRows:
+    def of(cls, batch: Rows, rows: Sequence[int], with_ends: bool, shares_more: bool) -> _GroupRows:
         prompt = list(batch.prompt_ids[rows[0]])
         completions = [list(batch.completion_ids[row]) for row in rows]
-        shared = common_prefix([ids[:-1] for ids in completions if ids]) if prompt else []
+        can_share = bool(prompt) and shares_more
+        shared = common_prefix([ids[:-1] for ids in completions if ids]) if can_share else []
         tails = [ids[len(shared) : len(ids) - (not with_ends)] for ids in completions]
         return cls(prompt, shared, completions, tails)
 
@@ -304,40 +304,32 @@ def recomputes(causal: Any) -> bool:
 def run_passes(model: nn.Module, layout: Layout, run: Callable[..., Any], kept: Layers) -> Capture:
     """Run a packed layout in passes: hidden states (1, T, H) as of one forward.
 
-    Args:
-        model: a causal language model, wrapped or not.
-        layout (`Layout`): from `packed_layout`.
-        run: calls the model, for the prefixes; the tails go to its decoder.
-        kept (`Layers`): empty; takes the keys and values of the prefixes, which must stay there
-            until the backward pass is done.
+    The prefixes are run by `run`, the tails by the decoder. Keys and values of the prefixes must
+    stay in `kept`, which is empty, until the backward pass is done.
     """
     packing: Packing = layout.inputs[KEYWORD]
     prefix = slice(0, packing.groups[-1].prefix.stop)
     none = slice(prefix.stop, prefix.stop)
     alone = Packing(tuple(Group(group.prefix, none) for group in packing.groups), (), kept)
     with capture_hidden(model) as capture:
-        run(**_cut(layout, prefix, alone))
+        run(**cut_inputs(layout, prefix, alone))
     parts = [torch.as_tensor(capture.hidden)]
     decoder = causal_model(model).base_model
     device = layout.sources.device
     with autocast_to(device, capture.autocast):
         for at, tails in _tail_passes(packing, kept, device):
-            parts.append(decoder(**_cut(layout, at, tails), use_cache=False)[0])
+            parts.append(decoder(**cut_inputs(layout, at, tails), use_cache=False)[0])
     return Capture(torch.cat(parts, 1), capture.autocast)
 
 
-def _cut(layout: Layout, at: slice, attention: Packing) -> dict[str, Any]:
+def cut_inputs(layout: Layout, at: slice, attention: Packing) -> dict[str, Any]:
+    """Inputs of a model for some of the tokens of a packed layout."""
     ids: Tensor = layout.inputs["input_ids"]
     return packed_inputs(ids[:, at], layout.inputs["position_ids"][:, at], attention)
 
 
 def tails_of_passes(lengths: Sequence[int], prefix: int) -> list[int]:
-    """How many tails each pass computes: as many as fit, and at least one.
-
-    Args:
-        lengths: tokens of each tail.
-        prefix (`int`): tokens of the pass over the prefixes.
-    """
+    """How many tails of these lengths each pass computes: as many as fit, and at least one."""
     # Tails need more working memory a token than prefixes: those of unequal lengths are gathered.
     limit = max(SHORTEST_TAIL_PASS, prefix // 2)
     counts, tokens = [0], 0

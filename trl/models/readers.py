@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,28 +13,22 @@ from transformers import PreTrainedModel
 from ..ops.logprobs import token_scores
 from ..ops.support import Support
 from .lm_head import OutputHead
-from .packed_layout import Layout
-from .unwrap import causal_model
+from .packed_attention import KEYWORD
+from .packed_layout import Layout, cut_inputs
+from .packed_places import Group, Layers, Packing, make_buckets
+from .unwrap import autocast_to, causal_model, evaluating
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """Last hidden states of the tokens of a layout.
-
-    Args:
-        layout (`Layout`): what the model saw.
-        states (`Tensor`, *optional*): (T, H).
-        autocast (`torch.dtype`, *optional*): precision of autocast in the forward.
-        logits (`Tensor`, *optional*): (B, c, V) the model's own, of the last c tokens of plain
-            rows; only where a reader has no head.
-    """
+    """Last hidden states of the tokens of a layout."""
 
     layout: Layout
-    states: Tensor | None
-    autocast: torch.dtype | None = None
-    logits: Tensor | None = None
+    states: Tensor | None  # (T, H)
+    autocast: torch.dtype | None = None  # in the forward
+    logits: Tensor | None = None  # (B, c, V) of the last c tokens of plain rows, without a head
 
-    def at(self, places: Tensor) -> Tensor:
+    def at(self, places: Tensor | slice) -> Tensor:
         """States (n, H) of tokens (n,)."""
         if self.states is None:
             raise RuntimeError("The decoder of the model returned no hidden states to read.")
@@ -59,21 +54,12 @@ class Reader:
 
 @dataclass(frozen=True)
 class TokenReader(Reader):
-    """Log-probabilities, and what else is asked, (B, C) of completion tokens, 0 beyond their end.
+    """Log-probabilities (B, C) of completion tokens, 0 beyond their end, and what else is asked."""
 
-    Args:
-        head (`OutputHead`, *optional*): None: the model's own logits are read, which takes plain
-            rows.
-        temperature (`float`): divides those logits; a head knows its own.
-        with_entropy (`bool`): also read the entropy of each next-token distribution, and whether
-            the token is the likeliest.
-        support (`Support`, *optional*): also read the mass that these filters leave of it.
-    """
-
-    head: OutputHead | None
-    temperature: float = 1.0
-    with_entropy: bool = False
-    support: Support | None = None
+    head: OutputHead | None  # None: the model's own logits are read, which takes plain rows
+    temperature: float = 1.0  # of those logits; a head knows its own
+    with_entropy: bool = False  # of each next-token distribution, and if the token is the likeliest
+    support: Support | None = None  # also the mass that these filters leave of it
     what = "log-probabilities"
     count = 4
 
@@ -123,15 +109,11 @@ def score_layer(model: nn.Module) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class ValueReader(Reader):
-    """Values by a linear layer from H to 1, in its own precision whatever autocast says.
+    """Values by a linear layer from H to 1, in its own precision whatever autocast says."""
 
-    Args:
-        module: the layer, which must be a part of the model that is scored.
-        at_end (`bool`): one value (B,) at the last token of each row, 0 for rows without tokens;
-            else (B, C), at the place before each completion token, 0 beyond a completion's end.
-    """
-
-    module: nn.Module
+    module: nn.Module  # a part of the model that is scored
+    # (B,) at the last token of each row, 0 for rows without tokens; else (B, C), at the place
+    # before each completion token, 0 beyond a completion's end.
     at_end: bool = False
     what = "values"
 
@@ -149,3 +131,45 @@ class ValueReader(Reader):
         """Values are compared by their size; see `Reader`."""
         smallest = torch.finfo(found.dtype).tiny
         return max(float(found.abs().amax()), smallest) if found.numel() else 1.0
+
+
+class ReadOnce(Layers):
+    """Keys and values that are read before the backward pass, which does not keep them again."""
+
+    is_over = False
+
+    def setdefault(self, layer: int, own: Any = None) -> Any:
+        """Keep those of a layer, unless activations are recomputed after all was read."""
+        return own if self.is_over else super().setdefault(layer, own)
+
+    def close(self) -> None:
+        """Let go of all."""
+        self.is_over = True
+        self.clear()
+
+
+def run_behind(model: nn.Module, layout: Layout, ahead: Hidden) -> Hidden:
+    """Hidden states of completions of which a layout shares the prompts, and no more, with others.
+
+    Those `ahead` have the same prompts in the same order, and keep keys and values.
+    """
+    packing: Packing = layout.inputs[KEYWORD]
+    before: Packing = ahead.layout.inputs[KEYWORD]
+    at = slice(packing.groups[-1].prefix.stop, layout.inputs["input_ids"].shape[1])
+    groups, parts, tokens = [], [], at.stop - at.start
+    for group, other in zip(packing.groups, before.groups, strict=True):
+        start, size = other.prefix.start, group.prefix.stop - group.prefix.start
+        # Keys that were kept stand behind those of the tails.
+        prompt = slice(start + tokens, start + size + tokens)
+        cuts = tuple((first - at.start, last - at.start) for first, last in group.cuts)
+        tails = slice(group.tails.start - at.start, group.tails.stop - at.start)
+        groups.append(Group(prompt, tails, cuts))
+        parts.append(ahead.at(slice(start, start + size)).detach())
+    device = layout.sources.device
+    if tokens:
+        buckets = make_buckets((cut for group in groups for cut in group.cuts), device)
+        alone = Packing(tuple(groups), buckets, before.kept, tails_alone=True)
+        with autocast_to(device, ahead.autocast), evaluating(model):
+            decoder = causal_model(model).base_model
+            parts.append(decoder(**cut_inputs(layout, at, alone), use_cache=False)[0][0])
+    return Hidden(layout, torch.cat(parts), ahead.autocast)

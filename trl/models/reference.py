@@ -25,17 +25,11 @@ TRAINING = ("optimizer", "scheduler", "train_batch_size", "gradient_accumulation
 
 
 def create_reference_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a frozen copy of `model` in evaluation mode.
+    """Return a frozen copy of `model`, edits in memory included, in evaluation mode.
 
-    The copy is of the object passed in, edits in memory included; nothing is loaded again. Weights
-    that ZeRO-3 has partitioned stay so, and every process must call this.
+    Weights that ZeRO-3 has partitioned stay so, and every process must call this.
     """
-    return _frozen(copy_weights(model))
-
-
-def _frozen(model: PreTrainedModel) -> PreTrainedModel:
-    model.requires_grad_(False)
-    return model.eval()
+    return copy_weights(model).requires_grad_(False).eval()
 
 
 class FrozenCopy:
@@ -47,7 +41,7 @@ class FrozenCopy:
     """
 
     def __init__(self, model: PreTrainedModel, copies: bool = True):
-        self.model = create_reference_model(model) if copies else _frozen(model)
+        self.model = (copy_weights(model) if copies else model).requires_grad_(False).eval()
 
     def prepare(self, accelerator: Accelerator) -> FrozenCopy:
         """Move the copy to where the policy will train, sharded as the policy will be."""
@@ -69,12 +63,7 @@ class FrozenCopy:
 
 
 class AdapterOff:
-    """The policy itself, with its adapter switched off or replaced by a frozen one.
-
-    Args:
-        model (`PeftModel`): the policy.
-        adapter (`str`, *optional*): name of a frozen adapter to activate; None: no adapter.
-    """
+    """The policy itself, with a frozen adapter in place of its own, or with none."""
 
     def __init__(self, model: nn.Module, adapter: str | None = None):
         self.model = model
@@ -85,11 +74,7 @@ class AdapterOff:
 
     @contextmanager
     def active(self, policy: nn.Module | None = None) -> Iterator[nn.Module]:
-        """Yield the model to score with; the trained adapter is back afterwards.
-
-        Args:
-            policy (*optional*): the policy as it was prepared for training; None: as it was before.
-        """
+        """Yield the policy, as it was prepared for training; its adapter is back afterwards."""
         with _same_trainable(self.model), self._switched():
             yield self.model if policy is None else policy
 
@@ -125,17 +110,10 @@ ReferencePolicy = FrozenCopy | AdapterOff
 def make_reference(
     model: nn.Module, brought_adapter: bool, given: PreTrainedModel | None = None
 ) -> ReferencePolicy:
-    """Choose the reference policy for `model`.
+    """Choose the reference for a policy that is not wrapped yet; one that is `given` is frozen.
 
-    Args:
-        model: the policy, before it is wrapped for training.
-        brought_adapter (`bool`): whether the caller passed a model that already had an adapter;
-            its weights then belong to the reference, so they are copied into a frozen adapter.
-            So are those of an adapter whose initialization has changed the base weights.
-        given (`PreTrainedModel`, *optional*): what is to be the reference; it is frozen.
-
-    Raises:
-        ValueError: if the adapter trains weights that are not its own, or its name is taken.
+    The weights of an adapter that the caller brought belong to the reference, so they are copied
+    into a frozen one. So are those of an adapter whose start has changed the base weights.
     """
     if given is not None:
         return FrozenCopy(given, copies=False)
@@ -268,11 +246,7 @@ def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Put in what `whole_weights` gave; every rank has all of it.
-
-    Raises:
-        RuntimeError: if a name is missing or unknown, or a shape is another.
-    """
+    """Put in what `whole_weights` gave; every rank has all of it."""
     if gather_of(model) in (None, gather_fsdp1):
         with _named_as_trained(model):
             model.load_state_dict(state)

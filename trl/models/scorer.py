@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,10 @@ from ..ops.support import Support
 from ..types import Rows, TokenScores
 from .layout_check import LayoutCheck, scoring_comparison
 from .lm_head import HeadFinder
+from .packed_attention import KEYWORD
 from .packed_layout import Layout, packed_layout, plain_layout, run_passes, wants_passes
 from .packed_places import Layers
-from .readers import Hidden, Reader, TokenReader
+from .readers import Hidden, Reader, ReadOnce, TokenReader, run_behind
 from .sharded import is_sharded, release
 from .unwrap import (
     capture_hidden,
@@ -82,11 +84,9 @@ class Scorer:
         support: Support | None = None,
         values: Reader | None = None,
     ) -> TokenScores:
-        """Score every completion token of `batch` under `model`.
+        """Score every completion token of `batch` under `model`, wrapped or not.
 
         Args:
-            model: a causal language model, wrapped for distributed training or not.
-            batch (`Rows`): B rows.
             with_entropy (`bool`): also return the entropy of each next-token distribution, and
                 whether the token is the likeliest.
             support (`Support`, *optional*): also return the mass that these filters leave of it.
@@ -98,15 +98,21 @@ class Scorer:
         reader = self.token_reader(model, with_entropy, support)
         readers = [reader] if values is None else [reader, values]
         (found, *others), aux_loss = self.read(model, batch, readers)
-        logps, entropies, hits, mass = found
-        return TokenScores(
-            logps=torch.as_tensor(logps),
-            entropies=entropies,
-            hits=hits,
-            log_mass=mass,
-            values=others[0][0] if others else None,
-            aux_loss=aux_loss,
-        )
+        return TokenScores(*found, values=others[0][0] if others else None, aux_loss=aux_loss)
+
+    def with_others(
+        self, model: nn.Module, batch: Rows, others: Rows, with_entropy: bool = False
+    ) -> tuple[TokenScores, Tensor]:
+        """Score rows, and without gradient other completions (B, C') behind the same prompts.
+
+        Prompts are computed once for both, where the model's layout and its shards allow that.
+        """
+        readers = [self.token_reader(model, with_entropy)]
+        if is_sharded(model) or self.context or not self.packs(model, batch, readers):
+            logps = self.logps(model, others)
+            return self(model, batch, with_entropy), logps
+        (found, apart), _ = self.read(model, batch, readers, others)
+        return TokenScores(*found), torch.as_tensor(apart[0])
 
     def token_reader(
         self, model: nn.Module, with_entropy: bool = False, support: Support | None = None
@@ -115,46 +121,56 @@ class Scorer:
         return TokenReader(self.heads.find(model), self.temperature, with_entropy, support)
 
     def read(
-        self, model: nn.Module, batch: Rows, readers: Sequence[Reader]
+        self, model: nn.Module, batch: Rows, readers: Sequence[Reader], others: Rows | None = None
     ) -> tuple[list[tuple[Tensor | None, ...]], Tensor | None]:
         """Let several readers read the hidden states of one forward.
 
         Args:
             model: a causal language model, or one with another head on the same kind of decoder.
-            batch (`Rows`): B rows.
-            readers (`Sequence[Reader]`): what is read, such as `token_reader` or a `ValueReader`.
+            others (`Rows`, *optional*): completions that the first reader reads without gradient
+                behind the prompts of `batch`, which must be packed.
 
         Returns:
-            What each of them found, and the load-balancing loss () if the router's is asked for.
+            What each of them found, and in `others`; the load-balancing loss () if it is wanted.
         """
         layout, sharded = self._layout(model, batch, readers), is_sharded(model)
+        if others is not None:
+            layout.inputs[KEYWORD] = replace(layout.inputs[KEYWORD], kept=ReadOnce())
         options = {"output_router_logits": True} if self.router_logits else {}
         given = layout.inputs | {"use_cache": False} | options
         with embeddings_in_place(model, self.heads.in_place and not sharded):
-            work = partial(self._read_inside, model, layout, readers)
+            work = partial(self._read_inside, model, layout, readers, others)
             # What hooks of wrappers must see of the graph is what comes out here.
             *flat, aux_loss = run_inside(model, given, work)
         if sharded and not torch.is_grad_enabled():
             release(model)
-        rest = iter(flat)
-        return [tuple(islice(rest, reader.count)) for reader in readers], aux_loss
+        rest, asked = iter(flat), [*readers, *([] if others is None else readers[:1])]
+        return [tuple(islice(rest, reader.count)) for reader in asked], aux_loss
 
     def _read_inside(
         self,
         model: nn.Module,
         layout: Layout,
         readers: Sequence[Reader],
+        others: Rows | None,
         forward: Forward,
         inputs: dict[str, Any],
     ) -> tuple[Tensor | None, ...]:
         """What all readers found one after the other, and the load-balancing loss."""
         run = self._decoder(model, forward, layout, readers)
         # In passes, ranks would gather weights at different times.
-        if layout.is_packed and not is_sharded(model) and wants_passes(model, layout):
+        in_passes = layout.is_packed and others is None and not is_sharded(model)
+        if in_passes and wants_passes(model, layout):
             hidden, aux_loss = self._in_passes(model, layout, run), None
         else:
             hidden, aux_loss = self._at_once(model, layout, run, inputs)
-        return *(value for reader in readers for value in reader(hidden)), aux_loss
+        found = [value for reader in readers for value in reader(hidden)]
+        if others is not None:
+            behind = packed_layout(others, self.device, shares_more=False)
+            with torch.no_grad():
+                found += readers[0](run_behind(model, behind, hidden))
+            layout.inputs[KEYWORD].kept.close()
+        return *found, aux_loss
 
     def _decoder(
         self, model: nn.Module, forward: Forward, layout: Layout, readers: Sequence[Reader]

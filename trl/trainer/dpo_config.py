@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -94,31 +93,34 @@ class DPOConfig(PreferenceConfig):
             raise ValueError(f"loss_type={names} and loss_weights={weights} must be equally long.")
 
     def _check_combinations(self) -> None:
-        names, smoothing = self.losses, self.label_smoothing
-
-        def among(group: Sequence[str]) -> str:
-            return ", ".join(name for name in names if name in group)
-
-        plain, divided, divergence = among(WITHOUT_DIVERGENCE), among(DIVIDED), "f_divergence_type"
+        names, smoothing, divergence = set(self.losses), self.label_smoothing, "f_divergence_type"
+        plain, divided, ranked = (
+            ", ".join(sorted(names & {*group})) for group in (WITHOUT_DIVERGENCE, DIVIDED, RANKED)
+        )
+        has_divergence = self.f_divergence_type != "reverse_kl"
         mistakes = {
             f"{divergence}={self.f_divergence_type!r} cannot be used with loss_type={plain}, which "
-            "has no place for it.": plain and self.f_divergence_type != "reverse_kl",
-            f"label_smoothing={smoothing} has no effect on loss_type={', '.join(names)}; it is for "
-            f"{', '.join(SMOOTHED)}.": smoothing and not among(SMOOTHED),
+            "has no place for it.": (plain, has_divergence),
+            f"label_smoothing={smoothing} has no effect on loss_type={', '.join(self.losses)}; it "
+            f"is for {', '.join(SMOOTHED)}.": (smoothing, not names & {*SMOOTHED}),
             "loss_type=exo_pair needs label_smoothing above 0, such as 0.001.": (
-                "exo_pair" in names and not smoothing
+                "exo_pair" in names,
+                not smoothing,
             ),
             f"loss_type=robust needs label_smoothing below 0.5, not {smoothing}.": (
-                "robust" in names and smoothing >= 0.5
+                "robust" in names,
+                smoothing >= 0.5,
             ),
-            f"loss_type={divided} divides by beta, which must be above 0.": divided
-            and not self.beta,
-            f"use_weighting=True cannot be used with loss_type={among(RANKED)}: what these compare "
-            "is not the answers of one pair.": self.use_weighting and among(RANKED),
+            f"loss_type={divided} divides by beta, which must be above 0.": (
+                divided,
+                not self.beta,
+            ),
+            f"use_weighting=True cannot be used with loss_type={ranked}: what these compare is not "
+            "the answers of one pair.": (self.use_weighting, ranked),
             "sync_ref_model=True has no reference to move, because of reference_free=True.": (
-                self.sync_ref_model and self.reference_free
+                self.sync_ref_model,
+                self.reference_free,
             ),
         }
-        for words, holds in mistakes.items():
-            if holds:
-                raise ValueError(words)
+        if found := next((words for words, reasons in mistakes.items() if all(reasons)), None):
+            raise ValueError(found)

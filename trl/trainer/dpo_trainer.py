@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 import torch
@@ -10,9 +10,9 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from ..data.answer_rows import AnswerGroup, AnswerRows
+from ..data.answer_rows import AnswerRows
 from ..data.encode import TextEncoder
-from ..online.statistics import record_entropy
+from ..online.statistics import record_accuracy, record_entropy
 from ..ops.masking import masked_sum
 from ..ops.preference_losses import (
     RANKED,
@@ -42,14 +42,10 @@ class DPOTrainer(OfflineTrainer):
     prompt of a pair is computed once.
 
     Args:
-        model (`str` or `PreTrainedModel`): what is trained, by name or already loaded.
-        ref_model (*optional*): the reference, by name or loaded. None: the model as it is now, or
-            without its adapter if it has one.
         args (`DPOConfig`, *optional*): options.
         data_collator: refused, as is `compute_metrics`.
         train_dataset (`Dataset` or `IterableDataset`): `chosen` and `rejected`, with `prompt` or
             with a common beginning; strings, messages, or ids.
-        eval_dataset (*optional*): the same for evaluation, or a dictionary of datasets.
 
     The other arguments are those of `OfflineTrainer`.
 
@@ -109,10 +105,6 @@ class DPOTrainer(OfflineTrainer):
         """Tokenize pairs and cut them to length."""
         return prepare_answers(dataset, encoder, args, args.limits)
 
-    def collate(self, items: Sequence[AnswerGroup]) -> AnswerRows:
-        """Make the rows of a micro-batch."""
-        return AnswerRows.of(items)
-
     # --- What is known before a step ---
 
     def before_step(self, batches: list[AnswerRows]) -> list[AnswerRows]:
@@ -170,13 +162,8 @@ class DPOTrainer(OfflineTrainer):
         logps = self.answer_logps(scores, rows)
         ratios = logps - self._reference(rows, logps)
         likelihood = losses.pop("sft", 0.0) * rows.by_group(scores.logps.sum(1))[:, 0]
-        options = PairOptions(
-            beta=self.args.beta,
-            label_smoothing=self.args.label_smoothing,
-            f_divergence_type=self.args.f_divergence_type,
-            f_alpha_divergence_coef=self.args.f_alpha_divergence_coef,
-            discopop_tau=self.args.discopop_tau,
-        )
+        names = [field.name for field in dataclasses.fields(PairOptions)]
+        options = PairOptions(**{name: getattr(self.args, name) for name in names})
         total = torch.zeros_like(ratios[:, 0])
         for name, weight in losses.items():
             total = total + weight * pair_loss(name, _pairs(ratios, rows, name), options)
@@ -204,8 +191,11 @@ class DPOTrainer(OfflineTrainer):
         }
         for name, found in values.items():
             store.mean(name, masked_sum(found, counts), counts.sum())
+        self.keep(rows, rewards=rewards, logps=logps)
         if scores.entropies is not None:
-            record_entropy(store, scores.entropies.detach(), rows.token_mask())
+            mask = rows.token_mask()
+            record_entropy(store, scores.entropies.detach(), mask)
+            record_accuracy(store, torch.as_tensor(scores.hits)[::2], mask[::2])
 
 
 def _pairs(ratios: Tensor, rows: AnswerRows, name: str) -> PairScores:

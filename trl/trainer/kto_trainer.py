@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,10 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.utils import logging
 
-from ..data.answer_rows import AnswerGroup, AnswerRows
+from ..data.answer_rows import AnswerRows
 from ..data.encode import TextEncoder
 from ..online.statistics import record_entropy
+from ..ops.masking import masked_sum
 from ..ops.preference_losses import kto_loss
+from ..ops.support import Support
 from ..types import Mode, TokenScores
 from .base.model_card import Method
 from .kto_config import KTOConfig
@@ -36,179 +37,6 @@ CITATION = """\
     booktitle = {Forty-first International Conference on Machine Learning, {ICML} 2024},
 }"""
 BAND = 1.33  # how much more one label may weigh in total than the other
-
-
-class KTOTrainer(OfflineTrainer):
-    """Trains on answers with a label, True for desirable ones, against a reference policy.
-
-    The loss of an optimizer step is the mean of w (1 - sigmoid(+-beta (r - z))) over all its
-    answers, with the log-ratio r of policy and reference, the sign and weight w of the label, and
-    the KL estimate z: the mean, over the step, of log-ratios of answers that belong to other
-    prompts, at least 0 and without gradient.
-
-    Args:
-        model (`str` or `PreTrainedModel`): what is trained, by name or already loaded.
-        ref_model (*optional*): the reference, by name or loaded. None: a frozen copy of the model,
-            or the model without its adapter.
-        args (`KTOConfig`, *optional*): options.
-        data_collator: refused, as is `compute_metrics`.
-        train_dataset (`Dataset` or `IterableDataset`): `prompt`, `completion` and `label`; or
-            pairs (`chosen`, `rejected`), which become two answers each.
-        eval_dataset (*optional*): the same for evaluation, or a dictionary of datasets.
-        processing_class (*optional*): the tokenizer. None: loaded with the model.
-        compute_metrics: see `data_collator`.
-        callbacks (*optional*): a list of additional `TrainerCallback`s.
-        optimizers (`tuple`): optimizer and scheduler, as in `transformers.Trainer`.
-        quantization_config (*optional*): how to quantize a model given by name.
-        peft_config (`peft.PeftConfig`, *optional*): train an adapter instead of all weights.
-
-    Example:
-
-    ```python
-    trainer = KTOTrainer("my-model", train_dataset=dataset)
-    trainer.train()
-    ```
-    """
-
-    config_class = KTOConfig
-    method = Method(
-        "KTO",
-        "kto",
-        "KTO: Model Alignment as Prospect Theoretic Optimization",
-        "2402.01306",
-        CITATION,
-    )
-
-    def __init__(
-        self,
-        model: str | nn.Module,
-        ref_model: str | PreTrainedModel | None = None,
-        args: KTOConfig | None = None,
-        data_collator: Any = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Any = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
-        compute_metrics: Any = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
-    ):
-        self._step: list[LabelledRows] = []  # that is computed in one forward
-        self._evaluated: list[tuple[LabelledRows, Tensor]] = []  # rows, and log-ratios (B, K)
-        super().__init__(
-            *(model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers),
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            ref_model=ref_model,
-            data_collator=data_collator,
-            compute_metrics=compute_metrics,
-        )
-
-    # --- Data ---
-
-    def prepare_dataset(
-        self, dataset: Any, encoder: TextEncoder, args: KTOConfig, mode: Mode
-    ) -> Any:
-        """Tokenize, cut to length, and choose the answers of the KL estimate."""
-        found = prepare_answers(dataset, encoder, args, args.limits, unpaired=True)
-        if isinstance(found, ItemStream):
-            return MismatchedStream(found, args.limits) if args.estimates_kl else found
-        if mode == "train":
-            advise_weights(np.asarray(found.rows["label"][:]), args)
-        return MismatchedDataset(found, args.seed) if args.estimates_kl else found
-
-    def collate(self, items: Sequence[AnswerGroup]) -> LabelledRows:
-        """Make the rows of a micro-batch."""
-        return LabelledRows.of(items)
-
-    # --- One training step ---
-
-    def before_step(self, batches: list[LabelledRows]) -> list[LabelledRows]:
-        """Score with the reference, and estimate the KL divergence over the whole step.
-
-        The policy scores the other answers beforehand, unless one forward behind the same prompts
-        is all of the step, or the estimate can wait for the end of an evaluation.
-        """
-        batches = super().before_step(batches)
-        if not self.args.estimates_kl or batches[0].mode == "eval":
-            return batches
-        if len(batches) == 1 and self.shares_prompts:
-            self._step = batches
-            return batches
-        kl = self._estimate_beforehand(batches)
-        return [rows.answer(0).with_values(kl=kl.expand(len(rows))) for rows in batches]
-
-    def _estimate_beforehand(self, batches: list[LabelledRows]) -> Tensor:
-        others = [rows.answer(1) for rows in batches]
-        logps = [self.frozen(self.model, rows, self.answer_logps) for rows in others]
-        pairs = zip(others, logps, strict=True)
-        return self._estimate([(rows, found - rows.values["ref_logps"]) for rows, found in pairs])
-
-    def _estimate(self, found: list[tuple[LabelledRows, Tensor]]) -> Tensor:
-        """The KL estimate () of log-ratios (B, K), of which the last are those of other answers."""
-        if not self.args.estimates_kl:
-            return torch.zeros((), device=self.args.device)
-        counts = torch.cat([rows.values["counts"] for rows, _ in found])
-        ratios = torch.cat([ratios[:, -1].detach() for _, ratios in found])
-        sums = torch.stack([ratios.masked_fill(~counts, 0.0).sum(), counts.sum()])
-        total, count = self.ranks.sum(sums).unbind()
-        return (total / count.clamp(min=1)).clamp(min=0)
-
-    def _estimate_of(self, rows: LabelledRows, ratios: Tensor) -> Tensor:
-        """The KL estimate () of the step that some rows are a part of."""
-        if "kl" in rows.values:
-            return rows.values["kl"][0]
-        if self.args.estimates_kl and rows.share_of_micro_batch < 1:  # memory was short
-            return self._estimate_beforehand(self._step)
-        return self._estimate([(rows, ratios)])
-
-    def loss_of(self, scores: TokenScores, rows: LabelledRows) -> Tensor:
-        """Return the sum of the losses of all answers (1,)."""
-        logps = self.answer_logps(scores, rows)
-        ratios = logps - rows.values["ref_logps"]
-        self._record(scores, logps.detach()[:, 0], ratios.detach()[:, 0], rows)
-        if rows.mode == "eval":
-            self._evaluated.append((rows, ratios))
-            return ratios.new_zeros(1)
-        kl = self._estimate_of(rows, ratios)
-        self.metrics["train"].value("kl", kl)
-        return self._losses(ratios, rows, kl)
-
-    def _losses(self, ratios: Tensor, rows: LabelledRows, kl: Tensor) -> Tensor:
-        """The sum of the losses (1,) of log-ratios (B, K), of which the first are the rows' own."""
-        args, label = self.args, rows.values["label"]
-        weights = torch.where(label, args.desirable_weight, args.undesirable_weight)
-        losses = weights * kto_loss(ratios[:, 0], label, kl, args.beta)
-        return losses.masked_fill(~rows.values["counts"], 0.0).sum()[None]
-
-    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
-        """Evaluate; the KL estimate is over the whole dataset, whatever its batches are."""
-        self._evaluated = []
-        output = super().evaluation_loop(*args, **options)
-        kl, store = self._estimate(self._evaluated), self.metrics["eval"]
-        store.value("kl", kl)
-        for rows, ratios in self._evaluated:  # whose weights the metric knows
-            store.mean("loss", self._losses(ratios, rows, kl), 0.0)
-        self._evaluated = []
-        return output
-
-    def _record(
-        self, scores: TokenScores, logps: Tensor, ratios: Tensor, rows: LabelledRows
-    ) -> None:
-        store, counts = self.metrics[rows.mode], rows.values["counts"]
-        label = rows.values["label"]
-        of_labels = {"chosen": label & counts, "rejected": ~label & counts}
-        sums = {}
-        for name, mask in of_labels.items():
-            sums[name] = self.args.beta * ratios.masked_fill(~mask, 0.0).sum(), mask.sum()
-            store.mean(f"rewards/{name}", *sums[name])
-            store.mean(f"logps/{name}", logps.masked_fill(~mask, 0.0).sum(), mask.sum())
-        (chosen, rejected), weights = zip(*sums.values(), strict=True)
-        store.mean("rewards/margins", torch.stack([chosen, -rejected]), torch.stack(weights))
-        if scores.entropies is not None:
-            own = slice(None, None, len(scores.logps) // len(rows))
-            record_entropy(store, scores.entropies.detach()[own], rows.token_mask()[own])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,22 +61,184 @@ class LabelledRows(AnswerRows):
         return dataclasses.replace(self, groups=groups, values=self.values | by_answer)
 
 
-def advise_weights(labels: np.ndarray, args: KTOConfig) -> None:
-    """Warn if one label weighs much more than the other in total.
+class KTOTrainer(OfflineTrainer):
+    """Trains on answers with a label, True for desirable ones, against a reference policy.
+
+    The loss of an optimizer step is the mean of w (1 - sigmoid(+-beta (r - z))) over all its
+    answers, with the log-ratio r of policy and reference, the sign and weight w of the label, and
+    the KL estimate z: the mean, over the step, of log-ratios of answers that belong to other
+    prompts, at least 0 and without gradient.
 
     Args:
-        labels: (rows,) bool.
-        args (`KTOConfig`): weights.
+        args (`KTOConfig`, *optional*): options.
+        data_collator: refused, as is `compute_metrics`.
+        train_dataset (`Dataset` or `IterableDataset`): `prompt`, `completion` and `label`; or
+            pairs (`chosen`, `rejected`), which become two answers each.
+
+    The other arguments are those of `OfflineTrainer`.
+
+    Example:
+
+    ```python
+    trainer = KTOTrainer("my-model", train_dataset=dataset)
+    trainer.train()
+    ```
     """
-    desirable, undesirable = int(labels.sum()), int((~labels).sum())
-    if desirable == undesirable or not (desirable and undesirable):
+
+    config_class = KTOConfig
+    rows_class: ClassVar[Any] = LabelledRows
+    paper = "KTO: Model Alignment as Prospect Theoretic Optimization"
+    method = Method("KTO", "kto", paper, "2402.01306", CITATION)
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        ref_model: str | PreTrainedModel | None = None,
+        args: KTOConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        compute_metrics: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ):
+        self._step: list[LabelledRows] = []  # that is computed
+        self._kl: Tensor | None = None  # its estimate (), once it is known
+        self._evaluated: list[tuple[LabelledRows, Tensor]] = []  # rows, and log-ratios (B, K)
+        super().__init__(
+            *(model, args, train_dataset, eval_dataset, processing_class, callbacks),
+            *(optimizers, quantization_config, peft_config),
+            ref_model=ref_model,
+            data_collator=data_collator,
+            compute_metrics=compute_metrics,
+        )
+
+    # --- Data ---
+
+    def prepare_dataset(
+        self, dataset: Any, encoder: TextEncoder, args: KTOConfig, mode: Mode
+    ) -> Any:
+        """Tokenize, cut to length, and choose the answers of the KL estimate."""
+        found = prepare_answers(dataset, encoder, args, args.limits, unpaired=True)
+        if isinstance(found, ItemStream):
+            return MismatchedStream(found, args.limits) if args.estimates_kl else found
+        if mode == "train":
+            advise_weights(np.asarray(found.rows["label"][:]), args)
+        return MismatchedDataset(found, args.seed) if args.estimates_kl else found
+
+    # --- One training step ---
+
+    def before_step(self, batches: list[LabelledRows]) -> list[LabelledRows]:
+        """Score with the reference, and estimate the KL divergence over the whole step.
+
+        The policy scores the other answers beforehand, unless one forward behind the same prompts
+        is all of the step, or the estimate can wait for the end of an evaluation.
+        """
+        batches = super().before_step(batches)
+        if batches[0].mode == "train":
+            self._step, self._kl = batches, None
+            if len(batches) > 1 or not self.args.estimates_kl:
+                self._kl = self._estimate_beforehand()
+        return batches
+
+    def score(
+        self, model: nn.Module, rows: LabelledRows, support: Support | None = None
+    ) -> TokenScores:
+        """Score the rows' own answers; while evaluating, the other ones as well."""
+        if rows.mode == "eval":
+            return super().score(model, rows, support)
+        own = rows.answer(0)
+        if self._kl is None and rows.share_of_micro_batch == 1:
+            # Others are scored without gradient, behind the prompts that are computed here.
+            others = rows.answer(1)
+            scores, logps = self.score_with_others(model, own, others)
+            self._kl = self._estimate([(others, logps - others.values["ref_logps"])])
+            return scores
+        if self._kl is None:  # in pieces
+            self._kl = self._estimate_beforehand()
+        return super().score(model, own, support)
+
+    def _estimate_beforehand(self) -> Tensor:
+        if not self.args.estimates_kl:
+            return self._estimate([])
+        others = [rows.answer(1) for rows in self._step]
+        logps = [self.frozen(self.model, rows, self.answer_logps) for rows in others]
+        pairs = zip(others, logps, strict=True)
+        return self._estimate([(rows, found - rows.values["ref_logps"]) for rows, found in pairs])
+
+    def _estimate(self, found: list[tuple[LabelledRows, Tensor]]) -> Tensor:
+        """The KL estimate () of log-ratios (B, K), of which the last are those of other answers."""
+        if not self.args.estimates_kl:
+            return torch.zeros((), device=self.args.device)
+        counts = torch.cat([rows.values["counts"] for rows, _ in found])
+        ratios = torch.cat([ratios[:, -1].detach() for _, ratios in found])
+        sums = torch.stack([masked_sum(ratios, counts), counts.sum()])
+        total, count = self.ranks.sum(sums).unbind()
+        return (total / count.clamp(min=1)).clamp(min=0)
+
+    def loss_of(self, scores: TokenScores, rows: LabelledRows) -> Tensor:
+        """Return the sum of the losses of all answers (1,)."""
+        rows = rows if rows.mode == "eval" else rows.answer(0)
+        logps = self.answer_logps(scores, rows)
+        ratios = logps - rows.values["ref_logps"]
+        self._record(scores, logps.detach()[:, :1], ratios.detach()[:, :1], rows)
+        if rows.mode == "eval":
+            self._evaluated.append((rows, ratios))
+            return ratios.new_zeros(1)
+        kl = torch.as_tensor(self._kl)
+        self.metrics["train"].value("kl", kl)
+        return self._losses(ratios, rows, kl)
+
+    def _losses(self, ratios: Tensor, rows: LabelledRows, kl: Tensor) -> Tensor:
+        """The sum of the losses (1,) of log-ratios (B, K), of which the first are the rows' own."""
+        args, label = self.args, rows.values["label"]
+        weights = torch.where(label, args.desirable_weight, args.undesirable_weight)
+        losses = weights * kto_loss(ratios[:, 0], label, kl, args.beta)
+        return masked_sum(losses, rows.values["counts"])[None]
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Evaluate; the KL estimate is over the whole dataset, whatever its batches are."""
+        self._evaluated = []
+        output = super().evaluation_loop(*args, **options)
+        kl, store = self._estimate(self._evaluated), self.metrics["eval"]
+        store.value("kl", kl)
+        for rows, ratios in self._evaluated:  # whose weights the metric knows
+            store.mean("loss", self._losses(ratios, rows, kl), 0.0)
+        self._evaluated = []
+        return output
+
+    def _record(
+        self, scores: TokenScores, logps: Tensor, ratios: Tensor, rows: LabelledRows
+    ) -> None:
+        """Record metrics of own answers (B, 1)."""
+        store, counts = self.metrics[rows.mode], rows.values["counts"]
+        rewards, label = self.args.beta * ratios, rows.values["label"]
+        sums = {}
+        for name, mask in (("chosen", label & counts), ("rejected", ~label & counts)):
+            sums[name] = masked_sum(rewards[:, 0], mask), mask.sum()
+            store.mean(f"rewards/{name}", *sums[name])
+            store.mean(f"logps/{name}", masked_sum(logps[:, 0], mask), mask.sum())
+        (chosen, rejected), weights = zip(*sums.values(), strict=True)
+        store.mean("rewards/margins", torch.stack([chosen, -rejected]), torch.stack(weights))
+        self.keep(rows.answer(0), rewards=rewards, logps=logps)
+        if scores.entropies is not None:
+            own = slice(None, None, len(scores.logps) // len(rows))
+            record_entropy(store, scores.entropies.detach()[own], rows.token_mask()[own])
+
+
+def advise_weights(labels: np.ndarray, args: KTOConfig) -> None:
+    """Warn if one label (rows,) bool weighs much more than the other in total."""
+    good, bad = int(labels.sum()), int((~labels).sum())
+    if good == bad or not (good and bad):
         return
-    low = undesirable * args.undesirable_weight / desirable
-    high = desirable * args.desirable_weight / undesirable
+    low, high = bad * args.undesirable_weight / good, good * args.desirable_weight / bad
     if low <= args.desirable_weight <= BAND * low or high / BAND <= args.undesirable_weight <= high:
         return
     logger.warning(
-        f"{desirable} rows are desirable and {undesirable} are not. To let both weigh about the "
-        f"same, set desirable_weight between {low:.2f} and {BAND * low:.2f}, or undesirable_weight "
-        f"between {high / BAND:.2f} and {high:.2f}."
+        f"{good} rows are desirable and {bad} are not. To let both weigh about the same, set "
+        f"desirable_weight between {low:.2f} and {BAND * low:.2f}, or undesirable_weight between "
+        f"{high / BAND:.2f} and {high:.2f}."
     )

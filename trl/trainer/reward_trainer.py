@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-from ..data.answer_rows import AnswerGroup, AnswerRows
+from ..data.answer_rows import AnswerRows
 from ..data.encode import TextEncoder
 from ..data.preference_rows import PreferenceLimits, kind_of_preferences
 from ..data.prepare import first_row
@@ -40,13 +38,10 @@ class RewardTrainer(OfflineTrainer):
         data_collator: refused, as are `compute_metrics` and `preprocess_logits_for_metrics`.
         train_dataset (`Dataset` or `IterableDataset`): `chosen` and `rejected`, with `prompt` and
             `margin` if there are any; or `prompt` with `answers` and their `ranks` (1 is best).
-        eval_dataset (*optional*): the same for evaluation, or a dictionary of datasets.
-        processing_class (`PreTrainedTokenizerBase`, *optional*): None: loaded with the model.
-        callbacks (`list[TrainerCallback]`, *optional*): additional callbacks.
-        optimizers (`tuple`): optimizer and scheduler, as in `transformers.Trainer`.
         optimizer_cls_and_kwargs (*optional*): an optimizer class and its arguments.
-        quantization_config (*optional*): how to quantize a model given by name.
         peft_config (`peft.PeftConfig`, *optional*): train an adapter and the layer of the score.
+
+    The other arguments are those of `OfflineTrainer`.
 
     Example:
 
@@ -79,14 +74,12 @@ class RewardTrainer(OfflineTrainer):
             _check_classifier(causal_model(model))
         super().__init__(
             *(model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers),
-            quantization_config=quantization_config,
-            peft_config=peft_config,
+            *(quantization_config, peft_config),
             data_collator=data_collator,
             compute_metrics=compute_metrics,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        self._predicted: dict[int, list[float]] | None = None  # scores by row of the dataset
 
     def prepare_dataset(
         self, dataset: Any, encoder: TextEncoder, args: RewardConfig, mode: Mode
@@ -98,10 +91,6 @@ class RewardTrainer(OfflineTrainer):
                 "('answers' and 'ranks'); single answers with a label have nothing to compare with."
             )
         return prepare_answers(dataset, encoder, args, PreferenceLimits(drops_over=args.max_length))
-
-    def collate(self, items: Sequence[AnswerGroup]) -> AnswerRows:
-        """Make the rows of a micro-batch."""
-        return AnswerRows.of(items)
 
     def weigh(self, rows: AnswerRows) -> Tensor:
         """Count the pairs (1,)."""
@@ -144,7 +133,7 @@ class RewardTrainer(OfflineTrainer):
         return masked_sum(losses, counted)[None]
 
     def _record(self, values: Tensor, counted: Tensor, rows: AnswerRows) -> None:
-        """Record metrics of scores (B, K) and pairs (B, K, K), and what `predict` returns."""
+        """Record metrics of scores (B, K) and pairs (B, K, K)."""
         store, pairs = self.metrics[rows.mode], counted.sum()
         difference = values[:, :, None] - values[:, None, :]
         store.mean("accuracy", ((difference > 0) & counted).sum(), pairs)
@@ -153,27 +142,15 @@ class RewardTrainer(OfflineTrainer):
         store.mean("mean_reward", masked_sum(values, known), known.sum())
         store.minimum("min_reward", values.masked_fill(~known, torch.inf).amin())
         store.maximum("max_reward", values.masked_fill(~known, -torch.inf).amax())
-        if self._predicted is not None:
-            every = values.masked_fill(~known, torch.nan).tolist()
-            pairs_of = zip(rows.groups, every, strict=True)
-            self._predicted |= {group.source: row for group, row in pairs_of if group.counts}
+        self.keep(rows, scores=values)
 
     def predict(self, test_dataset: Any, *args: Any, **options: Any) -> Any:
         """Evaluate another dataset; `predictions` are the scores (rows, K) of its answers.
 
         Rows that are left out because of their length have NaN.
         """
-        self._predicted = {}
         output = super().predict(test_dataset, *args, **options)
-        found: dict[int, list[float]] = {}
-        for known in self.ranks.gather_objects(self._predicted):
-            found |= known
-        self._predicted = None
-        rows = len(test_dataset) if isinstance(test_dataset, Dataset) else max(found) + 1
-        scores = np.full((rows, max(map(len, found.values()))), np.nan, dtype=np.float32)
-        for row, values in found.items():
-            scores[row, : len(values)] = values
-        return output._replace(predictions=scores)
+        return output._replace(predictions=output.predictions["scores"])
 
 
 class OwnForward(Reader):

@@ -59,9 +59,6 @@ class SFTConfig(OfflineConfig):
         choices=("bfd", "bfd_split", "wrapped"),
     )
     eval_packing: bool | None = option(None, "Pack evaluation sets. None: as packing.")
-    padding_free: bool = option(
-        False, "Accepted: rows are never padded, with this option or without."
-    )
 
     # --- Loss ---
     loss_type: str = option(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..data.prepare import (
     documents,
     prepare_supervised,
 )
-from ..data.rows import Document, SupervisedRows, shown
+from ..data.rows import SupervisedRows, shown
 from ..online.statistics import record_accuracy, record_entropy
 from ..ops.masking import masked_sum
 from ..types import Mode, TokenScores
@@ -41,20 +41,15 @@ class SFTTrainer(OfflineTrainer):
     gradient. Rows lie behind each other without padding and never see each other.
 
     Args:
-        model (`str` or `PreTrainedModel`): what is trained, by name or already loaded.
         args (`SFTConfig`, *optional*): options.
         data_collator: refused, as are `compute_loss_func`, `compute_metrics` and
             `preprocess_logits_for_metrics`.
         train_dataset (`Dataset` or `IterableDataset`): `text`, `messages`, `conversations`,
             `prompt` with `completion`, or `input_ids`.
-        eval_dataset (*optional*): the same for evaluation, or a dictionary of datasets.
-        processing_class (*optional*): the tokenizer. None: loaded with the model.
-        callbacks (`list[TrainerCallback]`, *optional*): additional callbacks.
-        optimizers (`tuple`): optimizer and scheduler, as in `transformers.Trainer`.
         optimizer_cls_and_kwargs (*optional*): an optimizer class and its arguments.
-        quantization_config (*optional*): how to quantize a model given by name.
-        peft_config (`peft.PeftConfig`, *optional*): train an adapter instead of all weights.
         formatting_func (*optional*): makes a text of an example.
+
+    The other arguments are those of `OfflineTrainer`.
 
     Example:
 
@@ -65,6 +60,7 @@ class SFTTrainer(OfflineTrainer):
     """
 
     config_class = SFTConfig
+    rows_class = SupervisedRows
     method = Method("SFT", "sft")
 
     def __init__(
@@ -133,10 +129,6 @@ class SFTTrainer(OfflineTrainer):
         if isinstance(self.train_dataset, SupervisedDataset) and self.is_world_process_zero():
             for place in range(min(SHOWN, len(self.train_dataset))):
                 print(shown(self.train_dataset[place], self.processing_class), flush=True)
-
-    def collate(self, items: Sequence[Document]) -> SupervisedRows:
-        """Make the rows of a micro-batch."""
-        return SupervisedRows.of(items)
 
     def loss_of(self, scores: TokenScores, rows: SupervisedRows) -> Tensor:
         """Return the sum of the losses of the trained tokens (1,)."""

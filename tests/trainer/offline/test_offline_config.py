@@ -15,7 +15,7 @@ def make(**changes):
         ({"auto_find_batch_size": True}, "recover_from_oom"),
         ({"dataloader_drop_last": True}, "dataloader_drop_last=True cannot be used"),
         ({"train_sampling_strategy": "group_by_length"}, "use max_tokens_per_micro_batch"),
-        ({"dataset_kwargs": "[]"}, "dataset_kwargs must be a dictionary"),
+        ({"dataset_kwargs": "[]"}, "must be a dictionary"),
     ],
 )
 def test_what_would_mean_nothing_is_refused(changes, words):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from itertools import chain
 from typing import Any
 
+import numpy as np
 from datasets import Dataset, IterableDataset
+from torch import Tensor
 from transformers.utils import logging
 
-from ...data.answer_rows import AnswerDataset, AnswerGroup, answer_group
+from ...data.answer_rows import AnswerDataset, AnswerGroup, AnswerRows, answer_group
 from ...data.encode import TextEncoder
 from ...data.preference_rows import OLD_NAMES, PreferenceLimits, prepare_preferences
+from ...distributed import Ranks
 from .batches import ItemStream
 from .offline_config import OfflineConfig
 
@@ -25,14 +29,9 @@ def prepare_answers(
     limits: PreferenceLimits,
     unpaired: bool = False,
 ) -> AnswerDataset | ItemStream:
-    """Encode preferences and cut them to length; what was cut is said.
+    """Encode preferences and cut them to length, and say what was cut.
 
-    Args:
-        dataset: any that `prepare_preferences` reads.
-        encoder: how.
-        args (`OfflineConfig`): options.
-        limits (`PreferenceLimits`): how long prompts and answers may be.
-        unpaired (`bool`): make each pair two items with a label.
+    With `unpaired`, each pair becomes two items with a label.
 
     Raises:
         ValueError: if no example is left, or examples cannot be read.
@@ -57,3 +56,42 @@ def _unpacked(row: dict[str, Any], limits: PreferenceLimits) -> list[AnswerGroup
     longest = max(map(len, found.answer_ids)) + len(found.prompt_ids)
     fits = limits.drops_over is None or longest <= limits.drops_over
     return [found] if fits and all(found.answer_ids) else []
+
+
+class Predictions:
+    """Values of answers, collected by the row of the dataset that they are of."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[int, bool, dict[str, list[float]]]] = []
+
+    def add(self, rows: AnswerRows, values: dict[str, Tensor]) -> None:
+        """Take values (B, K) of some rows, by name."""
+        columns = {name: column.detach().tolist() for name, column in values.items()}
+        for place, group in enumerate(rows.groups):
+            if group.counts:
+                known = {n: column[place][: len(group.answer_ids)] for n, column in columns.items()}
+                self._found.append((group.source, not group.values.get("label", True), known))
+
+    def table(self, ranks: Ranks, rows: int | None) -> dict[str, np.ndarray]:
+        """All values (rows, K) by name; NaN for rows that were left out, and missing answers.
+
+        Args:
+            ranks (`Ranks`): all processes; each has a share.
+            rows (`int`, *optional*): of the dataset. None: as far as there are values.
+        """
+        every = sorted(chain(*ranks.gather_objects(self._found)), key=lambda found: found[:2])
+        if not every:
+            return {}
+        by_row: dict[int, dict[str, list[float]]] = {}
+        for source, _, known in every:  # the desirable answer of a pair first
+            row = by_row.setdefault(source, {name: [] for name in known})
+            for name, values in known.items():
+                row[name] += values
+        count = max(by_row) + 1 if rows is None else rows
+        names = list(every[0][2])
+        width = max(len(row[names[0]]) for row in by_row.values())
+        tables = {name: np.full((count, width), np.nan, dtype=np.float32) for name in names}
+        for source, row in by_row.items():
+            for name, values in row.items():
+                tables[name][source, : len(values)] = values
+        return tables

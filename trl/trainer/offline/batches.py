@@ -25,10 +25,6 @@ def share_of_rank(batches: Sequence[list[int]], rank: int, ranks: int) -> Iterat
 
     A rank that gets none in the last round has one with an item that does not count, written as
     `~item`: every rank takes part in every step.
-
-    Args:
-        batches: of all ranks; some are on every rank.
-        rank, ranks (`int`): of this process, and how many there are.
     """
     for first in range(0, len(batches), ranks):
         mine = first + rank
@@ -36,12 +32,7 @@ def share_of_rank(batches: Sequence[list[int]], rank: int, ranks: int) -> Iterat
 
 
 class RankBatches(Sampler[list[int]]):
-    """The micro-batches of one rank of a dataset.
-
-    Args:
-        batches (`MicroBatchSampler`): yields the same on every rank.
-        rank, ranks (`int`): of this process, and how many there are.
-    """
+    """The micro-batches of one rank, of those that every rank makes alike."""
 
     def __init__(self, batches: MicroBatchSampler, rank: int, ranks: int):
         self._batches, self._rank, self._ranks = batches, rank, ranks
@@ -58,10 +49,9 @@ class RankBatches(Sampler[list[int]]):
 
 
 class ItemStream(TorchIterableDataset):  # type: ignore[type-arg]
-    """Prepared items of a stream.
+    """Prepared items of a stream of rows, which is read anew for each epoch.
 
     Args:
-        rows: prepared rows, read anew for each epoch.
         unpack: makes the items of a row, such as documents; none, to leave it out.
         size: tokens of an item.
     """

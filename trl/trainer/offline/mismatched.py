@@ -15,15 +15,7 @@ LOOKED_BACK = 64  # items of a stream among which a partner is looked for
 
 
 class MismatchedDataset:
-    """Answers with a label, each with another example's answer behind it (see `mismatched`).
-
-    Args:
-        answers (`AnswerDataset`): of one answer each.
-        seed (`int`): chooses the other answers, once for all epochs.
-
-    Raises:
-        ValueError: if a row has no partner.
-    """
+    """Answers with a label, each with another example's answer behind it (see `mismatched`)."""
 
     def __init__(self, answers: AnswerDataset, seed: int):
         self._answers, self.rows, self.values = answers, answers.rows, answers.values
@@ -43,12 +35,7 @@ class MismatchedDataset:
 
 
 class MismatchedStream(ItemStream):
-    """The same of a stream: an item's partner is the last one before it that fits.
-
-    Args:
-        items (`ItemStream`): answers with a label.
-        limits (`PreferenceLimits`): how long prompts and answers may be.
-    """
+    """The same of a stream: an item's partner is the last one before it that fits."""
 
     def __init__(self, items: ItemStream, limits: PreferenceLimits):
         super().__init__(items.rows, items.unpack, items.size)

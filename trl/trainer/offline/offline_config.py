@@ -11,6 +11,15 @@ from ..base.options import option
 # Tokens. On a CPU shorter pieces save little and take longer; elsewhere it is not measured.
 PIECE_ON_CPU = 2048
 PIECE_ON_ACCELERATOR = 8192
+NO_LOGITS = "logits are never held as a whole, and rows are not padded"
+# Arguments of constructors that cannot be served, and why.
+UNSUPPORTED = {
+    "data_collator": "rows are laid out by the trainer, without padding. To choose the tokens in "
+    "the loss, give `input_ids` with `labels`",
+    "compute_loss_func": f"{NO_LOGITS}. To change the loss, override `loss_of`",
+    "compute_metrics": f"{NO_LOGITS}. Metrics are in the log; others can be added in `loss_of`",
+    "preprocess_logits_for_metrics": NO_LOGITS,
+}
 
 
 @dataclass
@@ -59,6 +68,9 @@ class OfflineConfig(BaseConfig):
     pad_token: str | None = option(
         None, "The token that fills padding, if not the tokenizer's; no result depends on it."
     )
+    padding_free: bool = option(
+        False, "Accepted: rows are never padded, with this option or without."
+    )
     use_liger_loss: bool = option(
         False, "Accepted: logits are never held as a whole, with this option or without."
     )
@@ -106,9 +118,6 @@ class PreferenceConfig(ReferenceOptions, OfflineConfig):
         "keep_start",
         "Which end of a prompt with an answer over max_length is kept.",
         choices=("keep_start", "keep_end"),
-    )
-    padding_free: bool = option(
-        False, "Accepted: rows are never padded, with this option or without."
     )
     use_logits_to_keep: bool = option(
         False, "Accepted: logits of prompts are never computed, with this option or without."

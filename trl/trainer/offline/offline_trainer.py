@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
+from ...data.answer_rows import AnswerRows
 from ...data.encode import TextEncoder
 from ...data.packing import MicroBatchSampler
 from ...models.readers import Reader
@@ -22,20 +23,11 @@ from ...ops.support import Support
 from ...types import Mode, TokenScores
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import check_dataset, checked_args, prepare_policy
+from .answers import Predictions
 from .batches import ItemStream, RankBatches, StreamBatches
-from .offline_config import OfflineConfig, PreferenceConfig
+from .offline_config import NO_LOGITS, UNSUPPORTED, OfflineConfig, PreferenceConfig
 from .precomputed import Precomputation, check_known, reference_weights, scoring_facts
 from .template import set_template
-
-NO_LOGITS = "logits are never held as a whole, and rows are not padded"
-# Arguments of constructors that cannot be served, and why.
-UNSUPPORTED = {
-    "data_collator": "rows are laid out by the trainer, without padding. To choose the tokens in "
-    "the loss, give `input_ids` with `labels`",
-    "compute_loss_func": f"{NO_LOGITS}. To change the loss, override `loss_of`",
-    "compute_metrics": f"{NO_LOGITS}. Metrics are in the log; others can be added in `loss_of`",
-    "preprocess_logits_for_metrics": NO_LOGITS,
-}
 
 
 class OfflineTrainer(BaseTrainer):
@@ -60,6 +52,8 @@ class OfflineTrainer(BaseTrainer):
     """
 
     config_class: ClassVar[type[OfflineConfig]]
+    rows_class: ClassVar[Any] = AnswerRows  # made of prepared items, for a micro-batch
+    _predictions: Predictions | None = None  # while there is something to predict
     _has_let_go = False  # of the reference
 
     def __init__(
@@ -151,18 +145,15 @@ class OfflineTrainer(BaseTrainer):
     # --- What an algorithm says ---
 
     def prepare_dataset(self, dataset: Any, encoder: TextEncoder, args: Any, mode: Mode) -> Any:
-        """Turn a dataset into prepared items.
+        """Turn a dataset into prepared items, or a stream into an `ItemStream`.
 
         The trainer is not set up yet when its own datasets are prepared.
-
-        Returns:
-            Items by index, with their tokens in `lengths`; of a stream, an `ItemStream`.
         """
         raise NotImplementedError
 
     def collate(self, items: Sequence[Any]) -> Any:
         """Make the rows of a micro-batch of prepared items."""
-        raise NotImplementedError
+        return self.rows_class.of(items)
 
     @property
     def shares_prompts(self) -> bool:
@@ -183,6 +174,15 @@ class OfflineTrainer(BaseTrainer):
         scores = self.scorer(model, rows.flat, self.logs_next(rows.mode), support)
         self.guard.watch("log-probability", scores.logps, rows.flat)
         return scores
+
+    def score_with_others(
+        self, model: nn.Module, rows: Any, others: Any
+    ) -> tuple[TokenScores, Tensor]:
+        """As `score`, with log-probabilities (B, K), without gradient, of others to the prompts."""
+        logs = self.logs_next(rows.mode)
+        scores, logps = self.scorer.with_others(model, rows.flat, others.flat, logs)
+        self.guard.watch("log-probability", scores.logps, rows.flat)
+        return scores, others.by_group(logps.sum(1))
 
     def loss_of(self, scores: Any, rows: Any) -> Tensor:
         """Return the sum of the losses of some rows (k,); the totals of the step divide it.
@@ -301,10 +301,7 @@ class OfflineTrainer(BaseTrainer):
     ) -> Tensor:
         """Score rows without gradient, in pieces where memory is short.
 
-        Args:
-            model: the policy, or a reference.
-            rows: of a micro-batch.
-            read: makes values (B, ...) of the scores of some rows, and these rows.
+        What is returned are the values (B, ...) that `read` makes of scores and rows.
         """
 
         def score(at: range) -> Tensor:
@@ -326,6 +323,24 @@ class OfflineTrainer(BaseTrainer):
     def answer_logps(self, scores: TokenScores, rows: Any) -> Tensor:
         """Log-probabilities of the answers of some rows (B, K): sums over their tokens."""
         return rows.by_group(scores.logps.sum(1))
+
+    def predict(self, test_dataset: Any, *args: Any, **options: Any) -> Any:
+        """Evaluate another dataset; `predictions` are values (rows, K) of its answers, by name.
+
+        Rows that are left out because of their length have NaN.
+        """
+        self._predictions = found = Predictions()
+        try:
+            output = super().predict(test_dataset, *args, **options)
+        finally:
+            self._predictions = None
+        rows = len(test_dataset) if isinstance(test_dataset, Dataset) else None
+        return output._replace(predictions=found.table(self.ranks, rows) or None)
+
+    def keep(self, rows: Any, **values: Tensor) -> None:
+        """Remember values (B, K) of the answers of some rows, if they are a part of `predict`."""
+        if self._predictions is not None:
+            self._predictions.add(rows, values)
 
     def compute_loss(
         self,

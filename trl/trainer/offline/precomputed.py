@@ -34,29 +34,22 @@ class Precomputation:
 
     What is found under a key of everything the numbers depend on is not computed again: the tokens
     of all items, all weights of the reference, and `facts`.
-
-    Args:
-        ranks (`Ranks`): all processes; each computes its share.
-        collate: makes rows of items.
-        score: log-probabilities (B, K) of rows.
-        limits: rows, and at most tokens, of what is scored at once.
-        facts: what else the numbers depend on, by name.
     """
 
-    ranks: Ranks
+    ranks: Ranks  # each computes its share
     collate: Callable[[list[Any]], Any]
-    score: Callable[[Any], Tensor]
-    limits: tuple[int, int | None]
-    facts: dict[str, Any]
+    score: Callable[[Any], Tensor]  # log-probabilities (B, K) of rows
+    limits: tuple[int, int | None]  # rows, and at most tokens, of what is scored at once
+    facts: dict[str, Any]  # what else the numbers depend on, by name
 
     def fill(self, dataset: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Compute or read the numbers of a dataset; every rank must call this.
+        """Compute or read the numbers of prepared items, by the whole weights of the reference.
 
-        Args:
-            dataset: prepared items by index, with `lengths` and `values`.
-            weights: name and whole tensor of each weight of the reference.
+        Every rank must call this.
         """
-        key = self.ranks.gather_objects(self.key(dataset, weights))[0]
+        digests = _digests(weights, self.ranks.rank == 0)
+        key = self.key(dataset, digests) if self.ranks.rank == 0 else ""
+        key = self.ranks.gather_objects(key)[0]
         path = Path(datasets.config.HF_DATASETS_CACHE) / "trl" / f"reference-{key}.npy"
         found = self.ranks.gather_objects(_read(path) if self.ranks.rank == 0 else None)[0]
         if found is None:
@@ -65,18 +58,15 @@ class Precomputation:
                 _write(path, found)
         dataset.values["ref_logps"] = found
 
-    def key(self, dataset: Any, weights: Iterable[tuple[str, Tensor]]) -> str:
-        """Name what the numbers depend on."""
+    def key(self, dataset: Any, weights: list[str]) -> str:
+        """Name what the numbers depend on, given the digests of all weights."""
         versions = [VERSION, torch.__version__, transformers.__version__]
-        facts = [versions, self.limits, self.facts]
+        facts = [versions, self.limits, self.facts, weights]
         found = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
         for place in range(len(dataset)):
             item = dataset[place]
             for ids in (item.prompt_ids, *item.answer_ids):
                 found.update(np.array([len(ids), *ids], dtype=np.int32).tobytes())
-        for name, weight in weights:
-            found.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-            found.update(weight.contiguous().flatten().view(torch.uint8).numpy())
         return found.hexdigest()[:32]
 
     def _compute(self, dataset: Any) -> np.ndarray:
@@ -87,6 +77,17 @@ class Precomputation:
             mine.append(self.score(rows).cpu()[rows.values["counts"]])
         shares = self.ranks.gather_objects(mine)[:: self.ranks.per_row]
         return in_order(shares).numpy()
+
+
+def _digests(weights: Iterable[tuple[str, Tensor]], are_read: bool) -> list[str]:
+    """A line for each weight. Ranks gather weights together, though one alone reads them."""
+    found = []
+    for name, weight in weights:
+        if are_read:
+            data = weight.contiguous().flatten().view(torch.uint8).numpy()
+            digest = hashlib.sha256(data).hexdigest()
+            found.append(f"{name} {weight.dtype} {tuple(weight.shape)} {digest}")
+    return found
 
 
 def check_known(dataset: Any, mode: Mode, args: OfflineConfig, has_let_go: bool) -> None:
