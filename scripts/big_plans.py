@@ -14,7 +14,6 @@ from typing import Any
 import step_time
 from step_time import MACHINES, StepTime
 
-from trl.cli.memory_plan import Planned
 from trl.memory.plan import Plan, size
 from trl.memory.settings import RunSettings, Sharding
 from trl.memory.shares import Shares
@@ -68,7 +67,7 @@ predicted bytes of weights, gradients and states under each engine, within 2 %
 """
 
 
-def planned(config: str, changes: dict[str, str]) -> tuple[Planned, StepTime]:
+def planned(config: str, changes: dict[str, str]) -> tuple[Plan, StepTime]:
     """The plan of a run of examples/cli_configs with a few other options, and its time."""
     words = ["--config", f"examples/cli_configs/{config}.yaml"]
     words += [word for name, value in changes.items() for word in (f"--{name}", value)]
@@ -88,7 +87,7 @@ def run_table(config: str) -> str:
     rows[0] += ["generation, s", "forward + backward, s", "update, s", "all, s"]
     for title, changes in RUNS[config]:
         found, time = planned(config, changes)
-        rows.append([title, *_bytes(found.plan, heads), *_seconds(time)])
+        rows.append([title, *_bytes(found, heads), *_seconds(time)])
     return markdown(rows)
 
 
@@ -106,7 +105,7 @@ def _seconds(time: StepTime) -> list[str]:
 
 def engine_table() -> str:
     """Who keeps what: bytes on each of 8 ranks, in half precision, for the model of 7 billion."""
-    model = planned(SEVEN, {})[0].plan.model
+    model = planned(SEVEN, {})[0].model
     rows = [["each of 8 ranks", "weights", "gradients at the update", "between micro-batches"]]
     rows[0] += ["optimizer", "gathered in training", "gathered to generate", "layer by layer"]
     for name, sharding in ENGINES.items():

@@ -22,10 +22,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from trl.cli.launch import launch_options, split
-from trl.cli.memory_plan import Planned, make_parser, plan_of
+from trl.cli.memory_plan import make_parser, plan_of
 from trl.memory.estimate import Estimate
 from trl.memory.model_size import FLOAT32, ModelSize
-from trl.memory.plan import table
+from trl.memory.plan import Plan, render, table
 from trl.memory.settings import RunSettings
 from trl.memory.shares import Shares
 
@@ -294,7 +294,7 @@ def _seconds(value: float) -> str:
     return f"{value:.3g}" if value else "0"
 
 
-def planned(words: list[str], machine: Machine) -> tuple[Planned, StepTime]:
+def planned(words: list[str], machine: Machine) -> tuple[Plan, StepTime]:
     """The plan of a run, and the time of its steps.
 
     Args:
@@ -310,12 +310,12 @@ def planned(words: list[str], machine: Machine) -> tuple[Planned, StepTime]:
     machine = machine.replace(gpus=max(1, launched["num_processes"] // launched["num_machines"]))
     is_divided = str(values.get("use_vllm", False)).lower() == "true"
     parallel = int(values.get("vllm_tensor_parallel_size", 1)) if is_divided else 1
-    return found, StepTime(found.plan.model, found.plan.run, machine, parallel)
+    return found, StepTime(found.model, found.run, machine, parallel)
 
 
-def text(found: Planned, step: StepTime) -> str:
+def text(found: Plan, step: StepTime) -> str:
     """What the command prints."""
-    return f"{found.text}\n\n{render_time(step)}"
+    return f"{render(found)}\n\n{render_time(step)}"
 
 
 def main(words: list[str] | None = None) -> None:

@@ -2,19 +2,30 @@
 
 import json
 
+import dpo_runs
+import kto_runs
 import pytest
+import reward_runs
+import sft_runs
 import torch
+from datasets import Dataset
+from tensor_bytes import TensorBytes
 from tiny import tiny_model
 from workspace import write_inputs
 
 from trl.cli import memory_plan
+from trl.cli.arguments import ScriptArguments
 from trl.cli.launch import launch_options, split
 from trl.cli.memory_plan import ASSUMED_PROMPT, main, make_parser
 from trl.memory.estimate import Estimate
 from trl.memory.model_size import model_size
+from trl.memory.plan import render
 from trl.memory.settings import RunSettings, Sharding
 from trl.models.loading import load_config
+from trl.trainer.model_config import ModelConfig
 
+PIECES = {"slices": 4, "accumulation": 4}  # eight pairs, two at a time
+ALONE = {"group_size": 1, "micro_batch": 8, "slices": 2, "accumulation": 2, "scores_policy": True}
 BASE = {"num_generations": 4, "max_completion_length": 8, "use_cpu": "true", "bf16": "false"}
 OPTIONS = BASE | {"output_dir": "out", "report_to": "none", "gradient_accumulation_steps": 2}
 
@@ -132,6 +143,108 @@ def test_without_a_gpu_half_precision_can_be_planned_for_one(folder):
     assert run.product_bytes == 2
 
 
+# --- Examples of a dataset ---
+
+
+PROMPT, ANSWER = 60, 90
+SHAPE = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
+MAKERS = {"sft": sft_runs, "dpo": dpo_runs, "kto": kto_runs, "reward": reward_runs}
+
+
+def examples(method):
+    """Rows whose prompts and answers have the longest lengths; an end token is one of an answer."""
+    texts = {
+        size: [
+            "".join(chr(97 + (7 * row + place) % 26) for place in range(size)) for row in range(4)
+        ]
+        for size in (PROMPT, ANSWER - 1, ANSWER + PROMPT - 1)
+    }
+    if method == "sft":
+        return Dataset.from_dict({"text": texts[ANSWER + PROMPT - 1]})
+    rows = {"prompt": texts[PROMPT]}
+    if method == "kto":
+        labels = [True, False] * 2
+        return Dataset.from_dict(rows | {"completion": texts[ANSWER - 1], "label": labels})
+    other = [text.upper() for text in texts[ANSWER - 1]]
+    return Dataset.from_dict(rows | {"chosen": texts[ANSWER - 1], "rejected": other})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}],
+    ids=["plain", "checkpointing", "micro-batches"],
+)
+@pytest.mark.parametrize("method", MAKERS)
+def test_peaks_of_runs_on_examples(tmp_path, method, options):
+    options = {"max_steps": 2, "max_length": PROMPT + ANSWER, "optim": "adamw_torch"} | options
+    options |= {"per_device_train_batch_size": 4 // options.get("gradient_accumulation_steps", 1)}
+    model = reward_runs.classifier(**SHAPE) if method == "reward" else tiny_model(**SHAPE)
+    given = {"ref_model": False} if method == "kto" else {}
+    tracker = TensorBytes(model.parameters())
+    trainer = MAKERS[method].make_trainer(
+        tmp_path, data=examples(method), model=model, **given, **options
+    )
+    copied = getattr(trainer.reference, "model", None)
+    with tracker:
+        for parameter in [] if copied is None else copied.parameters():
+            tracker.add(parameter.data)
+        trainer.train()
+    script = ScriptArguments(longest_prompt=PROMPT)
+    run = memory_plan.settings(script, trainer.args, ModelConfig(), model.config)
+    size = model_size(model.config, classifies=method == "reward")
+    assert run.shared_prefix and run.reference == (method in ("dpo", "kto"))
+    assert Estimate(size, run).peak == pytest.approx(tracker.peak, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "fields"),
+    [
+        ("dpo", {}, {"prompt": 32, "completion": 32, "reference": True}),
+        ("dpo", {"max_length": 3000}, {"prompt": 512, "completion": 2488, "reference": True}),
+        ("dpo", {"max_prompt_length": 20}, {"prompt": 20, "completion": 44, "reference": True}),
+        ("dpo", {"longest_prompt": 50}, {"prompt": 50, "completion": 14, "reference": True}),
+        ("dpo", {"max_completion_length": 9}, {"completion": 9, "reference": True}),
+        ("dpo", {"precompute_ref_log_probs": "true"}, {}),
+        ("dpo", {"reference_free": "true"}, {}),
+        ("dpo", {"max_tokens_per_piece": 200}, {"micro_batch": 4, "reference": True, **PIECES}),
+        ("reward", {}, {}),
+        ("kto", {}, {"reference": True}),
+        ("kto", {"gradient_accumulation_steps": 2}, {"reference": True, **ALONE}),
+        ("sft", {}, {"group_size": 1, "prompt": 0, "completion": 64, "micro_batch": 8}),
+    ],
+)
+def test_examples_become_rows(folder, method, changes, fields):
+    """Eight pairs share 32 tokens of a prompt, and have 32 of their own."""
+    names = {"bf16": "false", "use_cpu": "true", "output_dir": "out", "max_length": 64} | changes
+    parser = make_parser(method)
+    given = [str(word) for name, x in names.items() for word in (f"--{name}", x)]
+    words = ["--model_name_or_path", str(folder / "tiny-model"), *given]
+    built = memory_plan.build_options(parser, parser.read(words)[0], 1)
+    pairs = RunSettings(2, 32, 32, 16, generates=False, on_cpu=True)
+    assert memory_plan.make_plan(*built[1:4]).run == pairs.replace(**fields)
+
+
+def test_the_plan_of_pairs_is_in_examples(folder, capsys):
+    options = {"method": "dpo", "max_length": 64, "device_memory_gb": 1, "bf16": "false"}
+    model = ["--model_name_or_path", str(folder / "tiny-model"), "--output_dir", "out"]
+    main([*model, *(str(word) for name, x in options.items() for word in (f"--{name}", x))])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Micro-batch: 16 rows of up to 64 tokens, 752 tokens in one forward" in shown
+    assert "max_length 64 256 (the model's context)" in shown
+    assert "per_device_train_batch_size 8 8 (all rows of an update)" in shown
+    assert "shared_prefix=false" in shown and "beta=0" not in shown
+    assert "Note: Prompts are assumed to have up to 32 tokens; say --longest_prompt." in shown
+
+
+def test_a_value_model_of_its_own(folder):
+    alone = planned(folder, "ppo").estimate
+    values = planned(folder, "ppo", value_model_name_or_path=folder / "tiny-model").estimate
+    size = values.run.value_model
+    assert size.parameters < values.model.parameters and size.vocabulary == 0
+    assert values.shares.weights - alone.shares.weights == 4 * size.parameters
+    assert values.shares.optimizer - alone.shares.optimizer == 8 * size.parameters
+
+
 def test_the_command_prints_the_plan(folder, capsys):
     main(words(folder, longest_prompt=64, device_memory_gb=1))
     shown = capsys.readouterr().out
@@ -180,51 +293,51 @@ FSDP2 = ("--accelerate_config", "fsdp2", "--num_processes", "2")
 
 
 def test_the_engine_divides_the_model(folder):
-    found = divided(folder, *ZERO3).plan.run
+    found = divided(folder, *ZERO3).run
     assert found.sharding == Sharding("zero", 3, 2, syncs=True)
     assert (found.weight_bytes, found.loaded_bytes, found.gathers) == (4, None, True)
-    half = divided(folder, *FSDP2, bf16="true").plan.run
+    half = divided(folder, *FSDP2, bf16="true").run
     assert half.sharding == Sharding("fsdp2", 3, 2)
     assert (half.weight_bytes, half.product_bytes, half.loaded_bytes) == (2, 2, 4)
-    alone = divided(folder, bf16="true").plan.run
+    alone = divided(folder, bf16="true").run
     assert (alone.weight_bytes, alone.loaded_bytes) == (4, None)
 
 
 def test_options_that_matter_under_an_engine(folder):
-    layerwise = divided(folder, *ZERO3, ds3_gather_for_generation="false").plan
+    layerwise = divided(folder, *ZERO3, ds3_gather_for_generation="false")
     assert not layerwise.run.gathers
     syncs = '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'
-    assert divided(folder, *FSDP2, accelerator_config=syncs).plan.run.sharding.syncs
+    assert divided(folder, *FSDP2, accelerator_config=syncs).run.sharding.syncs
     quantized = {"load_in_4bit": "true", "use_peft": "true"}
-    assert not divided(folder, *FSDP2, **quantized).plan.run.divides_quantized
+    assert not divided(folder, *FSDP2, **quantized).run.divides_quantized
     stored = quantized | {"bnb_4bit_quant_storage": "bfloat16"}
-    assert divided(folder, *FSDP2, **stored).plan.run.divides_quantized
+    assert divided(folder, *FSDP2, **stored).run.divides_quantized
 
 
 def test_the_text_names_the_engine_and_what_others_would_change(folder):
     offload = ("--offload_optimizer_device", "cpu")
-    shown = divided(folder, *ZERO3, *offload).text
+    shown = render(divided(folder, *ZERO3, *offload))
     assert "Ranks: 2, ZeRO-3; " in shown
     assert "in the memory of the host" in shown
     assert "ds3_gather_for_generation=false" in shown
     assert "accelerate_config=zero2" in shown
-    assert "fsdp_offload_params=true" in divided(folder, *FSDP2).text
-    assert "accelerate_config" not in divided(folder).text
+    assert "fsdp_offload_params=true" in render(divided(folder, *FSDP2))
+    assert "accelerate_config" not in render(divided(folder))
 
 
 def test_a_generation_engine_on_the_same_device(folder):
     changes = {"use_vllm": "true", "device_memory_gb": 10, "vllm_gpu_memory_utilization": 0.5}
     awake = divided(folder, **changes)
-    phases = awake.plan.estimate.phases
+    phases = awake.estimate.phases
     assert {parts.vllm for parts in phases.values()} == {5e9}
     assert phases["generation"].kv_cache == 0
     assert any("vLLM generates: " in note and "cache of" in note for note in awake.notes)
-    computed = divided(folder, **changes | {"vllm_gpu_memory_utilization": "none"}).plan
+    computed = divided(folder, **changes | {"vllm_gpu_memory_utilization": "none"})
     assert computed.run.engine_bytes > 2 * computed.model.parameters
     assert computed.fits
-    sleeps = divided(folder, **changes, vllm_enable_sleep_mode="true").plan.estimate.phases
+    sleeps = divided(folder, **changes, vllm_enable_sleep_mode="true").estimate.phases
     assert [parts.vllm for parts in sleeps.values()] == [5e9, 0, 0, 0]
-    server = divided(folder, **changes, vllm_mode="server").plan.estimate.phases
+    server = divided(folder, **changes, vllm_mode="server").estimate.phases
     assert {parts.vllm for parts in server.values()} == {0}
     with pytest.raises(ValueError, match="leaves no room for .* of weights on each GPU"):
         divided(folder, **changes | {"vllm_gpu_memory_utilization": 0.000001})

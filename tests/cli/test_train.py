@@ -17,7 +17,8 @@ from trl.cli.train import (
 )
 from trl.data.mixture import DatasetMixtureConfig
 from trl.rewards import accuracy_reward, think_format_reward
-from trl.scripts import rloo
+from trl.scripts import ppo, rloo
+from trl.trainer.ppo_trainer import PPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 
@@ -221,3 +222,11 @@ def test_a_run_saves_its_model(inputs, monkeypatch, capsys):
     assert saved.config.to_dict()["hidden_size"] == start.config.to_dict()["hidden_size"]
     assert all(torch.isfinite(weight).all() for weight in saved.parameters())
     assert (inputs / "out" / "completions" / "train.jsonl").read_text().count("\n") == 8
+
+
+def test_a_value_model_of_ppo_is_trained(inputs, tmp_path, monkeypatch):
+    changes = {"value_model_name_or_path": inputs / "tiny-model", "output_dir": tmp_path}
+    monkeypatch.setattr("sys.argv", command(inputs, **changes, num_ppo_epochs=1))
+    run_training(ppo.make_parser(), PPOTrainer)
+    saved = json.loads((tmp_path / "value_model" / "config.json").read_text())
+    assert saved["architectures"] == ["LlamaForSequenceClassification"]

@@ -34,7 +34,7 @@ def test_options_exist_and_the_plan_fits(name, monkeypatch):
     parser = make_parser("rloo")
     script, launcher = split(parser, ["--config", str(path)])
     options = launch_options(launcher)
-    plan = plan_of(parser, parser.read(script)[0], options).plan
+    plan = plan_of(parser, parser.read(script)[0], options)
     assert plan.fits
     assert plan.run.sharding.ranks == options["num_processes"] == plan.run.processes
     assert plan.run.rows * plan.run.processes // plan.run.group_size == 128  # prompts an update

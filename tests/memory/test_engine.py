@@ -75,7 +75,7 @@ def test_the_whole_is_what_is_reserved():
 @pytest.mark.parametrize(
     ("sleeps", "words"),
     [
-        (False, "does not fit beside training.*needs 0.0134 GB more. Set vllm_enable_sleep_mode"),
+        (False, "does not fit beside training.*needs 13.4 MB more. Set vllm_enable_sleep_mode"),
         (True, "does not fit beside training.*generation takes.*Lower max_completion_length"),
     ],
 )
@@ -112,5 +112,5 @@ def test_training_that_holds_more_than_planned_makes_a_smaller_engine():
 
 
 def test_too_little_free_memory_is_an_error_that_names_both_numbers():
-    with pytest.raises(ValueError, match="0.06 GB of the device's .* GB are free now"):
+    with pytest.raises(ValueError, match="60 MB of the device's .* are free now"):
         with_measured(lambda device: DeviceMemory(free=60e6, held=2e6))

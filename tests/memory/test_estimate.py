@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 from online_runs import make_trainer, token_sum
 from peft import LoraConfig, get_peft_model
+from reward_runs import classifier
 from tensor_bytes import TensorBytes
 from tiny import tiny_model
 
@@ -20,6 +21,7 @@ from trl.memory.shares import Parts
 from trl.models.lm_head import OutputHead
 from trl.ops.linear_logprobs import CHUNK_ON_ACCELERATOR, CHUNK_ON_CPU, LogitTransform
 from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.ppo_trainer import PPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.types import Prompts, Sampling
 
@@ -107,6 +109,18 @@ def test_peak_with_a_reference(tmp_path):
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
+def test_peak_with_a_value_model(tmp_path, checkpointing):
+    model, values = tiny_model("llama", **SHAPE), classifier(**SHAPE)
+    size, of_values = model_size(model.config), model_size(values.config, classifies=True)
+    options = {"num_ppo_epochs": 1, "beta": 0.0, "num_generations": GROUP, "value_model": values}
+    options |= {"gradient_checkpointing": checkpointing}
+    measured = peak_of_training(tmp_path, PPOTrainer, model, **options)
+    run = settings(scores_policy=True, value_model=of_values, gradient_checkpointing=checkpointing)
+    assert Estimate(size, run).peak == pytest.approx(measured, rel=0.1)
+    assert Estimate(size, run.replace(value_model=None)).peak < 0.85 * measured
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
 def test_peak_with_an_adapter(tmp_path, checkpointing):
     model = tiny_model("llama", **SHAPE)
     size = model_size(model.config, ADAPTER)
@@ -149,7 +163,9 @@ def test_rows_of_a_dataset_are_not_generated(size):
 
 def test_a_value_model_is_trained_beside_the_policy(size):
     run = settings(optimizer="adamw_torch", accumulation=2)
-    one, two = (Estimate(size, run.replace(trained_models=n)).phases["optimizer"] for n in (1, 2))
+    one, two = (
+        Estimate(size, run.replace(value_model=n)).phases["optimizer"] for n in (None, size)
+    )
     assert two.total == 2 * one.total
 
 

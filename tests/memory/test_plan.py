@@ -79,8 +79,8 @@ def test_largest_lengths(share, option, field):
 
 def test_lengths_end_with_the_context():
     prompt, completion = plan(1e6).limits()[1:3]
-    assert (prompt.largest, prompt.words) == (4096 - RUN.completion, "the model's context")
-    assert completion.largest == completion.bound == 4096 - RUN.prompt
+    assert (prompt.largest, prompt.note) == (4096 - RUN.completion, " (the model's context)")
+    assert completion.largest == 4096 - RUN.prompt
 
 
 @pytest.mark.parametrize("share", [0.9, 1.0, 2.0, 3.0])

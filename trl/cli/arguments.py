@@ -27,6 +27,12 @@ class ScriptArguments:
     device_memory_gb: float | None = option(
         None, "For the memory plan: memory of one device. None: that of this machine."
     )
+    longest_prompt: int | None = option(
+        None,
+        "For the memory plan: tokens of the longest prompt. None: 512 are assumed, or as many as "
+        "the lengths of rows leave room for.",
+        ge=1,
+    )
 
 
 @dataclass
@@ -41,8 +47,14 @@ class OnlineScriptArguments(ScriptArguments):
         "Reward functions: names from trl.rewards, dotted paths (package.module.function), or "
         "path/to/file.py:function.",
     )
-    longest_prompt: int | None = option(
+
+
+@dataclass
+class PPOScriptArguments(OnlineScriptArguments):
+    """The same of PPO."""
+
+    value_model_name_or_path: str | None = option(
         None,
-        "For the memory plan: tokens of the longest prompt. None: 512 are assumed, or as many as "
-        "the context has room for.",
+        "Sequence classifier with one label that gives values, and is trained. None: a layer on "
+        "the policy.",
     )

@@ -136,7 +136,7 @@ def _online(name: str, title: str, common: tuple[str, ...]) -> TrainingCommand:
         summary=f"train with {title}",
         config=f"{module}_config.{kind}Config",
         trainer=f"{module}_trainer.{kind}Trainer",
-        arguments="trl.cli.arguments.OnlineScriptArguments",
+        arguments=f"trl.cli.arguments.{'PPO' if name == 'ppo' else 'Online'}ScriptArguments",
         needed=(
             ("model_name_or_path",),
             ("dataset_name", "datasets"),
@@ -164,7 +164,7 @@ def _offline(title: str, summary: str, common: tuple[str, ...], example: str) ->
         common=(
             *("output_dir", "max_length", *common, "learning_rate", "num_train_epochs"),
             *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"),
-            *("eval_strategy", "use_peft", "report_to", "config"),
+            *("eval_strategy", "use_peft", "report_to", "plan", "config"),
         ),
         example=f"--model_name_or_path {example} --output_dir output",
     )
@@ -174,7 +174,7 @@ _OFFLINE = (
     _offline(
         "SFT",
         "train on texts, conversations or completions",
-        ("packing", "assistant_only_loss", "plan"),
+        ("packing", "assistant_only_loss"),
         "Qwen/Qwen3-0.6B-Base --dataset_name trl-lib/Capybara \\\n    --packing",
     ),
     _offline(
@@ -203,7 +203,9 @@ TRAINING: dict[str, TrainingCommand] = {
         _online("rloo", "RLOO", ("num_generations", "beta")),
         _online("grpo", "GRPO", ("num_generations", "beta", "loss_type", "scale_rewards")),
         _online("online-dpo", "Online DPO", ("beta", "loss_type", "missing_eos_penalty")),
-        _online("ppo", "PPO", ("beta", "num_ppo_epochs", "num_mini_batches", "gamma", "lam")),
+        _online(
+            "ppo", "PPO", ("beta", "num_ppo_epochs", "gamma", "lam", "value_model_name_or_path")
+        ),
     )
 }
 COMMANDS: dict[str, Command] = TRAINING | {

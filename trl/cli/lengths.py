@@ -18,7 +18,7 @@ from ..trainer.sft_config import SFTConfig
 from .commands import TRAINING
 from .exit import one_line_errors
 from .length_charts import draw, page
-from .memory_plan import PLANNED, build_options, make_plan
+from .memory_plan import build_options, make_plan
 from .parser import TrlParser
 from .train import load_data, take_split
 
@@ -67,19 +67,13 @@ def profiled(
     given = [*(own.max_lengths or []), *filter(None, [getattr(training, "max_length", None)])]
     name = model.model_name_or_path or ""
     profile = profile_rows(dataset, name, training, given, model.model_revision)
-    if own.method not in PLANNED:
-        return profile
     plan = make_plan(script, training, model)
-    field = "prompt" if plan.run.generates else "completion"
-    peaks = [
-        Estimate(plan.model, plan.run.replace(**{field: row["max_length"]})).peak
-        for row in profile.limits
-    ]
-    pairs = zip(profile.limits, peaks, strict=True)
-    limits = [
-        row | {"memory MB": round(peak / 1e6), "fits": peak <= plan.budget} for row, peak in pairs
-    ]
-    largest = next(limit.largest for limit in plan.limits() if limit.field == field)
+    limits = []
+    for row in profile.limits:
+        peak = Estimate(plan.model, plan.run.of_length(row["max_length"])).peak
+        limits.append(row | {"memory MB": round(peak / 1e6), "fits": peak <= plan.budget})
+    option = "tokens of a prompt" if plan.run.generates else "max_length"
+    largest = next(limit.largest for limit in plan.limits() if limit.option == option)
     return replace(profile, limits=limits, largest_that_fits=largest)
 
 

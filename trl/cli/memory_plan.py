@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,25 +16,20 @@ from ..memory.engine import Engine
 from ..memory.model_size import KNOWN, ModelSize, load_config, model_size, shares_prompts
 from ..memory.plan import Plan, render, size
 from ..memory.probes import device_bytes
-from ..memory.settings import (
-    ASSUMED_PROMPT,
-    RunSettings,
-    Sharding,
-    read_sharding,
-)
+from ..memory.settings import ASSUMED_PROMPT, RunSettings, Sharding, read_sharding
 from ..trainer.base.base_config import BaseConfig
 from ..trainer.base.options import option
+from ..trainer.kto_config import KTOConfig
 from ..trainer.model_config import ModelConfig, get_peft_config
+from ..trainer.offline.offline_config import OfflineConfig, PreferenceConfig
+from ..trainer.reward_config import RewardConfig
 from ..trainer.sft_config import SFTConfig
-from .arguments import OnlineScriptArguments, ScriptArguments
+from .arguments import ScriptArguments
 from .commands import TRAINING
 from .exit import USER_ERRORS
 from .launch import launch_options, split
 from .parser import TrlParser
 
-# Those of whose rows the plan knows the shape.
-ONLINE = "trl.cli.arguments.OnlineScriptArguments"
-PLANNED = ("sft", *(name for name, command in TRAINING.items() if command.arguments == ONLINE))
 # Bytes of a quantized weight: its bits, and the float32 or nested scale of each block of 64.
 QUANTIZED = {8: 1.0, 4: 0.5 + 4 / 64}
 NESTED = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -43,7 +39,7 @@ NESTED = 0.5 + 1 / 64 + 4 / (64 * 256)
 class PlanArguments:
     """What is planned."""
 
-    method: str = option("rloo", "Command whose options are given.", choices=PLANNED)
+    method: str = option("rloo", "Command whose options are given.", choices=tuple(TRAINING))
 
 
 def main(words: list[str] | None = None) -> None:
@@ -56,7 +52,7 @@ def main(words: list[str] | None = None) -> None:
             parser.print_help()
             return
         script, launcher = split(parser, words)
-        print(plan_of(parser, parser.read(script)[0], launch_options(launcher)).text)
+        print(render(plan_of(parser, parser.read(script)[0], launch_options(launcher))))
     except USER_ERRORS as error:
         if os.environ.get("TRL_DEBUG") == "1":
             raise
@@ -69,31 +65,10 @@ def make_parser(method: str = "rloo") -> TrlParser:
     return TrlParser((PlanArguments, *types), prog="trl memory-plan")
 
 
-@dataclass(frozen=True)
-class Planned:
-    """What the options of a run come to.
+def plan_of(parser: TrlParser, values: dict[str, Any], launched: Mapping[str, Any]) -> Plan:
+    """Plan what the options of a training command describe.
 
-    Args:
-        plan (`Plan`): its memory.
-        notes (`list[str]`): what it takes for granted or leaves out.
-    """
-
-    plan: Plan
-    notes: list[str]
-
-    @property
-    def text(self) -> str:
-        """For a terminal."""
-        return "\n\n".join([render(self.plan), "\n".join(self.notes)]).rstrip("\n")
-
-
-def plan_of(parser: TrlParser, values: dict[str, Any], launched: Mapping[str, Any]) -> Planned:
-    """Plan what the options describe.
-
-    Args:
-        parser: knows the options, those of a training command among them.
-        values: the options given.
-        launched: options of `accelerate launch`; see `read_sharding`.
+    `launched` are the options of `accelerate launch`; see `read_sharding`.
 
     Raises:
         ValueError: for options that training would refuse, too.
@@ -101,17 +76,11 @@ def plan_of(parser: TrlParser, values: dict[str, Any], launched: Mapping[str, An
     script, training, model_args, _ = build_options(parser, values, launched["num_processes"])[-4:]
     if model_args.model_name_or_path is None:
         raise ValueError("--model_name_or_path is required.")
-    plan = make_plan(script, training, model_args, read_sharding(launched))
-    return Planned(plan, _notes(plan, script, training))
+    return make_plan(script, training, model_args, read_sharding(launched))
 
 
 def build_options(parser: TrlParser, values: dict[str, Any], processes: int) -> tuple[Any, ...]:
-    """Build the configurations as one of several processes on the planned device would.
-
-    Args:
-        parser, values: as for `plan_of`.
-        processes (`int`): of the run.
-    """
+    """Build the configurations as one of several processes on the planned device would."""
     if values.get("device_memory_gb") is not None and not torch.cuda.is_available():
         # transformers refuses what only a GPU can do, unless told that a CPU should.
         values = values | {"use_cpu": True}
@@ -132,33 +101,31 @@ def make_plan(
     """Plan a run from its three configurations, and from what its ranks divide.
 
     Raises:
-        OSError: if the model has no configuration.
+        OSError: if a model has no configuration.
+        ValueError: if an engine does not fit beside training.
     """
     trusted = training.trust_remote_code
     revision = (training.model_init_kwargs or {}).get("revision", model_args.model_revision)
     config = load_config(model_args.model_name_or_path or "", revision, trusted)
     run = settings(script, training, model_args, config)
+    values = getattr(script, "value_model_name_or_path", None)
+    if values is not None:
+        run = run.replace(value_model=model_size(load_config(values), classifies=True))
     if sharding is not None:
         run = run.replace(**_division(training, model_args, run, sharding))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     given = script.device_memory_gb
-    plan = Plan(
-        model=model_size(config, get_peft_config(model_args), trusted),
-        run=run,
-        device_bytes=device_bytes(device) if given is None else given * 1e9,
-        adapter=None if model_args.use_peft else _with_adapter(config, model_args, trusted),
-    )
-    return _with_engine(plan, training)
 
+    def sized(chosen: ModelConfig) -> ModelSize:
+        adapter = get_peft_config(chosen)
+        return model_size(config, adapter, trusted, isinstance(training, RewardConfig))
 
-def _with_adapter(config: Any, model_args: ModelConfig, trusted: bool) -> ModelSize | None:
-    """The model with the adapter that `use_peft` would train, if there is one for it."""
-    if not is_available("peft"):
-        return None
-    try:
-        return model_size(config, get_peft_config(replace(model_args, use_peft=True)), trusted)
-    except ValueError:
-        return None
+    plan = Plan(sized(model_args), run, device_bytes(device) if given is None else given * 1e9)
+    if not model_args.use_peft and is_available("peft"):
+        with suppress(ValueError):  # there is no adapter for this model
+            plan = replace(plan, adapter=sized(replace(model_args, use_peft=True)))
+    plan = _with_engine(plan, training)
+    return replace(plan, notes=(*_notes(plan, script, training), *plan.notes))
 
 
 def settings(
@@ -167,56 +134,66 @@ def settings(
     """Turn options into the numbers of the estimate."""
     weight_bytes, product_bytes, matrix_bytes = _precision(training, model_args, config)
     has_gpu = torch.cuda.is_available() and not training.use_cpu
-    facts = {
+    facts: dict[str, Any] = {
         "weight_bytes": weight_bytes,
         "product_bytes": product_bytes,
         "matrix_bytes": matrix_bytes,
         "on_cpu": script.device_memory_gb is None and not has_gpu,
     }
-    if not isinstance(script, OnlineScriptArguments):
-        if not isinstance(training, SFTConfig):
-            raise ValueError("There is no memory plan of this command: leave out --plan.")
-        context = getattr(config.get_text_config(), "max_position_embeddings", ASSUMED_PROMPT)
-        return RunSettings.of_documents(training, context, **facts)
-    prompt = script.longest_prompt or _assumed_prompt(training, config)
-    longest = prompt + training.max_completion_length
-    shares = shares_prompts(config, model_args.attn_implementation, longest)
-    shared = training.shared_prefix and shares
-    return RunSettings.of(training, prompt=prompt, shared_prefix=shared, **facts)
-
-
-def _assumed_prompt(training: Any, config: Any) -> int:
-    """Tokens of the longest prompt where nothing is said of it: what the context has room for."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if context is None:
-        return ASSUMED_PROMPT
-    return max(1, min(ASSUMED_PROMPT, context - training.max_completion_length))
+    if isinstance(training, OfflineConfig):
+        length = training.max_length or context or ASSUMED_PROMPT
+        run = _of_examples(script, training, length, facts)
+    else:
+        assumed = min(ASSUMED_PROMPT, (context or 2**20) - training.max_completion_length)
+        prompt = script.longest_prompt or training.max_prompt_length or max(1, assumed)
+        run = RunSettings.of(training, prompt=prompt, **facts)
+    kind = isinstance(training, RewardConfig)
+    longest = run.prompt + run.completion
+    shares = shares_prompts(config, model_args.attn_implementation, longest, kind)
+    return run.replace(shared_prefix=run.shared_prefix and shares)
+
+
+def _of_examples(
+    script: ScriptArguments, training: OfflineConfig, length: int, facts: dict[str, Any]
+) -> RunSettings:
+    """What the options of a run on a dataset say; prompts are there where answers share them."""
+    if isinstance(training, SFTConfig):
+        return RunSettings.of_examples(training, 1, 0, length, **facts)
+    assumed, answers, longest = min(ASSUMED_PROMPT, length // 2), 2, None
+    if isinstance(training, PreferenceConfig):
+        assumed, longest = training.max_prompt_length or assumed, training.max_completion_length
+        facts["reference"] = training.needs_reference and not training.precompute_ref_log_probs
+    if isinstance(training, KTOConfig) and training.gradient_accumulation_steps > 1:
+        # The answers of the KL estimate are scored before, with those of the other micro-batches.
+        answers, facts["scores_policy"] = 1, training.estimates_kl
+    prompt = min(script.longest_prompt or assumed, length - 1)
+    answer = min(length - prompt, longest or length)
+    return RunSettings.of_examples(training, answers, prompt, answer, **facts)
 
 
 def _with_engine(plan: Plan, training: Any) -> Plan:
-    """The plan with the memory of the engine that generates, if it is not the policy itself.
-
-    Raises:
-        ValueError: if the engine does not fit beside training.
-    """
-    if not plan.run.generates or not training.use_vllm:
+    """The plan with the memory of the engine that generates, if it is not the policy itself."""
+    run = plan.run
+    if not run.generates or not training.use_vllm:
         return plan
     sleeps, share = training.vllm_enable_sleep_mode, training.vllm_gpu_memory_utilization
-    if training.vllm_mode != "colocate":
-        found = 0.0
-    elif share is not None:
-        found = share * plan.device_bytes
-    else:
-        engine = _engine(plan, training)
-        shortest = min(plan.run.prompt + plan.run.completion, engine.context)
-        found = engine.memory(shortest).total
-    return replace(plan, run=plan.run.replace(engine_bytes=found, engine_sleeps=sleeps))
-
-
-def _engine(plan: Plan, training: Any) -> Engine:
-    run, ranks = plan.run, training.vllm_tensor_parallel_size
-    context = training.vllm_max_model_length or plan.model.context or run.prompt + run.completion
-    return Engine(plan, ranks, context, run.rows * ranks, training.vllm_enable_sleep_mode)
+    found, words = 0.0, "its server has GPUs of its own"
+    if training.vllm_mode == "colocate":
+        ranks, longest = training.vllm_tensor_parallel_size, run.prompt + run.completion
+        context = training.vllm_max_model_length or plan.model.context or longest
+        engine = Engine(plan, ranks, context, run.rows * ranks, sleeps)
+        found = (share or 0.0) * plan.device_bytes
+        found = engine.memory(min(longest, context)).total if share is None else found
+        tokens = (found - engine.weights) / engine.token
+        if tokens <= 0:
+            raise ValueError(
+                f"vllm_gpu_memory_utilization={share} leaves no room for {size(engine.weights)} of "
+                "weights on each GPU: raise it, or vllm_tensor_parallel_size."
+            )
+        words = f"{size(engine.weights)} of weights, and room for a cache of {tokens:,.0f} tokens"
+    run = run.replace(engine_bytes=found, engine_sleeps=sleeps)
+    return replace(plan, run=run, notes=(f"vLLM generates: {words}.",))
 
 
 def _division(
@@ -252,61 +229,40 @@ def _precision(
 
 def _notes(plan: Plan, script: ScriptArguments, training: Any) -> list[str]:
     """What the plan takes for granted or leaves out."""
-    model: ModelSize = plan.model
-    name = plan.run.optimizer
-    row, context = plan.run.prompt + plan.run.completion, model.context
-    online = _online_notes(plan, script, training) if plan.run.generates else {}
-    longest = "prompt and completion have" if plan.run.generates else "rows have"
-    notes = online | {
-        f"The longest {longest} {row} tokens, more than the model's context of {context}.": (
-            context is not None and row > context
+    run, context, shares = plan.run, plan.model.context, plan.estimate.shares
+    length, sharding = run.prompt + run.completion, run.sharding
+    notes = _notes_on_options(run, script, training, context) | {
+        f"The longest {'prompt and completion' if run.prompt else 'rows'} have {length} tokens, "
+        f"more than the model's context of {context}.": length > (context or length),
+        f"What {run.optimizer} keeps is not known; two float32 states are assumed.": (
+            run.optimizer not in KNOWN
         ),
-        f"What {name} keeps is not known; two float32 states are assumed.": (name not in KNOWN),
-        "Layers are taken to be like Llama's, with a gated MLP.": not model.gated,
+        "Layers are taken to be like Llama's, with a gated MLP.": not plan.model.gated,
         "Every rank holds the whole model; --accelerate_config zero2, zero3 or fsdp2 divides it.": (
-            plan.run.processes > 1 and not plan.run.sharding.stage
+            run.processes > 1 and not sharding.stage
         ),
         "FSDP sums whole gradients until the last micro-batch; the accelerator_config option "
         "gradient_accumulation_kwargs={'sync_each_batch': true} divides them each time.": (
-            plan.estimate.shares.waiting > plan.estimate.shares.gradients
-            and plan.run.sharding.is_fsdp
-            and plan.run.accumulation > 1
+            sharding.is_fsdp and run.accumulation > 1 and shares.waiting > shares.gradients
         ),
         "Quantized weights stay whole on every rank; "
         "bnb_4bit_quant_storage=bfloat16 lets them be divided.": (
-            plan.run.sharding.divides_weights
-            and plan.run.matrix_bytes is not None
-            and not plan.run.divides_quantized
+            sharding.divides_weights and run.matrix_bytes is not None and not run.divides_quantized
         ),
     }
-    return [f"Note: {text}" for text, holds in notes.items() if holds]
+    return [text for text, holds in notes.items() if holds]
 
 
-def _online_notes(plan: Plan, script: Any, training: Any) -> dict[str, bool]:
-    prompt, context = plan.run.prompt, plan.model.context
-    engine = f": {_engine_words(plan, training)}" if training.use_vllm else ""
+def _notes_on_options(
+    run: RunSettings, script: Any, training: Any, context: int | None
+) -> dict[str, bool]:
+    is_known = script.longest_prompt or getattr(training, "max_prompt_length", None)
+    is_cut = run.generates and run.prompt < ASSUMED_PROMPT
     rest = f", what max_completion_length leaves of the model's context of {context}"
-    rest = "" if prompt == ASSUMED_PROMPT else rest
     return {
-        f"Prompts are assumed to have up to {prompt} tokens{rest}; say --longest_prompt.": (
-            script.longest_prompt is None
+        f"Prompts are assumed to have up to {run.prompt} tokens{rest * is_cut}; say "
+        "--longest_prompt.": bool(run.prompt and not is_known),
+        "The reward model is not counted.": (
+            getattr(script, "reward_model_name_or_path", None) is not None
         ),
-        "The reward model is not counted.": script.reward_model_name_or_path is not None,
-        f"vLLM generates{engine}.": bool(training.use_vllm),
     }
-
-
-def _engine_words(plan: Plan, training: Any) -> str:
-    """What a generation engine makes of its memory."""
-    if training.vllm_mode != "colocate":
-        return "its server has GPUs of its own"
-    engine = _engine(plan, training)
-    room = (plan.run.engine_bytes or 0.0) - engine.weights
-    if room <= 0:
-        raise ValueError(
-            f"vllm_gpu_memory_utilization={training.vllm_gpu_memory_utilization} leaves no room "
-            f"for {size(engine.weights)} of weights on each GPU: raise it, or "
-            "vllm_tensor_parallel_size."
-        )
-    tokens = room / engine.token
-    return f"{size(engine.weights)} of weights, and room for a cache of {tokens:,.0f} tokens"

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from ..data.files import load_dataset_source
 from ..data.mixture import DatasetMixtureConfig, get_dataset
 from ..trainer.model_config import get_peft_config, get_quantization_config
-from .arguments import OnlineScriptArguments, ScriptArguments
+from .arguments import OnlineScriptArguments, PPOScriptArguments, ScriptArguments
 from .exit import check_output_dir, one_line_errors, rank, tell_success, warn_of_missing_ranks
 from .parser import TrlParser
 from .reward_lookup import find_reward
@@ -45,13 +45,14 @@ def run_training(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
 
 def _show_plan(parser: TrlParser, values: dict[str, Any]) -> None:
     """Print the memory plan, where workers are told so by `--plan`."""
+    from ..memory.plan import render
     from ..memory.settings import options_of_environment
     from .memory_plan import plan_of
 
     # Configurations find the other workers, so that all of them make the plan.
     plan = plan_of(parser, values, options_of_environment(os.environ))
     if rank() == 0:
-        print(plan.text)
+        print(render(plan))
 
 
 def _prepare(
@@ -62,9 +63,11 @@ def _prepare(
         raise ValueError("--model_name_or_path is required.")
     if rank() == 0:
         check_output_dir(training.output_dir)
-    sources = {}
+    sources: dict[str, Any] = {}
     if isinstance(script, OnlineScriptArguments):
-        sources = {"reward_funcs": reward_functions(script)}
+        sources["reward_funcs"] = reward_functions(script)
+    if isinstance(script, PPOScriptArguments):
+        sources["value_model"] = script.value_model_name_or_path
     dataset = load_data(script, mixture)
     init_kwargs = {
         "revision": model.model_revision,

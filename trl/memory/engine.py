@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .estimate import Estimate
-from .plan import HEADROOM, Plan
+from .plan import HEADROOM, Plan, size
 from .probes import DeviceMemory
 
 SMALLEST_CACHE = 16 * 2**20
@@ -24,54 +24,43 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine beside training; sizes are bytes of one rank.
+    """An engine beside training; sizes are bytes of one rank."""
 
-    Args:
-        plan (`Plan`): of the training run; an engine that it counts is left out here.
-        ranks (`int`): that divide its weights and its cache among them.
-        context (`int`): most tokens of one prompt with its completion.
-        rows (`int`): completions that decode together.
-        sleeps (`bool`): whether it gives its memory back outside generation.
-    """
-
-    plan: Plan
-    ranks: int
-    context: int
-    rows: int
-    sleeps: bool
+    plan: Plan  # of the training run; an engine that it counts is left out here
+    ranks: int  # that divide its weights and its cache among them
+    context: int  # most tokens of one prompt with its completion
+    rows: int  # completions that decode together
+    sleeps: bool  # it gives its memory back outside generation
 
     @property
     def weights(self) -> float:
         """Its own copy; an adapter is merged, or kept apart with room for as much again."""
-        size = self.plan.model
-        return self.plan.run.product_bytes * (size.parameters + size.adapter) / self.ranks
+        model = self.plan.model
+        return self.plan.run.product_bytes * (model.parameters + model.adapter) / self.ranks
 
     @property
     def token(self) -> float:
         """Keys and values of one token in all layers."""
-        size = self.plan.model
-        return 2 * self.plan.run.product_bytes * size.keys * size.layers / self.ranks
+        model = self.plan.model
+        return 2 * self.plan.run.product_bytes * model.keys * model.layers / self.ranks
 
     @property
     def working(self) -> float:
         """Activations of one step, and logits in float32 with what sampling adds."""
-        size = self.plan.model
-        activations = BATCHED_TOKENS * (4 * size.hidden + 3 * size.intermediate)
-        return self.plan.run.product_bytes * activations + 4 * 3 * self.rows * size.vocabulary
+        model = self.plan.model
+        activations = BATCHED_TOKENS * (4 * model.hidden + 3 * model.intermediate)
+        return self.plan.run.product_bytes * activations + 4 * 3 * self.rows * model.vocabulary
 
     def memory(self, shortest: int, measured: DeviceMemory | None = None) -> EngineMemory:
         """Divide what training leaves of the device between the weights and the cache.
 
         An engine that sleeps shares the device with what is held while nothing is computed; one
         that does not, with the largest phase. Where less is free than the plan assumes, because
-        other processes use the device or this one holds more than planned, what is measured counts.
-
-        Args:
-            shortest (`int`): fewest tokens that a context must have.
-            measured (`DeviceMemory`, *optional*): of the device now, before the engine is started.
+        other processes use the device or this one holds more than planned, what is `measured` of
+        the device now, before the engine is started, counts.
 
         Raises:
-            ValueError: if not one prompt with its completion fits, in numbers.
+            ValueError: if the context would have fewer than `shortest` tokens, in numbers.
         """
         plan = self.plan
         run = plan.run.replace(engine_bytes=0.0, engine_sleeps=self.sleeps)
@@ -82,8 +71,8 @@ class Engine:
             budget = min(budget, (1 - HEADROOM) * measured.reachable)
             taken = max(taken, measured.held)
             seen = (
-                f" ({_gb(measured.free)} of the device's {_gb(plan.device_bytes)} are free now, "
-                f"and training holds {_gb(measured.held)})"
+                f" ({size(measured.free)} of the device's {size(plan.device_bytes)} are free now, "
+                f"and training holds {size(measured.held)})"
             )
         fixed = self.weights + self.working
         left = budget - taken - fixed
@@ -92,9 +81,9 @@ class Engine:
             advice = "Lower max_completion_length"
             advice = advice if self.sleeps else "Set vllm_enable_sleep_mode=True"
             raise ValueError(
-                f"The vLLM engine does not fit beside training. Of {_gb(budget)} that may be "
-                f"filled{seen}, {phase} takes {_gb(taken)} and the engine itself {_gb(fixed)}; a "
-                f"prompt with its completion needs {_gb(shortest * self.token)} more. {advice}, "
+                f"The vLLM engine does not fit beside training. Of {size(budget)} that may be "
+                f"filled{seen}, {phase} takes {size(taken)} and the engine itself {size(fixed)}; a "
+                f"prompt with its completion needs {size(shortest * self.token)} more. {advice}, "
                 "or spread the engine over ranks with vllm_tensor_parallel_size, or set "
                 "vllm_gpu_memory_utilization to try it anyway."
             )
@@ -103,7 +92,3 @@ class Engine:
         wanted = self.token * max(self.rows * blocks * BLOCK, context)
         cache = max(SMALLEST_CACHE, min(wanted, left))
         return EngineMemory(int(cache), context, fixed + cache)
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.3g} GB"

@@ -62,7 +62,7 @@ class Head:
     """What the output projection and log-probabilities take, in bytes.
 
     Logits exist one tile of tokens x vocabulary entries at a time, or all at once if the chunk is
-    0.
+    0. A classifier has none.
 
     Attributes:
         whole_cast: the copy of the whole weight that autocast makes when the module is called.
@@ -138,6 +138,8 @@ class Estimate:
         # Copies of the layers' weights that autocast keeps until a forward ends.
         matrices = model.largest_matrix if model.frozen else model.layer_matrices
         self._casts = run.product_bytes * matrices if run.autocast else 0.0
+        # A classifier reads the last token of each row.
+        self._read = run.micro_batch * (run.completion if model.vocabulary else 1)
 
     @cached_property
     def phases(self) -> dict[str, Parts]:
@@ -168,21 +170,19 @@ class Estimate:
     def _generation(self) -> Parts:
         run, shares = self.run, self.shares
         if run.engine_bytes is not None:
-            sent = self._held(self._waiting, shares.largest)  # weights reach it one at a time
+            sent = self._held(self._waiting, shares.layerwise)  # weights reach it one at a time
             return replace(sent, vllm=run.engine_bytes)
         rows, prompts = self.in_flight()
         token = self.layer.cache * self.model.layers
-        cache = token * prompts * run.prompt
-        written = token * rows * run.completion
+        cache, written = token * prompts * run.prompt, token * rows * run.completion
         # Keys or values of one layer are held twice while they move to a larger buffer.
         moved = (written if run.shared_prefix else cache + written) / (2 * self.model.layers)
         together = prompts * run.prompt
         if run.shared_prefix:
             together = min(together, max(run.prompt, PREFILL_TOKENS))
         inference = self.layer.inference + self.layer.stream
-        casts = self._casts + self.head.whole_cast
         held = self._held(self._waiting, shares.whole if run.gathers else shares.layerwise)
-        held = held.plus(activations=casts, kv_cache=cache)
+        held = held.plus(activations=self._casts + self.head.whole_cast, kv_cache=cache)
         return _largest(
             held.plus(activations=inference * together),
             held.plus(kv_cache=written + moved, activations=inference * rows),
@@ -204,37 +204,44 @@ class Estimate:
     # --- Scoring and training ---
 
     def _scoring(self) -> Parts:
-        run = self.run
-        passes = run.forward_passes(cuts=True)
+        passes = self.run.forward_passes(cuts=True)
         held = self._held(self._waiting, self.shares.layerwise).plus(activations=self._casts)
         hidden = self.layer.stream * sum(passes)
         body = hidden + self.layer.inference * max(passes) + self._kept_keys(passes)
-        head = max(self.head.whole_cast, self.head.forward(run.micro_batch * run.completion))
+        head = max(self.head.whole_cast, self.head.forward(self._read))
         return _largest(held.plus(activations=body), held.plus(activations=hidden, head=head))
 
     def _kept_keys(self, passes: list[int]) -> float:
         """Keys and values that the first of several passes keeps for the others."""
         return self.layer.cache * self.model.layers * passes[0] if len(passes) > 1 else 0.0
 
+    def _kept_by_layers(self, tokens: int) -> float:
+        """What all layers of the trained models keep for the backward pass."""
+        models = [self.model, *filter(None, [self.run.value_model])]
+        layers = [(model.layers, Layer(model, self.run)) for model in models]
+        checkpoints = self.run.gradient_checkpointing
+        each = (count * (x.stream if checkpoints else x.saved) for count, x in layers)
+        return tokens * sum(each)
+
     def _training(self) -> Parts:
         run, layer, head, shares = self.run, self.layer, self.head, self.shares
-        passes = run.forward_passes(cuts=run.gradient_checkpointing)
-        tokens, widest = sum(passes), max(passes)
         checkpoints = run.gradient_checkpointing
+        passes = run.forward_passes(cuts=checkpoints)
+        tokens, widest = sum(passes), max(passes)
         of_layer = layer.stream if checkpoints else layer.saved
         # A quantized weight has no cast that could be kept.
-        casts = self._casts if run.matrix_bytes is None else 0.0
-        casts = casts / self.model.layers if checkpoints else casts
+        casts = self._casts / (self.model.layers if checkpoints else 1)
+        casts = casts if run.matrix_bytes is None else 0.0
         keys = 2 * self._kept_keys(passes)  # and their gradients
-        kept = self.model.layers * of_layer * tokens + casts + keys
+        kept = self._kept_by_layers(tokens) + casts + keys
         again = layer.backward + (layer.saved if checkpoints else 0.0)
         # Shares of gradients fill up while the first micro-batch runs already.
         before = shares.gradients if run.sharding.stage else 0.0
         before = shares.waiting if run.accumulation > 1 else before
         held = self._held(before, shares.training, shares.first_buckets)
-        predicting = head.backward(run.micro_batch * run.completion)
         # Behind the last layer: its result, and what the last norm keeps.
-        at_head = held.plus(activations=kept + 3 * layer.stream * tokens, head=predicting)
+        result = kept + 3 * layer.stream * tokens
+        at_head = held.plus(activations=result, head=head.backward(self._read))
         last_layer = held.plus(activations=kept + again * widest, gradients=head.gradient)
         # Backward goes through the passes from the last to the first, which frees them.
         working = max(

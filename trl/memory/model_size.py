@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
 
 from ..distributed import undivided_models
 from ..imports import require
@@ -38,7 +42,7 @@ class ModelSize:
     intermediate: int
     queries: int
     keys: int
-    vocabulary: int
+    vocabulary: int  # 0 for a classifier, which has no logits of tokens
     context: int | None
     gated: bool  # the MLP multiplies two projections
     norms_heads: bool  # queries and keys are normalized
@@ -52,19 +56,22 @@ class ModelSize:
 
 
 def model_size(
-    config: PretrainedConfig, peft_config: Any = None, trust_remote_code: bool = False
+    config: PretrainedConfig,
+    peft_config: Any = None,
+    trust_remote_code: bool = False,
+    classifies: bool = False,
 ) -> ModelSize:
-    """Measure the causal language model that `config` describes, without allocating it.
+    """Measure the language model, or classifier, that `config` describes, without allocating it.
 
     With `peft_config` (`peft.PeftConfig`), an adapter is trained instead of all weights.
     """
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of peft, about names of transformers
-        model = _empty_model(config, trust_remote_code)
+        model = _empty_model(config, trust_remote_code, classifies=classifies)
         base = sum(p.numel() for p in model.parameters())
         shape = _shape(config.get_text_config(), model)
         if peft_config is not None:
-            model = require("peft", "use_peft").get_peft_model(model, peft_config)
+            model = _with_adapter(model, peft_config)
     parameters = sum(p.numel() for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad]
     return ModelSize(
@@ -82,27 +89,37 @@ def model_size(
     )
 
 
-def shares_prompts(config: PretrainedConfig, attention: str | None, longest: int) -> bool:
-    """Whether completions of a model can see one copy of their prompt, on a CPU or a GPU.
+def _with_adapter(model: Any, peft_config: Any) -> Any:
+    if not model.can_generate():
+        peft_config = replace(peft_config, task_type="SEQ_CLS")
+    return require("peft", "use_peft").get_peft_model(model, peft_config)
 
-    Args:
-        config (`PretrainedConfig`): configuration of the model; code shipped with it does not run.
-        attention (`str`, *optional*): its attention implementation; None: what transformers takes.
-        longest (`int`): tokens of the longest row.
+
+def shares_prompts(
+    config: PretrainedConfig, attention: str | None, longest: int, classifies: bool = False
+) -> bool:
+    """Whether completions of a model can see one copy of their prompt, in rows up to `longest`.
+
+    Code shipped with the model does not run. `attention` is its implementation; None: what
+    transformers takes.
     """
     try:
-        model = _empty_model(config, False, attention)
+        model = _empty_model(config, False, attention, classifies)
     except ValueError:  # this model has no such attention
         return False
     return why_not_shared(model, longest, "cpu") is None
 
 
 def _empty_model(
-    config: PretrainedConfig, trust_remote_code: bool, attention: str | None = None
+    config: PretrainedConfig,
+    trust_remote_code: bool,
+    attention: str | None = None,
+    classifies: bool = False,
 ) -> Any:
     options = {"trust_remote_code": trust_remote_code, "attn_implementation": attention}
+    kind = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
     with torch.device("meta"), undivided_models():
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+        return kind.from_config(config, dtype=torch.float32, **options)
 
 
 def _shape(config: Any, model: nn.Module) -> dict[str, Any]:
@@ -122,7 +139,7 @@ def _shape(config: Any, model: nn.Module) -> dict[str, Any]:
         "intermediate": _intermediate(config),
         "queries": heads * head_dim,
         "keys": (getattr(config, "num_key_value_heads", None) or heads) * head_dim,
-        "vocabulary": config.vocab_size,
+        "vocabulary": config.vocab_size * (head is not None),
         "context": getattr(config, "max_position_embeddings", None),
         "gated": any("gate" in name for name in named),
         "norms_heads": any("q_norm" in name for name in named),
@@ -156,11 +173,7 @@ KNOWN = {name: states for states, names in _STATES.items() for name in names.spl
 def state_bytes(name: str, arguments: str | None, model: ModelSize, weight_bytes: int) -> float:
     """Bytes of all states; those of an optimizer not in `KNOWN` are taken to be two in float32.
 
-    Args:
-        name (`str`): a value of `optim`.
-        arguments (`str`, *optional*): `optim_args`, such as "momentum=0.9".
-        model (`ModelSize`): whose trainable parameters have states.
-        weight_bytes (`int`): of an entry of a parameter.
+    `name` and `arguments` are `optim` and `optim_args`; `weight_bytes` are those of an entry.
     """
     if name == "adafactor":
         return FLOAT32 * model.factored

@@ -20,7 +20,7 @@ NAMES = [field.name for field in fields(Parts)]
 HEADINGS = {"kv_cache": "KV cache", "vllm": "vLLM"}
 
 # Option, another value of it, what that sets in `RunSettings`, and what it costs or needs.
-Other = tuple[str, str, dict[str, Any], str]
+Other = tuple[str, Any, dict[str, Any], str]
 
 
 @dataclass(frozen=True)
@@ -43,28 +43,20 @@ class Limit:
     """The largest value of an option that fits a device."""
 
     option: str
-    field: str  # of `RunSettings`
     now: int
     largest: int | None  # None: not even the smallest fits
-    bound: int  # the largest value that was tried
-    words: str  # what that bound is
+    note: str  # what the bound is, if it is reached
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a run spends memory, and what would fit.
+    """How a run spends memory, and what would fit."""
 
-    Args:
-        model (`ModelSize`): what is trained.
-        run (`RunSettings`): how.
-        device_bytes (`float`): memory of one device.
-        adapter (`ModelSize`, *optional*): the model with an adapter, to say what that would save.
-    """
-
-    model: ModelSize
+    model: ModelSize  # what is trained
     run: RunSettings
-    device_bytes: float
-    adapter: ModelSize | None = None
+    device_bytes: float  # memory of one device
+    adapter: ModelSize | None = None  # the model with an adapter, to say what that would save
+    notes: tuple[str, ...] = ()  # what it takes for granted or leaves out
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -88,70 +80,81 @@ class Plan:
     def limits(self) -> list[Limit]:
         """The largest value of some options that fits while the others stay as they are."""
         run, context = self.run, self.model.context or MOST
-        prompts = max(1, run.rows // run.group_size)
         bound = "no limit" if self.model.context is None else "the model's context"
         # Divisors of the round leave the gradient as it is.
-        parts = [size for size in range(1, run.rows + 1) if run.rows % size == 0]
+        each = 1 if run.generates else run.group_size  # rows of an example
+        parts = [count for count in range(each, run.rows + 1, each) if run.rows % count == 0]
         rows = ("per_device_train_batch_size", "micro_batch", parts)
         if not run.generates:
-            length = self._limit("max_length", "completion", range(2, context + 1), bound)
-            return [length, self._limit(*rows, "all rows of an update")]
-        lengths = [range(1, max(1, context - n) + 1) for n in (run.completion, run.prompt)]
-        groups = group_sizes(run.micro_batch, prompts)
+            lengths = range(2, max(2, context - run.prompt) + 1)
+            return [
+                self._limit("max_length", "completion", lengths, bound, lambda n: n + run.prompt),
+                self._limit(*rows, "all rows of an update", lambda n: n // each),
+            ]
+        lengths, others = (range(1, max(1, context - n) + 1) for n in (run.completion, run.prompt))
+        groups = group_sizes(run.micro_batch, max(1, run.rows // run.group_size))
         return [
             self._limit("num_generations", "group_size", groups, "no limit"),
-            self._limit("tokens of a prompt", "prompt", lengths[0], bound),
-            self._limit("max_completion_length", "completion", lengths[1], bound),
+            self._limit("tokens of a prompt", "prompt", lengths, bound),
+            self._limit("max_completion_length", "completion", others, bound),
             self._limit(*rows, "the whole round"),
         ]
 
-    def _limit(self, option: str, field: str, values: Sequence[int], words: str) -> Limit:
-        """The largest of some rising values of a field with which the run fits."""
+    def _limit(
+        self,
+        option: str,
+        field: str,
+        values: Sequence[int],
+        words: str,
+        shown: Callable[[int], int] = int,
+    ) -> Limit:
+        """The largest of some rising values of a field with which the run fits, as it is shown."""
         now = getattr(self.run, field)
         found = largest_fitting(
             lambda value: self.fits_with(resized(self.run, **{field: value})), values, now
         )
-        return Limit(option, field, now, found, values[-1], words)
+        note = f" ({words})" if found == values[-1] else ""
+        return Limit(option, shown(now), None if found is None else shown(found), note)
 
     def changes(self) -> list[Change]:
         """What other values of the options that save memory would make of each phase."""
         found = [
-            Change(option, value, Estimate(self.model, self.run.replace(**changed)).totals, note)
+            (self.model, option, value, self.run.replace(**changed), note)
             for others in (_savings, _other_runs, _other_engines, _other_places)
             for option, value, changed, note in others(self.run)
         ]
         if self.adapter is not None:
-            phases = Estimate(self.adapter, self.run).totals
-            found.append(Change("use_peft", "true", phases, "trains an adapter"))
-        return sorted(found, key=lambda change: change.peak)
-
-
-# --- Other values of options ---
+            found.append((self.adapter, "use_peft", True, self.run, "trains an adapter"))
+        changes = [
+            Change(option, str(value).lower(), Estimate(model, run).totals, note)
+            for model, option, value, run, note in found
+        ]
+        return sorted(changes, key=lambda change: change.peak)
 
 
 def _savings(run: RunSettings) -> Iterator[Other]:
     """Changes after which the same is computed."""
-    recomputes, shares = run.gradient_checkpointing, run.shared_prefix
+    recomputes, least = run.gradient_checkpointing, 1 if run.generates else run.group_size
     slower = "" if recomputes else "about a third more time"
-    word = _word(not recomputes)
-    yield "gradient_checkpointing", word, {"gradient_checkpointing": not recomputes}, slower
+    others = {"gradient_checkpointing": not recomputes}
+    yield "gradient_checkpointing", not recomputes, others, slower
     if run.group_size > 1:
-        yield "shared_prefix", _word(not shares), {"shared_prefix": not shares}, ""
+        yield "shared_prefix", not run.shared_prefix, {"shared_prefix": not run.shared_prefix}, ""
     value, chunk = ("none", None) if run.logits_chunk == 0 else ("0", 0)
     yield "logits_chunk_size", value, {"logits_chunk": chunk}, ""
-    if run.micro_batch > 1:
-        split = vars(resized(run, micro_batch=1))
-        yield "per_device_train_batch_size", "1", split, "same gradient, more passes"
+    if run.micro_batch > least:
+        split = vars(resized(run, micro_batch=least))
+        yield "per_device_train_batch_size", 1, split, "same gradient, more passes"
     if run.generates and run.generation_rows is None and run.rows > run.group_size:
         group = run.group_size
-        yield "generation_max_rows", str(group), {"generation_rows": group}, "more passes"
+        yield "generation_max_rows", group, {"generation_rows": group}, "more passes"
 
 
 def _other_runs(run: RunSettings) -> Iterator[Other]:
     """Changes after which something else is trained, or in another precision."""
-    if run.reference:
+    if run.generates and run.reference:
         unscored = {"reference": False, "scores_policy": run.scores_policy and not run.is_on_policy}
-        yield "beta", "0", unscored, "no KL penalty"
+        yield "beta", 0, unscored, "no KL penalty"
     if run.weight_bytes == 4:
         half = {"weight_bytes": 2, "product_bytes": 2}
         yield "dtype", "bfloat16", half, "small updates are rounded away"
@@ -164,7 +167,7 @@ def _other_engines(run: RunSettings) -> Iterator[Other]:
     sharding, gathers = run.sharding, run.gathers
     if run.generates and sharding.divides_weights and run.engine_bytes is None:
         note = "each token gathers all weights" if gathers else ""
-        yield "ds3_gather_for_generation", _word(not gathers), {"gathers": not gathers}, note
+        yield "ds3_gather_for_generation", not gathers, {"gathers": not gathers}, note
     if run.processes > 1 and not sharding.is_fsdp:
         # DeepSpeed casts the weights themselves instead of autocasting.
         cast = {"weight_bytes": run.product_bytes, "loaded_bytes": run.weight_bytes}
@@ -182,12 +185,7 @@ def _other_places(run: RunSettings) -> Iterator[Other]:
         yield "offload_optimizer_device", "cpu", states, "slower updates"
     if sharding.is_fsdp and not sharding.offloads_weights:
         everything = replace(sharding, offloads_optimizer=True, offloads_weights=True)
-        note = "slower passes and updates"
-        yield "fsdp_offload_params", "true", {"sharding": everything}, note
-
-
-def _word(value: bool) -> str:
-    return str(value).lower()
+        yield "fsdp_offload_params", True, {"sharding": everything}, "slower passes and updates"
 
 
 def group_sizes(micro_batch: int, prompts: int) -> list[int]:
@@ -211,13 +209,9 @@ def resized(run: RunSettings, **changes: int) -> RunSettings:
 
 
 def largest_fitting(fits: Callable[[int], bool], values: Sequence[int], now: int = 0) -> int | None:
-    """Find the largest value that fits by bisection, or None.
+    """Find the largest of rising values that fits by bisection, or None; begin at `now` if it fits.
 
-    Args:
-        fits: true up to some value, false beyond it. If it is not, a value that fits is found, but
-            a larger one may too.
-        values: where to look, rising.
-        now (`int`): the search begins here if this is one of the values, and fits.
+    If not all values up to some border fit, one that fits is found, but a larger one may too.
     """
     start = bisect_left(values, now) if now in values and fits(now) else 0
     beyond = bisect_left(values, True, lo=start, key=lambda value: not fits(value))
@@ -229,8 +223,8 @@ def largest_fitting(fits: Callable[[int], bool], values: Sequence[int], now: int
 
 def render(plan: Plan) -> str:
     """Write the plan as tables of plain text, for a terminal or a file."""
-    blocks = (_header, _phases, _verdict, _limits, _changes)
-    return "\n\n".join(block(plan) for block in blocks)
+    blocks = [block(plan) for block in (_header, _phases, _verdict, _limits, _changes)]
+    return "\n\n".join([*blocks, *filter(None, ["\n".join(f"Note: {x}" for x in plan.notes)])])
 
 
 def size(count: float) -> str:
@@ -264,14 +258,15 @@ def _header(plan: Plan) -> str:
             f"Round on a rank: {run.rows} completions of up to {run.completion} tokens, "
             f"{run.group_size} for each prompt of up to {run.prompt} tokens"
         )
-    what = "completions" if run.generates else f"rows of up to {run.completion} tokens"
+    what = "completions"
+    if not run.generates:
+        what = f"rows of up to {run.prompt + run.completion} tokens"
     tokens = sum(run.forward_passes(cuts=False))
     lines.append(f"Micro-batch: {run.micro_batch} {what}, {tokens} tokens in one forward")
     return "\n".join(lines) + _ranks(plan)
 
 
 def _ranks(plan: Plan) -> str:
-    """How the model is divided, and what of it is on the host."""
     sharding, host = plan.run.sharding, plan.estimate.shares.host
     if plan.run.processes == 1:
         return ""
@@ -307,8 +302,7 @@ def _limits(plan: Plan) -> str:
     rows = [["largest value that fits, all else as it is", "now", "largest"]]
     for limit in plan.limits():
         found = "none fits" if limit.largest is None else str(limit.largest)
-        words = f" ({limit.words})" if limit.largest == limit.bound else ""
-        rows.append([limit.option, str(limit.now), found + words])
+        rows.append([limit.option, str(limit.now), found + limit.note])
     return table(rows)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..models.packed_layout import SHORTEST_PASS, tails_of_passes
+from .model_size import ModelSize
 
 if TYPE_CHECKING:
     from ..trainer.base.base_config import BaseConfig
@@ -92,7 +93,7 @@ class RunSettings:
     passes: int = 1  # times a round is trained on
     processes: int = 1  # ranks
     generates: bool = True  # False: the rows come from a dataset
-    trained_models: int = 1  # of this size; 2 with a value model
+    value_model: ModelSize | None = None  # another model that is trained, on the same tokens
     weight_bytes: int = 4  # of a weight, and of an entry of the residual stream
     product_bytes: int = 4  # of what matrix products read and write; 2 under autocast
     matrix_bytes: float | None = None  # of a quantized weight of the layers
@@ -118,12 +119,7 @@ class RunSettings:
 
     @classmethod
     def of(cls, args: OnlineConfig, **facts: Any) -> RunSettings:
-        """What the options of a run say of its memory.
-
-        Args:
-            args (`OnlineConfig`): the options.
-            facts: further fields, of the model and the device; they win.
-        """
+        """What the options of a run say; `facts` of model and device are fields, and win."""
         batches = args.batch_plan
         options = {
             "group_size": batches.group_size,
@@ -142,23 +138,24 @@ class RunSettings:
         return cls(**(_of_every_run(args) | options | facts))
 
     @classmethod
-    def of_documents(cls, args: OfflineConfig, longest: int, **facts: Any) -> RunSettings:
-        """As `of`, for rows of a dataset that share no beginning.
-
-        Args:
-            longest (`int`): tokens of a row, where `max_length` says nothing.
-        """
-        length = args.max_length or longest
-        rows = args.per_device_train_batch_size
-        for most in (args.max_tokens_per_micro_batch, args.piece_tokens):
-            rows = rows if not most else max(1, min(rows, most // length))
+    def of_examples(
+        cls, args: OfflineConfig, answers: int, prompt: int, completion: int, **facts: Any
+    ) -> RunSettings:
+        """As `of`, for examples of a dataset: so many answers of a prompt, or one document."""
+        examples, tokens = args.per_device_train_batch_size, prompt + answers * completion
+        if args.max_tokens_per_micro_batch is not None:
+            examples = max(1, min(examples, args.max_tokens_per_micro_batch // tokens))
+        at_once = examples
+        if args.piece_tokens:
+            at_once = max(1, min(examples, args.piece_tokens // tokens))
+        passes = args.gradient_accumulation_steps * -(-examples // at_once)
         options = {
-            "group_size": 1,
-            "prompt": 0,
-            "completion": length,
-            "micro_batch": rows,
-            "slices": args.gradient_accumulation_steps,
-            "accumulation": args.gradient_accumulation_steps,
+            "group_size": answers,
+            "prompt": prompt,
+            "completion": completion,
+            "micro_batch": answers * at_once,
+            "slices": passes,
+            "accumulation": passes,
             "processes": args.world_size,
             "generates": False,
         }
@@ -167,6 +164,13 @@ class RunSettings:
     def replace(self, **changes: Any) -> RunSettings:
         """Return a copy with fields changed."""
         return replace(self, **changes)
+
+    def of_length(self, tokens: int) -> RunSettings:
+        """The same with prompts, or rows of a dataset, of so many tokens."""
+        if self.generates:
+            return self.replace(prompt=tokens)
+        prompt = min(self.prompt, tokens // 2)
+        return self.replace(prompt=prompt, completion=tokens - prompt)
 
     @property
     def rows(self) -> int:
@@ -193,9 +197,8 @@ class RunSettings:
     def forward_passes(self, cuts: bool) -> list[int]:
         """Tokens of each pass of the forward over a micro-batch.
 
-        Args:
-            cuts (`bool`): whether a long forward over shared prompts is made in passes: one over
-                the prompts, then some over the completions.
+        If it `cuts`, a long forward over shared prompts is made in passes: one over the prompts,
+        then some over the completions.
         """
         rows = self.micro_batch
         if not self.shared_prefix:
@@ -223,12 +226,10 @@ def _of_every_run(args: BaseConfig) -> dict[str, Any]:
 
 
 def read_sharding(options: Mapping[str, Any]) -> Sharding:
-    """What the options of `accelerate launch` mean.
+    """What the options of `accelerate launch` mean, under their names there, such as `zero_stage`.
 
-    Args:
-        options: under their names there, such as `zero_stage`; also those of the `fsdp_config` and
-            the `deepspeed_config` of a configuration file. `use_deepspeed` or `use_fsdp` chooses;
-            `num_processes` are those of all `num_machines` together.
+    Those of the `fsdp_config` and the `deepspeed_config` of a configuration file are among them.
+    `num_processes` are those of all `num_machines` together.
 
     Raises:
         ValueError: for a sharding strategy that is not known.
@@ -246,28 +247,28 @@ def _zero(options: Mapping[str, Any]) -> Sharding:
     file = options.get("deepspeed_config_file")
     if file not in (None, "none"):
         own = json.loads(Path(str(file)).read_text(encoding="utf-8")).get("zero_optimization", {})
-    entries: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "bucket": own.get("reduce_bucket_size"),
         "live": own.get("stage3_max_live_parameters"),
         "sub_group": own.get("sub_group_size"),
     }
-    # Not those that are "auto".
-    entries = {name: int(x) for name, x in entries.items() if isinstance(x, int | float)}
+    entries: dict[str, Any] = {k: int(x) for k, x in sizes.items() if isinstance(x, int | float)}
     stage = int(own.get("stage", options.get("zero_stage") or 2))
+
+    def offloads(what: str) -> bool:
+        chosen = own.get(f"offload_{what}", {}).get("device")
+        return (chosen or options.get(f"offload_{what}_device") or "none") != "none"
+
     return Sharding(
         engine="zero",
         stage=stage,
         ranks=options.get("num_processes", 1),
-        offloads_optimizer=_offloads(options, own, "optimizer"),
-        offloads_weights=stage == WEIGHTS and _offloads(options, own, "param"),
+        offloads_optimizer=offloads("optimizer"),
+        offloads_weights=stage == WEIGHTS and offloads("param"),
         syncs=True,
+        # Not those that are "auto".
         **entries,
     )
-
-
-def _offloads(options: Mapping[str, Any], own: Mapping[str, Any], what: str) -> bool:
-    chosen = own.get(f"offload_{what}", {}).get("device")
-    return (chosen or options.get(f"offload_{what}_device") or "none") != "none"
 
 
 def _fsdp(options: Mapping[str, Any]) -> Sharding:

@@ -38,14 +38,25 @@ class Parts:
 
 
 class Shares:
-    """The model of a run as one rank holds it; all figures are bytes."""
+    """The models of a run as one rank holds them; all figures are bytes.
+
+    Attributes:
+        stored: of a trained weight where it lies.
+        trained: of an entry of a gradient as the backward pass makes it.
+    """
 
     def __init__(self, model: ModelSize, run: RunSettings):
         self.model, self.run, self.sharding = model, run, run.sharding
-        self._largest = max(model.largest_matrix, model.head)
-        self._count = model.trainable * run.trained_models  # entries that are trained
-        # FSDP alone keeps weights as they were loaded; DeepSpeed casts all of them.
-        self._loaded = run.loaded_bytes if run.sharding.is_fsdp else None
+        self._models = [model, *filter(None, [run.value_model])]
+        self._count = sum(each.trainable for each in self._models)  # entries that are trained
+        # FSDP alone keeps weights as they were loaded, in float32 under mixed precision; DeepSpeed
+        # casts all of them.
+        loaded = run.loaded_bytes if run.sharding.is_fsdp else None
+        self._frozen = loaded or run.weight_bytes
+        is_wide = loaded or (model.frozen and not run.sharding.is_zero)
+        self.stored = FLOAT32 if is_wide else run.weight_bytes
+        is_cast = run.sharding.stage and run.loaded_bytes
+        self.trained = FLOAT32 if model.frozen and not is_cast else run.weight_bytes
 
     def held(self, gradients: float = 0.0, gathered: float = 0.0, buffers: float = 0.0) -> Parts:
         """What is on the device outside of any forward; the engine may keep more gradients."""
@@ -58,7 +69,7 @@ class Shares:
             reference=0.0 if sharding.offloads_weights else self.reference,
             gathered=gathered,
             gradients=max(gradients, stay),
-            buffers=buffers + (self.bucket if is_third else 0.0),
+            buffers=buffers + (self._bucket if is_third else 0.0),
             optimizer=0.0 if sharding.offloads_optimizer else self.optimizer,
         )
 
@@ -77,19 +88,8 @@ class Shares:
     # --- Weights ---
 
     @property
-    def stored(self) -> int:
-        """Of a trained weight where it lies: FSDP keeps float32 under mixed precision."""
-        is_float32 = self._loaded or (self.model.frozen and not self.sharding.is_zero)
-        return FLOAT32 if is_float32 else self.run.weight_bytes
-
-    @property
-    def _frozen(self) -> int:
-        """Of a weight that is not trained."""
-        return self._loaded or self.run.weight_bytes
-
-    @property
     def weights(self) -> float:
-        """Weights that a rank keeps, adapter included."""
+        """Weights that a rank keeps, adapter and value model included."""
         model, run, share = self.model, self.run, self.sharding.share(WEIGHTS)
         each = self._frozen if model.frozen else self.stored
         base = each * (model.parameters - model.adapter - model.layer_matrices) * share
@@ -98,7 +98,8 @@ class Shares:
         else:  # quantized matrices stay whole where the engine cannot divide their storage
             divided = share if run.divides_quantized else 1.0
             base += run.matrix_bytes * model.layer_matrices * divided
-        return run.trained_models * (base + self.stored * model.adapter * share)
+        values = sum(each.parameters for each in self._models[1:])
+        return base + self.stored * (model.adapter + values) * share
 
     @property
     def reference(self) -> float:
@@ -138,18 +139,7 @@ class Shares:
         layer = (matrix * model.layer_matrices + each * model.adapter) / model.layers
         return each * ends + layers * layer
 
-    @property
-    def largest(self) -> float:
-        """The largest weight, if it has to be gathered."""
-        return self.run.weight_bytes * self._largest if self.sharding.divides_weights else 0.0
-
     # --- Gradients ---
-
-    @property
-    def trained(self) -> int:
-        """Of an entry of a gradient as the backward pass makes it."""
-        is_cast = self.sharding.stage and self.run.loaded_bytes
-        return FLOAT32 if self.model.frozen and not is_cast else self.run.weight_bytes
 
     @property
     def whole_gradients(self) -> float:
@@ -177,25 +167,23 @@ class Shares:
         """
         sharding = self.sharding
         if sharding.is_zero and sharding.stage == OPTIMIZER:
-            return self.whole_gradients + self.bucket
+            return self.whole_gradients + self._bucket
         if sharding.is_fsdp and sharding.stage and not sharding.syncs:
             return max(self.gradients, self.whole_gradients)
         return self.gradients
 
     @property
     def in_flight(self) -> float:
-        """Gradients that a backward pass holds before they are divided."""
+        """Gradients that a backward pass holds before they are divided, of the ends and a layer."""
         model = self.model
         if model.frozen:
             return self.whole_gradients / model.layers
-        if self.sharding.is_zero:
-            return self.trained * self._largest
-        # Those of one layer, and the buffer they are reduced in.
+        # And the buffer in which they are reduced.
         ends = model.parameters - model.layer_matrices
         return self.trained * (ends + 2 * model.layer_matrices / model.layers)
 
     @property
-    def bucket(self) -> float:
+    def _bucket(self) -> float:
         """The buffers in which DeepSpeed reduces gradients."""
         sharding = self.sharding
         return self.trained * sharding.bucket if sharding.is_zero and sharding.stage else 0.0
@@ -204,7 +192,7 @@ class Shares:
     def first_buckets(self) -> float:
         """Those of a backward pass of ZeRO-1, unless they have been waiting, and of ZeRO-2."""
         waits = self.sharding.stage == OPTIMIZER and self.run.accumulation > 1
-        return 0.0 if waits or self.sharding.divides_weights else self.bucket
+        return 0.0 if waits or self.sharding.divides_weights else self._bucket
 
     # --- Optimizer ---
 
@@ -213,9 +201,10 @@ class Shares:
         """States, and the float32 weights that DeepSpeed updates in place of the model's own."""
         run, is_zero = self.run, self.sharding.is_zero
         entry = FLOAT32 if is_zero else self.stored
-        states = state_bytes(run.optimizer, run.optimizer_args, self.model, entry)
+        named = (run.optimizer, run.optimizer_args)
+        states = sum(state_bytes(*named, model, entry) for model in self._models)
         masters = FLOAT32 * self._count if is_zero else 0.0
-        return (run.trained_models * states + masters) * self.sharding.share(OPTIMIZER)
+        return (states + masters) * self.sharding.share(OPTIMIZER)
 
     @property
     def update(self) -> float:

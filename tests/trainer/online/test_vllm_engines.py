@@ -3,11 +3,13 @@
 import pytest
 import torch
 from online_runs import config, make_trainer
+from reward_runs import classifier
 from shared_vllm import four_bits, policy_model
 from tiny import tiny_model
 
 from trl.generation.vllm import engine as vllm_engine
 from trl.imports import is_available
+from trl.models.value_model import add_value_model
 from trl.trainer.online import vllm_engines
 from trl.trainer.online.vllm_engines import Sizing, check_options, rows_of, server_urls
 
@@ -92,6 +94,18 @@ def test_a_small_device_is_refused_in_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_engines, "device_bytes", lambda device: 1e6)
     with pytest.raises(ValueError, match="The vLLM engine does not fit beside training"):
         Sizing(vllm_config(tmp_path), tiny_model(), torch.float32, 256).memory(torch.device("cpu"))
+
+
+def test_a_value_model_of_its_own_is_counted(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(vllm_engines.Engine, "memory", lambda engine, *rest: seen.append(engine))
+    policy = tiny_model()
+    for given in (None, classifier()):
+        add_value_model(policy, given, torch.device("cpu"))
+        Sizing(vllm_config(tmp_path), policy, torch.float32, 256).memory(torch.device("cpu"))
+    linear, model = (engine.plan.run.value_model for engine in seen)
+    assert linear is None
+    assert model.parameters == sum(p.numel() for p in classifier().parameters())
 
 
 def test_a_quantized_policy_needs_an_engine_with_whole_weights(tmp_path, monkeypatch):

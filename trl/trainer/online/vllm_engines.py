@@ -32,7 +32,7 @@ from ...memory.settings import ASSUMED_PROMPT, RunSettings, options_of_environme
 from ...models.loading import context_length
 from ...models.policy_handle import PolicyHandle
 from ...models.quantized import bytes_of_weight
-from ...models.unwrap import causal_model, is_peft_model
+from ...models.unwrap import VALUE_MODEL, causal_model, is_peft_model
 from ...models.weights import check_weights
 from ...types import Sampling
 from .online_config import OnlineConfig
@@ -257,17 +257,17 @@ class Sizing:
             # As large, with a start that is not computed from weights that are not there.
             adapter = replace(self.adapter, init_lora_weights=True, inference_mode=False)
         size = model_size(self.causal.config, adapter, args.trust_remote_code)
-        completion = args.max_completion_length or 1
+        values = getattr(getattr(self.causal, VALUE_MODEL, None), "config", None)
         run = RunSettings.of(
             args,
-            prompt=max(1, min(ASSUMED_PROMPT, self.context - completion)),
+            value_model=None if values is None else model_size(values, classifies=True),
+            prompt=max(1, min(ASSUMED_PROMPT, self.context - (args.max_completion_length or 1))),
             on_cpu=device.type == "cpu",
             sharding=read_sharding(options_of_environment(os.environ)),
             weight_bytes=self.causal.dtype.itemsize,
             matrix_bytes=bytes_of_weight(self.causal),
             product_bytes=self.dtype.itemsize,
         )
-        plan = Plan(size, run, device_bytes(device))
-        ranks, sleeps = args.vllm_tensor_parallel_size, args.vllm_enable_sleep_mode
-        engine = Engine(plan, ranks, self.context, rows_of(args), sleeps)
+        plan, ranks = Plan(size, run, device_bytes(device)), args.vllm_tensor_parallel_size
+        engine = Engine(plan, ranks, self.context, rows_of(args), args.vllm_enable_sleep_mode)
         return engine.memory(run.completion + 1, measured)
