@@ -18,17 +18,11 @@ from .words import as_words, launch_option_names
 
 @dataclass(frozen=True)
 class Command:
-    """A module `trl.cli.NAME` with `main(words)`, and with `make_parser()` if it has options.
-
-    Args:
-        name (`str`): what a user writes.
-        summary (`str`): what it does, for `trl --help`.
-        source (`str`): the path of a dataclass with its options, where importing them takes long.
-    """
+    """A module `trl.cli.NAME` with `main(words)`, and with `make_parser()` if it has options."""
 
     name: str
-    summary: str
-    source: str = ""
+    summary: str  # what it does, for `trl --help`
+    source: str = ""  # the path of a dataclass with its options, where importing them takes long
 
     def run(self, words: list[str]) -> None:
         """Do what the words after the name say."""
@@ -48,21 +42,14 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCommand(Command):
-    """A command whose workers are started through `accelerate launch`, from `trl.scripts.NAME`.
+    """A command whose workers are started through `accelerate launch`, from `trl.scripts.NAME`."""
 
-    Args:
-        config, trainer, arguments (`str`): the paths of its classes.
-        needed: options that must be given; of several in a tuple, one must be.
-        common: further options that `--help` lists.
-        example (`str`): options of a run, for `--help`.
-    """
-
-    config: str
+    config: str  # the paths of its classes
     trainer: str
     arguments: str
-    needed: tuple[tuple[str, ...], ...]
-    common: tuple[str, ...]
-    example: str
+    needed: tuple[tuple[str, ...], ...]  # options that must be given; of several, one must be
+    common: tuple[str, ...]  # further options that `--help` lists
+    example: str  # options of a run, for `--help`
 
     def make_parser(self, load: Callable[[str], Any] = locate) -> TrlParser:
         """A parser that builds the dataclasses; imports them, unless they are loaded otherwise."""

@@ -46,12 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_records(path: Path, split: str) -> list[dict[str, Any]]:
-    """Read the completions of a run.
-
-    Raises:
-        FileNotFoundError: if the run wrote none.
-        ValueError: naming the line that is not JSON, or not a completion.
-    """
+    """Read the completions of a run; an error names the line that is not one."""
     file = path if path.is_file() else path / "completions" / f"{split}.jsonl"
     if not file.is_file():
         raise FileNotFoundError(f"there are no completions at {file}.")
@@ -77,11 +72,7 @@ def _record(line: str, place: str) -> dict[str, Any]:
 
 
 def select(records: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Filter by step, then take the best or worst of what is left.
-
-    Raises:
-        ValueError: naming the steps there are, if no completion is of the one wanted.
-    """
+    """Filter by step, then take the best or worst of what is left."""
     if options.step is not None:
         found = [record for record in records if record["step"] == options.step]
         if records and not found:

@@ -43,11 +43,7 @@ def one_line_errors(parser: TrlParser, trainer: Trainer | None = None) -> Iterat
     """Turn what goes wrong inside into one line that says how to go on.
 
     Ctrl-C ends the process with status 130, an error with 2. The trace of an error is shown if the
-    environment has TRL_DEBUG=1. If it came up while training, it is written to a file, too.
-
-    Args:
-        parser: knows the command and its options.
-        trainer (`OnlineTrainer`, *optional*): what is trained; None before there is one.
+    environment has TRL_DEBUG=1. If it came up while a `trainer` trained, a file keeps it, too.
     """
     try:
         yield
@@ -128,11 +124,7 @@ def tell_success(trainer: Trainer) -> None:
 
 
 def check_output_dir(folder: str) -> None:
-    """Check that files can be written below a folder, which may have to be made.
-
-    Raises:
-        ValueError: if they cannot.
-    """
+    """Refuse a folder, which may have to be made, if no files can be written below it."""
     place = Path(folder).absolute()
     try:
         while not os.path.lexists(place):

@@ -46,12 +46,7 @@ class OptionHelp(argparse.HelpFormatter):
 
 
 def option_groups(options: Iterable[Option]) -> list[tuple[str, list[Option]]]:
-    """Sort options by the class that declares them.
-
-    Returns:
-        Title and options of each group: first those of the dataclasses and of their bases in the
-        same package, then those of other packages. An option given twice stands once.
-    """
+    """Title and options of each class that declares some; those of other packages come last."""
     unique: dict[str, Option] = {}
     for option in options:
         unique.setdefault(option.name, option)

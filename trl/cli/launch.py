@@ -42,12 +42,9 @@ STRATEGIES = {"multi_gpu", "use_deepspeed", "use_fsdp", "tpu", "use_megatron_lm"
 
 
 def launch(command: str, parser: TrlParser, words: list[str]) -> None:
-    """Start the workers of a training command and wait for them.
+    """Start the workers of a training command, from `trl.scripts`, and wait for them.
 
-    Args:
-        command (`str`): its module is in `trl.scripts`.
-        parser: knows the options of the command.
-        words (`list[str]`): its options and those of `accelerate launch`, mixed.
+    Its options and those of `accelerate launch` are mixed in `words`.
 
     Raises:
         SystemExit: with the status of the workers, or 2 for unusable options.
@@ -86,14 +83,9 @@ def _start(command: str, parser: TrlParser, words: list[str]) -> None:
 
 
 def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
-    """Tell the options of the script from those of `accelerate launch`.
+    """Tell the words for the script, whose options `parser` knows, from those for the launcher.
 
-    Args:
-        parser: knows the options of the script.
-        words: both kinds, mixed; options of the configuration file count too.
-
-    Returns:
-        The words for the script, and those for `accelerate launch`.
+    Options of the configuration file count too.
 
     Raises:
         ValueError: for an option that neither knows, with the closest names, and for a value that
@@ -122,12 +114,10 @@ def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def launch_options(launcher: list[str]) -> dict[str, Any]:
-    """What words for `accelerate launch` and the configuration file they name come to.
+    """What words for `accelerate launch` and the configuration file they name come to, by name.
 
-    Returns:
-        Options by name: those of the file, its `fsdp_config` and `deepspeed_config` among them,
-        then those that the words give. `use_deepspeed` and `use_fsdp` are always there, and so are
-        `num_processes` and `num_machines`, counted over all machines.
+    The `fsdp_config` and `deepspeed_config` of the file are among them; words win. Always there are
+    `use_deepspeed`, `use_fsdp`, and `num_processes` and `num_machines`, counted over all machines.
     """
     found = _parsed(launcher)
     file = found.config_file or (default_config_file if os.path.isfile(default_config_file) else "")
@@ -163,11 +153,7 @@ def _words_of_file(values: dict[str, Any]) -> list[str]:
 
 
 def _one_precision(given: dict[str, Any], precision: str | None) -> list[str]:
-    """What lets `--bf16 false` win over what a configuration of accelerate says.
-
-    Raises:
-        ValueError: if `--mixed_precision` asks for what is switched off.
-    """
+    """What lets `--bf16 false` win over what a configuration of accelerate says."""
     if precision in ("bf16", "fp16") and given.get(precision) is False:
         raise ValueError(
             f"--mixed_precision {precision} contradicts --{precision} false; leave one of them out."

@@ -13,12 +13,7 @@ MARKED = ("p50", "p95", "p99")
 
 
 def page(profile: LengthProfile, options: str) -> str:
-    """A page with the chart and the tables of a profile.
-
-    Args:
-        profile (`LengthProfile`): what is shown.
-        options (`str`): the options that are proposed.
-    """
+    """A page with the chart and the tables of a profile, and the options that are proposed."""
     text = escape("\n".join(profile.lines()))
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><title>Lengths</title>"
@@ -67,11 +62,7 @@ def _sums(rows: list[int]) -> list[int]:
 
 
 def draw(profile: LengthProfile, png: str) -> None:
-    """Write the same chart as a picture.
-
-    Raises:
-        ImportError: if matplotlib is not installed.
-    """
+    """Write the same chart as a picture, for which matplotlib is needed."""
     library = require("matplotlib.figure", "A chart of lengths as PNG")
     edges, rows = profile.histogram["edges"], profile.histogram["rows"]
     figure = library.Figure((8, 3), layout="constrained")

@@ -27,25 +27,15 @@ HOMES = {"transformers.TrainingArguments": "transformers.training_args.TrainingA
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a command.
+    """One option of a command."""
 
-    Args:
-        name (`str`): with underscores.
-        annotation: its type.
-        default: `dataclasses.MISSING` if the option is required.
-        help (`str`): what it is for.
-        choices: the values allowed; empty if all of the type are.
-        owner (`str`): name of the class that declares it last.
-        is_foreign (`bool`): that class is of another package than the one with the option.
-    """
-
-    name: str
+    name: str  # with underscores
     annotation: Any
-    default: Any
+    default: Any  # `dataclasses.MISSING` if the option is required
     help: str
-    choices: tuple[Any, ...] = ()
-    owner: str = ""
-    is_foreign: bool = False
+    choices: tuple[Any, ...] = ()  # empty if all values of the type are legal
+    owner: str = ""  # name of the class that declares it last
+    is_foreign: bool = False  # that class is of another package than the one with the option
 
 
 def options_of(kind: type) -> list[Option]:
@@ -68,11 +58,7 @@ def options_of(kind: type) -> list[Option]:
 
 
 def class_from_source(path: str) -> type:
-    """Make a dataclass with the options of another one, which is not imported.
-
-    Args:
-        path (`str`): such as "trl.trainer.rloo_config.RLOOConfig".
-    """
+    """Make a dataclass with the options of the one at a path, which is not imported."""
     module, _, name = HOMES.get(path, path).rpartition(".")
     return _source(module)[name]
 

@@ -185,11 +185,7 @@ class TrlParser(OneLineParser):
         return name in names or (name in self._legacy and name in _legacy_names(kind))
 
     def check(self, words: Sequence[str], others: Collection[str] = ()) -> None:
-        """Check that no words are left over.
-
-        Args:
-            words: options and values that this parser does not know.
-            others: names of options that are for another program, which checks their values.
+        """Refuse words that are left over, unless they are options of another program (`others`).
 
         Raises:
             ValueError: saying which there are.

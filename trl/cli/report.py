@@ -73,15 +73,7 @@ def _files(folder: Path) -> dict[str, int]:
 
 
 def read_run(folder: Path, most: int) -> dict[str, Any]:
-    """Collect what a page shows of a run.
-
-    Args:
-        folder: the run's output folder.
-        most (`int`): completions of each split, the newest.
-
-    Raises:
-        ValueError: if there is nothing of a run in the folder.
-    """
+    """Collect what a page shows of the run in a folder, with the newest completions, `most`."""
     if not _files(folder):
         raise ValueError(f"{folder} has no run.json, metrics.jsonl or completions of a run.")
     settings, file = {}, folder / "run.json"

@@ -28,11 +28,9 @@ def known_rewards() -> dict[str, Callable[..., Any]]:
 
 
 def find_reward(name: str) -> Callable[..., Any]:
-    """Return the reward function that `name` means.
+    """Find a reward function: a known name, `package.module.function`, or `file.py:function`.
 
-    Args:
-        name (`str`): a known name, `package.module.function`, or `path/to/file.py:function`. The
-            current folder is searched first.
+    The current folder is searched first.
 
     Raises:
         ValueError: if there is no such function, with the closest; if its module fails, with the

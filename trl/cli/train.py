@@ -97,11 +97,7 @@ def _prepare(
 
 
 def reward_functions(script: OnlineScriptArguments) -> list[Any]:
-    """The reward model, then the reward functions, in the order given.
-
-    Raises:
-        ValueError: if there is none, or one cannot be found.
-    """
+    """The reward model, then the reward functions, in the order given; at least one."""
     model = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
     functions = [*model, *(find_reward(name) for name in script.reward_funcs or [])]
     if not functions:
@@ -112,11 +108,7 @@ def reward_functions(script: OnlineScriptArguments) -> list[Any]:
 
 
 def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Any:
-    """Load the mixture, or the dataset named by `--dataset_name`.
-
-    Raises:
-        ValueError: if neither is given.
-    """
+    """Load the mixture, or else the dataset named by `--dataset_name`."""
     if mixture.datasets:
         if script.dataset_name and rank() == 0:
             print("Both datasets and dataset_name are given; datasets is used.", file=sys.stderr)
@@ -127,11 +119,7 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Any:
 
 
 def take_split(dataset: Any, split: str, option: str) -> Any:
-    """Return one split.
-
-    Raises:
-        ValueError: naming the splits there are.
-    """
+    """Return one split; an error names the splits there are."""
     if split not in dataset:
         raise ValueError(f"{option} {split}: the dataset has the splits {', '.join(dataset)}.")
     return dataset[split]

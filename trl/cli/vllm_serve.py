@@ -110,13 +110,7 @@ def variables(on_cpu: bool) -> dict[str, str]:
 
 
 def command(known: argparse.Namespace, rest: list[str], on_cpu: bool) -> list[str]:
-    """The words that start vLLM's own server.
-
-    Args:
-        known (`argparse.Namespace`): options of `make_parser`.
-        rest (`list[str]`): further ones of vLLM, which win over those added here.
-        on_cpu (`bool`): whether it is the CPU build.
-    """
+    """The words that start vLLM's own server; the `rest` are its own, which win over the others."""
     words = [sys.executable, "-m", *_program(), "--model", known.model]
     for name in PASSED:
         value = getattr(known, name)

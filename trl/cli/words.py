@@ -44,13 +44,9 @@ def launch_option_names() -> frozenset[str]:
 def describe_unknown(
     names: Iterable[str], legal: Iterable[str], keys: Mapping[str, str], program: str
 ) -> str:
-    """Say which options are unknown, with what may have been meant.
+    """Say which options a program does not know, with what may have been meant.
 
-    Args:
-        names: the options, with underscores and without hyphens in front.
-        legal: the options there are.
-        keys: for options that stand in a file: its path.
-        program (`str`): the command that does not know them.
+    `legal` are the options there are; `keys` has the path of the file for those that stand in one.
     """
     legal = list(legal)
     places: dict[str | None, list[str]] = {}

@@ -76,13 +76,8 @@ class AdaptiveBatch:
     def run(self, total: int, work: Callable[[range], T], most: int | None = None) -> list[T]:
         """Work on all rows, at most `size` at once; after a failure go on from the failed rows.
 
-        Args:
-            total (`int`): rows.
-            work: does some consecutive rows. It must leave nothing behind when it fails.
-            most (`int`, *optional*): bound of this call, besides `size`.
-
-        Returns:
-            `list`: what `work` returned, in the order of rows.
+        `work` does some consecutive rows, `most` of them in this call; it must leave nothing behind
+        when it fails. What it returned is returned in the order of rows.
 
         Raises:
             RowTooLargeError: if one row alone does not fit.
@@ -104,13 +99,9 @@ class AdaptiveBatch:
     ) -> list[T]:
         """Work on all rows, at most `size` at once; after a failure begin again at row 0.
 
-        For training: a backward pass that fails leaves gradients half added, so all of them go.
-
-        The result is that of the attempt that went through. Also see `run`.
-
-        Args:
-            reset: undoes everything that `work` has done so far, after a failure.
-            start (`int`): rows that earlier calls did, which are done again after a failure.
+        For training: a backward pass that fails leaves gradients half added, so all of them go:
+        `reset` undoes everything so far, earlier calls included, which did the rows before `start`.
+        The result is that of the attempt that went through.
         """
         results: list[T] = []
         random = RandomState()

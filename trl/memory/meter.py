@@ -19,18 +19,12 @@ _AT_THE_END = ("fragmentation", "tensors")  # the other figures are peaks
 
 @dataclass(frozen=True)
 class PhaseEvent:
-    """One phase that has ended.
+    """One phase that has ended."""
 
-    Args:
-        phase (`str`): one of `PHASES`.
-        start, end (`float`): seconds since the meter was made, phases inside it included.
-        figures: name -> bytes, of the phase without the phases inside it; see `PhaseMeter`.
-    """
-
-    phase: str
-    start: float
+    phase: str  # one of `PHASES`
+    start: float  # seconds since the meter was made, phases inside it included
     end: float
-    figures: dict[str, float]
+    figures: dict[str, float]  # bytes by name, without the phases inside it; see `PhaseMeter`
 
     def readable(self) -> dict[str, float]:
         """Return the figures in GB (10^9 bytes) as `peak_gb` and so on, and `fragmentation`."""
@@ -87,11 +81,7 @@ class PhaseMeter:
 
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
-        """Measure a block; phases left open in it, by an exception say, end with it.
-
-        Raises:
-            ValueError: if `phase` is none of `PHASES`.
-        """
+        """Measure a block; phases left open in it, by an exception say, end with it."""
         depth = len(self._open)
         self.start(phase)
         try:

@@ -64,13 +64,10 @@ def fragmentation(allocated: int, reserved: int) -> float:
 
 
 def should_empty_cache(policy: str, allocated: int, reserved: int) -> bool:
-    """Say whether the allocator should return its unused blocks to the device.
+    """Say whether the allocator, which has reserved more bytes than tensors use, should give back.
 
-    Args:
-        policy (`str`): `"never"`; `"always"`, if there are any (arXiv 2410.15651); `"auto"`, if
-            they are more than `THRESHOLD` of what is reserved and at least `FLOOR` bytes.
-        allocated (`int`): bytes that tensors use.
-        reserved (`int`): bytes that the allocator holds.
+    The policy is `"never"`; `"always"`, if there are unused bytes (arXiv 2410.15651); or `"auto"`,
+    if they are more than `THRESHOLD` of what is reserved and at least `FLOOR`.
 
     Raises:
         ValueError: if `policy` is none of these.

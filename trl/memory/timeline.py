@@ -71,15 +71,10 @@ class Timeline:
 
 
 def draw(jsonl: str | Path, png: str | Path) -> bool:
-    """Draw the peak of each phase over time, one panel below the other.
+    """Draw the peak of each phase over time, one panel below the other, of what `Timeline` wrote.
 
-    Args:
-        jsonl: what `Timeline` wrote.
-        png: the chart to write.
-
-    Returns:
-        `bool`: False if nothing was drawn, because matplotlib is not installed (a log line tells
-        how to install it) or no phase has a peak.
+    False: nothing was drawn, because matplotlib is not installed (a log line tells how to install
+    it) or no phase has a peak.
     """
     try:
         library = require("matplotlib.figure", "The chart of memory over time")
