@@ -20,11 +20,22 @@ ON_CPU = ["--enforce-eager", "--block-size", "32"]
 CPU_CACHE = ["--kv-cache-memory-bytes", str(2**30)]
 # The name of an option here, where vLLM has another one.
 RENAMED = {"vllm_model_impl": "model_impl", "log_level": "uvicorn_log_level"}
-PASSED = (
-    *("revision", "tensor_parallel_size", "data_parallel_size", "host", "port"),
-    *("gpu_memory_utilization", "dtype", "kv_cache_dtype", "max_model_len"),
-    *("vllm_model_impl", "log_level", "distributed_executor_backend", "speculative_config"),
-)
+# Options that vLLM is handed: help, and default.
+PASSED: dict[str, tuple[str, str | int | None]] = {
+    "revision": ("Branch, tag or commit of the model.", None),
+    "tensor_parallel_size": ("GPUs over which it is divided.", 1),
+    "data_parallel_size": ("Copies of it.", 1),
+    "host": ("Address to listen on; others need a secret.", "127.0.0.1"),
+    "port": ("Port to listen on.", 8000),
+    "gpu_memory_utilization": ("Share of each GPU's memory; 0.9 if unset.", None),
+    "dtype": ("Precision: that in which the policy is trained.", "auto"),
+    "kv_cache_dtype": ("Precision of keys and values.", "auto"),
+    "max_model_len": ("Most tokens of a prompt with its completion.", None),
+    "vllm_model_impl": ("Model code: vllm or transformers.", "vllm"),
+    "log_level": ("How much the HTTP server tells.", "info"),
+    "distributed_executor_backend": ("How workers are started: mp or ray.", None),
+    "speculative_config": ("Speculative decoding, as JSON.", None),
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -40,26 +51,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", required=True, help="Hub id or folder of the model that is trained.")
-    add("--revision", help="Branch, tag or commit of the model.")
-    add("--tensor_parallel_size", type=int, default=1, help="GPUs over which it is divided.")
-    add("--data_parallel_size", type=int, default=1, help="Copies of it.")
-    add("--host", default="127.0.0.1", help="Address to listen on; others need a secret.")
-    add("--port", type=int, default=8000, help="Port to listen on.")
-    add("--gpu_memory_utilization", type=float, help="Share of each GPU's memory; 0.9 if unset.")
-    add("--dtype", default="auto", help="Precision: that in which the policy is trained.")
-    add("--kv_cache_dtype", default="auto", help="Precision of keys and values.")
-    add("--max_model_len", type=int, help="Most tokens of a prompt with its completion.")
+    for name, (text, default) in PASSED.items():
+        add(f"--{name}", help=text, default=default, type=type(default) if default else str)
     add(
         "--enable_prefix_caching",
         action=argparse.BooleanOptionalAction,
         help="Compute prompts that begin alike once.",
     )
     add("--enforce_eager", action="store_true", help="Use no CUDA graphs.")
-    add("--vllm_model_impl", default="vllm", help="Model code: vllm or transformers.")
     add("--trust_remote_code", action="store_true", help="Run code shipped with the model.")
-    add("--log_level", default="info", help="How much the HTTP server tells.")
-    add("--distributed_executor_backend", help="How workers are started: mp or ray.")
-    add("--speculative_config", help="Speculative decoding, as JSON.")
     return parser
 
 
