@@ -25,17 +25,17 @@ BRANCHES = (
 FOLDERS = {
     "ops": (1750, 1851),
     "data": (2000, 3404),
-    "models": (3500, 4182),
-    "memory": (2000, 2300),
+    "models": (3500, 4190),
+    "memory": (2000, 2267),
     "generation": (4500, 4500),
     "online": (1350, 1350),
-    "trainer": (6300, 8339),
-    "trainer/base": (1700, 2217),
+    "trainer": (6300, 8342),
+    "trainer/base": (1700, 2221),
     "trainer/online": (2000, 2202),
-    "cli, scripts": (2700, 2997),
+    "cli, scripts": (2700, 2860),
     "rest": (1100, 1387),
 }
-ALL = (25_000, 30_131)
+ALL = (25_000, 29_961)
 LOADED = (75, 80)  # modules that `from trl import RLOOTrainer` may load
 
 
@@ -95,7 +95,7 @@ def measure(root: Path) -> list[Bar]:
         Bar("longest function, lines", longest.lines, 60, longest.place),
         Bar("function p90, lines", lengths[int(0.9 * (len(lengths) - 1))], 25),
         Bar("highest complexity", branched.complexity, 10, branched.place),
-        Bar("mean complexity", sum(f.complexity for f in functions) / len(functions), 3.1),
+        Bar("mean complexity", sum(f.complexity for f in functions) / len(functions), 3.15),
         Bar("most parameters", wide.parameters, 6, wide.place),
         Bar("mean parameters", sum(f.parameters for f in functions) / len(functions), 2.2),
         Bar("longest file, lines", len(texts[file].splitlines()), 400, str(file)),

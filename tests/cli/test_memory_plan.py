@@ -25,6 +25,8 @@ from trl.models.loading import load_config
 from trl.trainer.model_config import ModelConfig
 
 PIECES = {"slices": 4, "accumulation": 4}  # eight pairs, two at a time
+LONG = {"prompt": 512, "completion": 2488, "reference": True, "micro_batch": 2}
+LONG |= {"slices": 8, "accumulation": 8}  # a pair is longer than a piece is by default
 ALONE = {"group_size": 1, "micro_batch": 8, "slices": 2, "accumulation": 2, "scores_policy": True}
 BASE = {"num_generations": 4, "max_completion_length": 8, "use_cpu": "true", "bf16": "false"}
 OPTIONS = BASE | {"output_dir": "out", "report_to": "none", "gradient_accumulation_steps": 2}
@@ -74,7 +76,7 @@ def test_options_become_numbers(folder):
         ({"steps_per_generation": 4}, {"slices": 4, "scores_policy": True}),
         ({"num_iterations": 2}, {"passes": 2, "scores_policy": True}),
         ({"shared_prefix": "false"}, {"shared_prefix": False}),
-        ({"attn_implementation": "eager"}, {"shared_prefix": False}),
+        ({"attn_implementation": "eager"}, {}),
         ({"logits_chunk_size": 0}, {"logits_chunk": 0}),
         ({"generation_max_rows": 3}, {"generation_rows": 3}),
         ({"generation_max_kv_gb": 0.5}, {"generation_kv_gb": 0.5}),
@@ -200,7 +202,7 @@ def test_peaks_of_runs_on_examples(tmp_path, method, options):
     ("method", "changes", "fields"),
     [
         ("dpo", {}, {"prompt": 32, "completion": 32, "reference": True}),
-        ("dpo", {"max_length": 3000}, {"prompt": 512, "completion": 2488, "reference": True}),
+        ("dpo", {"max_length": 3000}, LONG),
         ("dpo", {"max_prompt_length": 20}, {"prompt": 20, "completion": 44, "reference": True}),
         ("dpo", {"longest_prompt": 50}, {"prompt": 50, "completion": 14, "reference": True}),
         ("dpo", {"max_completion_length": 9}, {"completion": 9, "reference": True}),

@@ -113,19 +113,23 @@ def make_plan(
         run = run.replace(value_model=model_size(load_config(values), classifies=True))
     if sharding is not None:
         run = run.replace(**_division(training, model_args, run, sharding))
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    given = script.device_memory_gb
 
     def sized(chosen: ModelConfig) -> ModelSize:
         adapter = get_peft_config(chosen)
         return model_size(config, adapter, trusted, isinstance(training, RewardConfig))
 
-    plan = Plan(sized(model_args), run, device_bytes(device) if given is None else given * 1e9)
+    plan = Plan(sized(model_args), run, _planned_bytes(script.device_memory_gb))
     if not model_args.use_peft and is_available("peft"):
         with suppress(ValueError):  # there is no adapter for this model
             plan = replace(plan, adapter=sized(replace(model_args, use_peft=True)))
     plan = _with_engine(plan, training)
     return replace(plan, notes=(*_notes(plan, script, training), *plan.notes))
+
+
+def _planned_bytes(gigabytes: float | None) -> float:
+    if gigabytes is not None:
+        return gigabytes * 1e9
+    return device_bytes(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
 
 
 def settings(

@@ -38,25 +38,14 @@ class Parts:
 
 
 class Shares:
-    """The models of a run as one rank holds them; all figures are bytes.
-
-    Attributes:
-        stored: of a trained weight where it lies.
-        trained: of an entry of a gradient as the backward pass makes it.
-    """
+    """The models of a run as one rank holds them; all figures are bytes."""
 
     def __init__(self, model: ModelSize, run: RunSettings):
         self.model, self.run, self.sharding = model, run, run.sharding
         self._models = [model, *filter(None, [run.value_model])]
         self._count = sum(each.trainable for each in self._models)  # entries that are trained
-        # FSDP alone keeps weights as they were loaded, in float32 under mixed precision; DeepSpeed
-        # casts all of them.
-        loaded = run.loaded_bytes if run.sharding.is_fsdp else None
-        self._frozen = loaded or run.weight_bytes
-        is_wide = loaded or (model.frozen and not run.sharding.is_zero)
-        self.stored = FLOAT32 if is_wide else run.weight_bytes
-        is_cast = run.sharding.stage and run.loaded_bytes
-        self.trained = FLOAT32 if model.frozen and not is_cast else run.weight_bytes
+        # FSDP alone keeps weights as they were loaded; DeepSpeed casts all of them.
+        self._loaded = run.loaded_bytes if run.sharding.is_fsdp else None
 
     def held(self, gradients: float = 0.0, gathered: float = 0.0, buffers: float = 0.0) -> Parts:
         """What is on the device outside of any forward; the engine may keep more gradients."""
@@ -86,6 +75,16 @@ class Shares:
         return weights + self.optimizer + (entry + narrow) * sharding.share(OPTIMIZER) * self._count
 
     # --- Weights ---
+
+    @property
+    def stored(self) -> int:
+        """Of a trained weight where it lies: FSDP keeps float32 under mixed precision."""
+        is_float32 = self._loaded or (self.model.frozen and not self.sharding.is_zero)
+        return FLOAT32 if is_float32 else self.run.weight_bytes
+
+    @property
+    def _frozen(self) -> int:
+        return self._loaded or self.run.weight_bytes
 
     @property
     def weights(self) -> float:
@@ -140,6 +139,12 @@ class Shares:
         return each * ends + layers * layer
 
     # --- Gradients ---
+
+    @property
+    def trained(self) -> int:
+        """Of an entry of a gradient as the backward pass makes it."""
+        is_cast = self.sharding.stage and self.run.loaded_bytes
+        return FLOAT32 if self.model.frozen and not is_cast else self.run.weight_bytes
 
     @property
     def whole_gradients(self) -> float:
