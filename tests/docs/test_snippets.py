@@ -128,7 +128,9 @@ def test_python(page, folder):
 @pytest.mark.slow
 @pages_with("bash")
 def test_bash(page, folder):
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    files = (ROOT / "Makefile", *ROOT.glob("*/*.mk"), *ROOT.glob("*/*/*.mk"))
+    rules = "\n".join(file.read_text() for file in files)
+    targets = set(re.findall(r"^([a-z-]+):", rules, flags=re.MULTILINE))
     for block in run_blocks(page, "bash"):
         checked = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True)
         assert checked.returncode == 0, f"{page.name}:{block.line}: {checked.stderr}"

@@ -8,7 +8,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workspace import ROOT, option_problems
 
-from examples.quickstart import addition, copying, evaluate, models, noise, report
+from examples.quickstart import addition, copying, evaluate, extraction, models, noise, report
 from trl.cli.commands import TRAINING
 from trl.cli.reward_lookup import find_reward
 
@@ -20,7 +20,9 @@ def read(path):
 
 
 @pytest.mark.parametrize(
-    ("task", "sizes"), [(addition, (57, 24)), (copying, (2048, 128))], ids=["addition", "copying"]
+    ("task", "sizes"),
+    [(addition, (57, 24)), (copying, (2048, 128)), (extraction, (320, 32))],
+    ids=["addition", "copying", "extraction"],
 )
 def test_splits_are_disjoint_and_always_the_same(task, sizes, tmp_path):
     task.write(tmp_path / "a")
@@ -52,6 +54,27 @@ def test_copying_rows_are_right(tmp_path):
     for row in read(tmp_path / "train.jsonl"):
         assert row["prompt"] == f"{row['answer']}="
         assert len(row["answer"]) == 4
+
+
+def test_extraction_rows_are_right(tmp_path):
+    extraction.write(tmp_path)
+    trained, held_out = (read(tmp_path / f"{name}.jsonl") for name in ("train", "test"))
+    for row in trained + held_out:
+        found = json.loads(row["completion"])
+        hour = int(found["time"][:2])
+        assert f"{(hour - 1) % 12 + 1} {'pm' if hour >= 12 else 'am'}" in row["prompt"]
+        assert found["who"] in row["prompt"] and found["day"] in row["prompt"].lower()
+        assert found["what"] in row["prompt"]
+    people = [
+        {json.loads(row["completion"])["who"] for row in rows} for rows in (trained, held_out)
+    ]
+    assert not people[0] & people[1]
+
+
+def test_right_json():
+    right = ' {"what": "call", "day": "mon"}'
+    given = [right, '{"day": "mon", "what": "call"}\nNote: more', '{"what": "call"}', "a call", ""]
+    assert extraction.right_json(given, [right] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 def test_exact_sum():

@@ -8,7 +8,8 @@ import subprocess
 import pytest
 from workspace import ROOT
 
-TARGETS = {"quickstart", "quickstart-tiny", "test", "lint", "format", "docs", "clean", "help"}
+TARGETS = {"quickstart", "quickstart-sft", "quickstart-tiny", "test", "lint", "format"}
+TARGETS |= {"docs", "clean", "help"}
 TARGETS |= {"invariance", "bench-memory", "bench-report", "bench-step", "bench-head", "bench-plan"}
 TARGETS |= {"bench-gpu", "bench-siblings", "bench-options", "bench-generation", "engine-table"}
 TARGETS |= {"big-plans", "bench-offline", "gpu-check", "gpu-wheels", "test-fast", "test-lowest"}
@@ -18,8 +19,9 @@ TARGETS |= {"architectures"}
 @pytest.fixture
 def folder(tmp_path):
     """A folder with the Makefile and what it reads."""
-    (tmp_path / "scripts" / "bench").mkdir(parents=True)
-    for name in ("Makefile", "pyproject.toml", "scripts/bench/targets.mk"):
+    rules = ("examples/quickstart/targets.mk", "scripts/bench/targets.mk")
+    for name in ("Makefile", "pyproject.toml", *rules):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     return tmp_path
@@ -78,10 +80,10 @@ def test_environments_are_made_once_and_again_when_they_must(folder):
         assert make(folder, target, f"PYTHON={folder}/python{minor}").returncode == 0
         return log.read_text()
 
-    assert re.search(r"(?s)-m venv .* torch\n.*\[test,dev\]\n.*-m pytest", calls(11, "test"))
+    assert re.search(r"(?s)-m venv .* torch\n.*\[test,dev,docs\]\n.*-m pytest", calls(11, "test"))
     assert calls(11, "test") == "3.11 -m pytest -n 2 --no-loadscope-reorder\n"
     assert re.search(r"(?s)^(?!.*venv).*\[quickstart\]\n.*--tiny", calls(11, "quickstart-tiny"))
-    assert re.search(r"(?s)3.12 -m venv .*\[test,dev\]", calls(12, "test"))
+    assert re.search(r"(?s)3.12 -m venv .*\[test,dev,docs\]", calls(12, "test"))
     assert "pip" not in calls(12, "lint")
     later = (folder / ".venv" / ".dev").stat().st_mtime + 5
     os.utime(folder / "requirements" / "constraints.txt", (later, later))
