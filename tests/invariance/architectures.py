@@ -95,15 +95,15 @@ class Found:
     decoding: bool = False  # shares prompts when completions are generated
     packs: bool = False
     errors: dict[str, float] = field(default_factory=dict)  # of RLOO and SFT
-    same_tokens: bool = True  # as when rows are generated alone
+    same_tokens: bool = True  # as when rows are generated alone, or as a forward says
     reasons: list[str] = field(default_factory=list)  # why not everything is shared
+    is_random: bool = False  # rows computed alone differ from one seed to another
 
     @property
     def is_right(self) -> bool:
         """Whether everything ran, and was exact."""
-        return (
-            not self.problem and self.same_tokens and all(x <= EXACT for x in self.errors.values())
-        )
+        exact = self.is_random or all(x <= EXACT for x in self.errors.values())
+        return exact and not self.problem and self.same_tokens
 
 
 # --- Tiny models ---
@@ -246,8 +246,13 @@ def sft_gradient(model: nn.Module, folder: str, **changes: Any) -> torch.Tensor:
     return note.value
 
 
-def completions(model: nn.Module, shared: bool) -> list[list[int]]:
-    """What a model writes after two prompts, three times each; one row at a time if not shared."""
+def completions(model: nn.Module, shared: bool) -> tuple[list[list[int]], float]:
+    """What a model writes after two prompts, three times each; one row at a time if not shared.
+
+    Returns:
+        The tokens, and how far the log-probabilities that are told of them are from those of a
+        forward without a cache; infinity if none are told.
+    """
     backend = TransformersBackend(
         lambda: nullcontext(model.eval()),
         pad_id=0,
@@ -259,8 +264,18 @@ def completions(model: nn.Module, shared: bool) -> list[list[int]]:
     ids = [tokenizer(text)["input_ids"] for text in TEXTS[::2] for _ in range(3)]
     prompts = Prompts(messages=["text"] * len(ids), token_ids=ids)
     sampling = Sampling(max_tokens=6, stop_ids=(1,), seeds=tuple(range(len(ids))))
-    found = backend.generate(prompts, sampling, 3).completion_ids
-    return [list(row) for row in found]
+    found = backend.generate(prompts, sampling, 3)
+    rows = [list(row) for row in found.completion_ids]
+    if found.sampling_logps is None:
+        return rows, float("inf")
+    gaps = []
+    for prompt, row, told in zip(ids, rows, found.sampling_logps, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + row]), use_cache=False).logits[0]
+        at = torch.arange(len(prompt) - 1, len(prompt) + len(row) - 1)
+        logps = logits.log_softmax(-1)[at, torch.tensor(row)]
+        gaps.append(float((logps - torch.tensor(told)).abs().max()))
+    return rows, max(gaps)
 
 
 def examine(kind: str) -> Found:
@@ -277,15 +292,19 @@ def examine(kind: str) -> Found:
             found.scoring = not reasons
             theirs = rloo_gradient(model, folder, gradient_accumulation_steps=8, **ALONE)
             found.errors["RLOO"] = online_runs.relative(ours, theirs)
+            if found.errors["RLOO"] > EXACT:
+                again = rloo_gradient(model, folder, gradient_accumulation_steps=8, seed=1, **ALONE)
+                found.is_random = online_runs.relative(again, theirs) > EXACT
             found.reasons, reasons[:] = [*reasons], []
             ours = sft_gradient(model, folder, packing=True, max_length=128, **FAST)
             found.packs = not reasons
             theirs = sft_gradient(model, folder, gradient_accumulation_steps=len(TEXTS), **ALONE)
             found.errors["SFT"] = online_runs.relative(ours, theirs)
             reasons.clear()
-            together = completions(model, shared=True)
+            together, gap = completions(model, shared=True)
             found.decoding = not reasons
-            found.same_tokens = together == completions(model, shared=False)
+            # `generate` of some classes is not what their forward says.
+            found.same_tokens = gap <= 1e-5 or together == completions(model, shared=False)[0]
             found.reasons += [reason for reason in reasons if reason not in found.reasons]
     except Exception as error:
         if os.environ.get("TRL_DEBUG") == "1":
@@ -341,6 +360,7 @@ def page(results: list[Found]) -> str:
         errors = [f"{x.errors[name]:.1e}" if name in x.errors else "-" for name in ("RLOO", "SFT")]
         why = [*x.reasons, *[x.problem] * bool(x.problem)]
         why += ["**other tokens are drawn**"] * (not x.same_tokens)
+        why += ["it trains with noise: rows alone differ from seed to seed"] * x.is_random
         flags = ["yes" if flag else "no" for flag in (x.scoring, x.decoding, x.packs)]
         cells = [x.name, *flags, *errors, "; ".join(why).replace("|", "/")]
         lines.append(f"| {' | '.join(cells)} |")

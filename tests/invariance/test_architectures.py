@@ -19,10 +19,10 @@ SHARES = {
     "qwen3_moe": (True, True, True),
     "gpt2": (True, True, True),
     "gpt_neox": (True, True, True),
-    "gemma2": (False, False, False),  # soft caps
-    "gemma3_text": (False, False, False),  # windows
-    "gpt_oss": (False, False, False),  # sinks
-    "deepseek_v3": (False, False, False),  # values of another size
+    "gemma2": (True, True, True),  # soft caps
+    "gemma3_text": (True, True, True),  # windows
+    "gpt_oss": (True, True, True),  # sinks
+    "deepseek_v3": (True, True, True),  # values of another size
     "opt": (False, False, False),  # no hidden states
     "lfm2": (False, False, False),  # convolutions
     "mamba2": (False, False, False),  # no attention at all

@@ -152,6 +152,14 @@ def test_weights_that_are_no_leaf_are_left_to_autograd():
         assert differs(parameter.grad, 2 * grad) <= 1e-6
 
 
+def test_ids_may_be_short_integers():
+    table, _ = weights()
+    look_up(IDS.int(), table).pow(2).sum().backward()
+    wide = table.detach().double().requires_grad_()
+    embedding(IDS, wide).pow(2).sum().backward()
+    assert differs(table.grad, wide.grad) <= 1e-6
+
+
 def test_frozen_weights_get_no_gradient():
     table, head = weights()
     table.requires_grad_(False)

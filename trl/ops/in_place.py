@@ -60,7 +60,8 @@ class _LookUp(torch.autograd.Function):
         sums = torch.ops.aten.embedding_dense_backward
         if not adds_in_place(weight):
             return None, sums(grad, ids, len(weight), ctx.padding, False), None
-        ids, places = ids.flatten(), _places(ids.flatten())
+        ids = ids.flatten().long()
+        places = _places(ids)
         wide = grad.flatten(0, -2).to(torch.promote_types(grad.dtype, torch.float32))
         # As many rows as tokens: to ask a device how many ids differ would be to wait for it.
         rows = sums(wide, places, len(ids), -1, False)
