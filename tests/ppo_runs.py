@@ -45,7 +45,7 @@ class Loop:
     Args:
         model: a policy with a `value_model`: a layer, or a classifier.
         reference: another policy, or None without a penalty.
-        rows: prompt and completion of each.
+        rows: prompt and completion of each, and which tokens the policy wrote, if not all.
         rewards: one for each.
         options: those of `PPOConfig`.
     """
@@ -56,13 +56,14 @@ class Loop:
         self.o |= {"temperature": 1.0, "vf_coef": 0.1, "entropy_coef": 0.0}
         self.o |= {"whiten_rewards": False, "width": 0.2, "value_width": 0.2} | options
 
-    def read(self, model, prompt, completion):
-        """Log-probabilities, entropies and values before each token."""
+    def read(self, model, prompt, completion, mask=None):
+        """Log-probabilities, entropies and values before each token that the policy wrote."""
         ids = torch.tensor([[*prompt, *completion]])
         out = model(input_ids=ids, output_hidden_states=True)
-        at = slice(len(prompt) - 1, len(prompt) + len(completion) - 1)
+        own = torch.tensor([True] * len(completion) if mask is None else mask)
+        at = torch.arange(len(prompt) - 1, len(prompt) + len(completion) - 1)[own]
         every = (out.logits[0].float() / self.o["temperature"]).log_softmax(-1)[at]
-        logps = every[torch.arange(len(completion)), torch.tensor(completion)]
+        logps = every[torch.arange(len(at)), torch.tensor(completion)[own]]
         entropies = -(every.exp() * every).sum(-1)
         found = getattr(model, "value_model", None)
         if found is None:
@@ -119,7 +120,7 @@ class Loop:
     def gradient(self, credit, rows=None):
         """The gradient of the mean over tokens."""
         chosen = range(len(self.rows)) if rows is None else rows
-        tokens = sum(len(self.rows[i][1]) for i in chosen)
+        tokens = sum(len(credit[i][0]) for i in chosen)
         self.model.zero_grad()
         for i in chosen:
             old, known, advantages, returns = credit[i]

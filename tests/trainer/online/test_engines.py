@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import ppo_runs
 import pytest
 import torch
 from accelerate.utils import DistributedType
@@ -10,6 +11,7 @@ from online_runs import (
     completion_logps,
     config,
     dataset,
+    gradients,
     make_trainer,
     relative,
     step_direction,
@@ -24,6 +26,10 @@ from trl.generation.transformers.continuous import ContinuousBackend
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.online.engines import handle_of
+from trl.trainer.online_dpo_config import OnlineDPOConfig
+from trl.trainer.online_dpo_trainer import OnlineDPOTrainer
+from trl.trainer.ppo_config import PPOConfig
+from trl.trainer.ppo_trainer import PPOTrainer
 from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer
 
@@ -101,6 +107,10 @@ def test_options_of_continuous_batching_are_checked(tmp_path):
 # --- Completions of several turns ---
 
 KINDS = {"rloo": (RLOOTrainer, RLOOConfig), "grpo": (GRPOTrainer, GRPOConfig)}
+OTHERS = {
+    "online-dpo": (OnlineDPOTrainer, OnlineDPOConfig),
+    "ppo": (PPOTrainer, PPOConfig),
+}
 BOUND = 5e-6
 TURNS = [
     [call("add", '{"a": 2, "b": 3}'), "five"],
@@ -126,7 +136,7 @@ def script(seen, place):
 
 
 def trainer_of(folder, kind="rloo", reward=None, data=None, tokenizer=None, **changes):
-    trainer_class, config_class = KINDS[kind]
+    trainer_class, config_class = (KINDS | OTHERS)[kind]
     names = ("tools", "rollout_func", "environment_factory", "eval_dataset")
     given = {name: changes.pop(name) for name in names if name in changes}
     settings = {"max_completion_length": 800, "reward_dry_run": False, "learning_rate": 1.0}
@@ -213,6 +223,40 @@ def test_tool_tokens_do_not_train(tmp_path, kind):
     assert relative(found, by_hand(kind, rows)) < BOUND
     everything = [(prompt, ids_, [True] * len(ids_)) for prompt, ids_, _ in rows]
     assert relative(found, by_hand(kind, everything)) > 0.01, "the mask matters"
+
+
+def test_tool_tokens_of_pairs_do_not_train(tmp_path):
+    every = expected_rows()
+    rows = [*every[:2], *every[4:6]]  # of each prompt the first two
+    options = {"num_generations": 2, "per_device_train_batch_size": 2, "temperature": 1.0}
+    found = step_direction(scripted(tmp_path, "online-dpo", beta=0.3, **options))
+    policy, loss = model(), torch.zeros(())
+    scores = by_length([completion for _, completion, _ in rows])
+    for place in (0, 2):
+        sums = [
+            completion_logps(policy, prompt, completion)[torch.tensor(mask)].sum()
+            for prompt, completion, mask in rows[place : place + 2]
+        ]
+        better = 1.0 if scores[place] >= scores[place + 1] else -1.0
+        # The reference is the policy, so the margin is 0 and its slope a half.
+        loss = loss - 0.5 * 0.3 * better * (sums[0] - sums[1]) / 2
+    loss.backward()
+    assert relative(found, gradients(policy)) < BOUND
+
+
+def test_tool_tokens_have_no_credit(tmp_path):
+    rows = expected_rows()
+    options = {"num_ppo_epochs": 1, "temperature": 1.0, "beta": 0.0, "num_generations": 4}
+    trainer = scripted(tmp_path, "ppo", **options)
+    ppo_runs.fill(trainer.model.value_model)
+    policy = model()
+    policy.value_model = torch.nn.Linear(32, 1)
+    ppo_runs.fill(policy.value_model)
+    scores = by_length([completion for _, completion, _ in rows])
+    loop = ppo_runs.Loop(policy, None, rows, scores, beta=0.0, vf_coef=0.1)
+    assert relative(step_direction(trainer), loop.gradient(loop.credit())) < BOUND
+    whole = ppo_runs.Loop(policy, None, [row[:2] for row in rows], scores, beta=0.0, vf_coef=0.1)
+    assert relative(whole.gradient(whole.credit()), loop.gradient(loop.credit())) > 0.01
 
 
 def test_metrics_rewards_and_log_see_the_turns(tmp_path):
