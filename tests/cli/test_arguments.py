@@ -17,7 +17,7 @@ def test_nothing_is_required_and_everything_described(kind):
 
 def test_online_options_come_after_those_of_the_dataset():
     names = [field.name for field in fields(OnlineScriptArguments)]
-    own = ["reward_model_name_or_path", "reward_funcs", "longest_prompt"]
+    own = ["reward_model_name_or_path", "reward_funcs"]
     assert names == [field.name for field in fields(ScriptArguments)] + own
 
 

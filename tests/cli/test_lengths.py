@@ -10,6 +10,7 @@ from trl.cli.lengths import main
 from trl.memory.estimate import Estimate
 from trl.memory.model_size import model_size
 from trl.memory.settings import RunSettings
+from trl.trainer.offline.offline_config import PIECE_ON_CPU
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,10 @@ def test_one_screen_and_files(folder, capsys, tmp_path):
 def test_memory_is_that_of_the_plan(folder, capsys):
     found = json.loads(profiled(folder, capsys, folder / "pairs.jsonl", "--json"))
     for row in found["limits"]:
-        run = RunSettings(1, 0, row["max_length"], 8, generates=False, on_cpu=True)
+        rows = min(8, PIECE_ON_CPU // row["max_length"])  # of a piece
+        passes = -(-8 // rows)
+        sizes = (1, 0, row["max_length"], rows, passes, passes)
+        run = RunSettings(*sizes, generates=False, on_cpu=True)
         peak = Estimate(model_size(tiny_model().config), run).peak
         assert row["memory MB"] == round(peak / 1e6) and row["fits"]
     assert found["largest_that_fits"] == 256  # the context

@@ -210,7 +210,7 @@ def test_peaks_of_runs_on_examples(tmp_path, method, options):
         ("dpo", {"reference_free": "true"}, {}),
         ("dpo", {"max_tokens_per_piece": 200}, {"micro_batch": 4, "reference": True, **PIECES}),
         ("reward", {}, {}),
-        ("kto", {}, {"reference": True}),
+        ("kto", {}, {"reference": True, "group_size": 1, "micro_batch": 8}),
         ("kto", {"gradient_accumulation_steps": 2}, {"reference": True, **ALONE}),
         ("sft", {}, {"group_size": 1, "prompt": 0, "completion": 64, "micro_batch": 8}),
     ],

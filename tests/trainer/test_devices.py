@@ -27,9 +27,9 @@ ROUND = {
     "online/rewards.py __call__": 1,
     "online/reports.py _count_tokens": 1,
     "online/reports.py records": 3,
-    "trainer/online/rollouts.py assemble": 2,
-    "trainer/online/rollouts.py rows_with_gradient": 1,
-    "trainer/online/rollouts.py credited": 1,
+    "trainer/online/scoring.py assemble": 2,
+    "trainer/online/scoring.py rows_with_gradient": 1,
+    "trainer/online/scoring.py credited": 1,
 }
 MICRO_BATCH = {
     "models/scorer.py _at_once": 2,  # transformers asks of plain rows whether a mask is all ones
@@ -39,8 +39,7 @@ UPDATE = {
     "trainer/base/base_trainer.py _get_grad_norm": 1,
 }
 VALUE = {
-    "online/metrics.py _numbers": 2,  # sum and weight
-    "online/metrics.py <dictcomp>": 1,  # of a minimum or a maximum
+    "online/metrics.py _stored": 2,  # sum and weight, or a minimum or a maximum
 }
 
 

@@ -168,9 +168,10 @@ def _of_examples(
     if isinstance(training, PreferenceConfig):
         assumed, longest = training.max_prompt_length or assumed, training.max_completion_length
         facts["reference"] = training.needs_reference and not training.precompute_ref_log_probs
-    if isinstance(training, KTOConfig) and training.gradient_accumulation_steps > 1:
-        # The answers of the KL estimate are scored before, with those of the other micro-batches.
-        answers, facts["scores_policy"] = 1, training.estimates_kl
+    if isinstance(training, KTOConfig):
+        # Answers of the KL estimate have no gradient. Those of several micro-batches come before.
+        answers, several = 1, training.gradient_accumulation_steps > 1
+        facts["scores_policy"] = several and training.estimates_kl
     prompt = min(script.longest_prompt or assumed, length - 1)
     answer = min(length - prompt, longest or length)
     return RunSettings.of_examples(training, answers, prompt, answer, **facts)

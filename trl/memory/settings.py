@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +116,10 @@ class RunSettings:
     # policy itself generates.
     engine_bytes: float | None = None
     engine_sleeps: bool = False  # it gives them back outside generation
+    # Examples of a micro-batch, and micro-batches of a step, before they are cut into pieces of so
+    # many tokens; None: they are rows of a round.
+    examples: tuple[int, int] | None = field(default=None, compare=False)
+    piece: int = field(default=0, compare=False)
 
     @classmethod
     def of(cls, args: OnlineConfig, **facts: Any) -> RunSettings:
@@ -145,21 +149,27 @@ class RunSettings:
         examples, tokens = args.per_device_train_batch_size, prompt + answers * completion
         if args.max_tokens_per_micro_batch is not None:
             examples = max(1, min(examples, args.max_tokens_per_micro_batch // tokens))
-        at_once = examples
-        if args.piece_tokens:
-            at_once = max(1, min(examples, args.piece_tokens // tokens))
-        passes = args.gradient_accumulation_steps * -(-examples // at_once)
         options = {
             "group_size": answers,
             "prompt": prompt,
             "completion": completion,
-            "micro_batch": answers * at_once,
-            "slices": passes,
-            "accumulation": passes,
+            "micro_batch": answers * examples,
             "processes": args.world_size,
             "generates": False,
+            "examples": (examples, args.gradient_accumulation_steps),
+            "piece": args.piece_tokens,
         }
-        return cls(**(_of_every_run(args) | options | facts))
+        return cls(**(_of_every_run(args) | options | facts))._in_pieces()
+
+    def _in_pieces(self) -> RunSettings:
+        """The same where micro-batches are cut into runs of examples of so many tokens."""
+        if self.examples is None:
+            return self
+        (examples, steps), tokens = self.examples, self.prompt + self.group_size * self.completion
+        at_once = max(1, min(examples, self.piece // tokens)) if self.piece else examples
+        passes = steps * -(-examples // at_once)
+        rows = self.group_size * at_once
+        return self.replace(micro_batch=rows, slices=passes, accumulation=passes)
 
     def replace(self, **changes: Any) -> RunSettings:
         """Return a copy with fields changed."""
@@ -170,7 +180,7 @@ class RunSettings:
         if self.generates:
             return self.replace(prompt=tokens)
         prompt = min(self.prompt, tokens // 2)
-        return self.replace(prompt=prompt, completion=tokens - prompt)
+        return self.replace(prompt=prompt, completion=tokens - prompt)._in_pieces()
 
     @property
     def rows(self) -> int:

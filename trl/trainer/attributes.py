@@ -11,10 +11,12 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Self, TypeVar
 
-from transformers import GenerationConfig
-
 from ..text import did_you_mean
-from ..types import Sampling
+
+if typing.TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+    from ..types import Sampling
 
 Trainer = TypeVar("Trainer", bound=type)
 
@@ -79,6 +81,8 @@ def _generation_config(use_vllm: bool, sampling: Sampling) -> GenerationConfig |
     """How transformers would generate; None with vLLM."""
     if use_vllm:
         return None
+    from transformers import GenerationConfig  # options are read without it
+
     same = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return GenerationConfig(
         max_new_tokens=sampling.max_tokens,

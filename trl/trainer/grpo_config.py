@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
+from ..text import did_you_mean
 from .base.legacy import COMMON_OPTIONS, accepts_legacy_options
 from .base.options import option
 from .online.online_config import OnlineConfig
 
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+SCALES = ("group", "batch", "none")
 
 
 @accepts_legacy_options
@@ -28,7 +30,6 @@ class GRPOConfig(OnlineConfig):
     scale_rewards: str = option(
         "group",
         "Divide advantages by the standard deviation of these; True is group, False none.",
-        choices=("group", "batch", "none"),
     )
     multi_objective_aggregation: str = option(
         "sum_then_normalize",
@@ -73,6 +74,9 @@ class GRPOConfig(OnlineConfig):
     def __post_init__(self) -> None:
         scale = str(self.scale_rewards).lower()
         self.scale_rewards = {"true": "group", "false": "none"}.get(scale, scale)
+        if self.scale_rewards not in SCALES:
+            hint = did_you_mean(scale, SCALES)
+            raise ValueError(f"scale_rewards={scale!r} must be one of {', '.join(SCALES)}.{hint}")
         super().__post_init__()
         self._warn_unusual_levels()
         self._check_entropy()

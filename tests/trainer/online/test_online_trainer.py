@@ -299,7 +299,7 @@ def test_model_by_name(tmp_path):
             ValueError,
             "no 'prompt' column; it has text",
         ),
-        ({"train_dataset": dataset(["a"])}, ValueError, "1 rows.* 2 prompts x 4 completions"),
+        ({"train_dataset": dataset(["a"])}, ValueError, "1 row.* 2 prompts x 4 completions"),
         ({"model": 3}, TypeError, "not int"),
         ({"processing_class": "gpt2"}, TypeError, "not str"),
         ({"processing_class": None}, ValueError, "processing_class"),
@@ -338,7 +338,7 @@ def test_long_prompts_are_dropped_or_cut_and_counted(tmp_path):
     cutting.train()
     assert cutting.state.log_history[0]["prompts/cut"] == 1
     assert [len(ids) for ids in cutting.buffer.longest().prompt_ids] == [2] * 4 + [9] * 4
-    with pytest.raises(ValueError, match="train_dataset has 1 rows"):
+    with pytest.raises(ValueError, match="train_dataset has 1 row,"):
         make_trainer(
             tmp_path, long_prompts="drop", max_prompt_length=9, data=dataset(["a", "x" * 20])
         )

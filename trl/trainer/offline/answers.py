@@ -79,7 +79,8 @@ class Predictions:
             ranks (`Ranks`): all processes; each has a share.
             rows (`int`, *optional*): of the dataset. None: as far as there are values.
         """
-        every = sorted(chain(*ranks.gather_objects(self._found)), key=lambda found: found[:2])
+        shares = ranks.gather_objects(self._found)[:: ranks.per_row]
+        every = sorted(chain(*shares), key=lambda found: found[:2])
         if not every:
             return {}
         by_row: dict[int, dict[str, list[float]]] = {}
