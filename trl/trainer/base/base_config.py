@@ -17,8 +17,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from ...imports import require
 from ...text import did_you_mean
-from ..attributes import Named, from_json
-from .options import check_options, option
+from .options import Named, check_options, from_json, option
 
 # Ranges of options that transformers declares and does not check.
 NOT_NEGATIVE = (

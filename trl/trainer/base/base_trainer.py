@@ -23,12 +23,12 @@ from ...online.guard import FiniteGuard
 from ...online.metrics import MetricStore
 from ...random_numbers import random_numbers_kept
 from ...types import Mode, Rows
-from ..attributes import Named
 from ..callbacks import RunRecord, close_progress, show_progress
 from .base_config import BaseConfig
 from .checkpoint import UNFINISHED, publish_together, saving_model, told
 from .loop_state import LoopCallback, Place, RankState
 from .model_card import Publishing
+from .options import Named
 from .phases import Phases
 from .policy import Policy, router_coefficient
 from .resuming import check_engine, choose_checkpoint, describe_run, warn_of_earlier_run

@@ -1,18 +1,27 @@
-"""Declaring configuration fields: help, choices and range stand once, for all who need them."""
+"""Configuration fields: help, choices, types and ranges stand once, for all who need them."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import json
 import operator
-from collections.abc import Mapping
+import typing
+from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import Any
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, ClassVar, Self
 
 from ...text import did_you_mean
-from ..attributes import kinds_of, wrong_kind
 
 HOLDS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
 WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+MEANT = {"tokenizer": "processing_class", "max_seq_length": "max_length"}
+KINDS = {int: "an integer", float: "a number", bool: "True or False"}
+KINDS |= {str: "text", list: "a list"}
+MAPPING = "a dictionary, or a JSON object such as '{\"a\": 1}'"
 
 
 def option(
@@ -61,7 +70,8 @@ def check_options(config: Any, inherited: Mapping[str, Mapping[str, float]] | No
         ValueError: naming option, value and the nearest legal values.
     """
     others = inherited or {}
-    kinds = kinds_of(type(config))
+    config_class: Any = type(config)
+    kinds = _kinds_of(config_class)
     for field in dataclasses.fields(config):
         value, known = getattr(config, field.name, None), field.metadata
         if value is None and (type(None) in kinds[field.name] or "bounds" not in known):
@@ -79,7 +89,7 @@ def _problem(
     enums = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)]
     if "choices" in known or enums:
         return _not_chosen(value, known.get("choices") or [x.value for x in enums[0]])
-    return wrong_kind(value, kinds)
+    return _wrong_kind(value, kinds)
 
 
 def _not_chosen(value: Any, choices: list[str]) -> str | None:
@@ -95,3 +105,57 @@ def _out_of_range(value: Any, bounds: Mapping[str, float], hint: str = "") -> st
     legal = " and ".join(f"{WORDS[kind]} {bound:g}" for kind, bound in bounds.items())
     kind = "" if is_number else "a number, "
     return f"{kind}{legal}{f' ({hint})' if hint else ''}."
+
+
+class Named:
+    """Refuses keyword arguments that the constructor does not have, with what may be meant."""
+
+    legacy_options: ClassVar[dict[str, Any]] = {}  # which it has, too
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        known = inspect.signature(cls.__init__).parameters
+        takes_all = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in known.values())
+        for name in () if takes_all else kwargs.keys() - known - cls.legacy_options.keys():
+            meant = MEANT.get(name)
+            hint = f" Did you mean {meant}?" if meant in known else did_you_mean(name, known)
+            raise TypeError(f"{cls.__name__} has no argument {name!r}.{hint}")
+        return super().__new__(cls)
+
+
+def changed(config: Any, names: Iterable[str]) -> str:
+    """Those of some options of a dataclass that do not have their default value."""
+    defaults = type(config).__dataclass_fields__
+    return ", ".join(name for name in names if getattr(config, name) != defaults[name].default)
+
+
+@cache
+def _kinds_of(config_class: Any) -> dict[str, list[Any]]:
+    """The types that the options of a dataclass may have."""
+    unions = {
+        name: typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        for name, hint in typing.get_type_hints(config_class).items()
+    }
+    return {name: [typing.get_origin(x) or x for x in found] for name, found in unions.items()}
+
+
+def _wrong_kind(value: Any, kinds: list[Any]) -> str | None:
+    """Text would be true where it says false, and be taken apart into letters for a list."""
+    if dict in kinds:
+        no_mapping = isinstance(from_json(value), str | list | int | float)
+        is_legal = not no_mapping or Path(str(value)).is_file()
+        return None if is_legal else f"{MAPPING}."
+    if isinstance(value, str):
+        is_legal = str in kinds
+    else:
+        is_number = isinstance(value, (int, float)) and value is not False
+        is_legal = not is_number or bool({int, float, bool} & {*kinds})
+    words = [KINDS[kind] for kind in kinds if kind in KINDS]
+    return None if is_legal or not words else f"{' or '.join(words)}."
+
+
+def from_json(value: Any) -> Any:
+    """What JSON text stands for; anything else as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        return value

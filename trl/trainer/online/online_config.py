@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...types import Mode
-from ..attributes import changed
 from ..base.base_config import BaseConfig, ReferenceOptions
-from ..base.options import option
+from ..base.options import changed, option
 from .batch_math import BatchPlan, check_eval_groups, check_groups, resolve_rounds
 from .generation_options import (
     GenerationOptions,
