@@ -5,11 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from memory import COUNTS, HEADLINE, METHOD_SHAPES, METHODS, SCALE, SETTINGS, SHAPES
+from memory import (
+    COUNTS,
+    HEADLINE,
+    METHOD_SHAPES,
+    METHOD_SIZES,
+    METHODS,
+    SCALE,
+    SETTINGS,
+    SHAPES,
+)
 from runs import Work
 from step import PEER, phase_seconds
 from step import SHAPES as STEP_SHAPES
@@ -75,12 +85,17 @@ def sizes(rows: Rows) -> Iterator[Goal]:
 
 def methods(rows: Rows) -> Iterator[Goal]:
     """Peaks of Online DPO and PPO over those of the peers that have them."""
-    for method, peer in METHODS.items():
-        for prompt, completion in METHOD_SHAPES:
-            work = {"prompt": prompt, "completion": completion, "completions": 8}
+    for method, peers in METHODS.items():
+        for (prompt, completion), count, peer in product(METHOD_SHAPES, METHOD_SIZES, peers):
+            work = {"prompt": prompt, "completion": completion, "completions": count}
             peaks = [rows.peak(name, algorithm=method, **work) for name in (OURS, peer)]
-            name = f"{method}: peak at {prompt:,}/{completion}/8 over {SETTINGS[peer].title}"
-            yield Goal(name, 1 / 4, divided(*peaks))
+            shape = f"{prompt:,}/{completion}/{count}"
+            yield Goal(
+                f"{method}: peak at {shape}, {METHOD_SIZES[count]:,} entries, over "
+                f"{SETTINGS[peer].title}",
+                1 / 4,
+                divided(*peaks),
+            )
 
 
 def least(rows: Rows, names: Iterable[str], **cell: int) -> float | None:

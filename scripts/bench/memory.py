@@ -12,6 +12,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +27,9 @@ GENERATION_SHAPES = ((512, 256), HEADLINE)  # where the peaks of generation are 
 REPEATED = (2, 8)  # completions of the headline shape that run three times
 SLOW = ("old-full", "now")  # minutes and much memory a run: once
 GENERATION_ROWS = 8
-METHODS = {"OnlineDPO": "now", "PPO": "first"}  # and the peers that have them
+METHODS = {"OnlineDPO": ("now", "now-gpu"), "PPO": ("first",)}  # and the peers that have them
 METHOD_SHAPES = (HEADLINE, (512, 256))
+METHOD_SIZES = {2: VOCABULARY, 8: VOCABULARY // SCALE}  # vocabulary for each number of completions
 BEST_COUNTS = (2, 8)  # completions at which the best settings of each side are looked for
 
 OFF: dict[str, Any] = {
@@ -147,15 +149,12 @@ def other_cells() -> Iterator[Cell]:
 
 def method_cells() -> Iterator[Cell]:
     """Online DPO (pairs of completions) and PPO (single ones), beside their peers."""
-    scaled = {"completions": 8, "vocabulary": VOCABULARY // SCALE}
-    for method, peer in METHODS.items():
-        for prompt, completion in METHOD_SHAPES:
-            for name in (peer, "default"):
-                shape = {"prompt": prompt, "completion": completion}
-                yield Cell(name, SETTINGS[name].work(algorithm=method, **shape, **scaled))
-        for name in (peer, "default"):
-            shape = {"prompt": 512, "completion": 256, "completions": 2}
-            yield Cell(name, SETTINGS[name].work(algorithm=method, **shape))
+    for method, peers in METHODS.items():
+        for (prompt, completion), count in product(METHOD_SHAPES, METHOD_SIZES):
+            sizes = {"prompt": prompt, "completion": completion, "completions": count}
+            sizes |= {"vocabulary": METHOD_SIZES[count]}
+            for name in (*peers, "default"):
+                yield Cell(name, SETTINGS[name].work(algorithm=method, **sizes))
 
 
 PARTS: dict[str, Callable[[], Iterator[Cell]]] = {

@@ -65,6 +65,10 @@ def measure(work: Work) -> dict[str, Any]:
         result["timeline"] = thin(memory.timeline())
     if watch is not None:
         result["blocks"] = watch.blocks()[:16]
+    if work.gpu_path:
+        import gpu_path
+
+        result["launches"] = gpu_path.Launcher.launched
     return result | {"versions": versions(work)}
 
 
