@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from scripted import ScriptedBackend
 from slow_support import kept_mass
-from tiny import tiny_model, tiny_tokenizer
+from tiny import ONE_UPDATE, tiny_model, tiny_tokenizer
 
 from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer
@@ -33,25 +33,11 @@ def token_sum(completion_ids, **kwargs):
 
 
 def config(folder, kind=RLOOConfig, **changes):
-    settings = {
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "disable_tqdm": True,
+    settings = ONE_UPDATE | {
         "shuffle_dataset": False,
-        "per_device_train_batch_size": 8,
         "num_generations": 4,
         "max_completion_length": 8,
-        "max_steps": 1,
-        "learning_rate": 0.1,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "save_strategy": "no",
-        "logging_steps": 1,
         "beta": 0.0,
-        "log_memory": False,
     }
     return kind(str(folder), **(settings | changes))
 

@@ -2,7 +2,7 @@
 
 import torch
 from datasets import Dataset
-from tiny import tiny_model, tiny_tokenizer
+from tiny import ONE_UPDATE, tiny_model, tiny_tokenizer
 
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
@@ -27,24 +27,7 @@ def texts(count=12) -> Dataset:
 
 
 def config(folder, kind=SFTConfig, **changes):
-    settings = {
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "train_sampling_strategy": "sequential",
-        "per_device_train_batch_size": 8,
-        "max_steps": 1,
-        "learning_rate": 0.1,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "log_memory": False,
-        "max_length": 64,
-    }
+    settings = ONE_UPDATE | {"train_sampling_strategy": "sequential", "max_length": 64}
     return kind(str(folder), **(settings | changes))
 
 

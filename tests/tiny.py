@@ -20,6 +20,38 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
+# Of a two-layer model over the vocabulary of `tiny_tokenizer`.
+SIZES = {
+    "vocab_size": len(SPECIAL) + len(CHARACTERS),
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+# Options of a run on a CPU that takes one step of SGD and logs it.
+ONE_UPDATE = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "per_device_train_batch_size": 8,
+    "max_steps": 1,
+    "learning_rate": 0.1,
+    "lr_scheduler_type": "constant",
+    "optim": "sgd",
+    "max_grad_norm": 0.0,
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "log_memory": False,
+}
+
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A character-level tokenizer with a chat template; decoding joins characters back exactly."""
@@ -43,25 +75,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_model(kind: str = "llama", seed: int = 0, **changes):
     """A two-layer random model in float32 over the vocabulary of `tiny_tokenizer`."""
-    tokenizer = tiny_tokenizer()
-    settings = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 256,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "tie_word_embeddings": False,
-    } | changes
     classes = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
     config_class, model_class = classes[kind]
     torch.manual_seed(seed)
-    return model_class(config_class(**settings))
+    return model_class(config_class(**(SIZES | {"tie_word_embeddings": False} | changes)))
 
 
 def save_tiny(folder, kind: str = "llama", **changes) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 import dpo_runs
 import kto_runs
 import reward_runs
-import torch
 from engines import finish, report, use
+from same_runs import outcome
 
 ENGINES = ("ddp", "fsdp2", "zero2", "zero3")
 # An odd number of rows: in the last round one rank has fewer, or none.
@@ -43,15 +43,8 @@ def run(cell: str, folder: Path, rows: int, accumulation: int, **changes: Any) -
         eval_dataset=data,
         **changes,
     )
-    trainer.train()
-    trainer.evaluate()
-    predictions = trainer.predict(trainer.eval_dataset).predictions
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    found: dict[str, Any] = {}
-    if trainer.is_world_process_zero():
-        found["weights"] = torch.cat([state[name].flatten() for name in sorted(state)])
-        found["history"] = trainer.state.log_history
-        found["predictions"] = predictions
+    found = outcome(trainer)
+    found["predictions"] = trainer.predict(trainer.eval_dataset).predictions
     return found
 
 

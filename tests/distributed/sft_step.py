@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from engines import ENGINES, finish, report, use
+from same_runs import outcome
 from sft_runs import PAIRS, make_trainer, pairs
 
 # Seven rows: in the last round one rank has fewer, or none.
@@ -30,14 +30,7 @@ def run(cell: str, folder: Path, rows: int, accumulation: int, **changes: Any) -
         eval_dataset=pairs(PAIRS[3:]),
         **(options | changes),
     )
-    trainer.train()
-    trainer.evaluate()
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    found: dict[str, Any] = {}
-    if trainer.is_world_process_zero():
-        found["weights"] = torch.cat([state[name].flatten() for name in sorted(state)])
-        found["history"] = trainer.state.log_history
-    return found
+    return outcome(trainer)
 
 
 def main(folder: str) -> None:

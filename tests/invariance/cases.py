@@ -33,7 +33,7 @@ sys.path[:0] = [
     str(path) for path in (TESTS.parent, TESTS, TESTS / "trainer", TESTS / "invariance")
 ]
 
-from tiny import tiny_tokenizer  # noqa: E402
+from tiny import SIZES, tiny_tokenizer  # noqa: E402
 
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 from trl.trainer.online_dpo_trainer import OnlineDPOTrainer  # noqa: E402
@@ -59,23 +59,9 @@ class Architecture:
 
     def build(self) -> nn.Module:
         """Make the model in float32, always with the same weights."""
-        settings = {
-            "vocab_size": len(tiny_tokenizer()),
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "max_position_embeddings": 256,
-            "initializer_range": 0.1,
-            "pad_token_id": 0,
-            "eos_token_id": EOS,
-            "bos_token_id": 2,
-            "tie_word_embeddings": False,
-        }
+        large = {"initializer_range": 0.1, "tie_word_embeddings": False}
         torch.manual_seed(0)
-        return self.model(self.config(**(settings | self.changes))).train()
+        return self.model(self.config(**(SIZES | large | self.changes))).train()
 
 
 CAPS = {"query_pre_attn_scalar": 8, "final_logit_softcapping": 1.0, "tie_word_embeddings": True}

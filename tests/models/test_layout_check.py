@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from rollouts import rollout_of
-from tiny import tiny_model
+from tiny import SIZES, tiny_model
 from transformers import (
     AttentionInterface,
     DeepseekV3Config,
@@ -35,16 +35,6 @@ from trl.models.scorer import Scorer
 from trl.types import Rollout
 
 CPU = torch.device("cpu")
-SIZES = {
-    "vocab_size": 95,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
 
 
 @pytest.fixture

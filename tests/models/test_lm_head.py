@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import tiny_model
+from tiny import SIZES, tiny_model
 from torch import nn
 from transformers import (
     CohereConfig,
@@ -23,19 +23,6 @@ from transformers.utils import logging
 from trl.models.lm_head import Float32Linear, HeadFinder, cast_head_to_float32
 from trl.models.unwrap import capture_hidden, causal_model, evaluating
 
-SIZES = {
-    "vocab_size": 95,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-}
 IDS = torch.tensor([[8, 9, 10, 11, 12], [13, 14, 15, 16, 17]])
 TARGETS = torch.arange(20, 30)
 ROW = torch.tensor([[8, 9, 10, 11]])

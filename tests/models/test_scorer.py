@@ -6,7 +6,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from rollouts import rollout_of
 from slow_support import kept_mass
-from tiny import in_double, tiny_model
+from tiny import SIZES, in_double, tiny_model
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -275,17 +275,8 @@ def test_log_probabilities_under_autocast():
 
 def mixtral():
     torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 95,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    }
-    return MixtralForCausalLM(MixtralConfig(**sizes))
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(**SIZES, **experts))
 
 
 def test_mixtures_of_experts_share_prompts_unless_their_router_is_trained():
@@ -537,17 +528,7 @@ def test_an_adapter_that_trains_a_whole_end_of_the_model(trained):
 
 def test_embeddings_of_a_class_of_their_own():
     """Gemma's multiplies what it looks up."""
-    model = Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            vocab_size=95,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-        )
-    )
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES))
     reference = copy.deepcopy(model)
     row_by_row(reference, rollout())[0].sum().backward()
     found = twice_in_place(model, scorer(in_place=True), [rollout()])

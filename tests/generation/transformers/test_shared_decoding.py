@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from faulty_kernels import break_kernels
-from tiny import tiny_model
+from tiny import SIZES, tiny_model
 from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
@@ -527,17 +527,7 @@ def test_a_layer_that_names_another_window_than_it_masks(log, told):
 
 def windowed(window):
     torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=95,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        sliding_window=window,
-        initializer_range=0.5,
-    )
+    config = MistralConfig(**SIZES, sliding_window=window, initializer_range=0.5)
     return MistralForCausalLM(config).eval()
 
 
