@@ -40,6 +40,21 @@ def test_activations_of_a_cpu_stay(monkeypatch):
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
 
 
+def test_the_modules_of_a_model_are_walked_through_once():
+    walks = []
+
+    class Counted(torch.nn.Linear):
+        def parameters(self, recurse=True):
+            walks.append(1)
+            return super().parameters(recurse)
+
+    offloading = ActivationOffloading(Counted(2, 2))
+    for _ in range(3):
+        with offloading():
+            pass
+    assert walks == [1]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_a_gpu_gradients_are_the_same_and_less_is_held():

@@ -38,13 +38,13 @@ class ActivationOffloading:
     stream of their own, beside the computation.
 
     Args:
-        model: whose parameters and buffers stay.
+        model: whose parameters and buffers stay; the first pass says which these are.
     """
 
     def __init__(self, model: nn.Module):
         self._model = model
+        self._held: list[Tensor] = []
         self._stream: Any = None
-        self._begin()
 
     def _begin(self) -> None:
         self._staying: set[int] = set()
@@ -56,8 +56,8 @@ class ActivationOffloading:
     def __call__(self) -> Iterator[None]:
         """Move what forward passes inside save; backward passes must end inside, too."""
         self._begin()
-        held = [*self._model.parameters(), *self._model.buffers()]
-        self._staying = {tensor.untyped_storage().data_ptr() for tensor in held}
+        self._held = self._held or [*self._model.parameters(), *self._model.buffers()]
+        self._staying = {tensor.untyped_storage().data_ptr() for tensor in self._held}
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
