@@ -47,7 +47,7 @@ ALLOWED = {
     "scripts": {"imports", "trainer", "cli", "data"},
     "__main__": {"cli"},
 }
-FACADES = {"chat_template_utils", "data_utils"}
+FACADES = {"chat_template_utils", "data_utils", "import_utils"}
 TORCH_ONLY = {"ops", "types"}
 OPTIONAL = {"vllm", "peft", "deepspeed", "liger_kernel", "bitsandbytes", "wandb", "trackio",
             "math_verify", "matplotlib", "rich"}  # fmt: skip

@@ -17,7 +17,7 @@ def test_names_of_upstream_say_that_they_are_not_there():
     trainers = ", ".join(name for name in trl.__all__ if name.endswith("Trainer"))
     end = f" It is not part of this release, whose trainers are {trainers}."
     assert imported("ORPOTrainer") == f"module 'trl' has no name 'ORPOTrainer'.{end}"
-    assert imported("WeaveCallback").endswith(end)
+    assert imported("MergeModelCallback").endswith(end)
     with pytest.raises(AttributeError, match="'CPOConfig'. It is not part of this release"):
         trl.CPOConfig  # noqa: B018
 

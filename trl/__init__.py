@@ -47,6 +47,7 @@ _MODULES = {
     "trainer.online_dpo_trainer": ("OnlineDPOTrainer",),
     "trainer.rloo_config": ("RLOOConfig",),
     "trainer.rloo_trainer": ("RLOOTrainer",),
+    "trainer.samples": ("LogCompletionsCallback", "WeaveCallback"),
     "trainer.sft_config": ("SFTConfig",),
     "trainer.sft_trainer": ("SFTTrainer",),
 }

@@ -75,6 +75,8 @@ from .trainer.reward_config import RewardConfig as RewardConfig
 from .trainer.reward_trainer import RewardTrainer as RewardTrainer
 from .trainer.rloo_config import RLOOConfig as RLOOConfig
 from .trainer.rloo_trainer import RLOOTrainer as RLOOTrainer
+from .trainer.samples import LogCompletionsCallback as LogCompletionsCallback
+from .trainer.samples import WeaveCallback as WeaveCallback
 from .trainer.sft_config import SFTConfig as SFTConfig
 from .trainer.sft_trainer import SFTTrainer as SFTTrainer
 

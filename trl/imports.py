@@ -19,6 +19,7 @@ EXTRAS = {
     "peft": "peft",
     "rich": "quickstart",
     "vllm": "vllm",
+    "weave": "weave",
 }
 
 # Oldest and newest version that the tests run with. Trainers override private methods of it.
@@ -94,6 +95,10 @@ def public_names(part: str) -> Callable[[str], Any]:
         root = sys.modules[package]
         if root._HOME.get(name, "").startswith(f"{inner}."):
             return getattr(root, name)
+        if not name.startswith("_") and is_available(f"{part}.utils"):
+            found = vars(importlib.import_module(f"{part}.utils"))
+            if name in found:
+                return found[name]
         raise AttributeError(f"module {part!r} has no attribute {name!r}")
 
     return find

@@ -12,10 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 FinishReason = Literal["stop", "length"]
 Mode = Literal["train", "eval"]
+# What users of Hugging Face TRL import to say what they pass to a trainer.
+RewardFunc = str | nn.Module | Callable[..., list[float | None]]
+RolloutFunc = Callable[..., Mapping[str, Any]]
+EnvironmentFactory = Callable[[], Any] | dict[str, Callable[[], Any]]
 ROW_TENSORS = (
     "loss_mask",
     "old_logps",

@@ -81,6 +81,47 @@ def test_parts_have_the_public_names_of_their_modules(words):
         exec(f"from {part} import is_conversational", {})
 
 
+UPSTREAM = {
+    "trl.chat_template_utils": "clone_chat_template, supports_tool_calling, has_generation_markers",
+    "trl.cli": "main",
+    "trl.data_utils": "apply_chat_template, common_prefix_length, pack_dataset, extract_prompt",
+    "trl.import_utils": "is_deepspeed_available, is_vllm_available, is_weave_available",
+    "trl.models": "create_reference_model, unwrap_model_for_generation",
+    "trl.models.utils": "create_reference_model, unwrap_model_for_generation",
+    "trl.scripts": "DatasetMixtureConfig, ScriptArguments, TrlParser, get_dataset",
+    "trl.scripts.sft": "main, make_parser",
+    "trl.scripts.utils": "DatasetConfig, DatasetMixtureConfig, TrlParser, init_zero_verbose",
+    "trl.trainer": "BEMACallback, LogCompletionsCallback, WeaveCallback, KTOTrainer, "
+    "disable_dropout_in_model, get_peft_config",
+    "trl.trainer.callbacks": "BEMACallback, LogCompletionsCallback, RichProgressCallback, "
+    "SyncRefModelCallback, WeaveCallback",
+    "trl.trainer.grpo_trainer": "GRPOTrainer, EnvironmentFactory, RewardFunc, RolloutFunc",
+    "trl.trainer.kto_config": "KTOConfig",
+    "trl.trainer.model_config": "ModelConfig",
+    "trl.trainer.rloo_trainer": "RLOOTrainer, RewardFunc, RolloutFunc",
+    "trl.trainer.utils": "RepeatSampler, disable_dropout_in_model, entropy_from_logits, "
+    "get_peft_config, get_quantization_config, remove_none_values, selective_log_softmax",
+}
+
+
+@pytest.mark.parametrize("module", UPSTREAM)
+def test_scripts_of_hugging_face_trl_find_what_they_import(module):
+    names: dict = {}
+    exec(f"from {module} import {UPSTREAM[module]}", names)
+    del names["__builtins__"]
+    for name, value in names.items():
+        assert callable(value) or name in ("EnvironmentFactory", "RewardFunc"), name
+        if name in trl.__all__:
+            assert value is getattr(trl, name)
+
+
+def test_the_command_line_is_a_function_that_returns_a_status(capsys):
+    from trl.cli import main
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{trl.__version__}\n"
+
+
 def test_a_trainer_loads_no_module_of_vllm():
     script = "import sys; from trl import RLOOTrainer; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

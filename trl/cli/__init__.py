@@ -1,1 +1,3 @@
 """The command line."""
+
+from .main import main as main

@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The options of `trl completions`."""
     parser = OneLineParser(prog="trl completions", description=__doc__)
     parser.add_argument("folder", help="output folder of a run, or a jsonl file of completions")
-    parser.add_argument("--split", choices=("train", "eval"), default="train")
+    parser.add_argument("--split", choices=("train", "eval", "samples"), default="train")
     parser.add_argument("--step", type=int, help="only this optimizer step")
     end = parser.add_mutually_exclusive_group()
     end.add_argument("--best", type=int, help="only the completions of highest reward")

@@ -12,12 +12,8 @@ from .commands import COMMANDS, unknown_command
 INTERRUPTED = 128 + signal.SIGINT  # status of what Ctrl-C has ended
 
 
-def main(words: list[str] | None = None) -> None:
-    """Run `trl WORDS`.
-
-    Args:
-        words (`list[str]`, *optional*): None takes those of the process.
-    """
+def main(words: list[str] | None = None) -> int:
+    """Run `trl WORDS`, by default those of the process; returns 0 if all went well."""
     try:
         _run(list(sys.argv[1:] if words is None else words))
         sys.stdout.flush()
@@ -26,6 +22,7 @@ def main(words: list[str] | None = None) -> None:
     except BrokenPipeError:  # of `trl completions output | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
+    return 0
 
 
 def _run(words: list[str]) -> None:

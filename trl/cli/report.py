@@ -18,7 +18,7 @@ from ..text import as_text
 from .completions import read_records
 from .parser import OneLineParser
 
-SPLITS = ("train", "eval")
+SPLITS = ("train", "eval", "samples")
 ON_A_PAGE = 200  # completions that are unpacked at once
 # What completions are sorted by, without unpacking their texts.
 INDEX = ("step", "round", "group", "reward", "advantage", "finish")

@@ -88,11 +88,7 @@ def _architecture(config: PretrainedConfig) -> Any:
 def load_config(
     name: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
-    """Read the configuration of a model; nothing else of it is read.
-
-    Raises:
-        OSError: if there is none of that name.
-    """
+    """Read the configuration of a model, and nothing else; OSError if there is none."""
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         return AutoConfig.from_pretrained(name, **options)
@@ -113,11 +109,7 @@ def load_tokenizer(
 
 
 def settle_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Give the tokenizer a pad token (its EOS if it has none), and tell the model, and the caller.
-
-    Raises:
-        ValueError: if the tokenizer has neither a pad nor an EOS token.
-    """
+    """Give the tokenizer a pad token, its EOS if it has none, and tell the model; return its id."""
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ValueError("The tokenizer has neither a pad token nor an EOS token; set one.")

@@ -17,11 +17,13 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerState
 
-from ..imports import is_available, require
+from ..imports import is_available, public_names, require
 from ..models.sharded import local_shard, release
 from ..progress import Activity, watched
 from ..step_lines import StepLines
 from ..text import count
+
+__getattr__ = public_names("trl.trainer")  # the callbacks that are in files of their own
 
 # What people look at while a run goes on, and the names it is logged under. The loss of a policy
 # gradient says nothing about progress, so it is shown only where there is no reward.

@@ -29,7 +29,10 @@ from ..ops.policy_losses import (
     vespo,
     vespo_weight,
 )
+from ..types import EnvironmentFactory as EnvironmentFactory
+from ..types import RewardFunc as RewardFunc
 from ..types import RewardTable, Rollout, TokenScores
+from ..types import RolloutFunc as RolloutFunc
 from .base.loop_state import LoopCallback
 from .base.model_card import Method
 from .entropy_control import EntropyController

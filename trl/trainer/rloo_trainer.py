@@ -9,7 +9,9 @@ from ..ops.advantages import leave_one_out, whiten
 from ..ops.kl import sequence_kl
 from ..ops.masking import masked_sum
 from ..ops.policy_losses import clip_flags, clipped_surrogate
+from ..types import RewardFunc as RewardFunc
 from ..types import RewardTable, Rollout, TokenScores
+from ..types import RolloutFunc as RolloutFunc
 from .base.legacy import FIRST_ARGUMENTS, accepts_legacy_arguments, ignored
 from .base.model_card import Method
 from .online.online_trainer import OnlineTrainer

@@ -1,0 +1,265 @@
+"""Completions that callbacks draw while a run goes on, for trackers and the run's records."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset
+from transformers import GenerationConfig, TrainerCallback
+from transformers.utils import logging
+
+from ..data.rows import Document
+from ..generation.base import NAMED, row_seeds
+from ..imports import require
+from ..models.loading import stop_token_ids
+from ..models.unwrap import policy_for_inference
+from ..online.prompts import PromptEncoder
+from ..online.reports import log_table
+from ..random_numbers import random_numbers_kept
+from ..step_lines import StepLines
+from ..text import as_text
+from ..types import Prompts, Sampling
+
+if TYPE_CHECKING:
+    from .base.base_trainer import BaseTrainer
+
+MOST_TOKENS = 256  # of a completion, where neither the model nor the user says so
+Scorers = Mapping[str, Callable[[str, str], float]]
+
+logger = logging.get_logger(__name__)
+
+
+class Samples:
+    """Completes the first `most` prompts of a trainer's evaluation dataset with its policy.
+
+    Trainers that generate do it with their own engine and options, for the others transformers
+    generates; `config` says how tokens are drawn instead.
+
+    Raises:
+        TypeError: if the model writes no text.
+        ValueError: if there is no such dataset, or its rows have no prompt.
+    """
+
+    def __init__(self, trainer: BaseTrainer, config: GenerationConfig | None, most: int | None):
+        tokenizer: Any = trainer.processing_class
+        model: Any = trainer.accelerator.unwrap_model(trainer.model)
+        if getattr(model, "get_output_embeddings", lambda: None)() is None:
+            raise TypeError(f"{type(model).__name__} writes no text: it cannot complete prompts.")
+        self._trainer, self._decode = trainer, PromptEncoder(tokenizer).completions
+        self._prompts = _prompts(trainer, tokenizer, most)
+        self._sampling: Any = getattr(trainer, "sampling", None)
+        if self._sampling is None:
+            stops = stop_token_ids(model, tokenizer)
+            self._sampling = Sampling(max_tokens=MOST_TOKENS, stop_ids=stops)
+            config = config or model.generation_config
+        if config is not None:
+            wanted = config.to_dict() | {"max_tokens": config.max_new_tokens}
+            wanted["top_k"] = wanted["top_k"] if config.do_sample else 1  # the likeliest token
+            named = {name: wanted[name] for name in NAMED if wanted[name] is not None}
+            self._sampling = self._sampling.replace(**named)
+
+    def draw(self) -> list[dict[str, Any]]:
+        """Return a record of each completion on the main process; all processes call this."""
+        trainer, ranks, most = self._trainer, self._trainer.ranks, len(self._prompts)
+        step, count = trainer.state.global_step, -(-most // ranks.count)
+        first = ranks.rank * count
+        # Ranks work in step, so the last ones repeat a prompt where there is none left.
+        prompts = _pick(self._prompts, [min(first + row, most - 1) for row in range(count)])
+        seeds = row_seeds(("samples", trainer.args.seed, step), first, count)
+        engine = getattr(trainer, "backend", None) or self._transformers(prompts)
+        with random_numbers_kept(), trainer.phases.inference("generation", count):
+            engine.sync_weights(step)
+            found = engine.generate(prompts, self._sampling.replace(seeds=seeds), 1)
+        prompts, ids = found.prompts(prompts), found.completion_ids
+        texts = found.messages or self._decode(prompts, ids)
+        names = ("prompt", "completion", "completion_ids", "finish")
+        rows = [
+            {"step": step, "rewards": {}, "reward": None, "advantage": None}
+            | dict(zip(names, row, strict=True))
+            for row in zip(prompts.messages, texts, ids, found.finish, strict=True)
+        ]
+        every = [row for some in ranks.objects_on_first(rows) for row in some][:most]
+        return [row | {"group": place} for place, row in enumerate(every)]
+
+    def _transformers(self, prompts: Prompts) -> Any:
+        from ..generation.transformers.backend import TransformersBackend
+        from ..generation.transformers.batch_limits import BatchLimits
+
+        trainer = self._trainer
+        return TransformersBackend(
+            lambda: policy_for_inference(trainer.model, trainer.accelerator),
+            pad_id=prompts.token_ids[0][0],  # any token: it is masked
+            device=trainer.args.device,
+            limits=BatchLimits(trainer.args.per_device_eval_batch_size),
+            ranks=trainer.ranks,
+        )
+
+
+def _pick(prompts: Prompts, places: list[int]) -> Prompts:
+    columns = {name: getattr(prompts, name) for name in ("messages", "token_ids", "rows")}
+    return Prompts(**{name: x and [x[i] for i in places] for name, x in columns.items()})
+
+
+def _prompts(trainer: BaseTrainer, tokenizer: Any, most: int | None) -> Prompts:
+    data = trainer.eval_dataset
+    data = next(iter(data.values())) if isinstance(data, Mapping) else data
+    if data is None or not hasattr(data, "__getitem__"):
+        raise ValueError("Completions are drawn for an eval_dataset with a length: pass one.")
+    rows = [data[i] for i in range(min(len(data), most or len(data)))]
+    if isinstance(data, Dataset):  # of a trainer that generates; others have prepared tokens
+        return trainer.encode(rows)  # type: ignore[operator]
+    ids = [found for row in rows if (found := _beginning(row))]
+    if not ids:
+        raise ValueError(
+            "The rows of eval_dataset have no prompts to complete: use 'prompt' and 'completion' "
+            "instead of whole texts."
+        )
+    return Prompts(messages=[tokenizer.decode(row) for row in ids], token_ids=ids)
+
+
+def _beginning(item: Any) -> list[int]:
+    """What comes before the answers of a prepared item, or the trained tokens of a document."""
+    item = item[0] if isinstance(item, list) else item
+    if not isinstance(item, Document):
+        return list(item.prompt_ids)
+    first = int(item.trained.argmax())
+    return item.ids[:first].tolist() if first > 1 else []  # nothing predicts a first token
+
+
+class LogCompletionsCallback(TrainerCallback):
+    """Completes prompts of `eval_dataset` every `freq` steps (by default `eval_steps`).
+
+    A table (step, prompt, completion) goes to W&B and Trackio where `report_to` names them, to
+    Comet as `completions.csv`, and as `completions/samples.jsonl` into the output folder, for
+    `trl completions --split samples` and `trl report`.
+
+    Args:
+        trainer: any but that of reward models.
+        generation_config (`GenerationConfig`, *optional*): how tokens are drawn; by default as in
+            training, or as the model's own configuration says.
+        num_prompts (`int`, *optional*): the first ones; by default all.
+
+    Raises:
+        TypeError: if the model writes no text.
+        ValueError: if there are no prompts, or neither `freq` nor `eval_steps` is set.
+    """
+
+    def __init__(
+        self,
+        trainer: BaseTrainer,
+        generation_config: GenerationConfig | None = None,
+        num_prompts: int | None = None,
+        freq: int | None = None,
+    ):
+        if not (freq or trainer.args.eval_steps):
+            raise ValueError("LogCompletionsCallback needs freq, or the option eval_steps.")
+        self._samples, self._freq = Samples(trainer, generation_config, num_prompts), freq
+        self._file = StepLines(Path(trainer.args.output_dir or "", "completions", "samples.jsonl"))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep what was drawn until the step that training resumes from."""
+        if state.is_world_process_zero:
+            self._file.keep_until(state.global_step or -1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Draw completions, if it is time."""
+        if state.global_step % int(self._freq or state.eval_steps):
+            return
+        records = self._samples.draw()
+        if state.is_world_process_zero:
+            self._file.add(records)
+            names = ["step", "prompt", "completion"]
+            rows = [[as_text(record[x]) if x != "step" else record[x] for x in names]
+                    for record in self._file.read()]  # fmt: skip
+            log_table(args.report_to, names, rows)
+            comet = sys.modules.get("comet_ml") if "comet_ml" in args.report_to else None
+            if comet is not None and (run := comet.get_running_experiment()) is not None:
+                run.log_table("completions.csv", tabular_data=rows, headers=names)
+
+
+class WeaveCallback(TrainerCallback):
+    """Completes prompts of the evaluation dataset at each evaluation, and sends them to Weave.
+
+    They go to `project_name`, or where the client or the W&B run that is there belongs, with what
+    `scorers`, functions of a prompt and a completion, say of them. The other arguments are those of
+    `LogCompletionsCallback`, and what Weave is to call the prompts and the policy.
+
+    Raises:
+        ImportError: if weave is not installed.
+        ValueError: if there are no prompts; at the beginning of training, if there is no project.
+    """
+
+    def __init__(
+        self,
+        trainer: BaseTrainer,
+        project_name: str | None = None,
+        scorers: Scorers | None = None,
+        generation_config: GenerationConfig | None = None,
+        num_prompts: int | None = None,
+        dataset_name: str = "eval_dataset",
+        model_name: str | None = None,
+    ):
+        self._weave = require("weave", "WeaveCallback")
+        self._samples = Samples(trainer, generation_config, num_prompts)
+        self._project, self._scorers = project_name, scorers or {}
+        config: Any = trainer.accelerator.unwrap_model(trainer.model).config
+        self._names = {"model": model_name or config._name_or_path, "dataset": dataset_name}
+        self._last = -1
+
+    @property
+    def is_evaluation_mode(self) -> bool:
+        """Whether completions are scored, not only kept."""
+        return bool(self._scorers)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Connect, unless a client is there."""
+        if not state.is_world_process_zero or self._weave.get_client() is not None:
+            return
+        run = getattr(sys.modules.get("wandb"), "run", None)
+        project = self._project or (run and f"{run.entity}/{run.project}")
+        if not project:
+            raise ValueError("WeaveCallback needs a project: pass project_name.")
+        self._weave.init(project)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Draw completions, and send them; of several datasets, with the first alone."""
+        if state.global_step == self._last:
+            return
+        self._last, scored = state.global_step, []
+        if not (records := self._samples.draw()):
+            return
+        with self._weave.attributes({"training_step": state.global_step}):
+            log = self._weave.EvaluationLogger(**self._names)
+            for record in records:
+                prompt, completion = as_text(record["prompt"]), as_text(record["completion"])
+                entry = log.log_prediction(inputs={"prompt": prompt}, output=completion)
+                scored.append(scores(self._scorers, prompt, completion))
+                for name, value in scored[-1].items():
+                    entry.log_score(scorer=name, score=value)
+                entry.finish()
+            log.log_summary(summary(scored, self._scorers))
+
+
+def scores(scorers: Scorers, prompt: str, completion: str) -> dict[str, float]:
+    """What each function says of a completion; one that fails is left out, with a warning."""
+    found = {}
+    for name, function in scorers.items():
+        try:
+            found[name] = function(prompt, completion)
+        except Exception as error:
+            logger.warning(f"The scorer {name!r} failed: {type(error).__name__}: {error}")
+    return found
+
+
+def summary(scored: list[dict[str, float]], scorers: Scorers) -> dict[str, float]:
+    """Count predictions, and those that all functions scored; means of what each said."""
+    known = {name: [found[name] for found in scored if name in found] for name in scorers}
+    return {
+        "total_predictions": len(scored),
+        "successful_predictions": sum(found.keys() >= scorers.keys() for found in scored),
+        **{f"avg_{name}": fmean(values) for name, values in known.items() if values},
+    }
