@@ -6,7 +6,7 @@ test-fast: $(VENV)/.dev  ## run the tests that start no engine and no process, w
 
 LOWEST := $(VENV)-lowest
 LOWEST_PIP := $(LOWEST)/bin/python -m pip install -q --disable-pip-version-check
-LOWEST_TESTS := tests/test_imports.py tests/trainer/base/test_loop_state.py \
+LOWEST_TESTS := tests/test_imports.py tests/trainer/base/test_checkpoint.py \
 	tests/trainer/test_rloo_trainer.py tests/trainer/test_grpo_trainer.py \
 	tests/trainer/test_sft_trainer.py tests/generation/transformers/test_shared_decoding.py
 

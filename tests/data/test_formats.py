@@ -5,6 +5,7 @@ from trl.data.formats import (
     apply_chat_template,
     is_conversational,
     is_conversational_from_value,
+    malformed_prompt,
     maybe_apply_chat_template,
     prepare_multimodal_messages,
 )
@@ -139,3 +140,11 @@ def test_blocks_of_tools_and_missing_contents_are_left_alone():
     assert [block.get("image") for block in found[2]["content"]] == ["a", "b", None]
     with pytest.raises(ValueError, match="1 images were given for 0 image blocks"):
         prepare_multimodal_messages([ANSWER], ["a"])
+
+
+def test_the_form_of_prompts():
+    call = {"role": "assistant", "content": None, "tool_calls": [{}]}
+    for good in ("", "a", [{"role": "user", "content": "a"}, call]):
+        assert malformed_prompt(good) is None
+    for bad in (None, 3, [], ["a"], [{"content": "a"}], [call, {"role": "user", "content": None}]):
+        assert malformed_prompt(bad)

@@ -92,6 +92,13 @@ def test_links_to_files_lead_somewhere(page):
     assert [t for t in local if not (page.parent / t).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_sources_that_are_named_exist(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    named = re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.py)`", text)
+    assert [x for x in named if not ((ROOT / x).exists() or (ROOT / "trl" / x).exists())] == []
+
+
 def test_few_blocks_are_not_run(capsys):
     excluded = [f"{page.name}:{b.line}" for page in PAGES for b in blocks_of(page) if b.is_excluded]
     with capsys.disabled():

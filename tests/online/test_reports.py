@@ -11,7 +11,6 @@ from distributed.engines import call as call_on_ranks
 from trl.distributed import Ranks
 from trl.online.metrics import MetricStore
 from trl.online.reports import (
-    CompletionLog,
     Reports,
     Round,
     log_table,
@@ -107,7 +106,8 @@ def work(folder):
     ranks, stores = Ranks(Accelerator(cpu=True)), new_stores()
     reports = Reports(folder, ranks, stores)
     tokens = reports.add("train", a_round(rows=(2 * ranks.rank, 2 * ranks.rank + 1)))
-    taken = len(reports.completions.take("train"))
+    reports.restart(4)
+    taken = len(reports.take("train"))
     reward = stores["train"].flush(ranks.gather_objects)["reward"]
     return {"tokens": tokens, "taken": taken, "reward": reward}
 
@@ -136,39 +136,28 @@ def record(step=0, prompt="p", completion="c", advantage=0.5, **extra):
     }
 
 
-def lines(folder, mode="train"):
-    with (folder / "completions" / f"{mode}.jsonl").open() as file:
-        return [json.loads(line) for line in file]
-
-
 def test_rounds_are_appended_and_taken_once(tmp_path):
-    log = CompletionLog(str(tmp_path), writes=True)
-    log.add("train", [record(0)])
-    log.add("train", [record(1), record(1)])
-    log.add("eval", [record(1)])
-    assert [r["step"] for r in lines(tmp_path)] == [0, 1, 1]
-    assert len(log.take("train")) == 2 and log.take("train") == []
-    assert len(log.take("eval")) == 1
-
-
-def test_other_ranks_write_nothing(tmp_path):
-    log = CompletionLog(str(tmp_path), writes=False)
-    log.add("train", [record()])
-    log.restart(0)
-    assert list(tmp_path.iterdir()) == []
+    reports = Reports(str(tmp_path), Ranks(), new_stores())
+    reports.add("train", a_round(step=0))
+    reports.add("train", a_round(step=1))
+    reports.add("eval", a_round(step=1))
+    assert [r["step"] for r in written(tmp_path)] == [0] * 4 + [1] * 4
+    assert {r["step"] for r in reports.take("train")} == {1} and reports.take("train") == []
+    assert len(reports.take("eval")) == 4
 
 
 def test_restart_drops_later_steps_and_broken_lines(tmp_path):
-    log = CompletionLog(str(tmp_path), writes=True)
+    reports = Reports(str(tmp_path), Ranks(), new_stores())
     for step in range(4):
-        log.add("train", [record(step, prompt="line\u2028separator")])
+        reports.add("train", a_round(step=step, completions=["line\u2028separator"] * 4))
     with (tmp_path / "completions" / "train.jsonl").open("a") as file:
         file.write('{"step": 1, "prom')
     for step in (1, 2, 3):
-        log.add("eval", [record(step)])
-    log.restart(2)
-    assert [r["step"] for r in lines(tmp_path)] == [0, 1]
-    assert [r["step"] for r in lines(tmp_path, "eval")] == [1, 2], "evaluated before the checkpoint"
+        reports.add("eval", a_round(step=step))
+    reports.restart(2)
+    assert [r["step"] for r in written(tmp_path)[::4]] == [0, 1]
+    steps = [r["step"] for r in written(tmp_path, "eval")[::4]]
+    assert steps == [1, 2], "evaluated before the checkpoint"
 
 
 def test_table_shows_a_sample(capsys):
@@ -191,10 +180,11 @@ def test_tracker_rows():
 
 
 def test_values_json_does_not_have_are_written_as_text(tmp_path):
-    log = CompletionLog(str(tmp_path), writes=True)
-    log.add("train", [record(prompt="\u00e9\n\U0001f600", when=date(2024, 1, 2))])
-    (found,) = lines(tmp_path)
-    assert found["prompt"] == "\u00e9\n\U0001f600"
+    added = {"when": [date(2024, 1, 2)] * 4}
+    reports = Reports(str(tmp_path), Ranks(), new_stores())
+    reports.add("train", a_round(completions=["\u00e9\n\U0001f600"] * 4, extras=added))
+    found = written(tmp_path)[0]
+    assert found["completion"] == "\u00e9\n\U0001f600"
     assert found["extra"] == {"when": "2024-01-02"}
     assert "\u00e9" in (tmp_path / "completions" / "train.jsonl").read_text(encoding="utf-8")
 

@@ -24,7 +24,7 @@ def test_defaults_of_the_contract():
         "vllm_importance_sampling_correction": True,
         "vllm_importance_sampling_mode": "sequence_mask",
         "vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_clip_min": None,
-        "vllm_importance_sampling_cap": None, "log_completions_hub_repo": None,
+        "log_completions_hub_repo": None,
         "cast_lm_head_to_fp32": False, "epsilon": 0.2, "epsilon_high": None,
     }  # fmt: skip
     config = make()

@@ -180,3 +180,22 @@ def _with_blocks(message: dict[str, Any]) -> dict[str, Any]:
     if isinstance(content, list):
         return message | {"content": [dict(block) for block in content]}
     return dict(message)
+
+
+def malformed_prompt(prompt: Any) -> str | None:
+    """Say what is wrong with the form of a prompt, if something is."""
+    if isinstance(prompt, str):
+        return None
+    if prompt is None or prompt == []:
+        absent = "is missing" if prompt is None else "has no messages"
+        advice = "for example with dataset.filter(lambda row: row['prompt'])"
+        return f"{absent}. Remove such rows, {advice}."
+    if not is_conversational({"prompt": prompt}):
+        return "must be a string or a list of messages with 'role' and 'content'."
+    for place, message in enumerate(prompt):
+        if not message.get("role"):
+            return f"has no 'role' in message {place}."
+        said = ("content", "tool_calls", "reasoning_content")
+        if all(message.get(name) is None for name in said):
+            return f"has no 'content' in message {place}."
+    return None

@@ -10,9 +10,9 @@ import numpy as np
 
 from .chatml import maybe_convert_to_chatml
 from .encode import Ids, TextEncoder, template_options
+from .formats import malformed_prompt
 from .mixture import SOURCE_COLUMN
 from .preference import common_prefix_length
-from .prompt_limit import malformed_prompt
 from .turns import assistant_spans, expanded_turns, tokens_of
 
 Kind = Literal["tokenized", "completion", "messages", "text"]

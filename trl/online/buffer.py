@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -12,12 +11,7 @@ from ..types import Rollout
 
 
 class Buffer:
-    """Serves the micro-batches of a round in the same order on every pass.
-
-    Args:
-        micro_batches (`int`): micro-batches a round is cut into.
-        passes (`int`): how often the round is trained on.
-    """
+    """Serves the micro-batches that a round is cut into, in the same order on every pass."""
 
     def __init__(self, micro_batches: int, passes: int):
         self._micro_batches = micro_batches
@@ -49,10 +43,10 @@ class Buffer:
         return max(self._chunks, key=_longest_row)
 
     def state(self, step: int) -> list[dict[str, Any]] | None:
-        """The micro-batches that `step` needs, in main memory; None if it begins a round."""
+        """The fields of the micro-batches that `step` needs; None if it begins a round."""
         if self.is_stale(step):
             return None
-        return [_moved(chunk, torch.device("cpu")) for chunk in self._chunks]
+        return [{name: getattr(x, name) for name in Rollout.__slots__} for x in self._chunks]
 
     def restore(self, step: int, state: list[dict[str, Any]] | None, device: torch.device) -> None:
         """Hold what `state` returned when micro-step `step` was the next one."""
@@ -60,14 +54,12 @@ class Buffer:
         # A loop that was told to skip no consumed rows is at another place of its round.
         if state is not None and step % self._period:
             self._round = step // self._period
-            self._chunks = [Rollout(**_moved(Rollout(**fields), device)) for fields in state]
+            self._chunks = [
+                Rollout(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in x.items()})
+                for x in state
+            ]
 
 
 def _longest_row(rollout: Rollout) -> int:
     rows = zip(rollout.prompt_ids, rollout.completion_ids, strict=True)
     return max(len(prompt) + len(completion) for prompt, completion in rows)
-
-
-def _moved(rollout: Rollout, device: torch.device) -> dict[str, Any]:
-    fields = {field.name: getattr(rollout, field.name) for field in dataclasses.fields(rollout)}
-    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in fields.items()}

@@ -34,20 +34,11 @@ class FiniteGuard:
 
     @torch.no_grad()
     def watch(self, what: str, values: Tensor, rows: Rows, mask: Tensor | None = None) -> None:
-        """Remember which rows of `values` (B, ...) are not finite.
-
-        Args:
-            what (`str`): the values, for messages.
-            mask (`Tensor`, *optional*): the entries that count, such as trained-on tokens (B, C).
-        """
+        """Remember which rows of `values` (B, ...), called `what`, are not finite in the `mask`."""
         self._watched.append((what, rows.row_ids, bad_rows(values, mask)))
 
     def check(self, step: int) -> None:
-        """Raise on every rank if one of them watched something bad; every rank must call this.
-
-        Raises:
-            NonFiniteError: naming step, rank, rows and value.
-        """
+        """Raise `NonFiniteError` on every rank, which must all call this, if one watched such."""
         reports = [report for report in self.gather(self.findings()) if report]
         if reports:
             raise NonFiniteError(f"Step {step}: {' '.join(reports)}")

@@ -22,11 +22,7 @@ class PairwiseJudge(Protocol):
 
 
 class JudgeReward:
-    """Gives 1 to the better of two neighbors and 0 to the other; None where there is no decision.
-
-    Args:
-        judge (`PairwiseJudge`): whom to ask.
-    """
+    """Gives 1 to the better of two neighbors and 0 to the other; None where none is better."""
 
     __name__ = "judge"
 

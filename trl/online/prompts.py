@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..data.prompt_limit import PromptLimit, malformed_prompt
+from ..data.formats import malformed_prompt
 from ..data.responses import as_message
 from ..types import Prompts
 
@@ -23,13 +24,55 @@ Row = dict[str, Any]
 logger = logging.get_logger(__name__)
 
 
-class PromptEncoder:
-    """Tokenizes prompts, each distinct one once.
+@dataclass(frozen=True)
+class PromptLimit:
+    """How long a prompt may be, and what becomes of a longer one."""
 
-    Args:
-        tokenizer: the policy's tokenizer.
-        template_kwargs (`dict`, *optional*): extra arguments of every chat-template call.
-        limit (`PromptLimit`, *optional*): what becomes of long prompts.
+    tokens: int | None = None  # None: no limit
+    reason: str = ""  # where that number comes from, for messages
+    action: str = "error"  # or "drop", or "cut-left", which keeps the end of the prompt
+
+    @classmethod
+    def of(
+        cls, longest: int | None, action: str, context: int | None, completion: int
+    ) -> PromptLimit:
+        """The limit from `max_prompt_length`, `long_prompts`, and the tokens that the model sees.
+
+        Without a `longest`, prompts are dropped or cut so that a whole `completion` has room; an
+        error needs less reason.
+        """
+        if longest is not None and (context is None or longest < context):
+            return cls(longest, f"max_prompt_length={longest}", action)
+        if context is None:
+            return cls(action=action)
+        room = 1 if action == "error" or longest is not None else completion
+        reason = f"the model sees {context} tokens of prompt and completion together"
+        return cls(context - room, reason, action)
+
+    def is_broken_by(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt is too long."""
+        return self.tokens is not None and len(ids) > self.tokens
+
+    def problem(self, ids: Sequence[int]) -> str | None:
+        """Say what is wrong with a prompt, if the run cannot go on with it."""
+        if not ids:
+            return "has no tokens. Remove such rows from the dataset."
+        if self.action != "error" or not self.is_broken_by(ids):
+            return None
+        return (
+            f"has {len(ids)} tokens; at most {self.tokens} are possible ({self.reason}). Shorten "
+            "such prompts, or set long_prompts to 'drop' or 'cut-left'."
+        )
+
+    def cut(self, ids: list[int]) -> list[int]:
+        """Keep the end of a prompt that is too long."""
+        return ids[-self.tokens :] if self.tokens and self.action == "cut-left" else ids
+
+
+class PromptEncoder:
+    """Tokenizes prompts for the policy, each distinct one once; long ones are within the `limit`.
+
+    `template_kwargs` are extra arguments of every chat-template call.
     """
 
     def __init__(
@@ -48,9 +91,7 @@ class PromptEncoder:
     def __call__(self, rows: Sequence[Row]) -> Prompts:
         """Encode the `prompt` of each row; repeated rows share one list of ids.
 
-        Raises:
-            KeyError: if a row has no `prompt`.
-            ValueError: if a prompt cannot be used; the message names the row.
+        An error names the row without a prompt (KeyError), or with an unusable one (ValueError).
         """
         for place, row in enumerate(rows):
             if "prompt" not in row:
@@ -64,16 +105,9 @@ class PromptEncoder:
         return Prompts(messages=messages, token_ids=[ids[p] for p in places], rows=list(rows))
 
     def check(self, name: str, dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
-        """Look at all prompts before one of them ends a run: those of a stream as they are read.
+        """Return a dataset without the prompts that are dropped; messages call it by the `name`.
 
-        Args:
-            name (`str`): what messages call the dataset.
-
-        Returns:
-            The dataset, without the prompts that are dropped.
-
-        Raises:
-            ValueError: naming the row; of a stream, when it is read.
+        A prompt that cannot be used is an error before it ends a run; of a stream, when it is read.
         """
         if any(dataset is known for known in self._checked):
             return dataset

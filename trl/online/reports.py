@@ -17,8 +17,7 @@ from ..imports import is_available, require
 from ..step_lines import StepLines
 from ..text import as_text
 from ..types import Generations, Mode, Prompts, RewardTable
-from .metrics import MetricStore
-from .statistics import record_lengths, record_rewards, record_tools
+from .metrics import MetricStore, record_lengths, record_rewards, record_tools
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,47 +63,18 @@ def _plain(value: float) -> float | None:
     return None if value != value else value  # JSON has no NaN
 
 
-class CompletionLog:
-    """Appends records to `<folder>/completions/<mode>.jsonl`, and keeps those of the latest round.
+class Reports:
+    """Collects the metrics of each mode, and appends completions to files below `folder`.
 
-    Args:
-        folder (`str`): the run's output folder.
-        writes (`bool`): whether this process writes; the others only take part in gathers.
+    Rank 0 writes those of all ranks to `completions/<mode>.jsonl`.
     """
 
-    def __init__(self, folder: str, writes: bool):
-        self._folder = Path(folder) / "completions"
-        self._writes = writes
-        self._latest: dict[str, list[dict[str, Any]]] = {}
-
-    def add(self, mode: str, records: list[dict[str, Any]]) -> None:
-        """Write the records of one round, already gathered in row order."""
-        if self._writes:
-            self._file(mode).add(records)
-            self._latest[mode] = records
-
-    def restart(self, step: int) -> None:
-        """Drop what a run that went further than `step` wrote, so no completion stands twice."""
-        if self._writes:
-            # The evaluation of a step comes before its checkpoint, its training rounds after.
-            self._file("train").keep_until(step - 1)
-            self._file("eval").keep_until(step)
-
-    def _file(self, mode: str) -> StepLines:
-        return StepLines(self._folder / f"{mode}.jsonl")
-
-    def take(self, mode: str) -> list[dict[str, Any]]:
-        """Return the records of the latest round not yet taken."""
-        return self._latest.pop(mode, [])
-
-
-class Reports:
-    """Collects the metrics of each mode, and writes the completions of all ranks to `folder`."""
-
     def __init__(self, folder: str, ranks: Ranks, metrics: Mapping[Mode, MetricStore]):
-        self.completions = CompletionLog(folder, writes=ranks.rank == 0)
+        place = Path(folder, "completions")
+        self._files = {mode: StepLines(place / f"{mode}.jsonl") for mode in metrics}
         self._metrics = metrics
         self._ranks = ranks
+        self._latest: dict[Mode, list[dict[str, Any]]] = {}
 
     def add(self, mode: Mode, found: Round) -> int:
         """Record metrics of a round and write its completions; return its tokens on all ranks."""
@@ -113,8 +83,21 @@ class Reports:
         record_rewards(store, found.table)
         record_tools(store, found.generations.tool_calls)
         ranks = self._ranks.objects_on_first(found.records(self._ranks.rank))
-        self.completions.add(mode, [record for records in ranks for record in records])
+        if self._ranks.rank == 0:
+            self._latest[mode] = [record for records in ranks for record in records]
+            self._files[mode].add(self._latest[mode])
         return tokens
+
+    def take(self, mode: Mode) -> list[dict[str, Any]]:
+        """Return the records of the latest round not yet taken; on other ranks than 0 none."""
+        return self._latest.pop(mode, [])
+
+    def restart(self, step: int) -> None:
+        """Drop what a run that went further than `step` wrote, so no completion stands twice."""
+        if self._ranks.rank == 0:
+            # The evaluation of a step comes before its checkpoint, its training rounds after.
+            self._files["train"].keep_until(step - 1)
+            self._files["eval"].keep_until(step)
 
     def _count_tokens(self, store: MetricStore, found: Round) -> int:
         lengths = found.generations.trained_lengths()

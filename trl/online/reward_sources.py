@@ -65,9 +65,7 @@ class ModelReward:
     ) -> list[float]:
         """Score each completion with its prompt, strings or messages, in one forward pass.
 
-        Args:
-            prompts, completions: of each row.
-            template_kwargs (*optional*): of each row; they win over those of all rows.
+        The `template_kwargs` of each row win over those of all rows.
         """
         rows = zip(prompts, completions, template_kwargs or [None] * len(prompts), strict=True)
         known = self.template_kwargs
@@ -113,23 +111,15 @@ def resolve_rewards(
     trust_remote_code: bool = False,
     of_environments: Sequence[Callable[..., Any]] = (),
 ) -> tuple[RewardSource, ...]:
-    """Resolve once what each reward is. Nothing given is modified.
+    """Resolve once what each reward is, under unique names. Nothing given is modified.
 
     Args:
         reward_funcs: a callable, coroutine function, module, model name, or a list of these.
         processing_classes: tokenizers of reward models; one, or a list with None elsewhere.
-        model_init_kwargs (`dict`, *optional*): loading options of the policy; a reward model
-            given by name takes those of `SHARED_INIT_OPTIONS`.
-        template_kwargs (`dict`, *optional*): extra arguments of reward models' chat templates.
-        trust_remote_code (`bool`): whether code shipped with a reward model may run.
+        model_init_kwargs: loading options of the policy; models given by name take some of them.
+        template_kwargs: extra arguments of reward models' chat templates.
+        trust_remote_code: whether code shipped with a reward model may run.
         of_environments: functions that ask environments for rewards; they weigh 1.
-
-    Returns:
-        `tuple[RewardSource, ...]`: with unique names.
-
-    Raises:
-        TypeError: for something that cannot give rewards.
-        ValueError: if there is none, or the number of tokenizers differs.
     """
     functions = _listed(reward_funcs)
     if not functions and not of_environments:

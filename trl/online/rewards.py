@@ -60,11 +60,11 @@ class RewardSuite:
 
     Args:
         sources: what `resolve_rewards` returned.
-        weights (`list[float]`, *optional*): one for each source that has none itself; None: all 1.
-        timeout (`float`, *optional*): seconds a call may take.
-        ranks (`Ranks`): all processes, which fail together.
-        in_pieces (*optional*): called with a number of rows and what scores some of them by a
-            model; returns what that returned, in the order of the rows.
+        weights: one for each source that has none itself; None: all 1.
+        timeout: seconds a call may take; None: no limit.
+        ranks: all processes, which fail together.
+        in_pieces: called with a number of rows and what scores some of them by a model; returns
+            what that returned, in the order of the rows.
     """
 
     def __init__(
@@ -100,13 +100,8 @@ class RewardSuite:
     ) -> tuple[RewardTable, dict[str, list[Any]]]:
         """Score the B rows of this rank, `group_size` of each prompt, and gather all rewards.
 
-        Returns:
-            The table of all N rows, and the columns that functions added by
-            `log_extra(column, values)`, with B values each.
-
-        Raises:
-            RewardError: if a function failed on this rank.
-            RankError: if one failed on another rank.
+        Returns the table of all N rows, and the columns that functions added by `log_extra(column,
+        values)`, B values each. Raises `RewardError` if a function failed, `RankError` elsewhere.
         """
         extras: dict[str, list[Any]] = {}
         with self._ranks.fail_together("rewards"):
@@ -127,11 +122,7 @@ class RewardSuite:
         return table, extras
 
     def dry_run(self, row: dict[str, Any], trainer_state: Any, group_size: int = 1) -> None:
-        """Call every function on a group of one row and a placeholder, to find mistakes early.
-
-        Raises:
-            ValueError: naming the function, what is wrong, and the row.
-        """
+        """Call every function on a group of one row and a placeholder; mistakes are ValueErrors."""
         text = "0"
         is_plain = isinstance(row["prompt"], str)
         completion = text if is_plain else [{"role": "assistant", "content": text}]

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..ops.preference_losses import PAIR_LOSSES, RANKED, WITHOUT_DIVERGENCE
 from ..text import did_you_mean
-from .base.legacy import PREFERENCE_OPTIONS, accepts_legacy_options
+from .base.legacy import PREFERENCE_OPTIONS, accepts_legacy_names
 from .base.options import option
 from .offline.offline_config import PreferenceConfig
 
@@ -18,7 +18,7 @@ SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
 DIVIDED = ("ipo", "sppo_hard")  # by beta
 
 
-@accepts_legacy_options
+@accepts_legacy_names
 @dataclass
 class DPOConfig(PreferenceConfig):
     """Configuration of `DPOTrainer`."""

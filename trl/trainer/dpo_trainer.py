@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from ..data.answer_rows import AnswerRows
 from ..data.encode import TextEncoder
-from ..online.statistics import record_accuracy, record_entropy
+from ..online.metrics import record_accuracy, record_entropy
 from ..ops.masking import masked_sum
 from ..ops.preference_losses import (
     RANKED,

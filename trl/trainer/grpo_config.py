@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass
 
 from ..text import did_you_mean
-from .base.legacy import COMMON_OPTIONS, accepts_legacy_options
+from .base.legacy import COMMON_OPTIONS, accepts_legacy_names
 from .base.options import option
 from .online.online_config import OnlineConfig
 
@@ -14,7 +14,7 @@ LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vesp
 SCALES = ("group", "batch", "none")
 
 
-@accepts_legacy_options
+@accepts_legacy_names
 @dataclass
 class GRPOConfig(OnlineConfig):
     """Configuration of `GRPOTrainer`: the options of the online skeleton and its own."""

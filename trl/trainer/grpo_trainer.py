@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..online.metrics import MetricStore
-from ..online.statistics import record_clipping
+from ..online.metrics import MetricStore, record_clipping
 from ..ops.advantages import group_relative, normalize_then_sum
 from ..ops.entropy import entropy_threshold, high_entropy_mask
 from ..ops.kl import k3
@@ -33,7 +32,6 @@ from ..types import EnvironmentFactory as EnvironmentFactory
 from ..types import RewardFunc as RewardFunc
 from ..types import RewardTable, Rollout, TokenScores
 from ..types import RolloutFunc as RolloutFunc
-from .base.loop_state import LoopCallback
 from .base.model_card import Method
 from .entropy_control import EntropyController
 from .grpo_config import GRPOConfig
@@ -82,12 +80,11 @@ class GRPOTrainer(OnlineTrainer):
         self.entropy = EntropyController.from_args(self.args)
         self._entropy_seen: list[tuple[Tensor, Tensor]] = []
         self.phases.on_forget(self._entropy_seen.clear)
-        if self.entropy.is_used:
-            self.add_callback(LoopCallback(on_step_end=self._move_entropy))
 
-    def _move_entropy(self) -> None:
-        """Move the entropy coefficient after an update."""
-        if not self._entropy_seen:
+    def check_update(self, step: int) -> None:
+        """Move the entropy coefficient for the next update."""
+        super().check_update(step)
+        if not (self.entropy.is_used and self._entropy_seen):
             return
         seen = torch.stack([torch.stack(pair) for pair in self._entropy_seen]).sum(0)
         total, count = self.ranks.sum(seen).tolist()

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from ..data.answer_rows import AnswerRows
 from ..data.encode import TextEncoder
-from ..online.statistics import record_entropy
+from ..online.metrics import record_entropy
 from ..ops.masking import masked_sum
 from ..ops.preference_losses import kto_loss
 from ..ops.support import Support

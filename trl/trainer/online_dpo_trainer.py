@@ -8,20 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from ..online.judges import JudgeReward, PairwiseJudge
-from ..online.statistics import record_pairs
+from ..online.metrics import record_pairs
 from ..ops.masking import masked_sum, nan_mean
 from ..ops.preference_losses import PairOptions, PairScores, pair_loss
 from ..types import RewardTable, Rollout, TokenScores
-from .base.legacy import accepts_legacy_arguments, ignored
+from .base.legacy import accepts_legacy_names, ignored
 from .base.model_card import Method
 from .online.online_trainer import OnlineTrainer
 from .online_dpo_config import OnlineDPOConfig
 
 
-@accepts_legacy_arguments(
-    {"reward_model": "reward_funcs", "reward_processing_class": "reward_processing_classes"}
-    | ignored("", "data_collator", "compute_metrics", "preprocess_logits_for_metrics")
-)
+@accepts_legacy_names
 class OnlineDPOTrainer(OnlineTrainer):
     """Trains a policy to prefer the better of two completions of its own (arXiv 2402.04792).
 
@@ -48,6 +45,11 @@ class OnlineDPOTrainer(OnlineTrainer):
     """
 
     config_class = OnlineDPOConfig
+    legacy_options = {
+        "reward_model": "reward_funcs",
+        "reward_processing_class": "reward_processing_classes",
+        **ignored("", "data_collator", "compute_metrics", "preprocess_logits_for_metrics"),
+    }
     method = Method(
         name="Online DPO",
         tag="online-dpo",

@@ -18,7 +18,7 @@ from ..models.value_model import (
     value_reader,
     without_values,
 )
-from ..online.statistics import record_clipping
+from ..online.metrics import record_clipping
 from ..ops.gae import (
     clipped_value_loss,
     generalized_advantages,
@@ -29,14 +29,14 @@ from ..ops.kl import k1, k3
 from ..ops.masking import masked_sum, nan_mean
 from ..ops.policy_losses import clip_flags, clipped_surrogate, log_ratio, sum_over
 from ..types import RewardTable, Rollout, TokenScores
-from .base.legacy import FIRST_ARGUMENTS, accepts_legacy_arguments
+from .base.legacy import FIRST_ARGUMENTS, accepts_legacy_names
 from .base.model_card import Method
 from .base.policy import init_options
 from .online.online_trainer import OnlineTrainer
 from .ppo_config import PPOConfig
 
 
-@accepts_legacy_arguments(FIRST_ARGUMENTS | {"ref_policy": "ref_model"})
+@accepts_legacy_names
 class PPOTrainer(OnlineTrainer):
     """Trains a policy and a value model with clipped losses (PPO, arXiv 1707.06347).
 
@@ -66,6 +66,7 @@ class PPOTrainer(OnlineTrainer):
     """
 
     config_class = PPOConfig
+    legacy_options = FIRST_ARGUMENTS | {"ref_policy": "ref_model"}
     method = Method(
         name="PPO",
         tag="ppo",

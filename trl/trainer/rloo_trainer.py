@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..online.statistics import record_clipping
+from ..online.metrics import record_clipping
 from ..ops.advantages import leave_one_out, whiten
 from ..ops.kl import sequence_kl
 from ..ops.masking import masked_sum
@@ -12,13 +12,13 @@ from ..ops.policy_losses import clip_flags, clipped_surrogate
 from ..types import RewardFunc as RewardFunc
 from ..types import RewardTable, Rollout, TokenScores
 from ..types import RolloutFunc as RolloutFunc
-from .base.legacy import FIRST_ARGUMENTS, accepts_legacy_arguments, ignored
+from .base.legacy import FIRST_ARGUMENTS, accepts_legacy_names, ignored
 from .base.model_card import Method
 from .online.online_trainer import OnlineTrainer
 from .rloo_config import RLOOConfig
 
 
-@accepts_legacy_arguments(FIRST_ARGUMENTS | ignored("", "ref_policy"))
+@accepts_legacy_names
 class RLOOTrainer(OnlineTrainer):
     """Trains a policy with REINFORCE and a leave-one-out baseline (arXiv 2402.14740).
 
@@ -42,6 +42,7 @@ class RLOOTrainer(OnlineTrainer):
     """
 
     config_class = RLOOConfig
+    legacy_options = FIRST_ARGUMENTS | ignored("", "ref_policy")
     ratio_level = "sequence_sum"
     method = Method(
         name="RLOO",

@@ -20,7 +20,7 @@ from ..data.prepare import (
     prepare_supervised,
 )
 from ..data.rows import SupervisedRows, shown
-from ..online.statistics import record_accuracy, record_entropy
+from ..online.metrics import record_accuracy, record_entropy
 from ..ops.masking import masked_sum
 from ..types import Mode, TokenScores
 from .base.model_card import Method

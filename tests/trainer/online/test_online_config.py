@@ -102,13 +102,6 @@ def test_padding(given, found):
     assert make(pad_to_multiple_of=given).pad_to_multiple_of == found
 
 
-def test_the_old_name_of_continuous_batching():
-    with pytest.warns(FutureWarning, match="is now use_transformers_continuous_batching"):
-        config = make(use_transformers_paged=True)
-    assert config.use_transformers_continuous_batching
-    assert not config.use_transformers_paged
-
-
 @pytest.mark.parametrize(
     "name",
     ["generation_kwargs", "chat_template_kwargs", "transformers_continuous_batching_config"],

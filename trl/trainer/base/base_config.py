@@ -17,7 +17,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from ...imports import require
 from ...text import did_you_mean
-from .options import Named, check_options, from_json, option
+from .options import Named, check_options, from_json, kinds_of, option
 
 # Ranges of options that transformers declares and does not check.
 NOT_NEGATIVE = (
@@ -149,7 +149,6 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
             "torch_compile_mode"
         ),
     }
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
 
     logging_steps: float = option(
         10, "Log every this many optimizer steps; a ratio of all steps if below 1."
@@ -183,6 +182,8 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
             setattr(self, new, self.gradient_checkpointing)
         self._check_packages()
         self.selective_checkpointing = self._take_selective()
+        kind: Any = type(self)  # transformers reads JSON text of the options that it finds here
+        self._VALID_DICT_FIELDS = [name for name, kinds in kinds_of(kind).items() if dict in kinds]
         super().__post_init__()
         self._check_trackers()
         self._refuse_unsupported()
@@ -259,11 +260,7 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
 
 
 def _layers_only(kernels: dict[str, bool]) -> dict[str, bool]:
-    """Liger's kernels of layers; its loss would replace the forward that gives log-probabilities.
-
-    Raises:
-        ValueError: if the loss was asked for.
-    """
+    """Liger's kernels of layers; with its loss, no forward would give log-probabilities."""
     for name in ("fused_linear_cross_entropy", "cross_entropy"):
         if kernels.get(name):
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from ...distributed import Ranks
@@ -25,8 +25,7 @@ from ...random_numbers import random_numbers_kept
 from ...types import Mode, Rows
 from ..callbacks import RunRecord, close_progress, show_progress
 from .base_config import BaseConfig
-from .checkpoint import UNFINISHED, publish_together, saving_model, told
-from .loop_state import LoopCallback, Place, RankState
+from .checkpoint import UNFINISHED, Place, RankState, publish_together, saving_model, told
 from .model_card import Publishing
 from .options import Named
 from .phases import Phases
@@ -38,6 +37,14 @@ if TYPE_CHECKING:
     from .references import MovingReference
 
 logger = logging.get_logger(__name__)
+
+
+class _Events(TrainerCallback):
+    """Calls functions, without arguments, at events of the loop such as `on_step_end`."""
+
+    def __init__(self, **functions: Callable[[], None]):
+        for event, function in functions.items():
+            setattr(self, event, lambda *_, _function=function, **__: _function())
 
 
 class BaseTrainer(Named, Publishing, Trainer):
@@ -73,7 +80,7 @@ class BaseTrainer(Named, Publishing, Trainer):
         self._register_state()
         events = {"on_train_begin": self._begin_training, "on_epoch_begin": self.begin_epoch}
         events |= {"on_epoch_end": self._end_epoch, "on_step_end": self._end_update}
-        self.add_callback(LoopCallback(**events))
+        self.add_callback(_Events(**events))
         show_progress(self)
         self.add_callback(RunRecord(self.method.name))
         if args.log_memory:
@@ -111,12 +118,8 @@ class BaseTrainer(Named, Publishing, Trainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `transformers.Trainer` does, from the start or an intact checkpoint.
 
-        If this process fails, its error names its rank, and the others end with it.
-
-        Args:
-            resume_from_checkpoint (`bool` or `str`, *optional*): True for the newest intact
-                checkpoint in the output folder, or the path of one; it is an error if there is
-                none.
+        That is the newest in the output folder (`resume_from_checkpoint=True`) or that of a path;
+        having none is an error. If this process fails, its error names its rank, and others end.
         """
         try:
             with self.ranks.propagate_failures():
@@ -267,13 +270,10 @@ class BaseTrainer(Named, Publishing, Trainer):
             # The average that `train` returns is over the steps of its own call.
             self._total_loss_scalar -= float(self.ranks.sum(self._tr_loss)) / self.ranks.count
 
-        def restore_metrics(stores: dict[Mode, Any]) -> None:
-            for mode, store in stores.items():
-                self.metrics[mode].load(store)
-
         keep, last = self.rank_state.register, "_globalstep_last_logged"
-        keep("metrics", lambda: {m: s.state() for m, s in self.metrics.items()}, restore_metrics)
-        keep("loss", lambda: self._tr_loss.cpu(), restore_loss)
+        for mode, store in self.metrics.items():
+            keep(f"{mode} metrics", store.state, store.restore)
+        keep("loss", lambda: self._tr_loss, restore_loss)
         keep("last_logged", partial(getattr, self, last), partial(setattr, self, last))
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Checkpoint folders: complete under their name or not there, and what is wrong with damaged ones.
+"""Checkpoint folders: what each process adds to them; complete under their name or not there.
 
 A checkpoint is written below `unfinished/`, sealed by a manifest with the size and a checksum of
 each file, and then renamed.
@@ -11,15 +11,21 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
+from transformers.utils import logging
 
 from ...distributed import Ranks
+from ...types import Mode
+
+logger = logging.get_logger(__name__)
 
 MANIFEST = "trl_manifest.json"
 UNFINISHED = "unfinished"
@@ -27,6 +33,78 @@ _FREE = (MANIFEST, "README.md")  # files that a user may edit, and the manifest 
 _SAMPLES, _SAMPLE = 256, 2**16  # of a large file, and bytes of each: 16 MiB
 _DISK = ".disk-of-rank-0"  # shows who writes to the same disk
 _NAME = re.compile(r"checkpoint-(\d+)")
+
+
+# --- What a process adds ---
+
+
+@dataclass
+class Place:
+    """The place of a run in its data."""
+
+    epoch: int = 0
+    micro_steps: int = 0  # since the start of the epoch
+    substep: int = 0  # micro-steps since the last update
+    started: float = 0.0  # when the first of them began, in seconds
+    eval_batches: int = 0  # since the start of the evaluation
+
+    def done(self, mode: Mode) -> int:
+        """Micro-steps of this update, or batches of this evaluation."""
+        return self.substep if mode == "train" else self.eval_batches
+
+
+class RankState:
+    """What the next step depends on and only this process knows, in a file for each process.
+
+    transformers saves the rest: weights, optimizer, schedule, random numbers.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
+        self._parts: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+
+    def register(self, name: str, save: Callable[[], Any], restore: Callable[[Any], None]) -> None:
+        """Add a part: `save` returns plain values and tensors, and `restore` takes them back."""
+        self._parts[name] = save, restore
+
+    def write(self, folder: str | Path, layout: list[int], place: Place) -> None:
+        """Write the file of this process; under another `layout` of batches it has no meaning."""
+        state = {name: save() for name, (save, _) in self._parts.items()}
+        where = {"plan": layout, "epoch": place.epoch, "micro_steps": place.micro_steps}
+        torch.save(where | state, self._path(folder))
+
+    def read(self, folder: str | Path, layout: list[int]) -> dict[str, Any] | None:
+        """Read what `write` wrote; None on every rank if one of them has no file for `layout`."""
+        path = self._path(folder)
+        state = load(path) if path.exists() else None
+        fits = state is not None and state["plan"] == layout
+        # Ranks that go on within a round and ranks that begin one would wait for each other.
+        lacking = [rank for rank, has in enumerate(self._ranks.gather_objects(fits)) if not has]
+        if not lacking:
+            return state
+        if self._ranks.rank == 0:
+            logger.warning(
+                f"{folder} has no state of rank {', '.join(map(str, lacking))} for these batch "
+                "sizes: a round in progress is generated again on all ranks."
+            )
+        return None
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Hand each part what it saved; one that the checkpoint does not know stays as it is."""
+        for name, (_, restore) in self._parts.items():
+            if name in state:
+                restore(state[name])
+
+    def _path(self, folder: str | Path) -> Path:
+        return Path(folder) / f"trl_state_{self._ranks.rank}.pt"
+
+
+def load(path: Path) -> Any:
+    """Read tensors and plain values; a file with anything else in it is refused."""
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+# --- Folders ---
 
 
 def checkpoints_in(folder: str | Path) -> list[Path]:

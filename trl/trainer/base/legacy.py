@@ -9,7 +9,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ COMMON_OPTIONS: dict[str, str | Gone] = {
     "vllm_sleep_enabled": "vllm_enable_sleep_mode",
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
     "wandb_log_unique_prompts": "log_unique_prompts",
+    "use_transformers_paged": "use_transformers_continuous_batching",
+    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
     **ignored("logits never exist at once, see logits_chunk_size", "use_liger_loss"),
 }
 # What the first trainers that generate had in common.
@@ -86,19 +88,21 @@ FIRST_ARGUMENTS: dict[str, str | Gone] = {
 }
 
 
-def accepts_legacy_options(cls: Any) -> Any:
-    """Make a configuration class accept the old names in its `legacy_options` as keywords.
+def accepts_legacy_names(cls: Any) -> Any:
+    """Make a class accept the old names in its `legacy_options` as keywords of its constructor.
 
-    The class warns once for each construction, naming the new keys. Giving an old name together
-    with its new one, or a removed name, is an error.
+    It warns once for each construction, naming the new keys. Giving an old name together with its
+    new one, or a removed name, is an error.
     """
     original, table = cls.__init__, vars(cls)["legacy_options"]
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         old = {name: kwargs.pop(name) for name in list(kwargs) if name in table}
         old = {name: value for name, value in old.items() if value is not None}
-        changes = _translate(cls.__name__, table, old, kwargs)
+        given = signature.bind_partial(self, *args, **kwargs).arguments
+        changes = _translate(cls.__name__, table, old, given)
         if "num_mini_batches" in old:
             changes["steps_per_generation"] *= kwargs.get("gradient_accumulation_steps", 1)
         episodes = changes.pop("max_steps") if "total_episodes" in old else None
@@ -131,48 +135,3 @@ def _translate(
     if words:
         warnings.warn(f"{owner}: {'; '.join(words)}.", FutureWarning, stacklevel=4)
     return changes
-
-
-def accepts_legacy_arguments(table: Mapping[str, str | Gone]) -> Callable[[type], type]:
-    """Make a trainer accept the keyword arguments of its predecessor, with one warning.
-
-    Giving an argument under both names is an error. A dataset tokenized beforehand (`input_ids`
-    but no `prompt`) is decoded into prompts with the processing class.
-    """
-
-    def decorate(cls: Any) -> Any:
-        original = cls.__init__
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            old = {name: kwargs.pop(name) for name in list(kwargs) if name in table}
-            given = signature.bind_partial(self, *args, **kwargs).arguments
-            kwargs.update(_translate(cls.__name__, table, old, given))
-            for name in {"train_dataset", "eval_dataset"} & set(kwargs):
-                tokenizer = kwargs.get("processing_class")
-                kwargs[name] = _with_prompts(cls.__name__, kwargs[name], tokenizer)
-            original(self, *args, **kwargs)
-
-        cls.__init__ = __init__
-        cls.legacy_options = table
-        return cls
-
-    return decorate
-
-
-def _with_prompts(owner: str, dataset: Any, tokenizer: Any) -> Any:
-    columns = getattr(dataset, "column_names", None)
-    if not isinstance(columns, list) or "input_ids" not in columns or "prompt" in columns:
-        return dataset
-    if tokenizer is None:
-        raise ValueError(
-            f"{owner}: the dataset has input_ids but no prompt; pass the tokenizer as "
-            "processing_class, or a dataset with a 'prompt' column."
-        )
-    warnings.warn(
-        f"{owner}: a dataset with input_ids is decoded; pass a 'prompt' column instead.",
-        FutureWarning,
-        stacklevel=4,
-    )
-    return dataset.map(lambda row: {"prompt": tokenizer.decode(row["input_ids"])})

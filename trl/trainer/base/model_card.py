@@ -81,10 +81,8 @@ class Publishing:
     ) -> None:
         """Write `README.md` into the output folder.
 
-        Args:
-            model_name (`str`, *optional*): defaults to the hub id or the folder's name.
-            dataset_name (`str`, *optional*): what was trained on.
-            ignored: accepted for compatibility; the trainer's own tags are written.
+        `model_name` is by default the hub id or the folder's name, `dataset_name` what was trained
+        on; the trainer's own tags are written, whatever else is given.
         """
         self._write_card(self.args.output_dir, model_name, dataset_name)
 

@@ -31,17 +31,10 @@ def option(
     hint: str = "",
     **bounds: float,
 ) -> Any:
-    """Declare a dataclass field of a configuration.
+    """Declare a dataclass field of a configuration; a list is copied for each instance.
 
-    Args:
-        default: default value; a list is copied for each instance.
-        help_text (`str`): one sentence shown by `--help` and used as documentation.
-        choices (`tuple[str, ...]`, *optional*): the values allowed.
-        hint (`str`): what else a message about a value out of range says.
-        bounds: of a number: `ge`, `gt`, `le`, `lt`, such as `gt=0, le=1`.
-
-    Returns:
-        What `dataclasses.field` returns.
+    `hint` is what else a message about a value out of range says; `bounds` are those of a number:
+    `ge`, `gt`, `le`, `lt`, such as `gt=0, le=1`.
     """
     metadata: dict[str, Any] = {"help": help_text}
     if choices is not None:
@@ -58,20 +51,14 @@ def option(
 
 
 def check_options(config: Any, inherited: Mapping[str, Mapping[str, float]] | None = None) -> None:
-    """Check all values of a configuration against types, choices and ranges of their options.
+    """Check all values of a dataclass against types, choices and ranges of its options.
 
-    None is legal where the annotation of the option says so.
-
-    Args:
-        config: a dataclass.
-        inherited: name -> bounds of options that another package declares.
-
-    Raises:
-        ValueError: naming option, value and the nearest legal values.
+    None is legal where the annotation of the option says so. `inherited` are bounds, by name, of
+    options that another package declares. An error names option, value and what is legal.
     """
     others = inherited or {}
     config_class: Any = type(config)
-    kinds = _kinds_of(config_class)
+    kinds = kinds_of(config_class)
     for field in dataclasses.fields(config):
         value, known = getattr(config, field.name, None), field.metadata
         if value is None and (type(None) in kinds[field.name] or "bounds" not in known):
@@ -129,7 +116,7 @@ def changed(config: Any, names: Iterable[str]) -> str:
 
 
 @cache
-def _kinds_of(config_class: Any) -> dict[str, list[Any]]:
+def kinds_of(config_class: Any) -> dict[str, list[Any]]:
     """The types that the options of a dataclass may have."""
     unions = {
         name: typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)

@@ -90,15 +90,9 @@ class Phases:
         """Run forward and backward on a micro-batch, in pieces if it does not fit.
 
         A failed backward pass leaves gradients half added. So after running out of memory all
-        gradients are dropped, and the update begins anew with its first micro-batch.
-
-        Args:
-            batch (`Rows`): the next micro-batch of the update.
-            step: forward and backward of some of its rows; returns the loss.
-            quiet: a context in which ranks do not exchange gradients.
-
-        Returns:
-            `Tensor` (): the loss of `batch`.
+        gradients are dropped, and the update begins anew with its first micro-batch. `step` is
+        forward and backward of some rows, and returns their loss (), as this does that of the
+        `batch`; within `quiet`, ranks do not exchange gradients.
         """
         if not self._done:
             self._random = RandomState()
@@ -108,12 +102,12 @@ class Phases:
                 keep_attention(self._model)
         earlier = sum(map(len, self._done))
         self._done.append(batch)
-        metrics = self._store.copy()
+        metrics = self._store.state()
 
         def work(rows: range) -> Tensor:
             loss = torch.zeros((), device=self._device)
             for micro_batch, part in self._located(rows):
-                known = self._store.copy()
+                known = self._store.state()
                 begin("backward")
                 whole = micro_batch if len(part) == len(micro_batch) else part
                 with self.meter.phase("backward"):  # `step` measures its forward within it

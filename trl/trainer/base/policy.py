@@ -48,10 +48,6 @@ def prepare_policy(
     """Load what was given by name and apply the options that change the model.
 
     `change` changes model and tokenizer before an adapter is added.
-
-    Raises:
-        TypeError: for a model or processing class of an unexpected kind.
-        ValueError: for options that contradict each other.
     """
     init_kwargs = init_options(args)
     set_seed(args.seed)  # for what is drawn: weights of a new head, factors of a new adapter
@@ -174,11 +170,7 @@ def _settle_tokenizer(
 
 
 def router_coefficient(model: nn.Module, args: BaseConfig) -> float:
-    """Weight of the load-balancing loss: the option, else the model's configuration, else 0.
-
-    Raises:
-        ValueError: if a weight is asked for on a model without router logits.
-    """
+    """Weight of the load-balancing loss: the option, else the model's configuration, else 0."""
     config = model.config.get_text_config()
     has_router = hasattr(config, "output_router_logits")
     if args.router_aux_loss_coef is None:
@@ -215,13 +207,7 @@ def check_devices(args: BaseConfig) -> None:
 
 
 def checked_args(model: Any, args: Any, config_class: type[BaseConfig], method: str = "") -> Any:
-    """The options of a run, by default with an output folder named after model and method.
-
-    Raises:
-        TypeError: if `args` is of another class.
-        FileNotFoundError: if `model` is a path and nothing is there.
-        ValueError: if the output would replace the model; see also `check_devices`.
-    """
+    """The options of a run, by default with an output folder named after model and method."""
     config = getattr(model, "config", None)
     name = model if isinstance(model, str) else getattr(config, "_name_or_path", "")
     if args is None:

@@ -16,7 +16,7 @@ from ...distributed import Ranks, fsdp_version
 from ...models.loading import disable_dropout_in_model, load_policy
 from ...models.reference import AdapterOff, FrozenCopy, ReferencePolicy, frozen_pairs
 from ..callbacks import SyncRefModelCallback
-from .loop_state import load
+from .checkpoint import load
 from .policy import init_options
 from .resuming import fingerprint
 
@@ -26,12 +26,7 @@ REFERENCE_FILE = "reference.pt"
 
 
 def load_reference(given: Any, model: Any, args: Any) -> PreTrainedModel | None:
-    """The reference that a trainer was given, loaded if it was given by name; None if none was.
-
-    Raises:
-        TypeError: for anything else.
-        ValueError: if it is the model that is trained.
-    """
+    """The reference that a trainer was given, loaded if it was given by name; None if none was."""
     if given is None:
         return None
     if given is model and not isinstance(given, str):
@@ -62,14 +57,8 @@ def facts_of_reference(reference: ReferencePolicy) -> dict[str, Any]:
 class MovingReference(SyncRefModelCallback):
     """A reference that follows the policy (`sync_ref_model`), and is a file of checkpoints.
 
-    Args:
-        reference (`ReferencePolicy`): as it is prepared for training.
-        accelerator (`Accelerator`): the trainer's.
-
-    Raises:
-        NotImplementedError: if the reference has no weights of its own.
-        ValueError: for the copy of an adapter under FSDP1, which cuts trained and frozen weights
-            at different places.
+    It must have weights of its own, and be prepared for training. FSDP1 cuts trained and frozen
+    weights at different places, so the copy of an adapter cannot follow there.
     """
 
     def __init__(self, reference: ReferencePolicy, accelerator: Accelerator):

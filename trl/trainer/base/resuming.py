@@ -50,20 +50,10 @@ _SAMPLED_VALUES = 64
 
 
 def choose_checkpoint(wanted: Any, args: Any, settings: dict[str, Any], ranks: Ranks) -> str | None:
-    """Find the checkpoint to resume from; every rank must call this.
+    """Find the checkpoint to resume from, None if none is wanted; every rank must call this.
 
-    Args:
-        wanted (`bool` or `str`, *optional*): True for the newest intact one in `args.output_dir`,
-            or the path of one.
-        args (`TrainingArguments`): options.
-        settings: those of this run, by name.
-        ranks (`Ranks`): all processes, which decide together.
-
-    Returns:
-        `str`: the folder; None if nothing is wanted.
-
-    Raises:
-        ValueError: on every rank, if there is none, or some rank does not find it.
+    `wanted` is True for the newest intact one in the output folder, or the path of one. If it is
+    not there, or a rank does not find it, or its run had other `settings`, all ranks raise.
     """
     # The first rank alone reads all checkpoints; what it finds, or misses, holds for all ranks.
     chosen: Any = None

@@ -26,8 +26,6 @@ UNSUPPORTED = {
 class OfflineConfig(BaseConfig):
     """Configuration of the offline skeleton: data, lengths, micro-batches."""
 
-    _VALID_DICT_FIELDS = [*BaseConfig._VALID_DICT_FIELDS, "dataset_kwargs"]
-
     divides_rows = True
     without_meaning = BaseConfig.without_meaning | {
         "label_smoothing_factor": "logits are never held as a whole",
@@ -100,8 +98,6 @@ class OfflineConfig(BaseConfig):
 @dataclass
 class PreferenceConfig(ReferenceOptions, OfflineConfig):
     """Options of trainers that compare a policy with a reference on answers of prompts."""
-
-    _VALID_DICT_FIELDS = [*OfflineConfig._VALID_DICT_FIELDS, "ref_model_init_kwargs"]
 
     learning_rate: float = option(1e-6, "Initial learning rate.", ge=0)
     disable_dropout: bool = option(True, "Set the probability of every dropout layer to zero.")

@@ -93,15 +93,7 @@ def resolve_rounds(
 ) -> tuple[int, int]:
     """Settle `generation_batch_size` (`round_rows`) and `steps_per_generation` (`micro_batches`).
 
-    Args:
-        micro_batch_rows (`int`): rows of one micro-batch over all ranks (B * N).
-        accumulation (`int`): `gradient_accumulation_steps`.
-
-    Returns:
-        `tuple[int, int]`: rows of a round over all ranks, and micro-batches it is cut into.
-
-    Raises:
-        ValueError: if they contradict each other; the message names the nearest legal values.
+    They must agree; `micro_batch_rows` are those of one micro-batch over all ranks (B * N).
     """
     if round_rows is None:
         micro_batches = accumulation if micro_batches is None else micro_batches

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data.formats import is_conversational
 from ...distributed import Ranks
-from ...generation.base import GenerationBackend
 from ...models.loading import context_length
 from ...models.policy_handle import PolicyHandle
 from ...models.quantized import working_precision
@@ -23,6 +22,7 @@ from .online_config import OnlineConfig
 from .online_setup import check_datasets
 
 if TYPE_CHECKING:
+    from ...generation.base import GenerationBackend
     from ...generation.environments import Environments
     from ...generation.function_backend import RolloutFunction
     from ...generation.tools.runner import ToolRunner
@@ -32,12 +32,7 @@ if TYPE_CHECKING:
 
 
 def check_engine(args: OnlineConfig) -> None:
-    """Check the engine's options, before anything is loaded.
-
-    Raises:
-        ImportError: if the engine is not installed.
-        ValueError: for options that contradict each other or the platform.
-    """
+    """Check the engine's options, before anything is loaded."""
     if args.use_vllm:
         from .vllm_engines import check_options
 
@@ -45,11 +40,7 @@ def check_engine(args: OnlineConfig) -> None:
 
 
 def sampling_for(args: OnlineConfig, stop_ids: tuple[int, ...]) -> Sampling:
-    """How the engine draws: `generation_kwargs` win over the named options.
-
-    Raises:
-        ValueError: for an option in `generation_kwargs` that the engine does not know.
-    """
+    """How the engine draws: `generation_kwargs`, which it must know, win over named options."""
     extra: Any = args.generation_kwargs or {}
     sampling = Sampling(
         max_tokens=args.max_completion_length or 0,
@@ -110,9 +101,6 @@ def make_engine(
         report: takes the name and value of a metric.
         check_context: refuses a vLLM engine that sees too few tokens.
         attempt: runs generation, in pieces if it does not fit; see `TransformersBackend`.
-
-    Raises:
-        ValueError: for options that the engine cannot honor.
     """
     if args.use_vllm:
         from .vllm_engines import make_backend
@@ -173,13 +161,7 @@ class Agents:
         rollout_func: RolloutFunction | None,
         environment_factory: Any,
     ) -> Agents:
-        """Check the arguments of a trainer, before anything is loaded.
-
-        Raises:
-            TypeError: if a tool, a factory or the rollout function cannot be called.
-            ValueError: if a tool has no schema, an environment no `reset`, or tools or environments
-                and a rollout function are given.
-        """
+        """Check the arguments of a trainer, before anything is loaded."""
         if rollout_func is not None:
             if not callable(rollout_func):
                 raise TypeError(f"rollout_func must be a function, not {rollout_func!r:.80}.")
@@ -211,10 +193,6 @@ class Agents:
         """Check the datasets, see `check_datasets`, and return that of training.
 
         Environments that bring their data need none: they get rows with an empty prompt.
-
-        Raises:
-            ValueError: also if the first row's prompt is not a list of messages, in which the chat
-                template could describe the tools.
         """
         if train is None and self.environments is not None and args.max_steps > 0:
             prompt: Any = [{"role": "user", "content": ""}]
@@ -247,9 +225,6 @@ class Agents:
         """Let rows act in environments and answer tool calls, or let a function use the engine.
 
         `call` is the rollout function, of prompts alone; `stop_ids` end a turn.
-
-        Raises:
-            ValueError: if the chat template has no place for tools.
         """
         if call is not None:
             from ...generation.function_backend import FunctionBackend

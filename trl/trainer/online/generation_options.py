@@ -67,9 +67,6 @@ class GenerationOptions:
     transformers_continuous_batching_config: dict | str | None = option(
         None, "Options of continuous batching (JSON)."
     )
-    use_transformers_paged: bool = option(
-        False, "Deprecated: use_transformers_continuous_batching."
-    )
 
 
 @dataclass
@@ -132,9 +129,6 @@ class MismatchOptions:
     )
     vllm_importance_sampling_clip_min: float | None = option(
         None, "Lower bound of that ratio.", ge=0
-    )
-    vllm_importance_sampling_cap: float | None = option(
-        None, "Deprecated: vllm_importance_sampling_clip_max."
     )
     vllm_max_logp_gap: float | None = option(
         None,

@@ -19,12 +19,6 @@ from .generation_options import (
     VLLMOptions,
 )
 
-# Older names of options, and what they are called now.
-RENAMED = {
-    "use_transformers_paged": "use_transformers_continuous_batching",
-    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
-}
-
 
 @dataclass
 class OnlineConfig(
@@ -38,13 +32,6 @@ class OnlineConfig(
 ):
     """Configuration of the online skeleton: batches, rewards, objective, and groups of others."""
 
-    _VALID_DICT_FIELDS = [
-        *BaseConfig._VALID_DICT_FIELDS,
-        "ref_model_init_kwargs",
-        "generation_kwargs",
-        "chat_template_kwargs",
-        "transformers_continuous_batching_config",
-    ]
     least_group: ClassVar[int] = 2  # completions for each prompt
     kl_in_reward: ClassVar[bool] = False  # otherwise the KL penalty is part of the loss
     without_meaning = BaseConfig.without_meaning | {
@@ -118,7 +105,7 @@ class OnlineConfig(
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._resolve_aliases()
+        self.top_k = self.top_k or 0
         self._check_ratio_bounds()
         self._refuse_contradictions()
         self._warn_unused()
@@ -177,15 +164,6 @@ class OnlineConfig(
         own_engine = not (self.use_vllm or self.use_transformers_continuous_batching)
         is_known = own_engine and self.reuse_sampling_logps
         return not self.batch_plan.is_on_policy or (self.penalizes_rewards and not is_known)
-
-    def _resolve_aliases(self) -> None:
-        for old, new in RENAMED.items():
-            value, unset = getattr(self, old), type(self).__dataclass_fields__[old].default
-            if value != unset:
-                warnings.warn(f"{old} is now {new}.", FutureWarning, stacklevel=4)
-                setattr(self, new, value)
-                setattr(self, old, unset)
-        self.top_k = self.top_k or 0
 
     def _check_ratio_bounds(self) -> None:
         low = self.vllm_importance_sampling_clip_min

@@ -5,19 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from datasets import IterableDataset
-from transformers import TrainerState
 from transformers.utils import logging
 
-from ...data.prompt_limit import PromptLimit
 from ...data.sampler import RepeatIterableDataset, RepeatSampler
-from ...online.prompts import PromptEncoder
-from ...online.rewards import RewardSuite
+from ...online.prompts import PromptEncoder, PromptLimit
 from ...text import count
-from ...types import Sampling
+from ...types import Mode, Sampling
 from ..base.policy import check_dataset
 from .batch_math import check_eval_groups, smaller_round
 from .online_config import OnlineConfig
@@ -31,11 +27,7 @@ PROMPT_COLUMNS = ("prompt", "chat_template_kwargs")
 
 
 def check_context(args: OnlineConfig, context: int | None) -> None:
-    """Check that a completion leaves room for a prompt.
-
-    Raises:
-        ValueError: naming the largest legal value.
-    """
+    """Check that a completion leaves room for a prompt."""
     longest = args.max_completion_length or 0
     if context is not None and longest >= context:
         raise ValueError(
@@ -47,14 +39,9 @@ def check_context(args: OnlineConfig, context: int | None) -> None:
 def check_engine_context(
     args: OnlineConfig, context: int, longest: tuple[int, int] = (0, 0)
 ) -> None:
-    """Check that a vLLM engine has room for a completion, and for a token after any prompt.
+    """Check that a vLLM engine that sees `context` tokens has room for one after any prompt.
 
-    Args:
-        context (`int`): most tokens that it sees.
-        longest (`tuple`): tokens and row of the longest prompt.
-
-    Raises:
-        ValueError: naming the options.
+    `longest` are tokens and row of the longest prompt.
     """
     completion, (length, row) = args.max_completion_length or 0, longest
     if context <= completion:
@@ -78,11 +65,7 @@ def check_engine_context(
 
 
 def prompt_limit(args: OnlineConfig, context: int | None) -> PromptLimit:
-    """How long a prompt may be in a run whose policy sees `context` tokens.
-
-    Raises:
-        ValueError: if a completion leaves no room for any.
-    """
+    """How long a prompt may be in a run whose policy sees `context` tokens."""
     check_context(args, context)
     if args.use_vllm and args.vllm_max_model_length is not None:
         context = min(context or args.vllm_max_model_length, args.vllm_max_model_length)
@@ -104,14 +87,26 @@ def warn_if_endless(sampling: Sampling) -> None:
 # --- Datasets ---
 
 
-def check_datasets(train: Any, evaluation: Any, args: OnlineConfig) -> None:
-    """Check kind, columns and size of the datasets, before a model is loaded.
+def with_prompts(dataset: Any, tokenizer: Any) -> Any:
+    """A dataset, decoded if it was tokenized beforehand: if it has `input_ids` but no `prompt`."""
+    columns = getattr(dataset, "column_names", None)
+    if not isinstance(columns, list) or "input_ids" not in columns or "prompt" in columns:
+        return dataset
+    if tokenizer is None:
+        raise ValueError(
+            "The dataset has input_ids but no prompt: pass the tokenizer as processing_class, or a "
+            "dataset with a 'prompt' column."
+        )
+    warnings.warn(
+        "A dataset with input_ids is decoded; pass a 'prompt' column instead.",
+        FutureWarning,
+        stacklevel=4,
+    )
+    return dataset.map(lambda row: {"prompt": tokenizer.decode(row["input_ids"])})
 
-    Raises:
-        TypeError: if a dataset is not one of the `datasets` library.
-        ValueError: if there is no training set, no `prompt` column, or too few rows, or if
-            batches are to be loaded in a way that text cannot be.
-    """
+
+def check_datasets(train: Any, evaluation: Any, args: OnlineConfig) -> None:
+    """Check kind, columns and size of the datasets, before a model is loaded."""
     if train is None:
         raise ValueError("train_dataset is required: a dataset with a 'prompt' column.")
     for name, dataset in {"train_dataset": train, **_named(evaluation)}.items():
@@ -131,11 +126,7 @@ def check_datasets(train: Any, evaluation: Any, args: OnlineConfig) -> None:
 def checked_prompts(
     encode: PromptEncoder, train: Any, evaluation: Any, args: OnlineConfig
 ) -> tuple[Any, Any]:
-    """Check the prompts of all datasets, and return the datasets with those that are left.
-
-    Raises:
-        ValueError: naming a row whose prompt cannot be used, or if too few are left.
-    """
+    """Check the prompts of all datasets, and return the datasets with those that are left."""
     train = encode.check("train_dataset", train)
     if not isinstance(train, IterableDataset):
         _check_size(len(train), args)
@@ -143,24 +134,6 @@ def checked_prompts(
     if isinstance(evaluation, dict):
         return train, dict(zip(evaluation, found.values(), strict=True))
     return train, found.get("eval_dataset")
-
-
-def dry_run(
-    args: OnlineConfig,
-    dataset: Any,
-    encode: PromptEncoder,
-    rewards: RewardSuite,
-    state: TrainerState,
-) -> None:
-    """Find what is wrong with chat template, prompts or reward functions from one row."""
-    if not args.reward_dry_run and isinstance(dataset, IterableDataset):
-        return
-    row = next(iter(dataset))
-    encode([row])
-    if args.remove_unused_columns:
-        row = {name: row[name] for name in PROMPT_COLUMNS if name in row}
-    if args.reward_dry_run:
-        rewards.dry_run(row, state, args.group_size)
 
 
 def _named(evaluation: Any) -> dict[str, Any]:
@@ -187,51 +160,36 @@ def _check_size(size: int, args: OnlineConfig) -> None:
 
 
 class PromptOrder:
-    """Repeats the prompts of datasets for their groups.
-
-    Args:
-        args (`OnlineConfig`): batch sizes, seed, `shuffle_dataset`.
-        encode (`PromptEncoder`): checks the prompts of datasets that are only evaluated.
-    """
+    """Repeats the prompts of datasets for their groups; checks those that are only evaluated."""
 
     def __init__(self, args: OnlineConfig, encode: PromptEncoder):
         self._args = args
         self._encode = encode
         self._training: RepeatSampler | RepeatIterableDataset | None = None
 
-    def for_training(self, dataset: Any) -> tuple[Any, Any]:
-        """The dataset as training reads it, and what makes the order of its rows; no stream's."""
-        plan, args = self._args.batch_plan, self._args
-        prompts, passes = plan.round_rows // plan.group_size, plan.micro_steps_per_round
+    def of(self, dataset: Any, mode: Mode) -> tuple[Any, Any]:
+        """The dataset as it is read, and what makes the order of its rows; no stream's."""
+        args, plan, is_training = self._args, self._args.batch_plan, mode == "train"
+        prompts = plan.round_rows // plan.group_size
+        repeats = plan.group_size, prompts, plan.micro_steps_per_round
+        shuffles = bool(args.shuffle_dataset) or not is_training
+        if not is_training:
+            repeats = args.eval_group_size, 1, 1
+            check_eval_groups(args.eval_rows, args.world_size, args.eval_group_size)
+            _check_prompts("eval_dataset", dataset)
+            dataset = self._encode.check("eval_dataset", dataset)
+        if isinstance(dataset, IterableDataset):
+            if is_training and shuffles:
+                dataset = dataset.shuffle(seed=args.seed)
+            dataset = RepeatIterableDataset(dataset, *repeats)
+            self._training = dataset if is_training else self._training
 
         def sampler(rows: Any) -> RepeatSampler:
-            shuffles = bool(args.shuffle_dataset)
-            self._training = RepeatSampler(
-                rows, plan.group_size, prompts, passes, shuffle=shuffles, seed=args.seed
-            )
-            return self._training
+            order = RepeatSampler(rows, *repeats, shuffle=shuffles, seed=args.seed)
+            self._training = order if is_training else self._training
+            return order
 
-        if isinstance(dataset, IterableDataset):
-            if args.shuffle_dataset:
-                dataset = dataset.shuffle(seed=args.seed)
-            dataset = RepeatIterableDataset(dataset, plan.group_size, prompts, passes)
-            self._training = dataset
         return dataset, sampler
-
-    def for_evaluation(self, dataset: Any) -> tuple[Any, Any]:
-        """The dataset as evaluation reads it, and what makes the order of its rows; no stream's.
-
-        Raises:
-            ValueError: if batches hold no whole groups, or a prompt cannot be used.
-        """
-        args = self._args
-        group = args.eval_group_size
-        check_eval_groups(args.eval_rows, args.world_size, group)
-        _check_prompts("eval_dataset", dataset)
-        dataset = self._encode.check("eval_dataset", dataset)
-        if isinstance(dataset, IterableDataset):
-            dataset = RepeatIterableDataset(dataset, group, 1, 1)
-        return dataset, partial(RepeatSampler, mini_repeat_count=group, seed=args.seed)
 
     def set_epoch(self, epoch: int) -> None:
         """Let training go on in the order of an epoch."""
@@ -241,17 +199,12 @@ class PromptOrder:
     @contextmanager
     def reading(self, dataset: Any) -> Iterator[None]:
         """Make the loader of a stream without workers: each would read the whole of it."""
-        alone: dict[str, Any] = {
-            "dataloader_num_workers": 0,
-            "dataloader_persistent_workers": False,
-            "dataloader_prefetch_factor": None,
-        }
-        usual = {name: getattr(self._args, name) for name in alone}
-        chosen = alone if isinstance(dataset, RepeatIterableDataset) else usual
+        alone = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
+        chosen = {f"dataloader_{name}": value for name, value in alone.items()}
+        usual = {name: getattr(self._args, name) for name in chosen}
+        if isinstance(dataset, RepeatIterableDataset):
+            self._args.__dict__.update(chosen)
         try:
-            for name, value in chosen.items():
-                setattr(self._args, name, value)
             yield
         finally:
-            for name, value in usual.items():
-                setattr(self._args, name, value)
+            self._args.__dict__.update(usual)

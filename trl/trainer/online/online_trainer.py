@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from ...generation.base import GenerationBackend, row_seeds
 from ...models.loading import context_length, stop_token_ids
 from ...models.readers import Reader
 from ...online.buffer import Buffer
@@ -34,6 +33,7 @@ from .rollout_correction import RolloutCorrection
 from .scoring import Scoring, assemble, credited, rows_with_gradient
 
 if TYPE_CHECKING:
+    from ...generation.base import GenerationBackend
     from ...generation.function_backend import RolloutFunction
 
 
@@ -90,6 +90,10 @@ class OnlineTrainer(BaseTrainer):
         args = checked_args(model, args, self.config_class, self.method.name)
         check_engine(args)
         self.agents = Agents.of(args, tools, rollout_func, environment_factory)
+        train_dataset, eval_dataset = (
+            setup.with_prompts(dataset, processing_class)
+            for dataset in (train_dataset, eval_dataset)
+        )
         train_dataset = self.agents.checked_dataset(train_dataset, eval_dataset, args)
         sources = resolve_rewards(
             reward_funcs,
@@ -110,7 +114,7 @@ class OnlineTrainer(BaseTrainer):
         self._build_credit(sources)
         self.set_up()
         if self.agents.environments is None:  # which rewards ask, once they have begun
-            setup.dry_run(args, self.train_dataset, self.encode, self.rewards, self.state)
+            self._try_rewards()
 
     # --- Construction ---
 
@@ -123,6 +127,7 @@ class OnlineTrainer(BaseTrainer):
             self.encode, self.train_dataset, self.eval_dataset, args
         )
         self._order = setup.PromptOrder(args, self.encode)
+        self._signature_columns = list(setup.PROMPT_COLUMNS)
 
     def _build_policy(self, model: Any, ref_model: Any, brought_adapter: bool) -> None:
         args, tokenizer = self.args, self.processing_class
@@ -186,6 +191,14 @@ class OnlineTrainer(BaseTrainer):
         call = None if given is None else lambda prompts: given(prompts, self)
         stops = self.sampling.stop_ids
         return self.agents.around(engine, call, self.policy, args, stops, self.encode)
+
+    def _try_rewards(self) -> None:
+        """Find mistakes in reward functions with one row."""
+        if self.args.reward_dry_run:
+            row = next(iter(self.train_dataset))
+            if self.args.remove_unused_columns:
+                row = {name: row[name] for name in setup.PROMPT_COLUMNS if name in row}
+            self.rewards.dry_run(row, self.state, self.args.group_size)
 
     # --- What an algorithm says ---
 
@@ -318,6 +331,8 @@ class OnlineTrainer(BaseTrainer):
 
     def generate(self, prompts: Prompts, mode: Mode = "train") -> Generations:
         """Complete every row."""
+        from ...generation.base import row_seeds  # engines are loaded where they are made
+
         self.backend.sync_weights(self.state.global_step)
         place, count = self.place.done(mode), len(prompts)
         key = self.args.seed, mode, self.state.global_step, place
@@ -344,7 +359,7 @@ class OnlineTrainer(BaseTrainer):
 
     def show(self, mode: Mode) -> None:
         """Show the completions of the latest round, if asked to."""
-        args, records = self.args, self.reports.completions.take(mode)
+        args, records = self.args, self.reports.take(mode)
         if args.log_completions and records:
             print_table(records, self.state.global_step, args.num_completions_to_print)
             log_table(args.report_to, *tracker_rows(records, args.log_unique_prompts))
@@ -354,7 +369,7 @@ class OnlineTrainer(BaseTrainer):
     def begin_training(self) -> None:
         """Drop what an earlier call has left."""
         self.buffer.clear()
-        self.reports.completions.restart(self.state.global_step)
+        self.reports.restart(self.state.global_step)
         if self.is_world_process_zero():
             print(self.args.batch_plan.describe(), flush=True)
 
@@ -377,14 +392,8 @@ class OnlineTrainer(BaseTrainer):
     def _get_dataloader(
         self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any
     ) -> DataLoader:
-        if kwargs.get("is_training"):
-            rows, kwargs["sampler_fn"] = self._order.for_training(dataset)
-            batch_size = self.args.batch_plan.rows_per_rank
-        else:
-            rows, kwargs["sampler_fn"] = self._order.for_evaluation(dataset)
-            batch_size *= self.args.unit
+        is_training = kwargs.get("is_training")
+        rows, kwargs["sampler_fn"] = self._order.of(dataset, "train" if is_training else "eval")
+        batch_size = self.args.batch_plan.rows_per_rank if is_training else self.args.eval_rows
         with self._order.reading(rows):
             return super()._get_dataloader(rows, description, batch_size, *args, **kwargs)
-
-    def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = list(setup.PROMPT_COLUMNS)

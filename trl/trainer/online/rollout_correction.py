@@ -10,8 +10,7 @@ from transformers.utils import logging
 
 from ...distributed import Ranks
 from ...online.guard import FiniteGuard
-from ...online.metrics import MetricStore
-from ...online.statistics import record_ratio, record_sampling
+from ...online.metrics import MetricStore, record_ratio, record_sampling
 from ...ops.masking import masked_sum
 from ...ops.mismatch import scale_gradient
 from ...ops.policy_losses import RatioLevel
@@ -50,9 +49,6 @@ class RolloutCorrection:
     Those of the trainer are of the weights that generated. On-policy the forward that trains has
     them, so there is no pass for them alone. The filters of the engine are replayed on the
     trainer's logits, which leaves rounding and differences of implementation.
-
-    Raises:
-        ValueError: if a bound is set that options would exceed which cannot be replayed.
     """
 
     args: OnlineConfig  # mode, bounds and action
@@ -79,12 +75,9 @@ class RolloutCorrection:
     ) -> tuple[Rollout, Tensor]:
         """Weight a micro-batch by what its tokens' probabilities are off.
 
-        Args:
-            scores (`TokenScores`): of the forward that trains.
-            level (`str`): of the ratio to the policy that generated.
-
-        Returns:
-            The resolved batch for the loss, and the log-probabilities (B, C) to form the ratio of.
+        Of the `scores` of the forward that trains; `level` is that of the ratio to the policy that
+        generated. Returns the resolved batch for the loss, and log-probabilities (B, C) to form
+        the ratio of.
         """
         if not batch.has_foreign_logps:
             return batch.resolved(scores), scores.logps
@@ -126,11 +119,7 @@ class RolloutCorrection:
         self._seen.clear()
 
     def check(self, step: int) -> None:
-        """Compare the mean gap since the last check with its bound; every rank must call this.
-
-        Raises:
-            MismatchError: on every rank, if the bound is exceeded and the action is to stop.
-        """
+        """Compare the mean gap since the last check with its bound; every rank must call this."""
         bound = self.args.vllm_max_logp_gap
         if bound is None:
             return

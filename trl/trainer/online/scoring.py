@@ -18,8 +18,7 @@ from ...models.policy_handle import PolicyHandle
 from ...models.readers import Reader
 from ...models.scorer import Scorer
 from ...online.guard import FiniteGuard, NonFiniteError
-from ...online.metrics import MetricStore
-from ...online.statistics import record_entropy
+from ...online.metrics import MetricStore, record_entropy
 from ...ops.masking import length_mask, pad_ragged
 from ...ops.support import Support
 from ...types import (
@@ -121,11 +120,8 @@ class Scoring:
     def score(self, batch: Rollout, step: int) -> tuple[Rollout, bool]:
         """Add old and reference log-probabilities, if something needs them.
 
-        Returns:
-            The batch, and whether all of them are finite on every rank.
-
-        Raises:
-            NonFiniteError: if they are not and `non_finite="raise"`.
+        Returns the batch, and whether all of them are finite on every rank; unless they are,
+        `non_finite="raise"` makes it a `NonFiniteError`.
         """
         self.agree_on(batch)
         if self.scores_policy(batch.mode):

@@ -35,6 +35,7 @@ from ...models.quantized import bytes_of_weight
 from ...models.unwrap import VALUE_MODEL, causal_model, is_peft_model
 from ...models.weights import check_weights
 from ...types import Sampling
+from ..base.options import changed
 from .online_config import OnlineConfig
 from .online_setup import check_engine_context
 
@@ -53,13 +54,7 @@ ELSEWHERE = {
 
 
 def check_options(args: OnlineConfig) -> None:
-    """Check what can be known before anything is loaded.
-
-    Raises:
-        ImportError: if vLLM is not installed.
-        ValueError: for options that contradict each other or the platform, or addresses of servers
-            that cannot be used.
-    """
+    """Check what can be known before anything is loaded."""
     if args.vllm_mode == "server":
         _check_not_elsewhere(args)
         server_urls(args)
@@ -78,22 +73,17 @@ def check_options(args: OnlineConfig) -> None:
 
 
 def _check_not_elsewhere(args: OnlineConfig) -> None:
-    fields = type(args).__dataclass_fields__
-    for name, flag in ELSEWHERE.items():
-        if name in fields and getattr(args, name) != fields[name].default:
-            where = f"give {flag} to `trl vllm-serve`" if flag else "leave it out"
-            raise ValueError(
-                f"{name}={getattr(args, name)} is for an engine in the training process; with "
-                f"vllm_mode='server' {where}."
-            )
+    for name in filter(None, changed(args, ELSEWHERE).split(", ")):
+        flag = ELSEWHERE[name]
+        where = f"give {flag} to `trl vllm-serve`" if flag else "leave it out"
+        raise ValueError(
+            f"{name}={getattr(args, name)} is for an engine in the training process; with "
+            f"vllm_mode='server' {where}."
+        )
 
 
 def server_urls(args: OnlineConfig) -> list[str]:
-    """Addresses of the servers: those of `vllm_server_base_url`, or that of host and port.
-
-    Raises:
-        ValueError: for an address that cannot be used or is given twice.
-    """
+    """Addresses of the servers: those of `vllm_server_base_url`, or that of host and port."""
     host, given = args.vllm_server_host, args.vllm_server_base_url
     address = f"http://{f'[{host}]' if ':' in host else host}:{args.vllm_server_port}"
     urls = [url.strip() for url in (given or address).split(",") if url.strip()]
@@ -108,11 +98,7 @@ def server_urls(args: OnlineConfig) -> list[str]:
 
 
 def settle_sampling(args: OnlineConfig, sampling: Sampling) -> Sampling:
-    """Sampling as the engine takes it.
-
-    Raises:
-        ValueError: for an option in `generation_kwargs` that vLLM does not know.
-    """
+    """Sampling as the engine takes it, whose options in `generation_kwargs` vLLM must know."""
     extra = dict(sampling.extra)
     if args.vllm_structured_outputs_regex is not None:
         extra["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
@@ -129,12 +115,7 @@ def make_backend(
     """Start an engine for a policy, or connect it with servers.
 
     `report` takes the name and value of a metric; `check_context` refuses an engine that sees too
-    few tokens.
-
-    Raises:
-        ServerError: if a server is not ready in time, or was not started for training.
-        ValueError: for a policy for which whole weights cannot stand; or if the engine does not fit
-            beside training, has no room for completions, or a server does not fit the policy.
+    few tokens. `ServerError`: a server is not ready in time, or was not started for training.
     """
     check_weights(handle.model)
     shared: dict[str, Any] = {"probe_syncs": args.vllm_probe_syncs, "report": report}
