@@ -130,6 +130,33 @@ def step_direction(trainer) -> torch.Tensor:
     return (before - weights(trainer.model)) / trainer.args.learning_rate
 
 
+def trained(model):
+    """The parameters that have a gradient, in order."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def descend(model, gradient, rate):
+    """A step of plain SGD."""
+    start = 0
+    with torch.no_grad():
+        for parameter in trained(model):
+            size = parameter.numel()
+            parameter.sub_(rate * gradient[start : start + size].view_as(parameter))
+            start += size
+
+
+def left_alone_and_resumed(folder, make, **changes):
+    """A run of three updates that saves after two, and one that was resumed there."""
+    options = {"max_steps": 3, "optim": "adamw_torch", "script": None, "save_strategy": "steps"}
+    options |= {"save_steps": 2, "ref_model": None, "learning_rate": 1e-2} | changes
+    straight = make(folder / "straight", **options)
+    straight.train()
+    make(folder / "again", **(options | {"max_steps": 2})).train()
+    resumed = make(folder / "again", **options)
+    resumed.train(resume_from_checkpoint=True)
+    return straight, resumed
+
+
 def records(folder, mode="train"):
     """What the completion log of a run holds."""
     lines = (folder / "completions" / f"{mode}.jsonl").read_text().splitlines()

@@ -1,7 +1,7 @@
 """Helpers for tests of PPO: scripted runs, and a round written out one token at a time."""
 
 import torch
-from online_runs import PROMPTS, make_trainer, rows_of, token_sum
+from online_runs import PROMPTS, make_trainer, rows_of, token_sum, trained
 from reward_runs import classifier
 from tiny import tiny_model
 
@@ -132,18 +132,5 @@ class Loop:
             off = 0.5 * torch.max((values - returns) ** 2, (near - returns) ** 2)
             loss = policy + self.o["vf_coef"] * off - self.o["entropy_coef"] * entropies
             (loss.sum() / tokens).backward()
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trained()]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained(self.model)]
         return torch.cat([grad.flatten() for grad in grads])
-
-    def trained(self):
-        """The parameters in order."""
-        return [p for p in self.model.parameters() if p.requires_grad]
-
-    def descend(self, gradient, rate):
-        """A step of plain SGD."""
-        start = 0
-        with torch.no_grad():
-            for parameter in self.trained():
-                size = parameter.numel()
-                parameter.sub_(rate * gradient[start : start + size].view_as(parameter))
-                start += size

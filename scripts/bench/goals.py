@@ -5,21 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from memory import (
-    COUNTS,
-    HEADLINE,
-    METHOD_SHAPES,
-    METHOD_SIZES,
-    METHODS,
-    SCALE,
-    SETTINGS,
-    SHAPES,
-)
+from memory import COUNTS, HEADLINE, SCALE, SETTINGS, SHAPES, method_sizes, size_words
 from runs import Work
 from step import PEER, phase_seconds
 from step import SHAPES as STEP_SHAPES
@@ -85,17 +75,11 @@ def sizes(rows: Rows) -> Iterator[Goal]:
 
 def methods(rows: Rows) -> Iterator[Goal]:
     """Peaks of Online DPO and PPO over those of the peers that have them."""
-    for method, peers in METHODS.items():
-        for (prompt, completion), count, peer in product(METHOD_SHAPES, METHOD_SIZES, peers):
-            work = {"prompt": prompt, "completion": completion, "completions": count}
-            peaks = [rows.peak(name, algorithm=method, **work) for name in (OURS, peer)]
-            shape = f"{prompt:,}/{completion}/{count}"
-            yield Goal(
-                f"{method}: peak at {shape}, {METHOD_SIZES[count]:,} entries, over "
-                f"{SETTINGS[peer].title}",
-                1 / 4,
-                divided(*peaks),
-            )
+    for method, peers, sizes in method_sizes():
+        for peer in peers:
+            peaks = [rows.peak(name, algorithm=method, **sizes) for name in (OURS, peer)]
+            name = f"{method}: peak at {size_words(sizes)} over {SETTINGS[peer].title}"
+            yield Goal(name, 1 / 4, divided(*peaks))
 
 
 def least(rows: Rows, names: Iterable[str], **cell: int) -> float | None:

@@ -149,12 +149,23 @@ def other_cells() -> Iterator[Cell]:
 
 def method_cells() -> Iterator[Cell]:
     """Online DPO (pairs of completions) and PPO (single ones), beside their peers."""
-    for method, peers in METHODS.items():
-        for (prompt, completion), count in product(METHOD_SHAPES, METHOD_SIZES):
-            sizes = {"prompt": prompt, "completion": completion, "completions": count}
-            sizes |= {"vocabulary": METHOD_SIZES[count]}
-            for name in (*peers, "default"):
-                yield Cell(name, SETTINGS[name].work(algorithm=method, **sizes))
+    for method, peers, sizes in method_sizes():
+        vocabulary = METHOD_SIZES[sizes["completions"]]
+        for name in (*peers, "default"):
+            work = SETTINGS[name].work(algorithm=method, vocabulary=vocabulary, **sizes)
+            yield Cell(name, work)
+
+
+def method_sizes() -> Iterator[tuple[str, tuple[str, ...], dict[str, int]]]:
+    """Each further method, its peers, and the sizes of an update."""
+    for method, (prompt, completion), count in product(METHODS, METHOD_SHAPES, METHOD_SIZES):
+        sizes = {"prompt": prompt, "completion": completion, "completions": count}
+        yield method, METHODS[method], sizes
+
+
+def size_words(sizes: dict[str, int]) -> str:
+    """Sizes as tables name them."""
+    return "{prompt:,}/{completion}/{completions}".format(**sizes)
 
 
 PARTS: dict[str, Callable[[], Iterator[Cell]]] = {

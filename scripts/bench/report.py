@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from itertools import product
 from pathlib import Path
 
 import goals
@@ -17,12 +16,12 @@ from memory import (
     GENERATION_SHAPES,
     HEADLINE,
     LEAN,
-    METHOD_SHAPES,
     METHOD_SIZES,
-    METHODS,
     SCALE,
     SETTINGS,
     SHAPES,
+    method_sizes,
+    size_words,
 )
 from runs import RESULTS, Work
 from tables import (
@@ -128,8 +127,9 @@ def reduction_section(rows: Rows) -> str:
     """How many times less each setting holds."""
     text = "## Reduction\n"
     for work in (CELL, {"prompt": 512, "completion": 256, "completions": 8}):
-        shape = f"{work['prompt']:,}/{work['completion']}/{work['completions']}"
-        text += f"\nHow many times less than each peer, prompt/completion/k = {shape}:\n\n"
+        text += (
+            f"\nHow many times less than each peer, prompt/completion/k = {size_words(work)}:\n\n"
+        )
         text += reduction_table(rows, titles_in(rows, ("old", "old-full")), BASES, **work) + "\n"
     return text
 
@@ -179,8 +179,8 @@ def micro_batch_section(rows: Rows) -> str:
         for name, title in titles_in(rows).items()
         if any(rows.peaks(name, micro_batch=1, **size) for size in sizes)
     ]
-    heads = [f"{s['prompt']:,}/{s['completion']}/{s['completions']}" for s in sizes]
-    return "## One completion in each micro-batch\n\n" + markdown(["MB", *heads], lines) + "\n"
+    heads = ["MB", *map(size_words, sizes)]
+    return "## One completion in each micro-batch\n\n" + markdown(heads, lines) + "\n"
 
 
 def grpo_section(rows: Rows) -> str:
@@ -197,16 +197,14 @@ def grpo_section(rows: Rows) -> str:
 def methods_section(rows: Rows) -> str:
     """Online DPO and PPO beside the peers that have them."""
     lines, launches = [], 0
-    for method, peers in METHODS.items():
-        for (prompt, completion), count, peer in product(METHOD_SHAPES, METHOD_SIZES, peers):
-            work = {"prompt": prompt, "completion": completion, "completions": count}
-            peaks = [rows.peak(name, algorithm=method, **work) for name in (peer, "default")]
+    for method, peers, sizes in method_sizes():
+        for peer in peers:
+            peaks = [rows.peak(name, algorithm=method, **sizes) for name in (peer, "default")]
             share = times(divided(peaks[1], peaks[0]))
-            shape = f"{prompt:,}/{completion}/{count}"
-            vocabulary, title = f"{METHOD_SIZES[count]:,}", SETTINGS[peer].title
-            shown = [vocabulary, title, *map(megabytes, peaks), share]
-            lines.append([f"{METHOD_TITLES[method]}, {shape}", *shown])
-            launches += (rows.run(peer, algorithm=method, **work) or {}).get("launches", 0)
+            vocabulary = f"{METHOD_SIZES[sizes['completions']]:,}"
+            shown = [vocabulary, SETTINGS[peer].title, *map(megabytes, peaks), share]
+            lines.append([f"{METHOD_TITLES[method]}, {size_words(sizes)}", *shown])
+            launches += (rows.run(peer, algorithm=method, **sizes) or {}).get("launches", 0)
     headers = ["MB", "vocabulary", "peer", "its peak", "this project, defaults", "ours / its"]
     return f"""## Online DPO and PPO
 
@@ -277,9 +275,8 @@ def blocks_section(rows: Rows) -> str:
         run = rows.run(f"{name}/blocks", **work)
         if run is None:
             continue
-        sizes = f"{work['prompt']:,}/{work['completion']}/{work['completions']}"
         cell = megabytes(rows.peak(name, **work))
-        text += f"\n{setting.title}, {sizes}, peak {megabytes(run['peak'])} MB"
+        text += f"\n{setting.title}, {size_words(work)}, peak {megabytes(run['peak'])} MB"
         text += f" (cell: {cell} MB):\n\n"
         lines = [
             [f"`{block['operation']}`", block["phase"], f"{block['bytes'] / 1e6:,.1f}"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from cases import MOST_TOKENS, REFERENCE_SCALE, Loss, Row
 from online_dpo_runs import pair_gradient
+from online_runs import descend
 from ppo_runs import Loop
 from torch import Tensor, nn
 
@@ -69,7 +70,7 @@ def gradient_of_tokens(model: nn.Module, loss: Loss, rounds: Sequence[Round]) ->
         credit = loop.credit()
         found.append(loop.gradient(credit))
         if loss.second_pass:
-            loop.descend(found[-1], loss.learning_rate)
+            descend(model, found[-1], loss.learning_rate)
             found[-1] = loop.gradient(credit)
     return torch.stack(found).mean(0)
 

@@ -150,13 +150,7 @@ def test_a_judge_takes_the_place_of_rewards(tmp_path):
 
 
 def test_resumed_runs_end_with_the_same_weights(tmp_path):
-    options = {"max_steps": 3, "optim": "adamw_torch", "script": None, "save_strategy": "steps"}
-    options |= {"save_steps": 2, "ref_model": None, "learning_rate": 1e-2}
-    straight = make(tmp_path / "straight", **options)
-    straight.train()
-    make(tmp_path / "again", **(options | {"max_steps": 2})).train()
-    resumed = make(tmp_path / "again", **options)
-    resumed.train(resume_from_checkpoint=True)
+    straight, resumed = runs.left_alone_and_resumed(tmp_path, make)
     assert torch.equal(runs.weights(straight.model), runs.weights(resumed.model))
 
 

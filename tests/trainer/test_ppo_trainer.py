@@ -53,7 +53,7 @@ def test_later_steps_use_what_the_rollout_kept(tmp_path):
     credit, tokens = loop.credit(), [len(completion) for _, completion in loop.rows]
     for pair in ([0, 1], [2, 3]) * 2:
         share = sum(tokens[i] for i in pair) / (sum(tokens) / 2)  # of the mean number of tokens
-        loop.descend(loop.gradient(credit, pair) * share, 0.02)
+        runs.descend(loop.model, loop.gradient(credit, pair) * share, 0.02)
     assert (runs.weights(trainer.model) - runs.weights(loop.model)).abs().max() < 2e-6
     assert len({record["step"] for record in records(tmp_path)}) == 1
     logged = [entry for entry in trainer.state.log_history if "policy/approxkl_avg" in entry]
@@ -151,14 +151,8 @@ def test_what_an_update_moved_is_counted(tmp_path):
 
 @pytest.mark.parametrize("values", [False, True])
 def test_the_value_model_is_kept_beside_the_policy(tmp_path, values):
-    options = {"max_steps": 3, "optim": "adamw_torch", "script": None, "save_strategy": "steps"}
-    options |= {"save_steps": 2, "ref_model": None, "learning_rate": 1e-2, "values": values}
-    options |= {"num_ppo_epochs": 2, "num_mini_batches": 2, "per_device_train_batch_size": 1}
-    straight = make(tmp_path / "straight", **options)
-    straight.train()
-    make(tmp_path / "again", **(options | {"max_steps": 2})).train()
-    resumed = make(tmp_path / "again", **options)
-    resumed.train(resume_from_checkpoint=True)
+    options = {"num_ppo_epochs": 2, "num_mini_batches": 2, "per_device_train_batch_size": 1}
+    straight, resumed = runs.left_alone_and_resumed(tmp_path, make, values=values, **options)
     assert torch.equal(runs.weights(straight.model), runs.weights(resumed.model))
     resumed.save_model()
     _, info = LlamaForCausalLM.from_pretrained(tmp_path / "again", output_loading_info=True)

@@ -10,6 +10,7 @@ from online_runs import (
     completion_logps,
     config,
     dataset,
+    descend,
     gradients,
     make_trainer,
     relative,
@@ -125,7 +126,7 @@ def test_second_pass_uses_the_old_policy(tmp_path):
     rewards = token_sum([completion for _, completion in rows])
     first = paper_gradient(start, rows, rewards, 4)
     moved = tiny_model()
-    _descend(moved, first, 0.01)
+    descend(moved, first, 0.01)
     moved.zero_grad()
     mean = [sum(rewards[:4]) / 4] * 4 + [sum(rewards[4:]) / 4] * 4
     for (prompt, completion), reward, average in zip(rows, rewards, mean, strict=True):
@@ -133,19 +134,10 @@ def test_second_pass_uses_the_old_policy(tmp_path):
             old = completion_logps(start, prompt, completion)
         ratio = (completion_logps(moved, prompt, completion) - old).sum().exp()
         (-ratio * 4 / 3 * (reward - average) / 8).backward()
-    _descend(moved, gradients(moved), 0.01)
+    descend(moved, gradients(moved), 0.01)
     ours = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
     theirs = torch.cat([p.detach().flatten() for p in moved.parameters()])
     assert (ours - theirs).abs().max() < 1e-6
-
-
-def _descend(model, gradient, rate):
-    start = 0
-    with torch.no_grad():
-        for parameter in model.parameters():
-            size = parameter.numel()
-            parameter.sub_(rate * gradient[start : start + size].view_as(parameter))
-            start += size
 
 
 def test_truncated_rows_leave_loss_and_baseline(tmp_path):
