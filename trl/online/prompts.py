@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -17,7 +16,7 @@ from ..data.responses import as_message
 from ..types import Prompts
 
 CHECKED_AT_ONCE = 1_000  # rows
-COLUMNS = {"prompt", "chat_template_kwargs"}  # that encoding reads
+COLUMNS = ("prompt", "chat_template_kwargs")  # that encoding reads
 COUNTED = {"drop": "prompts/dropped", "cut-left": "prompts/cut"}
 Row = dict[str, Any]
 
@@ -112,21 +111,15 @@ class PromptEncoder:
         if any(dataset is known for known in self._checked):
             return dataset
         if isinstance(dataset, IterableDataset):
-            found = dataset.filter(partial(self._keeps, name), with_indices=True)
+            keeps = lambda row, number: bool(self._kept({number: row}, name))  # noqa: E731
+            found = dataset.filter(keeps, with_indices=True)
         else:
             found = self._checked_rows(name, dataset)
         self._checked.append(found)
         return found
 
     def _checked_rows(self, name: str, dataset: Dataset) -> Dataset:
-        read = dataset
-        if dataset.format["type"] != "custom":  # a transform may read any column
-            read = dataset.select_columns(sorted(COLUMNS & set(dataset.column_names)))
-        kept: list[int] = []
-        for start in range(0, len(read), CHECKED_AT_ONCE):
-            columns = read[start : start + CHECKED_AT_ONCE]
-            values = enumerate(zip(*columns.values(), strict=True), start)
-            kept += self._kept({i: dict(zip(columns, x, strict=True)) for i, x in values}, name)
+        kept = [number for rows in _numbered(dataset) for number in self._kept(rows, name)]
         if self._long[name]:
             done = "left out" if self._limit.action == "drop" else "cut on the left"
             logger.warning(
@@ -155,9 +148,6 @@ class PromptEncoder:
             for message, prompt, ids in rows
         ]
 
-    def _keeps(self, name: str, row: Row, number: int) -> bool:
-        return bool(self._kept({number: row}, name))
-
     def _kept(self, rows: dict[int, Row], name: str) -> list[int]:
         """Count the long prompts among some, and return the numbers of those not dropped."""
         found = self._encode(rows, name)
@@ -170,10 +160,9 @@ class PromptEncoder:
 
     def _encode(self, rows: dict[int, Row], name: str) -> dict[int, list[int]]:
         """Token ids of numbered rows, in few calls of the tokenizer; errors name the number."""
+        _refuse_malformed(rows, name)
         alike: dict[str, dict[int, Row]] = {}
         for number, row in rows.items():
-            if (problem := malformed_prompt(row["prompt"])) is not None:
-                raise _unusable(name, number, row, problem)
             alike.setdefault(_kind(row), {})[number] = row
         found: dict[int, list[int]] = {}
         for some in alike.values():
@@ -207,6 +196,28 @@ class PromptEncoder:
             continue_final_message=continues,
             **(self._template_kwargs | (rows[0].get("chat_template_kwargs") or {})),
         )["input_ids"]
+
+
+def check_forms(name: str, dataset: Dataset) -> None:
+    """Look for prompts that are missing or malformed, which takes no tokenizer."""
+    for rows in _numbered(dataset):
+        _refuse_malformed(rows, name)
+
+
+def _numbered(dataset: Dataset) -> Iterator[dict[int, Row]]:
+    """Rows by their numbers, many at once."""
+    if dataset.format["type"] != "custom":  # a transform may read any column
+        dataset = dataset.select_columns(sorted(set(COLUMNS) & set(dataset.column_names)))
+    for start in range(0, len(dataset), CHECKED_AT_ONCE):
+        columns = dataset[start : start + CHECKED_AT_ONCE]
+        values = enumerate(zip(*columns.values(), strict=True), start)
+        yield {i: dict(zip(columns, x, strict=True)) for i, x in values}
+
+
+def _refuse_malformed(rows: dict[int, Row], name: str) -> None:
+    for number, row in rows.items():
+        if (problem := malformed_prompt(row["prompt"])) is not None:
+            raise _unusable(name, number, row, problem)
 
 
 def _kind(row: Row) -> str:

@@ -52,6 +52,21 @@ def test_a_round_must_fit_into_the_dataset(tmp_path):
     assert check_datasets(dataset("abcdef"), {"few": dataset("a")}, args) is None
 
 
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        (["a", "b", None, "d"], r"row 2 of {} \(None\) is missing\. Remove such rows"),
+        ([[{"role": "user", "content": "a"}], []], r"row 1 of {} \(\[\]\) has no messages"),
+    ],
+)
+def test_a_missing_prompt_is_found_before_the_model_is_loaded(tmp_path, prompts, words):
+    data, options = dataset(prompts), {"model": "absent/model", "num_generations": 4}
+    with pytest.raises(ValueError, match=words.format("train_dataset")):
+        make_trainer(tmp_path, data=data, **options)
+    with pytest.raises(ValueError, match=words.format(r"eval_dataset\['x'\]")):
+        make_trainer(tmp_path, eval_dataset={"x": data}, **options)
+
+
 def test_streams_have_no_length(tmp_path):
     assert check_datasets(stream(), stream(), config(tmp_path, max_steps=3)) is None
     with pytest.raises(ValueError, match="set max_steps above 0"):

@@ -11,7 +11,7 @@ from datasets import IterableDataset
 from transformers.utils import logging
 
 from ...data.sampler import RepeatIterableDataset, RepeatSampler
-from ...online.prompts import PromptEncoder, PromptLimit
+from ...online.prompts import PromptEncoder, PromptLimit, check_forms
 from ...text import count
 from ...types import Mode, Sampling
 from ..base.policy import check_dataset
@@ -19,8 +19,6 @@ from .batch_math import check_eval_groups, smaller_round
 from .online_config import OnlineConfig
 
 logger = logging.get_logger(__name__)
-
-PROMPT_COLUMNS = ("prompt", "chat_template_kwargs")
 
 
 # --- Lengths ---
@@ -106,7 +104,7 @@ def with_prompts(dataset: Any, tokenizer: Any) -> Any:
 
 
 def check_datasets(train: Any, evaluation: Any, args: OnlineConfig) -> None:
-    """Check kind, columns and size of the datasets, before a model is loaded."""
+    """Check kind, columns, size and prompts of the datasets, before a model is loaded."""
     if train is None:
         raise ValueError("train_dataset is required: a dataset with a 'prompt' column.")
     for name, dataset in {"train_dataset": train, **_named(evaluation)}.items():
@@ -147,6 +145,8 @@ def _check_prompts(name: str, dataset: Any) -> None:
     columns = dataset.column_names
     if columns is not None and "prompt" not in columns:
         raise ValueError(f"{name} has no 'prompt' column; it has {', '.join(columns)}.")
+    if not isinstance(dataset, IterableDataset):  # a stream is checked as it is read
+        check_forms(name, dataset)
 
 
 def _check_size(size: int, args: OnlineConfig) -> None:

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from ...models.loading import context_length, stop_token_ids
 from ...models.readers import Reader
 from ...online.buffer import Buffer
-from ...online.prompts import PromptEncoder
+from ...online.prompts import COLUMNS, PromptEncoder
 from ...online.reports import Reports, Round, log_table, print_table, tracker_rows
 from ...online.reward_sources import resolve_rewards
 from ...online.rewards import RewardInputs, RewardSuite
@@ -127,7 +127,7 @@ class OnlineTrainer(BaseTrainer):
             self.encode, self.train_dataset, self.eval_dataset, args
         )
         self._order = setup.PromptOrder(args, self.encode)
-        self._signature_columns = list(setup.PROMPT_COLUMNS)
+        self._signature_columns = list(COLUMNS)
 
     def _build_policy(self, model: Any, ref_model: Any, brought_adapter: bool) -> None:
         args, tokenizer = self.args, self.processing_class
@@ -197,7 +197,7 @@ class OnlineTrainer(BaseTrainer):
         if self.args.reward_dry_run:
             row = next(iter(self.train_dataset))
             if self.args.remove_unused_columns:
-                row = {name: row[name] for name in setup.PROMPT_COLUMNS if name in row}
+                row = {name: row[name] for name in COLUMNS if name in row}
             self.rewards.dry_run(row, self.state, self.args.group_size)
 
     # --- What an algorithm says ---
