@@ -51,6 +51,8 @@ def test_the_tests_mirror_the_package(capsys):
         ("models/a.py", "from vllm.sampling import x", "vllm.sampling is optional"),
         ("online/a.py", "# as in RLOO", "names the algorithm rloo"),
         ("trainer/online/a.py", "x = 'grpo'", "names the algorithm grpo"),
+        ("online/a.py", "x = PPOConfig", "names the algorithm ppo"),
+        ("generation/a.py", "# as in OnlineDPO", "names the algorithm onlinedpo"),
         ("new/a.py", "from ..ops import x", "new must not import ops"),
     ],
 )
@@ -67,6 +69,7 @@ def test_layers_catch(tmp_path, capsys, path, text, problem):
         ("trainer/a.py", "from ..online import x\nfrom ..ops.kl import y\nimport datasets"),
         ("online/a.py", "if TYPE_CHECKING:\n    from ..trainer import x"),
         ("trainer/rloo_a.py", "x = 'grpo'"),
+        ("online/a.py", "supported = endpoint"),
         ("data_utils.py", "from .trainer import x"),
         ("__init__.py", "from .trainer import x"),
     ],
