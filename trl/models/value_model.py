@@ -111,11 +111,7 @@ def save_values(policy: nn.Module, weights: Mapping[str, Tensor], folder: str | 
 
 
 def load_values(policy: nn.Module, folder: str | Path) -> None:
-    """Take over what `save_values` wrote.
-
-    Raises:
-        ValueError: if there is nothing of that kind.
-    """
+    """Take over what `save_values` wrote; it is an error if there is nothing of that kind."""
     place = Path(folder) / VALUE_MODEL / WEIGHTS
     if not place.is_file():
         raise ValueError(

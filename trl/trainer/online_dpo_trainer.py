@@ -112,11 +112,7 @@ class OnlineDPOTrainer(OnlineTrainer):
         record_pairs(self.metrics[batch.mode], logps, log_ratios, batch.rewards, beta)
         # A completion counts as one token where losses are of means over tokens.
         once = torch.ones_like(log_ratios[:, 0])
-        sums = PairScores(
-            chosen=log_ratios[:, 0],
-            rejected=log_ratios[:, 1],
-            chosen_lengths=once,
-            rejected_lengths=once,
-        )
+        lengths = {"chosen_lengths": once, "rejected_lengths": once}
+        sums = PairScores(chosen=log_ratios[:, 0], rejected=log_ratios[:, 1], **lengths)
         losses = pair_loss(self.args.loss_type, sums, PairOptions(beta=beta))
         return (losses * credit[:, 0].abs()).mean() * batch.share_of_micro_batch

@@ -66,11 +66,7 @@ class PPOConfig(OnlineConfig):
         super().__post_init__()
 
     def _resolve_passes(self) -> None:
-        """Say in the words of the skeleton how often a round is trained on, and in how many steps.
-
-        Raises:
-            ValueError: if both are said differently.
-        """
+        """Say in words of the skeleton how often a round is trained on, and in how many steps."""
         if self.num_iterations not in (1, self.num_ppo_epochs):
             raise ValueError(
                 f"num_iterations={self.num_iterations} and num_ppo_epochs={self.num_ppo_epochs} "

@@ -19,12 +19,7 @@ from ..models.value_model import (
     without_values,
 )
 from ..online.metrics import record_clipping
-from ..ops.gae import (
-    clipped_value_loss,
-    generalized_advantages,
-    token_rewards,
-    whitened,
-)
+from ..ops.gae import clipped_value_loss, generalized_advantages, token_rewards, whitened
 from ..ops.kl import k1, k3
 from ..ops.masking import masked_sum, nan_mean
 from ..ops.policy_losses import clip_flags, clipped_surrogate, log_ratio, sum_over
@@ -105,6 +100,9 @@ class PPOTrainer(OnlineTrainer):
         add_value_model(self.model, given, args.device)
         self._moved: list[Tensor] = []  # squared log-ratios of an update, and how many
         self.phases.on_forget(self._moved.clear)
+        self._episodes = 0  # completions of all ranks so far
+        count = partial(setattr, self, "_episodes")
+        self.rank_state.register("episodes", lambda: self._episodes, count)
 
     def value_reader(self, model: nn.Module) -> Reader:
         """The value model."""
@@ -125,6 +123,9 @@ class PPOTrainer(OnlineTrainer):
     def shape_rewards(self, table: RewardTable, batch: Rollout) -> Tensor:
         """Subtract the penalty of completions that were cut off: (N,)."""
         rewards, store = table.less(self.args.missing_eos_penalty), self.metrics[batch.mode]
+        if batch.mode == "train":
+            self._episodes += len(rewards)
+            store.maximum("episode", self._episodes)
         store.value("objective/scores", nan_mean(rewards))
         store.value("val/num_eos_tokens", torch.as_tensor(table.ended).float().sum())
         return rewards
@@ -157,9 +158,8 @@ class PPOTrainer(OnlineTrainer):
     def _record_objective(self, batch: Rollout, penalty: Tensor) -> None:
         store = self.metrics[batch.mode]
         penalties, rewards = penalty.sum(1), torch.as_tensor(batch.rewards)
-        if batch.old_logps is not None:
-            entropies = -masked_sum(batch.old_logps, batch.loss_mask, dim=1)
-            store.value("objective/entropy", entropies.mean())
+        entropies = -masked_sum(torch.as_tensor(batch.old_logps), batch.loss_mask, dim=1)
+        store.value("objective/entropy", entropies.mean())
         if self.args.beta != 0.0:
             store.value("objective/kl", -penalties.mean() / self.args.beta)
         store.value("objective/non_score_reward", penalties.mean())
