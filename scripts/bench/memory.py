@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import environments
-from runs import RESULTS, VOCABULARY, Store, Work, execute, peak_of
+from runs import GROUPS, RESULTS, VOCABULARY, Store, Work, execute, peak_of
 
 SCALE = 8  # by which the vocabulary of the original trainer is divided where it needs too much
 SHAPES = ((3100, 53), (512, 53), (3100, 256), (512, 256))
@@ -29,7 +29,7 @@ SLOW = ("old-full", "now")  # minutes and much memory a run: once
 GENERATION_ROWS = 8
 METHODS = {"OnlineDPO": ("now", "now-gpu"), "PPO": ("first",)}  # and the peers that have them
 METHOD_SHAPES = (HEADLINE, (512, 256))
-METHOD_SIZES = {2: VOCABULARY, 8: VOCABULARY // SCALE}  # vocabulary for each number of completions
+METHOD_COUNT = 8  # completions where the vocabulary is the smaller one; else those of a prompt
 BEST_COUNTS = (2, 8)  # completions at which the best settings of each side are looked for
 
 OFF: dict[str, Any] = {
@@ -150,17 +150,22 @@ def other_cells() -> Iterator[Cell]:
 def method_cells() -> Iterator[Cell]:
     """Online DPO (pairs of completions) and PPO (single ones), beside their peers."""
     for method, peers, sizes in method_sizes():
-        vocabulary = METHOD_SIZES[sizes["completions"]]
         for name in (*peers, "default"):
-            work = SETTINGS[name].work(algorithm=method, vocabulary=vocabulary, **sizes)
-            yield Cell(name, work)
+            scale = {"vocabulary": method_vocabulary(sizes)}
+            yield Cell(name, SETTINGS[name].work(algorithm=method, **sizes, **scale))
 
 
 def method_sizes() -> Iterator[tuple[str, tuple[str, ...], dict[str, int]]]:
     """Each further method, its peers, and the sizes of an update."""
-    for method, (prompt, completion), count in product(METHODS, METHOD_SHAPES, METHOD_SIZES):
-        sizes = {"prompt": prompt, "completion": completion, "completions": count}
-        yield method, METHODS[method], sizes
+    for method, (prompt, completion) in product(METHODS, METHOD_SHAPES):
+        for count in (GROUPS[method], METHOD_COUNT):
+            sizes = {"prompt": prompt, "completion": completion, "completions": count}
+            yield method, METHODS[method], sizes
+
+
+def method_vocabulary(sizes: dict[str, int]) -> int:
+    """Entries of the vocabulary at these sizes."""
+    return VOCABULARY // (SCALE if sizes["completions"] == METHOD_COUNT else 1)
 
 
 def size_words(sizes: dict[str, int]) -> str:

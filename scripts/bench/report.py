@@ -16,11 +16,11 @@ from memory import (
     GENERATION_SHAPES,
     HEADLINE,
     LEAN,
-    METHOD_SIZES,
     SCALE,
     SETTINGS,
     SHAPES,
     method_sizes,
+    method_vocabulary,
     size_words,
 )
 from runs import RESULTS, Work
@@ -201,8 +201,12 @@ def methods_section(rows: Rows) -> str:
         for peer in peers:
             peaks = [rows.peak(name, algorithm=method, **sizes) for name in (peer, "default")]
             share = times(divided(peaks[1], peaks[0]))
-            vocabulary = f"{METHOD_SIZES[sizes['completions']]:,}"
-            shown = [vocabulary, SETTINGS[peer].title, *map(megabytes, peaks), share]
+            shown = [
+                f"{method_vocabulary(sizes):,}",
+                SETTINGS[peer].title,
+                *map(megabytes, peaks),
+                share,
+            ]
             lines.append([f"{METHOD_TITLES[method]}, {size_words(sizes)}", *shown])
             launches += (rows.run(peer, algorithm=method, **sizes) or {}).get("launches", 0)
     headers = ["MB", "vocabulary", "peer", "its peak", "this project, defaults", "ours / its"]
@@ -211,7 +215,8 @@ def methods_section(rows: Rows) -> str:
 The peers are the newest releases that have them. k counts the completions of an update, all in
 one micro-batch: those of k / 2 prompts by Online DPO, and of k prompts by PPO, one each. PPO has a
 value model and a reward model of the policy's shape on both sides, and trains once on each round.
-With k = 8 both sides have the smaller vocabulary: at the full one a peer would need up to 55 GB.
+Both sides have the full vocabulary where an update has one prompt, and the smaller one with k = 8:
+at the full one a peer would need up to 55 GB there.
 
 Online DPO of trl 1.16.0 computes its log-probabilities on a GPU as it does on a CPU: in its runs on
 the GPU path, which count how often the kernels of the head are called, they were called {launches}

@@ -22,6 +22,7 @@ import environments
 ROOT = environments.ROOT
 RESULTS = Path(os.environ.get("BENCH_RESULTS", ROOT / "docs" / "benchmarks"))
 VOCABULARY = 151_936
+GROUPS = {"OnlineDPO": 2, "PPO": 1}  # completions of a prompt, where they are not all of a step
 
 
 @dataclass(frozen=True)

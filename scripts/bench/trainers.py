@@ -12,6 +12,7 @@ import synthetic
 import torch
 from datasets import Dataset
 from environments import BENCH
+from runs import GROUPS
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from runs import Work
 
 TRUNCATED_TO = 1024  # tokens, in the string-level proposal
-GROUPS = {"OnlineDPO": 2, "PPO": 1}  # completions of a prompt, where they are not all of a step
 
 
 class StepMarks(TrainerCallback):
