@@ -5,6 +5,7 @@ An answer names the option, column or row and, where there is one, the nearest l
 # ruff: noqa: E501
 # fmt: off
 
+from accelerate import ParallelismConfig
 from datasets import Dataset
 from peft import LoraConfig
 from tiny import lora_model, tiny_model, tiny_tokenizer
@@ -127,8 +128,26 @@ OPTIONS = [
     ("SFT", {"packing": True, "max_length": None}, "packing=True needs max_length: it is the size of a pack."),
     ("DPO", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "loss_type=['sigmoid', 'sft'] and loss_weights=[1.0] must be equally long."),
     ("DPO", {"tools": []}, "DPOConfig has no option 'tools' any more: write them into the column 'tools' of the dataset."),
+    ("GRPO", {"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_mode": "sequence_mask"}, "loss_type='vespo' cannot be used with vllm_importance_sampling_mode='sequence_mask': set it to 'token_mask'."),
+    ("RLOO", {"parallelism_config": ParallelismConfig(cp_size=2)}, "cp_size=2: context parallelism is for trainers that learn from the"),
+    ("SFT", {"parallelism_config": ParallelismConfig(sp_backend="deepspeed", sp_size=2)}, "sp_size=2: sequence parallelism is not available in this release."),
     ("Model", {"load_in_4bit": True, "load_in_8bit": True}, "load_in_8bit and load_in_4bit exclude each other; choose one."),
     ("Model", {"lora_target_parameters": ["w"]}, "lora_target_parameters cannot be used with lora_dropout=0.05: what enters a parameter cannot be dropped. Set lora_dropout=0."),
+]
+
+# --- Options that are told of, and used: configuration, options, kind and words of the warning ---
+
+WARNED = [
+    ("RLOO", {"use_transformers_paged": True}, "FutureWarning: use_transformers_paged is now use_transformers_continuous_batching."),
+    ("GRPO", {"vllm_importance_sampling_cap": 2.0}, "FutureWarning: vllm_importance_sampling_cap is now vllm_importance_sampling_clip_max."),
+    ("RLOO", {"rloo_k": 4}, "FutureWarning: RLOOConfig: rloo_k is now num_generations."),
+    ("DPO", {"loss_type": "aot_pair"}, "FutureWarning: 'aot_pair' is called 'aot_unpaired'."),
+    ("GRPO", {"loss_type": "luspo"}, "UserWarning: loss_type='luspo' was published with importance_sampling_level='sequence', not 'token'."),
+    *[
+        ("GRPO", {"loss_type": kind, "importance_sampling_level": "sequence"}, f"UserWarning: loss_type={kind!r} was published with importance_sampling_level='token', not 'sequence'.")
+        for kind in ("vespo", "bnpo", "dr_grpo", "dapo", "cispo")
+    ],
+    ("RLOO", {"vllm_mode": "server"}, "UserWarning: vllm_mode: without use_vllm=True no vLLM engine generates, so they have no effect."),
 ]
 
 # --- Words after `trl`, before anything is loaded ---
@@ -369,8 +388,8 @@ TRAINERS = [
     ("GRPO", {"rollout_func": 3}, "A generation round of 4 sequences cannot hold whole groups of num_generations=8. Nearest legal: num_generations=4, or generation_batch_size=8."),
     ("OnlineDPO", {"judge": 3, "reward_funcs": ...}, "Both a judge and reward_funcs were given: leave one of them out."),
     ("OnlineDPO", {"judge": constant, "reward_funcs": constant}, "Both a judge and reward_funcs were given: leave one of them out."),
-    ("PPO", {"value_model": 3}, "value_model is a int: it must be a sequence classifier with one label (AutoModelForSequenceClassification, num_labels=1)."),
-    ("PPO", {"value_model": tiny_model}, "value_model is a LlamaForCausalLM: it must be a sequence classifier with one label (AutoModelForSequenceClassification, num_labels=1)."),
+    ("PPO", {"value_model": 3}, "value_model must be a sequence classifier with one label (AutoModelForSequenceClassification, num_labels=1), not int."),
+    ("PPO", {"value_model": tiny_model}, "value_model must be a sequence classifier with one label (AutoModelForSequenceClassification, num_labels=1), not LlamaForCausalLM."),
     # Datasets of the others.
     ("SFT", {"train_dataset": None}, "train_dataset is required."),
     ("SFT", {"train_dataset": "data.jsonl"}, "train_dataset must be a datasets.Dataset or IterableDataset, not str."),
@@ -402,4 +421,24 @@ TRAINERS = [
     ("KTO", {"train_dataset": rows(prompt="a", completion="b", label=True)}, "Row 0 has no partner: the KL estimate needs rows of other examples with other completions."),
     ("Reward", {"train_dataset": LABELLED}, "Reward models learn from pairs ('chosen' and 'rejected') or ranked answers ('answers' and 'ranks');"),
     ("Reward", {"train_dataset": rows(prompt="a", answers=["b", "c"], ranks=[1])}, "Row 0 of the dataset: 2 answers have 1 rank."),
+]
+
+# --- What trainers are given, told of, and do without ---
+
+
+def nothing(completions, **kwargs):
+    return [None] * len(completions)
+
+
+def not_a_number(completions, **kwargs):
+    return [float("nan")] * len(completions)
+
+
+WARNED_TRAINERS = [
+    ("RLOO", {"args": {"model_init_kwargs": {"dtype": "float32"}}}, "model_init_kwargs ignored: the given model is already loaded."),
+    ("DPO", {"quantization_config": {"load_in_4bit": True}}, "quantization_config ignored: the given model is already loaded."),
+    ("RLOO", {"peft_config": lora(), "args": {"learning_rate": 1e-6}}, "learning_rate=1e-06 is the default for training all weights."),
+    ("RLOO", {"reward_funcs": not_a_number}, "The reward function 'not_a_number' returned NaN on the first row; return None for completions it cannot score."),
+    ("RLOO", {"args": {"max_prompt_length": 1, "long_prompts": "cut-left"}}, "train_dataset: 4 of 4 prompts have more than 1 token (max_prompt_length=1) and are cut on the left."),
+    ("SFT", {"args": {"max_length": 2}, "train_dataset": rows(text="abc")}, "4 of 4 rows longer than max_length=2 (long_rows='keep_start'): 8 tokens left out, 8 of them trained."),
 ]

@@ -15,6 +15,8 @@ from bad_inputs import (
     REWARD,
     RUNS,
     TRAINERS,
+    WARNED,
+    WARNED_TRAINERS,
     WORDS,
     constant,
     rows,
@@ -117,6 +119,23 @@ def test_options_in_python(name, options, expected):
     assert expected in error_of(partial(config_of, name, options))
 
 
+@pytest.mark.parametrize(("name", "options", "expected"), WARNED)
+def test_options_that_are_told_of(name, options, expected):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        config_of(name, options)
+    assert expected in [f"{one.category.__name__}: {one.message}" for one in found]
+
+
+@pytest.mark.parametrize(("name", "changes", "expected"), WARNED_TRAINERS)
+def test_what_trainers_tell_of(tmp_path, caplog, name, changes, expected):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer_of(name, changes, tmp_path)
+    told = [*caplog.messages, *(str(one.message) for one in found)]
+    assert [words for words in told if expected in words], told
+
+
 @pytest.mark.parametrize(("words", "expected"), WORDS)
 def test_words(inside, capsys, words, expected):
     assert expected in ending_of(lambda: main(words.split()), capsys)
@@ -143,5 +162,5 @@ def test_arguments_of_trainers(tmp_path, name, changes, expected):
 
 
 def test_the_table_has_no_row_twice():
-    table = [*OPTIONS, *WORDS, *FILES, *RUNS, *TRAINERS]
+    table = [*OPTIONS, *WORDS, *FILES, *RUNS, *TRAINERS, *WARNED, *WARNED_TRAINERS]
     assert len({str(row) for row in table}) == len(table) >= 150

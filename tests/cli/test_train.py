@@ -215,8 +215,9 @@ def test_a_run_saves_its_model(inputs, monkeypatch, capsys):
 
     monkeypatch.setattr("sys.argv", command(inputs))
     run_training(rloo.make_parser(), RLOOTrainer)
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"1 of 1 steps done; the model is in {inputs / 'out'}."
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1] == f"1 of 1 steps done; the model is in {inputs / 'out'}."
+    assert "it/s]" not in err, "a file needs no bars"
     saved = AutoModelForCausalLM.from_pretrained(inputs / "out")
     start = AutoModelForCausalLM.from_pretrained(inputs / "tiny-model")
     assert saved.config.to_dict()["hidden_size"] == start.config.to_dict()["hidden_size"]

@@ -35,7 +35,7 @@ def test_it_is_a_part_of_the_policy_that_engines_do_not_see(make, tmp_path):
 
 def test_what_gives_no_value(tmp_path):
     policy = tiny_model()
-    with pytest.raises(TypeError, match="value_model is a LlamaForCausalLM"):
+    with pytest.raises(TypeError, match="must be a sequence classifier .* not LlamaForCausalLM"):
         add_value_model(policy, tiny_model(), torch.device("cpu"))
     add_value_model(policy, None, torch.device("cpu"))
     with pytest.raises(ValueError, match="has no value_model"):

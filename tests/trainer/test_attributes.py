@@ -1,31 +1,79 @@
 """Names under which scripts and callbacks of Hugging Face TRL read a trainer."""
 
+import dpo_runs
+import kto_runs
 import pytest
+import reward_runs
+import sft_runs
 from online_runs import make_trainer, token_sum
 from tiny import tiny_model
 
+import trl
 from trl.trainer.attributes import OPTIONS, OTHERS
-from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.rloo_trainer import RLOOTrainer
 
-OF_ONE = {
-    RLOOTrainer: {"normalize_advantages", "reward_clip_range"},
-    GRPOTrainer: {
-        *("loss_type", "scale_rewards", "importance_sampling_level", "use_adaptive_entropy"),
-        *("multi_objective_aggregation", "off_policy_mask_threshold", "top_entropy_quantile"),
-        "entropy_coef",
-    },
+# What each trainer has besides what all of them have: options of its own, and what they became.
+SAMPLED = {
+    *("num_generations", "num_generations_eval", "num_iterations", "max_completion_length"),
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs"),
+    *("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"),
+    *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
+    *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
+    *("use_transformers_continuous_batching", "continuous_batching_config"),
+    *("mask_truncated_completions", "log_completions", "log_multimodal", "log_unique_prompts"),
+    *("num_completions_to_print", "max_tool_calling_iterations", "chat_template_kwargs"),
+    *("epsilon_low", "epsilon_high", "eos_token_ids", "generation_config", "tools"),
+    *("reward_funcs", "reward_func_names", "reward_weights", "reward_processing_classes"),
+    *("rollout_func", "beta", "shuffle_dataset"),
 }
+PREFERENCES = {"beta", "loss_type", "precompute_ref_logps", "padding_free", "shuffle_dataset"}
+OF_ALL = {"ref_model", "router_aux_loss_coef", "aux_loss_enabled", "pad_to_multiple_of"}
+NAMES = {
+    "SFT": {"padding_free", "completion_only_loss", "loss_type", "shuffle_dataset"},
+    "DPO": PREFERENCES
+    | {"f_divergence_type", "f_alpha_divergence_coef", "label_smoothing", "ld_alpha"}
+    | {"use_weighting", "loss_types", "loss_weights"},
+    "KTO": PREFERENCES | {"desirable_weight", "undesirable_weight", "calculate_KL"},
+    "Reward": {"padding_free", "shuffle_dataset"},
+    "RLOO": SAMPLED | {"normalize_advantages", "reward_clip_range"},
+    "GRPO": SAMPLED
+    | {"loss_type", "scale_rewards", "importance_sampling_level", "use_adaptive_entropy"}
+    | {"multi_objective_aggregation", "off_policy_mask_threshold", "top_entropy_quantile"}
+    | {"entropy_coef"},
+    "OnlineDPO": SAMPLED | {"loss_type"},
+    "PPO": SAMPLED,
+}
+OFFLINE = {"SFT": sft_runs, "DPO": dpo_runs, "KTO": kto_runs, "Reward": reward_runs}
 
 
-@pytest.mark.parametrize("kind", [RLOOTrainer, GRPOTrainer])
-def test_every_name_can_be_read_and_none_set(tmp_path, kind):
-    trainer = make_trainer(tmp_path, kind, beta=0.1)
-    (others,) = [names for other, names in OF_ONE.items() if other is not kind]
-    for name in (*OPTIONS, *OTHERS):
-        assert hasattr(trainer, name) == (name not in others), name
+def make(name, folder, **changes):
+    if name in OFFLINE:
+        return OFFLINE[name].make_trainer(folder, **changes)
+    if name == "OnlineDPO":
+        changes = {"num_generations": 2, "per_device_train_batch_size": 4} | changes
+    return make_trainer(folder, getattr(trl, f"{name}Trainer"), beta=0.1, **changes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_can_be_read_and_none_set(tmp_path, name):
+    trainer = make(name, tmp_path)
+    found = {known for known in (*OPTIONS, *OTHERS) if hasattr(trainer, known)}
+    assert found >= NAMES[name] | OF_ALL
+    assert all(hasattr(trainer.args, known) or known in OTHERS for known in found)
+    for known in (*OPTIONS, *OTHERS):
         with pytest.raises(AttributeError):
-            setattr(trainer, name, None)
+            setattr(trainer, known, None)
+
+
+def test_what_trainers_of_preferences_say(tmp_path):
+    options = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
+    dpo = make("DPO", tmp_path, **options)
+    assert (dpo.loss_types, dpo.loss_weights) == (["sigmoid", "sft"], [1.0, 0.5])
+    assert dpo.beta == 0.1 and dpo.ref_model is dpo.reference.model
+    assert dpo.precompute_ref_logps is False and dpo.label_smoothing == 0.0
+    kto = make("KTO", tmp_path, desirable_weight=2.0)
+    assert kto.calculate_KL is True and kto.desirable_weight == 2.0
+    assert make("KTO", tmp_path, loss_type="apo_zero_unpaired").calculate_KL is False
+    assert make("SFT", tmp_path).ref_model is None
 
 
 def test_what_they_say(tmp_path):

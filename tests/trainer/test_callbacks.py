@@ -120,14 +120,18 @@ def test_an_evaluation_is_shown_beside_the_step(tmp_path):
     assert callback._line(40) == ""
 
 
-def test_a_resumed_run_says_so(tmp_path, capsys):
-    drawing(tmp_path).close()
-    plain = PlainProgressCallback()
-    state = TrainerState(max_steps=500, global_step=7)
-    plain.on_train_begin(None, state, TrainerControl())
-    plain.close()
-    shown = capsys.readouterr().out
-    assert shown.startswith("step 2/500  resumed\n") and shown.endswith("step 7/500  resumed\n")
+def test_a_resumed_run_says_so_once(tmp_path, capsys, monkeypatch):
+    """Beside the display of a run in a batch system."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: False)
+    changes = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2, "disable_tqdm": False}
+    make_trainer(tmp_path, **changes).train()
+    capsys.readouterr()
+    make_trainer(tmp_path, **changes).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "resumed" in line] == [
+        f"resumed from {tmp_path / 'checkpoint-2'}: step 2 of 3, epoch 1.00"
+    ]
+    assert len(set(lines)) == len(lines)
 
 
 @pytest.mark.parametrize("callback", [RichProgressCallback, PlainProgressCallback])

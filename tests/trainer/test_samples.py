@@ -106,6 +106,13 @@ def test_trainers_that_generate_draw_as_in_training(tmp_path):
     assert [record["completion_ids"] for record in found] == [greedy(x, 3) for x in PROMPTS]
 
 
+def test_completions_end_where_the_context_does(tmp_path):
+    trainer = make("SFT", tmp_path, model=tiny_model(max_position_embeddings=70))
+    config = GenerationConfig(max_new_tokens=1000)
+    found = Samples(trainer, config, None).draw()  # the longest of the prompts has 4 tokens
+    assert max(len(record["completion_ids"]) for record in found) <= 66
+
+
 def test_prompts_that_are_messages(tmp_path):
     prompts = [[{"role": "user", "content": text}] for text in PROMPTS]
     trainer = make("RLOO", tmp_path, eval_dataset=Dataset.from_dict({"prompt": prompts}))

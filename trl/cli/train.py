@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from datasets import disable_progress_bars
 from safetensors import SafetensorError
+from transformers.utils import logging
 
 from ..data.files import load_dataset_source
 from ..data.mixture import DatasetMixtureConfig, get_dataset
@@ -24,6 +26,9 @@ def run_training(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
 
     What goes wrong ends the process with one line and status 2; TRL_DEBUG=1 shows where.
     """
+    if not sys.stderr.isatty():  # where each state of a bar would be a line
+        disable_progress_bars()
+        logging.disable_progress_bar()
     with one_line_errors(parser):
         warn_of_missing_ranks()
         values, from_file, words = parser.read()
@@ -69,22 +74,17 @@ def _prepare(
     if isinstance(script, PPOScriptArguments):
         sources["value_model"] = script.value_model_name_or_path
     dataset = load_data(script, mixture)
-    init_kwargs = {
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-    }
-    training.model_init_kwargs = init_kwargs | (training.model_init_kwargs or {})
-    evaluates = training.eval_strategy != "no"
+    loading = {"revision": model.model_revision, "dtype": model.dtype}
+    loading["attn_implementation"] = model.attn_implementation
+    training.model_init_kwargs = loading | (training.model_init_kwargs or {})
+    split = script.dataset_test_split if training.eval_strategy != "no" else None
     try:
         trainer = trainer_class(
             model=model.model_name_or_path,
             args=training,
             **sources,
             train_dataset=take_split(dataset, script.dataset_train_split, "--dataset_train_split"),
-            eval_dataset=take_split(dataset, script.dataset_test_split, "--dataset_test_split")
-            if evaluates
-            else None,
+            eval_dataset=split and take_split(dataset, split, "--dataset_test_split"),
             quantization_config=get_quantization_config(model),
             peft_config=get_peft_config(model),
         )

@@ -45,8 +45,8 @@ def add_value_model(policy: nn.Module, given: nn.Module | None, device: torch.de
         layer = score_layer(given) if isinstance(given, nn.Module) else None
         if layer is None or getattr(layer, "out_features", 1) != 1:
             raise TypeError(
-                f"value_model is a {type(given).__name__}: it must be a sequence classifier with "
-                "one label (AutoModelForSequenceClassification, num_labels=1)."
+                "value_model must be a sequence classifier with one label (AutoModelForSequence"
+                f"Classification, num_labels=1), not {type(given).__name__}."
             )
     causal.add_module(VALUE_MODEL, given.to(device).train())
 

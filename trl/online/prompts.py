@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from ..data.formats import malformed_prompt
 from ..data.responses import as_message
+from ..text import count
 from ..types import Prompts
 
 CHECKED_AT_ONCE = 1_000  # rows
@@ -124,7 +125,7 @@ class PromptEncoder:
             done = "left out" if self._limit.action == "drop" else "cut on the left"
             logger.warning(
                 f"{name}: {self._long[name]} of {len(dataset)} prompts have more than "
-                f"{self._limit.tokens} tokens ({self._limit.reason}) and are {done}."
+                f"{count(self._limit.tokens or 0, 'token')} ({self._limit.reason}) and are {done}."
             )
         return dataset if len(kept) == len(dataset) else dataset.select(kept)
 

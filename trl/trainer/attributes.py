@@ -24,6 +24,8 @@ OPTIONS = (
     *("off_policy_mask_threshold", "top_entropy_quantile", "use_adaptive_entropy"),
     *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
     *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
+    *("padding_free", "completion_only_loss", "f_divergence_type", "f_alpha_divergence_coef"),
+    *("label_smoothing", "ld_alpha", "use_weighting", "desirable_weight", "undesirable_weight"),
 )
 OTHERS: dict[str, Callable[[Any], Any]] = {
     "num_generations_eval": attrgetter("args.eval_group_size"),
@@ -47,6 +49,11 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     ],
     "tools": lambda found: list(found.agents.tools.by_name.values()) if found.agents.tools else [],
     "rollout_func": attrgetter("agents.rollout_func"),
+    "continuous_batching_config": attrgetter("args.transformers_continuous_batching_config"),
+    "loss_types": lambda found: list(found.args.losses),
+    "loss_weights": lambda found: list(found.args.losses.values()),
+    "precompute_ref_logps": attrgetter("args.precompute_ref_log_probs"),
+    "calculate_KL": attrgetter("args.estimates_kl"),
 }
 
 

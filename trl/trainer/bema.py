@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import TrainerCallback
 from ..models.sharded import is_sharded
 
 
+@dataclass(eq=False)
 class BEMACallback(TrainerCallback):
     """Keeps a moving average of the weights, and saves it to `<output_dir>/bema` in the end.
 
@@ -23,37 +25,21 @@ class BEMACallback(TrainerCallback):
 
     Weights that are not trained stay as they are. A resumed run begins a new average.
 
-    Args:
-        update_freq (`int`): steps between two updates.
-        ema_power (`float`): 0 takes the weights of the step as their average.
-        bias_power (`float`): 0 corrects in full.
-        lag (`int`): how slowly it begins.
-        update_after (`int`): the step whose weights are the first.
-        multiplier (`float`): how steps count.
-        min_ema_multiplier (`float`): least beta.
-        device (`str`): where the copy lives.
-
     Raises:
         ValueError: when training begins with weights that are sharded over ranks.
     """
 
-    def __init__(
-        self,
-        update_freq: int = 400,
-        ema_power: float = 0.5,
-        bias_power: float = 0.2,
-        lag: int = 10,
-        update_after: int = 0,
-        multiplier: float = 1.0,
-        min_ema_multiplier: float = 0.0,
-        device: str = "cpu",
-    ):
-        self.update_freq, self.update_after, self.device = update_freq, update_after, device
-        self.ema_power, self.bias_power, self.lag = ema_power, bias_power, lag
-        self.multiplier, self.min_ema_multiplier = multiplier, min_ema_multiplier
-        self.running_model: Any = None
-        self._first: dict[str, Tensor] = {}
-        self._average: dict[str, Tensor] = {}
+    update_freq: int = 400  # steps between two updates
+    ema_power: float = 0.5  # 0 takes the weights of the step as their average
+    bias_power: float = 0.2  # 0 corrects in full
+    lag: int = 10  # how slowly it begins
+    update_after: int = 0  # the step whose weights are the first
+    multiplier: float = 1.0  # how steps count
+    min_ema_multiplier: float = 0.0  # least beta
+    device: str = "cpu"  # where the copy lives
+    running_model: Any = field(default=None, init=False)
+    _first: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _average: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Copy the model."""

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,21 +42,17 @@ QUIET = 60.0  # seconds after which a line says what a step is doing, where ther
 NARROWEST_BAR, WIDEST_BAR = 6, 30  # columns
 
 
+@dataclass(eq=False)
 class SyncRefModelCallback(TrainerCallback):
     """Moves a reference model towards the policy every so many optimizer steps (TR-DPO).
 
     reference <- alpha * policy + (1 - alpha) * reference, with `alpha` from
     `args.ref_model_mixup_alpha`, whenever `global_step` is a multiple of
     `args.ref_model_sync_steps` (arXiv 2404.09656).
-
-    Args:
-        ref_model (`nn.Module`): the reference; changed in place.
-        accelerator (`Accelerator`): unwraps the policy.
     """
 
-    def __init__(self, ref_model: nn.Module, accelerator: Accelerator):
-        self.ref_model = ref_model
-        self.accelerator = accelerator
+    ref_model: nn.Module  # changed in place
+    accelerator: Accelerator  # unwraps the policy
 
     @torch.no_grad()
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -151,10 +148,8 @@ class _ProgressCallback(TrainerCallback):
         self._watching = ExitStack()
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Start the clock, and say at which step a resumed run goes on."""
+        """Start the clock."""
         if state.is_world_process_zero:
-            if state.global_step:
-                self._say([_step(state), "resumed"])
             self._training = _Progress(state)
             self._watching.enter_context(watched(self._follow))
 

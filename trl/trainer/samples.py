@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from transformers.utils import logging
 from ..data.rows import Document
 from ..generation.base import NAMED, row_seeds
 from ..imports import require
-from ..models.loading import stop_token_ids
+from ..models.loading import context_length, stop_token_ids
 from ..models.unwrap import policy_for_inference
 from ..online.prompts import PromptEncoder
 from ..online.reports import log_table
@@ -61,6 +62,10 @@ class Samples:
             wanted["top_k"] = wanted["top_k"] if config.do_sample else 1  # the likeliest token
             named = {name: wanted[name] for name in NAMED if wanted[name] is not None}
             self._sampling = self._sampling.replace(**named)
+        if (context := context_length(model)) is not None:
+            room = context - max(map(len, self._prompts.token_ids))
+            most_tokens = max(1, min(self._sampling.max_tokens, room))
+            self._sampling = self._sampling.replace(max_tokens=most_tokens)
 
     def draw(self) -> list[dict[str, Any]]:
         """Return a record of each completion on the main process; all processes call this."""
@@ -70,7 +75,7 @@ class Samples:
         # Ranks work in step, so the last ones repeat a prompt where there is none left.
         prompts = _pick(self._prompts, [min(first + row, most - 1) for row in range(count)])
         seeds = row_seeds(("samples", trainer.args.seed, step), first, count)
-        engine = getattr(trainer, "backend", None) or self._transformers(prompts)
+        engine = getattr(trainer, "backend", None) or self._transformers
         with random_numbers_kept(), trainer.phases.inference("generation", count):
             engine.sync_weights(step)
             found = engine.generate(prompts, self._sampling.replace(seeds=seeds), 1)
@@ -85,14 +90,15 @@ class Samples:
         every = [row for some in ranks.objects_on_first(rows) for row in some][:most]
         return [row | {"group": place} for place, row in enumerate(every)]
 
-    def _transformers(self, prompts: Prompts) -> Any:
+    @cached_property
+    def _transformers(self) -> Any:
         from ..generation.transformers.backend import TransformersBackend
         from ..generation.transformers.batch_limits import BatchLimits
 
         trainer = self._trainer
         return TransformersBackend(
             lambda: policy_for_inference(trainer.model, trainer.accelerator),
-            pad_id=prompts.token_ids[0][0],  # any token: it is masked
+            pad_id=self._prompts.token_ids[0][0],  # any token: it is masked
             device=trainer.args.device,
             limits=BatchLimits(trainer.args.per_device_eval_batch_size),
             ranks=trainer.ranks,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from online_runs import config, dataset, make_trainer, token_sum
+from peft import LoraConfig
 from tiny import tiny_model
 
 from trl.trainer.base.checkpoint import MANIFEST, find_fault
@@ -134,6 +135,10 @@ def other_reward(completion_ids, **kwargs):
         ({"data": dataset(["ab", "cde", "f"])}, "number of rows: 4 in the checkpoint, 3 now"),
         ({"data": dataset(["ab", "cde", "f", "x"])}, "contents (fingerprint): "),
         ({"model": tiny_model("qwen3")}, "the model's weights (names, shapes and types): "),
+        (
+            {"peft_config": LoraConfig(r=2)},
+            'what is trained: "the model itself" in the checkpoint, "LORA adapter of rank 2',
+        ),
         ({"model": tiny_model(seed=5)}, "the reference's weights (fingerprint): "),
         ({"reward": other_reward}, 'reward functions: ["token_sum"] in the checkpoint'),
         ({"learning_rate": 0.2}, "learning_rate: 0.1 in the checkpoint, 0.2 now"),

@@ -192,11 +192,8 @@ def describe_options(args: Any) -> dict[str, Any]:
 
 
 def describe_dataset(dataset: Any) -> dict[str, Any]:
-    """The number of rows, and a fingerprint of up to a thousand of them; of streams, of the first.
-
-    Items that were made of a dataset have it as their attribute `rows`.
-    """
-    dataset = getattr(dataset, "rows", dataset)
+    """The number of rows, and a fingerprint of up to a thousand; of streams, of the first row."""
+    dataset = getattr(dataset, "rows", dataset)  # what prepared items were made of
     if isinstance(dataset, IterableDataset):
         first: dict[str, Any] = next(iter(dataset), {})
         return {"train_dataset's first row (fingerprint)": _digest([_json(first)])}
@@ -210,13 +207,16 @@ def describe_dataset(dataset: Any) -> dict[str, Any]:
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """The shapes of all weights, and a fingerprint of those that no checkpoint changes."""
+    """What is trained, the shapes of all weights, a fingerprint of those no checkpoint changes."""
+    adapters = getattr(model, "peft_config", {}).values()
+    kinds = [f"{x.peft_type.value} adapter of rank {getattr(x, 'r', '-')}" for x in adapters]
     parameters = sorted(model.named_parameters())
     shapes = [
         f"{name} {tuple(getattr(p, 'ds_shape', p.shape))} {p.dtype}" for name, p in parameters
     ]
     frozen = {name: p for name, p in parameters if not p.requires_grad}
     return {
+        "what is trained": ", ".join(kinds) or "the model itself",
         "the model's weights (names, shapes and types)": _digest(shapes),
         "the model's frozen weights (fingerprint)": fingerprint(frozen),
     }

@@ -21,6 +21,7 @@ from ...models.readers import Reader
 from ...models.reference import AdapterOff, FrozenCopy, ReferencePolicy
 from ...ops.support import Support
 from ...types import Mode, TokenScores
+from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import check_dataset, checked_args, prepare_policy
 from .answers import Predictions
@@ -30,6 +31,7 @@ from .precomputed import Precomputation, check_known, reference_weights, scoring
 from .template import set_template
 
 
+@readable
 class OfflineTrainer(BaseTrainer):
     """The skeleton: preparing datasets, micro-batches, totals of a step, evaluation.
 
