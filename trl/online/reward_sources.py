@@ -248,8 +248,7 @@ def _check_exists(name: str) -> None:
 
 
 def _is_coroutine_function(function: Any) -> bool:
-    function = _unwrapped(function)
-    called = getattr(function, "__call__", None)  # noqa: B004
+    called = getattr(_unwrapped(function), "__call__", None)  # noqa: B004
     return any(map(inspect.iscoroutinefunction, (function, called)))
 
 

@@ -19,12 +19,12 @@ from trl.trainer.base.checkpoint import (
     MANIFEST,
     UNFINISHED,
     checkpoints_in,
+    clean_up,
     facts_of,
     find_fault,
     publish,
     rotate,
     seal,
-    settle,
 )
 
 FILES = {"model.safetensors": b"weights", "global_step1/rank0.pt": b"shard", "README.md": b"card"}
@@ -110,10 +110,10 @@ def test_what_a_killed_run_left_is_finished_or_removed(tmp_path):
     damaged = sealed(tmp_path / UNFINISHED / "checkpoint-4")
     (damaged / "model.safetensors").unlink()
     sealed(tmp_path / UNFINISHED / "replaced-checkpoint-1")  # killed while it was removed
-    settle(tmp_path)
+    clean_up(tmp_path)
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-1", "checkpoint-2"]
-    settle(tmp_path / "absent")
+    clean_up(tmp_path / "absent")
 
 
 @pytest.mark.parametrize(

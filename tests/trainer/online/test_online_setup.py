@@ -17,9 +17,9 @@ from online_runs import (
 
 from trl.trainer.online import online_setup
 from trl.trainer.online.online_setup import (
-    check_context,
     check_datasets,
     check_engine_context,
+    prompt_limit,
 )
 
 
@@ -92,8 +92,8 @@ def test_completions_leave_room_for_prompts(tmp_path):
     with pytest.raises(
         ValueError, match="max_completion_length=256 leaves no room .* At most 255 minus"
     ):
-        check_context(args, 256)
-    assert check_context(args, 257) is None and check_context(args, None) is None
+        prompt_limit(args, 256)
+    assert prompt_limit(args, 257).tokens == 256 and prompt_limit(args, None).tokens is None
 
 
 def prompts_trainer(folder, lengths):

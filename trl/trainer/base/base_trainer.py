@@ -25,7 +25,7 @@ from ...random_numbers import random_numbers_kept
 from ...types import Mode, Rows
 from ..callbacks import RunRecord, close_progress, show_progress
 from .base_config import BaseConfig
-from .checkpoint import UNFINISHED, Place, RankState, publish_together, saving_model, told
+from .checkpoint import UNFINISHED, Place, RankState, explained, publish_together, saving_model
 from .model_card import Publishing
 from .options import Named
 from .phases import Phases
@@ -364,7 +364,7 @@ class BaseTrainer(Named, Publishing, Trainer):
         facts = {"settings": self.run_settings, "weights_only": self.args.save_only_model}
         self._is_saving = True
         try:
-            with told(staged, final):
+            with explained(staged, final):
                 super()._save_checkpoint(model, trial)
                 if self.state.best_model_checkpoint == str(staged):
                     self.state.best_model_checkpoint = str(final)

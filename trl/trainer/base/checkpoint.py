@@ -118,7 +118,7 @@ def checkpoints_in(folder: str | Path) -> list[Path]:
 
 
 @contextmanager
-def told(staged: Path, final: Path) -> Iterator[None]:
+def explained(staged: Path, final: Path) -> Iterator[None]:
     """Remove what was written of a checkpoint that failed, and say so in terms of disks."""
     try:
         yield
@@ -222,7 +222,7 @@ def publish(staged: Path, final: Path) -> None:
     _remove_if_empty(staged.parent)
 
 
-def settle(folder: str | Path) -> None:
+def clean_up(folder: str | Path) -> None:
     """Finish or remove what a run left in the output folder that was killed while saving."""
     unfinished = Path(folder) / UNFINISHED
     for staged in checkpoints_in(unfinished):

@@ -57,7 +57,7 @@ def prepare_policy(
     else:
         name = _check_instance(model, init_kwargs, quantization_config)
     _check_precision(model)
-    tokenizer = _settle_tokenizer(tokenizer, name, args, init_kwargs)
+    tokenizer = _resolve_tokenizer(tokenizer, name, args, init_kwargs)
     settle_pad_token(model, tokenizer)
     if change is not None:
         change(model, tokenizer)
@@ -149,7 +149,7 @@ def _check_precision(model: PreTrainedModel) -> None:
         )
 
 
-def _settle_tokenizer(
+def _resolve_tokenizer(
     tokenizer: Any, name: str, args: BaseConfig, init_kwargs: dict[str, Any]
 ) -> PreTrainedTokenizerBase:
     if tokenizer is None:

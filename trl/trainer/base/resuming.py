@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ...distributed import Ranks, fsdp_version
 from ...models.sharded import local_shard
 from ...models.unwrap import is_peft_model
-from .checkpoint import checkpoints_in, facts_of, find_fault, settle
+from .checkpoint import checkpoints_in, clean_up, facts_of, find_fault
 
 logger = logging.get_logger(__name__)
 
@@ -59,7 +59,7 @@ def choose_checkpoint(wanted: Any, args: Any, settings: dict[str, Any], ranks: R
     chosen: Any = None
     problem: str | None = None
     if ranks.rank == 0:
-        settle(args.output_dir)
+        clean_up(args.output_dir)
         try:
             if wanted:
                 chosen = _newest_intact(args.output_dir) if wanted is True else _named(Path(wanted))
@@ -68,7 +68,7 @@ def choose_checkpoint(wanted: Any, args: Any, settings: dict[str, Any], ranks: R
             problem = str(error)
     chosen, problem = ranks.gather_objects((chosen, problem))[0]
     if args.local_process_index == 0:
-        settle(args.output_dir)  # of a disk of its own; on that of rank 0 all is done
+        clean_up(args.output_dir)  # of a disk of its own; on that of rank 0 all is done
     if problem is not None:
         raise ValueError(problem)
     if chosen is None:

@@ -53,9 +53,9 @@ def sampling_for(args: OnlineConfig, stop_ids: tuple[int, ...]) -> Sampling:
         extra=extra,
     )
     if args.use_vllm:
-        from .vllm_engines import settle_sampling
+        from .vllm_engines import sampling_of_engine
 
-        return settle_sampling(args, sampling)
+        return sampling_of_engine(args, sampling)
     from ...generation.transformers.backend import merge_options
 
     return merge_options(sampling)
@@ -111,6 +111,7 @@ def make_engine(
     from ...generation.transformers.backend import TransformersBackend
     from ...generation.transformers.batch_limits import BatchLimits
 
+    most_gb = args.generation_max_kv_gb
     return TransformersBackend(
         policy.inference,
         pad_id=policy.tokenizer.pad_token_id,
@@ -119,7 +120,7 @@ def make_engine(
         cache_implementation=args.cache_implementation,
         shared_prefix=args.shared_prefix,
         chunk=args.logits_chunk_size,
-        limits=BatchLimits(args.generation_max_rows, args.generation_max_kv_bytes),
+        limits=BatchLimits(args.generation_max_rows, most_gb and most_gb * 1e9),
         ranks=policy.ranks,
         in_step=policy.layers_in_step,
         attempt=attempt,
@@ -149,6 +150,7 @@ def _make_continuous(policy: PolicyHandle, args: OnlineConfig) -> GenerationBack
 class Agents:
     """What a trainer was given besides an engine."""
 
+    args: OnlineConfig
     tools: ToolRunner | None = None
     rollout_func: RolloutFunction | None = None
     environments: Environments | None = None
@@ -171,7 +173,7 @@ class Agents:
                     f"{name} cannot be used with rollout_func, which makes the completions itself; "
                     "use them inside it."
                 )
-            return cls(rollout_func=rollout_func)
+            return cls(args, rollout_func=rollout_func)
         environments, runner = None, None
         if environment_factory is not None:
             from ...generation.environments import Environments
@@ -182,22 +184,22 @@ class Agents:
             from ...generation.tools.runner import ToolRunner
 
             runner = ToolRunner(tools, args.tool_timeout)
-        return cls(runner, environments=environments)
+        return cls(args, runner, environments=environments)
 
     @property
     def rewards(self) -> list[Callable[..., Any]]:
         """Reward functions that ask the environments."""
         return [] if self.environments is None else self.environments.rewards
 
-    def checked_dataset(self, train: Any, evaluation: Any, args: OnlineConfig) -> Any:
+    def checked_dataset(self, train: Any, evaluation: Any) -> Any:
         """Check the datasets, see `check_datasets`, and return that of training.
 
         Environments that bring their data need none: they get rows with an empty prompt.
         """
-        if train is None and self.environments is not None and args.max_steps > 0:
+        if train is None and self.environments is not None and self.args.max_steps > 0:
             prompt: Any = [{"role": "user", "content": ""}]
-            train = Dataset.from_dict({"prompt": [prompt] * (args.generation_batch_size or 1)})
-        check_datasets(train, evaluation, args)
+            train = Dataset.from_dict({"prompt": [prompt] * (self.args.generation_batch_size or 1)})
+        check_datasets(train, evaluation, self.args)
         if self.tools is not None:
             prompt = next(iter(train))["prompt"]
             if not is_conversational({"prompt": prompt}):
@@ -208,9 +210,10 @@ class Agents:
                 )
         return train
 
-    def template_kwargs(self, args: OnlineConfig) -> dict[str, Any]:
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
         """Arguments of the chat template, which describes the tools in the prompt."""
-        given: Any = args.chat_template_kwargs or {}
+        given: Any = self.args.chat_template_kwargs or {}
         return given if self.tools is None else given | {"tools": self.tools.schemas}
 
     def around(
@@ -218,7 +221,6 @@ class Agents:
         engine: GenerationBackend,
         call: Callable[[list[Any]], Mapping[str, Any]] | None,
         policy: PolicyHandle,
-        args: OnlineConfig,
         stop_ids: tuple[int, ...],
         encode: Callable[[Sequence[dict[str, Any]]], Prompts],
     ) -> GenerationBackend:
@@ -231,7 +233,7 @@ class Agents:
 
             return FunctionBackend(call, engine, policy.ranks)
         if self.tools is not None:
-            engine = self._with_tools(self.tools, engine, policy, args, stop_ids)
+            engine = self._with_tools(self.tools, engine, policy, stop_ids)
         if self.environments is None:
             return engine
         from ...generation.environments import EnvironmentBackend
@@ -243,7 +245,6 @@ class Agents:
         tools: ToolRunner,
         engine: GenerationBackend,
         policy: PolicyHandle,
-        args: OnlineConfig,
         stop_ids: tuple[int, ...],
     ) -> GenerationBackend:
         from ...data.tool_template import ToolTurns
@@ -251,8 +252,8 @@ class Agents:
         from ...generation.tools.loop import ToolLoop
 
         tokenizer: Any = policy.tokenizer
-        options: Any = args.chat_template_kwargs
-        turns = ToolTurns(tokenizer, stop_ids, self.template_kwargs(args))
+        options: Any = self.args.chat_template_kwargs
+        turns = ToolTurns(tokenizer, stop_ids, self.template_kwargs)
         bounds = [engine.context, context_length(policy.model)]
         return ToolLoop(
             engine,
@@ -260,6 +261,6 @@ class Agents:
             CallParser(tokenizer, tools.schemas, options),
             turns,
             policy.ranks,
-            args.max_tool_calling_iterations,
+            self.args.max_tool_calling_iterations,
             min((bound for bound in bounds if bound is not None), default=None),
         )

@@ -137,11 +137,6 @@ class OnlineConfig(
         return self.group_size if mode == "train" else self.eval_group_size
 
     @property
-    def generation_max_kv_bytes(self) -> float | None:
-        """`generation_max_kv_gb` in bytes."""
-        return None if self.generation_max_kv_gb is None else self.generation_max_kv_gb * 1e9
-
-    @property
     def batch_plan(self) -> BatchPlan:
         """The batch arithmetic of training."""
         return BatchPlan(

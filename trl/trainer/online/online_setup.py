@@ -24,16 +24,6 @@ logger = logging.get_logger(__name__)
 # --- Lengths ---
 
 
-def check_context(args: OnlineConfig, context: int | None) -> None:
-    """Check that a completion leaves room for a prompt."""
-    longest = args.max_completion_length or 0
-    if context is not None and longest >= context:
-        raise ValueError(
-            f"max_completion_length={longest} leaves no room for a prompt: the model sees "
-            f"{context} tokens. At most {context - 1} minus the longest prompt is possible."
-        )
-
-
 def check_engine_context(
     args: OnlineConfig, context: int, longest: tuple[int, int] = (0, 0)
 ) -> None:
@@ -64,11 +54,15 @@ def check_engine_context(
 
 def prompt_limit(args: OnlineConfig, context: int | None) -> PromptLimit:
     """How long a prompt may be in a run whose policy sees `context` tokens."""
-    check_context(args, context)
+    completion = args.max_completion_length or 0
+    if context is not None and completion >= context:
+        raise ValueError(
+            f"max_completion_length={completion} leaves no room for a prompt: the model sees "
+            f"{context} tokens. At most {context - 1} minus the longest prompt is possible."
+        )
     if args.use_vllm and args.vllm_max_model_length is not None:
         context = min(context or args.vllm_max_model_length, args.vllm_max_model_length)
-    longest, completion = args.max_prompt_length, args.max_completion_length or 0
-    return PromptLimit.of(longest, args.long_prompts, context, completion)
+    return PromptLimit.of(args.max_prompt_length, args.long_prompts, context, completion)
 
 
 def warn_if_endless(sampling: Sampling) -> None:

@@ -94,7 +94,7 @@ class OnlineTrainer(BaseTrainer):
             setup.with_prompts(dataset, processing_class)
             for dataset in (train_dataset, eval_dataset)
         )
-        train_dataset = self.agents.checked_dataset(train_dataset, eval_dataset, args)
+        train_dataset = self.agents.checked_dataset(train_dataset, eval_dataset)
         sources = resolve_rewards(
             reward_funcs,
             reward_processing_classes,
@@ -121,7 +121,7 @@ class OnlineTrainer(BaseTrainer):
     def _read_prompts(self) -> None:
         args = self.args
         context = context_length(self.model)
-        options, limit = self.agents.template_kwargs(args), setup.prompt_limit(args, context)
+        options, limit = self.agents.template_kwargs, setup.prompt_limit(args, context)
         self.encode = PromptEncoder(self.processing_class, options, limit)
         self.train_dataset, self.eval_dataset = setup.checked_prompts(
             self.encode, self.train_dataset, self.eval_dataset, args
@@ -190,7 +190,7 @@ class OnlineTrainer(BaseTrainer):
         )
         call = None if given is None else lambda prompts: given(prompts, self)
         stops = self.sampling.stop_ids
-        return self.agents.around(engine, call, self.policy, args, stops, self.encode)
+        return self.agents.around(engine, call, self.policy, stops, self.encode)
 
     def _try_rewards(self) -> None:
         """Find mistakes in reward functions with one row."""

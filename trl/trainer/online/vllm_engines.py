@@ -97,7 +97,7 @@ def server_urls(args: OnlineConfig) -> list[str]:
     return urls
 
 
-def settle_sampling(args: OnlineConfig, sampling: Sampling) -> Sampling:
+def sampling_of_engine(args: OnlineConfig, sampling: Sampling) -> Sampling:
     """Sampling as the engine takes it, whose options in `generation_kwargs` vLLM must know."""
     extra = dict(sampling.extra)
     if args.vllm_structured_outputs_regex is not None:
