@@ -37,7 +37,9 @@ class Work:
     vocabulary: int = field(default=VOCABULARY, metadata={"help": "entries of the vocabulary"})
     micro_batch: int = field(default=0, metadata={"help": "rows of a forward; 0: the whole group"})
     steps: int = field(default=1, metadata={"help": "optimizer steps"})
-    shape: str = field(default="tiny", metadata={"help": "tiny, small, 0.5b or 1.5b"})
+    shape: str = field(
+        default="tiny", metadata={"help": "tiny, small, 0.5b, 1.5b or a kind of layers"}
+    )
     beta: float = field(default=0.05, metadata={"help": "coefficient of the KL penalty"})
     prompts: str = field(
         default="tokens", metadata={"help": "tokens; strings or strings-1024 (trl-0.20.0 alone)"}

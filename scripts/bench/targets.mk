@@ -10,10 +10,11 @@ bench-report:  ## tables and charts of what bench-memory measured
 bench-step:  ## time of a training step by phase, against another trainer
 bench-head:  ## log-probabilities in tiles against full logits
 bench-options:  ## what each option saves
+bench-kinds:  ## peak memory by kind of layers, against another trainer
 bench-offline:  ## memory and time of an update of SFT
 bench-plan:  ## memory that `trl memory-plan` predicts against what is measured
 bench-gpu:  ## all of this on a GPU, if there is one
-BENCHES := bench-offline bench-memory bench-report bench-step bench-head bench-options bench-plan bench-gpu
+BENCHES := bench-kinds bench-offline bench-memory bench-report bench-step bench-head bench-options bench-plan bench-gpu
 $(BENCHES): $(VENV)/.dev
 	$(PY) scripts/bench/$(@:bench-%=%).py $(ARGS)
 

@@ -41,6 +41,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from trl.generation.transformers.backend import TransformersBackend
 from trl.generation.transformers.batch_limits import BatchLimits
+from trl.models.lm_head import NotCausalError
 from trl.types import Prompts, Sampling
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "architectures.md"
@@ -91,6 +92,7 @@ class Found:
     kind: str
     name: str
     problem: str = ""  # why there is no model, or what was raised
+    refused: str = ""  # why no trainer takes it
     scoring: bool = False  # shares prompts when rows are scored
     decoding: bool = False  # shares prompts when completions are generated
     packs: bool = False
@@ -126,6 +128,9 @@ def tiny_config(kind: type) -> Any:
         if name in fields and inner.__name__ != "AutoConfig":
             changes[name] = tiny_config(inner)
     config = kind(**changes)
+    if "layer_types" in fields and set(config.layer_types or ()) == {"linear_attention"}:
+        changes["layer_types"] = [*config.layer_types[1:], "full_attention"]
+        config = kind(**changes)
     layers = getattr(config, "num_hidden_layers", None)
     for name in fields:  # one entry for each layer
         value = getattr(config, name, None)
@@ -141,6 +146,8 @@ def _consistent(fields: Any) -> dict[str, Any]:
     }
     if {"num_heads", "expand"} <= set(fields):  # of Mamba, where they make up the width
         changes["num_heads"] = 8
+    if "qk_dim_factor" in fields:  # of xLSTM, whose states have widths in multiples of 64
+        changes["hidden_size"] = 128
     if "kv_lora_rank" in fields:  # latent attention, which has as many heads of each kind
         changes["num_key_value_heads"] = 4
     return changes
@@ -172,8 +179,9 @@ def tiny_model(kind: str) -> nn.Module:
             raise ValueError(f"it has {count / 1e6:.0f} M parameters when its sizes are made small")
         torch.manual_seed(0)
         model = model_class(config).float()
-        model(torch.arange(8)[None], use_cache=False).logits.sum().backward()
-        model.zero_grad()
+        # Some keep what they computed, which cannot be copied.
+        trial = deepcopy(model)
+        trial(torch.arange(8)[None], use_cache=False).logits.sum().backward()
     except Exception as error:
         raise CannotBuildError(one_line(error)) from error
     for parameter in model.parameters():  # so that attention is not the same everywhere
@@ -306,6 +314,8 @@ def examine(kind: str) -> Found:
             # `generate` of some classes is not what their forward says.
             found.same_tokens = gap <= 1e-5 or together == completions(model, shared=False)[0]
             found.reasons += [reason for reason in reasons if reason not in found.reasons]
+    except NotCausalError as error:
+        found.refused = one_line(error).removeprefix(f"NotCausalError: {found.name} ")
     except Exception as error:
         if os.environ.get("TRL_DEBUG") == "1":
             raise
@@ -350,15 +360,17 @@ def page(results: list[Found]) -> str:
         f"transformers {transformers.__version__}: {len(built)} classes, of which "
         f"{sum(x.scoring for x in built)} share prompts in scoring, "
         f"{sum(x.decoding for x in built)} in decoding, and {sum(x.packs for x in built)} pack; "
+        f"{sum(bool(x.refused) for x in built)} are refused; "
         f"{sum(not x.is_right for x in built)} are wrong or fail. Tried: {len(results)} of "
         f"{len(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))}.",
         "",
         "| class | scoring | decoding | packs | RLOO | SFT | why not |",
         "| --- | --- | --- | --- | ---: | ---: | --- |",
     ]
-    for x in sorted(built, key=lambda x: (not x.is_right, not x.scoring, x.name)):
+    for x in sorted(built, key=lambda x: (not x.is_right, bool(x.refused), not x.scoring, x.name)):
         errors = [f"{x.errors[name]:.1e}" if name in x.errors else "-" for name in ("RLOO", "SFT")]
         why = [*x.reasons, *[x.problem] * bool(x.problem)]
+        why += [f"refused: it {x.refused}"] * bool(x.refused)
         why += ["**other tokens are drawn**"] * (not x.same_tokens)
         why += ["it trains with noise: rows alone differ from seed to seed"] * x.is_random
         flags = ["yes" if flag else "no" for flag in (x.scoring, x.decoding, x.packs)]
@@ -389,13 +401,15 @@ def main(words: list[str] | None = None) -> int:
     given = parser.parse_args(words)
     every: dict[str, str] = {}
     for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        every.setdefault(name, kind)
+        if name not in every or kind.endswith("_text"):  # what else a kind has is no language
+            every[name] = kind
     results = []
     for kind in given.kinds or every.values():
         results.append(found := apart(kind))
         shown = " ".join(f"{x:.1e}" for x in found.errors.values())
         flags = "".join("-+"[x] for x in (found.scoring, found.decoding, found.packs))
         state = "right" if found.is_right else found.problem or "WRONG"
+        state = "refused" if found.refused else state
         print(f"{found.name}: {flags} {shown} {state} {'; '.join(found.reasons)}", flush=True)
     if given.write is not None:
         given.write.write_text(page(results), encoding="utf-8")

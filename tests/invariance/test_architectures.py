@@ -24,7 +24,8 @@ SHARES = {
     "gpt_oss": (True, True, True),  # sinks
     "deepseek_v3": (True, True, True),  # values of another size
     "opt": (False, False, False),  # no hidden states
-    "lfm2": (False, False, False),  # convolutions
+    "lfm2": (True, True, True),  # convolutions
+    "bamba": (True, True, True),  # Mamba 2 beside attention
     "mamba2": (False, False, False),  # no attention at all
 }
 
@@ -37,6 +38,11 @@ def test_a_class(kind):
     assert found.errors.keys() == {"RLOO", "SFT"} and max(found.errors.values()) <= EXACT
     assert found.same_tokens
     assert bool(found.reasons) is not all(SHARES[kind])
+
+
+def test_a_class_that_no_trainer_takes_is_refused():
+    found = examine("xlnet")
+    assert found.refused.startswith("is not causal") and found.is_right
 
 
 def test_a_class_that_is_wrong_is_told(monkeypatch, tmp_path, capsys):
@@ -70,7 +76,11 @@ def test_sizes_come_from_names():
 def test_the_page():
     right = Found("a", "A", scoring=True, errors={"RLOO": 1e-7})
     failed = Found("b", "B", problem="failed: ValueError: no")
-    text = page([right, failed, Found("c", "C", problem="cannot be built: it is an encoder")])
-    assert "2 classes, of which 1 share" in text and "1 are wrong or fail" in text
+    refused = Found("d", "D", refused="is not causal")
+    missing = Found("c", "C", problem="cannot be built: it is an encoder")
+    text = page([right, failed, refused, missing])
+    assert "3 classes, of which 1 share" in text
+    assert "1 are refused; 1 are wrong or fail" in text
+    assert "| D | no | no | no | - | - | refused: it is not causal |" in text
     assert "| A | yes | no | no | 1.0e-07 | - |  |" in text
     assert "| C | it is an encoder |" in text

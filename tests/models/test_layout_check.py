@@ -209,7 +209,7 @@ def test_recurrent_models():
     assert why_not_shared(MambaForCausalLM(MambaConfig(**sizes)), 20) is not None
     model = tiny_model()
     model.config.layer_types = ["linear_attention", "full_attention"]
-    assert "recurrent state" in why_not_shared(model, 20)
+    assert "layers of other kinds: linear_attention" in why_not_shared(model, 20)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from peft import LoraConfig, get_peft_model
 from tiny import SIZES, tiny_model
 from torch import nn
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
     CohereConfig,
     CohereForCausalLM,
     Gemma2Config,
@@ -20,7 +22,12 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from trl.models.lm_head import Float32Linear, HeadFinder, cast_head_to_float32
+from trl.models.lm_head import (
+    Float32Linear,
+    HeadFinder,
+    NotCausalError,
+    cast_head_to_float32,
+)
 from trl.models.unwrap import capture_hidden, causal_model, evaluating
 
 IDS = torch.tensor([[8, 9, 10, 11, 12], [13, 14, 15, 16, 17]])
@@ -138,6 +145,17 @@ def test_a_scale_that_a_model_multiplies_by():
 
 def test_logits_that_cannot_be_reproduced_have_no_head():
     assert HeadFinder(1.0).find(unusual()) is None
+
+
+def test_a_model_that_sees_what_it_is_to_predict_is_refused():
+    sizes = {"vocab_size": 95, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = BertConfig(**sizes, intermediate_size=64, is_decoder=True, initializer_range=0.2)
+    torch.manual_seed(0)
+    model = BertLMHeadModel(config)
+    assert HeadFinder(1.0).find(model) is None, "causal, but not by its hidden states"
+    config.is_decoder = False
+    with pytest.raises(NotCausalError, match="what follows a token changes the logits at it"):
+        HeadFinder(1.0).find(BertLMHeadModel(config))
 
 
 def test_models_without_the_two_parts_have_no_head():

@@ -8,6 +8,7 @@ from transformers import (
     BloomForCausalLM,
     LlamaForCausalLM,
     Qwen3ForCausalLM,
+    XLNetConfig,
 )
 
 from trl.models.loading import (
@@ -165,3 +166,5 @@ def test_context_length():
     assert context_length(tiny_model(max_position_embeddings=99)) == 99
     model = BloomForCausalLM(BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2))
     assert context_length(model) is None, "positions without limit"
+    model.config = XLNetConfig()
+    assert context_length(model) is None, "-1 stands for no limit"

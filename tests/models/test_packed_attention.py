@@ -233,11 +233,7 @@ def test_decoding_is_attention_to_prefix_and_own_tokens(heads, own):
     prefixes = [[(draw(1, heads[1], n), draw(1, heads[1], n)) for n in lengths] for _ in range(2)]
     query = draw(6, heads[0], 1)
     new = draw(6, heads[1], own), draw(6, heads[1], own)
-    decoding = Decoding(
-        groups,
-        tuple(tuple(key for key, _ in layer) for layer in prefixes),
-        tuple(tuple(value for _, value in layer) for layer in prefixes),
-    )
+    decoding = Decoding(groups, dict(enumerate(prefixes)))
     for layer in range(2):
         found = decoding_attention(query, new, decoding, Rules(layer, SCALE))
         for row in range(6):
@@ -258,7 +254,7 @@ def test_decoding_within_a_window(own, sink):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     prefixes = [(draw(1, 2, n, 8), draw(1, 2, n, 6)) for n in (2, 4)]
-    decoding = Decoding((slice(0, 1), slice(1, 3)), *([x] for x in zip(*prefixes, strict=True)))
+    decoding = Decoding((slice(0, 1), slice(1, 3)), {0: prefixes})
     query, key, value = draw(3, 4, 1, 8), draw(3, 2, own, 8), draw(3, 2, own, 6)
     held = slice(max(0, own - 5), own)
     rules = Rules(0, SCALE, Window(5))

@@ -16,13 +16,15 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.functional import pad
 
+from .layout_check import windows
 from .packed_attention import KEYWORD, Rules, attend_to_places
 from .packed_layout import Layout, packed_inputs
 from .packed_places import Packing, Span
+from .recurrent import recurrent_layers
 
 
 class _Gather(torch.autograd.Function):
@@ -74,10 +76,7 @@ class SlicedPacking:
     ) -> Tensor:
         """Attend from this rank's tokens (1, N, t, D), with keys and values of the same tokens."""
         if rules.window is not None and rules.window.size < self.longest:
-            raise NotImplementedError(
-                f"Context parallelism does not know attention windows, and this model has one of "
-                f"{rules.window.size} tokens, shorter than some rows."
-            )
+            raise NotImplementedError("Context parallelism does not know attention windows.")
         keys, values = map(self.context.gather, own)
         return attend_to_places(query, (keys, values), self, rules, sink)
 
@@ -152,6 +151,19 @@ class ContextParallel:
         changed["targets"] = pad(layout.targets, (0, 1))[predictions]
         others = {"predictions": predictions, "last_tokens": last_tokens}
         return SlicedLayout(**(known | changed | others), context=self, whole=layout)
+
+
+def check_divisible(model: nn.Module, count: int, longest: int | None) -> None:
+    """Raise if layers cannot compute rows of at most `longest` tokens that ranks divide."""
+    found = [
+        f"an attention window of {size} tokens, and max_length={longest} allows longer rows"
+        for size in windows(model)
+        if longest is None or longest > size
+    ]
+    found += ["recurrent layers"] * bool(recurrent_layers(model))
+    if found:
+        words = f"This model has {found[0]}. Set cp_size=1, or choose another model."
+        raise ValueError(f"cp_size={count}: context parallelism cannot divide its rows. {words}")
 
 
 def _of_rank(places: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,16 @@ from .kernel_check import check_kernels, noted_heads
 from .packed_layout import Layout, packed_layout, plain_layout
 from .quantized import working_precision
 from .readers import Hidden, Reader
+from .recurrent import all_forked, recurrent_layers
 from .sharded import is_sharded
-from .unwrap import autocast_of, autocast_to, causal_model, evaluating, run_inside
+from .unwrap import (
+    autocast_of,
+    autocast_to,
+    causal_model,
+    evaluating,
+    mentions,
+    run_inside,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -45,7 +53,8 @@ def why_not_shared(model: nn.Module, longest: int, device: str | None = None) ->
     """
     causal = causal_model(model)
     config = causal.config.get_text_config()
-    layers = set(getattr(config, "layer_types", None) or FULL_ATTENTION)
+    keep_states = bool(recurrent_layers(causal))
+    others = set() if keep_states else {*_kinds(config)} - {*FULL_ATTENTION, *WINDOWED}
     border = _rotary_border(config)
     dropout = any(getattr(module, "attention_dropout", 0.0) for module in causal.modules())
     device = device or next(causal.parameters()).device.type
@@ -55,10 +64,11 @@ def why_not_shared(model: nn.Module, longest: int, device: str | None = None) ->
         f"its attention implementation is {config._attn_implementation!r}, not 'sdpa'": (
             config._attn_implementation not in ("sdpa", "eager")
         ),
-        "its attention cannot be replaced": not causal._supports_attention_backend,
+        "its attention cannot be replaced": not _looks_attention_up(causal),
         "it is an encoder-decoder": causal.config.is_encoder_decoder,
         "it reads images": hasattr(causal.config, "vision_config"),
-        "it keeps a recurrent state": bool(layers - {*FULL_ATTENTION, *WINDOWED}),
+        f"it has layers of other kinds: {', '.join(sorted(others))}": bool(others),
+        "its recurrent layers are sharded": keep_states and is_sharded(model),
         f"its rotary embedding depends on the longest row from {border} tokens on": (
             border is not None and longest >= border
         ),
@@ -72,8 +82,20 @@ def why_not_shared(model: nn.Module, longest: int, device: str | None = None) ->
 def windows(model: nn.Module) -> list[int]:
     """Tokens that layers look back at most, as a model's configuration has them."""
     config = causal_model(model).config.get_text_config()
+    if _kinds(config) and set(_kinds(config)).isdisjoint(WINDOWED):
+        return []
     found = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     return [size for size in found if isinstance(size, int)]
+
+
+def _kinds(config: Any) -> Sequence[str]:
+    """Of the layers, where a configuration names them."""
+    return getattr(config, "layer_types", None) or ()
+
+
+def _looks_attention_up(causal: Any) -> bool:
+    """Whether some layers take their attention from a table, where it can be replaced."""
+    return any(mentions(module, "ALL_ATTENTION_FUNCTIONS") for module in causal.modules())
 
 
 def _rotary_border(config: Any) -> int | None:
@@ -188,7 +210,7 @@ class LayoutCheck:
         device = next(model.parameters()).device
         try:
             for precision in precisions_to_check(model, comparison.autocast()):
-                with noted_heads(model) as layers:
+                with noted_heads(model) as layers, all_forked(model):
                     found = comparison.compute(precision)
                 check_kernels(device, layers)
                 difference = disagreement(found)

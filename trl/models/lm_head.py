@@ -30,7 +30,8 @@ from .unwrap import (
 Run = Callable[[Tensor], Tensor]
 logger = logging.get_logger(__name__)
 
-PROBE_TOKENS = 4
+PROBES = [[1, 2, 3, 4], [1, 2, 5, 6]]  # ids that begin alike
+LARGEST_CHANGE = 0.05  # of the norm of logits; rounding is far below
 # Rounding errors of the largest logit; four are 3 % in bfloat16.
 ROUNDINGS = 64
 ROUNDINGS_IN_HALF_PRECISION = 4
@@ -196,6 +197,10 @@ def cast_head_to_float32(model: PreTrainedModel) -> None:
     head.__class__ = Float32Linear
 
 
+class NotCausalError(ValueError):
+    """Tokens of a model see those that follow them, which they are to predict."""
+
+
 @dataclass
 class HeadFinder:
     """Finds out what a model does to its logits, by trying what its configuration suggests.
@@ -214,7 +219,8 @@ class HeadFinder:
     def find(self, model: nn.Module) -> OutputHead | None:
         """Return the head of a model, or None if its logits cannot be reproduced.
 
-        A warning says why they cannot, once for each class of models.
+        A warning says why they cannot, once for each class of models. One that is not causal is
+        refused: `NotCausalError`.
         """
         causal = causal_model(model)
         kind = type(causal)
@@ -232,7 +238,7 @@ class HeadFinder:
             found = self._matching(model, causal)
         # Whatever a model that nobody has seen before may raise: it can be scored all the same.
         except Exception as error:
-            if isinstance(error, RankError) or is_out_of_memory(error):
+            if isinstance(error, RankError | NotCausalError) or is_out_of_memory(error):
                 raise
             found, reason = None, f"the search for its output projection failed ({error})"
         if found is None:
@@ -275,7 +281,7 @@ def _sample(model: nn.Module, module: nn.Module) -> tuple[Tensor, Tensor]:
     """
     causal = causal_model(model)
     device = next(causal.parameters()).device
-    inputs = {"input_ids": torch.arange(PROBE_TOKENS, device=device)[None]}
+    inputs = {"input_ids": torch.tensor(PROBES, device=device)}
     seen: list[tuple[Tensor, Tensor]] = []
 
     def widen(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -286,6 +292,12 @@ def _sample(model: nn.Module, module: nn.Module) -> tuple[Tensor, Tensor]:
         with torch.autocast(device.type, enabled=False), capture_hidden(causal) as capture:
             # The class's own forward: an instance may be wrapped to autocast.
             logits = type(causal).forward(causal, **inputs, use_cache=False).logits
+        one, other = logits[:, 1].float()
+        if (one - other).norm() > LARGEST_CHANGE * one.norm():
+            raise NotCausalError(
+                f"{type(causal).__name__} is not causal: what follows a token changes the logits "
+                "at it, so log-probabilities are not those of writing one token after the other."
+            )
         if capture.hidden is None:
             raise RuntimeError("its decoder returned no hidden states")
         return logits, capture.hidden
@@ -298,7 +310,7 @@ def _sample(model: nn.Module, module: nn.Module) -> tuple[Tensor, Tensor]:
         handle.remove()
     if len(seen) != 1 or not torch.equal(seen[0][0], hidden.to(seen[0][0].dtype)):
         raise RuntimeError("it projects something other than its last hidden states")
-    return seen[0][1][0], logits[0]
+    return seen[0][1].flatten(0, 1), logits.flatten(0, 1)
 
 
 def _agree(ours: Tensor, theirs: Tensor) -> bool:

@@ -138,4 +138,5 @@ def disable_dropout_in_model(model: nn.Module) -> None:
 
 def context_length(model: PreTrainedModel) -> int | None:
     """Most tokens the model can see, or None if its configuration does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return most if most is None or most > 0 else None  # -1 stands for no limit

@@ -8,7 +8,7 @@ kernel of GPUs repeats heads that are shared: see `trl.ops.attention_kernels`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,8 +50,8 @@ class Decoding:
     """One new token for each of m rows, whose prefixes are kept once for each group."""
 
     groups: tuple[slice, ...]  # rows of the batch that share a prefix
-    keys: tuple[tuple[Tensor, ...], ...]  # for each layer and group, (1, K, P, D)
-    values: tuple[tuple[Tensor, ...], ...]
+    # For each layer and group, keys (1, K, P, D) and values (1, K, P, E).
+    layers: Mapping[int, Sequence[tuple[Tensor, Tensor]]]
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -193,9 +193,7 @@ def decoding_attention(
     query, own_key, own_value = same_size(query, *own)
     output, normalizer = kernel.forward(query, own_key, own_value, False, rules.scale)
     before = torch.zeros_like(output), torch.full_like(normalizer, -torch.inf)
-    layer = rules.layer
-    parts = zip(decoding.groups, decoding.keys[layer], decoding.values[layer], strict=True)
-    for rows, key, value in parts:
+    for rows, (key, value) in zip(decoding.groups, decoding.layers[rules.layer], strict=True):
         if rules.window is not None:
             first = rules.window.first(key.shape[2], own_key.shape[2])
             key, value = key[:, :, first:], value[:, :, first:]

@@ -64,12 +64,21 @@ class Window:
         return width if not self.is_chunked and start >= self._step else 0
 
 
+States = dict[tuple[str, int, int], Tensor]  # by what it is, layer and number
+
+
 class Layers(dict[int, tuple[Tensor, Tensor]]):
     """Keys and values (1, K, T, D) by index of the layer, and the windows of layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.windows: dict[int, Window | None] = {}
+        self.states: dict[tuple[int, int], States] = {}  # by layer and start of the prefix
+
+    def clear(self) -> None:
+        """Let go of all."""
+        super().clear()
+        self.states.clear()
 
 
 @dataclass(frozen=True)
@@ -116,6 +125,7 @@ class Bucket:
     cells: Tensor  # (e,) places in the flattened (n, w), repeats left out
     places: Tensor  # (e,) their places in the row, each once
     sights: tuple[Sight, ...]  # of themselves first
+    starts: tuple[int, ...]  # the first places, as the host knows them
 
     def gather(self, packed: Tensor) -> Tensor:
         """Take the places of (1, N, T, ...): (n, N, w, ...)."""
@@ -257,4 +267,5 @@ def _bucket(
         if reach > lost:
             sights.append(Sight(move(everything)))
     cells = exists.flatten().nonzero()[:, 0]
-    return Bucket(sights[0].index, move(exists), move(cells), move(index[exists]), tuple(sights))
+    seen, starts = tuple(sights), tuple(index[:, 0].tolist())
+    return Bucket(sights[0].index, move(exists), move(cells), move(index[exists]), seen, starts)

@@ -20,6 +20,7 @@ from .packed_attention import KEYWORD
 from .packed_layout import Layout, packed_layout, plain_layout, run_passes, wants_passes
 from .packed_places import Layers
 from .readers import Hidden, Reader, ReadOnce, TokenReader, run_behind
+from .recurrent import recurrent_layers
 from .sharded import is_sharded, release
 from .unwrap import (
     capture_hidden,
@@ -108,7 +109,8 @@ class Scorer:
         Prompts are computed once for both, where the model's layout and its shards allow that.
         """
         readers = [self.token_reader(model, with_entropy)]
-        if is_sharded(model) or self.context or not self.packs(model, batch, readers):
+        alone = is_sharded(model) or self.context or recurrent_layers(model)
+        if alone or not self.packs(model, batch, readers):
             logps = self.logps(model, others)
             return self(model, batch, with_entropy), logps
         (found, apart), _ = self.read(model, batch, readers, others)

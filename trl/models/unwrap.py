@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,12 @@ def causal_model(model: nn.Module) -> Any:
     """The model below wrappers for distributed training, compilation and adapters."""
     bare = unwrapped(model)
     return bare.get_base_model() if is_peft_model(bare) else bare
+
+
+def mentions(module: nn.Module, *names: str) -> bool:
+    """Whether the forward of a module's class calls or reads something of these names."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and not set(names).isdisjoint(code.co_names)
 
 
 def run_inside(

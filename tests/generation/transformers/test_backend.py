@@ -4,6 +4,8 @@ import pytest
 import torch
 from tensor_bytes import TensorBytes
 from tiny import tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, GitConfig, RwkvConfig
+from transformers.utils import logging
 
 from trl.generation.transformers.backend import TransformersBackend, merge_options
 from trl.generation.transformers.batch_limits import BatchLimits
@@ -12,6 +14,9 @@ from trl.types import Prompts, Sampling
 PROMPTS = Prompts(
     messages=["a", "a", "bb", "ccc"], token_ids=[[20], [20], [21, 22], [23, 24, 25, 26]]
 )
+
+
+SIZES = {"vocab_size": 95, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
 
 
 def backend(model) -> TransformersBackend:
@@ -35,6 +40,30 @@ def test_rows_do_not_depend_on_their_batch():
         alone = backend(model).generate(*one_row(ids, (row + 1,)), 1)
         assert alone.completion_ids == [together[row]]
     assert together[0] != together[1], "same prompt, different seeds"
+
+
+@pytest.mark.parametrize(
+    ("config", "alike"),
+    [
+        # Its cache mixes up rows.
+        (RwkvConfig(**SIZES, attention_hidden_size=32), "one row"),
+        # With a cache it counts padding as positions.
+        (GitConfig(**SIZES, num_attention_heads=4), "prompts of one length"),
+    ],
+)
+def test_rows_do_not_depend_on_their_batch_in_classes_that_take_no_padding(config, alike, caplog):
+    config.initializer_range, config.use_cache = 0.5, True
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    logging.enable_propagation()
+    engine, ids = backend(model), [*PROMPTS.token_ids[:3], [30, 20]]
+    prompts = Prompts(messages=["x"] * 4, token_ids=ids)
+    together = engine.generate(prompts, sampling(), 2).completion_ids
+    for row, prompt in enumerate(ids):
+        assert backend(model).generate(*one_row(prompt, (row + 1,)), 1).completion_ids == [
+            together[row]
+        ]
+    assert f"it completes {alike} at a time" in caplog.text
 
 
 def test_same_seeds_same_completions_whatever_torch_drew_before():

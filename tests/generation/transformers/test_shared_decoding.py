@@ -230,7 +230,7 @@ def test_a_prompt_that_is_kept_does_not_keep_those_computed_with_it():
     decode([[20, 21, 22], [30, 31]], SEEDS[:2])
     decode([[30, 31], [40, 41, 42]], SEEDS[:2])
     kept = decode._prefixes[(30, 31)]
-    for tensor in (tensor for layer in kept.layers for tensor in layer):
+    for tensor in (tensor for layer in kept.layers.values() for tensor in layer):
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.utils import logging
 
 from ...distributed import Ranks
-from ...models.layout_check import LayoutCheck
+from ...models.layout_check import LayoutCheck, disagreement
 from ...models.lm_head import HeadFinder
 from ...models.unwrap import causal_model
 from ...ops.masking import pad_ragged
@@ -30,6 +33,8 @@ from .sampler import (
 from .shared_decoding import SharedDecoder, decoding_comparison
 from .synced_forward import SyncedForward
 
+logger = logging.get_logger(__name__)
+
 Complete = Callable[[Prompts, Sampling], Generations]
 Attempt = Callable[[int, Callable[[range], Generations]], list[Generations]]
 
@@ -40,6 +45,8 @@ REFUSED_HERE = {
     "return_dict_in_generate": "completions are read as token ids",
 }
 NO_TOKEN = -1
+COMPARED_TOKENS = 256  # of a prompt, when rows in a batch are compared with rows alone
+ANY, ONE_LENGTH, ONE_ROW = "any rows", "prompts of one length", "one row"
 
 
 def merge_options(sampling: Sampling) -> Sampling:
@@ -88,6 +95,7 @@ class TransformersBackend(GenerationBackend):
         self._heads = HeadFinder(1.0, self.chunk)
         self._synced = SyncedForward(self.ranks, self.device) if self.in_step else None
         self._check = LayoutCheck(self.shared_prefix, alone=True)
+        self._batches: dict[type, str] = {}  # what models of a class complete at a time
 
     @torch.no_grad()
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
@@ -124,10 +132,55 @@ class TransformersBackend(GenerationBackend):
             ends = rest.pop("stop_strings", None) or ()
             complete = self._padded(model, self._config(sampling, rest), greedy, ends)
         found = []
-        for rows in self.limits.cut(prompts.token_ids, sampling.max_tokens, model, shared):
+        for rows in self._pieces(model, prompts.token_ids, sampling, shared):
             with rows_from(rows.start):
                 found.append(complete(prompts.select(rows), _seeds(sampling, rows)))
         return Generations.concatenate(found)
+
+    def _pieces(
+        self, model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, shared: bool
+    ) -> Iterator[range]:
+        """Cut rows into runs that are completed together."""
+        pieces = self.limits.cut(prompts, sampling.max_tokens, model, shared)
+        if shared or len(prompts) < 2:
+            return pieces
+        alike = self._alike(model, max(prompts, key=len)[-COMPARED_TOKENS:])
+        kinds = {ANY: lambda row: 0, ONE_LENGTH: lambda row: len(prompts[row]), ONE_ROW: None}
+        runs = (groupby(rows, key=kinds[alike]) for rows in pieces)
+        return (range((found := list(run))[0], found[-1] + 1) for each in runs for _, run in each)
+
+    def _alike(self, model: Any, prompt: Sequence[int]) -> str:
+        """Which rows `generate` may complete together, for each to write what it writes alone.
+
+        Some classes of transformers do not mask padding, or mix up the rows of a batch.
+        """
+        kind, short = type(causal_model(model)), prompt[: (len(prompt) + 1) // 2]
+        if kind not in self._batches:
+            alone, dtype = self._first_logps(model, [short]), causal_model(model).dtype
+            tries = {ANY: (short, prompt), ONE_LENGTH: (short, short[::-1])}
+            together = ((alike, self._first_logps(model, pair)) for alike, pair in tries.items())
+            same = (x for x, found in together if disagreement((found, alone, dtype)) is None)
+            alike = self._batches[kind] = next(same, ONE_ROW)
+            if alike != ANY:
+                logger.warning(
+                    f"{kind.__name__} does not write in a batch what it writes for a prompt alone, "
+                    f"so it completes {alike} at a time."
+                )
+        return self._batches[kind]
+
+    def _first_logps(self, model: Any, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Log-probabilities (2, V) of the first tokens that follow the first prompt."""
+        options = {"output_logits": True, "return_dict_in_generate": True}
+        config = self._config(Sampling(max_tokens=2, stop_ids=()), options)
+        ids, mask = self._left_padded(prompts)
+        found = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+        return torch.stack([logits[0] for logits in found.logits]).float().log_softmax(-1)
+
+    def _left_padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Ids and mask (B, w) of prompts with padding in front."""
+        mask = [[1] * len(row) for row in prompts]
+        ids, mask = pad_ragged(prompts, self.pad_id, side="left"), pad_ragged(mask, 0, side="left")
+        return ids.to(self.device), mask.to(self.device)
 
     def _shared(self, decode: SharedDecoder) -> Complete:
         def complete(prompts: Prompts, sampling: Sampling) -> Generations:
@@ -140,19 +193,18 @@ class TransformersBackend(GenerationBackend):
         self, model: Any, config: GenerationConfig, greedy: bool, ends: str | Sequence[str]
     ) -> Complete:
         def complete(prompts: Prompts, sampling: Sampling) -> Generations:
-            ids = pad_ragged(prompts.token_ids, self.pad_id, side="left")
-            mask = pad_ragged([[1] * len(row) for row in prompts.token_ids], 0, side="left")
+            ids, mask = self._left_padded(prompts.token_ids)
             draws = RowDraws(sampling, self.device)
             processors = LogitsProcessorList()
             if sampling.repetition_penalty != 1.0:
-                padding = (mask == 0).sum(1).to(self.device)
+                padding = (mask == 0).sum(1)
                 processors.append(RepetitionPenalty(sampling.repetition_penalty, padding))
             if not greedy:
                 processors.append(RowSampler(draws, ids.shape[1]))
             texts = [StopTexts(self.tokenizer, ends, ids.shape[1])] if ends else []
             output = model.generate(
-                input_ids=ids.to(self.device),
-                attention_mask=mask.to(self.device),
+                input_ids=ids,
+                attention_mask=mask,
                 generation_config=config,
                 logits_processor=processors,
                 stopping_criteria=StoppingCriteriaList(texts),

@@ -21,9 +21,10 @@ from ...models.layout_check import Comparison, Results, coarsest, read_plain_row
 from ...models.lm_head import HeadFinder, OutputHead
 from ...models.packed_attention import Decoding
 from ...models.packed_layout import packed_inputs
-from ...models.packed_places import Layers, Packing, Window
+from ...models.packed_places import Layers, Packing, States, Window
 from ...models.quantized import working_precision
 from ...models.readers import TokenReader
+from ...models.recurrent import Fork
 from ...models.unwrap import autocast_to, causal_model, current_autocast, evaluating
 from ...ops.linear_logprobs import default_chunk
 from ...progress import finish
@@ -41,23 +42,28 @@ def grown_capacity(tokens: int, limit: int | None) -> int:
     return max(tokens, min(capacity, limit or capacity))
 
 
-class GrowingCache(Cache):
+class GrowingCache(Fork, Cache):
     """Keys and values of each layer in buffers that double, so that appending copies little.
 
     Args:
         limit (`int`, *optional*): most tokens there will be.
         windows: the windows of layers, which keep no more than their last tokens.
+        states: those of recurrent layers, for each row.
     """
 
     def __init__(
-        self, limit: int | None = None, windows: Mapping[int, Window | None] | None = None
+        self,
+        limit: int | None = None,
+        windows: Mapping[int, Window | None] | None = None,
+        states: States | None = None,
     ) -> None:
-        super().__init__(layers=[])
+        Cache.__init__(self, layers=[])
+        Fork.__init__(self, states)
         self._limit = limit
         sizes = {layer: window.size for layer, window in (windows or {}).items() if window}
         self._windows = {layer: n for layer, n in sizes.items() if not limit or n < limit}
-        self._buffers: list[list[Tensor]] = []
-        self._lengths: list[int] = []
+        self._buffers: dict[int, list[Tensor]] = {}
+        self._lengths: dict[int, int] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -65,9 +71,9 @@ class GrowingCache(Cache):
         """Append (m, K, s, D) to a layer and return all it holds."""
         # Rotary embeddings can leave keys in float32 where attention reads half precision.
         key_states = key_states.to(value_states.dtype)
-        if layer_idx == len(self._buffers):
-            self._buffers.append([states.contiguous() for states in (key_states, value_states)])
-            self._lengths.append(key_states.shape[2])
+        if layer_idx not in self._buffers:
+            self._buffers[layer_idx] = [x.contiguous() for x in (key_states, value_states)]
+            self._lengths[layer_idx] = key_states.shape[2]
         else:
             self._append(layer_idx, (key_states, value_states))
         return self.layer(layer_idx)
@@ -95,13 +101,15 @@ class GrowingCache(Cache):
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows but the given ones."""
-        for buffers in self._buffers:
+        for buffers in self._buffers.values():
             for place, held in enumerate(buffers):
                 buffers[place] = held[rows]
+        self.states = {name: state[rows] for name, state in self.states.items()}
 
     def get_seq_length(self, layer_idx: int | None = 0, *args: Any) -> int:
         """Tokens held."""
-        return self._lengths[layer_idx or 0] if self._lengths else 0
+        first = next(iter(self._lengths.values()), 0)
+        return self._lengths.get(layer_idx or 0, first)
 
     def __len__(self) -> int:
         return len(self._buffers)
@@ -111,8 +119,15 @@ class GrowingCache(Cache):
 class Prefix:
     """A prompt that has been computed."""
 
-    layers: tuple[tuple[Tensor, Tensor], ...]  # keys and values (1, K, P, D)
+    layers: dict[int, tuple[Tensor, Tensor]]  # keys and values (1, K, P, D)
     hidden: Tensor  # (H,) at its last token
+    states: States  # of recurrent layers
+
+
+def _states_behind(kept: Layers, start: int) -> States:
+    """Of all recurrent layers, behind the prompt that begins there."""
+    found = [states for (_, first), states in kept.states.items() if first == start]
+    return {name: state for states in found for name, state in states.items()}
 
 
 class _Rows:
@@ -227,8 +242,11 @@ class SharedDecoder:
         draws = None if self._greedy else uniforms(seeds, limit)
         rows = _Rows(prompts, draws, self._sampling.repetition_penalty != 1.0, self._device)
         self._prefill(list(dict.fromkeys(rows.prompts)))
-        hidden = torch.stack([self._prefixes[prompt].hidden for prompt in rows.prompts])
-        cache = GrowingCache(limit, self._windows)
+        prefixes = [self._prefixes[prompt] for prompt in rows.prompts]
+        hidden = torch.stack([prefix.hidden for prefix in prefixes])
+        names = prefixes[0].states if prefixes else ()
+        states = {name: torch.cat([x.states[name] for x in prefixes]) for name in names}
+        cache = GrowingCache(limit, self._windows, states)
         for step in range(limit):
             tokens = self._advance(rows, *self._choose(hidden, rows, step), cache)
             if not rows.numbers or step + 1 == limit:
@@ -242,8 +260,9 @@ class SharedDecoder:
         if len(kept) < len(self._prefixes):
             # Views would keep alive all that was computed with them.
             for prompt, known in kept.items():
-                layers = tuple((key.clone(), value.clone()) for key, value in known.layers)
-                kept[prompt] = Prefix(layers, known.hidden)
+                pairs = known.layers.items()
+                layers = {layer: (key.clone(), value.clone()) for layer, (key, value) in pairs}
+                kept[prompt] = replace(known, layers=layers)
         self._prefixes = kept
         batch: list[tuple[int, ...]] = []
         for prompt in (p for p in prompts if p not in self._prefixes):
@@ -267,8 +286,9 @@ class SharedDecoder:
         start = 0
         for prompt in prompts:
             at = slice(start, start + len(prompt))
-            layers = tuple(self._kept(kept, layer, at) for layer in sorted(kept))
-            self._prefixes[prompt] = Prefix(layers, hidden[at.stop - 1].clone())
+            layers = {layer: self._kept(kept, layer, at) for layer in kept}
+            states = _states_behind(kept, start)
+            self._prefixes[prompt] = Prefix(layers, hidden[at.stop - 1].clone(), states)
             start = at.stop
 
     def _kept(self, kept: Layers, layer: int, at: slice) -> tuple[Tensor, Tensor]:
@@ -286,12 +306,8 @@ class SharedDecoder:
     ) -> Tensor:
         groups = rows.groups()
         prefixes = [self._prefixes[prompt] for prompt, _ in groups]
-        layers = range(len(prefixes[0].layers))
-        decoding = Decoding(
-            tuple(places for _, places in groups),
-            tuple(tuple(prefix.layers[layer][0] for prefix in prefixes) for layer in layers),
-            tuple(tuple(prefix.layers[layer][1] for prefix in prefixes) for layer in layers),
-        )
+        layers = {layer: [x.layers[layer] for x in prefixes] for layer in prefixes[0].layers}
+        decoding = Decoding(tuple(places for _, places in groups), layers)
         inputs = packed_inputs(tokens[:, None], positions, decoding)
         return self._decoder(**inputs, past_key_values=cache, use_cache=True)[0][:, 0]
 

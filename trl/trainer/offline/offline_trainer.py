@@ -103,8 +103,9 @@ class OfflineTrainer(BaseTrainer):
         self._tokens: Tensor | int = 0  # of the update that is being computed, on all ranks
         self._make_scorer()
         if self.ranks.per_row > 1:
-            from ...models.context_parallel import ContextParallel
+            from ...models.context_parallel import ContextParallel, check_divisible
 
+            check_divisible(self.model, self.ranks.per_row, args.max_length)
             self.scorer.context = ContextParallel(self.ranks.row_group)
         # Ranks take part in each other's passes, so none of them can repeat one alone.
         self._scoring = self.phases.adaptive("scoring", alone=self.ranks.count > 1)
