@@ -138,8 +138,8 @@ OPTIONS = [
 # --- Options that are told of, and used: configuration, options, kind and words of the warning ---
 
 WARNED = [
-    ("RLOO", {"use_transformers_paged": True}, "FutureWarning: use_transformers_paged is now use_transformers_continuous_batching."),
-    ("GRPO", {"vllm_importance_sampling_cap": 2.0}, "FutureWarning: vllm_importance_sampling_cap is now vllm_importance_sampling_clip_max."),
+    ("RLOO", {"use_transformers_paged": True}, "FutureWarning: RLOOConfig: use_transformers_paged is now use_transformers_continuous_batching."),
+    ("GRPO", {"vllm_importance_sampling_cap": 2.0}, "FutureWarning: GRPOConfig: vllm_importance_sampling_cap is now vllm_importance_sampling_clip_max."),
     ("RLOO", {"rloo_k": 4}, "FutureWarning: RLOOConfig: rloo_k is now num_generations."),
     ("DPO", {"loss_type": "aot_pair"}, "FutureWarning: 'aot_pair' is called 'aot_unpaired'."),
     ("GRPO", {"loss_type": "luspo"}, "UserWarning: loss_type='luspo' was published with importance_sampling_level='sequence', not 'token'."),
