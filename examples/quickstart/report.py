@@ -44,7 +44,8 @@ def show_table(summary: dict[str, float], note: str) -> None:
     for label, key in {
         "sampled": "sampled",
         "greedy": "greedy",
-        "control: random reward, sampled": "control",
+        "control: random reward, sampled": "control_sampled",
+        "control: random reward, greedy": "control_greedy",
     }.items():
         table.add_row(label, f"{summary[f'{key}_before']:.3f}", f"{summary[f'{key}_after']:.3f}")
     Console().print(table)

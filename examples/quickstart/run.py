@@ -50,15 +50,11 @@ def main(name: str, trainer: str) -> None:
     train(trainer, name, runs["random reward"], "examples.quickstart.noise.random_reward")
     after = evaluate.accuracies(runs["task reward"], test, reward, tokens)
     control = evaluate.accuracies(runs["random reward"], test, reward, tokens)
-    summary = {
-        "sampled_before": before["sampled"],
-        "sampled_after": after["sampled"],
-        "greedy_before": before["greedy"],
-        "greedy_after": after["greedy"],
-        "control_before": before["sampled"],
-        "control_after": control["sampled"],
-        "seconds": round(time.perf_counter() - started, 1),
-    }
+    summary = {}
+    for name, found in (("", after), ("control_", control)):
+        for way in ("sampled", "greedy"):
+            summary |= {f"{name}{way}_before": before[way], f"{name}{way}_after": found[way]}
+    summary["seconds"] = round(time.perf_counter() - started, 1)
     report.draw_curve(runs, output / "reward_curve.png")
     shutil.copy(runs["task reward"] / "completions" / "train.jsonl", output / "completions.jsonl")
     report.write_summary(summary, output / "summary.json")

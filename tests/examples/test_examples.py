@@ -156,7 +156,10 @@ def test_curve_is_drawn(tmp_path):
 
 def test_table_and_summary(tmp_path, capsys):
     names = [
-        f"{n}_{when}" for n in ("sampled", "greedy", "control") for when in ("before", "after")
+        f"{run}{way}_{when}"
+        for run in ("", "control_")
+        for way in ("sampled", "greedy")
+        for when in ("before", "after")
     ]
     summary = {name: place / 8 for place, name in enumerate(names)}
     report.show_table(summary, "what it means")

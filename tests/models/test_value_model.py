@@ -26,6 +26,7 @@ def test_it_is_a_part_of_the_policy_that_engines_do_not_see(make, tmp_path):
     assert set(values) == {"weight", "bias"}
     with without_values(policy):
         assert set(own) == set(policy.state_dict())
+    assert not any(p.any() for p in value_reader(policy).module.parameters())
     torch.nn.init.ones_(value_reader(policy).module.weight)
     save_values(policy, split_state(policy.state_dict())[1], tmp_path)
     torch.nn.init.zeros_(value_reader(policy).module.weight)

@@ -56,6 +56,10 @@ def test_ties_prefer_the_first_and_unscored_pairs_do_not_train(tmp_path):
     rows = runs.rows_of(runs.PROMPTS, 2)
     rewards = [1.0, 1.0, None, 2.0, *token_sum([completion for _, completion in rows[4:]])]
     assert relative(step_direction(trainer), paper_gradient(rows, rewards)) < 5e-6
+    with torch.no_grad():
+        logps = [runs.completion_logps(tiny_model(), *row, TEMPERATURE).sum() for row in rows]
+    logged = trainer.state.log_history[0]
+    assert logged["objective/entropy"] == pytest.approx(-float(sum(logps)) / 8, abs=2e-4)
 
 
 def test_cut_completions_cost_the_penalty(tmp_path):
@@ -163,6 +167,17 @@ def test_an_adapter_is_trained_against_the_base_model(tmp_path):
     trainer.train()
     logged = [entry["objective/kl"] for entry in trainer.state.log_history if "beta" in entry]
     assert logged[0] == 0.0 and logged[1] != 0.0
+
+
+def test_options_may_be_left_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = tiny_model()
+    model.config._name_or_path = "some/tiny"
+    data, tokenizer = dataset("abcdefgh"), tiny_tokenizer()
+    trainer = OnlineDPOTrainer(
+        model, None, token_sum, train_dataset=data, processing_class=tokenizer
+    )
+    assert trainer.args.output_dir == "tiny-OnlineDPO" and trainer.args.beta == 0.1
 
 
 def test_the_policy_is_no_reference_of_its_own(tmp_path):

@@ -10,7 +10,11 @@ from ppo_runs import ONE_PASS, make, tiny_loop
 from reward_runs import classifier
 from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Qwen3ForSequenceClassification,
+)
 
 from trl.models.value_model import value_reader
 from trl.trainer.ppo_config import PPOConfig
@@ -29,6 +33,7 @@ from trl.types import TokenScores
         ({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}, {}),
         ({"shared_prefix": False, "logits_chunk_size": 0}, {}),
         ({"values": True, "vf_coef": 0.7}, {"values": True, "vf_coef": 0.7}),
+        ({"beta": 0.0, "ref_model": None}, {"beta": 0.0}),
     ],
 )
 def test_one_step_is_that_of_the_loop(tmp_path, changes, options):
@@ -37,11 +42,27 @@ def test_one_step_is_that_of_the_loop(tmp_path, changes, options):
     assert relative(step_direction(make(tmp_path, **changes)), expected) < 2e-5
 
 
+def test_gradients_are_clipped(tmp_path):
+    found = step_direction(make(tmp_path, max_grad_norm=0.01)).norm()
+    assert float(found) == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("disabled", [True, False])
+def test_dropout_of_a_value_model(tmp_path, disabled):
+    values = classifier()
+    values.dropout = torch.nn.Dropout(0.5)
+    make_trainer(tmp_path, PPOTrainer, **ONE_PASS, value_model=values, disable_dropout=disabled)
+    assert values.dropout.p == (0.0 if disabled else 0.5)
+
+
 def test_values_share_prompts_with_another_model(tmp_path):
     trainer = make(tmp_path, values=True)
     assert value_reader(trainer.model).can_pack
     trainer.model.value_model.config._attn_implementation = "flex_attention"
     assert not value_reader(trainer.model).can_pack
+    other = Qwen3ForSequenceClassification(tiny_model("qwen3", num_labels=1).config)
+    trainer = make_trainer(tmp_path, PPOTrainer, **ONE_PASS, value_model=other)
+    assert not value_reader(trainer.model).can_pack, "its layout was not compared"
 
 
 def test_later_steps_use_what_the_rollout_kept(tmp_path):
@@ -62,10 +83,17 @@ def test_later_steps_use_what_the_rollout_kept(tmp_path):
 
 def test_a_policy_that_moved_far_generates_anew(tmp_path):
     changes = {"num_ppo_epochs": 3, "max_steps": 6, "learning_rate": 0.5}
-    make(tmp_path / "all", **changes).train()
+    free = make(tmp_path / "all", **changes)
+    free.train()
+    moved = [log.get("policy/approxkl_avg", 0.0) for log in free.state.log_history]
     make(tmp_path / "stopped", **changes, target_kl=1e-9).train()
-    steps = [sorted({r["step"] for r in records(tmp_path / x)}) for x in ("all", "stopped")]
-    assert steps == [[0, 3], [0, 2, 3, 5]]
+    make(tmp_path / "near", **changes, target_kl=2 * max(moved)).train()
+    # Evaluations in between, in which nothing has moved, do not count.
+    between = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": dataset()}
+    make(tmp_path / "just", **changes, **between, target_kl=0.7 * moved[1]).train()
+    runs_of = ("all", "stopped", "near", "just")
+    steps = [sorted({r["step"] for r in records(tmp_path / x)}) for x in runs_of]
+    assert steps[:3] == [[0, 3], [0, 2, 3, 5], [0, 3]] and 2 in steps[3]
 
 
 def test_a_value_model_is_loaded_by_name(tmp_path):
@@ -88,15 +116,19 @@ def test_unscorable_rows_do_not_train(tmp_path, whiten):
 
 
 def test_metrics(tmp_path):
-    def cut(ids, place):
-        return [20] * 9 if len(ids) == 1 else runs.script(ids, place)
+    """One completion is cut off, and one ends with a token that only the model takes for an end."""
 
-    trainer = make(tmp_path, script=cut, missing_eos_penalty=0.5)
+    def cut(ids, place):
+        return {1: [20] * 9, 4: [20, 9]}.get(len(ids)) or runs.script(ids, place)
+
+    model = tiny_model()
+    model.generation_config.eos_token_id = [1, 9]
+    trainer = make(tmp_path, model=model, script=cut, missing_eos_penalty=0.5)
     trainer.train()
     loop, logged = tiny_loop(), trainer.state.log_history[0]
     loop.rows = runs.rows_of(runs.PROMPTS, 1, lambda ids, place: cut(ids, place)[:8])
     rewards = torch.tensor(token_sum([completion for _, completion in loop.rows]))
-    ended = torch.tensor([completion[-1] == 1 for _, completion in loop.rows])
+    ended = torch.tensor([completion[-1] in (1, 9) for _, completion in loop.rows])
     rewards = rewards - 0.5 * ~ended
     kl, entropy = [], []
     for row in loop.rows:
@@ -187,6 +219,7 @@ def test_an_adapter_is_trained_with_its_values(tmp_path):
     from peft import LoraConfig
 
     options = {"ref_model": None, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    options["script"] = None  # so that the engine reports log-probabilities, which hold no values
     adapter = {"peft_config": LoraConfig(r=2, target_modules=["v_proj"])}
     trainer = make_trainer(tmp_path, PPOTrainer, beta=0.1, **ONE_PASS, **options, **adapter)
     trainer.train()

@@ -211,7 +211,7 @@ def checked_args(model: Any, args: Any, config_class: type[BaseConfig], method: 
     config = getattr(model, "config", None)
     name = model if isinstance(model, str) else getattr(config, "_name_or_path", "")
     if args is None:
-        args = config_class(f"{name.rstrip('/').split('/')[-1]}-{method}")
+        args = config_class(f"{name.rstrip('/').split('/')[-1]}-{method.replace(' ', '')}")
     if not isinstance(args, config_class):
         raise TypeError(
             f"args must be an instance of {config_class.__name__}, not of {type(args).__name__}."
