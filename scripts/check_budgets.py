@@ -24,18 +24,18 @@ BRANCHES = (
 # the second, which must hold, is lowered as they get there.
 FOLDERS = {
     "ops": (1750, 1852),
-    "data": (2000, 3345),
+    "data": (2000, 3336),
     "models": (3500, 4432),
     "memory": (2000, 2277),
     "generation": (4500, 4500),
     "online": (1350, 1350),
-    "trainer": (6300, 8365),
+    "trainer": (6300, 8350),
     "trainer/base": (1700, 2168),
     "trainer/online": (2000, 2058),
     "cli, scripts": (2700, 2860),
-    "rest": (1100, 1408),
+    "rest": (1100, 1407),
 }
-ALL = (25_000, 30_230)
+ALL = (25_000, 30_205)
 LOADED = (75, 76)  # modules that `from trl import RLOOTrainer` may load
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 _MODULES = {
     "cli.parser": ("TrlParser",),
-    "data.chatml": ("maybe_convert_to_chatml",),
     "data.formats": (
         "apply_chat_template",
         "is_conversational",
         "is_conversational_from_value",
         "maybe_apply_chat_template",
+        "maybe_convert_to_chatml",
         "prepare_multimodal_messages",
     ),
     "data.mixture": ("DatasetMixtureConfig", "get_dataset"),
@@ -24,7 +24,7 @@ _MODULES = {
         "maybe_unpair_preference_dataset",
         "unpair_preference_dataset",
     ),
-    "data.templates": ("clone_chat_template",),
+    "data.templates": ("add_response_schema", "clone_chat_template", "get_training_chat_template"),
     "data.tool_template": ("supports_tool_calling",),
     "memory.callback": ("MemoryCallback",),
     "models.reference": ("create_reference_model",),

@@ -1,6 +1,5 @@
 from .cli.arguments import ScriptArguments as ScriptArguments
 from .cli.parser import TrlParser as TrlParser
-from .data.chatml import maybe_convert_to_chatml as maybe_convert_to_chatml
 from .data.formats import (
     apply_chat_template as apply_chat_template,
 )
@@ -13,6 +12,7 @@ from .data.formats import (
 from .data.formats import (
     maybe_apply_chat_template as maybe_apply_chat_template,
 )
+from .data.formats import maybe_convert_to_chatml as maybe_convert_to_chatml
 from .data.formats import (
     prepare_multimodal_messages as prepare_multimodal_messages,
 )
@@ -40,7 +40,9 @@ from .data.preference import (
 from .data.preference import (
     unpair_preference_dataset as unpair_preference_dataset,
 )
+from .data.templates import add_response_schema as add_response_schema
 from .data.templates import clone_chat_template as clone_chat_template
+from .data.templates import get_training_chat_template as get_training_chat_template
 from .data.tool_template import supports_tool_calling as supports_tool_calling
 from .memory.callback import MemoryCallback as MemoryCallback
 from .models.reference import create_reference_model as create_reference_model

@@ -13,8 +13,7 @@ from .text import did_you_mean
 METHODS = {"Distillation", "ORPO", "CPO", "BCO"}
 METHODS |= {"GKD", "XPO", "NashMD", "PRM", "IterativeSFT", "AlignProp", "DDPO"}
 OTHERS = {
-    *("MergeModelCallback", "WinRateCallback", "add_response_schema"),
-    *("get_training_chat_template", "get_kbit_device_map", "setup_chat_format"),
+    *("MergeModelCallback", "WinRateCallback", "get_kbit_device_map", "setup_chat_format"),
     *("AutoModelForCausalLMWithValueHead", "PreTrainedModelWrapper"),
     *("AutoModelForSeq2SeqLMWithValueHead", "BestOfNSampler", "TextEnvironment", "TextHistory"),
     *("BaseJudge", "BasePairwiseJudge", "BaseRankJudge", "HfPairwiseJudge", "PairRMJudge"),

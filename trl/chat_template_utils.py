@@ -1,8 +1,8 @@
 """What concerns chat templates, under the module name that scripts import."""
 
-from .data import templates, tool_template
+from .data import templates
+from .imports import public_names
 
-clone_chat_template = templates.clone_chat_template
 has_generation_markers = templates.has_generation_markers
 is_chat_template_prefix_preserving = templates.is_chat_template_prefix_preserving
-supports_tool_calling = tool_template.supports_tool_calling
+__getattr__ = public_names("trl.data")

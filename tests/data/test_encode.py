@@ -76,9 +76,16 @@ def test_settings_left_by_a_call_do_not_count():
 
 
 def test_places_are_those_of_the_characters():
-    ids, places = ENCODER.ids_and_places(["hello é fall"])
-    assert ids == ENCODER.ids(["hello é fall"])
-    assert places[0][0].tolist()[0] == 0 and places[0][-1].tolist()[1] == 12
+    (found,) = ENCODER.encodings(["hello é fall"])
+    assert [found.ids] == ENCODER.ids(["hello é fall"])
+    assert found.offsets[0][0] == 0 and found.offsets[-1][1] == 12
+
+
+def test_conversations_rendered_together_are_those_rendered_one_by_one():
+    chats = [[{"role": "user", "content": text}] for text in ("a", "b", "c", "d")]
+    options = [{"tools": None}, {"tools": None}, {"tools": None, "word": "w"}, {"tools": None}]
+    encoder = TextEncoder(bpe_tokenizer("{{ word }}{{ messages[0]['content'] }}"))
+    assert encoder.render_all(chats, options) == ["a", "b", "wc", "d"]
 
 
 def test_the_digest_holds_what_decides_the_ids():

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 from tiny import tiny_tokenizer
 
@@ -7,6 +9,7 @@ from trl.data.formats import (
     is_conversational_from_value,
     malformed_prompt,
     maybe_apply_chat_template,
+    maybe_convert_to_chatml,
     prepare_multimodal_messages,
 )
 
@@ -148,3 +151,48 @@ def test_the_form_of_prompts():
         assert malformed_prompt(good) is None
     for bad in (None, 3, [], ["a"], [{"content": "a"}], [call, {"role": "user", "content": None}]):
         assert malformed_prompt(bad)
+
+
+OLD = [{"from": "user", "value": "a"}, {"from": "assistant", "value": "b"}]
+NEW = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize("column", ["prompt", "completion", "chosen", "rejected", "messages"])
+def test_each_column_is_renamed(column):
+    assert maybe_convert_to_chatml({column: OLD, "n": 3}) == {column: NEW, "n": 3}
+
+
+def test_conversations_become_messages():
+    assert maybe_convert_to_chatml({"conversations": OLD}) == {"messages": NEW}
+    assert maybe_convert_to_chatml({"conversations": NEW}) == {"messages": NEW}
+
+
+def test_other_fields_of_a_turn_are_kept():
+    turn = {"from": "user", "value": "a", "weight": 0}
+    found = maybe_convert_to_chatml({"messages": [turn]})
+    assert found == {"messages": [{"role": "user", "content": "a", "weight": 0}]}
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        {"prompt": "from value", "completion": "x"},
+        {"messages": NEW},
+        {"prompt": ["a", "b"]},
+        {"other": OLD},
+        {"prompt": None},
+        {"prompt": []},
+        {},
+    ],
+)
+def test_other_formats_are_unchanged(example):
+    before = copy.deepcopy(example)
+    found = maybe_convert_to_chatml(example)
+    assert found == before == example
+    assert found is not example
+
+
+def test_the_example_itself_is_not_modified():
+    example = {"conversations": copy.deepcopy(OLD), "chosen": copy.deepcopy(OLD)}
+    maybe_convert_to_chatml(example)
+    assert example == {"conversations": OLD, "chosen": OLD}

@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 from bpe import bpe_tokenizer
 from datasets import Dataset
@@ -11,11 +10,11 @@ from trl.data.prepare import (
     LazySupervisedDataset,
     SupervisedDataset,
     default_processes,
+    documents,
     prepare_supervised,
     ragged,
 )
-from trl.data.prepare import document as document_of
-from trl.data.supervised import SupervisedOptions, spans_of
+from trl.data.supervised import SupervisedOptions
 
 ENCODER = TextEncoder(tiny_tokenizer())
 rows_with_masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=20), min_size=1, max_size=8)
@@ -59,7 +58,6 @@ def test_cutting_agrees_with_cutting_by_hand(masks, size, long_rows):
         expected
     )
     assert found.lengths.tolist() == [len(ids) for ids, _ in expected]
-    assert found.report.kept == len(expected)
     assert found.report.long == sum(len(mask) > size for mask in masks)
     assert found.report.tokens_lost == sum(map(len, masks)) - sum(len(i) for i, _ in expected)
     assert found.report.trained_lost == sum(sum(m[1:]) for m in masks) - sum(
@@ -90,16 +88,13 @@ def test_prepared_columns_and_labels():
     rows = Dataset.from_dict({"prompt": ["ab", "a"], "completion": ["cd", "b"]})
     table = prepare_supervised(rows, ENCODER, SupervisedOptions())
     assert set(table.column_names) == {
-        *("input_ids", "trained_spans", "source"),
+        *("input_ids", "trained", "source"),
         "merged",
         "origin",
     }
     ids = ENCODER.ids(["abcd<eos>"])[0]
     document = SupervisedDataset(table)[0]
-    assert {"input_ids": document.ids.tolist(), "labels": document.labels.tolist()} == {
-        "input_ids": ids,
-        "labels": [-100, -100, *ids[2:]],
-    }
+    assert document.ids.tolist() == ids and trained(document) == ids[2:]
 
 
 def test_equal_results_for_any_number_of_processes(tmp_path):
@@ -132,7 +127,11 @@ def test_equal_preparation_is_read_from_the_cache(tmp_path):
 def test_streams_are_encoded_while_they_are_read():
     texts = ["ab", "cd"]
     stream = Dataset.from_dict({"text": texts}).to_iterable_dataset()
-    found = [document_of(row) for row in prepare_supervised(stream, ENCODER, SupervisedOptions())]
+    found = [
+        document
+        for row in prepare_supervised(stream, ENCODER, SupervisedOptions())
+        for document in documents(row, None, "cut")
+    ]
     assert [d.ids.tolist() for d in found] == [ENCODER.ids([t + "<eos>"])[0] for t in texts]
     assert [d.source for d in found] == [0, 1]
     assert [d.trained.tolist() for d in found] == [[False, True, True]] * 2
@@ -141,7 +140,7 @@ def test_streams_are_encoded_while_they_are_read():
 def test_a_stream_of_token_ids_has_their_names_before_and_after():
     stream = Dataset.from_dict({"input_ids": [[7, 8, 9]]}).to_iterable_dataset()
     (row,) = prepare_supervised(stream, ENCODER, SupervisedOptions())
-    assert row["input_ids"] == [7, 8, 9] and row["trained_spans"] == [0, 3]
+    assert row["input_ids"] == [7, 8, 9] and row["trained"] == [True] * 3
 
 
 def test_selected_rows_keep_their_source():
@@ -167,11 +166,23 @@ def test_ragged_columns(rows):
     assert ragged(rows).to_pylist() == rows
 
 
-def test_masks_are_read_as_given():
-    mask = np.array([0, 1, 1, 0, 1], dtype=bool)
-    row = {"input_ids": range(5), "trained_spans": spans_of(mask), "source": 3}
-    assert document_of(row).trained.tolist() == mask.tolist()
-    assert document_of(row, 2, 5).trained.tolist() == [False, False, True]
+@settings(deadline=None, max_examples=40)
+@given(rows_with_masks, st.integers(2, 12))
+def test_blocks_of_several_documents_are_one(masks, size):
+    ids = [100 * r + t for r, mask in enumerate(masks) for t in range(len(mask))]
+    flat = [kept for mask in masks for kept in mask]
+    blocks = [slice(start, start + size) for start in range(0, len(ids), size)]
+    expected = [
+        (ids[b], [i for i, kept in list(zip(ids[b], flat[b], strict=True))[1:] if kept])
+        for b in blocks
+    ]
+    expected = [(block, kept) for block, kept in expected if kept]
+    if expected:
+        found = SupervisedDataset(table_of(masks), size, "wrapped_across")
+        assert [
+            (d.ids.tolist(), trained(d)) for d in map(found.__getitem__, range(len(found)))
+        ] == (expected)
+        assert found.lengths.tolist() == [len(block) for block, _ in expected]
 
 
 def test_lazy_documents_are_those_of_a_prepared_dataset():
@@ -184,4 +195,4 @@ def test_lazy_documents_are_those_of_a_prepared_dataset():
     found = [(d.source, d.ids.tolist(), trained(d)) for d in lazy.__getitems__([0, 1, 2, 3])]
     assert found == expected and [source for source, *_ in found] == [0, 2, 3]
     # A micro-batch always has a document; this one is not trained on.
-    assert [d.counts for d in lazy[1]] == [False] and len(lazy) == 4
+    assert [d.counts for d in lazy.__getitems__([1])] == [False] and len(lazy) == 4

@@ -24,10 +24,6 @@ def test_select_cuts_to_the_longest_completion():
     assert torch.is_tensor(rows.loss_mask) and rows.completion_ids == [[11]]
 
 
-def test_labels():
-    assert document([0, 1]).labels.tolist() == [-100, 11]
-
-
 def test_documents_that_only_keep_a_rank_busy_count_nothing():
     rows = SupervisedRows.of([document([0, 1, 1]).uncounted(), Document.filler(3)])
     assert rows.weight() == 0 and rows.tokens() == 0 and rows.lengths == [3, 2]

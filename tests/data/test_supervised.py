@@ -1,6 +1,7 @@
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 from bpe import CHATML, MARKED, THINKING, bpe_tokenizer
 from hypothesis import given
@@ -9,11 +10,16 @@ from tiny import tiny_tokenizer
 from transformers import AutoTokenizer
 
 from trl.data.encode import TextEncoder
-from trl.data.supervised import SupervisedOptions, clipped, encode_supervised, spans_of
+from trl.data.supervised import SupervisedOptions, encode_supervised
 
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "the fox"}
 ENCODER = TextEncoder(tiny_tokenizer())
+
+
+def spans_of(trained):
+    """(start, stop) of each run of true entries."""
+    return np.flatnonzero(np.diff(trained.astype(int), prepend=0, append=0)).reshape(-1, 2).tolist()
 
 
 def encode(row, encoder=ENCODER, **options):
@@ -22,8 +28,7 @@ def encode(row, encoder=ENCODER, **options):
     found = encode_supervised({k: [v] for k, v in row.items()}, chosen.kind(row), encoder, chosen)
     decode = encoder.tokenizer.decode
     return [
-        (decode(ids), [decode(ids[a:b]) for a, b in zip(spans[::2], spans[1::2], strict=True)])
-        for ids, spans in zip(found.input_ids, found.trained_spans, strict=True)
+        (decode(row.ids), [decode(row.ids[a:b]) for a, b in spans_of(row.trained)]) for row in found
     ]
 
 
@@ -74,20 +79,21 @@ IDS = {"input_ids": [7, 8, 9]}
 
 
 @pytest.mark.parametrize(
-    ("row", "options", "spans"),
+    ("row", "options", "trained"),
     [
-        (IDS, {}, [0, 3]),
-        (IDS | {"labels": [-100, 8, 9]}, {}, [1, 3]),
-        (IDS | {"completion_mask": [0, 0, 1]}, {}, [2, 3]),
-        (IDS | {"completion_mask": [0, 0, 1]}, {"completion_only_loss": False}, [0, 3]),
-        (IDS | {"assistant_masks": [1, 0, 1]}, {"assistant_only_loss": True}, [0, 1, 2, 3]),
-        (IDS | {"assistant_masks": [1, 1, 0], "completion_mask": [0, 1, 1]}, {}, [1, 2]),
+        (IDS, {}, [1, 1, 1]),
+        (IDS | {"labels": [-100, 8, 9]}, {}, [0, 1, 1]),
+        (IDS | {"completion_mask": [0, 0, 1]}, {}, [0, 0, 1]),
+        (IDS | {"completion_mask": [0, 0, 1]}, {"completion_only_loss": False}, [1, 1, 1]),
+        (IDS | {"assistant_masks": [1, 0, 1]}, {"assistant_only_loss": True}, [1, 0, 1]),
+        (IDS | {"assistant_masks": [1, 1, 0], "completion_mask": [0, 1, 1]}, {}, [0, 1, 0]),
     ],
 )
-def test_masks_of_tokenized_examples_are_used(row, options, spans):
+def test_masks_of_tokenized_examples_are_used(row, options, trained):
     chosen = SupervisedOptions(**options)
-    found = encode_supervised({k: [v] for k, v in row.items()}, chosen.kind(row), ENCODER, chosen)
-    assert found.input_ids == [[7, 8, 9]] and found.trained_spans == [spans]
+    batch = {k: [v] for k, v in row.items()}
+    (found,) = encode_supervised(batch, chosen.kind(row), ENCODER, chosen)
+    assert found.ids == [7, 8, 9] and found.trained.tolist() == trained
 
 
 @pytest.mark.parametrize(
@@ -124,10 +130,10 @@ def test_merges_over_the_boundary_are_counted_and_trained():
     options = SupervisedOptions()
     batch = {"prompt": ["tell me hel", "tell me"], "completion": ["lo", " hello"]}
     found = encode_supervised(batch, "completion", encoder, options)
-    assert found.merged == [1, 0]
+    assert [row.merged for row in found] == [1, 0]
     whole = encoder.ids(["tell me hello"])[0]
-    assert [ids[:-1] for ids in found.input_ids] == [whole, whole]
-    assert encoder.tokenizer.decode(whole[found.trained_spans[0][0] :]) == " hello"
+    assert [row.ids[:-1] for row in found] == [whole, whole]
+    assert encoder.tokenizer.decode(whole[found[0].trained.argmax() :]) == " hello"
 
 
 @pytest.mark.parametrize("pad", ["<pad>", "<eos>", "<|im_end|>"])
@@ -164,17 +170,20 @@ def test_expanded_prompts_are_not_targets():
     assert [t for _, t in both] == [["the fox<|im_end|>"]] * 2
 
 
-@given(st.lists(st.booleans()), st.integers(0, 12), st.integers(0, 12))
-def test_spans_and_masks(mask, start, stop):
-    def marked(spans):
-        pairs = zip(spans[::2], spans[1::2], strict=True)
-        return {t for first, last in pairs for t in range(first, last)}
+EMPTY = "<think>\n\n</think>\n\n"
 
-    expected = {t for t, kept in enumerate(mask) if kept}
-    assert marked(spans_of(mask)) == expected
-    assert marked(clipped(spans_of(mask), start, stop)) == {
-        t for t in expected if start <= t < stop
-    }
+
+@pytest.mark.parametrize("only", [None, True])
+def test_empty_thinking_that_the_template_adds_is_not_taught(only):
+    encoder = TextEncoder(bpe_tokenizer(THINKING))
+    head, answer = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "the fox<|im_end|>\n"
+    own = CHAT_PAIR | {"completion": [ANSWER | {"content": EMPTY + "the fox"}]}
+    chats = {"messages": TALK["messages"]}, CHAT_PAIR
+    for row, before in zip(chats, ([head], []), strict=True):
+        found = encode(row, encoder, completion_only_loss=only if row is CHAT_PAIR else None)
+        assert found == [(head + EMPTY + answer, [*before, answer])]
+    ((_, trained),) = encode(own, TextEncoder(bpe_tokenizer(CHATML)))
+    assert trained == [EMPTY + answer]
 
 
 @pytest.mark.skipif(

@@ -3,7 +3,9 @@ from bpe import CHATML, MARKED, THINKING, bpe_tokenizer
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from trl.data.templates import (
+    add_response_schema,
     clone_chat_template,
+    get_training_chat_template,
     has_generation_markers,
     is_chat_template_prefix_preserving,
 )
@@ -15,6 +17,45 @@ def test_markers_are_seen():
     assert not has_generation_markers(CHATML)
     with pytest.raises(TypeError, match="no chat template"):
         has_generation_markers(None)
+
+
+def test_a_training_template_renders_alike_and_marks_what_the_assistant_writes():
+    tokenizer = bpe_tokenizer(CHATML)
+    template = get_training_chat_template(tokenizer)
+    assert tokenizer.chat_template == CHATML and has_generation_markers(template)
+    said = [{"role": "assistant", "content": text} for text in ("one", "<two> ", "three")]
+    user = {"role": "user", "content": "hi"}
+    talk = [{"role": "system", "content": "s"}, user, said[0], user, *said[1:], user]
+    plain = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    options = {"chat_template": template, "add_generation_prompt": True}
+    assert tokenizer.apply_chat_template(talk, tokenize=False, **options) == plain
+    found = tokenizer.apply_chat_template(
+        talk, return_dict=True, return_assistant_tokens_mask=True, **options
+    )
+    pairs = zip(found["input_ids"], found["assistant_masks"], strict=True)
+    trained = tokenizer.decode([token for token, kept in pairs if kept])
+    assert trained == "".join(m["content"] + "<|im_end|>" for m in said)
+
+
+def test_training_templates_that_are_not_needed_or_cannot_be_made():
+    assert get_training_chat_template(tokenizer=bpe_tokenizer(MARKED)) is None
+    with pytest.raises(ValueError, match="later messages change how a turn"):
+        get_training_chat_template(bpe_tokenizer(THINKING))
+    with pytest.raises(TypeError, match="no chat template"):
+        get_training_chat_template(bpe_tokenizer(None))
+    with pytest.raises(TypeError, match="processing_class alone"):
+        get_training_chat_template(tiny_tokenizer(), tokenizer=tiny_tokenizer())
+
+
+def test_tool_calls_need_a_template_that_shows_them():
+    shown = CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['tool_calls'] or '' }}")
+    tokenizer = bpe_tokenizer(shown)
+    assert add_response_schema(tokenizer) is tokenizer
+    with pytest.raises(ValueError, match="does not show tool calls"):
+        add_response_schema(bpe_tokenizer(CHATML))
+    tokenizer.chat_template = {"default": shown}
+    with pytest.raises(ValueError, match="must be one text"):
+        add_response_schema(tokenizer)
 
 
 def test_prefix_preserving():

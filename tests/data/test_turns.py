@@ -1,8 +1,13 @@
+import itertools
+
+import numpy as np
 import pytest
 from bpe import CHATML, MARKED, THINKING, bpe_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trl.data.encode import TextEncoder
-from trl.data.turns import assistant_spans, expanded_turns, tokens_of
+from trl.data.turns import assistant_spans, expanded_turns, trained_tokens
 
 USER = {"role": "user", "content": "hi"}
 FIRST = {"role": "assistant", "content": "hello there"}
@@ -11,8 +16,15 @@ TALK = [{"role": "system", "content": "be brief"}, USER, FIRST, USER, SECOND]
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
 
 
+def runs_of(mask):
+    """The places of each run of true entries."""
+    places = np.flatnonzero(mask)
+    return np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+
+
 def said(template, messages, **options):
-    text, spans = assistant_spans(TextEncoder(bpe_tokenizer(template)), messages, options)
+    encoder = TextEncoder(bpe_tokenizer(template))
+    (text,), (spans,) = assistant_spans(encoder, [messages], [options])
     return [text[start:stop] for start, stop in spans]
 
 
@@ -27,10 +39,30 @@ def test_markers_and_rendering_again_find_the_same_tokens():
     found = []
     for template in (CHATML, MARKED):
         encoder = TextEncoder(bpe_tokenizer(template))
-        text, spans = assistant_spans(encoder, TALK, {})
-        ids, places = encoder.ids_and_places([text])
-        found.append((ids[0], tokens_of(places[0], spans)))
+        texts, (spans,) = assistant_spans(encoder, [TALK], [{}])
+        (encoding,) = encoder.encodings(texts)
+        trained, merged = trained_tokens(encoding, spans)
+        found.append((encoding.ids, trained.tolist(), merged))
     assert found[0] == found[1]
+
+
+pieces = st.text("ab é\U0001f642\n.", max_size=12)
+
+
+@given(st.lists(pieces, min_size=2, max_size=5))
+def test_tokens_of_spans_are_those_whose_characters_meet_them(texts):
+    (encoding,) = TextEncoder(bpe_tokenizer()).encodings(["".join(texts)])
+    edges = [0, *itertools.accumulate(map(len, texts))]
+    spans = list(itertools.pairwise(edges))[1::2]
+    trained, merged = trained_tokens(encoding, spans)
+    meets = [[a < stop and b > start for a, b in encoding.offsets] for start, stop in spans]
+    assert trained.tolist() == [any(column) for column in zip(*meets, strict=True)]
+    firsts = [
+        (encoding.offsets[row.index(True)][0], span[0])
+        for row, span in zip(meets, spans, strict=True)
+        if True in row
+    ]
+    assert merged == sum(begin < start for begin, start in firsts)
 
 
 def test_dropped_thinking_is_no_part_of_earlier_turns():
@@ -65,13 +97,13 @@ def test_expanded_turns_see_what_the_model_sees(template):
     rows = expanded_turns(encoder, talk, {})
     assert len(rows) == (1 if template == CHATML else 2)
     decode = encoder.tokenizer.decode
-    trained = [decode(ids[a:b]) for ids, s in rows for a, b in zip(s[::2], s[1::2], strict=True)]
+    trained = [decode(np.array(ids)[run]) for ids, mask in rows for run in runs_of(mask)]
     shown = "<think>\n{}\n</think>\n\n" if template == THINKING else "{:.0}"
     assert trained == [
         shown.format("seven wizards") + "hello there<|im_end|>",
         shown.format("the fox") + "they fall asleep<|im_end|>",
     ]
-    for ids, spans in rows:
+    for ids, mask in rows:
         context = talk[:-1] if ids == rows[-1][0] else talk[:1]
-        before = encoder.render(context, {}, add_generation_prompt=True)
-        assert decode(ids[: spans[-2]]) == before
+        (before,) = encoder.render_all([context], [{}], add_generation_prompt=True)
+        assert decode(ids[: runs_of(mask)[-1][0]]) == before

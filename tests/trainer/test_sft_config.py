@@ -30,6 +30,14 @@ def test_values_that_were_renamed():
         ({"truncation_mode": "keep_end"}, "keep_end"),
         ({"long_rows": "drop", "packing": True}, "drop"),
         ({"packing": True, "packing_strategy": "wrapped"}, "wrapped"),
+        (
+            {
+                "packing": True,
+                "packing_strategy": "wrapped",
+                "wrapped_attends_across": True,
+            },
+            "wrapped_across",
+        ),
     ],
 )
 def test_what_is_done_with_long_rows(changes, expected):
@@ -57,6 +65,7 @@ def test_what_is_done_with_long_rows(changes, expected):
             {"packing": True, "packing_strategy": "wrapped", "long_rows": "drop"},
             "packing_strategy='wrapped' says what is done with long rows: leave out long_rows=",
         ),
+        ({"wrapped_attends_across": True}, "needs packing=True and packing_strategy='wrapped'"),
         ({"packing": True, "long_rows": "split"}, "is packing_strategy='bfd_split'"),
         ({"packing": True, "lazy_tokenization": True}, "packing needs the lengths of all rows"),
         (

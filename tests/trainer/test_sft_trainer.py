@@ -1,9 +1,12 @@
 """What one step of supervised fine-tuning computes, whatever the rows are laid out like."""
 
+import itertools
+
 import pytest
 import torch
 from datasets import Dataset
 from sft_runs import (
+    EOS,
     PAIRS,
     by_hand,
     config,
@@ -144,6 +147,31 @@ def test_a_document_changed_in_place_moves_no_bit_of_the_others(tmp_path):
     kept = [0, *range(2, len(PAIRS))]
     assert torch.equal(found[0][kept], found[1][kept])
     assert not torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_blocks_of_wrapped_documents_are_isolated_unless_they_are_to_attend(tmp_path, across):
+    """By value: the gradient is that of blocks computed as one row, or of their documents."""
+    size = 16
+    tokenizer = tiny_tokenizer()
+    documents = [[*tokenizer(text)["input_ids"], EOS] for text in texts()["text"]]
+    flat = [token for ids in documents for token in ids]
+    ends = {0, *range(0, len(flat), size), len(flat)}
+    if not across:
+        ends |= set(itertools.accumulate(map(len, documents)))
+    rows = [(flat[a:b], 0) for a, b in itertools.pairwise(sorted(ends))]
+    expected = by_hand(tiny_model(), [row for row in rows if len(row[0]) > 1])
+    options = {"packing": True, "packing_strategy": "wrapped", "wrapped_attends_across": across}
+    options |= {"per_device_train_batch_size": 100}
+    trainer = make_trainer(tmp_path, texts(), max_length=size, **options)
+    assert relative(direction(trainer), expected[1]) <= 5e-6
+    assert logged(trainer, "loss")[0] == pytest.approx(expected[0], rel=1e-6)
+
+
+def test_streams_have_no_blocks_that_attend_across(tmp_path):
+    options = {"packing": True, "packing_strategy": "wrapped", "wrapped_attends_across": True}
+    with pytest.raises(ValueError, match="wrapped_attends_across=True needs a dataset that is no"):
+        make_trainer(tmp_path, texts().to_iterable_dataset(), **options)
 
 
 def test_losses_of_the_datasets_of_a_mixture(tmp_path):

@@ -49,10 +49,6 @@ def answer_group(row: dict[str, Any], limits: PreferenceLimits) -> AnswerGroup:
 class AnswerDataset:
     """Prepared preferences, cut to length; tokens stay on disk until they are asked for.
 
-    Args:
-        table: as of `prepare_preferences`.
-        limits (`PreferenceLimits`): how long prompts and answers may be.
-
     Attributes:
         lengths: (items,) tokens a model sees of each, the prompt's once.
         report (`CutReport`): counts.

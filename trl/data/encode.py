@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
-import numpy as np
 import transformers
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -20,6 +21,7 @@ from .templates import has_generation_markers
 
 Ids = list[int]
 Message = dict[str, Any]
+Chat = Sequence[Message]
 # Characters of a prompt's end that are encoded again with each answer, and of these, tokens that
 # must come out as they stand in the whole prompt.
 TAIL, AGREEING = 32, 4
@@ -89,8 +91,8 @@ class TextEncoder:
             return [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         return [one.ids for one in self._encodings(self._core.encode_batch_fast, texts)]
 
-    def ids_and_places(self, texts: Sequence[str]) -> tuple[list[Ids], list[np.ndarray]]:
-        """Encode texts, and say which characters each token stands for: (tokens, 2) each.
+    def encodings(self, texts: Sequence[str]) -> list[Any]:
+        """Encode texts as they are, with the characters that each token stands for.
 
         Raises:
             ValueError: if the tokenizer is a slow one, which does not know.
@@ -100,8 +102,7 @@ class TextEncoder:
                 "The turns of the assistant cannot be found in tokens: the tokenizer is not a "
                 "fast one. Use prompt-completion data, or a fast tokenizer."
             )
-        found = self._encodings(self._core.encode_batch, texts)
-        return [f.ids for f in found], [np.array(f.offsets).reshape(-1, 2) for f in found]
+        return self._encodings(self._core.encode_batch, texts)
 
     def _encodings(self, encode: Any, texts: Sequence[str]) -> list[Any]:
         # Calls of the tokenizer leave their settings behind.
@@ -125,12 +126,8 @@ class TextEncoder:
     ) -> tuple[list[Ids], list[int]]:
         """Encode prompts together with their answers.
 
-        The end of each prompt is encoded again with the answer, and the rest taken over, where
-        the tokenizer allows it; otherwise the whole.
-
-        Args:
-            prompts, prompt_ids: prompts, and `ids` of them.
-            answers: what follows each prompt.
+        The end of each prompt is encoded again with the answer, and the rest taken over from its
+        ids, where the tokenizer allows it; otherwise the whole.
 
         Returns:
             The ids of prompt + answer, and how many of them are those of the prompt alone. That
@@ -147,7 +144,7 @@ class TextEncoder:
         for i, ids in zip(rest, whole, strict=True):
             found[i] = ids
         done = [ids for ids in found if ids is not None]
-        return done, [common_prefix_length(a, b) for a, b in zip(prompt_ids, done, strict=True)]
+        return done, list(map(common_prefix_length, prompt_ids, done))
 
     def _agrees(
         self, found: Sequence[Ids | None], prompts: Sequence[str], answers: Sequence[str]
@@ -169,40 +166,50 @@ class TextEncoder:
             for start, old, tail, new in zip(starts, prompt_ids, tails, joint, strict=True)
         ]
 
-    def render(self, messages: Sequence[Message], options: Mapping[str, Any], **ending: Any) -> str:
-        """Render a conversation with the chat template.
+    def render_all(
+        self, chats: Sequence[Chat], options: Sequence[Mapping[str, Any]], **ending: Any
+    ) -> list[str]:
+        """Render conversations with the chat template.
 
-        Args:
-            messages: chat messages.
-            options: tools and further arguments of the template.
-            ending: `add_generation_prompt` or `continue_final_message`.
+        `options` are tools and further arguments of each; `ending` is `add_generation_prompt` or
+        `continue_final_message`.
         """
-        messages = self._prepared(messages)
-        options = {"chat_template": self._template, **options, **ending}
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        found: list[str] = []
+        for same, prepared in self._alike(chats, options):
+            given = {"chat_template": self._template, **same, **ending}
+            found += self.tokenizer.apply_chat_template(prepared, tokenize=False, **given)
+        return found
 
     def marks_turns(self, options: Mapping[str, Any]) -> bool:
         """Whether the chat template has markers around what the assistant writes."""
         return has_generation_markers(self._chosen_template(options))
 
     def render_marked(
-        self, messages: Sequence[Message], options: Mapping[str, Any]
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Render a conversation, with the characters (start, stop) inside generation markers."""
-        chat = [{k: v for k, v in m.items() if v is not None} for m in self._prepared(messages)]
-        texts, spans = render_jinja_template(
-            [chat],
-            chat_template=self._chosen_template(options),
-            return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map | dict(options),
-        )
-        return texts[0], [(start, stop) for start, stop in spans[0] if start < stop]
+        self, chats: Sequence[Chat], options: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[str], list[list[tuple[int, int]]]]:
+        """Render conversations, with the characters (start, stop) inside generation markers."""
+        texts: list[str] = []
+        spans: list[list[tuple[int, int]]] = []
+        for same, prepared in self._alike(chats, options):
+            found, marked = render_jinja_template(
+                [[{k: v for k, v in m.items() if v is not None} for m in c] for c in prepared],
+                chat_template=self._chosen_template(same),
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map | dict(same),
+            )
+            texts, spans = texts + found, spans + marked
+        return texts, spans
+
+    def _alike(
+        self, chats: Sequence[Chat], options: Sequence[Mapping[str, Any]]
+    ) -> Iterator[tuple[Mapping[str, Any], list[Chat]]]:
+        """Conversations with equal options: rendered in one call, they are rendered much faster."""
+        prepare: Any = prepare_multimodal_messages if self._is_processor else list
+        for same, rows in groupby(zip(chats, options, strict=True), key=itemgetter(1)):
+            yield same, [prepare(chat) for chat, _ in rows]
 
     def _chosen_template(self, options: Mapping[str, Any]) -> str:
         return self.tokenizer.get_chat_template(self._template, options.get("tools"))
-
-    def _prepared(self, messages: Sequence[Message]) -> list[Message]:
-        return prepare_multimodal_messages(list(messages)) if self._is_processor else list(messages)
 
 
 def _joined(prompt: Ids, tail: Ids, joint: Ids) -> Ids | None:

@@ -1,4 +1,4 @@
-"""Telling conversational from plain examples, and rendering them with a chat template."""
+"""Conversational and plain examples: telling, converting and rendering them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
 FIELDS = ("prompt", "chosen", "rejected", "completion", "messages")
 SUPPORTED = (
     {"messages"},
@@ -45,6 +46,28 @@ def is_conversational_from_value(example: dict[str, Any]) -> bool:
         and isinstance(turns[0], dict)
         and {"from", "value"} <= turns[0].keys()
     )
+
+
+def maybe_convert_to_chatml(example: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Rename `from` to `role` and `value` to `content`, and `conversations` to `messages`.
+
+    Args:
+        example (`dict`): one row; returned as a new dictionary. Other formats are unchanged.
+    """
+    found = dict(example)
+    for column in COLUMNS:
+        if isinstance(found.get(column), list):
+            found[column] = [_turn(turn) for turn in found[column]]
+    if "conversations" in found:
+        found["messages"] = found.pop("conversations")
+    return found
+
+
+def _turn(turn: Any) -> Any:
+    if not isinstance(turn, dict) or not {"from", "value"} & turn.keys():
+        return turn
+    names = {"from": "role", "value": "content"}
+    return {names.get(key, key): value for key, value in turn.items()}
 
 
 def apply_chat_template(

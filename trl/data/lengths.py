@@ -13,7 +13,7 @@ from datasets import Dataset
 from .packing import best_fit, efficiency
 from .preference import common_prefix_length
 from .preference_rows import preference_lengths
-from .prepare import row_lengths, trained_in
+from .prepare import row_lengths, trained_in, whole_rows
 
 PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 99.9, 100)
 BATCHES = (1, 2, 4, 8, 16)
@@ -39,7 +39,7 @@ class LengthProfile:
 
     def as_dict(self) -> dict[str, Any]:
         """All facts as plain values."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return vars(self)
 
     def lines(self) -> list[str]:
         """All facts as one screen of text."""
@@ -55,11 +55,7 @@ class LengthProfile:
         return said + [f"{name}: {value:.6g}" for name, value in facts.items()] + self.warnings
 
     def enough(self, most: int | None = None, share: float = 0.001) -> int:
-        """The shortest judged limit that loses at most this share of the tokens to train on.
-
-        Args:
-            most (`int`, *optional*): no limit above this is proposed.
-        """
+        """The shortest judged limit, up to `most`, that loses at most this share of the tokens."""
         total = self.parts.get("trained", self.parts[next(reversed(self.parts))])["tokens"]
         for row in self.limits:
             lost = row["trained lost"] if "trained lost" in row else row["tokens lost"]
@@ -77,13 +73,13 @@ def profile_supervised(
     it is the longest row.
     """
     lengths, source = row_lengths(table, "input_ids"), np.asarray(table["source"][:])
-    trained = _trained_within(table, lengths)
+    trained = trained_in(table, *whole_rows(lengths))
     parts = {"prompt": lengths - trained, "trained": trained, "row": lengths}
     sizes = candidates(lengths, max_lengths)
     limits = [_supervised_limit(table, lengths, trained, size) for size in sizes]
     size = pack_size or int(lengths.max(initial=1))
     kept = np.minimum(lengths, size)
-    kept[_trained_within(table, kept) == 0] = 0
+    kept[trained_in(table, *whole_rows(kept)) == 0] = 0
     warnings = _warned(int((trained == 0).sum()), "no token to train on", len(lengths))
     merged = int((np.asarray(table["merged"][:]) > 0).sum())
     warnings += _warned(merged, "a token over the edge of what is trained", len(lengths))
@@ -92,16 +88,11 @@ def profile_supervised(
     return _profile(parts, source, limits, repeated, **facts)
 
 
-def _trained_within(table: Dataset, kept: np.ndarray) -> np.ndarray:
-    """Trained tokens among the first ones of each row, (rows,)."""
-    return trained_in(table, np.arange(len(kept)), np.zeros_like(kept), kept)
-
-
 def _supervised_limit(
     table: Dataset, lengths: np.ndarray, trained: np.ndarray, size: int
 ) -> dict[str, Any]:
     kept = np.minimum(lengths, size)
-    left = _trained_within(table, kept)
+    left = trained_in(table, *whole_rows(kept))
     end = trained_in(table, np.arange(len(lengths)), lengths - 1, lengths, first=0) > 0
     return {
         "max_length": size,

@@ -79,16 +79,18 @@ def ragged_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def wrapped(
-    lengths: Sequence[int] | np.ndarray, size: int
+    lengths: Sequence[int] | np.ndarray, size: int, across: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Lay documents end to end and cut every `size` tokens, and where documents end.
 
     Returns:
-        As of `windows`.
+        As of `windows`. With `across`, ends of documents are no cuts: the end of a piece may lie in
+        a later document than its beginning.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     ends = np.cumsum(lengths)
-    cuts = np.unique(np.concatenate([[0], ends, np.arange(0, lengths.sum(), size)]))
+    kept = ends[-1:] if across else ends
+    cuts = np.unique(np.concatenate([[0], kept, np.arange(0, lengths.sum(), size)]))
     document = np.searchsorted(ends, cuts[:-1], side="right")
     begin = (ends - lengths)[document]
     return document, cuts[:-1] - begin, cuts[1:] - begin

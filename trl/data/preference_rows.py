@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -48,11 +49,7 @@ Answers = tuple[Ids, list[Ids], bool]  # prompt, answers, whether a token stands
 
 
 def kind_of_preferences(example: Mapping[str, Any]) -> str:
-    """Say what the examples of a dataset are, from the first of them: a key of `KINDS`.
-
-    Raises:
-        ValueError: if they are none of these.
-    """
+    """Say what the examples of a dataset are, from the first: a key of `KINDS`, or a ValueError."""
     names = {_plain(name) for name in example}
     found = next((kind for kind, needed in KINDS.items() if needed <= names), None)
     if found is None:
@@ -96,7 +93,7 @@ def _chats(
     flat: Sequence[dict[str, Any]], encoder: TextEncoder
 ) -> tuple[list[Ids], list[int], list[int]]:
     before, after = ([as_messages(row[name]) for row in flat] for name in ("prompt", "answer"))
-    return rendered_answers(before, after, list(map(template_options, flat)), encoder)
+    return rendered_answers(before, after, list(map(template_options, flat)), encoder)[1:]
 
 
 def _texts(
@@ -125,6 +122,10 @@ def _with_answers(row: dict[str, Any], kind: str) -> dict[str, Any]:
     return row
 
 
+def _lists(rows: Sequence[Sequence[Ids]]) -> pa.Array:
+    return ragged(list(chain.from_iterable(rows)))
+
+
 @dataclass
 class _EncodePreferences:
     kind: str
@@ -140,7 +141,7 @@ class _EncodePreferences:
         ]
         values: dict[str, Any] = dict(zip(FEATURES, zip(*items, strict=True), strict=True))
         values["prompt_ids"] = ragged(values["prompt_ids"])
-        values["answers_ids"] = ragged(values["answers_ids"], ragged)
+        values["answers_ids"] = ragged(values["answers_ids"], _lists)
         return pa.table(values, schema=FEATURES.arrow_schema)
 
     def _encoded(self, batch: Batch) -> list[tuple[dict[str, Any], Answers]]:
@@ -171,10 +172,8 @@ def prepare_preferences(
 ) -> D:
     """Encode pairs, labelled or ranked answers, of strings, messages or ids, in full length.
 
-    Args:
-        dataset: its first row decides what all are.
-        unpaired (`bool`): make each pair two labelled rows next to each other.
-        num_proc (`int`, *optional*): processes; None chooses.
+    The first row decides what all are. With `unpaired`, each pair becomes two labelled rows next to
+    each other.
 
     Returns:
         `prompt_ids`, `answers_ids`, their `ranks` (the lowest is the best), `label` (None without),
@@ -191,15 +190,10 @@ def prepare_preferences(
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLimits:
-    """How long prompts and answers may be; None means any length.
+    """How long prompts and answers may be: options of the same names.
 
-    Args:
-        max_prompt_length (`int`, *optional*): the last tokens of a prompt are kept.
-        max_completion_length (`int`, *optional*): the first tokens of an answer are kept.
-        max_length (`int`, *optional*): tokens of a prompt with an answer.
-        truncation_mode (`str`): what `max_length` keeps: "keep_start" the beginning; "keep_end"
-            the end (ValueError for another). All answers of a prompt go on sharing it.
-        drops_over (`int`, *optional*): examples with more tokens are left out instead of cut.
+    All answers of a prompt go on sharing it. Examples with more tokens than `drops_over` are left
+    out instead of cut.
     """
 
     max_length: int | None = None

@@ -17,18 +17,18 @@ from datasets.fingerprint import Hasher
 
 from ..text import count
 from .encode import TextEncoder
-from .packing import ragged_ranges, windows, wrapped
+from .packing import windows, wrapped
 from .rows import Document
-from .supervised import Batch, Kind, SupervisedOptions, clipped, encode_supervised
+from .supervised import Batch, Kind, SupervisedOptions, encode_supervised
 
 # Changed with everything that changes what a prepared row holds.
-VERSION = 3
+VERSION = 4
 BATCH = 1000
 ROWS_PER_PROCESS = 10_000  # fewer are done before another process has started
 TRUNCATION_MODES = {"keep_start": "cut", "keep_end": "cut_start"}
 SUPERVISED = Features(
     input_ids=List(Value("int32")),
-    trained_spans=List(Value("int32")),
+    trained=List(Value("bool")),
     source=Value("int64"),
     merged=Value("int32"),
     origin=Value("string"),
@@ -37,21 +37,20 @@ D = TypeVar("D", Dataset, IterableDataset)
 T = TypeVar("T")
 
 
-def _integers(values: Sequence[int]) -> pa.Array:
-    return pa.array(np.array(values, dtype=np.int32))
+def _integers(rows: Sequence[Sequence[int]]) -> pa.Array:
+    return pa.array(np.fromiter(chain.from_iterable(rows), dtype=np.int32))
+
+
+def _booleans(rows: Sequence[np.ndarray]) -> pa.Array:
+    return pa.array(np.concatenate([np.zeros(0, dtype=bool), *rows]))
 
 
 def ragged(
-    rows: Sequence[Sequence[Any]], column: Callable[[Sequence[Any]], pa.Array] = _integers
+    rows: Sequence[Any], column: Callable[[Sequence[Any]], pa.Array] = _integers
 ) -> pa.Array:
-    """Make an Arrow column of lists, of integers many times faster than Arrow does.
-
-    Args:
-        rows: the lists.
-        column: makes a column of all their items.
-    """
+    """Make an Arrow column of lists, many times faster than Arrow; `column` joins them."""
     bounds = np.cumsum([0, *map(len, rows)], dtype=np.int32)
-    return pa.ListArray.from_arrays(pa.array(bounds), column(list(chain.from_iterable(rows))))
+    return pa.ListArray.from_arrays(pa.array(bounds), column(rows))
 
 
 def prepared(
@@ -66,12 +65,8 @@ def prepared(
     The result of an equal call is read from the cache of `datasets`; a stream is encoded while
     it is read.
 
-    Args:
-        dataset: any number of rows.
-        encode: makes prepared rows of a batch and of the places of its rows in the dataset.
-        key: everything the result depends on, besides the rows.
-        features: columns of the prepared rows.
-        num_proc (`int`, *optional*): processes; None chooses by rows and cores.
+    `encode` makes rows with `features` of a batch and of the places of its rows in the dataset;
+    `key` is everything they depend on besides. None for `num_proc` chooses by rows and cores.
     """
     options: dict[str, Any] = {"with_indices": True, "batched": True, "batch_size": BATCH}
     options["features"] = features
@@ -87,11 +82,7 @@ def prepared(
 
 
 def first_row(dataset: Dataset | IterableDataset) -> dict[str, Any]:
-    """The row that decides what the examples of a dataset are.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The row that decides what the examples of a dataset are; a ValueError if there is none."""
     found = next(iter(dataset), None)
     if found is None:
         raise ValueError("The dataset has no rows.")
@@ -116,13 +107,14 @@ class _EncodeSupervised:
         how = self.kind, self.encoder, self.options
         found = naming_rows(lambda part: encode_supervised(part, *how), batch, index)
         origins = batch.get(self.options.source_column, [""] * len(index))
+        ids, trained, places, merged = list(zip(*found, strict=True)) or [()] * 4
         return pa.table(
             {
-                "input_ids": ragged(found.input_ids),
-                "trained_spans": ragged(found.trained_spans),
-                "source": pa.array([index[i] for i in found.source], pa.int64()),
-                "merged": pa.array(found.merged, pa.int32()),
-                "origin": pa.array([str(origins[i]) for i in found.source]),
+                "input_ids": ragged(ids),
+                "trained": ragged(trained, _booleans),
+                "source": pa.array([index[i] for i in places], pa.int64()),
+                "merged": pa.array(merged, pa.int32()),
+                "origin": pa.array([str(origins[i]) for i in places], pa.string()),
             }
         )
 
@@ -152,9 +144,9 @@ def prepare_supervised(
         num_proc (`int`, *optional*): processes; None chooses.
 
     Returns:
-        Columns `input_ids`, `trained_spans` (start, stop, start, stop, ... of the tokens in the
-        loss), `source` (row of the dataset), `merged` (tokens over the edge of the trained part)
-        and `origin` (see `SupervisedOptions.source_column`). A stream gives them while it is read.
+        Columns `input_ids`, `trained` (which of them are in the loss), `source` (row of the
+        dataset), `merged` (tokens over the edge of the trained part) and `origin` (what
+        `source_column` says). A stream gives them while it is read.
 
     Raises:
         ValueError: if the dataset is empty, or its rows cannot be read.
@@ -169,7 +161,6 @@ class LengthReport:
     """What became of the rows of a dataset when they were cut to length."""
 
     rows: int
-    kept: int  # rows to train on; more than before where long ones were split
     long: int  # rows over the limit
     tokens_lost: int
     trained_lost: int
@@ -206,7 +197,8 @@ class SupervisedDataset:
         long_rows (`str`): what is done with longer ones: "cut" keeps the first tokens,
             "cut_start" the last ones, "drop" leaves them out, "split" makes several documents,
             "error" refuses them. "keep_start" and "keep_end" mean the first two. "wrapped" lays all
-            end to end and cuts every `max_length` tokens; the pieces are documents.
+            end to end and cuts every `max_length` tokens and at their ends; "wrapped_across" cuts
+            every `max_length` tokens alone. The pieces are documents.
 
     Attributes:
         lengths: (documents,) tokens.
@@ -219,27 +211,27 @@ class SupervisedDataset:
 
     def __init__(self, table: Dataset, max_length: int | None = None, long_rows: str = "cut"):
         long_rows = TRUNCATION_MODES.get(long_rows, long_rows)
-        self.rows = table
-        self._table = table.with_format("numpy")
-        whole = row_lengths(table, "input_ids")
-        self._source = self._table["source"][:]
-        row, start, stop = pieces(whole, max_length, long_rows, self._source)
-        trained = trained_in(table, row, start, stop)
+        self.rows, self._table = table, table.with_format("numpy")
+        whole, source = row_lengths(table, "input_ids"), np.asarray(table["source"][:])
+        row, start, stop = pieces(whole, max_length, long_rows, source)
+        trained, full = trained_in(table, row, start, stop), trained_in(table, *whole_rows(whole))
         kept = trained > 0
-        self._row, self._start, self._stop = row[kept], start[kept], stop[kept]
-        self.lengths = self._stop - self._start
-        full = trained_in(table, np.arange(len(whole)), np.zeros_like(whole), whole)
+        self._pieces = np.stack([row, start, stop], axis=1)[kept]
+        self._bounds = np.concatenate([[0], np.cumsum(whole)])
+        self.lengths = (stop - start)[kept]
         over = np.zeros(len(whole), dtype=bool) if max_length is None else whole > max_length
-        untrained = ~np.isin(np.arange(len(whole)), self._row)
-        untrained &= ~over if long_rows == "drop" else True
+        untrained = ~np.isin(np.arange(len(whole)), row[kept])
+        if long_rows == "drop":
+            untrained &= ~over
+        elif long_rows == "wrapped_across":
+            untrained = full == 0
         self.report = LengthReport(
             rows=len(whole),
-            kept=len(self._row),
             long=int(over.sum()),
             tokens_lost=int(whole.sum() - self.lengths.sum()),
-            trained_lost=int(full.sum() - trained.sum()),
-            untrained=tuple(self._source[untrained].tolist()),
-            merged=int((self._table["merged"][:] > 0).sum()),
+            trained_lost=max(int(full.sum() - trained.sum()), 0),
+            untrained=tuple(source[untrained].tolist()),
+            merged=int((np.asarray(table["merged"][:]) > 0).sum()),
         )
         if not kept.any():
             raise ValueError(
@@ -249,22 +241,18 @@ class SupervisedDataset:
             )
 
     def __len__(self) -> int:
-        return len(self._row)
+        return len(self._pieces)
 
     def __getitem__(self, place: int) -> Document:
         at = place if place >= 0 else ~place  # see `RankBatches`
-        row = self._table[int(self._row[at])]
-        found = document(row, int(self._start[at]), int(self._stop[at]))
+        row, start, stop = self._pieces[at].tolist()
+        end = int(np.searchsorted(self._bounds, self._bounds[row] + stop))
+        found = document(self._table[row:end], start, stop)
         return found if place >= 0 else found.uncounted()
 
 
 class LazySupervisedDataset:
-    """Documents that are encoded when they are asked for, a micro-batch at a time.
-
-    Args:
-        dataset, encoder, options: as for `prepare_supervised`.
-        max_length, long_rows: as for `documents`.
-    """
+    """Documents that are encoded when they are asked for, a micro-batch at a time."""
 
     def __init__(
         self,
@@ -283,9 +271,6 @@ class LazySupervisedDataset:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, place: int) -> list[Document]:
-        return self.__getitems__([place])
-
     def __getitems__(self, places: list[int]) -> list[Document]:
         """The documents of some rows, without those that have no token to train on.
 
@@ -299,50 +284,41 @@ class LazySupervisedDataset:
         return found
 
 
-def document(row: dict[str, Any], start: int = 0, stop: int | None = None) -> Document:
-    """Make a document of (a piece of) a prepared row."""
-    ids = np.asarray(row["input_ids"], dtype=np.int32)[start:stop]
-    trained = np.zeros(len(ids), dtype=bool)
-    spans = clipped(list(row["trained_spans"]), start + 1, start + len(ids))
-    for first, last in zip(spans[::2], spans[1::2], strict=True):
-        trained[first - start : last - start] = True
-    origin = row.get("origin", "")
-    return Document(ids=ids, trained=trained, source=int(row["source"]), origin=origin)
+def document(rows: dict[str, Any], start: int = 0, stop: int | None = None) -> Document:
+    """Make a document of a piece of prepared rows (columns), laid end to end."""
+    ids = np.concatenate(rows["input_ids"])[start:stop].astype(np.int32)
+    trained = np.concatenate(rows["trained"])[start:stop].astype(bool)
+    trained[:1] = False
+    source, origin = int(rows["source"][0]), str(rows["origin"][0])
+    return Document(ids=ids, trained=trained, source=source, origin=origin)
 
 
 def documents(row: dict[str, Any], max_length: int | None, long_rows: str) -> list[Document]:
-    """Make the documents of a prepared row that have a token to train on.
+    """Make the documents of one prepared row that have a token to train on.
 
-    Args:
-        row: as of `prepare_supervised`.
-        max_length, long_rows: as for `SupervisedDataset`; "wrapped" is "split" here.
-
-    Raises:
-        ValueError: for a long row with `long_rows="error"`.
+    As `SupervisedDataset` does of all, but "wrapped" is "split" here.
     """
-    how = "split" if long_rows == "wrapped" else TRUNCATION_MODES.get(long_rows, long_rows)
+    how = "split" if "wrapped" in long_rows else TRUNCATION_MODES.get(long_rows, long_rows)
     whole, source = np.array([len(row["input_ids"])]), np.array([row["source"]])
     _, starts, stops = pieces(whole, max_length, how, source)
-    pairs = zip(starts.tolist(), stops.tolist(), strict=True)
-    found = [document(row, start, stop) for start, stop in pairs]
+    pairs, columns = zip(starts, stops, strict=True), {name: [x] for name, x in row.items()}
+    found = [document(columns, start, stop) for start, stop in pairs]
     return [one for one in found if one.trained.any()]
 
 
 def pieces(
     whole: np.ndarray, size: int | None, long_rows: str, source: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut rows of so many tokens to length: row, first token and end of each piece.
+    """Cut rows of `whole` tokens to length: row, first token and end of each piece.
 
-    Args:
-        whole, source: tokens of each row, and its name in messages.
-        size, long_rows: as of `SupervisedDataset`, without the second names.
+    `source` names rows in messages.
     """
     if size is None:
-        return np.arange(len(whole)), np.zeros_like(whole), whole
+        return whole_rows(whole)
     if long_rows == "split":
         return windows(whole, size)
-    if long_rows == "wrapped":
-        return wrapped(whole, size)
+    if "wrapped" in long_rows:
+        return wrapped(whole, size, across=long_rows == "wrapped_across")
     over = whole > size
     if long_rows == "error" and over.any():
         named = ", ".join(map(str, source[over][:3]))
@@ -367,20 +343,22 @@ def trained_in(
 ) -> np.ndarray:
     """Count the trained tokens of pieces of prepared rows, (pieces,) int64.
 
-    Args:
-        table: as of `prepare_supervised`.
-        row, start, stop: row of each piece, its first token and its end.
-        first (`int`): tokens at the beginning of a piece that are not predicted.
+    A piece is what follows `start` in its row, up to `stop`; its `first` tokens are not predicted.
     """
-    spans = list_column(table, "trained_spans")
-    counts = spans.value_lengths().to_numpy() // 2
-    flat = spans.flatten().to_numpy().reshape(-1, 2).astype(np.int64)
-    # Each piece meets every span of its row.
-    piece = np.repeat(np.arange(len(row)), counts[row])
-    span = ragged_ranges((np.cumsum(counts) - counts)[row], counts[row])
-    begin = np.maximum(flat[span, 0], start[piece] + first)
-    inside = np.minimum(flat[span, 1], stop[piece]) - begin
-    return np.bincount(piece, np.maximum(inside, 0), len(row)).astype(np.int64)
+    masks = list_column(table, "trained")
+    ends = np.cumsum(masks.value_lengths().to_numpy().astype(np.int64))
+    flat = np.append(masks.flatten().to_numpy(zero_copy_only=False), False)
+    begin = np.where(row > 0, ends[row - 1], 0)
+    edges = np.stack([begin + start + first, begin + stop], axis=1)
+    edges[:, 0] = np.minimum(edges[:, 0], len(flat) - 1)
+    # Sums from each edge to the next one, of which every other belongs to a piece.
+    sums = np.add.reduceat(flat, edges.ravel(), dtype=np.int64)[::2]
+    return np.where(start + first < stop, sums, 0)
+
+
+def whole_rows(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows as a whole, as `pieces` describes them."""
+    return np.arange(len(lengths)), np.zeros_like(lengths), lengths
 
 
 def list_column(table: Dataset, column: str) -> pa.ListArray:

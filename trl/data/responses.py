@@ -21,11 +21,7 @@ def read_response(
 ) -> dict[str, Any]:
     """Read one turn with the tokenizer's `response_template`.
 
-    Args:
-        tokenizer: one that `reads_responses`.
-        prompt: token ids before the turn.
-        ids: token ids of the turn, without the token that ended it.
-        schemas: JSON schemas of the tools.
+    `ids` are without the token that ended the turn; `schemas` are those of tools.
 
     Returns:
         The assistant message, with a `content`, empty if there is none.

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..types import Mode
-from .supervised import IGNORED
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +37,11 @@ class Document:
         """The same document, which only keeps a rank busy."""
         return dataclasses.replace(self, counts=False)
 
-    @property
-    def labels(self) -> np.ndarray:
-        """The tokens, and -100 where they are not trained (T,)."""
-        return np.where(self.trained, self.ids, IGNORED)
-
 
 def shown(document: Document, tokenizer: PreTrainedTokenizerBase, tokens: int = 200) -> str:
-    """Write a document as text, with what is trained in green, or in brackets outside terminals.
+    """Write the first tokens of a document as text.
 
-    Args:
-        document: of any length.
-        tokenizer: decodes it.
-        tokens (`int`): that are shown at most.
+    What is trained is green, or in brackets outside terminals.
     """
     opening, closing = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("\u27ea", "\u27eb")
     trained = document.trained[:tokens]

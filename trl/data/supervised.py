@@ -1,47 +1,49 @@
-"""Examples of supervised fine-tuning as token ids and the spans of them that are trained on."""
+"""Examples of supervised fine-tuning as token ids, and which of them are trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import repeat
+from operator import add
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
-from .chatml import maybe_convert_to_chatml
 from .encode import Ids, TextEncoder, template_options
-from .formats import malformed_prompt
+from .formats import malformed_prompt, maybe_convert_to_chatml
 from .mixture import SOURCE_COLUMN
 from .preference import common_prefix_length
-from .turns import assistant_spans, expanded_turns, tokens_of
+from .turns import assistant_spans, expanded_turns, leave_added_thinking, trained_tokens
 
 Kind = Literal["tokenized", "completion", "messages", "text"]
 Batch = Mapping[str, Sequence[Any]]
+Chat = list[dict[str, Any]]
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 IGNORED = -100
 
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedOptions:
-    """How examples become rows; the fields are those of `SFTConfig`.
-
-    Args:
-        dataset_text_field (`str`): column of plain texts.
-        completion_only_loss (`bool`, *optional*): train on completions alone; None means where
-            examples have a prompt and a completion.
-        assistant_only_loss (`bool`): train on the turns of the assistant alone.
-        expand_turns (`bool`): one target for each turn of the assistant, in the context that
-            the template gives it when it is written.
-        formatting_func (*optional*): makes a text of an example.
-        source_column (`str`): names where an example is from.
-    """
+    """How examples become rows: options of `SFTConfig`, and what makes a text of an example."""
 
     dataset_text_field: str = "text"
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False
     expand_turns: bool = False
-    formatting_func: Callable[[dict[str, Any]], str] | None = None
     source_column: str = SOURCE_COLUMN
+    formatting_func: Callable[[dict[str, Any]], str] | None = None
+
+    @classmethod
+    def of(cls, args: Any, formatting_func: Callable[[dict[str, Any]], str] | None = None) -> Self:
+        """Take the options of the same names."""
+        given = {field.name: getattr(args, field.name, None) for field in fields(cls)}
+        return cls(**given | {"formatting_func": formatting_func})
+
+    @property
+    def trains_prompts(self) -> bool:
+        """Whether prompts are trained on as their completions are."""
+        return self.completion_only_loss is False
 
     def kind(self, example: Mapping[str, Any]) -> Kind:
         """Say what the examples of a dataset are, from the first of them.
@@ -50,25 +52,21 @@ class SupervisedOptions:
             ValueError: if they cannot be told, or an option does not go with them.
         """
         kind = self._kind(example)
-        conversational = kind == "messages" or (kind == "completion" and _is_chat(example))
         if self.completion_only_loss and kind in ("text", "messages"):
             raise ValueError(
                 f"completion_only_loss=True needs examples with a prompt and a completion; these "
                 f"have {sorted(example)}. Leave the option out"
                 + (", or use assistant_only_loss=True." if kind == "messages" else ".")
             )
-        if not conversational:
-            self._check_turns(kind, example)
-        return kind
-
-    def _check_turns(self, kind: Kind, example: Mapping[str, Any]) -> None:
+        conversational = kind == "messages" or (kind == "completion" and _is_chat(example))
         masked = kind == "tokenized" and "assistant_masks" in example
-        if self.expand_turns or (self.assistant_only_loss and not masked):
+        if self.expand_turns > conversational or self.assistant_only_loss > conversational + masked:
             name = "expand_turns" if self.expand_turns else "assistant_only_loss"
             raise ValueError(
                 f"{name}=True needs conversations (messages with role and content); the examples "
                 f"have {sorted(example)}."
             )
+        return kind
 
     def _kind(self, example: Mapping[str, Any]) -> Kind:
         if "input_ids" in example:
@@ -88,33 +86,21 @@ class SupervisedOptions:
         )
 
 
-@dataclass
-class EncodedBatch:
-    """Rows of a batch of examples; all lists have one entry for each row."""
+class EncodedRow(NamedTuple):
+    """A row of tokens."""
 
-    input_ids: list[Ids] = field(default_factory=list)
-    trained_spans: list[list[int]] = field(default_factory=list)  # start, stop, start, stop, ...
-    source: list[int] = field(default_factory=list)  # which example of the batch it is made from
-    merged: list[int] = field(default_factory=list)  # tokens over the edge of what is trained
-
-    def add(self, ids: Ids, spans: list[int], source: int, merged: int = 0) -> None:
-        """Append a row."""
-        self.input_ids.append(ids)
-        self.trained_spans.append(spans)
-        self.source.append(source)
-        self.merged.append(merged)
+    ids: Ids
+    trained: np.ndarray  # (tokens,) bool
+    source: int  # which example of the batch it is made from
+    merged: int = 0  # tokens over the edge of what is trained
 
 
 def encode_supervised(
     batch: Batch, kind: Kind, encoder: TextEncoder, options: SupervisedOptions
-) -> EncodedBatch:
-    """Encode a batch of examples, of which each column is a list.
-
-    Raises:
-        ValueError: for an example that cannot be read; it is named by its place in the batch.
-    """
+) -> list[EncodedRow]:
+    """Encode a batch of examples, of which each column is a list."""
     encode = {"tokenized": _tokenized, "completion": _completions, "messages": _conversations}
-    return encode.get(kind, _texts)(batch, encoder, options)
+    return encode.get(kind, _texts)(examples(batch), encoder, options)
 
 
 def examples(batch: Batch) -> list[dict[str, Any]]:
@@ -122,7 +108,7 @@ def examples(batch: Batch) -> list[dict[str, Any]]:
     return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
 
 
-def as_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def as_messages(messages: Sequence[Mapping[str, Any]]) -> Chat:
     """Read turns with from and value, or role and content, under the roles of chat templates.
 
     Raises:
@@ -131,7 +117,7 @@ def as_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     if isinstance(messages, str):
         raise TypeError(f"messages are needed where there is a string, {messages!r:.80}.")
-    turns: list[Any] = maybe_convert_to_chatml({"messages": list(messages)})["messages"]
+    turns: Chat = maybe_convert_to_chatml({"messages": list(messages)})["messages"]
     if turns and (problem := malformed_prompt(turns)):
         raise ValueError(f"a conversation {problem}")
     if not any("from" in message for message in messages):
@@ -144,172 +130,150 @@ def _is_chat(example: Mapping[str, Any]) -> bool:
     return not isinstance(value, str) and bool(value)
 
 
-def _texts(batch: Batch, encoder: TextEncoder, options: SupervisedOptions) -> EncodedBatch:
-    if options.formatting_func is None:
-        texts = list(batch[options.dataset_text_field])
-    else:
-        texts = [options.formatting_func(row) for row in examples(batch)]
+def _from(start: int, size: int) -> np.ndarray:
+    """Which of the tokens of a row are trained on, if its first ones are not."""
+    return np.arange(size) >= start
+
+
+def _texts(
+    rows: list[dict[str, Any]], encoder: TextEncoder, options: SupervisedOptions
+) -> list[EncodedRow]:
+    read = options.formatting_func
+    texts = [read(row) if read else row[options.dataset_text_field] for row in rows]
     wrong = [text for text in texts if not isinstance(text, str)]
     if wrong:
-        what = "what formatting_func returns" if options.formatting_func else "the text"
+        what = "what formatting_func returns" if read else "the text"
         raise TypeError(f"{what} must be a string, not {wrong[0]!r:.80}.")
-    rows = [encoder.ended(encoder.begun(ids)) for ids in encoder.ids(texts)]
-    count = len(rows)
-    spans = [[0, len(ids)] for ids in rows]
-    return EncodedBatch(rows, spans, list(range(count)), [0] * count)
+    found = [encoder.ended(encoder.begun(ids)) for ids in encoder.ids(texts)]
+    return [EncodedRow(ids, _from(0, len(ids)), i) for i, ids in enumerate(found)]
 
 
-def _completions(batch: Batch, encoder: TextEncoder, options: SupervisedOptions) -> EncodedBatch:
-    rows = examples(batch)
+def _completions(
+    rows: list[dict[str, Any]], encoder: TextEncoder, options: SupervisedOptions
+) -> list[EncodedRow]:
     if rows and _is_chat(rows[0]):
         return _chat_completions(rows, encoder, options)
-    prompts, answers = list(batch["prompt"]), list(batch["completion"])
+    prompts, answers = ([row[name] for row in rows] for name in ("prompt", "completion"))
     prompt_ids = encoder.ids(prompts)
-    found = EncodedBatch()
-    whole, kept = encoder.continued(prompts, prompt_ids, answers)
-    for i, (prompt, ids, split) in enumerate(zip(prompt_ids, whole, kept, strict=True)):
-        row = encoder.ended(encoder.begun(ids))
-        start = split + len(encoder.begun(ids)) - len(ids)
-        start = start if options.completion_only_loss in (None, True) else 0
-        found.add(row, [start, len(row)], i, int(split < len(prompt)))
+    found = []
+    pairs = zip(*encoder.continued(prompts, prompt_ids, answers), strict=True)
+    for i, (ids, split) in enumerate(pairs):
+        row = encoder.begun(ids)
+        start = (not options.trains_prompts) * (split + len(row) - len(ids))
+        row = encoder.ended(row)
+        found.append(EncodedRow(row, _from(start, len(row)), i, int(split < len(prompt_ids[i]))))
     return found
 
 
 def _chat_completions(
     rows: list[dict[str, Any]], encoder: TextEncoder, options: SupervisedOptions
-) -> EncodedBatch:
+) -> list[EncodedRow]:
     prompts, answers = ([as_messages(row[k]) for row in rows] for k in ("prompt", "completion"))
-    chats = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-    only = options.completion_only_loss in (None, True)
+    chats = list(map(add, prompts, answers))
+    only = not options.trains_prompts
     if options.expand_turns:
-        return _expanded_chats(chats, rows, encoder, [only * len(p) for p in prompts])
-    options_of = [template_options(row) for row in rows]
-    whole, kept, merged = rendered_answers(prompts, answers, options_of, encoder)
-    starts = [only * count for count in kept]
+        return _expanded(chats, rows, encoder, [only * len(prompt) for prompt in prompts])
+    settings = list(map(template_options, rows))
+    texts, whole, starts, merged = rendered_answers(prompts, answers, settings, encoder)
+    trained = list(map(_from, [only * start for start in starts], map(len, whole)))
     if options.assistant_only_loss:
-        found = _assistant_turns(chats, rows, encoder)
-        found.trained_spans = list(map(clipped, found.trained_spans, starts))
-        return found
-    found = EncodedBatch()
-    for i, ids in enumerate(whole):
-        found.add(ids, [starts[i], len(ids)], i, only * merged[i])
-    return found
+        turns = _assistant_turns(chats, rows, encoder)
+        return [row._replace(trained=row.trained & trained[row.source]) for row in turns]
+    leave_added_thinking(encoder, texts, chats, trained)
+    return [EncodedRow(ids, trained[i], i, only * merged[i]) for i, ids in enumerate(whole)]
 
 
-def _expanded_chats(
-    chats: list[list[Any]], rows: list[dict[str, Any]], encoder: TextEncoder, firsts: list[int]
-) -> EncodedBatch:
-    found = EncodedBatch()
-    for i, chat in enumerate(chats):
-        options = template_options(rows[i])
-        for ids, spans in expanded_turns(encoder, chat, options, firsts[i]):
-            found.add(ids, spans, i)
-    return found
+def _expanded(
+    chats: list[Chat], rows: list[dict[str, Any]], encoder: TextEncoder, firsts: list[int]
+) -> list[EncodedRow]:
+    return [
+        EncodedRow(*target, i)
+        for i, (chat, row) in enumerate(zip(chats, rows, strict=True))
+        for target in expanded_turns(encoder, chat, template_options(row), firsts[i])
+    ]
 
 
 def rendered_answers(
-    prompts: Sequence[list[Any]],
-    answers: Sequence[list[Any]],
+    prompts: Sequence[Chat],
+    answers: Sequence[Chat],
     options: Sequence[Mapping[str, Any]],
     encoder: TextEncoder,
-) -> tuple[list[Ids], list[int], list[int]]:
+) -> tuple[list[str], list[Ids], list[int], list[int]]:
     """Render and encode prompts of messages with their answers.
 
     Returns:
-        Ids of prompt and answer, the place where each answer begins, and 1 where the prompt
-        alone ends with other tokens.
+        Texts and ids of prompt and answer, the token with which each answer begins, and 1 where
+        the prompt alone ends with other tokens.
     """
-    rows = list(zip(prompts, answers, options, strict=True))
-    texts = [encoder.render(prompt + answer, option) for prompt, answer, option in rows]
-    heads = [encoder.render(prompt, option, **_ending(prompt)) for prompt, _, option in rows]
+    chats = list(map(add, prompts, answers))
+    texts = encoder.render_all(chats, options)
+    heads = encoder.render_all(prompts, list(map(_with_ending, prompts, options)))
     # A template may render the end of a prompt differently once something follows it.
-    follows = [text.startswith(head) for head, text in zip(heads, texts, strict=True)]
     tails = [text[len(head) :] for head, text in zip(heads, texts, strict=True)]
     head_ids = encoder.ids(heads)
     whole, _ = encoder.continued(heads, head_ids, tails)
-    others = [i for i, found in enumerate(follows) if not found]
+    others = [i for i, head in enumerate(heads) if not texts[i].startswith(head)]
     for i, ids in zip(others, encoder.ids([texts[i] for i in others]), strict=True):
         whole[i] = ids
-    starts = [common_prefix_length(head, ids) for head, ids in zip(head_ids, whole, strict=True)]
-    return whole, starts, [int(s < len(h)) for s, h in zip(starts, head_ids, strict=True)]
+    starts = list(map(common_prefix_length, head_ids, whole))
+    return texts, whole, starts, [int(s < len(h)) for s, h in zip(starts, head_ids, strict=True)]
 
 
-def _ending(prompt: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-    if prompt and prompt[-1]["role"] == "assistant":
-        return {"continue_final_message": True}
-    return {"add_generation_prompt": True}
+def _with_ending(prompt: Chat, options: Mapping[str, Any]) -> dict[str, Any]:
+    goes_on = bool(prompt) and prompt[-1]["role"] == "assistant"
+    return {**options, "continue_final_message" if goes_on else "add_generation_prompt": True}
 
 
-def _conversations(batch: Batch, encoder: TextEncoder, options: SupervisedOptions) -> EncodedBatch:
-    rows = examples(batch)
-    name = "messages" if "messages" in batch else "conversations"
-    chats = [as_messages(row[name]) for row in rows]
-    if options.assistant_only_loss and not options.expand_turns:
-        return _assistant_turns(chats, rows, encoder)
+def _conversations(
+    rows: list[dict[str, Any]], encoder: TextEncoder, options: SupervisedOptions
+) -> list[EncodedRow]:
+    chats = [as_messages(row.get("messages", row.get("conversations"))) for row in rows]
     if options.expand_turns:
-        return _expanded_chats(chats, rows, encoder, [0] * len(rows))
-    found = EncodedBatch()
-    texts = [encoder.render(c, template_options(row)) for row, c in zip(rows, chats, strict=True)]
-    for i, ids in enumerate(encoder.ids(texts)):
-        found.add(ids, [0, len(ids)], i)
-    return found
+        return _expanded(chats, rows, encoder, [0] * len(rows))
+    if options.assistant_only_loss:
+        return _assistant_turns(chats, rows, encoder)
+    texts = encoder.render_all(chats, list(map(template_options, rows)))
+    found = encoder.ids(texts)
+    trained = list(map(_from, repeat(0), map(len, found)))
+    leave_added_thinking(encoder, texts, chats, trained)
+    return [EncodedRow(ids, trained[i], i) for i, ids in enumerate(found)]
 
 
 def _assistant_turns(
-    chats: list[list[Any]], rows: list[dict[str, Any]], encoder: TextEncoder
-) -> EncodedBatch:
-    pairs = zip(chats, rows, strict=True)
-    texts = [assistant_spans(encoder, chat, template_options(row)) for chat, row in pairs]
-    ids, places = encoder.ids_and_places([text for text, _ in texts])
-    found = EncodedBatch()
-    for i, (_, spans) in enumerate(texts):
-        trained, merged = tokens_of(places[i], spans)
-        found.add(ids[i], trained, i, merged)
-    return found
+    chats: list[Chat], rows: list[dict[str, Any]], encoder: TextEncoder
+) -> list[EncodedRow]:
+    texts, spans = assistant_spans(encoder, chats, list(map(template_options, rows)))
+    found = encoder.encodings(texts)
+    pairs = zip(found, map(trained_tokens, found, spans), strict=True)
+    return [
+        EncodedRow(one.ids, trained, i, merged) for i, (one, (trained, merged)) in enumerate(pairs)
+    ]
 
 
-def clipped(spans: Sequence[int], start: int = 0, stop: int | None = None) -> list[int]:
-    """Cut flat token spans to the tokens from `start` on and before `stop`, counted as before."""
-    found: list[int] = []
-    for first, last in zip(spans[::2], spans[1::2], strict=True):
-        first, last = max(first, start), last if stop is None else min(last, stop)
-        if first < last:
-            found += [first, last]
-    return found
+def _tokenized(
+    rows: list[dict[str, Any]], encoder: TextEncoder, options: SupervisedOptions
+) -> list[EncodedRow]:
+    return [
+        EncodedRow(list(map(int, row["input_ids"])), _given_mask(row, options), i)
+        for i, row in enumerate(rows)
+    ]
 
 
-def _tokenized(batch: Batch, encoder: TextEncoder, options: SupervisedOptions) -> EncodedBatch:
-    found = EncodedBatch()
-    for i, row in enumerate(examples(batch)):
-        ids = [int(token) for token in row["input_ids"]]
-        found.add(ids, spans_of(_trained(ids, row, options)), i)
-    return found
-
-
-def _trained(ids: Ids, row: Mapping[str, Any], options: SupervisedOptions) -> np.ndarray:
+def _given_mask(row: Mapping[str, Any], options: SupervisedOptions) -> np.ndarray:
     """Which tokens of a tokenized example are trained on, (tokens,) bool."""
-    names = ["labels", "assistant_masks"]
-    if options.completion_only_loss in (None, True):
-        names.append("completion_mask")
-    given = [name for name in names if row.get(name) is not None]
-    for name in given:
-        if len(row[name]) != len(ids):
-            raise ValueError(
-                f"{name} has length {len(row[name])}, and input_ids has length {len(ids)}."
-            )
+    ids = np.asarray(row["input_ids"])
+    names = ["labels", "assistant_masks", *["completion_mask"] * (not options.trains_prompts)]
     trained = np.ones(len(ids), dtype=bool)
-    for name in given:
+    for name in (name for name in names if row.get(name) is not None):
         values = np.asarray(row[name])
+        if len(values) != len(ids):
+            raise ValueError(
+                f"{name} has length {len(values)}, and input_ids has length {len(ids)}."
+            )
         trained &= (values != IGNORED) if name == "labels" else values.astype(bool)
-    if "labels" in given and (np.asarray(row["labels"]) != np.asarray(ids))[trained].any():
-        raise ValueError(
-            "labels must be the tokens of input_ids at their own places, or -100; "
-            "they are shifted when the loss is computed."
-        )
+        if name == "labels" and (values != ids)[trained].any():
+            raise ValueError(
+                "labels must be the tokens of input_ids at their own places, or -100; "
+                "they are shifted when the loss is computed."
+            )
     return trained
-
-
-def spans_of(mask: Iterable[bool]) -> list[int]:
-    """Flat spans (start, stop, ...) of the true entries of a mask."""
-    edges = np.diff(np.asarray(list(mask), dtype=np.int8), prepend=0, append=0)
-    return np.flatnonzero(edges).tolist()

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .tool_template import ASSISTANTS, CALL, NAME, RESULT, USER, render_probe, tool_message
+from .tool_template import (
+    ASSISTANTS,
+    CALL,
+    NAME,
+    RESULT,
+    USER,
+    render_probe,
+    supports_tool_calling,
+    tool_message,
+)
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -22,10 +33,13 @@ def has_generation_markers(template: str | Mapping[str, str]) -> bool:
     Raises:
         TypeError: if there is none.
     """
+    return MARKER.search(_default(template)) is not None
+
+
+def _default(template: str | Mapping[str, str]) -> str:
     if template is None:
         raise TypeError("The tokenizer has no chat template.")
-    text = template if isinstance(template, str) else template["default"]
-    return MARKER.search(text) is not None
+    return template if isinstance(template, str) else template["default"]
 
 
 def is_chat_template_prefix_preserving(processing_class: Any) -> bool:
@@ -36,6 +50,61 @@ def is_chat_template_prefix_preserving(processing_class: Any) -> bool:
     before = render_probe(processing_class, call, **options)["input_ids"]
     after = render_probe(processing_class, result, add_generation_prompt=True, **options)
     return after["input_ids"][: len(before)] == before
+
+
+TRAINING = Path(__file__).parents[1] / "templates" / "training_chat_template.jinja"
+
+
+def get_training_chat_template(
+    processing_class: Any = None, *, tokenizer: Any = None
+) -> str | None:
+    """Make a chat template that renders as the tokenizer's does, with generation markers.
+
+    `assistant_only_loss` does not need it: turns are found with any template.
+
+    Args:
+        processing_class: a tokenizer, or a processor; it is left as it is.
+        tokenizer: an older name of the same.
+
+    Returns:
+        The template; None if that of the tokenizer has markers already.
+
+    Raises:
+        TypeError: if there is no template, or both names are used.
+        ValueError: if later messages change how a turn is rendered.
+    """
+    if processing_class is not None and tokenizer is not None:
+        raise TypeError("Give processing_class alone; tokenizer is an older name of it.")
+    processing_class = tokenizer if processing_class is None else processing_class
+    template = _default(processing_class.chat_template)
+    if has_generation_markers(template):
+        return None
+    marked = TRAINING.read_text(encoding="utf-8").replace("TEMPLATE", template)
+    talk = [USER, {"role": "assistant", "content": "one"}] * 2 + [USER]
+    try:  # the template says itself when a turn does not stay as it was
+        render_probe(processing_class, talk, chat_template=marked, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ValueError(
+            "No training template can be made of this chat template: later messages change how a "
+            "turn of the assistant is rendered. assistant_only_loss=True works without one."
+        ) from error
+    return marked
+
+
+def add_response_schema(processing_class: Any) -> Any:
+    """Return a tokenizer or processor as it is: calls are read as its chat template writes them.
+
+    Raises:
+        ValueError: if its template is not a text, or does not show calls and their results.
+    """
+    is_text = isinstance(processing_class.chat_template, str)
+    if not is_text or not supports_tool_calling(processing_class):
+        raise ValueError(
+            "The chat template does not show tool calls and their results, so they cannot be read."
+            if is_text
+            else "The chat template must be one text, not several by name."
+        )
+    return processing_class
 
 
 def clone_chat_template(

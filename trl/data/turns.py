@@ -4,53 +4,52 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
 
-from .encode import Ids, Message, TextEncoder
+from .encode import Chat, Ids, TextEncoder
 from .preference import common_prefix_length
 
 Span = tuple[int, int]
+Options = Mapping[str, Any]
 STAND_IN = "\u2042STAND\u2042IN\u2042"
-EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>\s*")
+EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
 
 
 def assistant_spans(
-    encoder: TextEncoder, messages: Sequence[Message], options: Mapping[str, Any]
-) -> tuple[str, list[Span]]:
-    """Render a conversation and find the characters that the assistant writes in it.
+    encoder: TextEncoder, chats: Sequence[Chat], options: Sequence[Options]
+) -> tuple[list[str], list[list[Span]]]:
+    """Render conversations and find the characters that the assistant writes in them.
 
     A turn ends with its end-of-turn token; white space the template puts behind it, and an empty
-    thinking block that the message does not have, are not the assistant's.
-
-    Args:
-        encoder: knows the chat template.
-        messages: the conversation.
-        options: tools and further arguments of the template.
+    thinking block that no message has, are not the assistant's.
 
     Returns:
-        The text, and (start, stop) of each turn: by the template's generation markers, or by
+        The texts, and (start, stop) of each turn: by the template's generation markers, or by
         rendering again without and with the turn.
 
     Raises:
         ValueError: if neither is exact for this template.
     """
-    if encoder.marks_turns(options):
-        text, spans = encoder.render_marked(messages, options)
+    if all(encoder.marks_turns(option) for option, _ in groupby(options)):
+        texts, found = encoder.render_marked(chats, options)
     else:
-        text = encoder.render(messages, options)
-        turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = [_turn(encoder, messages, options, k, text) for k in turns]
-    said = [m for m in messages if m["role"] == "assistant"]
-    if len(said) == len(spans):
-        spans = [_without_thinking(text, span, m) for span, m in zip(spans, said, strict=True)]
-    return text, spans
+        texts = encoder.render_all(chats, options)
+        found = [
+            [_turn(encoder, chat, option, k, text) for k in _said(chat)]
+            for chat, option, text in zip(chats, options, texts, strict=True)
+        ]
+    rows = zip(texts, chats, found, strict=True)
+    return texts, [without_added_thinking(*row) for row in rows]
 
 
-def _turn(
-    encoder: TextEncoder, messages: Sequence[Message], options: Mapping[str, Any], k: int, text: str
-) -> Span:
+def _said(chat: Chat, first: int = 0) -> list[int]:
+    return [k for k in range(first, len(chat)) if chat[k]["role"] == "assistant"]
+
+
+def _turn(encoder: TextEncoder, messages: Chat, options: Options, k: int, text: str) -> Span:
     head = _attempt(encoder, messages[:k], options, add_generation_prompt=True)
     last = k + 1 == len(messages)
     through = text if last else _attempt(encoder, messages[: k + 1], options)
@@ -65,12 +64,8 @@ def _turn(
     if start is None or stop is None:
         what = ("beginning", head) if start is None else ("end", through)
         raise ValueError(_inexact(k, *what, text))
-    return start, stop - _space_behind_end(encoder, text[start:stop])
-
-
-def _space_behind_end(encoder: TextEncoder, turn: str) -> int:
-    ended = re.search(rf"{encoder.special}(\s*)\Z", turn)
-    return len(ended[1]) if ended else 0
+    behind_end = re.findall(rf"{encoder.special}(\s*)\Z", text[start:stop])
+    return start, stop - sum(map(len, behind_end))
 
 
 def _length_of_beginning(text: str, beginning: str | None) -> int | None:
@@ -85,20 +80,11 @@ def _end_before(encoder: TextEncoder, text: str, behind: str) -> int | None:
     return len(text) - len(behind) + (special.end() if special else 0)
 
 
-def _attempt(
-    encoder: TextEncoder, messages: Sequence[Message], options: Mapping[str, Any], **ending: Any
-) -> str | None:
+def _attempt(encoder: TextEncoder, messages: Chat, options: Options, **ending: Any) -> str | None:
     try:
-        return encoder.render(messages, options, **ending)
+        return encoder.render_all([messages], [options], **ending)[0]
     except Exception:  # a template refuses a part of a conversation by any error of its own
         return None
-
-
-def _without_thinking(text: str, span: Span, message: Message) -> Span:
-    empty = EMPTY_THINKING.match(text, *span)
-    if empty is None or EMPTY_THINKING.match(str(message.get("content"))):
-        return span
-    return empty.end(), span[1]
 
 
 def _inexact(k: int, what: str, found: str | None, text: str) -> str:
@@ -112,60 +98,83 @@ def _inexact(k: int, what: str, found: str | None, text: str) -> str:
     )
 
 
-def tokens_of(places: np.ndarray, spans: Sequence[Span]) -> tuple[list[int], int]:
-    """Find the tokens that stand for characters of the spans.
+def without_added_thinking(text: str, messages: Chat, spans: Sequence[Span]) -> list[Span]:
+    """Take empty thinking blocks that the template alone has written out of spans of characters."""
+    if "<think>" not in text:
+        return list(spans)
+    own = (EMPTY_THINKING.split(str(m.get("content")), maxsplit=1)[1:] for m in messages)
+    followed = tuple(chain.from_iterable(own))
+    found = []
+    for start, stop in spans:
+        for block in EMPTY_THINKING.finditer(text, start, stop):
+            if not text.startswith(followed, block.end()):
+                found.append((start, block.start()))
+                start = block.end()
+        found.append((start, stop))
+    return [(start, stop) for start, stop in found if text[start:stop].strip()]
 
-    Args:
-        places: (tokens, 2) characters of each token.
-        spans: characters (start, stop).
+
+def leave_added_thinking(
+    encoder: TextEncoder,
+    texts: Sequence[str],
+    chats: Sequence[Chat],
+    trained: Sequence[np.ndarray],
+) -> None:
+    """Clear what is trained, (tokens,) of each text, where the template added empty thinking."""
+    kept = [without_added_thinking(t, c, [(0, len(t))]) for t, c in zip(texts, chats, strict=True)]
+    rows = [i for i, spans in enumerate(kept) if len(spans) > 1]
+    for i, encoding in zip(rows, encoder.encodings([texts[i] for i in rows]), strict=True):
+        trained[i] &= trained_tokens(encoding, kept[i])[0]
+
+
+def trained_tokens(encoding: Any, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
+    """Find the tokens that stand for characters of the spans (start, stop).
 
     Returns:
-        Token spans, flat: start, stop, start, stop, ...; and the number of tokens that stand
-        for characters before a span as well, which count as part of it.
+        A mask (tokens,); and the number of tokens that stand for characters before a span as
+        well, which count as part of it.
     """
-    found: list[int] = []
-    merged = 0
+    trained, merged = np.zeros(len(encoding), dtype=bool), 0
     for start, stop in spans:
-        inside = np.flatnonzero((places[:, 0] < stop) & (places[:, 1] > start))
-        if len(inside):
-            merged += bool(places[inside[0], 0] < start)
-            found += [int(inside[0]), int(inside[-1]) + 1]
-    return found, merged
+        first, behind = _token_at(encoding, start), _token_at(encoding, stop)
+        while behind < len(encoding) and encoding.token_to_chars(behind)[0] < stop:
+            behind += 1
+        if first < behind:
+            merged += encoding.token_to_chars(first)[0] < start
+            trained[first:behind] = True
+    return trained, merged
+
+
+def _token_at(encoding: Any, place: int) -> int:
+    """The first token that stands for this character, or for the first one behind it that has."""
+    end = encoding.token_to_chars(len(encoding) - 1)[1] if len(encoding) else 0
+    tokens = map(encoding.char_to_token, range(place, end))
+    return next((token for token in tokens if token is not None), len(encoding))
 
 
 def expanded_turns(
-    encoder: TextEncoder, messages: Sequence[Message], options: Mapping[str, Any], first: int = 0
-) -> list[tuple[Ids, list[int]]]:
+    encoder: TextEncoder, messages: Chat, options: Options, first: int = 0
+) -> list[tuple[Ids, np.ndarray]]:
     """Make one target for each turn of the assistant, in the context it has when it is written.
 
-    Args:
-        encoder, messages, options: as for `assistant_spans`.
-        first (`int`): earlier messages are no targets.
+    Messages before `first` are no targets.
 
     Returns:
-        Ids and trained token spans, flat, of each target. A target that the next one continues
+        Ids and mask of trained tokens of each target. A target that the next one continues
         unchanged is part of that one, so a template that keeps all turns gives one row.
 
     Raises:
         ValueError: as `assistant_spans`.
     """
-    targets: list[tuple[Ids, list[int]]] = []
-    for k in range(first, len(messages)):
-        if messages[k]["role"] != "assistant":
-            continue
-        text, spans = _last_turn(encoder, messages[: k + 1], options)
-        ids, places = encoder.ids_and_places([text])
-        found, _ = tokens_of(places[0], spans)
-        if targets and ids[0][: len(targets[-1][0])] == targets[-1][0]:
-            found = targets.pop()[1] + found
-        targets.append((ids[0], found))
+    targets: list[tuple[Ids, np.ndarray]] = []
+    for k in _said(messages, first):
+        chat = messages[: k + 1]
+        text = encoder.render_all([chat], [options])[0]
+        turn = _turn(encoder, chat, options, k, text)
+        (encoding,) = encoder.encodings([text[: turn[1]]])
+        trained, _ = trained_tokens(encoding, without_added_thinking(text, chat[-1:], [turn]))
+        if targets and encoding.ids[: len(targets[-1][0])] == targets[-1][0]:
+            before = targets.pop()[1]
+            trained[: len(before)] |= before
+        targets.append((encoding.ids, trained))
     return targets
-
-
-def _last_turn(
-    encoder: TextEncoder, messages: Sequence[Message], options: Mapping[str, Any]
-) -> tuple[str, list[Span]]:
-    text = encoder.render(messages, options)
-    span = _turn(encoder, messages, options, len(messages) - 1, text)
-    start, stop = _without_thinking(text, span, messages[-1])
-    return text[:stop], [(start, stop)]

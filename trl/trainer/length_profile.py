@@ -9,6 +9,7 @@ from ..data.encode import TextEncoder
 from ..data.lengths import LengthProfile, profile_preferences, profile_prompts, profile_supervised
 from ..data.preference_rows import prepare_preferences
 from ..data.prepare import prepare_supervised
+from ..data.supervised import SupervisedOptions
 from ..models.loading import load_tokenizer
 from ..online.prompts import PromptEncoder
 from .offline.offline_config import OfflineConfig
@@ -32,5 +33,5 @@ def profile_rows(
     if not isinstance(args, SFTConfig):
         table = prepare_preferences(dataset, encoder, num_proc=processes)
         return profile_preferences(table, limits)
-    table = prepare_supervised(dataset, encoder, args.supervised_options(), processes)
+    table = prepare_supervised(dataset, encoder, SupervisedOptions.of(args), processes)
     return profile_supervised(table, limits, args.max_length if args.packing else None)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
-from ..data.supervised import SupervisedOptions
 from .base.options import option
 from .offline.offline_config import OfflineConfig
 
@@ -58,6 +55,9 @@ class SFTConfig(OfflineConfig):
         "cuts every max_length tokens. Documents never see each other.",
         choices=("bfd", "bfd_split", "wrapped"),
     )
+    wrapped_attends_across: bool = option(
+        False, "With wrapped, documents in the same max_length tokens are one and see each other."
+    )
     eval_packing: bool | None = option(None, "Pack evaluation sets. None: as packing.")
 
     # --- Loss ---
@@ -75,35 +75,32 @@ class SFTConfig(OfflineConfig):
                 )
                 setattr(self, name, values[old])
         super().__post_init__()
-        self._check_long_rows()
-        self._check_packing()
+        self._check_packs()
+        if self.wrapped_attends_across and self.row_limit != "wrapped_across":
+            raise ValueError(
+                "wrapped_attends_across=True needs packing=True and packing_strategy='wrapped'."
+            )
+        strategy = self.packing_strategy
+        if self.packing and strategy != "bfd" and self.long_rows is not None:
+            raise ValueError(
+                f"packing_strategy={strategy!r} says what is done with long rows: "
+                f"leave out long_rows={self.long_rows!r}, or pack with 'bfd'."
+            )
 
-    def _check_packing(self) -> None:
+    def _check_packs(self) -> None:
         packs = self.packing or self.eval_packing
         if packs and self.max_length is None:
             raise ValueError("packing=True needs max_length: it is the size of a pack.")
         if self.lazy_tokenization and (packs or self.max_tokens_per_micro_batch):
             name = "packing" if packs else "max_tokens_per_micro_batch"
             raise ValueError(f"{name} needs the lengths of all rows: drop lazy_tokenization=True.")
-
-    def _check_long_rows(self) -> None:
-        if self.packing and self.packing_strategy != "bfd" and self.long_rows is not None:
-            raise ValueError(
-                f"packing_strategy={self.packing_strategy!r} says what is done with long rows: "
-                f"leave out long_rows={self.long_rows!r}, or pack with 'bfd'."
-            )
-        if (self.packing or self.eval_packing) and self.long_rows == "split":
+        if packs and self.long_rows == "split":
             raise ValueError("With packing, long_rows='split' is packing_strategy='bfd_split'.")
-
-    def supervised_options(self, formatting_func: Any = None) -> SupervisedOptions:
-        """How examples become rows; a function that makes texts of them is no option."""
-        names = [field.name for field in dataclasses.fields(SupervisedOptions)]
-        same: dict[str, Any] = {name: getattr(self, name, None) for name in names}
-        return SupervisedOptions(**same | {"formatting_func": formatting_func})
 
     @property
     def row_limit(self) -> str:
         """What is done with rows over `max_length`, as `SupervisedDataset` calls it."""
-        if self.packing and self.packing_strategy != "bfd":
-            return {"bfd_split": "split"}.get(self.packing_strategy, self.packing_strategy)
-        return self.long_rows or self.truncation_mode
+        if not self.packing or self.packing_strategy == "bfd":
+            return self.long_rows or self.truncation_mode
+        across = "_across" * self.wrapped_attends_across
+        return {"bfd_split": "split"}.get(self.packing_strategy, self.packing_strategy + across)

@@ -13,13 +13,9 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.utils import logging
 
 from ..data.encode import TextEncoder
-from ..data.prepare import (
-    LazySupervisedDataset,
-    SupervisedDataset,
-    documents,
-    prepare_supervised,
-)
+from ..data.prepare import LazySupervisedDataset, SupervisedDataset, documents, prepare_supervised
 from ..data.rows import SupervisedRows, shown
+from ..data.supervised import SupervisedOptions
 from ..online.metrics import record_accuracy, record_entropy
 from ..ops.masking import masked_sum
 from ..types import Mode, TokenScores
@@ -83,19 +79,12 @@ class SFTTrainer(OfflineTrainer):
     ):
         self._formatting_func = formatting_func
         super().__init__(
-            model,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            callbacks,
-            optimizers,
-            quantization_config,
-            peft_config,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            *(model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers),
+            *(quantization_config, peft_config),
             data_collator=data_collator,
             compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
 
@@ -104,14 +93,20 @@ class SFTTrainer(OfflineTrainer):
     ) -> Any:
         """Tokenize, mask and cut to length."""
         given: Any = args.dataset_kwargs or {}
-        if given.get("skip_prepare_dataset"):
-            _check_tokenized(dataset)
-        options = args.supervised_options(self._formatting_func)
+        columns = dataset.column_names or ["input_ids"]
+        if given.get("skip_prepare_dataset") and "input_ids" not in columns:
+            raise ValueError(
+                "skip_prepare_dataset: the dataset has no column 'input_ids', but "
+                f"{', '.join(columns)}."
+            )
+        options = SupervisedOptions.of(args, self._formatting_func)
         limits: dict[str, Any] = {"max_length": args.max_length, "long_rows": args.row_limit}
         if isinstance(dataset, Dataset) and args.lazy_tokenization:
             return LazySupervisedDataset(dataset, encoder, options, **limits)
         table = prepare_supervised(dataset, encoder, options, args.dataset_num_proc)
         if isinstance(table, IterableDataset):
+            if args.wrapped_attends_across:
+                raise ValueError("wrapped_attends_across=True needs a dataset that is no stream.")
             return ItemStream(table, partial(documents, **limits), lambda item: len(item.ids))
         found = SupervisedDataset(table, **limits)
         for line in found.report.lines(*limits.values()):
@@ -141,11 +136,3 @@ class SFTTrainer(OfflineTrainer):
         for name, mask in rows.by_origin():
             store.mean(f"loss/{name}", masked_sum(losses.detach(), mask), mask.sum())
         return masked_sum(losses, rows.loss_mask)[None]
-
-
-def _check_tokenized(dataset: Dataset | IterableDataset) -> None:
-    if "input_ids" not in (dataset.column_names or ["input_ids"]):
-        raise ValueError(
-            "skip_prepare_dataset: the dataset has no column 'input_ids', but "
-            f"{', '.join(dataset.column_names or ())}."
-        )

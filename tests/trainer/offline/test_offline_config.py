@@ -1,4 +1,5 @@
 import pytest
+from accelerate.parallelism_config import ParallelismConfig
 
 from trl.trainer.offline.offline_config import OfflineConfig
 
@@ -38,3 +39,8 @@ def test_padding():
 )
 def test_the_order_of_rows(changes, seed):
     assert make(**changes).order_seed == seed
+
+
+def test_ulysses_is_refused_when_the_options_are_made():
+    with pytest.raises(ValueError, match="sp_size=2: sequence parallelism is not available"):
+        make(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="deepspeed"))
