@@ -28,7 +28,8 @@ Made by `make bench-kinds`, which measures the cells that `kinds.json` lacks. On
 3,100 tokens, k completions of 53, the whole group in one micro-batch, two steps of RLOO with
 `beta=0.05` by default options, but without the loss that balances experts. Random models in float32
 under bfloat16 autocast: hidden size 64, four layers, 151,936 entries in the vocabulary. Peaks in MB
-above what is held when training begins, on the meter of [the other benchmarks](memory.md).
+above what is held when training begins, on the meter of [the other benchmarks](memory.md). A dash
+stands for what was not measured.
 """
 
 
@@ -59,13 +60,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kinds", nargs="*", help=f"some of {', '.join(KINDS)}; none: all")
     parser.add_argument("--limit-gb", type=float, default=0.0, help="most memory of a cell")
+    parser.add_argument("--trainers", nargs="+", default=[*TRAINERS], choices=TRAINERS)
+    parser.add_argument("--counts", nargs="+", type=int, default=COUNTS, choices=COUNTS)
     given = parser.parse_args()
     store = Store(RESULTS / "kinds.json")
-    for trainer in TRAINERS:
+    for trainer in given.trainers:
         if trainer in environments.PEERS:
             environments.make(trainer)
         for kind in given.kinds or KINDS:
-            for work in (work_of(trainer, kind, count) for count in COUNTS):
+            for work in (work_of(trainer, kind, count) for count in given.counts):
                 if peak_of(store.find("kinds", work)) is None:
                     run = execute(work, given.limit_gb)
                     store.add("kinds", work, run)
