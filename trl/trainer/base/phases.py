@@ -109,9 +109,8 @@ class Phases:
             for micro_batch, part in self._located(rows):
                 known = self._store.state()
                 begin("backward")
-                whole = micro_batch if len(part) == len(micro_batch) else part
                 with self.meter.phase("backward"):  # `step` measures its forward within it
-                    value = self._in_pieces(whole, step, quiet)
+                    value = self._in_pieces(part, step, quiet)
                 if micro_batch is batch:
                     loss += value
                 else:  # its metrics were recorded at the first time
@@ -134,13 +133,16 @@ class Phases:
         quiet: Callable[[], AbstractContextManager[Any]],
     ) -> Tensor:
         """One step, or several whose gradients add up; ranks exchange them in the last one."""
-        cuts = pieces(row_tokens(batch), self._most) if self._most else [range(len(batch))]
-        losses = []
-        for rows in cuts:
-            piece: Any = batch if len(cuts) == 1 else batch.select(rows)
-            with nullcontext() if rows is cuts[-1] else quiet(), self._offloading():
+        losses, every = [], self.pieces(batch)
+        for piece in every:
+            with nullcontext() if piece is every[-1] else quiet(), self._offloading():
                 losses.append(step(piece))
         return torch.stack(losses).sum()
+
+    def pieces(self, batch: Any) -> list[Any]:
+        """Cut rows into what is computed at once, with gradient or without."""
+        cuts = pieces(row_tokens(batch), self._most) if self._most else []
+        return list(map(batch.select, cuts)) if len(cuts) > 1 else [batch]
 
     def _located(self, rows: range) -> Iterator[tuple[Any, Any]]:
         """Each micro-batch of the update that has some of the rows, and those rows."""
@@ -175,11 +177,9 @@ def row_tokens(batch: Any) -> list[int]:
     """Tokens of what a micro-batch is cut by: groups, or rows; a shared prompt counts once."""
     if hasattr(batch, "groups"):
         return [group.tokens() for group in batch.groups]
-    found, before = [], None
-    for prompt, completion in zip(batch.prompt_ids, batch.completion_ids, strict=True):
-        found.append(len(completion) + len(prompt) * (prompt != before))
-        before = prompt
-    return found
+    before = [None, *batch.prompt_ids[:-1]]
+    rows = zip(batch.prompt_ids, before, batch.completion_ids, strict=True)
+    return [len(ids) + len(prompt) * (prompt != other) for prompt, other, ids in rows]
 
 
 def pieces(sizes: Sequence[int], most: int) -> list[range]:

@@ -302,19 +302,21 @@ class OfflineTrainer(BaseTrainer):
     def frozen(
         self, model: nn.Module, rows: Any, read: Callable[[TokenScores, Any], Tensor]
     ) -> Tensor:
-        """Score rows without gradient, in pieces where memory is short.
+        """Score rows without gradient, in the pieces of training.
 
         What is returned are the values (B, ...) that `read` makes of scores and rows.
         """
 
-        def score(at: range) -> Tensor:
-            part = rows if len(at) == len(rows) else rows.select(at)
+        def score(part: Any) -> Tensor:
             scores = self.scorer.frozen_scores(model, part.flat)
             self.guard.watch("log-probability without gradient", scores.logps, part.flat)
             return read(scores, part)
 
+        def work(at: range) -> Tensor:
+            return torch.cat(list(map(score, self.phases.pieces(rows.select(at)))))
+
         with self.phases("scoring"), self.accelerator.autocast():
-            return torch.cat(self._scoring.run(len(rows), score))
+            return torch.cat(self._scoring.run(len(rows), work))
 
     def with_reference(self, rows: Any) -> Any:
         """Add the `ref_logps` of answers (B, K), unless they were computed beforehand."""

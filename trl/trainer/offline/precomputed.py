@@ -113,7 +113,8 @@ def check_known(dataset: Any, mode: Mode, args: OfflineConfig, has_let_go: bool)
 def scoring_facts(args: PreferenceConfig, model: nn.Module) -> dict[str, Any]:
     """What log-probabilities under a model depend on, besides its weights and the tokens."""
     config = causal_model(model).config
-    names = ("bf16", "fp16", "shared_prefix", "logits_chunk_size", "pad_to_multiple_of", "ld_alpha")
+    names = ["bf16", "fp16", "shared_prefix", "logits_chunk_size", "pad_to_multiple_of"]
+    names += ["ld_alpha", "piece_tokens"]
     options = {name: getattr(args, name, None) for name in names}
     computed = {"attention": config._attn_implementation, "device": args.device.type}
     return options | computed | {"config": config.to_json_string()}
