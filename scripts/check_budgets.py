@@ -23,7 +23,7 @@ BRANCHES = (
 # Those with two numbers are larger than they are meant to be: the first is where they are to go,
 # the second, which must hold, is lowered as they get there.
 FOLDERS = {
-    "ops": (1750, 1852),
+    "ops": (1750, 1843),
     "data": (2000, 3336),
     "models": (3500, 4432),
     "memory": (2000, 2277),
@@ -35,7 +35,7 @@ FOLDERS = {
     "cli, scripts": (2700, 2860),
     "rest": (1100, 1407),
 }
-ALL = (25_000, 30_205)
+ALL = (25_000, 30_196)
 LOADED = (75, 76)  # modules that `from trl import RLOOTrainer` may load
 
 

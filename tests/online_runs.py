@@ -10,11 +10,23 @@ from scripted import ScriptedBackend
 from slow_support import kept_mass
 from tiny import ONE_UPDATE, tiny_model, tiny_tokenizer
 
+from trl.trainer.online_dpo_trainer import OnlineDPOTrainer
+from trl.trainer.ppo_trainer import PPOTrainer
 from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 EOS = 1
 PROMPTS = ["ab", "cde", "f", "ghij"]
+# What `make_trainer` takes for each; a pair is a row of Online DPO.
+TRAINERS = {
+    "rloo": {"kind": RLOOTrainer},
+    "online-dpo": {
+        "kind": OnlineDPOTrainer,
+        "num_generations": 2,
+        "per_device_train_batch_size": 1,
+    },
+    "ppo": {"kind": PPOTrainer},
+}
 
 
 def dataset(prompts=PROMPTS, **columns) -> Dataset:

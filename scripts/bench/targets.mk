@@ -11,10 +11,11 @@ bench-step:  ## time of a training step by phase, against another trainer
 bench-head:  ## log-probabilities in tiles against full logits
 bench-options:  ## what each option saves
 bench-kinds:  ## peak memory by kind of layers, against another trainer
-bench-offline:  ## memory and time of an update of SFT
+bench-offline: bench-preferences  ## memory and time of an update of SFT, DPO, KTO and Reward
+bench-preferences:  ## the same without SFT
 bench-plan:  ## memory that `trl memory-plan` predicts against what is measured
 bench-gpu:  ## all of this on a GPU, if there is one
-BENCHES := bench-kinds bench-offline bench-memory bench-report bench-step bench-head bench-options bench-plan bench-gpu
+BENCHES := bench-kinds bench-offline bench-preferences bench-memory bench-report bench-step bench-head bench-options bench-plan bench-gpu
 $(BENCHES): $(VENV)/.dev
 	$(PY) scripts/bench/$(@:bench-%=%).py $(ARGS)
 

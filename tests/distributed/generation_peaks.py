@@ -14,25 +14,14 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 
 from engines import SHARDED, finish, launch, report, use  # noqa: E402
 from held_bytes import config_file, live_bytes  # noqa: E402
-from online_runs import dataset, make_trainer  # noqa: E402
+from online_runs import TRAINERS, dataset, make_trainer  # noqa: E402
 from reward_runs import classifier  # noqa: E402
 from tiny import tiny_model  # noqa: E402
 
 from trl.models.unwrap import causal_model  # noqa: E402
-from trl.trainer.online_dpo_trainer import OnlineDPOTrainer  # noqa: E402
-from trl.trainer.ppo_trainer import PPOTrainer  # noqa: E402
-from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402
 
-TRAINERS = {
-    "RLOO": {"kind": RLOOTrainer},
-    "Online DPO": {
-        "kind": OnlineDPOTrainer,
-        "num_generations": 2,
-        "per_device_train_batch_size": 2,
-        "beta": 0.1,
-    },
-    "PPO with a value model": {"kind": PPOTrainer, "num_ppo_epochs": 1},
-}
+NAMES = {"rloo": "RLOO", "online-dpo": "Online DPO", "ppo": "PPO with a value model"}
+OWN = {"online-dpo": {"beta": 0.1}, "ppo": {"num_ppo_epochs": 1}}
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12}
 
 
@@ -55,11 +44,11 @@ class Peak:
 
 def measure(engine, folder, name, gather):
     use(engine)
-    options = dict(TRAINERS[name])
+    options = TRAINERS[name] | OWN.get(name, {})
     if engine == "zero3":  # whose buffers for gradients would hide the weights
         os.environ.update(config_file(engine, folder))
     before = live_bytes()
-    if options["kind"] is PPOTrainer:
+    if name == "ppo":
         options["value_model"] = classifier(**SHAPE)
     trainer = make_trainer(
         folder,
@@ -81,7 +70,9 @@ def main(folder):
     if "RANK" in os.environ:
         report(
             {
-                (engine, name): [measure(engine, folder, name, choice) for choice in (True, False)]
+                (engine, NAMES[name]): [
+                    measure(engine, folder, name, choice) for choice in (True, False)
+                ]
                 for engine in sys.argv[1:]
                 for name in TRAINERS
             }

@@ -24,31 +24,41 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "trainer")]
 
+import dpo_runs  # noqa: E402
+import kto_runs  # noqa: E402
 import numpy as np  # noqa: E402
 import rounding  # noqa: E402, F401
 import torch  # noqa: E402
 from engines import environment  # noqa: E402
-from online_runs import dataset, make_trainer  # noqa: E402
+from online_runs import TRAINERS, dataset, make_trainer  # noqa: E402
 from reward_runs import classifier  # noqa: E402
+from tiny import tiny_model  # noqa: E402
 
 import trl.trainer.base.checkpoint as saving  # noqa: E402
 from trl.trainer.base.checkpoint import checkpoints_in  # noqa: E402
-from trl.trainer.online_dpo_trainer import OnlineDPOTrainer  # noqa: E402
-from trl.trainer.ppo_trainer import PPOTrainer  # noqa: E402
-from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402
+from trl.trainer.offline.preference_trainer import PreferenceTrainer  # noqa: E402
 
 LAST = 11
 PATIENCE = 240
 PROMPTS = ["a0", "b1", "c2", "d3"]
-# A pair is a row of Online DPO; values are those of a second model.
-TRAINERS = {
-    "rloo": {"kind": RLOOTrainer},
-    "online-dpo": {
-        "kind": OnlineDPOTrainer,
-        "num_generations": 2,
-        "per_device_train_batch_size": 1,
-    },
-    "ppo": {"kind": PPOTrainer, "num_generations": 2, "num_ppo_epochs": 2},
+PREFERENCES = {"dpo": dpo_runs.make_trainer, "kto": kto_runs.make_trainer}
+# Updates, logs, evaluations and a reference that moves, for every trainer.
+RUN = {
+    "per_device_eval_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "optim": "adamw_torch",
+    "lr_scheduler_type": "linear",
+    "learning_rate": 0.01,
+    "max_steps": LAST,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "save_total_limit": 2,
+    "logging_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 5,
+    "beta": 0.05,
+    "sync_ref_model": True,
+    "ref_model_sync_steps": 2,
 }
 
 
@@ -65,36 +75,30 @@ def trainer_in(folder, processes=1, **changes):
 
     Metrics are logged every other update, so some of them cross a checkpoint.
     """
-    settings = {
+    name = os.environ.get("KILLED_TRAINER", "rloo")
+    on_cpu = "CPU_ENGINES" not in os.environ  # there, the engine chooses the device
+    settings = RUN | {
+        "per_device_train_batch_size": 2 // processes,
+        "use_cpu": on_cpu,
+        "ddp_backend": "gloo" if processes > 1 and on_cpu else None,
+    }
+    if name in PREFERENCES:
+        settings |= {"train_sampling_strategy": "random", "eval_dataset": dpo_runs.pairs()}
+        model = tiny_model(attention_dropout=0.1)
+        options = {"disable_dropout": False} | settings | changes
+        return PREFERENCES[name](folder, model=model, **options)
+    settings |= {
         "reward": noisy,
         "script": None,
         "data": dataset(PROMPTS),
         "eval_dataset": dataset(["xy"]),
-        "per_device_train_batch_size": 2 // processes,
-        "per_device_eval_batch_size": 4,
-        "gradient_accumulation_steps": 2,
         "steps_per_generation": 4,
         "num_iterations": 2,
         "shuffle_dataset": True,
-        "optim": "adamw_torch",
-        "lr_scheduler_type": "linear",
-        "learning_rate": 0.01,
-        "max_steps": LAST,
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "save_total_limit": 2,
-        "logging_steps": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 5,
-        "beta": 0.05,
-        "sync_ref_model": True,
-        "ref_model_sync_steps": 2,
-        "use_cpu": "CPU_ENGINES" not in os.environ,  # there, the engine chooses the device
-        "ddp_backend": "gloo" if processes > 1 and "CPU_ENGINES" not in os.environ else None,
     }
-    name = os.environ.get("KILLED_TRAINER", "rloo")
     if name == "ppo":
-        changes = {"value_model": classifier()} | changes
+        own = {"value_model": classifier(), "num_generations": 2, "num_ppo_epochs": 2}
+        changes = own | changes
     return make_trainer(folder, **(settings | TRAINERS[name] | changes))
 
 
@@ -115,10 +119,16 @@ def end_at(trainer, place, step):
 
         return wrapper
 
-    owners = {
-        "generate": (trainer.backend, "generate"),
-        "score": (trainer.scoring, "score"),
-        "reward": (trainer.rewards, "_score"),
+    owners = (
+        {}
+        if isinstance(trainer, PreferenceTrainer)
+        else {
+            "generate": (trainer.backend, "generate"),
+            "score": (trainer.scoring, "score"),
+            "reward": (trainer.rewards, "_score"),
+        }
+    )
+    owners |= {
         "backward": (trainer.accelerator, "backward"),
         "optimizer": (trainer, "_get_grad_norm"),
         "log": (trainer, "log"),
@@ -150,10 +160,10 @@ def run(folder, processes, point):
         ]
         files = [Path(folder, place, "model.safetensors") for place in (".", "value_model")]
         weights = b"".join(file.read_bytes() for file in files if file.exists())
+        written = sorted(Path(folder, "completions").glob("*.jsonl"))  # of online trainers
         outcome = {
             "weights": hashlib.sha256(weights).hexdigest(),
-            "completions": (Path(folder) / "completions" / "train.jsonl").read_text(),
-            "evaluated": (Path(folder) / "completions" / "eval.jsonl").read_text(),
+            "completions": {file.name: file.read_text() for file in written},
             "logs": logs,
             "learning rate": trainer.lr_scheduler.get_last_lr(),
             "tokens": trainer.state.num_input_tokens_seen,
@@ -272,7 +282,7 @@ def main():
     parser.add_argument("out", type=Path)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--engine", default="ddp", help="of engines.py; needs its variables")
-    parser.add_argument("--trainer", choices=TRAINERS, default="rloo")
+    parser.add_argument("--trainer", choices=[*TRAINERS, *PREFERENCES], default="rloo")
     parser.add_argument("--at", nargs="*", default=[])
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)

@@ -24,9 +24,9 @@ def test_one_process(tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("trainer", ["online-dpo", "ppo"])
-def test_pairs_and_values(tmp_path, trainer):
-    """Values, what the rollout kept and the optimizer's state of both models come back."""
+@pytest.mark.parametrize("trainer", ["online-dpo", "ppo", "dpo", "kto"])
+def test_other_trainers(tmp_path, trainer):
+    """Values, references, the order of rows and the optimizer's state of all models come back."""
     points = ["backward:7", "save:6"]
     found = killed(tmp_path, "--trainer", trainer, "--at", *points)
     assert found == {point: [] for point in points}

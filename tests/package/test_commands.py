@@ -13,7 +13,7 @@ TARGETS |= {"docs", "clean", "help"}
 TARGETS |= {"invariance", "bench-memory", "bench-report", "bench-step", "bench-head", "bench-plan"}
 TARGETS |= {"bench-gpu", "bench-siblings", "bench-options", "bench-generation", "engine-table"}
 TARGETS |= {"big-plans", "bench-offline", "gpu-check", "gpu-wheels", "test-fast", "test-lowest"}
-TARGETS |= {"architectures", "bench-kinds"}
+TARGETS |= {"architectures", "bench-kinds", "bench-preferences"}
 
 
 @pytest.fixture

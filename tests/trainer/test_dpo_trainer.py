@@ -218,21 +218,6 @@ def test_what_runs_out_of_memory_is_computed_in_pieces(tmp_path, reference):
         assert max(found) == 8 and sum(size for size in found if size <= 3) == 8
 
 
-def test_the_reference_scores_the_pieces_of_training(tmp_path):
-    """So no more is held without gradient than with it, and both round alike: rewards are 0."""
-    trainer = make_trainer(tmp_path, max_tokens_per_piece=40)
-    sizes, answer_logps = {True: [], False: []}, trainer.answer_logps
-
-    def watched(scores, rows):
-        sizes[torch.is_grad_enabled()].append(rows.tokens())
-        return answer_logps(scores, rows)
-
-    trainer.answer_logps = watched
-    trainer.train()
-    assert sizes[True] == sizes[False] and len(sizes[True]) > 3
-    assert logged(trainer, "rewards/ties") == [1.0]
-
-
 def test_a_resumed_run_ends_as_one_that_went_on(tmp_path):
     """Bit for bit, with a reference that moved before the checkpoint was written."""
     settings = {

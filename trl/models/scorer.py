@@ -102,17 +102,17 @@ class Scorer:
         return TokenScores(*found, values=others[0][0] if others else None, aux_loss=aux_loss)
 
     def with_others(
-        self, model: nn.Module, batch: Rows, others: Rows, with_entropy: bool = False
+        self, model: nn.Module, batch: Rows, others: Rows, *options: Any
     ) -> tuple[TokenScores, Tensor]:
         """Score rows, and without gradient other completions (B, C') behind the same prompts.
 
-        Prompts are computed once for both, where the model's layout and its shards allow that.
+        Prompts are computed once for both, where layout and shards allow it. Options as of a call.
         """
-        readers = [self.token_reader(model, with_entropy)]
+        readers = [self.token_reader(model, *options)]
         alone = is_sharded(model) or self.context or recurrent_layers(model)
         if alone or not self.packs(model, batch, readers):
             logps = self.logps(model, others)
-            return self(model, batch, with_entropy), logps
+            return self(model, batch, *options), logps
         (found, apart), _ = self.read(model, batch, readers, others)
         return TokenScores(*found), torch.as_tensor(apart[0])
 

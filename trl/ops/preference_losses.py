@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid
 EXPONENT_BOUND = 40.0  # the square of exp of it is finite in float32
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PairScores:
     """What losses read of B pairs: sums over the tokens of an answer, and their number.
 
@@ -43,18 +43,6 @@ class PairOptions:
     discopop_tau: float = 0.05
 
 
-def _reverse_kl(x: Tensor, alpha: float) -> Tensor:
-    return x
-
-
-def _forward_kl(x: Tensor, alpha: float) -> Tensor:
-    return 1 - (-x).clamp(max=EXPONENT_BOUND).exp()
-
-
-def _js(x: Tensor, alpha: float) -> Tensor:
-    return math.log(2) + logsigmoid(x)
-
-
 def _alpha(x: Tensor, alpha: float) -> Tensor:
     if alpha == 1.0:
         return x
@@ -64,9 +52,9 @@ def _alpha(x: Tensor, alpha: float) -> Tensor:
 # How a log-ratio enters a loss: the derivative of the divergence that holds the policy back
 # (f-DPO, arXiv 2309.16240), up to a constant that cancels in differences.
 DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "reverse_kl": _reverse_kl,
-    "forward_kl": _forward_kl,
-    "js_divergence": _js,
+    "reverse_kl": lambda x, alpha: x,
+    "forward_kl": lambda x, alpha: 1 - (-x).clamp(max=EXPONENT_BOUND).exp(),
+    "js_divergence": lambda x, alpha: math.log(2) + logsigmoid(x),
     "alpha_divergence": _alpha,
 }
 
@@ -84,11 +72,7 @@ def _margin(s: PairScores, o: PairOptions) -> Tensor:
 
 def _norm_margin(s: PairScores, o: PairOptions) -> Tensor:
     chosen, rejected = _mapped(s, o)
-    return _per_token(chosen, s.chosen_lengths) - _per_token(rejected, s.rejected_lengths)
-
-
-def _per_token(x: Tensor, lengths: Tensor) -> Tensor:
-    return x / lengths.clamp(min=1)
+    return chosen / s.chosen_lengths.clamp(min=1) - rejected / s.rejected_lengths.clamp(min=1)
 
 
 def _smoothed(x: Tensor, o: PairOptions) -> Tensor:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset
-from torch import Tensor, nn
-from transformers import TrainerCallback
+from torch import Tensor
 
 from ..data.answer_rows import AnswerRows
-from ..data.encode import TextEncoder
 from ..online.metrics import record_accuracy, record_entropy
 from ..ops.masking import masked_sum
 from ..ops.preference_losses import (
@@ -23,14 +19,13 @@ from ..ops.preference_losses import (
     shared_length_weights,
 )
 from ..ops.support import Collision, Support
-from ..types import Mode, TokenScores
+from ..types import TokenScores
 from .base.model_card import Method
 from .dpo_config import DPOConfig
-from .offline.answers import prepare_answers
-from .offline.offline_trainer import OfflineTrainer
+from .offline.preference_trainer import PreferenceTrainer
 
 
-class DPOTrainer(OfflineTrainer):
+class DPOTrainer(PreferenceTrainer):
     """Trains on pairs of a chosen and a rejected answer to a prompt (DPO, arXiv 2305.18290).
 
     With log pi(y) the sum of the log-probabilities of an answer's tokens, and log-ratios
@@ -43,11 +38,10 @@ class DPOTrainer(OfflineTrainer):
 
     Args:
         args (`DPOConfig`, *optional*): options.
-        data_collator: refused, as is `compute_metrics`.
         train_dataset (`Dataset` or `IterableDataset`): `chosen` and `rejected`, with `prompt` or
             with a common beginning; strings, messages, or ids.
 
-    The other arguments are those of `OfflineTrainer`.
+    The other arguments are those of `PreferenceTrainer`.
 
     Example:
 
@@ -74,37 +68,6 @@ class DPOTrainer(OfflineTrainer):
 }""",
     )
 
-    def __init__(
-        self,
-        model: str | nn.Module,
-        ref_model: Any = None,
-        args: DPOConfig | None = None,
-        data_collator: None = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        compute_metrics: None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
-    ):
-        super().__init__(
-            *(model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers),
-            *(quantization_config, peft_config),
-            ref_model=ref_model,
-            data_collator=data_collator,
-            compute_metrics=compute_metrics,
-        )
-
-    # --- Data ---
-
-    def prepare_dataset(
-        self, dataset: Any, encoder: TextEncoder, args: DPOConfig, mode: Mode
-    ) -> Any:
-        """Tokenize pairs and cut them to length."""
-        return prepare_answers(dataset, encoder, args, args.limits)
-
     # --- What is known before a step ---
 
     def before_step(self, batches: list[AnswerRows]) -> list[AnswerRows]:
@@ -117,7 +80,7 @@ class DPOTrainer(OfflineTrainer):
         """Add what each pair is compared with (B, 2), by the name of the loss."""
         policy = [self.frozen(self.model, rows, self.answer_logps) for rows in batches]
         values = [
-            torch.stack([x, self._reference(rows, x)], 1)
+            torch.stack([x, rows.values["ref_logps"]], 1)
             for x, rows in zip(policy, batches, strict=True)
         ]
         counts = torch.cat([rows.values["counts"] for rows in batches])
@@ -142,9 +105,6 @@ class DPOTrainer(OfflineTrainer):
             logps = logps * shared_length_weights(*sizes, self.args.ld_alpha)
         return rows.by_group(logps.sum(1))
 
-    def _reference(self, rows: AnswerRows, like: Tensor) -> Tensor:
-        return rows.values.get("ref_logps", torch.zeros_like(like))
-
     # --- Loss ---
 
     def weigh(self, rows: AnswerRows) -> Tensor:
@@ -152,15 +112,15 @@ class DPOTrainer(OfflineTrainer):
         counts = rows.values["counts"]
         return torch.stack([counts.sum(), (rows.values["lengths"][:, 0] * counts).sum()])
 
-    def score(self, model: nn.Module, rows: AnswerRows, support: Support | None = None) -> Any:
-        """Compute log-probabilities, and how sure the policy is where pairs are weighted."""
-        return super().score(model, rows, Collision() if self.args.use_weighting else support)
+    def support(self, rows: AnswerRows) -> Support | None:
+        """How sure the policy is, where pairs are weighted by that; see `PreferenceTrainer`."""
+        return Collision() if self.args.use_weighting else super().support(rows)
 
     def loss_of(self, scores: TokenScores, rows: AnswerRows) -> Tensor:
         """Return the sums (2,) of the losses of pairs, and of the tokens of chosen answers."""
         counts, losses = rows.values["counts"], dict(self.args.losses)
         logps = self.answer_logps(scores, rows)
-        ratios = logps - self._reference(rows, logps)
+        ratios = logps - rows.values["ref_logps"]
         likelihood = losses.pop("sft", 0.0) * rows.by_group(scores.logps.sum(1))[:, 0]
         names = [field.name for field in dataclasses.fields(PairOptions)]
         options = PairOptions(**{name: getattr(self.args, name) for name in names})
@@ -178,34 +138,20 @@ class DPOTrainer(OfflineTrainer):
         return (rows.by_group(known.sum(1)) / rows.values["lengths"].clamp(min=1)).sum(1).exp()
 
     def _record(self, logps: Tensor, ratios: Tensor, scores: TokenScores, rows: AnswerRows) -> None:
-        store, counts = self.metrics[rows.mode], rows.values["counts"]
-        rewards = self.args.beta * ratios
-        values = {
-            "rewards/chosen": rewards[:, 0],
-            "rewards/rejected": rewards[:, 1],
-            "rewards/margins": rewards[:, 0] - rewards[:, 1],
-            "rewards/accuracies": (rewards[:, 0] > rewards[:, 1]).float(),
-            "rewards/ties": (rewards[:, 0] == rewards[:, 1]).float(),
-            "logps/chosen": logps[:, 0],
-            "logps/rejected": logps[:, 1],
-        }
-        for name, found in values.items():
-            store.mean(name, masked_sum(found, counts), counts.sum())
-        self.keep(rows, rewards=rewards, logps=logps)
+        store, counts, mask = self.metrics[rows.mode], rows.values["counts"], rows.token_mask()
+        values = {"rewards": self.args.beta * ratios, "logps": logps}
+        self.record(rows, scores, values, {"chosen": (0, counts), "rejected": (1, counts)})
+        margins = values["rewards"][:, 0] - values["rewards"][:, 1]
+        found = {"margins": margins, "accuracies": margins > 0, "ties": margins == 0}
+        for name, known in found.items():
+            store.mean(f"rewards/{name}", masked_sum(known.float(), counts), counts.sum())
         if scores.entropies is not None:
-            mask = rows.token_mask()
             record_entropy(store, scores.entropies.detach(), mask)
             record_accuracy(store, torch.as_tensor(scores.hits)[::2], mask[::2])
 
 
 def _pairs(ratios: Tensor, rows: AnswerRows, name: str) -> PairScores:
     """What a loss reads of pairs with log-ratios (B, 2)."""
-    lengths, partners = rows.values["lengths"], rows.values.get(name)
-    return PairScores(
-        chosen=ratios[:, 0],
-        rejected=ratios[:, 1],
-        chosen_lengths=lengths[:, 0],
-        rejected_lengths=lengths[:, 1],
-        chosen_partners=None if partners is None else partners[:, 0],
-        rejected_partners=None if partners is None else partners[:, 1],
-    )
+    partners = rows.values.get(name)
+    pairs = [ratios, rows.values["lengths"], *([] if partners is None else [partners])]
+    return PairScores(*(side for pair in pairs for side in pair.unbind(1)))

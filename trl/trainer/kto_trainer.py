@@ -7,9 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.utils import logging
 
 from ..data.answer_rows import AnswerRows
@@ -17,14 +15,12 @@ from ..data.encode import TextEncoder
 from ..online.metrics import record_entropy
 from ..ops.masking import masked_sum
 from ..ops.preference_losses import kto_loss
-from ..ops.support import Support
 from ..types import Mode, TokenScores
 from .base.model_card import Method
 from .kto_config import KTOConfig
-from .offline.answers import prepare_answers
 from .offline.batches import ItemStream
 from .offline.mismatched import MismatchedDataset, MismatchedStream
-from .offline.offline_trainer import OfflineTrainer
+from .offline.preference_trainer import PreferenceTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -45,23 +41,18 @@ class LabelledRows(AnswerRows):
 
     def tokens(self) -> int:
         """Tokens of prompts and their own answers, of rows that count."""
-        return sum(
-            len(group.prompt_ids) + len(group.answer_ids[0])
-            for group in self.groups
-            if group.counts
-        )
+        counted = (group for group in self.groups if group.counts)
+        return sum(len(group.prompt_ids) + len(group.answer_ids[0]) for group in counted)
 
     def answer(self, number: int) -> LabelledRows:
         """Rows of one answer: 0 for their own, 1 for the other example's."""
-        at = slice(number, number + 1)
-        groups = [
-            dataclasses.replace(group, answer_ids=group.answer_ids[at]) for group in self.groups
-        ]
+        at, change = slice(number, number + 1), dataclasses.replace
+        groups = [change(group, answer_ids=group.answer_ids[at]) for group in self.groups]
         by_answer = {name: self.values[name][:, at] for name in ("lengths", "ref_logps")}
-        return dataclasses.replace(self, groups=groups, values=self.values | by_answer)
+        return change(self, groups=groups, values=self.values | by_answer)
 
 
-class KTOTrainer(OfflineTrainer):
+class KTOTrainer(PreferenceTrainer):
     """Trains on answers with a label, True for desirable ones, against a reference policy.
 
     The loss of an optimizer step is the mean of w (1 - sigmoid(+-beta (r - z))) over all its
@@ -71,11 +62,10 @@ class KTOTrainer(OfflineTrainer):
 
     Args:
         args (`KTOConfig`, *optional*): options.
-        data_collator: refused, as is `compute_metrics`.
         train_dataset (`Dataset` or `IterableDataset`): `prompt`, `completion` and `label`; or
             pairs (`chosen`, `rejected`), which become two answers each.
 
-    The other arguments are those of `OfflineTrainer`.
+    The other arguments are those of `PreferenceTrainer`.
 
     Example:
 
@@ -87,34 +77,12 @@ class KTOTrainer(OfflineTrainer):
 
     config_class = KTOConfig
     rows_class: ClassVar[Any] = LabelledRows
+    unpairs = True
+    _step: list[LabelledRows]  # that is computed
+    _kl: Tensor | None = None  # its estimate (), once it is known
+    _evaluated: list[tuple[LabelledRows, Tensor]]  # rows, and log-ratios (B, K)
     paper = "KTO: Model Alignment as Prospect Theoretic Optimization"
     method = Method("KTO", "kto", paper, "2402.01306", CITATION)
-
-    def __init__(
-        self,
-        model: str | nn.Module,
-        ref_model: str | PreTrainedModel | None = None,
-        args: KTOConfig | None = None,
-        data_collator: Any = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Any = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
-        compute_metrics: Any = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
-    ):
-        self._step: list[LabelledRows] = []  # that is computed
-        self._kl: Tensor | None = None  # its estimate (), once it is known
-        self._evaluated: list[tuple[LabelledRows, Tensor]] = []  # rows, and log-ratios (B, K)
-        super().__init__(
-            *(model, args, train_dataset, eval_dataset, processing_class, callbacks),
-            *(optimizers, quantization_config, peft_config),
-            ref_model=ref_model,
-            data_collator=data_collator,
-            compute_metrics=compute_metrics,
-        )
 
     # --- Data ---
 
@@ -122,7 +90,7 @@ class KTOTrainer(OfflineTrainer):
         self, dataset: Any, encoder: TextEncoder, args: KTOConfig, mode: Mode
     ) -> Any:
         """Tokenize, cut to length, and choose the answers of the KL estimate."""
-        found = prepare_answers(dataset, encoder, args, args.limits, unpaired=True)
+        found = super().prepare_dataset(dataset, encoder, args, mode)
         if isinstance(found, ItemStream):
             return MismatchedStream(found, args.limits) if args.estimates_kl else found
         if mode == "train":
@@ -144,12 +112,10 @@ class KTOTrainer(OfflineTrainer):
                 self._kl = self._estimate_beforehand()
         return batches
 
-    def score(
-        self, model: nn.Module, rows: LabelledRows, support: Support | None = None
-    ) -> TokenScores:
+    def score(self, model: nn.Module, rows: LabelledRows) -> TokenScores:
         """Score the rows' own answers; while evaluating, the other ones as well."""
         if rows.mode == "eval":
-            return super().score(model, rows, support)
+            return super().score(model, rows)
         own = rows.answer(0)
         if self._kl is None and rows.share_of_micro_batch == 1:
             # Others are scored without gradient, behind the prompts that are computed here.
@@ -159,12 +125,10 @@ class KTOTrainer(OfflineTrainer):
             return scores
         if self._kl is None:  # in pieces
             self._kl = self._estimate_beforehand()
-        return super().score(model, own, support)
+        return super().score(model, own)
 
     def _estimate_beforehand(self) -> Tensor:
-        if not self.args.estimates_kl:
-            return self._estimate([])
-        others = [rows.answer(1) for rows in self._step]
+        others = [rows.answer(1) for rows in self._step if self.args.estimates_kl]
         logps = [self.frozen(self.model, rows, self.answer_logps) for rows in others]
         pairs = zip(others, logps, strict=True)
         return self._estimate([(rows, found - rows.values["ref_logps"]) for rows, found in pairs])
@@ -188,8 +152,7 @@ class KTOTrainer(OfflineTrainer):
         if rows.mode == "eval":
             self._evaluated.append((rows, ratios))
             return ratios.new_zeros(1)
-        kl = torch.as_tensor(self._kl)
-        self.metrics["train"].value("kl", kl)
+        self.metrics["train"].value("kl", kl := torch.as_tensor(self._kl))
         return self._losses(ratios, rows, kl)
 
     def _losses(self, ratios: Tensor, rows: LabelledRows, kl: Tensor) -> Tensor:
@@ -210,20 +173,16 @@ class KTOTrainer(OfflineTrainer):
         self._evaluated = []
         return output
 
-    def _record(
-        self, scores: TokenScores, logps: Tensor, ratios: Tensor, rows: LabelledRows
-    ) -> None:
+    def _record(self, scores: TokenScores, logps: Tensor, ratios: Tensor, rows: Any) -> None:
         """Record metrics of own answers (B, 1)."""
-        store, counts = self.metrics[rows.mode], rows.values["counts"]
-        rewards, label = self.args.beta * ratios, rows.values["label"]
-        sums = {}
-        for name, mask in (("chosen", label & counts), ("rejected", ~label & counts)):
-            sums[name] = masked_sum(rewards[:, 0], mask), mask.sum()
-            store.mean(f"rewards/{name}", *sums[name])
-            store.mean(f"logps/{name}", masked_sum(logps[:, 0], mask), mask.sum())
-        (chosen, rejected), weights = zip(*sums.values(), strict=True)
-        store.mean("rewards/margins", torch.stack([chosen, -rejected]), torch.stack(weights))
-        self.keep(rows.answer(0), rewards=rewards, logps=logps)
+        store, counts, label = self.metrics[rows.mode], rows.values["counts"], rows.values["label"]
+        values = {"rewards": self.args.beta * ratios, "logps": logps}
+        masks = [label & counts, ~label & counts]
+        sides = {"chosen": (0, masks[0]), "rejected": (0, masks[1])}
+        self.record(rows, scores, values, sides)
+        good, bad = (masked_sum(values["rewards"][:, 0], mask) for mask in masks)
+        weights = torch.stack([mask.sum() for mask in masks])
+        store.mean("rewards/margins", torch.stack([good, -bad]), weights)
         if scores.entropies is not None:
             own = slice(None, None, len(scores.logps) // len(rows))
             record_entropy(store, scores.entropies.detach()[own], rows.token_mask()[own])

@@ -112,11 +112,9 @@ class RewardTrainer(OfflineTrainer):
         return scores
 
     def _by_own_forward(self, model: nn.Module, rows: TokenRows) -> Tensor:
-        """Scores (F,) of a classifier that reads all tokens, each prompt and answer one text."""
-        pairs = zip(rows.prompt_ids, rows.completion_ids, strict=True)
-        texts = TokenRows.of([((), [*prompt, *answer]) for prompt, answer in pairs])
+        """Scores (F,) of a classifier that reads all tokens of a prompt with its answer."""
         pad_id, args = self.processing_class.pad_token_id, self.args
-        layout = plain_layout(texts, pad_id, args.device, args.pad_to_multiple_of)
+        layout = plain_layout(rows, pad_id, args.device, args.pad_to_multiple_of)
         names = ("input_ids", "attention_mask")
         return model(**{name: layout.inputs[name] for name in names}).logits[:, 0].float()
 
@@ -143,14 +141,6 @@ class RewardTrainer(OfflineTrainer):
         store.minimum("min_reward", values.masked_fill(~known, torch.inf).amin())
         store.maximum("max_reward", values.masked_fill(~known, -torch.inf).amax())
         self.keep(rows, scores=values)
-
-    def predict(self, test_dataset: Any, *args: Any, **options: Any) -> Any:
-        """Evaluate another dataset; `predictions` are the scores (rows, K) of its answers.
-
-        Rows that are left out because of their length have NaN.
-        """
-        output = super().predict(test_dataset, *args, **options)
-        return output._replace(predictions=output.predictions["scores"])
 
 
 class OwnForward(Reader):

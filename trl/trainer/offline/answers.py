@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -80,19 +81,16 @@ class Predictions:
             rows (`int`, *optional*): of the dataset. None: as far as there are values.
         """
         shares = ranks.gather_objects(self._found)[:: ranks.per_row]
-        every = sorted(chain(*shares), key=lambda found: found[:2])
-        if not every:
-            return {}
-        by_row: dict[int, dict[str, list[float]]] = {}
-        for source, _, known in every:  # the desirable answer of a pair first
-            row = by_row.setdefault(source, {name: [] for name in known})
+        found: dict[tuple[str, int], list[float]] = defaultdict(list)
+        # The desirable answer of a pair first.
+        for source, _, known in sorted(chain(*shares), key=lambda found: found[:2]):
             for name, values in known.items():
-                row[name] += values
-        count = max(by_row) + 1 if rows is None else rows
-        names = list(every[0][2])
-        width = max(len(row[names[0]]) for row in by_row.values())
-        tables = {name: np.full((count, width), np.nan, dtype=np.float32) for name in names}
-        for source, row in by_row.items():
-            for name, values in row.items():
-                tables[name][source, : len(values)] = values
+                found[name, source] += values
+        if not found:
+            return {}
+        count = max(source for _, source in found) + 1 if rows is None else rows
+        shape = (count, max(map(len, found.values())))
+        tables = {name: np.full(shape, np.nan, dtype=np.float32) for name, _ in found}
+        for (name, source), values in found.items():
+            tables[name][source, : len(values)] = values
         return tables

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -18,16 +18,14 @@ from ...data.answer_rows import AnswerRows
 from ...data.encode import TextEncoder
 from ...data.packing import MicroBatchSampler
 from ...models.readers import Reader
-from ...models.reference import AdapterOff, FrozenCopy, ReferencePolicy
 from ...ops.support import Support
-from ...types import Mode, TokenScores
+from ...types import Mode
 from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
-from ..base.policy import check_dataset, checked_args, prepare_policy
+from ..base.policy import Policy, check_dataset, checked_args, prepare_policy
 from .answers import Predictions
 from .batches import ItemStream, RankBatches, StreamBatches
-from .offline_config import NO_LOGITS, UNSUPPORTED, OfflineConfig, PreferenceConfig
-from .precomputed import Precomputation, check_known, reference_weights, scoring_facts
+from .offline_config import NO_LOGITS, UNSUPPORTED, OfflineConfig
 from .template import set_template
 
 
@@ -48,15 +46,12 @@ class OfflineTrainer(BaseTrainer):
         optimizers (`tuple`): optimizer and scheduler, as in `transformers.Trainer`.
         quantization_config (*optional*): how to quantize a model given by name.
         peft_config (`peft.PeftConfig`, *optional*): train an adapter instead of all weights.
-        ref_model (*optional*): the reference, by name or loaded. None: a frozen copy of the model,
-            or the model without its adapter. Only for trainers that have one.
         options: further arguments of `transformers.Trainer`.
     """
 
     config_class: ClassVar[type[OfflineConfig]]
     rows_class: ClassVar[Any] = AnswerRows  # made of prepared items, for a micro-batch
     _predictions: Predictions | None = None  # while there is something to predict
-    _has_let_go = False  # of the reference
 
     def __init__(
         self,
@@ -69,7 +64,6 @@ class OfflineTrainer(BaseTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
-        ref_model: Any = None,
         **options: Any,
     ):
         for name, reason in UNSUPPORTED.items():
@@ -107,43 +101,10 @@ class OfflineTrainer(BaseTrainer):
 
             check_divisible(self.model, self.ranks.per_row, args.max_length)
             self.scorer.context = ContextParallel(self.ranks.row_group)
-        # Ranks take part in each other's passes, so none of them can repeat one alone.
-        self._scoring = self.phases.adaptive("scoring", alone=self.ranks.count > 1)
-        if isinstance(args, PreferenceConfig) and args.needs_reference:
-            self._make_reference(policy.brought_adapter, ref_model, model)
-            self._precompute(FrozenCopy)
+        self.set_up(policy, model)
 
-    def begin_training(self) -> None:
-        """Compute what is wanted beforehand, and let go of a model that is not needed for more."""
-        if self.reference is None or not self.args.precompute_ref_log_probs:
-            return
-        # By now the policy is prepared for training, as it must be where it is sharded.
-        self._precompute(AdapterOff)
-        if isinstance(self.reference, FrozenCopy):
-            self.reference, self._has_let_go = None, True
-
-    def _precompute(self, kind: type[ReferencePolicy]) -> None:
-        """Score all datasets with a reference of some kind, if that is wanted."""
-        args, others, reference = self.args, self.eval_dataset, self.reference
-        if not args.precompute_ref_log_probs or not isinstance(reference, kind):
-            return
-        with reference.active(self.model) as model:
-
-            def score(rows: Any) -> Tensor:
-                self._agree_on(rows, model)
-                return self.frozen(model, rows.to(args.device), self.answer_logps)
-
-            rows = args.precompute_ref_batch_size or args.per_device_train_batch_size
-            work = Precomputation(
-                ranks=self.ranks,
-                collate=self.collate,
-                score=score,
-                limits=(rows, args.max_tokens_per_micro_batch),
-                facts=scoring_facts(args, model),
-            )
-            found = others.values() if isinstance(others, Mapping) else [others]
-            for dataset in (self.train_dataset, *(x for x in found if x is not None)):
-                work.fill(dataset, reference_weights(reference))
+    def set_up(self, policy: Policy, model: Any) -> None:
+        """Called when all is there but what a subclass adds; `model` is what was given."""
 
     # --- What an algorithm says ---
 
@@ -172,20 +133,15 @@ class OfflineTrainer(BaseTrainer):
         ((found, *_),), _ = self.scorer.read(model, rows.flat, [reader])
         return torch.as_tensor(found)
 
-    def score(self, model: nn.Module, rows: Any, support: Support | None = None) -> Any:
+    def support(self, rows: Any) -> Support | None:
+        """What is read off the logits of some rows besides log-probabilities."""
+        return None
+
+    def score(self, model: nn.Module, rows: Any) -> Any:
         """Compute what the loss of the rows of a micro-batch depends on, with gradient."""
-        scores = self.scorer(model, rows.flat, self.logs_next(rows.mode), support)
+        scores = self.scorer(model, rows.flat, self.logs_next(rows.mode), self.support(rows))
         self.guard.watch("log-probability", scores.logps, rows.flat)
         return scores
-
-    def score_with_others(
-        self, model: nn.Module, rows: Any, others: Any
-    ) -> tuple[TokenScores, Tensor]:
-        """As `score`, with log-probabilities (B, K), without gradient, of others to the prompts."""
-        logs = self.logs_next(rows.mode)
-        scores, logps = self.scorer.with_others(model, rows.flat, others.flat, logs)
-        self.guard.watch("log-probability", scores.logps, rows.flat)
-        return scores, others.by_group(logps.sum(1))
 
     def loss_of(self, scores: Any, rows: Any) -> Tensor:
         """Return the sum of the losses of some rows (k,); the totals of the step divide it.
@@ -203,9 +159,7 @@ class OfflineTrainer(BaseTrainer):
 
         Each knows `totals` and is on the device; an evaluation batch is a step of its own.
         """
-        if self.reference is None:
-            return batches
-        return [self.with_reference(rows) for rows in batches]
+        return batches
 
     def pack_size(self, mode: Mode) -> int | None:
         """Tokens of a pack of items that counts as one row of a micro-batch; None: no packs."""
@@ -220,7 +174,6 @@ class OfflineTrainer(BaseTrainer):
         if dataset is None or hasattr(dataset, "rows"):
             return dataset
         check_dataset(f"{mode}_dataset", dataset)
-        check_known(dataset, mode, args, self._has_let_go)
         found = self.prepare_dataset(dataset, self._encoder, args, mode)
         if isinstance(found, ItemStream) and args.shuffle_dataset and mode == "train":
             found.shuffle(args.seed)
@@ -298,41 +251,11 @@ class OfflineTrainer(BaseTrainer):
         rows = inputs.of_step(self.weigh(inputs).to(device), 1, mode).to(device)
         return self.before_step([rows])[0]
 
-    @torch.no_grad()
-    def frozen(
-        self, model: nn.Module, rows: Any, read: Callable[[TokenScores, Any], Tensor]
-    ) -> Tensor:
-        """Score rows without gradient, in the pieces of training.
-
-        What is returned are the values (B, ...) that `read` makes of scores and rows.
-        """
-
-        def score(part: Any) -> Tensor:
-            scores = self.scorer.frozen_scores(model, part.flat)
-            self.guard.watch("log-probability without gradient", scores.logps, part.flat)
-            return read(scores, part)
-
-        def work(at: range) -> Tensor:
-            return torch.cat(list(map(score, self.phases.pieces(rows.select(at)))))
-
-        with self.phases("scoring"), self.accelerator.autocast():
-            return torch.cat(self._scoring.run(len(rows), work))
-
-    def with_reference(self, rows: Any) -> Any:
-        """Add the `ref_logps` of answers (B, K), unless they were computed beforehand."""
-        if self.reference is None or "ref_logps" in rows.values:
-            return rows
-        with self.reference.active(self.model) as model:
-            return rows.with_values(ref_logps=self.frozen(model, rows, self.answer_logps))
-
-    def answer_logps(self, scores: TokenScores, rows: Any) -> Tensor:
-        """Log-probabilities of the answers of some rows (B, K): sums over their tokens."""
-        return rows.by_group(scores.logps.sum(1))
-
     def predict(self, test_dataset: Any, *args: Any, **options: Any) -> Any:
-        """Evaluate another dataset; `predictions` are values (rows, K) of its answers, by name.
+        """Evaluate another dataset; `predictions` are values (rows, K) of its answers.
 
-        Rows that are left out because of their length have NaN.
+        Log-probabilities and rewards are by name, scores alone. Rows that are left out because of
+        their length have NaN.
         """
         self._predictions = found = Predictions()
         try:
@@ -340,7 +263,8 @@ class OfflineTrainer(BaseTrainer):
         finally:
             self._predictions = None
         rows = len(test_dataset) if isinstance(test_dataset, Dataset) else None
-        return output._replace(predictions=found.table(self.ranks, rows) or None)
+        tables = found.table(self.ranks, rows)
+        return output._replace(predictions=tables.get("scores", tables or None))
 
     def keep(self, rows: Any, **values: Tensor) -> None:
         """Remember values (B, K) of the answers of some rows, if they are a part of `predict`."""

@@ -23,7 +23,7 @@ from ...models.reference import ReferencePolicy, whole_weights
 from ...models.unwrap import causal_model
 from ...types import Mode
 from .batches import RankBatches
-from .offline_config import OfflineConfig, PreferenceConfig
+from .offline_config import PreferenceConfig
 
 VERSION = 1  # changed with what is stored
 
@@ -90,13 +90,13 @@ def _digests(weights: Iterable[tuple[str, Tensor]], are_read: bool) -> list[str]
     return found
 
 
-def check_known(dataset: Any, mode: Mode, args: OfflineConfig, has_let_go: bool) -> None:
+def check_known(dataset: Any, mode: Mode, args: PreferenceConfig, has_let_go: bool) -> None:
     """Refuse a dataset for which nothing can be computed beforehand.
 
     Raises:
         ValueError: for a stream, and for any when the reference is not there any more.
     """
-    if not isinstance(args, PreferenceConfig) or not args.precompute_ref_log_probs:
+    if not args.precompute_ref_log_probs:
         return
     if has_let_go:
         raise ValueError(

@@ -1,0 +1,190 @@
+"""Peak memory, positions and processor time of an update of DPO, KTO and reward models.
+
+A random Qwen3 (hidden 64, 2 layers, 151,936 entries, tied), float32, SGD, eight pairs or rows in
+one micro-batch with the default pieces, one thread. Figures of Hugging Face's releases are those
+that were measured on the same work, with the same kind of meter, on 22 November 2026 (1.16.0 by its
+GPU path, its head kernels imitated); they are not measured again here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from typing import Any
+
+import torch
+from meter import ROOT, CpuBytes, preload
+from offline import VOCABULARY
+from tables import markdown
+
+PAGE = ROOT / "docs" / "benchmarks" / "preferences.md"
+# method, tokens of prompt and answer: megabytes of 0.20.0, 0.22.2, 1.16.0, and 1.16.0 a row at a
+# time; the goals of megabytes and of fewer positions; positions of 1.16.0, padding included.
+CASES: dict[tuple[str, int, int], tuple[str, str, str, str, int, float, int]] = {
+    ("DPO", 512, 256): ("22,600", "3,990 (liger)", "593", "150", 75, 1.5, 24_576),
+    ("DPO", 1024, 256): ("", "7,520", "602", "", 75, 1.5, 40_960),
+    ("DPO", 3100, 53): ("", "1,629", "534", "142", 90, 1.95, 100_896),
+    ("KTO", 512, 256): ("15,050", "3,080 (liger)", "317", "150", 70, 1.5, 24_576),
+    ("KTO", 3100, 53): ("", "61,400", "288", "142", 85, 1.95, 100_896),
+    ("Reward", 512, 256): ("219", "100", "121", "", 70, 1.5, 12_288),
+    ("Reward", 3100, 53): ("", "288", "495", "103", 85, 1.95, 50_448),
+}
+# SmolLM2's width, 6 of its layers, 16,384 entries, 512 tokens of prompt and 64 of an answer:
+# processor seconds of 1.16.0, quiet machine, and the goal for ours over them.
+SECONDS = {"DPO": (3.8, 0.62), "KTO": (5.2, 0.75), "Reward": (2.8, 0.62)}
+SMALL = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+SMOL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 6}
+SMOL |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 16_384}
+
+
+def make_trainer(method: str, sizes: tuple[int, int], rows: int, shape: dict[str, int]) -> Any:
+    """A trainer on random tokens."""
+    import transformers
+    from datasets import Dataset
+
+    import trl
+    from tests.tiny import tiny_tokenizer
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    kind = "SequenceClassification" if method == "Reward" else "CausalLM"
+    family = "Qwen3" if shape is SMALL else "Llama"
+    config = getattr(transformers, f"{family}Config")(
+        **({"vocab_size": VOCABULARY} | shape), num_labels=1, pad_token_id=0
+    )
+    config.tie_word_embeddings = True
+    model = getattr(transformers, f"{family}For{kind}")(config)
+    draw = random.Random(1)
+
+    def ids(size: int) -> list[list[int]]:
+        return [[draw.randrange(2, config.vocab_size) for _ in range(size)] for _ in range(rows)]
+
+    names = ("completion_ids",) if method == "KTO" else ("chosen_ids", "rejected_ids")
+    columns: dict[str, Any] = {"prompt_ids": ids(sizes[0])}
+    columns |= {name: ids(sizes[1]) for name in names}
+    if method == "KTO":
+        columns["label"] = [bool(i % 2) for i in range(rows)]
+    # The first update also checks the layout of rows.
+    settings = {
+        "max_steps": 2 if shape is SMALL else 4,
+        "optim": "sgd",
+        "report_to": "none",
+        "save_strategy": "no",
+    }
+    settings |= {"use_cpu": True, "bf16": False, "disable_tqdm": True, "log_memory": False}
+    return getattr(trl, f"{method}Trainer")(
+        model,
+        args=getattr(trl, f"{method}Config")(tempfile.mkdtemp(), max_length=None, **settings),
+        train_dataset=Dataset.from_dict(columns),
+        processing_class=tiny_tokenizer(),
+    )
+
+
+def measure(method: str, prompt: int, answer: int, rows: int) -> dict[str, Any]:
+    """Updates in this process: the peak, and positions and processor seconds of each."""
+    from transformers import TrainerCallback
+
+    shape = SMALL if rows != 0 else SMOL
+    trainer = make_trainer(method, (prompt, answer), rows or (2 if method == "KTO" else 1), shape)
+    seen: list[int] = []
+    models = [trainer.model, *([] if method == "Reward" else [trainer.reference.model])]
+    for each in models:
+        # What is computed again in the backward pass is not counted: layers are called then.
+        each.base_model.register_forward_pre_hook(
+            lambda module, args, given: seen.append(given["input_ids"].numel()), with_kwargs=True
+        )
+    positions: list[int] = []
+    seconds: list[float] = [time.process_time()]
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            positions.append(sum(seen))
+            seconds.append(time.process_time())
+            seen.clear()
+
+    trainer.add_callback(Watch())
+    counter = CpuBytes()
+    counter.reset()
+    trainer.train()
+    spent = sorted(after - before for before, after in pairwise(seconds[1:]))
+    return {"peak": counter.peak(), "positions": positions[-1], "seconds": spent[len(spent) // 2]}
+
+
+def run(method: str, prompt: int, answer: int, rows: int) -> dict[str, Any]:
+    """`measure` in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--case", method, str(prompt), str(answer), str(rows)],
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def verdict(value: float, goal: float, holds: bool) -> str:
+    """A goal, and whether it is reached."""
+    return f"{goal:g}: {'holds' if holds else 'does not hold'}"
+
+
+def memory_table() -> str:
+    """Peaks and positions of eight rows, and of one."""
+    lines = []
+    for (method, *sizes), (oldest, old, new, single, goal, fewer, theirs) in CASES.items():
+        found, one = (run(method, *sizes, rows) for rows in (8, 2 if method == "KTO" else 1))
+        peak, growth = found["peak"] / 1e6, found["peak"] / one["peak"]
+        ratio = theirs / found["positions"]
+        line = [f"{method}, {sizes[0]:,} / {sizes[1]}", oldest, old, new, single, f"{peak:.0f}"]
+        line += [verdict(peak, goal, peak <= goal), f"{growth:.2f}"]
+        line += [f"{found['positions']:,}", f"{ratio:.2f}x", verdict(ratio, fewer, ratio >= fewer)]
+        lines.append(line)
+        print(line, flush=True)
+    head = ["prompt / answers", "0.20.0, MB", "0.22.2, MB", "1.16.0, MB", "row by row, MB"]
+    head += ["ours, MB", "goal, MB", "8 rows / 1", "positions", "fewer", "goal"]
+    return markdown(head, lines)
+
+
+def time_table() -> str:
+    """Processor seconds of an update."""
+    lines = []
+    for method, (theirs, goal) in SECONDS.items():
+        seconds = min(run(method, 512, 64, 0)["seconds"] for _ in range(2))
+        ratio = seconds / theirs
+        line = [method, f"{theirs}", f"{seconds:.1f}", f"{ratio:.2f}"]
+        lines.append([*line, verdict(ratio, goal, ratio <= goal)])
+        print(lines[-1], flush=True)
+    return markdown(["", "1.16.0, s", "ours, s", "ours / 1.16.0", "goal"], lines)
+
+
+def write_page() -> None:
+    """Measure all cases and write the page."""
+    text = " ".join(str(__doc__).split("\n\n", 1)[1].split())
+    PAGE.write_text(
+        "# Memory of DPO, KTO and reward models\n\nMade by `make bench-preferences`, a part of "
+        f"`make bench-offline`. {text}\n\n{memory_table()}\n\nPeaks are bytes above the start of "
+        "`train()`, weights of policy and reference not counted; of them the one gradient of the "
+        "vocabulary's matrix is 39 MB. Positions are those that policy and reference compute in "
+        "an update, padding included. KTO is compared with two rows, the fewest that have "
+        "partners. An update of KTO in several pieces must know the KL estimate before the first "
+        "of them, so it computes prompts once more than one in a single piece.\n\n"
+        "Processor seconds of an update of one pair (KTO: two rows), 512 tokens of prompt and 64 "
+        f"of each answer, SmolLM2's width and 6 of its layers, 16,384 entries:\n\n{time_table()}\n",
+        encoding="utf-8",
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--case"]:
+        preload()
+        case, *numbers = sys.argv[2:]
+        print(json.dumps(measure(case, *map(int, numbers))))
+    else:
+        write_page()

@@ -1,0 +1,126 @@
+"""What DPO and KTO do alike: pieces, and what becomes of datasets from end to end."""
+
+import dpo_runs
+import kto_runs
+import pytest
+import torch
+from datasets import Dataset
+from dpo_runs import gradient_of
+from sft_runs import encoded, logged, relative
+from tiny import tiny_model
+
+from trl.trainer.offline import answers
+
+MAKERS = {"DPO": dpo_runs.make_trainer, "KTO": kto_runs.make_trainer}
+both = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+@both
+def test_the_reference_scores_the_pieces_of_training(tmp_path, make):
+    """So no more is held without gradient than with it, and both round alike: ratios are 0."""
+    trainer = make(tmp_path, ref_model=tiny_model(), max_tokens_per_piece=40)
+    tokens, answer_logps = {True: [], False: []}, trainer.answer_logps
+
+    def watched(scores, rows):
+        tokens[torch.is_grad_enabled()].append(sum(group.tokens() for group in rows.groups))
+        return answer_logps(scores, rows)
+
+    trainer.answer_logps = watched
+    trainer.train()
+    assert len(tokens[True]) > 3 and len(tokens[False]) >= len(tokens[True])
+    longest = max(group.tokens() for group in map(trainer.train_dataset.__getitem__, range(8)))
+    assert max(tokens[False]) <= max(40, longest)
+    for label in ("chosen", "rejected"):
+        assert logged(trainer, f"rewards/{label}") == [pytest.approx(0.0, abs=1e-6)]
+
+
+def test_what_is_cut_is_counted_and_not_trained_on(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(answers.logger, "warning", told.append)
+    data = dpo_runs.pairs([("0123456789", "abcdef", "xy"), ("01", "a", "b"), ("01", "cd", "ef")])
+    limits = {"max_prompt_length": 4, "max_completion_length": 3}
+    trainer = dpo_runs.make_trainer(tmp_path, data, **limits)
+    # 6 of the prompt; and of 7, as the end of an answer is a token.
+    assert told == ["10 tokens cut off: the prompt of 1 and an answer of 1 of 3 rows too long."]
+    trainer.train()
+    assert trainer.state.num_input_tokens_seen == (4 + 3 + 3) + (2 + 2 + 2) + (2 + 3 + 3)
+
+
+@both
+def test_a_stream_trains_on_what_its_dataset_does(tmp_path, make):
+    """Of KTO, what has no estimate: whose answer is scored for it depends on what is seen."""
+    options = {"loss_type": "apo_zero_unpaired"} if make is kto_runs.make_trainer else {}
+    data = dpo_runs.pairs()
+    found = []
+    for name, rows in (("rows", data), ("stream", data.to_iterable_dataset())):
+        options |= {"per_device_train_batch_size": 16}
+        found.append(gradient_of(make(tmp_path / name, rows, max_steps=1, **options)))
+    assert relative(*found) <= 1e-6
+
+
+@both
+def test_a_row_that_is_there_twice_counts_twice(tmp_path, make):
+    once = [("2+3=", "5", "6, or not"), ("x", "yz", "y")]
+    options = {"loss_type": "apo_zero_unpaired"} if make is kto_runs.make_trainer else {}
+    found = []
+    for rows in (once, once * 2):
+        options |= {"per_device_train_batch_size": 16}
+        trainer = make(tmp_path / str(len(rows)), dpo_runs.pairs(rows), max_steps=1, **options)
+        found.append(gradient_of(trainer))
+    assert relative(*found) <= 1e-6
+
+
+def test_equal_answers_of_a_pair_teach_nothing(tmp_path):
+    trainer = dpo_runs.make_trainer(tmp_path, dpo_runs.pairs([("2+3=", "5", "5"), ("a", "b", "b")]))
+    assert float(gradient_of(trainer).abs().max()) <= 1e-7
+    assert logged(trainer, "rewards/ties") == [1.0]
+
+
+def test_tools_of_a_column_are_in_the_prompt(tmp_path):
+    """As the template writes them, whether the column has lists or JSON."""
+    import json
+
+    from tool_chat import tool_tokenizer
+
+    tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+    row = {
+        "prompt": [{"role": "user", "content": "2+3"}],
+        "chosen": [{"role": "assistant", "content": "5"}],
+        "rejected": [{"role": "assistant", "content": "6"}],
+    }
+    tokenizer, shown = tool_tokenizer(), []
+    for number, tools in enumerate((None, json.dumps([tool]))):
+        data = Dataset.from_list([row | {"tools": tools}] * 2)
+        made = dpo_runs.make_trainer(tmp_path / str(number), data, tokenizer=tokenizer)
+        shown.append(tokenizer.decode(made.train_dataset[0].prompt_ids))
+    assert "add" not in shown[0] and "add" in shown[1]
+
+
+def mean_logits(model, answers):
+    """The mean, over tokens of all (prompt, answer), of the mean of their logits."""
+    found = []
+    for prompt, answer in answers:
+        ids, first = encoded(prompt, answer)
+        with torch.no_grad():
+            found.append(model(torch.tensor([ids])).logits[0, first - 1 : -1].mean(1))
+    return float(torch.cat(found).mean())
+
+
+@pytest.mark.parametrize("size", [8, 3])
+def test_logits_are_logged(tmp_path, size):
+    """Without being held, whatever the micro-batches; in an evaluation as well."""
+    options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": -(-8 // size)}
+    options |= {"per_device_eval_batch_size": size, "learning_rate": 0.0}
+    sides = {
+        "DPO": [[(prompt, row[i]) for prompt, *row in dpo_runs.PAIRS] for i in (0, 1)],
+        "KTO": [[row[:2] for row in kto_runs.ROWS if row[2] is label] for label in (True, False)],
+    }
+    evaluated = {"DPO": dpo_runs.pairs(), "KTO": kto_runs.labelled()}
+    for name, make in MAKERS.items():
+        trainer = make(tmp_path / name, eval_dataset=evaluated[name], **options)
+        trainer.train()
+        trainer.evaluate()
+        for side, found in zip(("chosen", "rejected"), sides[name], strict=True):
+            expected = pytest.approx(mean_logits(trainer.model, found), abs=1e-6)
+            assert logged(trainer, f"logits/{side}") == [expected]
+            assert logged(trainer, f"eval_logits/{side}") == [expected]
