@@ -12,8 +12,7 @@ from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 from trl.cli.commands import TRAINING
-from trl.cli.help import option_groups
-from trl.cli.options import Option, options_of
+from trl.cli.options import Option, option_groups, options_of
 
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', flags=re.DOTALL)
 # Page -> title and what it describes: a dataclass as a table of its options, all else by docstring.

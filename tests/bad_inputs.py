@@ -26,6 +26,7 @@ OPTIONS = [
     ("RLOO", {"beta": "0.1"}, "beta='0.1' must be a number, at least 0."),
     ("RLOO", {"learning_rate": "1e-5"}, "learning_rate='1e-5' must be a number, at least 0."),
     ("RLOO", {"num_generations": "4"}, "num_generations='4' must be an integer."),
+    ("RLOO", {"num_generations": 4.0}, "num_generations=4.0 must be an integer; the nearest is 4."),
     ("RLOO", {"max_steps": "10"}, "max_steps='10' must be an integer."),
     ("RLOO", {"use_vllm": "false"}, "use_vllm='false' must be True or False."),
     ("RLOO", {"gradient_checkpointing": "yes"}, "gradient_checkpointing='yes' must be True or False."),

@@ -5,7 +5,7 @@ import threading
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from trl.generation.vllm.server.compat import PROTOCOL
+from trl.generation.vllm.server.client import PROTOCOL
 from trl.generation.vllm.server.secret import ANSWER, REQUEST, WEIGHTS, Claim, shared_secret
 
 FACTS = {"protocol": PROTOCOL, "vllm": "0.32.0", "shape": {}, "dtype": "float32", "context": 64}

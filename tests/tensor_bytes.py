@@ -17,7 +17,8 @@ class TensorBytes(TorchDispatchMode):
     """Counts the storages of all tensors made while it is entered, until each is freed.
 
     Tensors that only autograd holds count; views count once; scratch memory inside one operator
-    does not count. Every operator takes some microseconds longer. It is a probe of `PhaseMeter`.
+    does not count. Every operator takes some microseconds longer. `boundary` is a probe of
+    `PhaseMeter`.
 
     Args:
         existing: tensors made before, to count as well.

@@ -10,8 +10,8 @@ from pathlib import Path
 from forks import DEADLINE, Program
 from tiny import save_tiny
 
+from trl.cli.parser import launch_option_names
 from trl.cli.values import ConversionError, convert
-from trl.cli.words import launch_option_names
 from trl.scripts import grpo, kto, online_dpo, ppo, reward, rloo, sft
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -32,25 +32,14 @@ _MODULES = {
     "scripts.utils": ("init_zero_verbose",),
     "trainer.bema": ("BEMACallback",),
     "trainer.callbacks": ("RichProgressCallback", "SyncRefModelCallback"),
-    "trainer.dpo_config": ("DPOConfig",),
-    "trainer.dpo_trainer": ("DPOTrainer",),
-    "trainer.grpo_config": ("GRPOConfig",),
-    "trainer.grpo_trainer": ("GRPOTrainer",),
-    "trainer.kto_config": ("KTOConfig",),
-    "trainer.kto_trainer": ("KTOTrainer",),
     "trainer.model_config": ("ModelConfig", "get_peft_config", "get_quantization_config"),
-    "trainer.ppo_config": ("PPOConfig",),
-    "trainer.ppo_trainer": ("PPOTrainer",),
-    "trainer.reward_config": ("RewardConfig",),
-    "trainer.reward_trainer": ("RewardTrainer",),
-    "trainer.online_dpo_config": ("OnlineDPOConfig",),
-    "trainer.online_dpo_trainer": ("OnlineDPOTrainer",),
-    "trainer.rloo_config": ("RLOOConfig",),
-    "trainer.rloo_trainer": ("RLOOTrainer",),
     "trainer.samples": ("LogCompletionsCallback", "WeaveCallback"),
-    "trainer.sft_config": ("SFTConfig",),
-    "trainer.sft_trainer": ("SFTTrainer",),
 }
+_METHODS = {"dpo": "DPO", "grpo": "GRPO", "kto": "KTO", "online_dpo": "OnlineDPO", "ppo": "PPO"}
+_METHODS |= {"reward": "Reward", "rloo": "RLOO", "sft": "SFT"}
+for _module, _title in _METHODS.items():
+    _MODULES[f"trainer.{_module}_config"] = (f"{_title}Config",)
+    _MODULES[f"trainer.{_module}_trainer"] = (f"{_title}Trainer",)
 _SUBMODULES = ("chat_template_utils", "data_utils", "models", "rewards", "scripts", "trainer")
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

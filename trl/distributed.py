@@ -29,38 +29,32 @@ class RankError(Exception):
 class Ranks:
     """Gathers per-row values and Python objects over all processes, and spreads failures.
 
-    Args:
-        accelerator (`Accelerator`, *optional*): the trainer's accelerator. None: one process.
+    Processes are those of the trainer's accelerator; without one there is one process.
     """
 
     def __init__(self, accelerator: Accelerator | None = None):
         self._accelerator: Any = accelerator
         self.rank: int = 0 if accelerator is None else accelerator.process_index
         self.count: int = 1 if accelerator is None else accelerator.num_processes
+        self._kind = getattr(accelerator, "distributed_type", DistributedType.NO)
         self._is_watched = False
 
     @property
     def share_weights(self) -> bool:
         """Whether each rank holds only a part of the weights: FSDP, or DeepSpeed ZeRO-3."""
-        if self._accelerator is None:
-            return False
-        kind = self._accelerator.distributed_type
-        if kind == DistributedType.DEEPSPEED:
+        if self._kind == DistributedType.DEEPSPEED:
             return bool(self._accelerator.state.deepspeed_plugin.zero_stage == 3)
-        return bool(kind == DistributedType.FSDP)
+        return self._kind == DistributedType.FSDP
 
     @property
     def pass_alone(self) -> bool:
         """Whether ranks may run different numbers of passes: without FSDP and DeepSpeed."""
-        kinds = (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        return self._accelerator is None or self._accelerator.distributed_type not in kinds
+        return self._kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
     @property
     def is_distributed(self) -> bool:
         """Whether something besides this process takes part in its passes, even an engine alone."""
-        if self._accelerator is None:
-            return False
-        return bool(self._accelerator.distributed_type != DistributedType.NO)
+        return self._kind != DistributedType.NO
 
     @property
     def fsdp_version(self) -> int | None:
@@ -136,11 +130,7 @@ class Ranks:
     def fail_together(self, what: str) -> Iterator[None]:
         """Fail on every rank if the work inside, which must not communicate, fails on one.
 
-        Args:
-            what (`str`): names the work in messages.
-
-        Raises:
-            RankError: on ranks that did not fail themselves; the others raise their own error.
+        See `raise_everywhere`.
         """
         failure = None
         try:
@@ -152,9 +142,7 @@ class Ranks:
     def raise_everywhere(self, failure: BaseException | None, what: str) -> None:
         """Raise on every rank if there is a failure on one; all must call this.
 
-        Args:
-            failure (`Exception`, *optional*): of this rank.
-            what (`str`): names the work in messages.
+        `what` names the work in messages.
 
         Raises:
             RankError: on ranks that did not fail themselves; the others raise their own error.

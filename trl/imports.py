@@ -40,14 +40,10 @@ def version_of(package: str, otherwise: str = "unknown") -> str:
 
 
 def require(module: str, feature: str) -> ModuleType:
-    """Import an optional dependency.
-
-    Args:
-        module (`str`): name of a module; its package is one of the keys of `EXTRAS`.
-        feature (`str`): what needs it, for the message.
+    """Import a module of an optional dependency, one of `EXTRAS`, that a feature needs.
 
     Raises:
-        ImportError: naming the extra to install, if the module is absent.
+        ImportError: naming the feature and the extra to install, if the module is absent.
     """
     try:
         return importlib.import_module(module)
@@ -63,13 +59,9 @@ def require(module: str, feature: str) -> ModuleType:
 
 
 def beyond_tested(package: str) -> str | None:
-    """Say that the installed version of a package is newer than those tested; None if it is not.
-
-    Args:
-        package (`str`): a key of `TESTED`.
-    """
+    """Say that the installed version of one of `TESTED` is newer than those; None if it is not."""
     installed, (oldest, newest) = version(package), TESTED[package]
-    if _numbers(installed) <= _numbers(newest):
+    if first_numbers(installed) <= first_numbers(newest):
         return None
     return (
         f"{package} {installed} is newer than the versions that trl was tested with "
@@ -78,17 +70,13 @@ def beyond_tested(package: str) -> str | None:
     )
 
 
-def _numbers(version: str) -> list[int]:
-    """The first two numbers of a version, which can be compared."""
-    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+def first_numbers(version: str) -> list[int]:
+    """The first two numbers of a version, which can be compared; [0] if there are none."""
+    return [int(number) for number in re.findall(r"\d+", version)[:2]] or [0]
 
 
 def public_names(part: str) -> Callable[[str], Any]:
-    """Make the `__getattr__` of a part of the package, which finds what `trl` exports of it.
-
-    Args:
-        part (`str`): such as "trl.trainer".
-    """
+    """Make the `__getattr__` of a part such as "trl.trainer": it finds what `trl` exports of it."""
     package, _, inner = part.partition(".")
 
     def find(name: str) -> Any:

@@ -11,17 +11,11 @@ Watcher = Callable[["Activity"], None]
 
 @dataclass(frozen=True)
 class Activity:
-    """A phase of a step.
+    """A phase of a step."""
 
-    Args:
-        name (`str`): such as "generation".
-        rows (`int`): how many rows this process works on; 0 where that is not known.
-        done (`int`): how many of them are finished.
-    """
-
-    name: str
-    rows: int = 0
-    done: int = 0
+    name: str  # such as "generation"
+    rows: int = 0  # that this process works on; 0 where that is not known
+    done: int = 0  # of them
 
 
 _watchers: list[Watcher] = []

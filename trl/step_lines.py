@@ -11,8 +11,7 @@ from typing import Any
 class StepLines:
     """A file of JSON lines with `step`, whole at any instant.
 
-    Args:
-        path: the file; it is made, with its folder, when the first line is added.
+    It is made, with its folder, when the first line is added.
     """
 
     def __init__(self, path: Path):

@@ -8,28 +8,16 @@ from typing import Any
 
 
 def did_you_mean(name: str, legal: Iterable[str], otherwise: str = "") -> str:
-    """Name the legal value closest to a mistaken one.
+    """Name the legal value closest to a mistaken one: " Did you mean X?", with a space in front.
 
-    Args:
-        name (`str`): what was written.
-        legal: the values that would have been right.
-        otherwise (`str`): returned if none of them is close.
-
-    Returns:
-        `str`: " Did you mean X?" with a space in front, or `otherwise`.
+    If none is close, `otherwise` is returned.
     """
     close = difflib.get_close_matches(name, list(legal), n=1)
     return f" Did you mean {close[0]}?" if close else otherwise
 
 
 def count(number: int, noun: str, plural: str = "") -> str:
-    """Name a number of things: "1 row", "2 rows".
-
-    Args:
-        number (`int`): how many.
-        noun (`str`): one of them.
-        plural (`str`): several of them; by default `noun` with an s.
-    """
+    """Name a number of things: "1 row", "2 rows"; by default the plural is the noun with an s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 

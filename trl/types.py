@@ -20,18 +20,6 @@ Mode = Literal["train", "eval"]
 RewardFunc = str | nn.Module | Callable[..., list[float | None]]
 RolloutFunc = Callable[..., Mapping[str, Any]]
 EnvironmentFactory = Callable[[], Any] | dict[str, Callable[[], Any]]
-ROW_TENSORS = (
-    "loss_mask",
-    "old_logps",
-    "ref_logps",
-    "sampling_logps",
-    "log_mass",
-    "values",
-    "rewards",
-    "advantages",
-    "returns",
-    "weights",
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,16 +201,14 @@ class Rollout:
     def select(self, index: Sequence[int]) -> Rollout:
         """Return the given rows, with (B, C) fields cut to the longest completion left."""
         width = max((len(self.completion_ids[i]) for i in index), default=0)
-        changes: dict[str, Any] = {
-            name: [getattr(self, name)[i] for i in index]
-            for name in ("prompt_ids", "completion_ids", "row_ids", "has_gradient")
-            if getattr(self, name) is not None
-        }
+        changes: dict[str, Any] = {}
         rows = torch.tensor(list(index), dtype=torch.long)
         rows = rows.to(self.loss_mask.device, non_blocking=True)
-        for name in ROW_TENSORS:
-            value = getattr(self, name)
-            if value is not None:
+        for field_ in dataclasses.fields(self):
+            name, value = field_.name, getattr(self, field_.name)
+            if isinstance(value, list):
+                changes[name] = [value[i] for i in index]
+            elif isinstance(value, Tensor) and value.dim():  # totals have no rows
                 value = value[rows]
                 changes[name] = value[:, :width] if value.dim() > 1 else value
         return self.replace(**changes)
@@ -258,11 +244,7 @@ class Rollout:
         return len(self) / (self.num_micro_batch_rows or len(self))
 
     def chunks(self, count: int) -> Iterator[Rollout]:
-        """Cut into `count` runs of consecutive rows of equal length.
-
-        Raises:
-            ValueError: if the number of rows is not a multiple of `count`.
-        """
+        """Cut into `count` runs of equally many consecutive rows; a ValueError if it cannot be."""
         size, rest = divmod(len(self), count)
         if rest:
             raise ValueError(f"{len(self)} rows cannot be cut into {count} chunks of equal size.")
@@ -311,11 +293,9 @@ class TokenScores:
     aux_loss: Tensor | None = None  # () load-balancing loss of mixture-of-experts models
 
     def spread(self, rows: Sequence[int], logps: Tensor) -> TokenScores:
-        """Put the scores of some rows among those of a larger batch.
+        """Put the scores of some rows among those of a larger batch, at its places `rows`.
 
-        Args:
-            rows: place of each row in the larger batch.
-            logps (`Tensor` (B, C)): log-probabilities of the rows that were not scored.
+        `logps` (B, C) has log-probabilities of the rows that were not scored.
         """
         places = torch.as_tensor(list(rows), device=logps.device)
 

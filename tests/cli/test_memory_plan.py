@@ -305,6 +305,19 @@ def test_the_engine_divides_the_model(folder):
     assert (alone.weight_bytes, alone.loaded_bytes) == (4, None)
 
 
+def test_ranks_divide_the_tokens_of_rows(folder):
+    """The shipped configuration has eight processes, of which every two divide a row."""
+    parser = make_parser("sft")
+    options = ["--model_name_or_path", str(folder / "tiny-model"), "--output_dir", "out"]
+    options += ["--bf16", "false", "--use_cpu", "--max_length", "101"]
+    script, rest = split(parser, [*options, "--accelerate_config", "fsdp2_cp"])
+    plan = memory_plan.plan_of(parser, parser.read(script)[0], launch_options(rest))
+    assert plan.run.sharding == Sharding("fsdp2", 3, 8, per_row=2)
+    shown = render(plan)
+    assert "Micro-batch: 8 rows of up to 101 tokens, 400 tokens of each rank in one" in shown
+    assert "Ranks: 8, FSDP2; each 2 of them divide the tokens of a row" in shown
+
+
 def test_options_that_matter_under_an_engine(folder):
     layerwise = divided(folder, *ZERO3, ds3_gather_for_generation="false")
     assert not layerwise.run.gathers
@@ -359,7 +372,7 @@ def test_options_stand_in_a_file(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"num_generations": 3}, "num_generations=3"),
+        ({"num_generations": 3}, "--num_generations 3"),
         ({"betta": 1}, "unknown option --betta (closest: --beta"),
         ({"method": "x"}, "--method: 'x' is not one of "),
         ({"loss_type": "dapo"}, "unknown option --loss_type"),

@@ -7,8 +7,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from context_step import CELLS
+from context_step import CELLS, LENGTH, LONG, ROWS
 from engines import launch
+from tiny import tiny_model
+
+from trl.memory.estimate import Estimate
+from trl.memory.model_size import model_size
+from trl.memory.settings import RunSettings, Sharding
 
 SCRIPT = Path(__file__).with_name("context_step.py")
 LEFT_OUT = ("time", "runtime", "per_second", "epoch", "train_loss", "flos")
@@ -20,7 +25,7 @@ pytestmark = pytest.mark.distributed
 def divided(tmp_path_factory):
     """What two ranks made of each cell, and four of some."""
     two, four = (tmp_path_factory.mktemp(name) for name in ("two", "four"))
-    on_two = launch(SCRIPT, "fsdp2", two, 1, *CELLS)[0]
+    on_two = launch(SCRIPT, "fsdp2", two, 1, *CELLS, "peak")[0]
     on_four = launch(SCRIPT, "fsdp2", four, 2, *FOUR, processes=4)[0]
     return {(2, cell): x for cell, x in on_two.items()} | {(4, c): x for c, x in on_four.items()}
 
@@ -43,3 +48,11 @@ def test_dividing_rows_changes_nothing(alone, divided, ranks, cell):
             assert a[name] == pytest.approx(b[name], rel=1e-5, abs=2e-5), name
     if cell == "reward":
         assert abs(one["predictions"] - many["predictions"]).max() <= 1e-5
+
+
+def test_the_memory_plan_counts_a_share_of_the_tokens(divided):
+    sharding = Sharding("fsdp2", 3, 2, per_row=2)
+    run = RunSettings(1, 0, LENGTH, ROWS, generates=False, processes=2, sharding=sharding)
+    run = run.replace(gradient_checkpointing=False, optimizer="adamw_torch", on_cpu=True)
+    found = Estimate(model_size(tiny_model(**LONG).config), run)
+    assert found.peak == pytest.approx(divided[2, "peak"]["peak"], rel=0.1)

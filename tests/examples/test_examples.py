@@ -10,7 +10,7 @@ from workspace import ROOT, option_problems
 
 from examples.quickstart import addition, copying, evaluate, extraction, models, noise, report
 from trl.cli.commands import TRAINING
-from trl.cli.reward_lookup import find_reward
+from trl.cli.train import find_reward
 
 CONFIGS = sorted((ROOT / "examples" / "cli_configs").glob("*.yaml"))
 

@@ -245,11 +245,6 @@ def test_other_errors_and_a_disabled_batch_let_errors_through():
     assert (batch.size, batch.failures) == (4, 0)
 
 
-def test_sizes_below_one_are_refused():
-    with pytest.raises(ValueError, match="generation_max_rows=0 must be at least 1"):
-        AdaptiveBatch("generation", 0)
-
-
 def test_frames_lose_their_variables_and_the_traceback_stays():
     class Held:
         pass

@@ -100,6 +100,15 @@ def test_peak_of_training(tmp_path, name, tied):
     assert Estimate(size, settings(**changes)).peak == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_gradients_of_a_large_vocabulary_are_added_in_place(tmp_path, tied):
+    model = tiny_model("qwen3", tie_word_embeddings=tied, **SHAPE, vocab_size=8192)
+    options, changes = CASES["micro-batches"]
+    measured = peak_of_training(tmp_path, GRPOTrainer, model, **options)
+    found = Estimate(model_size(model.config), settings(**changes))
+    assert found.peak == pytest.approx(measured, rel=0.1)
+
+
 def test_peak_with_a_reference(tmp_path):
     model = tiny_model("llama", **SHAPE)
     size = model_size(model.config)

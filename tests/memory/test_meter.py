@@ -33,7 +33,7 @@ def allocator():
 
 @pytest.fixture
 def meter(allocator):
-    return PhaseMeter("cpu", tensors=allocator)
+    return PhaseMeter("cpu", tensors=allocator.boundary)
 
 
 def gb(meter, name="tensors_peak_gb"):
@@ -144,7 +144,7 @@ def test_wrong_phases_are_refused(meter):
 
 
 def test_a_disabled_meter_does_nothing(allocator):
-    meter = PhaseMeter("cpu", enabled=False, tensors=allocator)
+    meter = PhaseMeter("cpu", enabled=False, tensors=allocator.boundary)
     events = []
     meter.on_phase_end.append(events.append)
     with meter.phase("forward"):
@@ -218,7 +218,7 @@ def test_process_figures_of_real_tensors():
 
 def test_exact_tensors_agree_with_the_estimate():
     estimate, tracker = PhaseMeter("cpu"), TensorBytes()
-    exact = PhaseMeter("cpu", tensors=tracker)
+    exact = PhaseMeter("cpu", tensors=tracker.boundary)
     with tracker:
         with estimate.phase("rewards"), exact.phase("rewards"):
             pass

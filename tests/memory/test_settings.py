@@ -85,6 +85,13 @@ def test_a_forward_over_sharded_weights_is_one_pass():
     assert len(run.replace(sharding=Sharding("fsdp2", 3, 2)).forward_passes(cuts=True)) == 1
 
 
+def test_ranks_divide_the_tokens_of_rows():
+    run = RunSettings(1, 0, 1001, 8, sharding=Sharding("fsdp2", 3, 4, per_row=2))
+    assert run.forward_passes(cuts=False) == [8 * 1000 // 2]
+    alone = run.replace(sharding=Sharding("fsdp2", 3, 4))
+    assert alone.forward_passes(cuts=False) == [8 * 1000]
+
+
 def test_each_number_comes_from_its_option(tmp_path):
     args = config(
         tmp_path,
@@ -169,6 +176,14 @@ FSDP = {"use_fsdp": True}
             Sharding("fsdp2", 3, 8, keeps_weights=True),
         ),
         (
+            FSDP | {"fsdp_version": 2, "parallelism_config_cp_size": 2},
+            Sharding("fsdp2", 3, 8, per_row=2),
+        ),
+        (
+            FSDP | {"fsdp_version": 2, "parallelism_config_dp_replicate_size": "4"},
+            Sharding("fsdp2", 3, 2),
+        ),
+        (
             FSDP | {"fsdp_version": 2, "fsdp_offload_params": True},
             Sharding("fsdp2", 3, 8, offloads_optimizer=True, offloads_weights=True),
         ),
@@ -222,6 +237,9 @@ def test_workers_read_the_same_from_their_environment():
     environment |= {"FSDP_RESHARD_AFTER_FORWARD": "false", "ACCELERATE_USE_DEEPSPEED": "false"}
     found = read_sharding(options_of_environment(environment))
     assert found == Sharding("fsdp2", 3, 4, keeps_weights=True)
+    divided = environment | {"PARALLELISM_CONFIG_CP_SIZE": "2"}
+    found = read_sharding(options_of_environment(divided))
+    assert found == Sharding("fsdp2", 3, 4, keeps_weights=True, per_row=2)
     hybrid = launched | {"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}
     assert read_sharding(options_of_environment(hybrid)) == Sharding("fsdp1", 3, 2)
     assert read_sharding(options_of_environment({})) == Sharding(ranks=1)

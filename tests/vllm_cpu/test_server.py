@@ -150,7 +150,7 @@ def test_a_weight_that_changes_on_the_way_stops_training(monkeypatch):
 
     monkeypatch.setattr(VLLMClient, "_send", changed)
     with pytest.raises(
-        ServerError, match=f"at model.embed.*answered POST {WEIGHTS} with status 401"
+        ServerError, match=f"at model.embed.*POST {WEIGHTS} with status 400: .*altered or damaged"
     ):
         found.generate(PROMPTS, sampling(), 4)
 

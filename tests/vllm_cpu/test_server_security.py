@@ -102,7 +102,8 @@ def test_a_claim_opens_nothing_but_what_it_was_made_for(running):
     other = json.dumps({"method": "trl_held"}).encode()
     assert ask(running, "POST", "/reset_prefix_cache", DESCRIBE, claim)[0] == 401
     assert ask(running, "POST", "/collective_rpc?a=1", DESCRIBE, claim)[0] == 401
-    assert ask(running, "POST", "/collective_rpc", other, claim)[0] == 401
+    assert ask(running, "POST", "/collective_rpc", other, claim)[0] == 400
+    assert ask(running, "POST", "/collective_rpc", DESCRIBE, claim)[0] == 401, "it is spent"
 
 
 def test_a_trainer_with_another_secret_is_told_so(running, monkeypatch):

@@ -10,10 +10,8 @@ from pydoc import locate
 from typing import Any
 
 from ..text import did_you_mean
-from .help import short_help
-from .options import class_from_source
-from .parser import TrlParser, required
-from .words import as_words, launch_option_names
+from .options import class_from_source, short_help
+from .parser import TrlParser, as_words, launch_option_names, required
 
 
 @dataclass(frozen=True)

@@ -183,9 +183,9 @@ def warn_of_missing_ranks() -> None:
     wanted = dict(pairwise(words)).get("--num_processes", "1")
     launched = any(word.endswith(("launch", "launch.py")) for word in words)
     if launched and wanted.isdigit() and int(wanted) > 1:
-        print(
+        text = (
             f"accelerate launch --num_processes {wanted} has started one process, because there "
             f"are no GPUs. For {wanted} processes on CPUs add --multi_gpu, or use `trl COMMAND "
-            f"--num_processes {wanted}`.",
-            file=sys.stderr,
+            f"--num_processes {wanted}`."
         )
+        print(text, file=sys.stderr)

@@ -25,8 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from ..imports import is_available, require
 from .exit import exit_like, stopping_on_interrupt
 from .main import INTERRUPTED
-from .parser import TrlParser
-from .words import as_words, launch_option_names, option_name
+from .parser import TrlParser, as_words, launch_option_names, option_name
 
 # What accelerate would otherwise guess, and warn about, when it has no configuration.
 SINGLE_MACHINE = {"num_machines": "1", "mixed_precision": "no", "dynamo_backend": "no"}
@@ -44,10 +43,8 @@ STRATEGIES = {"multi_gpu", "use_deepspeed", "use_fsdp", "tpu", "use_megatron_lm"
 def launch(command: str, parser: TrlParser, words: list[str]) -> None:
     """Start the workers of a training command, from `trl.scripts`, and wait for them.
 
-    Its options and those of `accelerate launch` are mixed in `words`.
-
-    Raises:
-        SystemExit: with the status of the workers, or 2 for unusable options.
+    Its options and those of `accelerate launch` are mixed in `words`. A SystemExit has the status
+    of the workers, or 2 for unusable options.
     """
     try:
         _start(command, parser, words)
@@ -85,11 +82,8 @@ def _start(command: str, parser: TrlParser, words: list[str]) -> None:
 def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
     """Tell the words for the script, whose options `parser` knows, from those for the launcher.
 
-    Options of the configuration file count too.
-
-    Raises:
-        ValueError: for an option that neither knows, with the closest names, and for a value that
-            does not fit its option.
+    Options of the configuration file count too. A ValueError names options that neither knows, and
+    values that do not fit.
     """
     ours: list[str] = []
     theirs: list[str] = []
@@ -116,8 +110,9 @@ def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
 def launch_options(launcher: list[str]) -> dict[str, Any]:
     """What words for `accelerate launch` and the configuration file they name come to, by name.
 
-    The `fsdp_config` and `deepspeed_config` of the file are among them; words win. Always there are
-    `use_deepspeed`, `use_fsdp`, and `num_processes` and `num_machines`, counted over all machines.
+    Those of the file's `fsdp_config`, `deepspeed_config` and `parallelism_config` are among them;
+    words win. Always there are `use_deepspeed`, `use_fsdp`, and `num_processes` and `num_machines`,
+    counted over all machines.
     """
     found = _parsed(launcher)
     file = found.config_file or (default_config_file if os.path.isfile(default_config_file) else "")
@@ -134,7 +129,8 @@ def launch_options(launcher: list[str]) -> dict[str, Any]:
 def _options_of_config(config: Any) -> dict[str, Any]:
     kind = config.distributed_type.value
     options = {name: value for name, value in vars(config).items() if not isinstance(value, dict)}
-    options |= (config.deepspeed_config or {}) | (config.fsdp_config or {})
+    for more in (config.deepspeed_config, config.fsdp_config, config.parallelism_config):
+        options |= more or {}
     return options | {"use_deepspeed": kind == "DEEPSPEED", "use_fsdp": kind == "FSDP"}
 
 
@@ -205,8 +201,6 @@ def _accelerate_config(given: str) -> str:
     names = ", ".join(sorted(shipped))
     if not given:
         raise argparse.ArgumentTypeError(f"a file is needed, or one of {names}")
-    close = difflib.get_close_matches(given, shipped, n=1)
-    raise argparse.ArgumentTypeError(
-        f"{given}: there is no such file, and no shipped configuration of that name "
-        f"(closest: {close[0] if close else names})"
-    )
+    close = difflib.get_close_matches(given, shipped, n=1) or [names]
+    words = "there is no such file, and no shipped configuration of that name"
+    raise argparse.ArgumentTypeError(f"{given}: {words} (closest: {close[0]})")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, replace
+from html import escape
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from ..data.lengths import LengthProfile
+from ..imports import require
 from ..memory.estimate import Estimate
 from ..trainer.base.options import option
 from ..trainer.length_profile import profile_rows
@@ -17,7 +20,6 @@ from ..trainer.offline.offline_config import OfflineConfig
 from ..trainer.sft_config import SFTConfig
 from .commands import TRAINING
 from .exit import one_line_errors
-from .length_charts import draw, page
 from .memory_plan import build_options, make_plan
 from .parser import TrlParser
 from .train import load_data, take_split
@@ -92,3 +94,70 @@ def _show(own: LengthsArguments, profile: LengthProfile, training: Any) -> None:
         Path(own.html).write_text(page(profile, line), encoding="utf-8")
     if own.png:
         draw(profile, own.png)
+
+
+WIDTH, HEIGHT, MARGIN = 720, 240, 44
+MARKED = ("p50", "p95", "p99")
+
+
+def page(profile: LengthProfile, options: str) -> str:
+    """A page with the chart and the tables of a profile, and the options that are proposed."""
+    text = escape("\n".join(profile.lines()))
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8><title>Lengths</title>"
+        "<style>body{font:15px sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
+        "pre{overflow-x:auto}</style><h1>Lengths of the rows</h1>"
+        f"<p>Options: <code>{escape(options)}</code></p>{_svg(profile)}<pre>{text}</pre></html>\n"
+    )
+
+
+def _svg(profile: LengthProfile) -> str:
+    """Rows by length as bars, and the share of rows that are as long at most as a line."""
+    edges, rows = profile.histogram["edges"], profile.histogram["rows"]
+    top, most, total = edges[-1], max(rows), max(sum(rows), 1)
+
+    def x(length: float) -> float:
+        return MARGIN + (WIDTH - 2 * MARGIN) * length / top
+
+    def y(share: float) -> float:
+        return HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * share
+
+    found = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="11">']
+    for start, stop, count in zip(edges[:-1], edges[1:], rows, strict=True):
+        up = y(count / most)
+        found.append(
+            f'<rect x="{x(start):.1f}" y="{up:.1f}" width="{x(stop) - x(start):.1f}" '
+            f'height="{y(0) - up:.1f}" fill="#8fb4d9"><title>{start} to {stop - 1} tokens: '
+            f"{count} rows</title></rect>"
+        )
+    line = [f"{x(edge):.1f},{y(n / total):.1f}" for edge, n in zip(edges, _sums(rows), strict=True)]
+    found.append(f'<polyline points="{" ".join(line)}" fill="none" stroke="#b5482a" />')
+    part = profile.parts[next(reversed(profile.parts))]
+    for place, name in enumerate(MARKED):
+        at = x(part[name])
+        found.append(
+            f'<path d="M{at:.1f} {y(0):.1f}V{y(1):.1f}" stroke="#555" stroke-dasharray="3" />'
+        )
+        found.append(f'<text x="{at + 2:.1f}" y="{12 * place + 12}">{name}: {part[name]}</text>')
+    found.append(f'<text x="{MARGIN}" y="{HEIGHT - 12}">0</text>')
+    found.append(f'<text x="{x(top):.1f}" y="{HEIGHT - 12}" text-anchor="end">{top} tokens</text>')
+    return "".join(found) + "</svg>"
+
+
+def _sums(rows: list[int]) -> list[int]:
+    """Rows shorter than each edge."""
+    return [0, *accumulate(rows)]
+
+
+def draw(profile: LengthProfile, png: str) -> None:
+    """Write the same chart as a picture, for which matplotlib is needed."""
+    library = require("matplotlib.figure", "A chart of lengths as PNG")
+    edges, rows = profile.histogram["edges"], profile.histogram["rows"]
+    figure = library.Figure((8, 3), layout="constrained")
+    axes = figure.subplots()
+    axes.stairs(rows, edges, fill=True, alpha=0.5)
+    axes.set(xlabel="tokens of a row", ylabel="rows", xlim=(0, edges[-1]))
+    shares = axes.twinx()
+    shares.plot(edges, [n / max(sum(rows), 1) for n in _sums(rows)], color="C3")
+    shares.set(ylabel="share of rows as long at most", ylim=(0, 1.02))
+    figure.savefig(png, dpi=120)

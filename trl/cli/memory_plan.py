@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,7 +25,7 @@ from ..trainer.reward_config import RewardConfig
 from ..trainer.sft_config import SFTConfig
 from .arguments import ScriptArguments
 from .commands import TRAINING
-from .exit import USER_ERRORS
+from .exit import one_line_errors
 from .launch import launch_options, split
 from .parser import TrlParser
 
@@ -46,17 +45,14 @@ def main(words: list[str] | None = None) -> None:
     """Print the plan of the training command that the options describe."""
     words = list(sys.argv[1:] if words is None else words)
     parser = TrlParser(PlanArguments, prog="trl memory-plan", add_help=False)
-    try:
+    with one_line_errors(parser):
         parser = make_parser(parser.read(words)[0].get("method", "rloo"))
         if {"-h", "--help"} & set(words):
             parser.print_help()
             return
+    with one_line_errors(parser):
         script, launcher = split(parser, words)
         print(render(plan_of(parser, parser.read(script)[0], launch_options(launcher))))
-    except USER_ERRORS as error:
-        if os.environ.get("TRL_DEBUG") == "1":
-            raise
-        parser.error(" ".join(str(error).split()))
 
 
 def make_parser(method: str = "rloo") -> TrlParser:
@@ -66,12 +62,9 @@ def make_parser(method: str = "rloo") -> TrlParser:
 
 
 def plan_of(parser: TrlParser, values: dict[str, Any], launched: Mapping[str, Any]) -> Plan:
-    """Plan what the options of a training command describe.
+    """Plan what the options of a training command describe; refuses what training would refuse.
 
     `launched` are the options of `accelerate launch`; see `read_sharding`.
-
-    Raises:
-        ValueError: for options that training would refuse, too.
     """
     script, training, model_args, _ = build_options(parser, values, launched["num_processes"])[-4:]
     if model_args.model_name_or_path is None:
@@ -207,13 +200,17 @@ def _division(
     """Settings about what the ranks divide."""
     accumulation = getattr(training.accelerator_config, "gradient_accumulation_kwargs", None) or {}
     syncs = sharding.is_zero or bool(accumulation.get("sync_each_batch"))
-    storage = model_args.bnb_4bit_quant_storage or "uint8"
+    storage = _storage(model_args)
     found: dict[str, Any] = {"sharding": replace(sharding, syncs=syncs)}
     found["divides_quantized"] = "float" in storage and not model_args.load_in_8bit
     if (training.bf16 or training.fp16) and (sharding.is_zero or sharding.is_fsdp):
         # The engine casts the weights themselves, so that no operator has to.
         found |= {"loaded_bytes": run.weight_bytes, "weight_bytes": 2}
     return found
+
+
+def _storage(model_args: ModelConfig) -> str:
+    return model_args.bnb_4bit_quant_storage or "uint8"
 
 
 def _precision(

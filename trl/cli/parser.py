@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
+import difflib
+import importlib.util
 import re
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING
+from functools import cache
+from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
-from .config_file import read_config
-from .help import OptionHelp, option_groups
-from .options import Option, options_of
-from .values import ConversionError, convert, is_flag, is_sequence
-from .words import as_words, describe_unknown, option_name
+from .options import Option, OptionHelp, option_groups, options_of
+from .values import ConversionError, convert, is_flag, is_sequence, read_config
 
 NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-inf$")
 
@@ -41,9 +44,6 @@ class TrlParser(OneLineParser):
             attribute `legacy_options` (old name -> new name, or something else where there is
             none) lists keyword arguments the class accepts besides its fields.
         kwargs: arguments of `argparse.ArgumentParser`.
-
-    Raises:
-        ValueError: if a dataclass has a field called `config`.
 
     Example:
 
@@ -133,14 +133,9 @@ class TrlParser(OneLineParser):
     ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
         """Convert options without building the dataclasses.
 
-        Returns:
-            The value of each option given, entries of the file that are not options, and words of
-            the command line that are none.
-
-        Raises:
-            ConversionError: if values do not fit their options; all of them are named.
-            FileNotFoundError: if there is no such configuration file.
-            ValueError: if that file cannot be used.
+        Returns the value of each option given, entries of the file that are not options, and words
+        of the command line that are none. A `ConversionError` names all values that do not fit;
+        for the file see `read_config`.
         """
         values, problems, others, words = self.collect(args)
         if problems:
@@ -167,31 +162,26 @@ class TrlParser(OneLineParser):
 
     def build(self, values: dict[str, Any]) -> tuple[Any, ...]:
         """Instantiate the dataclasses with their share of `values`."""
-        given = [_field_names(kind) for kind in self.dataclass_types]
         missing = [
             name
-            for names in given
-            for name, field in names.items()
+            for kind in self.dataclass_types
+            for name, field in _field_names(kind).items()
             if name not in values and field.default is field.default_factory is MISSING
         ]
         if missing:
             self.error(required(missing))
         return tuple(
-            kind(**{name: values[name] for name in values if self._is_for(kind, names, name)})
-            for kind, names in zip(self.dataclass_types, given, strict=True)
+            kind(**{name: values[name] for name in self._names_of(kind) if name in values})
+            for kind in self.dataclass_types
         )
 
-    def _is_for(self, kind: type, names: Collection[str], name: str) -> bool:
-        return name in names or (name in self._legacy and name in _legacy_names(kind))
+    def _names_of(self, kind: type) -> list[str]:
+        """What the constructor of a dataclass takes, old names included."""
+        return [*_field_names(kind), *self._legacy.intersection(_legacy_names(kind))]
 
     def check(self, words: Sequence[str], others: Collection[str] = ()) -> None:
-        """Refuse words that are left over, unless they are options of another program (`others`).
-
-        Raises:
-            ValueError: saying which there are.
-        """
-        problem = self.unknown(words, others)
-        if problem:
+        """Refuse words that are left over, options of another program (`others`) excepted."""
+        if problem := self.unknown(words, others):
             raise ValueError(problem)
 
     def unknown(self, words: Sequence[str], others: Collection[str] = ()) -> str:
@@ -287,3 +277,63 @@ def _scalar(text: str) -> Any:
 
 def _spellings(name: str) -> list[str]:
     return list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
+
+
+def option_name(word: str) -> str:
+    """The name in a word such as "--num-processes=2"."""
+    return word.removeprefix("--").split("=")[0].replace("-", "_")
+
+
+def as_words(values: Mapping[str, Any]) -> list[str]:
+    """Write options as command-line words."""
+    words: list[str] = []
+    for name, value in values.items():
+        items = value if isinstance(value, (list, tuple)) else [value]
+        words += [f"--{name}", *map(str, items)]
+    return words
+
+
+@cache
+def launch_option_names() -> frozenset[str]:
+    """The options of `accelerate launch`, and `accelerate_config`, as its source lists them."""
+    spec = importlib.util.find_spec("accelerate")
+    source = Path(str(spec and spec.origin)).parent / "commands" / "launch.py"
+    words = {
+        word.value
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument"
+        for word in node.args
+        if isinstance(word, ast.Constant) and str(word.value).startswith("--")
+    }
+    return frozenset({"accelerate_config", "help", *(option_name(str(word)) for word in words)})
+
+
+def describe_unknown(
+    names: Iterable[str], legal: Iterable[str], keys: Mapping[str, str], program: str
+) -> str:
+    """Say which options a program does not know, with what may have been meant.
+
+    `legal` are the options there are; `keys` has the path of the file for those that stand in one.
+    """
+    legal = list(legal)
+    places: dict[str | None, list[str]] = {}
+    for name in names:
+        places.setdefault(keys.get(name), []).append(name)
+    parts = []
+    for path, found in places.items():
+        many = "s" if len(found) > 1 else ""
+        start = f"unknown option{many}" if path is None else f"{path}: unknown key{many}"
+        dashes = "--" if path is None else ""
+        hints = (f"{dashes}{name}{_hint(name, legal, dashes, program)}" for name in found)
+        parts.append(f"{start} {', '.join(hints)}")
+    return f"{'; '.join(parts)}."
+
+
+def _hint(name: str, legal: list[str], dashes: str, program: str) -> str:
+    close = difflib.get_close_matches(name, legal, n=3, cutoff=0.6)
+    hints = [f"closest: {', '.join(dashes + other for other in close)}"] if close else []
+    if program.startswith("trl "):
+        # Commands have parsers, which tell of unknown options: an import above would be circular.
+        commands = import_module(f"{__package__}.commands").commands_with(name)
+        hints += [f"an option of `trl {'`, `trl '.join(commands)}`"] if commands else []
+    return f" ({'; '.join(hints)})" if hints else ""

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from collections.abc import Callable
+import traceback
+import types
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from datasets import disable_progress_bars
 from safetensors import SafetensorError
 from transformers.utils import logging
 
+from .. import rewards
 from ..data.files import load_dataset_source
 from ..data.mixture import DatasetMixtureConfig, get_dataset
+from ..text import did_you_mean
 from ..trainer.model_config import get_peft_config, get_quantization_config
 from .arguments import OnlineScriptArguments, PPOScriptArguments, ScriptArguments
 from .exit import check_output_dir, one_line_errors, rank, tell_success, warn_of_missing_ranks
-from .parser import TrlParser
-from .reward_lookup import find_reward
-from .words import as_words, launch_option_names
+from .parser import TrlParser, as_words, launch_option_names
 
 
 def run_training(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
@@ -128,3 +132,85 @@ def take_split(dataset: Any, split: str, option: str) -> Any:
 def _resume(value: Any) -> Any:
     """A path stays a path; true and false become booleans."""
     return {"true": True, "false": None, None: None}.get(str(value).lower(), value)
+
+
+OVERLONG = {"max_completion_len": 1280, "soft_punish_cache": 256}
+
+
+def known_rewards() -> dict[str, Callable[..., Any]]:
+    """Reward functions that can be named without their module."""
+    return {
+        "accuracy_reward": rewards.accuracy_reward,
+        "reasoning_accuracy_reward": rewards.reasoning_accuracy_reward,
+        "think_format_reward": rewards.think_format_reward,
+        "get_soft_overlong_punishment": rewards.get_soft_overlong_punishment(**OVERLONG),
+    }
+
+
+def find_reward(name: str) -> Callable[..., Any]:
+    """Find a reward function: a known name, `package.module.function`, or `file.py:function`.
+
+    The current folder is searched first. A ValueError names the closest function if there is none,
+    and the place where a module fails.
+    """
+    known = known_rewards()
+    if name in known:
+        return known[name]
+    is_file = ".py:" in name
+    place, _, attribute = name.rpartition(":" if is_file else ".")
+    if not place:
+        raise _unknown(name, known)
+    if is_file and not Path(place).is_file():
+        raise ValueError(f"--reward_funcs {place}: there is no such file.")
+    try:
+        module = _loaded(place, is_file)
+    except Exception as error:
+        option = f"--reward_funcs {place if is_file else name}"
+        raise ValueError(f"{option}: {_failure(place, error)}") from error
+    return _attribute(module, attribute, name)
+
+
+def _unknown(name: str, known: Iterable[str]) -> ValueError:
+    hint = did_you_mean(name, known, otherwise=f" Known names: {', '.join(known)}.")
+    return ValueError(f"--reward_funcs {name}: no such reward function.{hint}")
+
+
+def _loaded(place: str, is_file: bool) -> Any:
+    return _load_file(place) if is_file else _load_module(place)
+
+
+def _load_module(module: str) -> Any:
+    if sys.path[0] != os.getcwd():
+        sys.path.insert(0, os.getcwd())
+    return importlib.import_module(module)
+
+
+def _load_file(path: str) -> Any:
+    # The name under which the file can be imported, so that workers can pickle its functions.
+    name = Path(path).stem
+    module = types.ModuleType(name)
+    module.__file__ = path
+    sys.modules.setdefault(name, module)
+    exec(compile(Path(path).read_text(encoding="utf-8"), path, "exec"), vars(module))
+    return module
+
+
+def _failure(module: str, error: Exception) -> str:
+    """What is said of a module that cannot be loaded: it is absent, or what failed where."""
+    absent = error.name if isinstance(error, ModuleNotFoundError) else None
+    if absent is not None and f"{module}.".startswith(f"{absent}."):
+        return f"there is no module {absent!r} in {os.getcwd()} or among the installed packages."
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
+    return f"loading it failed: {type(error).__name__}: {error}{place}."
+
+
+def _attribute(module: Any, attribute: str, name: str) -> Callable[..., Any]:
+    found = getattr(module, attribute, None)
+    if callable(found):
+        return found
+    functions = [key for key, value in vars(module).items() if callable(value)]
+    hint = did_you_mean(attribute, functions)
+    raise ValueError(
+        f"--reward_funcs {name}: {module.__name__} has no function {attribute!r}.{hint}"
+    )

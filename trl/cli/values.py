@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import types
 import typing
 from enum import Enum
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 WORDS = dict.fromkeys(("true", "t", "yes", "y", "1", "on"), True)
 WORDS |= dict.fromkeys(("false", "f", "no", "n", "0", "off"), False)
@@ -42,12 +46,8 @@ def is_flag(annotation: Any) -> bool:
 def convert(value: Any, annotation: Any) -> Any:
     """Convert a string, a list of strings or a YAML value to `annotation`.
 
-    Args:
-        value: what was written.
-        annotation: a type, or a union of types, tried in the order that loses the least.
-
-    Raises:
-        ConversionError: saying what was expected.
+    That is a type, or a union of types, tried in the order that loses the least. A
+    `ConversionError` says what was expected.
     """
     choices = members(annotation)
     if type(None) in choices and _means_none(_alone(value), choices):
@@ -176,3 +176,58 @@ def _sequence(value: Any, member: Any) -> Any:
     if len(values) != len(kinds):
         raise ConversionError(f"{len(kinds)} values are needed, not {len(values)}")
     return tuple(convert(item, kind) for item, kind in zip(values, kinds, strict=True))
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Read a YAML file of options, and put its `env` mapping into the environment.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is not valid YAML, a key is given twice, or it or its `env` is not
+            a mapping.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"--config {path}: there is no such file.")
+    text = Path(path).read_text(encoding="utf-8")
+    try:
+        config = yaml.load(text, _Loader) or {}
+    except _TwiceError as error:
+        raise ValueError(f"{path}: {error}.") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must be a mapping of option names to values.")
+    environment = config.pop("env", {})
+    if not isinstance(environment, dict):
+        raise ValueError(f"env in {path} must be a mapping of names to values.")
+    os.environ.update({str(name): str(value) for name, value in environment.items()})
+    return _with_underscores(config, path)
+
+
+class _TwiceError(yaml.YAMLError):
+    """A key stands twice in a mapping."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's last of several equal keys would win silently."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node: Any = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            name, line = (key.tag, str(key.value)), key.start_mark.line + 1
+            if name in lines:
+                where = f"in lines {lines[name]} and {line}"
+                raise _TwiceError(f"the key {name[1]} is given twice, {where}")
+            lines[name] = line
+        return node
+
+
+def _with_underscores(config: dict[Any, Any], path: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        name = str(key).replace("-", "_")
+        if name in found:
+            raise ValueError(f"{path}: the key {name} is given twice, once with hyphens.")
+        found[name] = value
+    return found

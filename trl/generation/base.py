@@ -31,12 +31,9 @@ class GenerationBackend(ABC):
 
     @abstractmethod
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
-        """Complete the rows of this rank, in their order; those of a prompt are neighbors.
+        """Complete the B rows of this rank, in their order; those of a prompt are neighbors.
 
-        Args:
-            prompts (`Prompts`): B rows.
-            sampling (`Sampling`): how to draw tokens.
-            group_size (`int`): completions for each prompt over all ranks.
+        Over all ranks a prompt has `group_size` completions.
         """
 
 
@@ -63,12 +60,8 @@ def merge_named(
 ) -> Sampling:
     """Let `Sampling.extra` win over the named options, and keep only the others in it.
 
-    Args:
-        sampling (`Sampling`): as configured.
-        legal: names of the engine's options.
-        refused: why some of them cannot be used, besides those that no engine may use.
-        aliases: names that an option has besides its own.
-        kind (`str`): what messages call an option, such as "a generation option".
+    Of the engine's options, `legal`, some are `refused`, with a reason, besides those that no
+    engine may use, and some have `aliases`. Messages call one `kind`, as in "a generation option".
 
     Raises:
         ValueError: for an option that the engine does not know or that is refused.

@@ -25,10 +25,6 @@ class Environments:
         factories: a callable without arguments, or several by the name that a row's column
             `environment` gives. Each is called once at first, and again when rows need more.
         tools: functions that every row may call, besides the methods of its environment.
-
-    Raises:
-        TypeError: if a factory cannot be called.
-        ValueError: if there is none, an environment has no `reset`, or a method has no schema.
     """
 
     def __init__(self, factories: Any, tools: Sequence[Callable[..., Any]] = ()):
@@ -68,13 +64,8 @@ class Environments:
     def begin(self, rows: Sequence[dict[str, Any]]) -> tuple[list[Any], list[dict[str, Any]]]:
         """Reset an environment for each row of the dataset, in their order.
 
-        Returns:
-            The environments; and copies of the rows, whose prompts end with what was observed and
-            say which tools there are.
-
-        Raises:
-            TypeError: if `reset` returns something other than None, text or content blocks.
-            ValueError: if a row names no environment that there is.
+        Returned are the environments, and copies of the rows, whose prompts end with what was
+        observed and say which tools there are.
         """
         taken: Counter[Any] = Counter()
         environments, begun = [], []

@@ -41,19 +41,9 @@ class AdaptiveBatch:
     depend on each other, the outcome is that of a run that had the smaller size from the start. The
     work must not wait for other processes, which know nothing of a failure here.
 
-    Args:
-        phase (`str`): what is done, for messages: a key of `OPTIONS`, or any word.
-        size (`int`, *optional*): most rows at once. None: no limit until memory runs out.
-        option (`str`, *optional*): the option that sets `size`, for messages; from `OPTIONS`.
-        disabled (`bool`): let every error through.
-
-    Attributes:
-        size (`int` or None): most rows at once, now.
-        unit (`int`): so many rows are never separated.
-        failures (`int`): how often memory ran out.
-
-    Raises:
-        ValueError: if `size` is less than 1.
+    Messages name the `phase`, a key of `OPTIONS` or any word, and the `option` that sets the `size`
+    at first; None is no limit until memory runs out. `unit` rows are never separated, `failures`
+    counts how often memory ran out, and a batch that is `disabled` lets every error through.
     """
 
     def __init__(
@@ -66,8 +56,6 @@ class AdaptiveBatch:
         self.phase = phase
         known, self._advice = OPTIONS.get(phase, ("", _EVERYWHERE))
         self.option = option or known
-        if size is not None and size < 1:
-            raise ValueError(f"{self.option or 'size'}={size} must be at least 1.")
         self.size = size
         self.disabled = disabled
         self.unit = 1
@@ -77,10 +65,8 @@ class AdaptiveBatch:
         """Work on all rows, at most `size` at once; after a failure go on from the failed rows.
 
         `work` does some consecutive rows, `most` of them in this call; it must leave nothing behind
-        when it fails. What it returned is returned in the order of rows.
-
-        Raises:
-            RowTooLargeError: if one row alone does not fit.
+        when it fails. What it returned is returned in the order of rows. A row that does not fit
+        alone is a `RowTooLargeError`.
         """
         results: list[T] = []
         start = 0
@@ -105,17 +91,16 @@ class AdaptiveBatch:
         """
         results: list[T] = []
         random = RandomState()
-        while not all(self._attempt(rows, work, results) for rows in self._ranges(start, total)):
+        while True:
+            step = self.size or max(total, 1)
+            parts = [range(total)[first : first + step] for first in range(start, total, step)]
+            if all(self._attempt(rows, work, results) for rows in parts):
+                return results
             results.clear()
             start = 0
             random.restore()  # before `reset`, which may know of an earlier point
             reset()
             _free()
-        return results
-
-    def _ranges(self, start: int, total: int) -> list[range]:
-        step = self.size or max(total, 1)
-        return [range(total)[first : first + step] for first in range(start, total, step)]
 
     def _attempt(self, rows: range, work: Callable[[range], T], results: list[T]) -> bool:
         """Add what `work` returns to `results`; False if it ran out of memory."""

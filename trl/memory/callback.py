@@ -1,23 +1,27 @@
-"""Memory by phase for any `transformers.Trainer`."""
+"""Memory by phase for any `transformers.Trainer`: logged, written over time, and drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback
+from transformers.utils import logging
 
-from .meter import PhaseEvent, PhaseMeter, merge_peaks
+from ..imports import require
+from ..step_lines import StepLines
+from .meter import PHASES, PhaseEvent, PhaseMeter, merge_peaks
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from .timeline import Timeline
+logger = logging.get_logger(__name__)
 
-_PASSES = ("forward", "backward", "optimizer")
+_MOST_SPANS = 1000  # of one phase in a chart
 
 
 class MemoryCallback(TrainerCallback):
@@ -42,9 +46,8 @@ class MemoryCallback(TrainerCallback):
     Args:
         meter (`PhaseMeter`, *optional*): to share with code that measures other phases. None: its
             own, on the trainer's device.
-        passes (`bool`): whether to find forward and backward. False if the trainer's code marks
-            them on `meter`.
-        metrics (`bool`): whether to add to the logs. False if the trainer's code does.
+        passes (`bool`): whether to find forward and backward, which code may mark on `meter`.
+        metrics (`bool`): whether to add to the logs.
         chart (`bool`): whether to draw.
     """
 
@@ -76,36 +79,26 @@ class MemoryCallback(TrainerCallback):
             self.meter = PhaseMeter(args.device)
         self._in_step, self._metrics = False, {}
         path = Path(args.output_dir or ".") / "memory.jsonl"
-        from .timeline import Timeline
-
         self._timeline = Timeline(path, state.is_world_process_zero, state.global_step)
         self.meter.on_phase_end.append(self._record)
         if self._finds_passes and args.n_gpu <= 1:
-            model: nn.Module = kwargs["model"]
-            self._hooks = [
-                model.register_forward_pre_hook(self._before_forward),
-                model.register_forward_hook(self._after_forward),
-            ]
+            before = kwargs["model"].register_forward_pre_hook(self._before_forward)
+            self._hooks = [before, kwargs["model"].register_forward_hook(self._after_forward)]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop listening, and draw the chart."""
         timeline = self._timeline
         self._detach()
         if self._draws and timeline is not None and state.is_world_process_zero:
-            from .timeline import draw
-
             draw(timeline.path, timeline.path.with_suffix(".png"))
 
     def _detach(self) -> None:
-        self._stop(*_PASSES)
+        self._stop("forward", "backward", "optimizer")
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self._timeline = [], None
         if self.meter is not None and self._record in self.meter.on_phase_end:
             self.meter.on_phase_end.remove(self._record)
-        if self._timeline is not None:
-            self._timeline.close()
-            self._timeline = None
 
     # --- Phases ---
 
@@ -136,7 +129,8 @@ class MemoryCallback(TrainerCallback):
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not _trains(module):
             return
-        outputs = [x for x in _tensors(output) if x.requires_grad]
+        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        outputs = [tensor for tensor in tensors if tensor.requires_grad]
         for tensor in outputs:
             tensor.register_hook(self._gradient_arrives)
         if not outputs:
@@ -184,9 +178,86 @@ def _trains(module: nn.Module) -> bool:
     return module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    """The tensors of a model's output: itself, or its items."""
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    items = output if isinstance(output, (list, tuple)) else [output]
-    return [item for item in items if isinstance(item, Tensor)]
+class Timeline:
+    """Appends a JSON line for each phase that ends, at once, so a killed run leaves all of them.
+
+    A line has `step`, `phase`, `start` and `end` (seconds since the run began) and the figures of
+    `PhaseEvent.readable`. Lines of steps after `step` are dropped first, as a run that went further
+    wrote them; after the others, time goes on where it stopped.
+
+    Args:
+        path: the file, `memory.jsonl` in the output folder.
+        writes (`bool`): whether this process writes; True on the main process alone.
+        step (`int`): optimizer steps already made; it may be set, and goes into the next lines.
+    """
+
+    def __init__(self, path: Path, writes: bool = True, step: int = 0):
+        self.path = path
+        self.step = step
+        self._lines = StepLines(path) if writes else None
+        self._shift: float | None = None  # from the meter's clock to that of the lines
+        if self._lines is not None:
+            self._lines.keep_until(step)
+
+    def add(self, event: PhaseEvent) -> None:
+        """Write one phase."""
+        if self._lines is None:
+            return
+        if self._shift is None:
+            ends = (line["end"] for line in self._lines.read())
+            self._shift = max(ends, default=0.0) - event.start
+        times = {"start": event.start, "end": event.end}
+        times = {name: round(time + self._shift, 6) for name, time in times.items()}
+        line = {"step": self.step, "phase": event.phase}
+        self._lines.add([line | times | event.readable()])
+
+
+def draw(jsonl: Path, png: Path) -> bool:
+    """Draw the peak of each phase over time, one panel below the other, of what `Timeline` wrote.
+
+    False: nothing was drawn, because matplotlib is not installed (a log line tells how to install
+    it) or no phase has a peak.
+    """
+    try:
+        library = require("matplotlib.figure", "The chart of memory over time")
+    except ImportError as error:
+        logger.warning_once(str(error))
+        return False
+    if not (found := spans(StepLines(jsonl).read())):
+        return False
+    # Peaks of phases are often the same within a percent, so each has a panel of its own.
+    shown = [phase for phase in PHASES if phase in found]
+    figure = library.Figure((10, 1 + 1.1 * len(shown)), layout="constrained")
+    panels = figure.subplots(len(shown), sharex=True, sharey=True, squeeze=False)[:, 0]
+    highest = max(peak for spans in found.values() for _, _, peak in spans)
+    for phase, axes in zip(shown, panels, strict=True):
+        starts, ends, peaks = zip(*found[phase], strict=True)
+        color = f"C{PHASES.index(phase)}"
+        axes.hlines(peaks, starts, ends, color=color, linewidth=4)
+        axes.plot(ends, peaks, color=color, linewidth=0.8, marker=".", markersize=4)
+        axes.fill_between(ends, peaks, color=color, alpha=0.2, linewidth=0)
+        title = f"{phase}: at most {max(peaks):.3g} GB"
+        axes.set_title(title, loc="left", fontsize=10, color=color, pad=3)
+        axes.set(ylabel="GB", ylim=(0, 1.1 * highest))
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("seconds")
+    figure.suptitle("Peak memory by phase")
+    figure.savefig(png, dpi=120)
+    return True
+
+
+def spans(records: Iterator[dict[str, Any]]) -> dict[str, list[tuple[float, float, float]]]:
+    """Collect start, end (seconds) and peak (GB) of each phase.
+
+    Phases that ran very often have neighbors joined: first start, last end, largest peak.
+    """
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    for record in records:
+        if "peak_gb" in record:
+            span = (record["start"], record["end"], record["peak_gb"])
+            found.setdefault(record["phase"], []).append(span)
+    for phase, items in found.items():
+        size = -(-len(items) // _MOST_SPANS)
+        pieces = [items[i : i + size] for i in range(0, len(items), size)]
+        found[phase] = [(p[0][0], p[-1][1], max(item[2] for item in p)) for p in pieces]
+    return found

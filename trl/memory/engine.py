@@ -68,7 +68,7 @@ class Engine:
         phase = "generation" if self.sleeps else max(phases, key=phases.__getitem__)
         budget, taken, seen = plan.budget, phases[phase], ""
         if measured is not None:
-            budget = min(budget, (1 - HEADROOM) * measured.reachable)
+            budget = min(budget, (1 - HEADROOM) * (measured.free + measured.held))
             taken = max(taken, measured.held)
             seen = (
                 f" ({size(measured.free)} of the device's {size(plan.device_bytes)} are free now, "

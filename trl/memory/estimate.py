@@ -35,6 +35,7 @@ class Layer:
 
     def __init__(self, model: ModelSize, run: RunSettings):
         product, hidden, heads = run.product_bytes, model.hidden, model.queries + model.keys
+        every = run.sharding.per_row * model.keys  # of the ranks that divide a row
         factors = (2 if model.gated else 1) * product * model.intermediate  # of the MLP
         self.stream = run.weight_bytes * hidden
         # Without sharing, rotation leaves keys as wide as the stream.
@@ -44,8 +45,12 @@ class Layer:
         self.inference = 3 * self.stream + factors + product * model.intermediate
         # Gradients of the result, and of the factors of the MLP.
         self.backward = self.stream + factors + (product * hidden if run.autocast else 0)
+        # Where ranks divide rows: keys and values as they came, and in the order of the row.
+        gathered = 3 * product * every * (run.sharding.per_row > 1)
+        self.inference = max(self.inference, 2 * self.stream + gathered)
+        self.backward = max(self.backward, self.stream + gathered)
         # Inputs of both norms, as float32; queries, keys, values and the result of attention.
-        self.saved = 2 * FLOAT32 * hidden + 2 * product * heads + factors
+        self.saved = 2 * FLOAT32 * hidden + 2 * product * (model.queries + every) + factors
         self.saved += product * model.intermediate if model.gated else 0
         if model.norms_heads:
             self.saved += (FLOAT32 + product * (not model.frozen)) * heads
@@ -86,16 +91,21 @@ class Head:
         logits = tokens * self._model.vocabulary
         return self._all_logits(tokens, max(self._product * logits, _blocks(logits, 2)))
 
-    def backward(self, tokens: int) -> float:
-        """Bytes of the backward pass, with the gradient of the weight, which is made anew."""
+    def new_gradient(self, in_place: bool) -> int:
+        """Bytes of the weight's gradient, unless tiles are added to one that is there."""
+        return 0 if in_place and self._chunk else self.gradient
+
+    def backward(self, tokens: int, in_place: bool = False) -> float:
+        """Bytes of the backward pass, with the gradient of the weight; see `new_gradient`."""
+        new = self.new_gradient(in_place)
         if not self._chunk:
             logits = tokens * self._model.vocabulary
             # Their gradient, made in blocks; then those of the products and of the weight.
             made = FLOAT32 * logits + _blocks(logits, 3)
-            return self._all_logits(tokens, max(made, self._narrow * logits + self.gradient))
+            return self._all_logits(tokens, max(made, self._narrow * logits + new))
         entries = 0 if self._model.frozen else self._tile_shape(tokens)[1]
         sums = FLOAT32 * (tokens + entries) * self._model.hidden
-        return self._hidden(tokens) + self.gradient + sums + self._tile(tokens, 3)
+        return self._hidden(tokens) + new + sums + self._tile(tokens, 3)
 
     def sampling(self, rows: int) -> float:
         """Bytes of drawing one token for each of so many rows."""
@@ -139,7 +149,8 @@ class Estimate:
         matrices = model.largest_matrix if model.frozen else model.layer_matrices
         self._casts = run.product_bytes * matrices if run.autocast else 0.0
         # A classifier reads the last token of each row.
-        self._read = run.micro_batch * (run.completion if model.vocabulary else 1)
+        read = run.micro_batch * (run.completion if model.vocabulary else 1)
+        self._read = -(-read // run.sharding.per_row)
 
     @cached_property
     def phases(self) -> dict[str, Parts]:
@@ -241,8 +252,11 @@ class Estimate:
         held = self._held(before, shares.training, shares.first_buckets)
         # Behind the last layer: its result, and what the last norm keeps.
         result = kept + 3 * layer.stream * tokens
-        at_head = held.plus(activations=result, head=head.backward(self._read))
-        last_layer = held.plus(activations=kept + again * widest, gradients=head.gradient)
+        # Gradients of whole weights are added to those that are there in place.
+        in_place = run.accumulation > 1 and not run.sharding.stage
+        at_head = held.plus(activations=result, head=head.backward(self._read, in_place))
+        new = head.new_gradient(in_place)
+        last_layer = held.plus(activations=kept + again * widest, gradients=new)
         # Backward goes through the passes from the last to the first, which frees them.
         working = max(
             (of_layer + again) * count + self.model.layers * of_layer * earlier
@@ -250,17 +264,22 @@ class Estimate:
         )
         gradients = self._new_gradients(is_cut=len(passes) > 1)
         first_layer = held.plus(activations=working + casts + keys, gradients=gradients)
-        # The gradient of the embedding waits to be added: its own, and that of a tied head.
+        # The gradient of the embedding: rows by token and by id, or a matrix beside a tied head's.
+        rows = 2 * FLOAT32 * tokens * self.model.hidden * (not self.model.frozen)
+        matrices = head.gradient * (self.model.tied + (run.accumulation > 1))
         end = self._held(max(before, shares.gradients), shares.training, shares.first_buckets)
-        end = end.plus(gradients=head.gradient * (self.model.tied + (run.accumulation > 1)))
+        end = end.plus(gradients=matrices if run.sharding.stage else rows)
         return _largest(at_head, last_layer, first_layer, end)
 
     def _new_gradients(self, is_cut: bool) -> float:
         """Gradients beside those held, when the backward pass reaches the first layer."""
         if self.run.sharding.stage:
             return self.shares.in_flight
-        # Those of several passes are summed apart before they are added to what is held.
-        return 0.0 if self.run.accumulation > 1 and not is_cut else self.shares.whole_gradients
+        if self.run.accumulation == 1:
+            return self.shares.whole_gradients
+        # Those of several passes are summed apart, the ends excepted.
+        of_layers = self.shares.trained * self.model.layer_matrices
+        return min(of_layers, self.shares.whole_gradients) if is_cut else 0.0
 
 
 def _largest(*moments: Parts) -> Parts:

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from ..text import did_you_mean
-from .probes import CudaProbe, HeapProbe, Probe, ProcessProbe
+from .probes import HeapProbe, Probe, ProcessProbe, cuda_figures
 
 PHASES = ("generation", "scoring", "rewards", "forward", "backward", "optimizer")
 GB = 1e9
@@ -40,21 +41,12 @@ class PhaseMeter:
     function and ends in another. Phases may be nested. The inner one wins: what happens within it
     is not counted for the outer one, which goes on after it.
 
-    Figures on a CUDA device are those of `CudaProbe`: `peak`, `reserved` and `fragmentation`.
-    Elsewhere they are `peak` (resident bytes of the process, see `ProcessProbe` for how exact) and
-    `tensors` (bytes of live CPU tensors at the end, an estimate; see `HeapProbe`).
+    Figures on a CUDA device are `cuda_figures`; elsewhere those of `ProcessProbe` and `HeapProbe`,
+    for which `tensors` may stand, on any device. The peaks that the device or the kernel keep are
+    reset at each end of a phase. Neither random numbers nor results change.
 
-    The peaks that the device or the kernel keep are reset at each end of a phase. Neither random
-    numbers nor results change.
-
-    Args:
-        device (`torch.device` or `str`): where the model is.
-        enabled (`bool`): False makes every method do nothing.
-        tensors (`Probe`, *optional*): counts tensors instead of `HeapProbe`, on any device.
-
-    Attributes:
-        on_phase_end (`list`): functions called with the `PhaseEvent` of each phase that ends.
-        peak (`float`): largest `peak` in bytes, in a phase or between phases.
+    Functions in `on_phase_end` are called with the `PhaseEvent` of each phase that ends; `peak` is
+    the largest one in bytes, in a phase or between phases.
     """
 
     def __init__(
@@ -68,7 +60,7 @@ class PhaseMeter:
         self._metrics: dict[str, float] = {}
         self._born = time.perf_counter()
         for probe in self._probes:
-            probe.boundary()
+            probe()
 
     @property
     def current(self) -> str | None:
@@ -119,9 +111,8 @@ class PhaseMeter:
     def take(self) -> dict[str, float]:
         """Return the largest figure of each phase that ended since the last call.
 
-        Returns:
-            `dict[str, float]`: `memory/<phase>/peak_gb`, `.../reserved_gb`, `.../tensors_gb` in GB
-            (10^9 bytes) and `memory/<phase>/fragmentation`, as far as the device has them.
+        They are `memory/<phase>/peak_gb`, `.../reserved_gb`, `.../tensors_gb` in GB (10^9 bytes)
+        and `memory/<phase>/fragmentation`, as far as the device has them.
         """
         metrics, self._metrics = self._metrics, {}
         return metrics
@@ -138,7 +129,7 @@ class PhaseMeter:
         """Give the stretch that ends here to the innermost phase."""
         figures: dict[str, float] = {}
         for probe in self._probes:
-            figures |= probe.boundary()
+            figures |= probe()
         self.peak = max(self.peak, figures.get("peak", 0.0))
         held = self._open[-1].figures if self._open else {}
         for name, value in figures.items():
@@ -154,5 +145,5 @@ def merge_peaks(metrics: dict[str, float], event: PhaseEvent) -> None:
 
 def _probes(device: torch.device, tensors: Probe | None) -> list[Probe]:
     if device.type == "cuda":
-        return [CudaProbe(device)] if tensors is None else [CudaProbe(device), tensors]
-    return [ProcessProbe(), HeapProbe() if tensors is None else tensors]
+        return [partial(cuda_figures, device), *filter(None, [tensors])]
+    return [ProcessProbe(), tensors or HeapProbe()]

@@ -261,8 +261,9 @@ def _header(plan: Plan) -> str:
     what = "completions"
     if not run.generates:
         what = f"rows of up to {run.prompt + run.completion} tokens"
-    tokens = sum(run.forward_passes(cuts=False))
-    lines.append(f"Micro-batch: {run.micro_batch} {what}, {tokens} tokens in one forward")
+    tokens, every = sum(run.forward_passes(cuts=False)), run.sharding.per_row
+    each = "" if every == 1 else " of each rank"
+    lines.append(f"Micro-batch: {run.micro_batch} {what}, {tokens} tokens{each} in one forward")
     return "\n".join(lines) + _ranks(plan)
 
 
@@ -273,6 +274,8 @@ def _ranks(plan: Plan) -> str:
     words = f"\nRanks: {plan.run.processes}, {sharding.name}"
     if sharding.stage and sharding.ranks < plan.run.processes:
         words += f"; each {sharding.ranks} of them hold one copy"
+    if sharding.per_row > 1:
+        words += f"; each {sharding.per_row} of them divide the tokens of a row"
     return words + (f"; {size(host)} of each in the memory of the host" if host else "")
 
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..text import did_you_mean
-
-POLICIES = ("never", "auto", "always")
 THRESHOLD = 0.25  # of what is reserved
 FLOOR = 256 * 2**20  # bytes worth waiting for the device and allocating again
 
@@ -24,38 +21,27 @@ _MEMINFO = Path("/proc/meminfo")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
-class Probe(Protocol):
-    """Measures stretches of time, one after the other without a gap."""
-
-    def boundary(self) -> dict[str, float]:
-        """Return the figures of the stretch that ends now, in bytes, and begin the next one.
-
-        `fragmentation` is a share, not bytes. What cannot be measured here is left out.
-        """
+# Returns the figures of the stretch of time that ends with the call, in bytes, and begins the next
+# one. `fragmentation` is a share, not bytes. What cannot be measured here is left out.
+Probe = Callable[[], dict[str, float]]
 
 
-class CudaProbe:
-    """Reads the caching allocator of a CUDA device, without waiting for the device.
+def cuda_figures(device: torch.device) -> dict[str, float]:
+    """Read the caching allocator of a CUDA device, without waiting; nothing before CUDA is in use.
 
     Figures: `peak` (allocated), `reserved` (peak), `fragmentation` (1 - allocated / reserved, now).
-    Each boundary resets the allocator's own peaks (`torch.cuda.reset_peak_memory_stats`).
+    Each call resets the allocator's own peaks (`torch.cuda.reset_peak_memory_stats`).
     """
-
-    def __init__(self, device: torch.device):
-        self._device = device
-
-    def boundary(self) -> dict[str, float]:
-        """Return the figures since the last call; none before CUDA is in use."""
-        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
-        if not stats:
-            return {}
-        torch.cuda.reset_peak_memory_stats(self._device)
-        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
-        return {
-            "peak": allocated["peak"],
-            "reserved": reserved["peak"],
-            "fragmentation": fragmentation(allocated["current"], reserved["current"]),
-        }
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    if not stats:
+        return {}
+    torch.cuda.reset_peak_memory_stats(device)
+    allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
+    return {
+        "peak": allocated["peak"],
+        "reserved": reserved["peak"],
+        "fragmentation": fragmentation(allocated["current"], reserved["current"]),
+    }
 
 
 def fragmentation(allocated: int, reserved: int) -> float:
@@ -68,13 +54,7 @@ def should_empty_cache(policy: str, allocated: int, reserved: int) -> bool:
 
     The policy is `"never"`; `"always"`, if there are unused bytes (arXiv 2410.15651); or `"auto"`,
     if they are more than `THRESHOLD` of what is reserved and at least `FLOOR`.
-
-    Raises:
-        ValueError: if `policy` is none of these.
     """
-    if policy not in POLICIES:
-        hint = did_you_mean(policy, POLICIES, f" It must be one of {', '.join(POLICIES)}.")
-        raise ValueError(f"empty_cache={policy!r} is unknown.{hint}")
     unused = reserved - allocated
     if policy == "auto":
         return unused >= FLOOR and fragmentation(allocated, reserved) > THRESHOLD
@@ -86,11 +66,10 @@ def release_cached_blocks(policy: str, device: torch.device | str) -> bool:
 
     Call it where little is alive: after generation and after scoring. Tensors are not touched.
     """
-    on_gpu = torch.device(device).type == "cuda"
-    allocated = torch.cuda.memory_allocated(device) if on_gpu else 0
-    reserved = torch.cuda.memory_reserved(device) if on_gpu else 0
-    decided = should_empty_cache(policy, allocated, reserved)
-    if decided:
+    if torch.device(device).type != "cuda":
+        return False
+    sizes = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    if decided := should_empty_cache(policy, *sizes):
         torch.cuda.empty_cache()
     return decided
 
@@ -109,11 +88,6 @@ class DeviceMemory:
     free: float  # that this process could still use, those of its empty blocks included
     held: float  # that its tensors take
 
-    @property
-    def reachable(self) -> float:
-        """Bytes that this process has or could have."""
-        return self.free + self.held
-
     @classmethod
     def of(cls, device: torch.device) -> DeviceMemory:
         """Measure a GPU, or the machine for a CPU, where free memory is known from Linux alone."""
@@ -126,21 +100,19 @@ class DeviceMemory:
 
 
 class ProcessProbe:
-    """Reads the resident memory of this process from Linux.
+    """Reads the resident memory of this process from Linux; on other systems there is no figure.
 
     The figure is `peak`. Where `/proc/self/clear_refs` can be written, it is the kernel's own
     high-water mark (VmHWM) of the stretch; each boundary resets that mark, so `ru_maxrss` and
-    `/usr/bin/time` then see the last stretch only. Elsewhere on Linux it is the larger of the
-    resident sizes at the start and the end, which misses what was freed in between. On other
-    systems there is no figure.
+    `/usr/bin/time` then see the last stretch only. Elsewhere it is the larger of the resident sizes
+    at the start and the end, which misses what was freed in between.
     """
 
     def __init__(self) -> None:
         self._before = _kilobytes(_STATUS, "VmRSS")
         self.is_exact = self._before is not None and _reset_high_water()
 
-    def boundary(self) -> dict[str, float]:
-        """Return the figure since the last call."""
+    def __call__(self) -> dict[str, float]:
         mark = _kilobytes(_STATUS, "VmHWM" if self.is_exact else "VmRSS")
         if mark is None or self._before is None:
             return {}
@@ -170,8 +142,6 @@ def _reset_high_water() -> bool:
 
 
 class _HeapAccount(ctypes.Structure):
-    """What `mallinfo2` of the C library returns."""
-
     _names = "arena ordblks smblks hblks mapped usmblks fsmblks used fordblks keepcost"
     _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
@@ -180,8 +150,7 @@ def _heap_in_use() -> int:
     """Bytes the C library has handed out; an error if it is not glibc."""
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = _HeapAccount
-    account = mallinfo()
-    return int(account.used + account.mapped)
+    return int((account := mallinfo()).used + account.mapped)
 
 
 def _heap_holds_tensors() -> bool:
@@ -195,20 +164,18 @@ def _heap_holds_tensors() -> bool:
 
 
 class HeapProbe:
-    """Estimates the bytes of live CPU tensors from what the C library has handed out.
+    """Estimates the bytes of live CPU tensors, `tensors`, from what the C library has handed out.
 
-    The figure is `tensors`: the bytes of tensors that Python could see when the probe was made,
-    plus what malloc has handed out since, less what was given back. So it counts tensors that only
-    autograd holds, and also other native objects made since. There is no figure where tensors do
-    not come from glibc (musl, macOS, a preloaded allocator).
+    To those that Python could see when the probe was made comes what malloc has handed out since:
+    tensors that only autograd holds, and also other native objects. There is no figure where
+    tensors do not come from glibc (musl, macOS, a preloaded allocator).
     """
 
     def __init__(self) -> None:
         self._works = _heap_holds_tensors()
         self._others = _heap_in_use() - visible_tensor_bytes() if self._works else 0
 
-    def boundary(self) -> dict[str, float]:
-        """Return the figure of this moment."""
+    def __call__(self) -> dict[str, float]:
         return {"tensors": max(_heap_in_use() - self._others, 0)} if self._works else {}
 
 

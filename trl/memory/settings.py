@@ -41,6 +41,7 @@ class Sharding:
     offloads_optimizer: bool = False  # to the memory of the host
     offloads_weights: bool = False
     syncs: bool = False  # gradients are reduced after each micro-batch; if not, FSDP sums them
+    per_row: int = 1  # ranks that divide the tokens of each row (context parallelism)
     bucket: int = 500_000_000  # entries of the buffer in which gradients are reduced
     live: int = 1_000_000_000  # entries of weights that ZeRO-3 keeps gathered
     sub_group: int = 1_000_000_000  # entries that it updates at a time
@@ -218,7 +219,7 @@ class RunSettings:
         # With sharded weights a forward is always one pass, so that all ranks run as many.
         whole = not cuts or self.sharding.divides_weights or not prefix
         if whole or prefix + rows * tail <= SHORTEST_PASS or not tail:
-            return [prefix + rows * tail]
+            return [-(-(prefix + rows * tail) // self.sharding.per_row)]
         return [prefix, *(count * tail for count in tails_of_passes([tail] * rows, prefix))]
 
 
@@ -257,11 +258,8 @@ def _zero(options: Mapping[str, Any]) -> Sharding:
     file = options.get("deepspeed_config_file")
     if file not in (None, "none"):
         own = json.loads(Path(str(file)).read_text(encoding="utf-8")).get("zero_optimization", {})
-    sizes: dict[str, Any] = {
-        "bucket": own.get("reduce_bucket_size"),
-        "live": own.get("stage3_max_live_parameters"),
-        "sub_group": own.get("sub_group_size"),
-    }
+    names = {"bucket": "reduce_bucket_size", "live": "stage3_max_live_parameters"}
+    sizes = {k: own.get(x) for k, x in (names | {"sub_group": "sub_group_size"}).items()}
     entries: dict[str, Any] = {k: int(x) for k, x in sizes.items() if isinstance(x, int | float)}
     stage = int(own.get("stage", options.get("zero_stage") or 2))
 
@@ -291,28 +289,40 @@ def _fsdp(options: Mapping[str, Any]) -> Sharding:
     if word not in STRATEGIES:
         raise ValueError(f"fsdp_sharding_strategy={given}: choose from {', '.join(STRATEGIES)}.")
     offloads = str(options.get("fsdp_offload_params", "false")).lower() == "true"
-    ranks, machines = options.get("num_processes", 1), options.get("num_machines", 1)
+
+    def number(name: str) -> int:
+        return int(options.get(name) or 1)
+
+    copies = number("num_machines") if word.startswith("hybrid") else 1
+    copies *= number("parallelism_config_dp_replicate_size")
     return Sharding(
         engine=f"fsdp{version}",
         stage=WHOLE if word == "no_shard" else WEIGHTS,
-        ranks=max(1, ranks // machines) if word.startswith("hybrid") else ranks,
+        ranks=max(1, number("num_processes") // copies),
+        per_row=number("parallelism_config_cp_size"),
         keeps_weights=word not in ("full_shard", "hybrid_shard", "true"),
         offloads_optimizer=offloads,
         offloads_weights=offloads,
     )
 
 
+_OF_DEEPSPEED = ("ZERO_STAGE", "OFFLOAD_OPTIMIZER_DEVICE", "OFFLOAD_PARAM_DEVICE")
+_OF_FSDP = (
+    *("FSDP_VERSION", "FSDP_SHARDING_STRATEGY", "FSDP_RESHARD_AFTER_FORWARD"),
+    *("FSDP_OFFLOAD_PARAMS", "PARALLELISM_CONFIG_CP_SIZE", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE"),
+)
+
+
 def options_of_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """The options of `read_sharding`, in a process that `accelerate launch` has started."""
-    names = {f"ACCELERATE_{name.upper()}": name for name in ("use_deepspeed", "use_fsdp")}
-    for name in ("zero_stage", "offload_optimizer_device", "offload_param_device", "config_file"):
-        option = f"deepspeed_{name}" if name == "config_file" else name
-        names[f"ACCELERATE_DEEPSPEED_{name.upper()}"] = option
-    for name in ("version", "sharding_strategy", "reshard_after_forward", "offload_params"):
-        names[f"FSDP_{name.upper()}"] = f"fsdp_{name}"
-    found: dict[str, Any] = {v: environment[k] for k, v in names.items() if k in environment}
+    names = {name: name.lower() for name in _OF_FSDP}
+    names |= {f"ACCELERATE_DEEPSPEED_{name}": name.lower() for name in _OF_DEEPSPEED}
+    names |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file"}
+    found: dict[str, Any] = {
+        x: environment[name] for name, x in names.items() if name in environment
+    }
     for name in ("use_deepspeed", "use_fsdp"):
-        found[name] = str(found.get(name, "false")).lower() == "true"
+        found[name] = environment.get(f"ACCELERATE_{name.upper()}", "").lower() == "true"
     ranks = int(environment.get("WORLD_SIZE", "1"))
     machines = max(1, ranks // int(environment.get("LOCAL_WORLD_SIZE", str(ranks))))
     return found | {"num_processes": ranks, "num_machines": machines}

@@ -21,13 +21,8 @@ def accuracy_reward(
 ) -> list[float | None]:
     """1.0 if the answer equals the solution, 0.0 if not, None if the solution cannot be parsed.
 
-    Args:
-        completions (`list`): strings, or lists of messages.
-        solution (`list[str]`): right answers.
-        log_extra (*optional*): receives what was compared, as three columns.
-
-    Raises:
-        ImportError: if math-verify is not installed.
+    Completions are strings, or lists of messages. `log_extra` receives what was compared, as three
+    columns. Needs math-verify.
     """
     return _rewards([text_of(completion) for completion in completions], solution, log_extra)
 
@@ -41,12 +36,8 @@ def reasoning_accuracy_reward(
 ) -> list[float | None]:
     """`accuracy_reward` of what follows the reasoning; 0.0 where the reasoning does not end.
 
-    Args:
-        completions (`list`): strings, or lists of messages.
-        solution (`list[str]`): right answers.
-        reasoning_delimiters (`list[str]`, *optional*): ends of reasoning; the first that occurs
-            counts, at its last place. None: `</think>`.
-        log_extra (*optional*): receives what was compared, as three columns.
+    It ends with the first of `reasoning_delimiters` that occurs, by default `</think>`, at its last
+    place.
     """
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
     answers: list[str | None] = []

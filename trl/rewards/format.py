@@ -14,10 +14,5 @@ def text_of(completion: Any) -> str:
 
 
 def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
-    """1.0 for a completion that begins with one `<think>` block and closes it, else 0.0.
-
-    Args:
-        completions (`list`): strings, or lists of messages.
-        kwargs: ignored.
-    """
+    """1.0 for a completion that begins with one `<think>` block and closes it, else 0.0."""
     return [float(THINK.fullmatch(text_of(completion)) is not None) for completion in completions]

@@ -124,9 +124,8 @@ class CallParser:
     def __call__(self, prompt: Sequence[int], ids: Sequence[int]) -> Turn:
         """The assistant message of a turn, and its calls in order.
 
-        Args:
-            prompt: token ids before the turn.
-            ids: token ids of the turn, without the token that ended it.
+        `prompt` are token ids before the turn; `ids` those of the turn, but for the one that ended
+        it.
         """
         if self._reader is None:
             message, calls = self._parse(prompt, ids)

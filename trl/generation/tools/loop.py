@@ -32,19 +32,12 @@ class _Row:
     calls: int = 0
     failures: int = 0
 
-    def write(
-        self, ids: Sequence[int], logps: Sequence[float] | None, finish: FinishReason, room: int
-    ) -> list[int]:
-        """Append what the policy wrote, cut to the room there is; returns what was appended."""
-        kept = list(ids[:room])
-        self.finish = finish if len(kept) == len(ids) else "length"
-        self.ids += kept
-        self.trainable += [True] * len(kept)
-        if logps is None or self.logps is None:
-            self.logps = None
-        else:
-            self.logps += logps[: len(kept)]
-        return kept
+    def add(self, ids: Sequence[int], logps: Sequence[float] | None, trainable: bool) -> None:
+        """Append tokens; log-probabilities are known of all, or of none."""
+        self.ids += ids
+        self.trainable += [trainable] * len(ids)
+        if self.logps is not None:
+            self.logps = None if logps is None else [*self.logps, *logps]
 
 
 @dataclass(eq=False)
@@ -107,10 +100,13 @@ class ToolLoop(AroundEngine):
         return max(0, most - len(row.ids))
 
     def _write(self, row: _Row, found: Generations, place: int, sampling: Sampling) -> None:
-        """Append a turn of the policy, and find its calls if it ended by itself."""
-        logps = None if found.sampling_logps is None else found.sampling_logps[place]
+        """Append a turn of the policy, cut to the room there is, and find its calls if it ended."""
         before, room = [*row.prompt, *row.ids], self._room(row, sampling)
-        kept = row.write(found.completion_ids[place], logps, found.finish[place], room)
+        logps = None if found.sampling_logps is None else found.sampling_logps[place][:room]
+        ids = found.completion_ids[place]
+        kept = ids[:room]
+        row.add(kept, logps, trainable=True)
+        row.finish = found.finish[place] if len(kept) == len(ids) else "length"
         ended = row.finish == "stop"
         is_marked = ended and kept[-1] in sampling.stop_ids  # others end with a text
         message, calls = self.parse(before, kept[:-1] if is_marked else kept)
@@ -136,11 +132,8 @@ class ToolLoop(AroundEngine):
         ids = self.template.after(messages) if messages else []
         if not messages or len(ids) >= self._room(row, sampling):
             return False
-        row.ids += ids
-        row.trainable += [False] * len(ids)
+        row.add(ids, [0.0] * len(ids), trainable=False)
         row.turns += messages
-        if row.logps is not None:
-            row.logps += [0.0] * len(ids)
         return True
 
 

@@ -52,11 +52,7 @@ class ToolRunner:
 
     Plain functions are called one after the other, in a thread of their own so that a call takes
     `timeout` seconds at most; without a limit, in that of the trainer. Coroutine functions run all
-    at once on one event loop.
-
-    Raises:
-        TypeError: if a tool is not a function.
-        ValueError: if a tool has no schema, or two have the same name.
+    at once on one event loop. Each has a name of its own, and a schema; see `schema_of`.
     """
 
     def __init__(self, tools: Sequence[Callable[..., Any]], timeout: float | None):
@@ -73,9 +69,7 @@ class ToolRunner:
     ) -> list[ToolResult]:
         """Make all calls, and return their results in the same order. Never raises for a tool.
 
-        Args:
-            calls: what was asked for.
-            own (*optional*): for each call the functions that it may name; None: those of the run.
+        A call may name the functions of its own that are given, or else those of the run.
         """
         results: dict[int, ToolResult] = {}
         waiting: dict[int, Callable[[], Any]] = {}

@@ -58,11 +58,7 @@ def adapter_settings(policy: PolicyHandle, settings: EngineSettings) -> EngineSe
 
 
 def room_for(rank: int) -> int:
-    """The smallest rank that vLLM makes room for and that an adapter fits in.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The smallest rank that vLLM makes room for and that an adapter fits in; or a ValueError."""
     if rank > RANKS[-1]:
         raise ValueError(
             f"vllm_sync_adapter_only=True: vLLM holds adapters up to rank {RANKS[-1]}, and this "
@@ -78,7 +74,7 @@ class AdapterEngine(VLLMEngine):
         super().__init__(llm, sleeps)
         self._manager: Any = self.model.lora_manager
         wrappers = set(self._manager.modules.values())
-        self._wrapped = [
+        self._wrapped: list[tuple[Any, str, Any]] = [
             (parent, name, child)
             for parent in self.model.modules()
             for name, child in parent._modules.items()
@@ -95,8 +91,7 @@ class AdapterEngine(VLLMEngine):
         """Hide the modules that apply adapters: weights are looked up by the names below them."""
         try:
             for parent, name, wrapper in self._wrapped:
-                base: Any = wrapper.base_layer  # type: ignore[union-attr]
-                parent._modules[name] = base
+                parent._modules[name] = wrapper.base_layer
             yield
         finally:
             for parent, name, wrapper in self._wrapped:

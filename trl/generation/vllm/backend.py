@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -32,8 +32,7 @@ BOUNDS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 class VLLMBackend(GenerationBackend):
     """Generates with vLLM, and proves after each sync that weights arrived.
 
-    Raises:
-        WeightSyncError: while generating, if the engine does not hold the policy's weights.
+    While it generates, a `WeightSyncError` says that the engine does not hold the policy's weights.
     """
 
     policy: PolicyHandle  # whose weights the engine is to hold
@@ -227,7 +226,7 @@ class VLLMColocateBackend(VLLMBackend):
         return ([value], 0) if self._is_alone else gather_over_tensor_group(value)
 
     def _run(self, requests: list[Request], sampling: Sampling) -> Generations:
-        if not self._is_alone:  # ranks that hold one engine meet inside
-            return read_outputs(requests, self._engine.generate(requests, sampling))
-        with self._ranks.fail_together("generation"):
+        # Ranks that hold one engine meet inside.
+        together = self._ranks.fail_together("generation") if self._is_alone else nullcontext()
+        with together:
             return read_outputs(requests, self._engine.generate(requests, sampling))

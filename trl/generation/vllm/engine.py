@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import tempfile
 import uuid
 import weakref
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ...distributed import undivided_models
-from ...imports import require
+from ...imports import first_numbers, require
 from ...random_numbers import random_numbers_kept
 from ...types import Sampling
 from .sampling import Request, parameters
@@ -36,14 +35,9 @@ class SleepingEngineError(RuntimeError):
 
 
 def check_platform(sleeps: bool) -> None:
-    """Check vLLM itself, before anything is loaded.
-
-    Raises:
-        ImportError: if vLLM is not installed.
-        ValueError: if it cannot sleep on this platform, but is to.
-    """
+    """Check vLLM itself, and whether it can sleep if it is to, before anything is loaded."""
     vllm = require("vllm", "use_vllm=True")
-    oldest, found, newest = map(_release, (OLDEST, vllm.__version__, NEWEST))
+    oldest, found, newest = map(first_numbers, (OLDEST, vllm.__version__, NEWEST))
     if not oldest <= found <= newest:
         logger.warning_once(
             f"vLLM {vllm.__version__} is outside the supported range {OLDEST} to {NEWEST}; "
@@ -55,11 +49,6 @@ def check_platform(sleeps: bool) -> None:
             "vllm_enable_sleep_mode=True: vLLM has no sleep mode on this platform "
             f"({platform.device_type}); leave the option out."
         )
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Major and minor number; (0,) if there are none."""
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2]) or (0,)
 
 
 @dataclass(frozen=True)
@@ -156,11 +145,7 @@ class VLLMEngine:
             raise RuntimeError("vLLM kept its prefix cache: requests are still running.")
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Any]:
-        """Complete all requests; returns vLLM's `RequestOutput`s in their order.
-
-        Raises:
-            RuntimeError: if the device is out of memory.
-        """
+        """Complete all requests; returns vLLM's `RequestOutput`s in their order."""
         for part in PARTS:
             self._require(part, "generating")
         prompts = [{"prompt_token_ids": request.token_ids} for request in requests]
@@ -244,8 +229,7 @@ def _dense_config(model: Any) -> Any:
 def _keep_process_groups(llm: Any) -> None:
     """An engine that is collected must not end the process groups of training and other engines."""
     client = llm.llm_engine.engine_core
-    finalizer = getattr(client, "_finalizer", None)
-    if finalizer is not None:
+    if finalizer := getattr(client, "_finalizer", None):
         finalizer.detach()
         weakref.finalize(client, _shut_down, client.engine_core).atexit = False
 
@@ -300,11 +284,7 @@ def _own_memory() -> Iterator[None]:
 
 
 def keep_weights_unpacked(feature: str) -> bool:
-    """On a CPU vLLM would repack weights for oneDNN, and loading would not reach the copies.
-
-    Returns:
-        `bool`: whether this is a CPU.
-    """
+    """On a CPU vLLM would repack weights, and loading not reach the copies; whether this is one."""
     on_cpu = bool(require("vllm.platforms", feature).current_platform.is_cpu())
     if on_cpu:
         operations: Any = require("vllm._custom_ops", feature)
@@ -319,10 +299,8 @@ def _uncompiled(on_cpu: bool) -> AbstractContextManager[Any]:
 
 @contextmanager
 def unchanged_process() -> Iterator[None]:
-    """Give back what vLLM changes for the whole process.
-
-    That is: the global random streams, the number of threads and the function that sets it, the
-    precision of products, and environment variables.
+    """Give back what vLLM changes for the whole process: the global random streams, the number of
+    threads and the function that sets it, the precision of products, and environment variables.
     """
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     precision = torch.get_float32_matmul_precision()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import math
 import operator
 import typing
 from collections.abc import Iterable, Mapping
@@ -43,8 +44,7 @@ def option(
         raise TypeError(f"Unknown bounds: {', '.join(unknown)}.")
     if bounds:
         metadata["bounds"] = {kind: bounds[kind] for kind in HOLDS if kind in bounds}
-    if hint:
-        metadata["hint"] = hint
+    metadata |= {"hint": hint} if hint else {}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -56,33 +56,26 @@ def check_options(config: Any, inherited: Mapping[str, Mapping[str, float]] | No
     None is legal where the annotation of the option says so. `inherited` are bounds, by name, of
     options that another package declares. An error names option, value and what is legal.
     """
-    others = inherited or {}
-    config_class: Any = type(config)
-    kinds = kinds_of(config_class)
+    others, kinds = inherited or {}, kinds_of(config.__class__)
     for field in dataclasses.fields(config):
         value, known = getattr(config, field.name, None), field.metadata
         if value is None and (type(None) in kinds[field.name] or "bounds" not in known):
             continue
-        problem = _problem(value, known, others.get(field.name), kinds[field.name])
+        problem = _not_whole(value, known, kinds[field.name])
+        problem = problem or _problem(value, known, others.get(field.name), kinds[field.name])
         if problem is not None:
             raise ValueError(f"{field.name}={value!r} must be {problem}")
 
 
-def _problem(
-    value: Any, known: Mapping[str, Any], inherited: Mapping[str, float] | None, kinds: list[Any]
-) -> str | None:
+def _problem(value: Any, known: Mapping[str, Any], inherited: Any, kinds: list[Any]) -> str | None:
     if "bounds" in known or inherited:
         return _out_of_range(value, known.get("bounds", inherited), known.get("hint", ""))
     enums = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)]
     if "choices" in known or enums:
-        return _not_chosen(value, known.get("choices") or [x.value for x in enums[0]])
+        choices = known.get("choices") or [x.value for x in enums[0]]
+        hint = did_you_mean(str(value), choices)
+        return None if value in choices else f"one of {', '.join(choices)}.{hint}"
     return _wrong_kind(value, kinds)
-
-
-def _not_chosen(value: Any, choices: list[str]) -> str | None:
-    if value in choices:
-        return None
-    return f"one of {', '.join(choices)}.{did_you_mean(str(value), choices)}"
 
 
 def _out_of_range(value: Any, bounds: Mapping[str, float], hint: str = "") -> str | None:
@@ -90,8 +83,15 @@ def _out_of_range(value: Any, bounds: Mapping[str, float], hint: str = "") -> st
     if is_number and all(HOLDS[kind](value, bound) for kind, bound in bounds.items()):
         return None
     legal = " and ".join(f"{WORDS[kind]} {bound:g}" for kind, bound in bounds.items())
-    kind = "" if is_number else "a number, "
-    return f"{kind}{legal}{f' ({hint})' if hint else ''}."
+    return f"{'' if is_number else 'a number, '}{legal}{f' ({hint})' if hint else ''}."
+
+
+def _not_whole(value: Any, known: Mapping[str, Any], kinds: list[Any]) -> str | None:
+    if not isinstance(value, float) or int not in kinds or float in kinds:
+        return None
+    beyond = _out_of_range(value, known.get("bounds", {}), known.get("hint", ""))
+    nearest = f"; the nearest is {value:.0f}" if math.isfinite(value) else ""
+    return f"an integer, {beyond}" if beyond else f"an integer{nearest}."
 
 
 class Named:
@@ -131,11 +131,9 @@ def _wrong_kind(value: Any, kinds: list[Any]) -> str | None:
         no_mapping = isinstance(from_json(value), str | list | int | float)
         is_legal = not no_mapping or Path(str(value)).is_file()
         return None if is_legal else f"{MAPPING}."
-    if isinstance(value, str):
-        is_legal = str in kinds
-    else:
-        is_number = isinstance(value, (int, float)) and value is not False
-        is_legal = not is_number or bool({int, float, bool} & {*kinds})
+    is_number = isinstance(value, (int, float)) and value is not False
+    legal = {str} if isinstance(value, str) else {int, float, bool} if is_number else {*kinds}
+    is_legal = not legal.isdisjoint(kinds)
     words = [KINDS[kind] for kind in kinds if kind in KINDS]
     return None if is_legal or not words else f"{' or '.join(words)}."
 

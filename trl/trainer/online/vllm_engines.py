@@ -21,8 +21,7 @@ from ...generation.vllm.engine import (
 )
 from ...generation.vllm.sampling import merge_options, needs_text
 from ...generation.vllm.server.backend import Server, ServerPool, VLLMServerBackend
-from ...generation.vllm.server.client import VLLMClient
-from ...generation.vllm.server.compat import PROTOCOL, ServerFacts, gpu_id, shape_of
+from ...generation.vllm.server.client import PROTOCOL, ServerFacts, VLLMClient, gpu_id, shape_of
 from ...imports import require
 from ...memory.engine import BATCHED_TOKENS, Engine, EngineMemory
 from ...memory.model_size import model_size

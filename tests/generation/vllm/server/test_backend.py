@@ -14,8 +14,7 @@ from trl.generation.vllm.sampling import Request
 from trl.generation.vllm.server import backend as server_backend
 from trl.generation.vllm.server import client as vllm_client
 from trl.generation.vllm.server.backend import Server, ServerPool, VLLMServerBackend
-from trl.generation.vllm.server.client import ServerError
-from trl.generation.vllm.server.compat import PROBLEM
+from trl.generation.vllm.server.client import PROBLEM, ServerError
 from trl.generation.vllm.server.secret import WEIGHTS
 from trl.types import Prompts, Sampling
 

@@ -118,13 +118,19 @@ def test_weights_are_handed_to_workers(guard):
         lambda guard: claim_of(guard, "GET", "/health", secret=b""),
         lambda guard: claim_of(guard, "POST", "/health"),
         lambda guard: claim_of(guard, "GET", "/healthy"),
-        lambda guard: claim_of(guard, "GET", "/health", b"other"),
         lambda guard: Claim.of(KEY, "old", "GET", "/health", b""),
     ],
 )
 def test_others_are_refused_before_the_server_sees_them(guard, claim):
     status, headers, body = run(guard, "GET", "/health", claim and claim(guard))
     assert status == 401 and b"disconnect" not in body and ANSWER.lower() not in headers
+
+
+def test_a_byte_that_changed_on_the_way_is_no_wrong_secret(guard):
+    engine, claim = Engine(), claim_of(guard, "POST", WEIGHTS, b"weights")
+    status, headers, text = run(guard, "POST", WEIGHTS, claim, (b"weighty",), app=engine)
+    assert status == 400 and b"altered or damaged on its way" in text and not engine.calls
+    assert claim.is_answered(headers[ANSWER.lower()], KEY, 400, text)
 
 
 @pytest.mark.parametrize(

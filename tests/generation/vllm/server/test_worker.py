@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trl.generation.vllm.server.compat import PROBLEM
+from trl.generation.vllm.server.client import PROBLEM
 from trl.generation.vllm.server.weight_stream import batches, unpacked
 from trl.generation.vllm.weight_proof import WeightSyncError
 from trl.imports import is_available

@@ -25,8 +25,7 @@ from ....types import Generations, Sampling
 from ..backend import VLLMBackend
 from ..sampling import Request, completion_body, read_answers
 from ..weight_proof import WeightSyncError
-from .client import HOW, ServerError, VLLMClient
-from .compat import PROBLEM, ServerFacts, refusals
+from .client import HOW, PROBLEM, ServerError, ServerFacts, VLLMClient, refusals
 from .waiting import in_background
 from .weight_stream import Batch, TransferError, WeightGroup, batches
 
@@ -37,12 +36,7 @@ MOST_REQUESTS = 256  # requests that are under way; a server queues them itself
 
 
 class Server(VLLMClient):
-    """A server that is ready, and was started for training; `facts` are what it says of itself.
-
-    Raises:
-        ServerError: if it is not ready in time, or was not started for training.
-        SecretError: if it does not share the secret.
-    """
+    """A server that is ready, and was started for training; `facts` are what it says of itself."""
 
     def __init__(self, url: str, seconds: float):
         super().__init__(url, seconds)
@@ -100,12 +94,7 @@ class ServerPool:
     # --- Weights ---
 
     def join(self, device: torch.device) -> None:
-        """Let the workers of all servers take the weights of this run, and of no other.
-
-        Raises:
-            ServerError: if a worker fails.
-            TransferError: if GPUs do not find each other.
-        """
+        """Let the workers of all servers take the weights of this run, and of no other."""
         size = 1 + sum(server.facts.workers for server in self.servers)
         identity, rank, calls = None, 1, []
         if device.type == "cuda" and all(server.facts.gpu is not None for server in self.servers):
@@ -124,10 +113,7 @@ class ServerPool:
         self._has_joined = True
 
     def send(self, weights: Iterable[tuple[str, Tensor]], step: int) -> str | None:
-        """Send all weights of an optimizer step.
-
-        Returns:
-            What is wrong with what a server holds then, in words; None if nothing is.
+        """Send all weights of an optimizer step; returns what is wrong then, in words, if anything.
 
         Raises:
             ServerError: if a server is gone or silent.
@@ -241,11 +227,7 @@ class ServerPool:
 
 
 class VLLMServerBackend(VLLMBackend):
-    """Generates with vLLM servers; rank 0 has the pool of them, the others none.
-
-    Raises:
-        ServerError: while generating, if a server is gone or silent.
-    """
+    """Generates with vLLM servers; rank 0 has the pool of them, the others none."""
 
     def __init__(self, pool: ServerPool | None, policy: PolicyHandle, context: int, **options: Any):
         engines = 1 if pool is None else len(pool.servers)  # other ranks ask nothing
@@ -264,20 +246,18 @@ class VLLMServerBackend(VLLMBackend):
         for _ in remaining:
             pass
         self._ranks.raise_everywhere(failure, "sending weights to vLLM")
-        found: str | None = self._ranks.gather_objects(problem)[0]
-        return found
+        return self._ranks.gather_objects(problem)[0]
 
     def _shares(self, value: Any) -> tuple[list[Any], int]:
         return self._ranks.gather_objects(value), self._ranks.rank
 
     def _run(self, requests: list[Request], sampling: Sampling) -> Generations:
         """What rank 0 is answered, on every rank; all fail together."""
-        answer = None
+        answer: Any = None
         with self._ranks.fail_together("generation"):
             if self._pool is not None:
                 answer = self._pool.complete(requests, sampling)
-        found: Generations = self._ranks.gather_objects(answer)[0]
-        return found
+        return self._ranks.gather_objects(answer)[0]
 
 
 def _raise_from(calls: Iterable[Future[Any]]) -> None:

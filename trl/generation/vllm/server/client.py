@@ -7,12 +7,79 @@ import math
 import socket
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+import torch
+
 from .secret import ANSWER, CHALLENGE, REQUEST, VARIABLE, WEIGHTS, Claim, shared_secret
 from .waiting import looks
+
+PROTOCOL = 3  # of trainer and workers; changes when they would not understand each other
+PROBLEM = "Weights: "  # how what is wrong with the weights of a sync begins
+SHAPE = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
+)
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server is, as one of its workers tells."""
+
+    protocol: int  # `PROTOCOL` of its side
+    vllm: str  # version
+    shape: dict[str, Any]  # sizes of the model, by their names in its configuration
+    dtype: str  # in which it computes
+    context: int  # most tokens of a prompt with its completion
+    logprobs_mode: str  # of which distribution log-probabilities are
+    workers: int  # processes that take weights
+    gpu: str | None  # of the worker; None: it is on a CPU
+
+
+def shape_of(config: Any) -> dict[str, Any]:
+    """What models must share for one to take the weights of the other."""
+    text = config.get_text_config()
+    return {name: getattr(text, name, None) for name in SHAPE}
+
+
+def gpu_id(device: torch.device) -> str | None:
+    """What tells a GPU from all others; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def refusals(server: ServerFacts, wanted: ServerFacts) -> list[str]:
+    """Why a policy cannot be trained with a server, in whole sentences; nothing if it can.
+
+    `wanted` are facts of the policy and its process; of the context the least that will do.
+    """
+    shape, versions = server.shape, (server.vllm.split(".")[:2], wanted.vllm.split(".")[:2])
+    other = next((name for name, x in wanted.shape.items() if shape.get(name) != x), "")
+    problems = {
+        "It runs another version of trl: install the same one on both sides.": (
+            server.protocol != wanted.protocol
+        ),
+        f"It runs vLLM {server.vllm} and the trainer {wanted.vllm}: install the same release on "
+        "both sides.": versions[0] != versions[1],
+        f"Its model has {other}={shape.get(other)} and the policy {wanted.shape.get(other)}: start "
+        "it with the model that is trained (--model).": other != "",
+        f"It computes in {server.dtype} and the policy in {wanted.dtype}: start it with --dtype "
+        f"{wanted.dtype}.": server.dtype != wanted.dtype,
+        f"Its log-probabilities are {server.logprobs_mode}: start it with --logprobs-mode "
+        f"{wanted.logprobs_mode}.": server.logprobs_mode != wanted.logprobs_mode,
+        f"It sees {server.context} tokens, but max_completion_length={wanted.context - 1} leaves "
+        "no room for a prompt: start it with a larger --max_model_len.": (
+            server.context < wanted.context
+        ),
+        "It runs on the GPU that trains: give it other devices (CUDA_VISIBLE_DEVICES), or use "
+        "vllm_mode='colocate'.": server.gpu is not None and server.gpu == wanted.gpu,
+    }
+    return [text for text, holds in problems.items() if holds]
+
 
 BUSY = (500, 502, 503)  # statuses after which an idempotent request is sent again
 REFUSED = 401  # the status where the secret was not proven

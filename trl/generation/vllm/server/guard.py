@@ -22,6 +22,7 @@ ROUTES = {
     *(("POST", "/v1/completions"), ("POST", "/reset_prefix_cache"), ("POST", "/collective_rpc")),
 }
 WORKER_METHODS = "trl_"  # how the names of those begin that may be called by /collective_rpc
+DAMAGED = "the request was altered or damaged on its way: its bytes are not those that were sent"
 
 
 class Challenges:
@@ -56,8 +57,9 @@ class Challenges:
 class Guard(Middleware):
     """Lets proven requests to routes of training through, each once.
 
-    Answers 401 to all others, without saying what is there, and 404 to proven ones for other
-    routes. Proves each answer, so a trainer knows who gives it.
+    Answers 401 to all others, without saying what is there; to proven ones 400 if their body is
+    not the one that was sent, and 404 for other routes. Proves each answer to a proven request, so
+    a trainer knows who gives it.
     """
 
     def __init__(self, app: Any):
@@ -76,9 +78,11 @@ class Guard(Middleware):
         """Answer one request; `call_next` lets the server do so."""
         current = self._challenges.current
         claim = self._proven_claim(request)
-        if claim is None or not claim.is_of(body := await request.body()):
+        if claim is None:
             return _error(401, "secret", {CHALLENGE: current})
-        if not _is_open(request.method, _path(request), body):
+        if not claim.is_of(body := await request.body()):
+            answer = _error(400, DAMAGED)
+        elif not _is_open(request.method, _path(request), body):
             answer = _error(404, "no route of training")
         elif _path(request) == WEIGHTS:
             answer = await _hand_on(request.app.state.engine_client, body)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 VARIABLE = "TRL_VLLM_TOKEN"
 REQUEST, ANSWER, CHALLENGE = "X-TRL-Request", "X-TRL-Answer", "X-TRL-Challenge"  # HTTP headers
 WEIGHTS = "/trl_weights"  # a route that takes bytes, which none of vLLM's does
-WEIGHTS = "/trl_weights"  # not one of vLLM's: its own takes no bytes
 
 
 def shared_secret() -> bytes:

@@ -95,11 +95,9 @@ def batches(weights: Iterable[tuple[str, Tensor]], device: torch.device) -> Iter
 class WeightGroup:
     """A trainer, which has rank 0, and workers whose GPUs hand weights to each other by NCCL.
 
-    Each step of a transfer must happen within `seconds`. Members find each other by an identity,
-    which the trainer's group makes.
-
-    Raises:
-        TransferError: if NCCL does not start.
+    Each step of a transfer, the start of NCCL included, must happen within `seconds`; it is a
+    `TransferError` otherwise. Members find each other by an identity, which the trainer's group
+    makes.
     """
 
     def __init__(
@@ -140,9 +138,6 @@ class WeightGroup:
         """Hand bytes from the trainer's GPU to all; of a worker, what is filled.
 
         Meanwhile `check` raises if another member has failed.
-
-        Raises:
-            TransferError: if they do not get through in time.
         """
         if len(flat):
             self._finish(lambda: self._start(flat), check)

@@ -14,7 +14,7 @@ import torch
 from ....imports import require
 from ..engine import keep_weights_unpacked
 from ..weight_proof import WeightProof, WeightSyncError, fingerprint
-from .compat import PROBLEM, PROTOCOL, ServerFacts, gpu_id, shape_of
+from .client import PROBLEM, PROTOCOL, ServerFacts, gpu_id, shape_of
 from .weight_stream import Batch, WeightGroup, unpacked
 
 
@@ -50,11 +50,7 @@ class Receiver:
                 self._load(name, weight.to(self._device))
 
     def prove(self, sync: int) -> str | None:
-        """Compare what the engine holds with what was sent; returns what cannot be proven, once.
-
-        Raises:
-            WeightSyncError: if something is wrong.
-        """
+        """Compare what the engine holds with what was sent; returns what cannot be proven, once."""
         found = self._proof.problem()  # which forgets what was sent, in any case
         problem, self._problem = self._problem or found, None
         if problem is not None:
