@@ -227,7 +227,7 @@ def _with_ending(prompt: Chat, options: Mapping[str, Any]) -> dict[str, Any]:
 def _conversations(
     rows: list[dict[str, Any]], encoder: TextEncoder, options: SupervisedOptions
 ) -> list[EncodedRow]:
-    chats = [as_messages(row.get("messages", row.get("conversations"))) for row in rows]
+    chats = [as_messages(row["messages" if "messages" in row else "conversations"]) for row in rows]
     if options.expand_turns:
         return _expanded(chats, rows, encoder, [0] * len(rows))
     if options.assistant_only_loss:
