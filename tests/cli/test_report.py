@@ -1,5 +1,6 @@
 import base64
 import json
+import math
 import random
 import re
 import shutil
@@ -41,6 +42,10 @@ addEventListener("load", async () => {
   document.getElementById("next").click();
   await until(() => found() !== seen.all);
   seen.second = found();
+  seen.tokens = [...document.querySelectorAll("#rows tr")].map((row) =>
+    [...row.cells[2].querySelectorAll("i")].map((token) =>
+      [token.textContent, token.style.getPropertyValue("--rare"), token.title]));
+  seen.red = getComputedStyle(document.querySelector("#rows i")).backgroundColor;
   await change("order", "best");
   seen.best = cells().map((row) => row.at(-2));
   await change("step", "1");
@@ -65,6 +70,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for name, rate, steps in (("first", 0.1, 8), ("second", 0.2, 1)):
         changes = {"learning_rate": rate, "max_steps": steps, "log_memory": True}
+        changes["log_token_logps"] = name == "first"
         data = dataset(PROMPTS * 4)
         make_trainer(folder / name, script=None, data=data, **changes).train()
     return folder
@@ -105,6 +111,15 @@ def test_a_browser_shows_and_filters(runs, tmp_path):
     assert len(seen["step"]) == 8 and {row[0] for row in seen["step"]} == {"1"}
     assert wanted in [row[2] for row in seen["searched"]]
     assert seen["marks"] and {mark.lower() for mark in seen["marks"]} == {wanted.lower()}
+    second = sorted(first, key=lambda record: -record["step"])[50:]
+    for found, record in zip(seen["tokens"], second, strict=True):
+        assert [text for text, *_ in found] == [text for text, _ in record["tokens"]]
+        logps = [logp for _, logp in record["tokens"]]
+        assert [int(rare) for _, rare, _ in found] == pytest.approx(
+            [60 * min(1, -logp / math.log(100)) for logp in logps], abs=0.51
+        )
+        assert all(title.startswith("probability 0.") for *_, title in found)
+    assert seen["red"].startswith(("rgb", "color")) and seen["red"] != "rgba(0, 0, 0, 0)"
     assert seen["light"] != seen["dark"]
     assert {"reward", "loss", "seconds/generation"} <= set(seen["curves"])
     assert "learning_rate" in seen["differing"] and "num_generations" not in seen["differing"]

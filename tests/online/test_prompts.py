@@ -1,6 +1,9 @@
 import pytest
+from bpe import bpe_tokenizer
 from datasets import Dataset
 from tiny import tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from trl.online.prompts import PromptEncoder, PromptLimit
 
@@ -52,6 +55,22 @@ def test_completions_are_parsed_where_the_tokenizer_knows_how():
     text, messages = encode.completions(prompts, [ids("(1)2"), [*ids("(1)2"), 1]])
     assert text == "(1)2"
     assert messages == [{"role": "assistant", "reasoning_content": "1", "content": "2"}]
+
+
+def with_spaces_in_tokens():
+    """As tokenizers of Llama 2 are: a text does not begin with the space of its first token."""
+    core = Tokenizer(models.WordLevel({"?": 0, "\u2581the": 1, "\u2581quick": 2}, unk_token="?"))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+@pytest.mark.parametrize("make", [tiny_tokenizer, bpe_tokenizer, with_spaces_in_tokens])
+def test_texts_of_tokens_add_up_to_the_completion(make):
+    tokenizer = make()
+    encode, ids = PromptEncoder(tokenizer), tokenizer("the quick the")["input_ids"]
+    texts = encode.token_texts(ids)
+    assert len(texts) == len(ids) > 2 and "".join(texts) == tokenizer.decode(ids)
+    assert any(text.startswith(" ") for text in texts) and encode.token_texts([]) == []
 
 
 BAD = [

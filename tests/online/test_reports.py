@@ -73,6 +73,25 @@ def test_records_by_hand():
     assert found[1]["reward"] is None and found[1]["advantage"] is None
 
 
+def test_tokens_are_recorded_where_the_engine_reports_them():
+    def texts(ids):
+        return [f"<{token}>" for token in ids]
+
+    generations = Generations(
+        completion_ids=[[7, 8], [9]],
+        finish=["stop"] * 2,
+        sampling_logps=[[-0.12345, NAN], [-2.0]],
+    )
+    changes = {"rows": (0, 1), "generations": generations}
+    found = a_round(**changes, token_texts=texts).records(rank=0)
+    assert [record["tokens"] for record in found] == [
+        [("<7>", -0.123), ("<8>", None)],
+        [("<9>", -2.0)],
+    ]
+    assert "tokens" not in a_round(**changes).records(rank=0)[0], "not asked for"
+    assert "tokens" not in a_round(rows=(0, 1), token_texts=texts).records(rank=0)[0], "not known"
+
+
 def test_a_round_is_counted_recorded_and_written_by_mode(tmp_path):
     stores = new_stores()
     reports = Reports(str(tmp_path), Ranks(), stores)

@@ -115,6 +115,7 @@ def _completions(folder: Path, split: str, most: int) -> dict[str, Any]:
             "prompt": as_text(record["prompt"]),
             "completion": as_text(record["completion"]),
             "rewards": record["rewards"] | (record.get("extra") or {}),
+            "tokens": record.get("tokens"),
         }
         for record in records
     ]

@@ -149,6 +149,15 @@ class PromptEncoder:
             for message, prompt, ids in rows
         ]
 
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """What each token adds to the text of the one before it, special tokens too."""
+        if not ids:
+            return []
+        # A token by itself may lack the space in front of it.
+        pairs = self._tokenizer.batch_decode([ids[max(0, i - 1) : i + 1] for i in range(len(ids))])
+        before = ["", *self._tokenizer.batch_decode([[token] for token in ids])]
+        return [pair[len(text) :] for pair, text in zip(pairs, before[:-1], strict=True)]
+
     def _kept(self, rows: dict[int, Row], name: str) -> list[int]:
         """Count the long prompts among some, and return the numbers of those not dropped."""
         found = self._encode(rows, name)

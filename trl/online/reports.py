@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ class Round:
     table: RewardTable  # N
     extras: dict[str, list[Any]]  # columns that reward functions added, B values each
     advantages: Tensor  # (N,)
+    token_texts: Callable[[Sequence[int]], list[str]] | None = None  # of tokens to be recorded
 
     def records(self, rank: int) -> list[dict[str, Any]]:
         """Return one JSON-ready record for each completion of rank `rank`; NaN becomes None."""
@@ -55,8 +56,18 @@ class Round:
                 "rewards": dict(zip(self.table.names, map(_plain, scores[row]), strict=True)),
                 "extra": {name: values[row] for name, values in self.extras.items()},
             }
+            | self._tokens(row)
             for row in range(len(ids))
         ]
+
+    def _tokens(self, row: int) -> dict[str, Any]:
+        """Texts and log-probabilities, if they are asked for and the engine reported them."""
+        found = self.generations
+        if self.token_texts is None or found.sampling_logps is None:
+            return {}
+        logps = (_plain(round(x, 3)) for x in found.sampling_logps[row])
+        texts = self.token_texts(found.completion_ids[row])
+        return {"tokens": list(zip(texts, logps, strict=True))}
 
 
 def _plain(value: float) -> float | None:

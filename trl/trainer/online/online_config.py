@@ -102,6 +102,9 @@ class OnlineConfig(
     log_unique_prompts: bool = option(
         False, "Send each prompt once to the trackers' completions table."
     )
+    log_token_logps: bool = option(
+        False, "Record each token's log-probability, by which trl report colours completions."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

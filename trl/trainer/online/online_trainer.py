@@ -296,6 +296,7 @@ class OnlineTrainer(BaseTrainer):
             advantages=advantages
             if advantages.dim() == 1
             else self.ranks.gather(masked_mean(advantages, batch.loss_mask, dim=1)),
+            token_texts=self.encode.token_texts if self.args.log_token_logps else None,
         )
         tokens = self.reports.add(mode, found)
         if mode == "train":
