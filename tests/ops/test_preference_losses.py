@@ -99,6 +99,17 @@ def test_each_loss_is_its_formula(name, kind, beta, alpha):
     torch.testing.assert_close(pair_loss(name, pairs(), options), expected, **BOUND)
 
 
+@pytest.mark.parametrize("name", sorted(set(PAIR_LOSSES) - set(RANKED)))
+def test_answers_of_twice_the_tokens(name):
+    """With the same log-ratio a token: means over tokens stay, sums of them move further."""
+    short = pairs()
+    twice = {name: 2 * values for name, values in vars(short).items() if values is not None}
+    options = PairOptions(label_smoothing=0.2)
+    found = [pair_loss(name, x, options) for x in (short, PairScores(**twice))]
+    moved = (found[1] - found[0]).abs()
+    assert moved.max() <= 1e-12 if name in ("ipo", "sigmoid_norm") else moved.max() > 1e-3
+
+
 def test_fourteen_losses_on_pairs_and_the_ones_without_a_divergence():
     assert len(PAIR_LOSSES) == 14  # the fifteenth, sft, is the mean over tokens of the chosen
     assert set(RANKED) <= set(WITHOUT_DIVERGENCE) <= set(PAIR_LOSSES)

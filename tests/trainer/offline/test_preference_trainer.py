@@ -70,6 +70,27 @@ def test_a_row_that_is_there_twice_counts_twice(tmp_path, make):
     assert relative(*found) <= 1e-6
 
 
+UNUSUAL = [
+    ("a prompt that is too long", "abcdef", ""),  # no token but the end
+    ("x", "y<eos>z", "<eos>a"),  # an end token that does not end it
+    ("2+3=", "5", "<pad>5"),
+]
+
+
+@both
+@pytest.mark.parametrize("size", [1, 3])
+def test_unusual_answers_are_scored_as_each_by_itself(tmp_path, make, size):
+    """Every token of them counts, and tokens of padding are tokens like others."""
+    trainer = make(tmp_path, max_prompt_length=8, per_device_eval_batch_size=size)
+    found = torch.tensor(trainer.predict(dpo_runs.pairs(UNUSUAL)).predictions["logps"])
+    encoded = dpo_runs.encoded(UNUSUAL)
+    with torch.no_grad():
+        for row, logps in zip(encoded, found, strict=True):
+            (pair,) = dpo_runs.token_logps(trainer.model, [(row[0][-8:], *row[1:])])
+            expected = torch.stack([tokens.sum() for tokens, _ in pair])
+            assert (logps - expected).abs().max() <= 2e-5
+
+
 def test_equal_answers_of_a_pair_teach_nothing(tmp_path):
     trainer = dpo_runs.make_trainer(tmp_path, dpo_runs.pairs([("2+3=", "5", "5"), ("a", "b", "b")]))
     assert float(gradient_of(trainer).abs().max()) <= 1e-7
