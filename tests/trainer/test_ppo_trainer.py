@@ -123,20 +123,24 @@ def test_metrics(tmp_path):
 
     model = tiny_model()
     model.generation_config.eos_token_id = [1, 9]
-    trainer = make(tmp_path, model=model, script=cut, missing_eos_penalty=0.5)
+    options = {"missing_eos_penalty": 0.5, "entropy_coef": 0.01}
+    trainer = make(tmp_path, model=model, script=cut, **options)
     trainer.train()
     loop, logged = tiny_loop(), trainer.state.log_history[0]
     loop.rows = runs.rows_of(runs.PROMPTS, 1, lambda ids, place: cut(ids, place)[:8])
     rewards = torch.tensor(token_sum([completion for _, completion in loop.rows]))
     ended = torch.tensor([completion[-1] in (1, 9) for _, completion in loop.rows])
     rewards = rewards - 0.5 * ~ended
-    kl, entropy = [], []
+    kl, entropy, of_tokens = [], [], []
     for row in loop.rows:
         with torch.no_grad():
-            ours, theirs = loop.read(loop.model, *row)[0], loop.read(loop.reference, *row)[0]
+            ours, spread, _ = loop.read(loop.model, *row)
+            theirs = loop.read(loop.reference, *row)[0]
+        of_tokens.append(spread)
         kl.append((ours - theirs).sum())
         entropy.append(-ours.sum())
     kl, entropy = torch.stack(kl).mean(), torch.stack(entropy).mean()
+    bonus = float(torch.cat(of_tokens).mean())
     expected = {
         "objective/kl": kl,
         "objective/entropy": entropy,
@@ -148,7 +152,8 @@ def test_metrics(tmp_path):
         "val/ratio": 1.0,
         "val/ratio_var": 0.0,
         "policy/clipfrac_avg": 0.0,
-        "loss": logged["loss/policy_avg"] + 0.1 * logged["loss/value_avg"],
+        "policy/entropy_avg": bonus,
+        "loss": logged["loss/policy_avg"] + 0.1 * logged["loss/value_avg"] - 0.01 * bonus,
     }
     assert 0 < ended.sum() < 4
     assert "frac_reward_zero_std" not in logged, "no completion has siblings"
