@@ -398,7 +398,7 @@ TRAINERS = [
     ("SFT", {"train_dataset": rows(text=3)}, "Row 0 of the dataset: the text must be a string, not 3."),
     ("SFT", {"train_dataset": Dataset.from_dict({"text": ["a", None]})}, "Row 1 of the dataset: the text must be a string, not None."),
     ("SFT", {"train_dataset": rows(0, text="a")}, "The dataset has no rows."),
-    ("SFT", {"train_dataset": rows(messages=[])}, "Row 0 of the dataset: Cannot apply chat template to an empty conversation. Provide at least one message."),
+    ("SFT", {"train_dataset": rows(messages=[])}, "Row 0 of the dataset: a conversation has no messages."),
     ("SFT", {"train_dataset": rows(messages=[{"role": "user"}])}, "Row 0 of the dataset: a conversation has no 'content' in message 0."),
     ("SFT", {"train_dataset": rows(prompt=CHAT, completion="c")}, "Row 0 of the dataset: messages are needed where there is a string, 'c'."),
     ("SFT", {"train_dataset": rows(input_ids=[1, 2], completion_mask=[1])}, "Row 0 of the dataset: completion_mask has length 1, and input_ids has length 2."),

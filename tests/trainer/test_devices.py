@@ -39,7 +39,7 @@ UPDATE = {
     "trainer/base/base_trainer.py _get_grad_norm": 1,
 }
 VALUE = {
-    "online/metrics.py _stored": 2,  # sum and weight, or a minimum or a maximum
+    "online/metrics.py _number": 2,  # sum and weight, or a minimum or a maximum
 }
 
 

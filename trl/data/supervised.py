@@ -228,6 +228,8 @@ def _conversations(
     rows: list[dict[str, Any]], encoder: TextEncoder, options: SupervisedOptions
 ) -> list[EncodedRow]:
     chats = [as_messages(row["messages" if "messages" in row else "conversations"]) for row in rows]
+    if not all(chats):
+        raise ValueError("a conversation has no messages.")
     if options.expand_turns:
         return _expanded(chats, rows, encoder, [0] * len(rows))
     if options.assistant_only_loss:

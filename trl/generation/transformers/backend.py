@@ -172,15 +172,22 @@ class TransformersBackend(GenerationBackend):
         """Log-probabilities (2, V) of the first tokens that follow the first prompt."""
         options = {"output_logits": True, "return_dict_in_generate": True}
         config = self._config(Sampling(max_tokens=2, stop_ids=()), options)
-        ids, mask = self._left_padded(prompts)
-        found = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+        found = self._generate(model, prompts, config)
         return torch.stack([logits[0] for logits in found.logits]).float().log_softmax(-1)
 
-    def _left_padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Ids and mask (B, w) of prompts with padding in front."""
+    def _generate(
+        self, model: Any, prompts: Sequence[Sequence[int]], config: GenerationConfig, **options: Any
+    ) -> Any:
+        """What `generate` makes of prompts (B, w) with padding in front."""
         mask = [[1] * len(row) for row in prompts]
-        ids, mask = pad_ragged(prompts, self.pad_id, side="left"), pad_ragged(mask, 0, side="left")
-        return ids.to(self.device), mask.to(self.device)
+        ids, mask = (pad_ragged(x, y, side="left") for x, y in ((prompts, self.pad_id), (mask, 0)))
+        return model.generate(
+            input_ids=ids.to(self.device),
+            attention_mask=mask.to(self.device),
+            generation_config=config,
+            synced_gpus=False,  # ranks work alone, or `SyncedForward` keeps them together
+            **options,
+        )
 
     def _shared(self, decode: SharedDecoder) -> Complete:
         def complete(prompts: Prompts, sampling: Sampling) -> Generations:
@@ -193,26 +200,21 @@ class TransformersBackend(GenerationBackend):
         self, model: Any, config: GenerationConfig, greedy: bool, ends: str | Sequence[str]
     ) -> Complete:
         def complete(prompts: Prompts, sampling: Sampling) -> Generations:
-            ids, mask = self._left_padded(prompts.token_ids)
-            draws = RowDraws(sampling, self.device)
+            lengths = torch.tensor(list(map(len, prompts.token_ids)))
+            draws, width = RowDraws(sampling, self.device), int(lengths.max())
             processors = LogitsProcessorList()
             if sampling.repetition_penalty != 1.0:
-                padding = (mask == 0).sum(1)
+                padding = (width - lengths).to(self.device)
                 processors.append(RepetitionPenalty(sampling.repetition_penalty, padding))
             if not greedy:
-                processors.append(RowSampler(draws, ids.shape[1]))
-            texts = [StopTexts(self.tokenizer, ends, ids.shape[1])] if ends else []
-            output = model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                generation_config=config,
-                logits_processor=processors,
-                stopping_criteria=StoppingCriteriaList(texts),
-                synced_gpus=False,  # ranks work alone, or `SyncedForward` keeps them together
-            )
+                processors.append(RowSampler(draws, width))
+            texts = [StopTexts(self.tokenizer, ends, width)] if ends else []
+            options = {"logits_processor": processors}
+            options |= {"stopping_criteria": StoppingCriteriaList(texts)}
+            output = self._generate(model, prompts.token_ids, config, **options)
             draws.check()
             finish(len(prompts))
-            found = cut_generations(output[:, ids.shape[1] :].tolist(), sampling)
+            found = cut_generations(output[:, width:].tolist(), sampling)
             return texts[0].cut(found) if texts else found
 
         return complete
