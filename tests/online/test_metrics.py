@@ -89,6 +89,14 @@ def test_what_is_not_logged_yet_goes_on_in_another_process(tmp_path):
     assert found == store.flush(alone) == {"x": 4.5, "y": 4.0, "low": 2.0, "high": 7.0}
 
 
+def test_sums_of_a_checkpoint_go_on_where_new_values_are():
+    store, again = MetricStore(), MetricStore()
+    store.mean("loss", torch.ones(2), torch.ones(2))
+    again.restore(store.state())
+    again.mean("loss", torch.ones(2, device="meta"), torch.ones(2, device="meta"))
+    assert {value.device.type for value in again._means["loss"]} == {"meta"}
+
+
 def test_a_sum_of_means():
     """Each with its own weight, over all that was added on all ranks."""
     ranks = [MetricStore(), MetricStore()]

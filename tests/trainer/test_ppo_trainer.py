@@ -90,10 +90,13 @@ def test_a_policy_that_moved_far_generates_anew(tmp_path):
     make(tmp_path / "near", **changes, target_kl=2 * max(moved)).train()
     # Evaluations in between, in which nothing has moved, do not count.
     between = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": dataset()}
-    make(tmp_path / "just", **changes, **between, target_kl=0.7 * moved[1]).train()
+    just = make(tmp_path / "just", **changes, **between, target_kl=0.7 * moved[1])
+    just.train()
     runs_of = ("all", "stopped", "near", "just")
     steps = [sorted({r["step"] for r in records(tmp_path / x)}) for x in runs_of]
     assert steps[:3] == [[0, 3], [0, 2, 3, 5], [0, 3]] and 2 in steps[3]
+    stops = [log.get("policy/early_stops") for log in just.state.log_history if "loss" in log]
+    assert stops[1] == 1.0, "evaluations are counted as updates that did not stop"
 
 
 def test_a_value_model_is_loaded_by_name(tmp_path):

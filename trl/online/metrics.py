@@ -33,7 +33,7 @@ class MetricStore:
         With (k,) tensors for both, the metric is the sum of k weighted means.
         """
         old_total, old_weight = self._means.get(name, (0.0, 0.0))
-        self._means[name] = old_total + _detached(total), old_weight + _detached(weight)
+        self._means[name] = _sum(old_total, total), _sum(old_weight, weight)
 
     def value(self, name: str, value: Value) -> None:
         """Add one observation; NaN observations (nothing to measure) do not count."""
@@ -64,7 +64,7 @@ class MetricStore:
         """
         means = {name: tuple(map(_number, pair)) for name, pair in self._means.items()}
         extremes = {name: (kind, _number(x)) for name, (kind, x) in self._extremes.items()}
-        self._means, self._extremes = {}, {}
+        self.restore({"means": {}, "extremes": {}})
         every = MetricStore()
         for rank_means, rank_extremes in gather((means, extremes)):
             for name, pair in rank_means.items():
@@ -80,11 +80,10 @@ class MetricStore:
         return found
 
     def _extreme(self, name: str, kind: str, value: Value) -> None:
-        value = _detached(value)
+        value = torch.as_tensor(value).detach()
         if name in self._extremes:
-            held = torch.as_tensor(self._extremes[name][1])
-            choose = torch.minimum if kind == "min" else torch.maximum
-            value = choose(held, torch.as_tensor(value, dtype=held.dtype, device=held.device))
+            held = torch.as_tensor(self._extremes[name][1]).to(value)
+            value = torch.minimum(held, value) if kind == "min" else torch.maximum(held, value)
         self._extremes[name] = (kind, value)
 
 
@@ -92,8 +91,12 @@ def _number(value: Value) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64, device="cpu")
 
 
-def _detached(value: Value) -> Value:
-    return value.detach() if isinstance(value, Tensor) else value
+def _sum(held: Value, new: Value) -> Value:
+    if isinstance(new, Tensor):
+        new = new.detach()
+        if isinstance(held, Tensor):
+            held = held.to(new.device)  # what a checkpoint held is on the CPU
+    return held + new
 
 
 # --- What is recorded ---

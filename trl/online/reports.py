@@ -150,21 +150,15 @@ def tracker_rows(
     if not records:
         return [], []
     if unique_prompts:
-        first: dict[str, dict[str, Any]] = {}
-        for record in records:
-            first.setdefault(as_text(record["prompt"]), record)
-        records = list(first.values())
-    names = [*records[0]["rewards"], *records[0]["extra"]]
-    rows = [
-        [
-            record["step"],
-            as_text(record["prompt"]),
-            as_text(record["completion"]),
-            *((record["rewards"] | record["extra"]).get(name) for name in names),
-            record["advantage"],
+        records = list({as_text(record["prompt"]): record for record in records[::-1]}.values())[
+            ::-1
         ]
-        for record in records
-    ]
+    names = [*records[0]["rewards"], *records[0]["extra"]]
+    rows = []
+    for record in records:
+        texts = as_text(record["prompt"]), as_text(record["completion"])
+        values = map((record["rewards"] | record["extra"]).get, names)
+        rows.append([record["step"], *texts, *values, record["advantage"]])
     return ["step", "prompt", "completion", *names, "advantage"], rows
 
 
