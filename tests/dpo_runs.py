@@ -46,6 +46,7 @@ def config(folder, **changes):
 
 def make_trainer(folder, data=None, model=None, tokenizer=None, **changes):
     names = ("callbacks", "eval_dataset", "peft_config", "ref_model", "optimizers")
+    names += ("quantization_config",)
     others = {name: changes.pop(name) for name in names if name in changes}
     return DPOTrainer(
         tiny_model() if model is None else model,
@@ -180,5 +181,5 @@ def by_hand(policy, reference, name="sigmoid", rows=PAIRS, **options):
     total = losses.mean() - options.get("nll", 0.0) * chosen.mean()
     policy.zero_grad()
     total.backward()
-    gradient = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.requires_grad])
     return float(total.detach()), gradient, ratios.detach(), logps.detach()

@@ -28,7 +28,7 @@ def other_model():
 
 
 def make_trainer(folder, data=None, model=None, ref_model=None, **changes):
-    names = ("callbacks", "eval_dataset", "peft_config", "optimizers")
+    names = ("callbacks", "eval_dataset", "peft_config", "quantization_config", "optimizers")
     others = {name: changes.pop(name) for name in names if name in changes}
     return KTOTrainer(
         tiny_model() if model is None else model,
@@ -72,5 +72,5 @@ def by_hand(model, reference, partners, rows=ROWS, beta=0.1, weights=(1.0, 1.0),
         ratios.append(float(ratio.detach()))
     model.zero_grad()
     (total / len(rows)).backward()
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
     return float(total.detach()) / len(rows), gradient, estimate, ratios

@@ -56,7 +56,7 @@ def classifier(seed: int = 1, **changes) -> LlamaForSequenceClassification:
 
 
 def make_trainer(folder, data=None, model=None, tokenizer=None, **changes):
-    names = ("callbacks", "eval_dataset", "peft_config", "optimizers")
+    names = ("callbacks", "eval_dataset", "peft_config", "quantization_config", "optimizers")
     others = {name: changes.pop(name) for name in names if name in changes}
     return RewardTrainer(
         classifier() if model is None else model,
@@ -84,5 +84,5 @@ def by_hand(model, rows=PAIRS, margins=None, centering=0.0):
         scores.append((float(c.detach()), float(r.detach())))
     model.zero_grad()
     (total / len(rows)).backward()
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
     return float(total.detach()) / len(rows), gradient, scores

@@ -54,6 +54,7 @@ class Kind:
     bits: dict[str, Any] | None = None  # of bitsandbytes; the base is then loaded from a folder
     dtype: torch.dtype = torch.float32
     bound: float = 5e-6
+    loader: Any = AutoModelForCausalLM
 
     @property
     def config(self) -> peft.LoraConfig:
@@ -71,7 +72,7 @@ class Kind:
         if not (folder / "config.json").exists():
             self.base().save_pretrained(folder)
         options = {"quantization_config": self.quantization(), "dtype": self.dtype}
-        return AutoModelForCausalLM.from_pretrained(folder, **options)
+        return self.loader.from_pretrained(folder, **options)
 
 
 FOUR = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32, "bnb_4bit_quant_type": "nf4"}
@@ -163,13 +164,19 @@ def trainer_of(kind: Kind, folder: Path, trainer_class: type = RLOOTrainer, **ch
     return make_trainer(folder / "out", trainer_class, **options)
 
 
-def independent(kind: Kind, folder: Path, adapter: dict[str, Tensor]) -> nn.Module:
-    """The same policy, put together by peft alone."""
+def exact_base(kind: Kind, folder: Path) -> nn.Module:
+    """The base model, as a trainer computes with it."""
     base = kind.load(folder / "base")
     for module in base.modules():
         # Its inference format on some processors rounds the constants, and has no backward pass.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+    return base
+
+
+def independent(kind: Kind, folder: Path, adapter: dict[str, Tensor]) -> nn.Module:
+    """The same policy, put together by peft alone."""
+    base = exact_base(kind, folder)
     if kind.bits is not None:
         base = peft.prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
     model = peft.get_peft_model(base, kind.config)

@@ -12,7 +12,7 @@ from trl.data.lengths import profile_prompts
 from trl.memory.estimate import Estimate
 from trl.memory.model_size import model_size
 from trl.memory.settings import RunSettings
-from trl.trainer.offline.offline_config import PIECE_ON_CPU
+from trl.trainer.sft_config import SFTConfig
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_one_screen_and_files(folder, capsys, tmp_path):
 def test_memory_is_that_of_the_plan(folder, capsys):
     found = json.loads(profiled(folder, capsys, folder / "pairs.jsonl", "--json"))
     for row in found["limits"]:
-        rows = min(8, PIECE_ON_CPU // row["max_length"])  # of a piece
+        rows = min(8, SFTConfig.piece_on_cpu // row["max_length"])  # of a piece
         passes = -(-8 // rows)
         sizes = (1, 0, row["max_length"], rows, passes, passes)
         run = RunSettings(*sizes, generates=False, on_cpu=True)

@@ -5,8 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import dpo_runs
 import kto_runs
+import numpy as np
 import reward_runs
 from engines import finish, report, use
 from same_runs import outcome
@@ -31,6 +33,8 @@ SIZES = {"kto, one forward": (2, 1)}  # rows and micro-batches of a step on each
 
 def run(cell: str, folder: Path, rows: int, accumulation: int, **changes: Any) -> dict[str, Any]:
     """Train a cell with `rows` in a micro-batch; the first rank says what it did."""
+    # Numbers of the reference that another engine has computed are not to be found.
+    datasets.config.HF_DATASETS_CACHE = folder / "cache"
     make_trainer, data = CELLS[cell]
     trainer = make_trainer(
         folder,
@@ -45,6 +49,7 @@ def run(cell: str, folder: Path, rows: int, accumulation: int, **changes: Any) -
     )
     found = outcome(trainer)
     found["predictions"] = trainer.predict(trainer.eval_dataset).predictions
+    found["reference"] = [np.load(path) for path in folder.glob("cache/trl/reference-*.npy")]
     return found
 
 

@@ -109,6 +109,21 @@ def test_the_estimate_is_clamped_over_the_whole_step(tmp_path):
     assert not any(kl.requires_grad for kl in seen)
 
 
+def test_the_estimate_is_the_same_for_every_split(tmp_path):
+    """In float64, where rounding does not hide a difference; with a NaN it is one as well."""
+    found = []
+    for split in ("one micro-batch", "single rows", "three, three, two"):
+        models = tiny_model().double(), other_model().double()
+        trainer = make_trainer(tmp_path / split, None, *models, **SPLITS[split])
+        trainer.train()
+        found += logged(trainer, "kl")
+    assert len(found) == 3 and found[0] > 0.01
+    assert max(found) - min(found) <= 1e-6
+    rows = trainer.collate([trainer.train_dataset[i] for i in range(3)])
+    ratios = torch.tensor([[0.1, 0.2], [0.3, math.nan], [0.5, 0.6]])
+    assert trainer._estimate([(rows, ratios)]).isnan()
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_other_answers_share_the_prompt(tmp_path, accumulation):
     """Policy and reference see P + 2R of each row, if one forward is all of the step.
@@ -134,7 +149,8 @@ def test_the_other_answers_share_the_prompt(tmp_path, accumulation):
     assert seen["reference"][-1][0] <= everything / accumulation + 64
     if accumulation == 1:
         ids = [trainer.train_dataset[i].answer_ids[1] for i in range(8)]
-        assert sizes[1] == sum(len(one) - 1 for one in ids) and sizes[0] <= everything
+        assert sizes[1] == sum(len(one) - 1 for one in ids)
+        assert sum(sizes) <= everything and seen["reference"][-1][0] <= everything
 
 
 @pytest.mark.parametrize("split", ["one micro-batch", "single rows"])

@@ -23,7 +23,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import TrainingArguments
 
 from trl.data.encode import TextEncoder
-from trl.trainer.offline import offline_config
+from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 ENCODER = TextEncoder(tiny_tokenizer())
@@ -242,14 +242,14 @@ def backward_passes(trainer):
 
 
 def test_micro_batches_are_cut_by_default(tmp_path, monkeypatch, reference):
-    monkeypatch.setattr(offline_config, "PIECE_ON_CPU", 20)
+    monkeypatch.setattr(SFTConfig, "piece_on_cpu", 20)
     whole, cut = make_trainer(tmp_path, max_tokens_per_piece=0), make_trainer(tmp_path)
     assert backward_passes(whole) == 1 < backward_passes(cut)
     assert cut.state.log_history[0]["loss"] == pytest.approx(reference[0], rel=1e-6)
 
 
 def test_experts_are_balanced_over_whole_micro_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr(offline_config, "PIECE_ON_CPU", 20)
+    monkeypatch.setattr(SFTConfig, "piece_on_cpu", 20)
     balanced = make_trainer(tmp_path, model=experts(), router_aux_loss_coef=0.1)
     free = make_trainer(tmp_path, model=experts(), router_aux_loss_coef=0.0)
     assert backward_passes(balanced) == 1 < backward_passes(free)

@@ -42,13 +42,6 @@ class DPOTrainer(PreferenceTrainer):
             with a common beginning; strings, messages, or ids.
 
     The other arguments are those of `PreferenceTrainer`.
-
-    Example:
-
-    ```python
-    trainer = DPOTrainer("my-model", train_dataset=pairs)
-    trainer.train()
-    ```
     """
 
     config_class = DPOConfig
@@ -57,15 +50,6 @@ class DPOTrainer(PreferenceTrainer):
         tag="dpo",
         paper="Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
         arxiv="2305.18290",
-        citation="""
-@inproceedings{rafailov2023direct,
-    title     = {Direct Preference Optimization: Your Language Model is Secretly a Reward Model},
-    author    = {Rafael Rafailov and Archit Sharma and Eric Mitchell and Christopher D. Manning and
-                 Stefano Ermon and Chelsea Finn},
-    booktitle = {Advances in Neural Information Processing Systems 36},
-    year      = 2023,
-    eprint    = {2305.18290}
-}""",
     )
 
     # --- What is known before a step ---

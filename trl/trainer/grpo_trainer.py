@@ -65,14 +65,6 @@ class GRPOTrainer(OnlineTrainer):
         tag="grpo",
         paper="DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
         arxiv="2402.03300",
-        citation="""
-@article{shao2024deepseekmath,
-    title  = {{DeepSeekMath}: Pushing the Limits of Mathematical Reasoning in Open Language Models},
-    author = {Zhihong Shao and Peiyi Wang and Qihao Zhu and Runxin Xu and Junxiao Song and
-              Mingchuan Zhang and Y. K. Li and Y. Wu and Daya Guo},
-    year   = 2024,
-    eprint = {2402.03300}
-}""",
     )
 
     def set_up(self) -> None:

@@ -17,6 +17,7 @@ from ..ops.masking import masked_sum
 from ..ops.preference_losses import kto_loss
 from ..types import Mode, TokenScores
 from .base.model_card import Method
+from .base.policy import Policy
 from .kto_config import KTOConfig
 from .offline.batches import ItemStream
 from .offline.mismatched import MismatchedDataset, MismatchedStream
@@ -24,14 +25,6 @@ from .offline.preference_trainer import PreferenceTrainer
 
 logger = logging.get_logger(__name__)
 
-CITATION = """\
-@inproceedings{ethayarajh2024kto,
-    title = {{Model Alignment as Prospect Theoretic Optimization}},
-    author = {Kawin Ethayarajh and Winnie Xu and Niklas Muennighoff and Dan Jurafsky and
-              Douwe Kiela},
-    year = 2024,
-    booktitle = {Forty-first International Conference on Machine Learning, {ICML} 2024},
-}"""
 BAND = 1.33  # how much more one label may weigh in total than the other
 
 
@@ -46,10 +39,10 @@ class LabelledRows(AnswerRows):
 
     def answer(self, number: int) -> LabelledRows:
         """Rows of one answer: 0 for their own, 1 for the other example's."""
-        at, change = slice(number, number + 1), dataclasses.replace
-        groups = [change(group, answer_ids=group.answer_ids[at]) for group in self.groups]
-        by_answer = {name: self.values[name][:, at] for name in ("lengths", "ref_logps")}
-        return change(self, groups=groups, values=self.values | by_answer)
+        one = slice(number, number + 1)
+        groups = [dataclasses.replace(x, answer_ids=x.answer_ids[one]) for x in self.groups]
+        columns = {name: self.values[name][:, one] for name in ("lengths", "ref_logps")}
+        return dataclasses.replace(self, groups=groups, values=self.values | columns)
 
 
 class KTOTrainer(PreferenceTrainer):
@@ -66,23 +59,24 @@ class KTOTrainer(PreferenceTrainer):
             pairs (`chosen`, `rejected`), which become two answers each.
 
     The other arguments are those of `PreferenceTrainer`.
-
-    Example:
-
-    ```python
-    trainer = KTOTrainer("my-model", train_dataset=dataset)
-    trainer.train()
-    ```
     """
 
     config_class = KTOConfig
     rows_class: ClassVar[Any] = LabelledRows
     unpairs = True
-    _step: list[LabelledRows]  # that is computed
-    _kl: Tensor | None = None  # its estimate (), once it is known
-    _evaluated: list[tuple[LabelledRows, Tensor]]  # rows, and log-ratios (B, K)
-    paper = "KTO: Model Alignment as Prospect Theoretic Optimization"
-    method = Method("KTO", "kto", paper, "2402.01306", CITATION)
+    method = Method(
+        name="KTO",
+        tag="kto",
+        paper="KTO: Model Alignment as Prospect Theoretic Optimization",
+        arxiv="2402.01306",
+    )
+
+    def set_up(self, policy: Policy, model: Any) -> None:
+        """Make the reference; nothing of a step is known yet."""
+        self._step: list[LabelledRows] = []  # the micro-batches that are trained on
+        self._kl: Tensor | None = None  # their KL estimate (), once it is known
+        self._evaluated: list[tuple[LabelledRows, Tensor]] = []  # rows, and log-ratios (B, K)
+        super().set_up(policy, model)
 
     # --- Data ---
 
@@ -128,10 +122,12 @@ class KTOTrainer(PreferenceTrainer):
         return super().score(model, own)
 
     def _estimate_beforehand(self) -> Tensor:
-        others = [rows.answer(1) for rows in self._step if self.args.estimates_kl]
-        logps = [self.frozen(self.model, rows, self.answer_logps) for rows in others]
-        pairs = zip(others, logps, strict=True)
-        return self._estimate([(rows, found - rows.values["ref_logps"]) for rows, found in pairs])
+        found = []
+        for rows in self._step if self.args.estimates_kl else ():
+            others = rows.answer(1)
+            logps = self.frozen(self.model, others, self.answer_logps)
+            found.append((others, logps - others.values["ref_logps"]))
+        return self._estimate(found)
 
     def _estimate(self, found: list[tuple[LabelledRows, Tensor]]) -> Tensor:
         """The KL estimate () of log-ratios (B, K), of which the last are those of other answers."""
@@ -152,7 +148,8 @@ class KTOTrainer(PreferenceTrainer):
         if rows.mode == "eval":
             self._evaluated.append((rows, ratios))
             return ratios.new_zeros(1)
-        self.metrics["train"].value("kl", kl := torch.as_tensor(self._kl))
+        kl = torch.as_tensor(self._kl)
+        self.metrics["train"].value("kl", kl)
         return self._losses(ratios, rows, kl)
 
     def _losses(self, ratios: Tensor, rows: LabelledRows, kl: Tensor) -> Tensor:

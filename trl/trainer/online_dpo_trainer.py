@@ -35,13 +35,6 @@ class OnlineDPOTrainer(OnlineTrainer):
         reward_funcs: functions or models; None with a judge.
         judge (`PairwiseJudge`, *optional*): says which completion is better, instead of rewards.
         options: further arguments of `OnlineTrainer`.
-
-    Example:
-
-    ```python
-    trainer = OnlineDPOTrainer("my-model", reward_funcs=my_reward, train_dataset=dataset)
-    trainer.train()
-    ```
     """
 
     config_class = OnlineDPOConfig
@@ -55,15 +48,6 @@ class OnlineDPOTrainer(OnlineTrainer):
         tag="online-dpo",
         paper="Direct Language Model Alignment from Online AI Feedback",
         arxiv="2402.04792",
-        citation="""
-@article{guo2024direct,
-    title  = {Direct Language Model Alignment from Online {AI} Feedback},
-    author = {Shangmin Guo and Biao Zhang and Tianlin Liu and Tianqi Liu and Misha Khalman and
-              Felipe Llinares and Alexandre Rame and Thomas Mesnard and Yao Zhao and Bilal Piot and
-              Johan Ferret and Mathieu Blondel},
-    year   = 2024,
-    eprint = {2402.04792}
-}""",
     )
 
     def __init__(

@@ -51,13 +51,6 @@ class PPOTrainer(OnlineTrainer):
         value_model (`str` or `PreTrainedModel`, *optional*): a sequence classifier with one label,
             which is trained. None: a layer on the hidden states of the policy.
         options: further arguments of `OnlineTrainer`.
-
-    Example:
-
-    ```python
-    trainer = PPOTrainer("my-model", reward_funcs=my_reward, train_dataset=dataset)
-    trainer.train()
-    ```
     """
 
     config_class = PPOConfig
@@ -67,14 +60,6 @@ class PPOTrainer(OnlineTrainer):
         tag="ppo",
         paper="Fine-Tuning Language Models from Human Preferences",
         arxiv="1909.08593",
-        citation="""
-@article{ziegler2019fine,
-    title  = {Fine-Tuning Language Models from Human Preferences},
-    author = {Daniel M. Ziegler and Nisan Stiennon and Jeffrey Wu and Tom B. Brown and Alec Radford
-              and Dario Amodei and Paul F. Christiano and Geoffrey Irving},
-    year   = 2019,
-    eprint = {1909.08593}
-}""",
     )
 
     def __init__(

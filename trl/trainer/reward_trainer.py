@@ -42,13 +42,6 @@ class RewardTrainer(OfflineTrainer):
         peft_config (`peft.PeftConfig`, *optional*): train an adapter and the layer of the score.
 
     The other arguments are those of `OfflineTrainer`.
-
-    Example:
-
-    ```python
-    trainer = RewardTrainer("my-model", train_dataset=dataset)
-    trainer.train()
-    ```
     """
 
     config_class = RewardConfig

@@ -32,13 +32,6 @@ class RLOOTrainer(OnlineTrainer):
     with one probability ratio rho_i for the whole completion. It is 1 when the rollout is used
     once before the weights move. The arguments are those of `OnlineTrainer`; those of the first
     RLOO trainer (`config`, `policy`, `reward_model`, ...) are accepted with a `FutureWarning`.
-
-    Example:
-
-    ```python
-    trainer = RLOOTrainer("my-model", reward_funcs=my_reward, train_dataset=dataset)
-    trainer.train()
-    ```
     """
 
     config_class = RLOOConfig
@@ -50,15 +43,6 @@ class RLOOTrainer(OnlineTrainer):
         paper="Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human "
         "Feedback in LLMs",
         arxiv="2402.14740",
-        citation="""
-@inproceedings{ahmadian2024back,
-    title  = {Back to Basics: Revisiting {REINFORCE}-Style Optimization for Learning from Human
-              Feedback in {LLM}s},
-    author = {Arash Ahmadian and Chris Cremer and Matthias Gall{\\'{e}} and Marzieh Fadaee and
-              Julia Kreutzer and Olivier Pietquin and Ahmet {\\"{U}}st{\\"{u}}n and Sara Hooker},
-    year   = 2024,
-    eprint = {2402.14740}
-}""",
     )
 
     def shape_rewards(self, table: RewardTable, batch: Rollout) -> Tensor:

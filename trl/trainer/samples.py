@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -87,8 +88,8 @@ class Samples:
             | dict(zip(names, row, strict=True))
             for row in zip(prompts.messages, texts, ids, found.finish, strict=True)
         ]
-        every = [row for some in ranks.objects_on_first(rows) for row in some][:most]
-        return [row | {"group": place} for place, row in enumerate(every)]
+        every = chain(*ranks.objects_on_first(rows))
+        return [row | {"group": place} for place, row in enumerate(islice(every, most))]
 
     @cached_property
     def _transformers(self) -> Any:
@@ -179,8 +180,10 @@ class LogCompletionsCallback(TrainerCallback):
         if state.is_world_process_zero:
             self._file.add(records)
             names = ["step", "prompt", "completion"]
-            rows = [[as_text(record[x]) if x != "step" else record[x] for x in names]
-                    for record in self._file.read()]  # fmt: skip
+            rows = [
+                [record["step"], as_text(record["prompt"]), as_text(record["completion"])]
+                for record in self._file.read()
+            ]
             log_table(args.report_to, names, rows)
             comet = sys.modules.get("comet_ml") if "comet_ml" in args.report_to else None
             if comet is not None and (run := comet.get_running_experiment()) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .base.options import option
 from .offline.offline_config import OfflineConfig
@@ -15,6 +16,8 @@ RENAMED = {"packing_strategy": {"bfd-requeue": "bfd_split"}, "loss_type": {"chun
 @dataclass
 class SFTConfig(OfflineConfig):
     """Configuration of `SFTTrainer`."""
+
+    piece_on_cpu: ClassVar[int] = 2048  # shorter ones save little, and take longer
 
     learning_rate: float = option(2e-5, "Initial learning rate.", ge=0)
 

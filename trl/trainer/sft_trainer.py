@@ -46,13 +46,6 @@ class SFTTrainer(OfflineTrainer):
         formatting_func (*optional*): makes a text of an example.
 
     The other arguments are those of `OfflineTrainer`.
-
-    Example:
-
-    ```python
-    trainer = SFTTrainer("my-model", train_dataset=dataset)
-    trainer.train()
-    ```
     """
 
     config_class = SFTConfig

@@ -12,7 +12,6 @@ from transformers import (
 )
 
 from trl.trainer.base.policy import (
-    check_devices,
     checked_args,
     init_options,
     prepare_policy,
@@ -190,10 +189,9 @@ def test_options_for_loading_are_ignored_with_a_warning(tmp_path, caplog):
 
 def test_one_process_must_not_see_several_gpus(tmp_path):
     args = config(tmp_path)
-    assert check_devices(args) is None
     args._n_gpu = 2
     with pytest.raises(ValueError, match=r"One process sees 2 GPUs.*CUDA_VISIBLE_DEVICES=0"):
-        check_devices(args)
+        checked_args("model", args, RLOOConfig)
 
 
 def test_options_of_another_trainer(tmp_path):

@@ -117,7 +117,7 @@ class MemoryOptions:
         None,
         "Cut micro-batches into pieces of at most this many tokens, each with a backward pass of "
         "its own; the gradient is the same. 0: not at all. None: not in online training, else "
-        "2,048 on a CPU and 8,192 on other devices.",
+        "1,024 on a CPU (SFT: 2,048) and 8,192 on other devices.",
         ge=0,
     )
     empty_cache: str = option(
@@ -246,8 +246,8 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
 
     def _check_trackers(self) -> None:
         """Without this, what is missing would be said after the model has been loaded."""
-        known = [*INTEGRATION_TO_CALLBACK, "flyte"]
-        for name in self.report_to if isinstance(self.report_to, list) else ():
+        known, chosen = [*INTEGRATION_TO_CALLBACK, "flyte"], list(self.report_to or [])
+        for name in chosen:
             if name not in known:
                 hint = did_you_mean(name, known)
                 raise ValueError(f"report_to={name!r} is not a known tracker.{hint}")

@@ -219,7 +219,8 @@ def publish(staged: Path, final: Path) -> None:
         _withdraw(final)
     staged.rename(final)
     _flush_folder(final.parent)
-    _remove_if_empty(staged.parent)
+    with suppress(OSError):  # something else is in it
+        staged.parent.rmdir()
 
 
 def clean_up(folder: str | Path) -> None:
@@ -240,7 +241,8 @@ def rotate(folder: str | Path, limit: int | None, keep: list[Path]) -> None:
     others.sort(key=lambda path: path.stat().st_mtime)  # resumed runs write lower steps later
     for path in others[: max(0, len(others) + len(kept) - max(limit, len(kept)))]:
         _withdraw(path)
-        _remove_if_empty(path.with_name(UNFINISHED))
+        with suppress(OSError):
+            path.with_name(UNFINISHED).rmdir()
 
 
 def _content(folder: Path) -> dict[str, Any] | None:
@@ -306,8 +308,3 @@ def _withdraw(checkpoint: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     checkpoint.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with suppress(OSError):
-        folder.rmdir()

@@ -14,6 +14,8 @@ from huggingface_hub.utils import validate_repo_id
 
 from ...imports import version_of
 
+TEMPLATES = resources.files("trl") / "templates"
+
 
 @dataclass(frozen=True)
 class Method:
@@ -23,7 +25,7 @@ class Method:
     tag: str  # as searched for, such as "rloo"
     paper: str = ""  # its title
     arxiv: str = ""  # its identifier
-    citation: str = ""  # BibTeX entry
+    citation: str = ""  # BibTeX entry, if `templates` has none of the paper
     card: str = "model_card.md"  # template of the README
 
     @property
@@ -32,7 +34,9 @@ class Method:
         if not self.paper:
             return f"{self.name}."
         link = f"[{self.paper}](https://huggingface.co/papers/{self.arxiv})"
-        return f"{self.name}: {link}.\n\n```bibtex\n{self.citation.strip()}\n```"
+        entry = TEMPLATES / f"{self.arxiv}.bib"
+        citation = entry.read_text("utf-8") if entry.is_file() else self.citation
+        return f"{self.name}: {link}.\n\n```bibtex\n{citation.strip()}\n```"
 
 
 def render_model_card(
@@ -41,7 +45,7 @@ def render_model_card(
     """Fill the model-card template; what is a local folder or file is left out."""
     base_model, dataset_name = _on_hub(base_model), _on_hub(dataset_name)
     known = {"base_model": base_model, "datasets": dataset_name}
-    template = resources.files("trl").joinpath("templates").joinpath(method.card).read_text("utf-8")
+    template = (TEMPLATES / method.card).read_text("utf-8")
     versions = "\n".join(
         f"- {package}: {version_of(package)}"
         for package in ("trl", "transformers", "torch", "accelerate", "datasets")

@@ -197,15 +197,6 @@ def check_dataset(name: str, dataset: Any) -> None:
         )
 
 
-def check_devices(args: BaseConfig) -> None:
-    """Refuse the implicit data parallelism of one process over several GPUs."""
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"One process sees {args.n_gpu} GPUs. Start one process for each with `accelerate "
-            "launch`, or show it one with CUDA_VISIBLE_DEVICES=0."
-        )
-
-
 def checked_args(model: Any, args: Any, config_class: type[BaseConfig], method: str = "") -> Any:
     """The options of a run, by default with an output folder named after model and method."""
     config = getattr(model, "config", None)
@@ -216,7 +207,11 @@ def checked_args(model: Any, args: Any, config_class: type[BaseConfig], method: 
         raise TypeError(
             f"args must be an instance of {config_class.__name__}, not of {type(args).__name__}."
         )
-    check_devices(args)
+    if args.n_gpu > 1:  # in one process, which transformers would divide batches over
+        raise ValueError(
+            f"One process sees {args.n_gpu} GPUs. Start one process for each with `accelerate "
+            "launch`, or show it one with CUDA_VISIBLE_DEVICES=0."
+        )
     _check_places(name, isinstance(model, str), args.output_dir)
     return args
 

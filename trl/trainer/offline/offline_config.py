@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ...data.preference_rows import PreferenceLimits
 from ..base.base_config import BaseConfig, ReferenceOptions
 from ..base.options import option
 
-# Tokens. On a CPU shorter pieces save little and take longer; elsewhere it is not measured.
-PIECE_ON_CPU = 2048
-PIECE_ON_ACCELERATOR = 8192
+PIECE_ON_ACCELERATOR = 8192  # tokens; not measured
 NO_LOGITS = "logits are never held as a whole, and rows are not padded"
 # Arguments of constructors that cannot be served, and why.
 UNSUPPORTED = {
@@ -27,6 +26,7 @@ class OfflineConfig(BaseConfig):
     """Configuration of the offline skeleton: data, lengths, micro-batches."""
 
     divides_rows = True
+    piece_on_cpu: ClassVar[int] = 1024  # tokens: a pair of usual length
     without_meaning = BaseConfig.without_meaning | {
         "label_smoothing_factor": "logits are never held as a whole",
         "neftune_noise_alpha": "its noise depends on the width that rows are padded to",
@@ -86,7 +86,7 @@ class OfflineConfig(BaseConfig):
         """As in `BaseConfig`; None stands for a default that depends on the device."""
         if self.max_tokens_per_piece is not None:
             return self.max_tokens_per_piece
-        return PIECE_ON_CPU if self.device.type == "cpu" else PIECE_ON_ACCELERATOR
+        return self.piece_on_cpu if self.device.type == "cpu" else PIECE_ON_ACCELERATOR
 
     @property
     def order_seed(self) -> int | None:
