@@ -23,9 +23,9 @@ BRANCHES = (
 # Those with two numbers are larger than they are meant to be: the first is where they are to go,
 # the second, which must hold, is lowered as they get there.
 FOLDERS = {
-    "ops": (1750, 1843),
+    "ops": (1750, 1763),
     "data": (2000, 3338),
-    "models": (3500, 4432),
+    "models": (3500, 4348),
     "memory": (2000, 2202),
     "generation": (4500, 4500),
     "online": (1350, 1350),
@@ -35,7 +35,7 @@ FOLDERS = {
     "cli, scripts": (2700, 2793),
     "rest": (1100, 1319),
 }
-ALL = (25_000, 29_801)
+ALL = (25_000, 29_618)
 LOADED = (75, 76)  # modules that `from trl import RLOOTrainer` may load
 
 

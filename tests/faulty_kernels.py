@@ -18,12 +18,13 @@ class Faulty(CpuFlash):
     def _is(self, fault, tensor):
         return self._fault == fault and tensor.dtype in self._dtypes
 
-    def forward(self, query, key, value, causal, scale):
+    def forward(self, part, causal, scale):
+        query = part[0]
         if self._is("error", query):
             raise RuntimeError("no kernel image is available")
         causal = causal and not self._is("causality", query)
         scale = 1.05 * scale if self._is("scale", query) else scale
-        output, normalizer = super().forward(query, key, value, causal, scale)
+        output, normalizer = super().forward(part, causal, scale)
         normalizer = normalizer + 0.1 if self._is("normalizer", query) else normalizer
         return output * torch.nan if self._is("NaN", query) else output, normalizer
 

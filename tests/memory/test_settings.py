@@ -56,8 +56,8 @@ def test_passes_are_those_of_the_scorer(prompts, group_size, prompt, completion)
         is_cut = passes.wants_passes(torch.nn.Identity(), layout)
     assert is_cut == (len(found) > 1)
     if is_cut:
-        cut = passes._tail_passes(layout.inputs[KEYWORD], {}, CPU)
-        assert found == [prompts * prompt, *(at.stop - at.start for at, _ in cut)]
+        cut = passes.runs_of_tails(layout.inputs[KEYWORD])
+        assert found == [prompts * prompt, *(tails[-1][2] - tails[0][1] for tails in cut)]
 
 
 @pytest.mark.parametrize("group_size", range(2, 9))

@@ -9,11 +9,9 @@ from trl.ops.attention_kernels import (
     CudaEfficient,
     CudaFlash,
     choose_kernel,
-    expand_heads,
-    gpu_kernel,
+    expanded,
     merge,
     merge_heads,
-    supported,
 )
 
 SCALE = 0.3
@@ -66,7 +64,7 @@ def check(kernel, shape, causal, dtype, device, bound):
     upstream = upstream.to(dtype)
     wanted = torch.autograd.grad(expected, exact, upstream.double())
     with torch.no_grad():
-        output, normalizer = kernel.forward(*tensors, causal, SCALE)
+        output, normalizer = kernel.forward(tensors, causal, SCALE)
         saved = (*tensors, output, normalizer)
         found = kernel.backward(upstream, saved, causal, SCALE)
     assert error(output, expected) < bound
@@ -110,7 +108,7 @@ def test_the_kernels_of_gpus(kernel, dtype, bound, shape, causal):
 def test_flash_attention_of_gpus_takes_grouped_heads():
     """The shapes that torch states for the kernel: gradients are those of the keys as given."""
     query, key = torch.empty(1, 8, 4, 64, device="meta"), torch.empty(1, 2, 9, 64, device="meta")
-    output, normalizer = CudaFlash().forward(query, key, key, False, SCALE)
+    output, normalizer = CudaFlash().forward((query, key, key), False, SCALE)
     assert output.shape == query.shape and normalizer.shape == query.shape[:3]
     found = CudaFlash().backward(output, (query, key, key, output, normalizer), False, SCALE)
     assert [x.shape for x in found] == [query.shape, key.shape, key.shape]
@@ -122,7 +120,7 @@ def test_attention_over_two_sets_of_keys_is_their_merge(monkeypatch, cut):
     kernel, (query, key, value) = CpuFlash(), inputs((2, 4, 2, 3, 9, 8))
     expected, normalizer = definition(query, key, value, False)
     parts = [
-        kernel.forward(query, key[:, :, at], value[:, :, at], False, SCALE)
+        kernel.forward((query, key[:, :, at], value[:, :, at]), False, SCALE)
         for at in (slice(0, cut), slice(cut, None))
     ]
     found = merge(*parts)
@@ -137,7 +135,7 @@ def test_gradients_of_a_part_follow_from_the_whole():
     expected, _ = definition(*tensors, False)
     upstream = torch.linspace(-1, 1, expected.numel()).view(expected.shape).double()
     wanted = torch.autograd.grad(expected, tensors, upstream)
-    output, normalizer = kernel.forward(query, key, value, False, SCALE)
+    output, normalizer = kernel.forward((query, key, value), False, SCALE)
     of_query = torch.zeros_like(query)
     for at in (slice(0, 4), slice(4, None)):
         saved = (query, key[:, :, at], value[:, :, at], output, normalizer)
@@ -168,14 +166,14 @@ def test_merging_is_stable_for_large_normalizers():
 def test_heads_are_expanded_and_merged():
     query = torch.zeros(1, 6, 2, 4)
     keys = torch.arange(16.0).view(1, 2, 2, 4)
-    wide = expand_heads(keys, query)
+    _, wide = expanded((query, keys))
     assert all(torch.equal(wide[:, head], keys[:, head // 3]) for head in range(6))
     grad = torch.arange(48.0).view(1, 6, 2, 4)
     merged = merge_heads(grad, keys)
     assert torch.equal(merged[:, 0], grad[:, 0] + grad[:, 1] + grad[:, 2])
     assert torch.equal(merged[:, 1], grad[:, 3] + grad[:, 4] + grad[:, 5])
     same = torch.zeros(1, 6, 3, 4)
-    assert expand_heads(same, query) is same and merge_heads(same, same) is same
+    assert expanded((query, same))[1] is same and merge_heads(same, same) is same
 
 
 @pytest.mark.parametrize(
@@ -193,7 +191,7 @@ def test_which_kernel_is_chosen(device, dtype, size, kernel):
 
 
 @pytest.mark.parametrize(
-    ("size", "flash", "efficient", "kernel"),
+    ("size", "has_flash", "has_efficient", "kernel"),
     [
         (64, True, True, CudaFlash),
         (64, True, False, CudaFlash),
@@ -203,25 +201,26 @@ def test_which_kernel_is_chosen(device, dtype, size, kernel):
         (64, False, False, None),  # bfloat16 on GPUs before sm80
     ],
 )
-def test_what_a_gpu_is_said_to_support_decides(size, flash, efficient, kernel):
-    assert type(gpu_kernel(size, flash, efficient)) is (kernel or type(None))
-
-
-def test_torch_is_asked_about_the_heads_as_they_train():
-    """Gradients count, even where none are recorded at the moment."""
+def test_what_torch_says_of_a_gpu_decides(monkeypatch, size, has_flash, has_efficient, kernel):
+    """It is asked about heads as they train: gradients count, even where none are recorded."""
     asked = []
 
-    def answer(facts):
-        asked.append((facts.query, facts.dropout, facts.is_causal, torch.is_grad_enabled()))
-        return len(asked) > 2
+    def answers(answer):
+        return lambda facts: asked.append((facts, torch.is_grad_enabled())) or answer
 
-    device = torch.device("cpu")
+    monkeypatch.setattr(flash, "can_use_flash_attention", answers(has_flash))
+    monkeypatch.setattr(flash, "can_use_efficient_attention", answers(has_efficient))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    choose = flash._kernel_of_gpu.__wrapped__
     with torch.no_grad():
-        assert supported(device, torch.bfloat16, 64, (answer, answer)) == [False, False]
-        assert supported(device, torch.float16, 64, (answer, answer)) == [True, True]
-    query, dropout, causal, grad = asked[0]
-    assert query.dtype == torch.bfloat16 and query.shape[-1] == 64 and query.requires_grad
-    assert grad and dropout == 0.0 and not causal
+        if kernel is None:
+            with pytest.raises(NotImplementedError, match=f"size {size}, .*bfloat16, some GPU"):
+                choose(torch.device("cpu"), torch.bfloat16, size)
+        else:
+            assert type(choose(torch.device("cpu"), torch.bfloat16, size)) is kernel
+    for facts, records in asked:
+        assert facts.query.dtype == torch.bfloat16 and facts.query.shape[-1] == size
+        assert records and facts.query.requires_grad and not facts.is_causal
 
 
 def test_other_devices_have_none():

@@ -57,13 +57,9 @@ def noted_heads(model: nn.Module) -> Iterator[set[Heads]]:
 
 
 def check_kernels(device: torch.device, layers: Collection[Heads]) -> None:
-    """Compare outputs and gradients with masked attention, for each kind of layer.
+    """Compare outputs and gradients with masked attention, for each kind of layer of `noted_heads`.
 
     What a process has checked of a kernel is not checked again.
-
-    Args:
-        device (`torch.device`): whose kernels will run.
-        layers: what `noted_heads` found.
 
     Raises:
         RuntimeError: if they are further from full precision than rounding explains, if the kernel
@@ -112,15 +108,11 @@ def _example(device: torch.device, heads: Heads) -> list[Tensor]:
     """Queries, keys, values and a gradient, as the views of (1, T, N, D) that layers make."""
     total = sum(prefix + sum(tails) for prefix, tails in EXAMPLE)
     generator = torch.Generator().manual_seed(0)
-    shapes = (
-        (heads.queries, heads.size),
-        (heads.keys, heads.size),
-        (heads.keys, heads.value_size),
-        (heads.queries, heads.value_size),
-    )
+    counts = heads.queries, heads.keys, heads.keys, heads.queries
+    sizes = heads.size, heads.size, heads.value_size, heads.value_size
     return [
         torch.randn(1, total, *shape, generator=generator).to(device, heads.dtype).transpose(1, 2)
-        for shape in shapes
+        for shape in zip(counts, sizes, strict=True)
     ]
 
 

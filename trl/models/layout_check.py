@@ -7,7 +7,7 @@ autocast and with the attention kernels that the model trains or generates with.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,14 +23,7 @@ from .quantized import working_precision
 from .readers import Hidden, Reader
 from .recurrent import all_forked, recurrent_layers
 from .sharded import is_sharded
-from .unwrap import (
-    autocast_of,
-    autocast_to,
-    causal_model,
-    evaluating,
-    mentions,
-    run_inside,
-)
+from .unwrap import autocast_of, autocast_to, causal_model, evaluating, mentions, run_inside
 
 logger = logging.get_logger(__name__)
 
@@ -46,10 +39,7 @@ HALF_PRECISION_TOLERANCE = 0.1  # of the mean difference
 def why_not_shared(model: nn.Module, longest: int, device: str | None = None) -> str | None:
     """Say what about a model rules out one copy of a prompt; None if nothing does.
 
-    Args:
-        model: a causal language model, wrapped or not.
-        longest (`int`): tokens of the longest row.
-        device (`str`, *optional*): type of the device that will compute. None: where it is now.
+    `longest` is in tokens; `device` the type of the one that will compute, if it is not there yet.
     """
     causal = causal_model(model)
     config = causal.config.get_text_config()
@@ -116,38 +106,26 @@ Results = tuple[Tensor, Tensor, torch.dtype]
 
 @dataclass(frozen=True)
 class Comparison:
-    """How a model computes a few rows in both layouts.
+    """How a model computes a few rows in both layouts."""
 
-    Args:
-        what (`str`): is compared, in plural.
-        length (`int`): tokens of the longest row that is compared.
-        longest (`int`): tokens of the longest row there will be.
-        autocast: finds the precision of autocast in which the model is used.
-        compute: computes both under a precision of autocast.
-    """
-
-    what: str
-    length: int
-    longest: int
-    autocast: Callable[[], torch.dtype | None]
-    compute: Callable[[torch.dtype | None], Results]
+    what: str  # is compared, in plural
+    length: int  # tokens of the longest row that is compared
+    longest: int  # tokens of the longest row there will be
+    autocast: Callable[[], torch.dtype | None]  # finds the precision in which the model is used
+    compute: Callable[[torch.dtype | None], Results]  # under a precision of autocast
 
 
+@dataclass
 class LayoutCheck:
-    """Decides between one copy of a prompt and plain rows; what does not agree is switched off.
+    """Decides between one copy of a prompt and plain rows; what does not agree is switched off."""
 
-    Args:
-        enabled (`bool`): False: always plain rows.
-        alone (`bool`): each rank decides for itself also where weights are sharded, because they
-            are whole while it computes, or because all ranks take part in every forward.
-    """
-
-    def __init__(self, enabled: bool, alone: bool = False):
-        self.enabled = enabled
-        self._alone = alone
-        self.has_agreed = False  # whether ranks decide together
-        self._checked_length = 0
-        self._warned: set[str] = set()
+    enabled: bool  # False: always plain rows
+    # Each rank decides for itself also where weights are sharded, because they are whole while it
+    # computes, or because all ranks take part in every forward.
+    alone: bool = False
+    has_agreed: bool = field(default=False, init=False)  # whether ranks decide together
+    _checked_length: int = field(default=0, init=False)
+    _warned: set[str] = field(default_factory=set, init=False)
 
     def allows(self, model: nn.Module, comparison: Comparison) -> bool:
         """Whether rows may lie behind one copy of their prompt.
@@ -158,7 +136,7 @@ class LayoutCheck:
         """
         if not self.enabled:
             return False
-        if self.has_agreed or (not self._alone and is_sharded(model)):
+        if self.has_agreed or (not self.alone and is_sharded(model)):
             outgrown = self._has_outgrown(model, comparison.length)
             return not outgrown and why_not_shared(model, comparison.longest) is None
         return self._decide(model, comparison, lambda mine: mine)
@@ -169,11 +147,8 @@ class LayoutCheck:
         """Decide together with the other ranks, which must call this as well.
 
         From then on only rows up to twice the length of those that some rank has shown to this
-        method lie behind one copy of their prompt.
-
-        Args:
-            comparison (`Comparison`): of the rows of this rank.
-            largest: the largest of the values that the ranks give it.
+        method lie behind one copy of their prompt. `largest` returns the largest of the values
+        that the ranks give it.
         """
         self.has_agreed = True
         if self.enabled:
@@ -257,14 +232,7 @@ def disagreement(found: Results) -> float | None:
 
 
 def scoring_comparison(model: nn.Module, reader: Reader, batch: Rows, pad_id: int) -> Comparison:
-    """Compare what a reader finds in the two longest rows, which share a prompt if any do.
-
-    Args:
-        model: a causal language model, wrapped or not.
-        reader (`Reader`): its first result is compared.
-        batch (`Rows`): all rows.
-        pad_id (`int`): fills the padding of plain rows.
-    """
+    """Compare what a reader finds first in the two longest rows, which share a prompt if any do."""
     length = max(_lengths(batch), default=0)
     device = next(model.parameters()).device
 
@@ -311,9 +279,6 @@ def read_plain_rows(
     """Read rows alone, which takes no padding, no mask and little memory: (B, C) or (B,).
 
     Rows of sharded weights are padded and read at once, for every rank to do the same.
-
-    Args:
-        autocast (`torch.dtype`, *optional*): its precision; None: switched off.
     """
     device = next(model.parameters()).device
     if is_sharded(model):
@@ -329,11 +294,10 @@ def two_longest(batch: Rows) -> list[int]:
     """The longest row, and its longest sibling or else any other row, in the order of the batch."""
     lengths = _lengths(batch)
     first = max(range(len(batch)), key=lengths.__getitem__)
-    prompt = list(batch.prompt_ids[first])
+    prompts = list(map(list, batch.prompt_ids))
     others = [i for i in range(len(batch)) if i != first]
-    siblings = [i for i in others if list(batch.prompt_ids[i]) == prompt]
-    second = sorted(siblings or others, key=lengths.__getitem__)[-1:]
-    return sorted([first, *second])
+    others.sort(key=lambda i: (prompts[i] == prompts[first], lengths[i]))
+    return sorted([first, *others[-1:]])
 
 
 def _lengths(batch: Rows) -> list[int]:

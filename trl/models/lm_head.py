@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,14 +18,7 @@ from ..ops.logprobs import token_scores
 from ..ops.oom import is_out_of_memory
 from ..ops.support import Support
 from .sharded import is_sharded, original_class, unwrapped
-from .unwrap import (
-    autocast_to,
-    called_inside,
-    capture_hidden,
-    causal_model,
-    evaluating,
-    run_inside,
-)
+from .unwrap import autocast_to, called_inside, capture_hidden, causal_model, evaluating, run_inside
 
 Run = Callable[[Tensor], Tensor]
 logger = logging.get_logger(__name__)
@@ -39,26 +32,17 @@ ROUNDINGS_IN_HALF_PRECISION = 4
 
 @dataclass(frozen=True)
 class OutputHead:
-    """Log-probabilities from hidden states by the output projection of a model.
+    """Log-probabilities from hidden states by the output projection of a model."""
 
-    Args:
-        module: the projection; with an adapter, quantization or hooks it is called, otherwise its
-            weight is read in tiles.
-        transform (`LogitTransform`): what the model does to the product, and the temperature.
-        vocabulary (`int`): V.
-        chunk (`int`, *optional*): logits held at once; None: a measured default; 0: all at once.
-        sharded (`bool`): the module is called once for all tokens, which makes its weight whole;
-            hooks on it are those of the engine.
-        in_place (`bool`): add the gradient of a plain weight to its `.grad` tile by tile, if that
-            may be; see `Tiling`.
-    """
-
+    # With an adapter, quantization or hooks it is called, otherwise its weight is read in tiles.
     module: nn.Module
-    transform: LogitTransform
-    vocabulary: int
-    chunk: int | None = None
+    transform: LogitTransform  # what the model does to the product, and the temperature
+    vocabulary: int  # V
+    chunk: int | None = None  # logits held at once; None: a measured default; 0: all at once
+    # The module is called once for all tokens, which makes its weight whole; hooks on it are those
+    # of the engine.
     sharded: bool = False
-    in_place: bool = False
+    in_place: bool = False  # see `Tiling`
 
     @property
     def is_plain(self) -> bool:
@@ -78,10 +62,7 @@ class OutputHead:
         return unwrapped(self.module) if self.sharded else self.module
 
     def logits(
-        self,
-        hidden: Tensor,
-        autocast: torch.dtype | None,
-        project: Run | None = None,
+        self, hidden: Tensor, autocast: torch.dtype | None, project: Run | None = None
     ) -> Tensor:
         """Logits (M, V) of hidden states (M, H), in float32 at least.
 
@@ -104,36 +85,32 @@ class OutputHead:
         autocast: torch.dtype | None = None,
         with_entropy: bool = False,
         support: Support | None = None,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Sequence[Tensor | None]:
         """Log-probabilities (M,) of ids (M,) after hidden states (M, H).
 
-        Args:
-            autocast (`torch.dtype`, *optional*): precision of autocast in the model's forward.
-
-        Returns:
-            With entropies (M,) and which ids are likeliest (M,) if asked, and log-masses (M,) of a
-            support if one is given.
+        With entropies (M,) and which ids are likeliest (M,) if asked, and log-masses (M,) of a
+        support if one is given.
         """
-        if self.chunk == 0:
-            logits = self.logits(hidden, autocast)
-            mass = None if support is None else support.log_mass(logits.detach(), ids)
-            return *token_scores(logits, ids, with_entropy=with_entropy), mass
-        project = self._inner.forward if self.sharded else self.module
+        project = self._inner.forward if self.sharded and self.chunk != 0 else self.module
         run = partial(self.logits, autocast=autocast, project=project)
 
         def read(hidden: Tensor) -> tuple[Tensor | None, ...]:
             mass = self._log_mass(run, hidden, ids, support)
             if self.is_plain:
-                return *self._tiled_log_probs(hidden, ids, autocast, with_entropy), mass
+                return *self._tiled(hidden, ids, autocast, with_entropy), mass
             from .chunked_head import chunked_log_probs, summing_in_float32  # few heads need it
 
             call = run if self.sharded else partial(run, project=summing_in_float32(self.module))
             return *chunked_log_probs(call, hidden, ids, self._step(hidden), with_entropy), mass
 
+        if self.chunk == 0:
+            logits = run(hidden)
+            mass = None if support is None else support.log_mass(logits.detach(), ids)
+            return *token_scores(logits, ids, with_entropy=with_entropy), mass
         if not self.sharded:
             return read(hidden)
         # One call of the module, which makes its weight whole meanwhile.
-        return tuple(called_inside(self._inner, read, lambda: self.module(hidden)))
+        return called_inside(self._inner, read, lambda: self.module(hidden))
 
     @torch.no_grad()
     def _log_mass(
@@ -148,17 +125,14 @@ class OutputHead:
     def _step(self, hidden: Tensor) -> int:
         return max(1, (self.chunk or default_chunk(hidden.device)) // self.vocabulary)
 
-    def _tiled_log_probs(
+    def _tiled(
         self, hidden: Tensor, ids: Tensor, autocast: torch.dtype | None, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Read the weight, which must be whole, in tiles."""
-        weight: Any = self._inner.weight
-        bias: Any = self._inner.bias
-        dtype = autocast or weight.dtype
-        if self._kind is Float32Linear:
-            dtype = torch.float32
+        inner: Any = self._inner
+        dtype = torch.float32 if self._kind is Float32Linear else autocast or inner.weight.dtype
         tiling = Tiling(self.transform, self.chunk, dtype, self.in_place and not self.sharded)
-        return linear_log_probs(hidden, weight, ids, bias, tiling, with_entropy)
+        return linear_log_probs(hidden, inner.weight, ids, inner.bias, tiling, with_entropy)
 
 
 class Float32Linear(nn.Linear):
@@ -203,16 +177,10 @@ class NotCausalError(ValueError):
 
 @dataclass
 class HeadFinder:
-    """Finds out what a model does to its logits, by trying what its configuration suggests.
+    """Finds out what a model does to its logits, by trying what its configuration suggests."""
 
-    Args:
-        temperature (`float`): divides the logits.
-        chunk (`int`, *optional*): logits held at once; see `OutputHead`.
-        in_place (`bool`): how gradients are added; see `OutputHead`.
-    """
-
-    temperature: float
-    chunk: int | None = None
+    temperature: float  # divides the logits
+    chunk: int | None = None  # of the head that is found, as `in_place`
     in_place: bool = False
     _known: dict[type, LogitTransform | None] = field(default_factory=dict)
 

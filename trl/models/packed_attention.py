@@ -60,10 +60,9 @@ class _PackedAttention(torch.autograd.Function):
         ctx: Any, layout: Packing, rules: Rules, sink: Tensor | None, *inputs: Tensor
     ) -> Tensor:
         ctx.layout, ctx.rules = layout, rules
-        query, key, value, *_ = inputs
-        kernel = choose_kernel(query, rules.cap)
+        kernel = choose_kernel(inputs[0], rules.cap)
         if layout.is_one_prefix:
-            output, normalizer = kernel.forward(query, key, value, True, rules.scale)
+            output, normalizer = kernel.forward(tuple(inputs), True, rules.scale)
         else:
             output, normalizer = _attend(kernel, layout, rules.scale, *inputs)
         if sink is not None:
@@ -96,7 +95,7 @@ def _attend(
     for span in layout.spans:
         at = span.queries
         part = query[:, :, at], key[:, :, span.keys], value[:, :, span.keys]
-        found = kernel.forward(*part, span.causal, scale)
+        found = kernel.forward(part, span.causal, scale)
         if span.again:
             found = merge((output[:, :, at], normalizer[:, :, at]), found)
         output[:, :, at], normalizer[:, :, at] = found
@@ -105,7 +104,7 @@ def _attend(
         total = bucket.gather(output), bucket.gather(normalizer)
         for sight in bucket.sights:
             part = sight.turn(tokens), sight.gather(key), sight.gather(value)
-            one, other = kernel.forward(*part, sight.causal, scale)
+            one, other = kernel.forward(part, sight.causal, scale)
             rows = len(tokens)
             total = merge(total, (sight.turn_back(one, rows), sight.turn_back(other, rows)))
         for place, found in zip((output, normalizer), total, strict=True):
@@ -191,7 +190,7 @@ def decoding_attention(
     """
     kernel, size = choose_kernel(query, rules.cap), own[1].shape[-1]
     query, own_key, own_value = same_size(query, *own)
-    output, normalizer = kernel.forward(query, own_key, own_value, False, rules.scale)
+    output, normalizer = kernel.forward((query, own_key, own_value), False, rules.scale)
     before = torch.zeros_like(output), torch.full_like(normalizer, -torch.inf)
     for rows, (key, value) in zip(decoding.groups, decoding.layers[rules.layer], strict=True):
         if rules.window is not None:
@@ -201,9 +200,10 @@ def decoding_attention(
         if not key.shape[2]:
             continue
         # The rows of a group are queries of one attention to their prefix.
-        found = kernel.forward(query[rows].transpose(0, 2), key, value, False, rules.scale)
-        for part, new in zip(before, found, strict=True):
-            part[rows] = new.transpose(0, 2)
+        part = query[rows].transpose(0, 2), key, value
+        found = kernel.forward(part, False, rules.scale)
+        for place, new in zip(before, found, strict=True):
+            place[rows] = new.transpose(0, 2)
     output, normalizer = merge(before, (output, normalizer))
     if sink is not None:
         output, _ = drain(output, normalizer, sink)

@@ -7,9 +7,9 @@ pass at a time, the working memory is that of the longest, whatever the number o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, takewhile
+from itertools import chain, groupby, islice, takewhile
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ..ops.masking import length_mask, pad_ragged
 from ..types import Rows
 from .packed_attention import KEYWORD
-from .packed_places import Group, Layers, Packing, make_buckets
-from .unwrap import Capture, autocast_to, capture_hidden, causal_model
+from .packed_places import Group, Layers, Packing, Tail
+from .unwrap import Capture, autocast_to, capture_hidden, causal_model, evaluating
 
 # Tokens; below these, passes cost more time than they save memory.
 SHORTEST_PASS = 2048
@@ -179,9 +179,9 @@ def _tokens(groups: Sequence[_GroupRows]) -> tuple[list[int], list[int]]:
     """Ids and positions of all prefixes, then of all tails; one token if there is none."""
     runs = [(group.prefix, 0) for group in groups]
     runs += [(tail, len(group.prefix)) for group in groups for tail in group.tails]
-    ids = [token for run, _ in runs for token in run]
-    positions = [first + i for run, first in runs for i in range(len(run))]
-    return ids or [0], positions or [0]
+    ids = chain.from_iterable(run for run, _ in runs)
+    positions = chain.from_iterable(range(first, first + len(run)) for run, first in runs)
+    return list(ids) or [0], list(positions) or [0]
 
 
 @dataclass
@@ -259,15 +259,14 @@ def wants_passes(model: nn.Module, layout: Layout) -> bool:
 
     There must be prefixes and tails, and layers that are not kept.
     """
-    packing: Packing = layout.inputs[KEYWORD]
+    packing: Packing | None = layout.inputs.get(KEYWORD)
     tokens = layout.inputs["input_ids"].shape[1]
-    if tokens <= SHORTEST_PASS or not packing.buckets or not packing.groups[-1].prefix.stop:
+    if packing is None or not packing.buckets or tokens <= SHORTEST_PASS:
         return False
-    if not torch.is_grad_enabled():
-        return True
-    causal = causal_model(model)
-    rest = min(tokens - packing.groups[-1].prefix.stop, tokens // 2)
-    return recomputes(causal) and rest * working_bytes(causal) >= gradient_bytes(causal)
+    causal, prefixes = causal_model(model), packing.groups[-1].prefix.stop
+    rest = min(tokens - prefixes, tokens // 2)
+    saves = recomputes(causal) and rest * working_bytes(causal) >= gradient_bytes(causal)
+    return prefixes > 0 and (saves or not torch.is_grad_enabled())
 
 
 def gradient_bytes(causal: Any) -> int:
@@ -314,12 +313,53 @@ def run_passes(model: nn.Module, layout: Layout, run: Callable[..., Any], kept: 
     with capture_hidden(model) as capture:
         run(**cut_inputs(layout, prefix, alone))
     parts = [torch.as_tensor(capture.hidden)]
-    decoder = causal_model(model).base_model
-    device = layout.sources.device
-    with autocast_to(device, capture.autocast):
-        for at, tails in _tail_passes(packing, kept, device):
-            parts.append(decoder(**cut_inputs(layout, at, tails), use_cache=False)[0])
+    for tails in runs_of_tails(packing):
+        parts.append(_run_tails(model, layout, tails, kept, capture.autocast))
     return Capture(torch.cat(parts, 1), capture.autocast)
+
+
+def runs_of_tails(packing: Packing) -> Iterator[list[Tail]]:
+    """The tails of each pass behind that of the prefixes."""
+    tails = iter([(group.prefix, *cut) for group in packing.groups for cut in group.cuts])
+    lengths = [stop - start for group in packing.groups for start, stop in group.cuts]
+    for count in tails_of_passes(lengths, packing.groups[-1].prefix.stop):
+        yield list(islice(tails, count))
+
+
+def _run_tails(
+    model: nn.Module,
+    layout: Layout,
+    tails: Sequence[Tail],
+    kept: Layers,
+    autocast: torch.dtype | None,
+) -> Tensor:
+    """Hidden states (1, t, H) of neighboring tails behind kept prefixes."""
+    at, packing = Packing.of_tails(tails, kept, layout.sources.device)
+    with autocast_to(layout.sources.device, autocast):
+        decoder = causal_model(model).base_model
+        return decoder(**cut_inputs(layout, at, packing), use_cache=False)[0]
+
+
+def run_behind(
+    model: nn.Module, layout: Layout, ahead: Layout, states: Tensor, autocast: torch.dtype | None
+) -> Tensor:
+    """Hidden states (T, H) of completions of which a layout shares the prompts, and no more.
+
+    Those of `ahead`, which are `states`, have the same prompts in the same order, and keep keys
+    and values.
+    """
+    groups, before = layout.inputs[KEYWORD].groups, ahead.inputs[KEYWORD]
+    prompts = [
+        slice(other.prefix.start, other.prefix.start + group.prefix.stop - group.prefix.start)
+        for group, other in zip(groups, before.groups, strict=True)
+    ]
+    parts = [states[prompt].detach() for prompt in prompts]
+    pairs = zip(prompts, groups, strict=True)
+    tails = [(prompt, *cut) for prompt, group in pairs for cut in group.cuts]
+    if tails:
+        with evaluating(model):
+            parts.append(_run_tails(model, layout, tails, before.kept, autocast)[0])
+    return torch.cat(parts)
 
 
 def cut_inputs(layout: Layout, at: slice, attention: Packing) -> dict[str, Any]:
@@ -329,33 +369,18 @@ def cut_inputs(layout: Layout, at: slice, attention: Packing) -> dict[str, Any]:
 
 
 def tails_of_passes(lengths: Sequence[int], prefix: int) -> list[int]:
-    """How many tails of these lengths each pass computes: as many as fit, and at least one."""
+    """How many tails of these lengths each pass computes."""
     # Tails need more working memory a token than prefixes: those of unequal lengths are gathered.
-    limit = max(SHORTEST_TAIL_PASS, prefix // 2)
-    counts, tokens = [0], 0
+    return runs_within(max(SHORTEST_TAIL_PASS, prefix // 2), lengths)
+
+
+def runs_within(limit: int, lengths: Iterable[int]) -> list[int]:
+    """How many things of these lengths go into each run of as many as fit, and at least one."""
+    counts, total = list[int](), 0
     for length in lengths:
-        if counts[-1] and tokens + length > limit:
+        if not counts or total + length > limit:
             counts.append(0)
-            tokens = 0
+            total = 0
         counts[-1] += 1
-        tokens += length
-    return counts if lengths else []
-
-
-def _tail_passes(
-    packing: Packing, kept: Layers, device: torch.device
-) -> Iterator[tuple[slice, Packing]]:
-    """Cut the tails into runs; those of all groups follow each other without a gap."""
-    tails = [(group.prefix, start, stop) for group in packing.groups for start, stop in group.cuts]
-    lengths = [stop - start for _, start, stop in tails]
-    for count in tails_of_passes(lengths, packing.groups[-1].prefix.stop):
-        run, tails = tails[:count], tails[count:]
-        first, last = run[0][1], run[-1][2]
-        groups: list[Group] = []
-        for prefix, parts in groupby(run, key=lambda tail: tail[0]):
-            cuts = tuple((start - first, stop - first) for _, start, stop in parts)
-            # Their keys stand behind those of the tails.
-            behind = slice(prefix.start + last - first, prefix.stop + last - first)
-            groups.append(Group(behind, slice(cuts[0][0], cuts[-1][1]), cuts))
-        buckets = make_buckets((cut for group in groups for cut in group.cuts), device)
-        yield slice(first, last), Packing(tuple(groups), buckets, kept, tails_alone=True)
+        total += length
+    return counts

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+
+Tail = tuple[slice, int, int]  # its prefix, start and stop
 
 
 @dataclass(frozen=True)
@@ -74,10 +77,16 @@ class Layers(dict[int, tuple[Tensor, Tensor]]):
         super().__init__()
         self.windows: dict[int, Window | None] = {}
         self.states: dict[tuple[int, int], States] = {}  # by layer and start of the prefix
+        self._is_closed = False
 
-    def clear(self) -> None:
-        """Let go of all."""
-        super().clear()
+    def setdefault(self, layer: int, own: Any = None) -> Any:
+        """Keep those of a layer, unless activations are recomputed after all was read."""
+        return own if self._is_closed else super().setdefault(layer, own)
+
+    def close(self) -> None:
+        """Let go of all, for good."""
+        self._is_closed = True
+        self.clear()
         self.states.clear()
 
 
@@ -174,6 +183,20 @@ class Packing:
             prefix_start, tail_start = prefix_start + prefix, ends[-1]
         every = (cut for group in places for cut in group.cuts)
         return cls(tuple(places), make_buckets(every, device))
+
+    @classmethod
+    def of_tails(
+        cls, tails: Sequence[Tail], kept: Layers, device: torch.device
+    ) -> tuple[slice, Packing]:
+        """Lay out neighboring tails alone, and say where they were."""
+        first, last = tails[0][1], tails[-1][2]
+        groups: list[Group] = []
+        for prefix, parts in groupby(tails, key=lambda tail: tail[0]):
+            cuts = tuple((start - first, stop - first) for _, start, stop in parts)
+            behind = slice(prefix.start + last - first, prefix.stop + last - first)
+            groups.append(Group(behind, slice(cuts[0][0], cuts[-1][1]), cuts))
+        buckets = make_buckets((cut for group in groups for cut in group.cuts), device)
+        return slice(first, last), cls(tuple(groups), buckets, kept, tails_alone=True)
 
     @property
     def spans(self) -> Iterator[Span]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +12,8 @@ from transformers import PreTrainedModel
 from ..ops.logprobs import token_scores
 from ..ops.support import Support
 from .lm_head import OutputHead
-from .packed_attention import KEYWORD
-from .packed_layout import Layout, cut_inputs
-from .packed_places import Group, Layers, Packing, make_buckets
-from .unwrap import autocast_to, causal_model, evaluating
+from .packed_layout import Layout
+from .unwrap import causal_model
 
 
 @dataclass(frozen=True)
@@ -131,45 +128,3 @@ class ValueReader(Reader):
         """Values are compared by their size; see `Reader`."""
         smallest = torch.finfo(found.dtype).tiny
         return max(float(found.abs().amax()), smallest) if found.numel() else 1.0
-
-
-class ReadOnce(Layers):
-    """Keys and values that are read before the backward pass, which does not keep them again."""
-
-    is_over = False
-
-    def setdefault(self, layer: int, own: Any = None) -> Any:
-        """Keep those of a layer, unless activations are recomputed after all was read."""
-        return own if self.is_over else super().setdefault(layer, own)
-
-    def close(self) -> None:
-        """Let go of all."""
-        self.is_over = True
-        self.clear()
-
-
-def run_behind(model: nn.Module, layout: Layout, ahead: Hidden) -> Hidden:
-    """Hidden states of completions of which a layout shares the prompts, and no more, with others.
-
-    Those `ahead` have the same prompts in the same order, and keep keys and values.
-    """
-    packing: Packing = layout.inputs[KEYWORD]
-    before: Packing = ahead.layout.inputs[KEYWORD]
-    at = slice(packing.groups[-1].prefix.stop, layout.inputs["input_ids"].shape[1])
-    groups, parts, tokens = [], [], at.stop - at.start
-    for group, other in zip(packing.groups, before.groups, strict=True):
-        start, size = other.prefix.start, group.prefix.stop - group.prefix.start
-        # Keys that were kept stand behind those of the tails.
-        prompt = slice(start + tokens, start + size + tokens)
-        cuts = tuple((first - at.start, last - at.start) for first, last in group.cuts)
-        tails = slice(group.tails.start - at.start, group.tails.stop - at.start)
-        groups.append(Group(prompt, tails, cuts))
-        parts.append(ahead.at(slice(start, start + size)).detach())
-    device = layout.sources.device
-    if tokens:
-        buckets = make_buckets((cut for group in groups for cut in group.cuts), device)
-        alone = Packing(tuple(groups), buckets, before.kept, tails_alone=True)
-        with autocast_to(device, ahead.autocast), evaluating(model):
-            decoder = causal_model(model).base_model
-            parts.append(decoder(**cut_inputs(layout, at, alone), use_cache=False)[0][0])
-    return Hidden(layout, torch.cat(parts), ahead.autocast)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,16 @@ from ..types import Rows, TokenScores
 from .layout_check import LayoutCheck, scoring_comparison
 from .lm_head import HeadFinder
 from .packed_attention import KEYWORD
-from .packed_layout import Layout, packed_layout, plain_layout, run_passes, wants_passes
+from .packed_layout import (
+    Layout,
+    packed_layout,
+    plain_layout,
+    run_behind,
+    run_passes,
+    wants_passes,
+)
 from .packed_places import Layers
-from .readers import Hidden, Reader, ReadOnce, TokenReader, run_behind
+from .readers import Hidden, Reader, TokenReader
 from .recurrent import recurrent_layers
 from .sharded import is_sharded, release
 from .unwrap import (
@@ -36,44 +43,29 @@ if TYPE_CHECKING:
 Forward = Callable[..., Any]
 
 
+@dataclass(eq=False, kw_only=True)
 class Scorer:
     """Scores completions with one copy of each prompt and a tile of logits at a time.
 
     Models that cannot share a prompt score padded rows, and models whose logits cannot be
     reproduced from their hidden states hold the logits of the completions; a warning says so.
-
-    Args:
-        pad_id (`int`): fills the padding of plain rows; masked, so its value does not matter.
-        temperature (`float`): divides the logits, as it did when the tokens were sampled.
-        device (`torch.device`): where the model lives.
-        pad_multiple (`int`, *optional*): pad the width of plain rows to a multiple of this.
-        router_logits (`bool`): ask a mixture-of-experts model for its load-balancing loss, which
-            counts every row's own prompt; rows are then plain.
-        shared_prefix (`bool`): False: plain rows.
-        chunk (`int`, *optional*): logits held at once. None: a measured default; 0: all at once.
-        in_place (`bool`): whether gradients of embedding and head may be added to `.grad` as they
-            arise. False: for callers of `torch.autograd.grad`.
     """
 
-    def __init__(
-        self,
-        *,
-        pad_id: int,
-        temperature: float,
-        device: torch.device,
-        pad_multiple: int | None = None,
-        router_logits: bool = False,
-        shared_prefix: bool = True,
-        chunk: int | None = None,
-        in_place: bool = True,
-    ):
-        self.pad_id = pad_id
-        self.temperature = temperature
-        self.device = device
-        self.pad_multiple = pad_multiple
-        self.router_logits = router_logits
-        self.heads = HeadFinder(temperature, chunk, in_place)
-        self.check = LayoutCheck(shared_prefix and not router_logits)
+    pad_id: int  # fills the padding of plain rows; masked, so its value does not matter
+    temperature: float  # divides the logits, as it did when the tokens were sampled
+    device: torch.device  # where the model lives
+    pad_multiple: int | None = None  # the width of plain rows becomes a multiple of this
+    # Ask a mixture of experts for its load-balancing loss, which counts every row's own prompt;
+    # rows are then plain.
+    router_logits: bool = False
+    shared_prefix: bool = True  # False: plain rows
+    chunk: int | None = None  # logits held at once. None: a measured default; 0: all
+    # Add gradients of embedding and head to `.grad` as they arise; not for `torch.autograd.grad`.
+    in_place: bool = True
+
+    def __post_init__(self) -> None:
+        self.heads = HeadFinder(self.temperature, self.chunk, self.in_place)
+        self.check = LayoutCheck(self.shared_prefix and not self.router_logits)
         self.context: ContextParallel | None = None  # ranks that divide the tokens of a row
         self._kept: list[weakref.ref[Layers]] = []
 
@@ -137,50 +129,47 @@ class Scorer:
         """
         layout, sharded = self._layout(model, batch, readers), is_sharded(model)
         if others is not None:
-            layout.inputs[KEYWORD] = replace(layout.inputs[KEYWORD], kept=ReadOnce())
+            layout.inputs[KEYWORD] = replace(layout.inputs[KEYWORD], kept=Layers())
+
+        def work(forward: Forward, inputs: dict[str, Any]) -> tuple[Tensor | None, ...]:
+            run = self._decoder(model, forward, layout, readers)
+            # In passes, ranks would gather weights at different times.
+            if others is None and not sharded and wants_passes(model, layout):
+                hidden, aux_loss = self._in_passes(model, layout, run), None
+            else:
+                hidden, aux_loss = self._at_once(model, layout, run, inputs)
+            found = [value for reader in readers for value in reader(hidden)]
+            if others is not None:
+                found += self._behind(model, others, hidden, readers[0])
+            return *found, aux_loss
+
         options = {"output_router_logits": True} if self.router_logits else {}
-        given = layout.inputs | {"use_cache": False} | options
-        with embeddings_in_place(model, self.heads.in_place and not sharded):
-            work = partial(self._read_inside, model, layout, readers, others)
+        with embeddings_in_place(model, self.in_place and not sharded):
             # What hooks of wrappers must see of the graph is what comes out here.
-            *flat, aux_loss = run_inside(model, given, work)
+            *flat, aux_loss = run_inside(
+                model, layout.inputs | {"use_cache": False} | options, work
+            )
         if sharded and not torch.is_grad_enabled():
             release(model)
-        rest, asked = iter(flat), [*readers, *([] if others is None else readers[:1])]
+        rest, asked = iter(flat), readers if others is None else [*readers, readers[0]]
         return [tuple(islice(rest, reader.count)) for reader in asked], aux_loss
 
-    def _read_inside(
-        self,
-        model: nn.Module,
-        layout: Layout,
-        readers: Sequence[Reader],
-        others: Rows | None,
-        forward: Forward,
-        inputs: dict[str, Any],
+    @torch.no_grad()
+    def _behind(
+        self, model: nn.Module, others: Rows, ahead: Hidden, reader: Reader
     ) -> tuple[Tensor | None, ...]:
-        """What all readers found one after the other, and the load-balancing loss."""
-        run = self._decoder(model, forward, layout, readers)
-        # In passes, ranks would gather weights at different times.
-        in_passes = layout.is_packed and others is None and not is_sharded(model)
-        if in_passes and wants_passes(model, layout):
-            hidden, aux_loss = self._in_passes(model, layout, run), None
-        else:
-            hidden, aux_loss = self._at_once(model, layout, run, inputs)
-        found = [value for reader in readers for value in reader(hidden)]
-        if others is not None:
-            behind = packed_layout(others, self.device, shares_more=False)
-            with torch.no_grad():
-                found += readers[0](run_behind(model, behind, hidden))
-            layout.inputs[KEYWORD].kept.close()
-        return *found, aux_loss
+        """Read `others` behind the prompts of a forward that kept them."""
+        layout = packed_layout(others, self.device, shares_more=False)
+        states = run_behind(model, layout, ahead.layout, ahead.at(slice(None)), ahead.autocast)
+        ahead.layout.inputs[KEYWORD].kept.close()
+        return reader(Hidden(layout, states, ahead.autocast))
 
     def _decoder(
         self, model: nn.Module, forward: Forward, layout: Layout, readers: Sequence[Reader]
     ) -> Forward:
         """What to call for hidden states; where there is a choice, without calling the head."""
-        of_tokens = [reader for reader in readers if isinstance(reader, TokenReader)]
-        heads = [reader.head for reader in of_tokens if reader.head is not None]
-        if len(heads) < len(of_tokens):
+        heads: list[Any] = [x.head for x in readers if isinstance(x, TokenReader)]
+        if None in heads:
             return partial(forward, logits_to_keep=layout.last)
         if not self.router_logits and all(head.sharded for head in heads):
             return causal_model(model).base_model
@@ -264,5 +253,5 @@ class Scorer:
         for reference in self._kept:
             kept = reference()
             if kept is not None:
-                kept.clear()
+                kept.close()
         self._kept.clear()

@@ -11,7 +11,7 @@ Shapes: B rows, N query heads, K key heads (N is a multiple of K), Q queries, S 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -25,18 +25,20 @@ MERGED_ON_CPU = 2**18
 MERGED_ON_ACCELERATOR = 2**24
 
 
+Tensors = tuple[Tensor, ...]
+
+
 class Kernel:
     """One attention kernel."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Attend to (B, K, S, D): output (B, N, Q, D) and log-normalizer (B, N, Q)."""
+    def forward(self, part: Tensors, causal: bool, scale: float) -> Tensors:
+        """Attend to keys and values (B, K, S, D): output (B, N, Q, D), log-normalizer (B, N, Q).
+
+        `part` is (query, key, value).
+        """
         raise NotImplementedError
 
-    def backward(
-        self, grad: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
         """Gradients of query, key and value; `saved` is (query, key, value, output, normalizer)."""
         raise NotImplementedError
 
@@ -44,21 +46,15 @@ class Kernel:
 class CpuFlash(Kernel):
     """The kernel behind `scaled_dot_product_attention` on CPUs; every floating dtype."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, part: Tensors, causal: bool, scale: float) -> Tensors:
         """See `Kernel`."""
-        return aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, scale=scale
-        )
+        attend = aten._scaled_dot_product_flash_attention_for_cpu
+        return attend(*part, 0.0, causal, scale=scale)
 
-    def backward(
-        self, grad: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
         """See `Kernel`."""
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, *saved, 0.0, causal, scale=scale
-        )
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return gradients(grad, *saved, 0.0, causal, scale=scale)
 
 
 class CudaFlash(Kernel):
@@ -68,18 +64,12 @@ class CudaFlash(Kernel):
     (`mha_fwd` and `mha_bwd` in torch's `flash_api.h`).
     """
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, part: Tensors, causal: bool, scale: float) -> Tensors:
         """See `Kernel`."""
-        found = aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, causal, scale=scale
-        )
+        found = aten._scaled_dot_product_flash_attention(*part, 0.0, causal, scale=scale)
         return found[0], found[1]
 
-    def backward(
-        self, grad: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
         """See `Kernel`."""
         *tensors, normalizer = saved
         seed = torch.zeros((), dtype=torch.int64, device=grad.device)
@@ -98,28 +88,22 @@ class CudaEfficient(Kernel):
 
     ALIGNMENT = 32  # its backward pass reads normalizers in blocks of this many queries
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, part: Tensors, causal: bool, scale: float) -> Tensors:
         """See `Kernel`."""
-        key, value = expand_heads(key, query), expand_heads(value, query)
         found = aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, 0.0, causal, scale=scale
+            *expanded(part), None, True, 0.0, causal, scale=scale
         )
-        return found[0], found[1][..., : query.shape[2]]
+        return found[0], found[1][..., : part[0].shape[2]]
 
-    def backward(
-        self, grad: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
         """See `Kernel`."""
-        query, key, value, output, normalizer = saved
+        (query, key, value), (output, normalizer) = saved[:3], saved[3:]
         seed = torch.zeros((), dtype=torch.int64, device=query.device)
         missing = -normalizer.shape[2] % self.ALIGNMENT
         normalizer = pad(normalizer, (0, missing), value=torch.inf)
-        inputs = query, expand_heads(key, query), expand_heads(value, query), None, output
         rest = seed, seed, 0.0, [True, True, True, False], causal
         found = aten._scaled_dot_product_efficient_attention_backward(
-            grad, *inputs, normalizer.contiguous(), *rest, scale=scale
+            grad, *expanded(saved[:3]), None, output, normalizer.contiguous(), *rest, scale=scale
         )
         return found[0], merge_heads(found[1], key), merge_heads(found[2], value)
 
@@ -136,11 +120,9 @@ class Tiles(Kernel):
     def __init__(self, cap: float):
         self._cap = cap
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, part: Tensors, causal: bool, scale: float) -> Tensors:
         """See `Kernel`."""
-        key, value = expand_heads(key, query), expand_heads(value, query)
+        query, key, value = expanded(part)
         dtype = torch.promote_types(query.dtype, torch.float32)
         output = query.new_empty(*query.shape[:3], value.shape[3])
         normalizer = query.new_empty(query.shape[:3], dtype=dtype)
@@ -154,12 +136,9 @@ class Tiles(Kernel):
             output[:, :, rows], normalizer[:, :, rows] = found
         return output, normalizer
 
-    def backward(
-        self, grad: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
         """See `Kernel`."""
-        query, one_key, one_value, output, normalizer = saved
-        key, value = expand_heads(one_key, query), expand_heads(one_value, query)
+        (query, key, value), (output, normalizer) = expanded(saved[:3]), saved[3:]
         found = [torch.zeros_like(x) for x in (query, key, value)]
         mean = (grad * output).sum(-1, keepdim=True, dtype=normalizer.dtype)
         for rows, columns in self._tiles(query, key, causal):
@@ -174,7 +153,7 @@ class Tiles(Kernel):
             found[0][:, :, rows] += of_logits @ part
             found[1][:, :, columns] += of_logits.transpose(2, 3) @ query[:, :, rows]
             found[2][:, :, columns] += weights.to(grad.dtype).transpose(2, 3) @ upstream
-        return found[0], merge_heads(found[1], one_key), merge_heads(found[2], one_value)
+        return found[0], merge_heads(found[1], saved[1]), merge_heads(found[2], saved[2])
 
     def _tiles(self, query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
         for start in range(0, query.shape[2], self.SIZE):
@@ -219,42 +198,17 @@ def choose_kernel(query: Tensor, cap: float | None = None) -> Kernel:
 
 @cache
 def _kernel_of_gpu(device: torch.device, dtype: torch.dtype, size: int) -> Kernel:
-    questions = (can_use_flash_attention, can_use_efficient_attention)
-    kernel = gpu_kernel(size, *supported(device, dtype, size, questions))
-    if kernel is None:
-        name = torch.cuda.get_device_name(device)
-        raise NotImplementedError(f"No attention kernel for heads of size {size}, {dtype}, {name}.")
-    return kernel
-
-
-def supported(
-    device: torch.device,
-    dtype: torch.dtype,
-    size: int,
-    questions: Iterable[Callable[[SDPAParams], bool]],
-) -> list[bool]:
-    """What torch answers about attention over heads of `size` entries, with gradients.
-
-    Args:
-        questions: functions of `torch.backends.cuda`.
-    """
     # Some GPUs have a forward pass only, and torch looks at whether gradients are recorded.
     with torch.enable_grad():
         example = torch.empty(1, 1, 8, size, dtype=dtype, device=device, requires_grad=True)
         facts = SDPAParams(example, example, example, None, 0.0, False, False)
-        return [question(facts) for question in questions]
-
-
-def gpu_kernel(size: int, flash: bool, efficient: bool) -> Kernel | None:
-    """The kernel for a GPU, a dtype and heads of `size` entries; None if there is none.
-
-    Args:
-        flash, efficient (`bool`): whether torch says that a kernel supports them.
-    """
-    # torch counts on `scaled_dot_product_attention` to pad heads for this kernel.
-    if flash and size % 8 == 0:
-        return CudaFlash()
-    return CudaEfficient() if efficient else None
+        # torch counts on `scaled_dot_product_attention` to pad heads for this kernel.
+        if size % 8 == 0 and can_use_flash_attention(facts):
+            return CudaFlash()
+        if can_use_efficient_attention(facts):
+            return CudaEfficient()
+    name = torch.cuda.get_device_name(device)
+    raise NotImplementedError(f"No attention kernel for heads of size {size}, {dtype}, {name}.")
 
 
 def same_size(*heads: Tensor) -> list[Tensor]:
@@ -264,10 +218,11 @@ def same_size(*heads: Tensor) -> list[Tensor]:
     return [pad(x, (0, n)) if n else x for x, n in zip(heads, missing, strict=True)]
 
 
-def expand_heads(keys: Tensor, query: Tensor) -> Tensor:
+def expanded(part: Tensors) -> list[Tensor]:
     """Repeat each of K heads (B, K, S, D) for the query heads that share it: (B, N, S, D)."""
-    repeats = query.shape[1] // keys.shape[1]
-    return keys if repeats == 1 else keys.repeat_interleave(repeats, 1)
+    repeats = [part[0].shape[1] // heads.shape[1] for heads in part]
+    pairs = zip(part, repeats, strict=True)
+    return [x if n == 1 else x.repeat_interleave(n, 1) for x, n in pairs]
 
 
 def merge_heads(grad: Tensor, keys: Tensor) -> Tensor:
@@ -290,7 +245,7 @@ def drain_backward(grad: Tensor, output: Tensor, normalizer: Tensor, sink: Tenso
     return -lost.sum((0, 2)).to(sink.dtype)
 
 
-def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def merge(first: Tensors, second: Tensors) -> Tensors:
     """Merge attentions over two disjoint sets of keys, each (output, log-normalizer)."""
     total = torch.logaddexp(first[1], second[1])
     output = torch.empty_like(first[0])

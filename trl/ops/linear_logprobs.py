@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .in_place import adds_in_place, grad_of
+from .logprobs import logit_gradient
 
 # Measured on a CPU by `make bench-head`: smaller tiles lose time to calls, larger ones gain none.
 CHUNK_ON_CPU = 2**20
@@ -26,8 +27,6 @@ CHUNK_ON_CPU = 2**20
 CHUNK_ON_ACCELERATOR = 2**25
 TOKENS_IN_TILE = 1024
 PRODUCT_ELEMENTS = 2**24  # of a narrow product that is added to wider sums
-# A probability below this power of e is 0, so whatever finite number it is multiplied by.
-SMALLEST_LOG = -1e4
 
 
 @dataclass(frozen=True)
@@ -82,37 +81,33 @@ class Tiling:
     dtype: torch.dtype | None = None
     in_place: bool = False
 
+    def walk(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[_Tile]:
+        """Compute all tiles one after the other; those of the same vocabulary entries in a row."""
+        dtype = self.dtype or weight.dtype
+        chunk = default_chunk(weight.device) if self.chunk is None else self.chunk
+        cast = hidden.to(dtype)
+        tokens, size = tile_shape(chunk, len(hidden))
+        for entries in _slices(len(weight), size):
+            part = weight[entries].to(dtype)
+            shift = None if bias is None else bias[entries].to(dtype)
+            for rows in _slices(len(hidden), tokens):
+                left = cast[rows]
+                products = left @ part.t() if shift is None else torch.addmm(shift, left, part.t())
+                wide = products.to(torch.promote_types(dtype, torch.float32))
+                yield _Tile(rows, entries, left, part, self.transform.forward(wide))
+
 
 @dataclass(frozen=True)
-class _Tiles:
-    transform: LogitTransform
-    chunk: int
-    dtype: torch.dtype
-    with_entropy: bool
-    in_place: bool
+class _Tile:
+    rows: slice
+    entries: slice  # of the vocabulary
+    hidden: Tensor
+    weight: Tensor
+    logits: Tensor  # in float32 at least
 
-    @classmethod
-    def of(cls, tiling: Tiling, weight: Tensor, with_entropy: bool) -> _Tiles:
-        chunk = default_chunk(weight.device) if tiling.chunk is None else tiling.chunk
-        if chunk < 1:
-            raise ValueError(f"chunk must be at least 1, got {chunk}.")
-        dtype = tiling.dtype or weight.dtype
-        return cls(tiling.transform, chunk, dtype, with_entropy, tiling.in_place)
 
-    def tokens(self, count: int) -> list[slice]:
-        step, _ = tile_shape(self.chunk, count)
-        return [slice(start, min(start + step, count)) for start in range(0, count, step)]
-
-    def vocabulary(self, size: int, tokens: int) -> Iterator[slice]:
-        _, step = tile_shape(self.chunk, tokens)
-        for start in range(0, size, step):
-            yield slice(start, min(start + step, size))
-
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Logits of a tile in float32 (float64 stays), from operands already in `dtype`."""
-        products = hidden @ weight.t() if bias is None else torch.addmm(bias, hidden, weight.t())
-        wide = products.to(torch.promote_types(self.dtype, torch.float32))
-        return self.transform.forward(wide)
+def _slices(count: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def linear_log_probs(
@@ -141,11 +136,11 @@ def linear_log_probs(
     Raises:
         ValueError: if `temperature` is not greater than 0, or `chunk` is below 1.
     """
-    tiles = _Tiles.of(tiling, weight, with_entropy)
+    if tiling.chunk is not None and tiling.chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {tiling.chunk}.")
     # Each cast to the dtype of the products is explicit.
     with torch.autocast(hidden.device.type, enabled=False):
-        logps, entropies, hits = _LinearLogProbs.apply(hidden, weight, bias, ids, tiles)
-    return logps, entropies, hits
+        return _LinearLogProbs.apply(tiling, with_entropy, ids, hidden, weight, bias)
 
 
 def tile_shape(chunk: int, tokens: int) -> tuple[int, int]:
@@ -199,12 +194,13 @@ class _Running:
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, tiles: _Tiles
+        ctx: Any, tiling: Tiling, with_entropy: bool, ids: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        wide = torch.promote_types(tiles.dtype, torch.float32)
+        hidden, weight, bias = inputs
+        wide = torch.promote_types(tiling.dtype or weight.dtype, torch.float32)
         chosen = hidden.new_zeros(len(hidden), dtype=wide)
-        running = _Running(chosen, tiles.with_entropy)
-        for tile in _walk(hidden, weight, bias, tiles):
+        running = _Running(chosen, with_entropy)
+        for tile in tiling.walk(hidden, weight, bias):
             place, inside = _places(ids[tile.rows], tile.entries)
             found = tile.logits.gather(1, place).squeeze(1)
             chosen[tile.rows] = torch.where(inside, found, chosen[tile.rows])
@@ -213,7 +209,7 @@ class _LinearLogProbs(torch.autograd.Function):
         hits = None if running.mean is None else chosen >= running.top
         ctx.save_for_backward(hidden, weight, bias, ids, running.normalizer, entropies)
         # What is saved may come back as another tensor, whose `.grad` nobody reads.
-        ctx.tiles, ctx.leaves = tiles, (weight, bias) if tiles.in_place else (None, None)
+        ctx.tiling, ctx.leaves = tiling, (weight, bias) if tiling.in_place else (None, None)
         ctx.set_materialize_grads(False)
         return chosen - running.normalizer, entropies, hits
 
@@ -221,37 +217,18 @@ class _LinearLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, bias, ids, normalizer, entropies = ctx.saved_tensors
-        sums = _Sums((hidden, weight, bias), ctx.needs_input_grad, ctx.leaves, normalizer.dtype)
-        for tile in _walk(hidden, weight, bias, ctx.tiles):
+        needed = ctx.needs_input_grad[3:]
+        sums = _Sums((hidden, weight, bias), needed, ctx.leaves, normalizer.dtype)
+        for tile in ctx.tiling.walk(hidden, weight, bias):
             rows = tile.rows
             upstream = tuple(None if grad is None else grad[rows] for grad in grads[:2])
             entropy = None if entropies is None else entropies[rows]
-            grad = _logit_gradient(tile.logits, normalizer[rows], entropy, upstream)
+            grad = logit_gradient(tile.logits, normalizer[rows], entropy, upstream)
             if upstream[0] is not None:
                 place, inside = _places(ids[rows], tile.entries)
                 grad.scatter_add_(1, place, (upstream[0] * inside)[:, None])
-            sums.add(tile, ctx.tiles.transform.backward(grad, tile.logits))
-        return *sums.results(), None, None
-
-
-@dataclass(frozen=True)
-class _Tile:
-    rows: slice
-    entries: slice  # of the vocabulary
-    hidden: Tensor
-    weight: Tensor
-    logits: Tensor
-
-
-def _walk(hidden: Tensor, weight: Tensor, bias: Tensor | None, tiles: _Tiles) -> Iterator[_Tile]:
-    """Compute all tiles one after the other; those of the same vocabulary entries in a row."""
-    cast = hidden.to(tiles.dtype)
-    for entries in tiles.vocabulary(len(weight), len(hidden)):
-        part = weight[entries].to(tiles.dtype)
-        shift = None if bias is None else bias[entries].to(tiles.dtype)
-        for rows in tiles.tokens(len(hidden)):
-            logits = tiles.logits(cast[rows], part, shift)
-            yield _Tile(rows, entries, cast[rows], part, logits)
+            sums.add(tile, ctx.tiling.transform.backward(grad, tile.logits))
+        return None, None, None, *sums.results()
 
 
 class _Sums:
@@ -272,10 +249,10 @@ class _Sums:
         shown = torch.as_tensor(hidden)
         self._dtype = shown.dtype
         self._hidden = torch.zeros_like(shown, dtype=wide) if needed[0] else None
-        self._leaves = [x if x is not None and adds_in_place(x) else None for x in leaves]
-        wanted = [x if needs else None for x, needs in zip(parameters, needed[1:3], strict=True)]
+        self._leaves = [x if adds_in_place(x) else None for x in leaves]
+        wanted = [x if needs else None for x, needs in zip(parameters, needed[1:], strict=True)]
         self._totals = [
-            grad_of(leaf) if x is not None and leaf is not None else _zeros(x)
+            None if x is None else torch.zeros_like(x) if leaf is None else grad_of(leaf)
             for x, leaf in zip(wanted, self._leaves, strict=True)
         ]
         self._wide = wide
@@ -313,10 +290,6 @@ class _Sums:
         return hidden, *(total if leaf is None else None for total, leaf in pairs)
 
 
-def _zeros(like: Tensor | None) -> Tensor | None:
-    return None if like is None else torch.zeros_like(like)
-
-
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left @ right to a total of the same or a wider dtype, in place."""
     if total.dtype == left.dtype:
@@ -334,26 +307,3 @@ def _places(ids: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
     place = ids - entries.start
     inside = (place >= 0) & (place < entries.stop - entries.start)
     return place.clamp(0, entries.stop - entries.start - 1)[:, None], inside
-
-
-def _logit_gradient(
-    logits: Tensor,
-    normalizer: Tensor,
-    entropy: Tensor | None,
-    upstream: tuple[Tensor | None, ...],
-) -> Tensor:
-    """Gradient of a tile's logits, without the term of the chosen token.
-
-    d logp(id) / d z_j = [j = id] - p_j;  d H / d z_j = -p_j (log p_j + H).
-    """
-    log_p = logits - normalizer[:, None]
-    grad_logps, grad_entropies = upstream
-    if grad_entropies is None:
-        scale = torch.zeros_like(normalizer) if grad_logps is None else grad_logps
-        return log_p.exp_().mul_(-scale[:, None])
-    probabilities = log_p.exp()
-    terms = log_p.clamp_(min=SMALLEST_LOG).add_(torch.as_tensor(entropy)[:, None])
-    terms.mul_(grad_entropies[:, None])
-    if grad_logps is not None:
-        terms.add_(grad_logps[:, None])
-    return probabilities.mul_(terms).neg_()

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 BLOCK_ELEMENTS = 2**23
+# A probability below this power of e is 0, so whatever finite number it is multiplied by.
+SMALLEST_LOG = -1e4
 
 
 def token_scores(
@@ -62,7 +64,6 @@ class _TokenStatistics(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        ctx.save_for_backward(logits, ids)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         wide = torch.promote_types(logits.dtype, torch.float32)
@@ -75,26 +76,40 @@ class _TokenStatistics(torch.autograd.Function):
             if entropies is not None and hits is not None:
                 hits[block] = logps[block] >= every.amax(-1)
                 entropies[block] = torch.special.entr(every.exp_()).sum(-1)
+        ctx.save_for_backward(logits, ids, entropies)
         return logps, entropies, hits
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
-        logits, ids = ctx.saved_tensors
-        grad_logps, grad_entropies, _ = grads
+        logits, ids, entropies = ctx.saved_tensors
         result = torch.empty_like(logits)
         for block in _blocks(logits):
-            probabilities = _scaled(logits[block], ctx.temperature).softmax(-1)
-            grad = torch.zeros_like(probabilities)
-            if grad_logps is not None:
-                # d logp(id) / d z_j = [j = id] - p_j
-                upstream = grad_logps[block].unsqueeze(-1)
-                grad.sub_(probabilities * upstream)
-                grad.scatter_add_(-1, ids[block].unsqueeze(-1), upstream)
-            if grad_entropies is not None:
-                # d H / d z_j = -p_j log p_j - p_j H, in which -p log p is 0 at p = 0
-                terms = torch.special.entr(probabilities)
-                terms.sub_(probabilities * terms.sum(-1, keepdim=True))
-                grad.add_(terms * grad_entropies[block].unsqueeze(-1))
+            scaled = _scaled(logits[block], ctx.temperature)
+            upstream = tuple(None if grad is None else grad[block] for grad in grads[:2])
+            entropy = None if entropies is None else entropies[block]
+            grad = logit_gradient(scaled, scaled.logsumexp(-1), entropy, upstream)
+            if upstream[0] is not None:
+                grad.scatter_add_(-1, ids[block].unsqueeze(-1), upstream[0].unsqueeze(-1))
             result[block] = grad.div_(ctx.temperature)
         return result, None, None, None
+
+
+def logit_gradient(
+    logits: Tensor, normalizer: Tensor, entropy: Tensor | None, upstream: tuple[Tensor | None, ...]
+) -> Tensor:
+    """Gradient of logits (M, V), without the term of the chosen token.
+
+    d logp(id) / d z_j = [j = id] - p_j;  d H / d z_j = -p_j (log p_j + H).
+    """
+    log_p = logits - normalizer[:, None]
+    grad_logps, grad_entropies = upstream
+    if grad_entropies is None:
+        scale = torch.zeros_like(normalizer) if grad_logps is None else grad_logps
+        return log_p.exp_().mul_(-scale[:, None])
+    probabilities = log_p.exp()
+    terms = log_p.clamp_(min=SMALLEST_LOG).add_(torch.as_tensor(entropy)[:, None])
+    terms.mul_(grad_entropies[:, None])
+    if grad_logps is not None:
+        terms.add_(grad_logps[:, None])
+    return probabilities.mul_(terms).neg_()

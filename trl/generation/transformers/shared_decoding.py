@@ -7,10 +7,12 @@ a step, each with its own short cache; logits exist for a few rows at a time.
 from __future__ import annotations
 
 import math
+import sys
+from collections import ChainMap, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from transformers import Cache, RepetitionPenaltyLogitsProcessor
 from ...models.layout_check import Comparison, Results, coarsest, read_plain_rows, windows
 from ...models.lm_head import HeadFinder, OutputHead
 from ...models.packed_attention import Decoding
-from ...models.packed_layout import packed_inputs
+from ...models.packed_layout import packed_inputs, runs_within
 from ...models.packed_places import Layers, Packing, States, Window
 from ...models.quantized import working_precision
 from ...models.readers import TokenReader
@@ -36,32 +38,26 @@ SMALLEST_CAPACITY = 16
 CHECKED_TOKENS = 4  # that rows write when decoding is compared with plain rows
 
 
-def grown_capacity(tokens: int, limit: int | None) -> int:
-    """Tokens a buffer has room for after it had to grow to hold `tokens` of at most `limit`."""
-    capacity = max(SMALLEST_CAPACITY, 2 * tokens)
-    return max(tokens, min(capacity, limit or capacity))
-
-
 class GrowingCache(Fork, Cache):
     """Keys and values of each layer in buffers that double, so that appending copies little.
 
     Args:
-        limit (`int`, *optional*): most tokens there will be.
+        limit (`int`): most tokens there will be.
         windows: the windows of layers, which keep no more than their last tokens.
         states: those of recurrent layers, for each row.
     """
 
     def __init__(
         self,
-        limit: int | None = None,
+        limit: int = sys.maxsize,
         windows: Mapping[int, Window | None] | None = None,
         states: States | None = None,
     ) -> None:
         Cache.__init__(self, layers=[])
         Fork.__init__(self, states)
-        self._limit = limit
-        sizes = {layer: window.size for layer, window in (windows or {}).items() if window}
-        self._windows = {layer: n for layer, n in sizes.items() if not limit or n < limit}
+        found = (windows or {}).items()
+        rooms = {layer: min(window.size, limit) for layer, window in found if window}
+        self._rooms: dict[int, int] = defaultdict(lambda: limit, rooms)  # tokens of a layer
         self._buffers: dict[int, list[Tensor]] = {}
         self._lengths: dict[int, int] = {}
 
@@ -79,14 +75,13 @@ class GrowingCache(Fork, Cache):
         return self.layer(layer_idx)
 
     def _append(self, layer: int, states: tuple[Tensor, Tensor]) -> None:
-        length, count = self._lengths[layer], states[0].shape[2]
-        window = self._windows.get(layer)
+        length, count, room = self._lengths[layer], states[0].shape[2], self._rooms[layer]
         # One token at a time takes the place of the oldest: their order does not matter.
-        start = length % window if window else length
+        start = length % room
         for place, new in enumerate(states):
             held = self._buffers[layer][place]
             if start + count > held.shape[2]:
-                capacity = grown_capacity(start + count, window or self._limit)
+                capacity = min(room, max(SMALLEST_CAPACITY, 2 * (start + count)))
                 grown = held.new_empty(*held.shape[:2], capacity, held.shape[3])
                 grown[:, :, :start] = held[:, :, :start]
                 held = self._buffers[layer][place] = grown
@@ -96,7 +91,7 @@ class GrowingCache(Fork, Cache):
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values (m, K, t, D) of a layer."""
         key, value = self._buffers[index]
-        held = min(self._lengths[index], self._windows.get(index) or self._lengths[index])
+        held = min(self._lengths[index], self._rooms[index])
         return key[:, :, :held], value[:, :, :held]
 
     def keep(self, rows: Tensor) -> None:
@@ -123,11 +118,10 @@ class Prefix:
     hidden: Tensor  # (H,) at its last token
     states: States  # of recurrent layers
 
-
-def _states_behind(kept: Layers, start: int) -> States:
-    """Of all recurrent layers, behind the prompt that begins there."""
-    found = [states for (_, first), states in kept.states.items() if first == start]
-    return {name: state for states in found for name, state in states.items()}
+    def copied(self) -> Prefix:
+        """Itself with its own keys and values: views keep alive all they were computed with."""
+        layers = {n: (key.clone(), value.clone()) for n, (key, value) in self.layers.items()}
+        return replace(self, layers=layers)
 
 
 class _Rows:
@@ -199,13 +193,10 @@ class _Rows:
 
 
 class SharedDecoder:
-    """Completes rows with a model that understands the layouts of `models.shared_attention`.
+    """Completes rows with a model that understands packed layouts, under autocast if it is on.
 
-    Args:
-        model: the policy, in evaluation mode; autocast applies if it is on.
-        head (`OutputHead`): its output projection, at temperature 1.
-        sampling (`Sampling`): how to draw tokens.
-        greedy (`bool`): take the most likely token instead of drawing.
+    The model is in evaluation mode, its head at temperature 1; `greedy` takes the likeliest tokens
+    instead of drawing.
     """
 
     def __init__(self, model: Any, head: OutputHead, sampling: Sampling, greedy: bool = False):
@@ -218,18 +209,15 @@ class SharedDecoder:
         self._greedy = greedy
         self._prefixes: dict[tuple[int, ...], Prefix] = {}
         self._windows: dict[int, Window | None] = {}  # of the layers
-        kind = self._device.type
-        self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._autocast = current_autocast(self._device)
 
     @torch.no_grad()
     def __call__(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Complete rows; prompts computed by the last call are used again.
+        """Complete rows, of which those of a prompt stand next to each other.
 
-        Args:
-            prompts: token ids of each row; rows of a prompt stand next to each other.
-            seeds: one random stream for each row.
+        Prompts computed by the last call are used again. Each row has a random stream of its own.
 
         Returns:
             Token ids of each row, stop token included, and the log-probability of each under the
@@ -256,22 +244,14 @@ class SharedDecoder:
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """Compute prompts that are not known yet, a few at a time, and forget all others."""
-        kept = {p: known for p, known in self._prefixes.items() if p in prompts}
-        if len(kept) < len(self._prefixes):
-            # Views would keep alive all that was computed with them.
-            for prompt, known in kept.items():
-                pairs = known.layers.items()
-                layers = {layer: (key.clone(), value.clone()) for layer, (key, value) in pairs}
-                kept[prompt] = replace(known, layers=layers)
-        self._prefixes = kept
-        batch: list[tuple[int, ...]] = []
-        for prompt in (p for p in prompts if p not in self._prefixes):
-            if batch and sum(map(len, batch)) + len(prompt) > PREFILL_TOKENS:
-                self._prefill_packed(batch)
-                batch = []
-            batch.append(prompt)
-        if batch:
-            self._prefill_packed(batch)
+        known = {p: self._prefixes[p] for p in prompts if p in self._prefixes}
+        if len(known) < len(self._prefixes):
+            known = {prompt: prefix.copied() for prompt, prefix in known.items()}
+        self._prefixes = known
+        missing = [prompt for prompt in prompts if prompt not in known]
+        rest = iter(missing)
+        for count in runs_within(PREFILL_TOKENS, map(len, missing)):
+            self._prefill_packed(list(islice(rest, count)))
 
     def _prefill_packed(self, prompts: Sequence[tuple[int, ...]]) -> None:
         kept = Layers()
@@ -287,7 +267,8 @@ class SharedDecoder:
         for prompt in prompts:
             at = slice(start, start + len(prompt))
             layers = {layer: self._kept(kept, layer, at) for layer in kept}
-            states = _states_behind(kept, start)
+            behind = [found for (_, first), found in kept.states.items() if first == start]
+            states = dict(ChainMap(*behind))
             self._prefixes[prompt] = Prefix(layers, hidden[at.stop - 1].clone(), states)
             start = at.stop
 
