@@ -1,5 +1,6 @@
 """Fixtures of all tests."""
 
+import gc
 import os
 import socket
 import sys
@@ -34,6 +35,12 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: (*LONG, _folder(item)).index(_folder(item)))
     if config.getoption("--fast"):
         _leave_out(config, items)
+
+
+def pytest_collection_finish():
+    """Each training run ends with `gc.collect`, which need not look at what was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -52,7 +52,7 @@ class RunningServer:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets a CPU do without a process for the worker
         }
         variables = environment(self.folder) | variables
-        program = [ROOT / "tests" / "one_process.py"] if forked else ["-m", "trl"]
+        program = [ROOT / "tests" / "forked_workers.py"] if forked else ["-m", "trl"]
         self.process = Program([*program, *words], self.folder, variables, vllm=forked)
 
     def connect(self, seconds=SECONDS) -> Server:

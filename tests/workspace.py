@@ -70,11 +70,12 @@ def run_trl(words: list[str], folder: Path, **variables: str) -> subprocess.Comp
     return run_forked(["-m", "trl", *words], folder, **variables)
 
 
-def run_trl_alone(
-    words: list[str], folder: Path, vllm: bool = False
+def run_trl_forked(
+    words: list[str], folder: Path, vllm: bool = False, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `trl WORDS` in a folder; its one worker is the same process."""
-    return run_forked([ROOT / "tests" / "one_process.py", *words], folder, vllm)
+    """Run `trl WORDS` in a folder; its workers, too, are forked."""
+    program = [ROOT / "tests" / "forked_workers.py", *words]
+    return run_forked(program, folder, vllm, **variables)
 
 
 def option_problems(config: dict[str, object]) -> list[str]:

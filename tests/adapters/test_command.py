@@ -7,7 +7,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-from workspace import run_trl_alone, write_inputs
+from workspace import run_trl_forked, write_inputs
 
 WORDS = [
     *("rloo", "--model_name_or_path", "tiny-model", "--dataset_name", "prompts.jsonl"),
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 def test_training_a_quantized_model(tmp_path):
     folder = write_inputs(tmp_path)
     (folder / "rewards.py").write_text(REWARD)
-    done = run_trl_alone([*WORDS, *FOUR], folder)
+    done = run_trl_forked([*WORDS, *FOUR], folder)
     assert done.returncode == 0, done.stderr[-3000:]
     states = load_file(folder / "out" / "adapter_model.safetensors")
     assert all("lora_" in name for name in states)

@@ -8,7 +8,7 @@ import torch
 import yaml
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
-from workspace import run_python, run_trl_alone, write_inputs
+from workspace import run_python, run_trl_forked, write_inputs
 
 from trl.cli.main import main
 
@@ -67,7 +67,7 @@ def first(folder) -> list[dict]:
 @pytest.fixture(scope="module")
 def resumed(folder, first) -> list[dict]:
     """The training completions after the run was resumed for a second step."""
-    done = run_trl_alone([*WORDS, "--max_steps", "2", "--resume_from_checkpoint", "true"], folder)
+    done = run_trl_forked([*WORDS, "--max_steps", "2", "--resume_from_checkpoint", "true"], folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return records(folder, "train")
 
@@ -111,7 +111,7 @@ def test_resuming_goes_on_with_the_next_prompts(folder, first, resumed):
 
 
 def test_a_mistake_is_one_line(folder, first):
-    done = run_trl_alone([*WORDS, "--num_generations", "3"], folder)
+    done = run_trl_forked([*WORDS, "--num_generations", "3"], folder)
     assert done.returncode == 2
     # Importing bitsandbytes says that a kernel is missing.
     (line,) = [x for x in done.stderr.splitlines() if "gemm_4bit_forward" not in x]
@@ -140,7 +140,7 @@ def test_supervised_fine_tuning(tmp_path):
     words += ["--eval_steps", "1", "--save_steps", "1", "--learning_rate", "0.01"]
     for steps in ("1", "3"):
         resume = ["--resume_from_checkpoint", "true"] if steps == "3" else []
-        done = run_trl_alone([*words, "--max_steps", steps, *resume], tmp_path)
+        done = run_trl_forked([*words, "--max_steps", steps, *resume], tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
     state = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
     losses = [entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry]

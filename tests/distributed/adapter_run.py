@@ -158,7 +158,7 @@ def main(folder):
     for engine, cells in CELLS.items():
         for cell in cells:
             found[engine, cell] = run(folder / cell, engine, cell)
-            report(found)
+    report(found)
 
 
 if __name__ == "__main__":

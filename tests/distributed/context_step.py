@@ -61,7 +61,7 @@ def main(folder: str, data_ranks: str, *cells: str) -> None:
         place, accumulation = Path(folder, cell), 2 // ranks
         run = CELLS.get(cell, peak)
         found[cell] = run(place, 2, accumulation, use_cpu=False, parallelism_config=divided)
-        report(found)
+    report(found)
     finish()
 
 

@@ -13,13 +13,13 @@ In the script, which imports what tests import (`online_runs`, `tiny`, `engines`
     from engines import finish, report, use
 
     trainer = make_trainer(folder, use_cpu=False)  # the engine chooses the device
-    report({"weights": ...})  # any value that `torch.save` takes; the last one counts
+    report({"weights": ...})  # any value that `torch.save` takes; only the last one counts
     finish()
 
 A script may go through several engines in one process: `use("zero2")` before each trainer.
 `call(function, folder)` has each of two ranks call a function of the test.
 `environment(engine)` are the variables that `accelerate launch` would set, with the choice of a CPU
-engine; `launcher(engine)` is a real `accelerate launch` command with a configuration file.
+engine.
 """
 
 from __future__ import annotations
@@ -200,21 +200,6 @@ def python_path() -> str:
     return os.pathsep.join(map(str, places))
 
 
-def launcher(config: str | Path, processes: int = 2) -> tuple[list[str], dict[str, str]]:
-    """Command and variables of a real `accelerate launch` on the CPU; append script and arguments.
-
-    Args:
-        config: a file like those in `trl/accelerate_configs`.
-    """
-    command = [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)),
-        *("--num_processes", str(processes), "--mixed_precision", "no"),
-        *("--main_process_port", str(_free_port())),
-    ]
-    variables = {"CPU_ENGINES": "1", "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
-    return command, {k: v for k, v in os.environ.items() if k not in _ALL} | variables
-
-
 def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -244,6 +229,7 @@ def use(engine: str) -> None:
         os.environ.pop(name, None)
     os.environ.update(environment(engine))
     gc.collect()
+    gc.freeze()  # what the last one made transformers import need not be looked through again
 
 
 def report(value: Any) -> None:

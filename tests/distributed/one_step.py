@@ -106,7 +106,7 @@ def main(folder: str) -> None:
         for cell in CELLS:
             use(engine)
             found[engine, cell] = run(cell, Path(folder, engine, cell), 4, use_cpu=False)
-            report(found)
+    report(found)
     finish()
 
 

@@ -60,7 +60,7 @@ def main(folder: str) -> None:
             use(engine)
             sizes = SIZES.get(cell, (1, 2))
             found[engine, cell] = run(cell, Path(folder, engine, cell), *sizes, use_cpu=False)
-            report(found)
+    report(found)
     finish()
 
 

@@ -123,7 +123,7 @@ def main(folder: Path) -> None:
     for engine in sys.argv[2:] or ENGINES:
         for adapter in ADAPTERS:
             found[engine, adapter] = measure(engine, adapter, folder)
-            report(found)
+    report(found)
     finish()
 
 

@@ -39,7 +39,7 @@ def main(folder: str) -> None:
         for cell in CELLS:
             use(engine)
             found[engine, cell] = run(cell, Path(folder, engine, cell), 2, 2, use_cpu=False)
-            report(found)
+    report(found)
     finish()
 
 

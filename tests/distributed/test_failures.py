@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from online_runs import rows_of
-from workspace import run_trl, write_inputs
+from workspace import run_trl_forked, write_inputs
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -120,7 +120,7 @@ def test_ranks_stop_together_at_the_mean_mismatch_of_all(ended, job):
 def test_the_launcher_names_a_killed_process_and_ends_the_others(tmp_path):
     write_inputs(tmp_path)
     (tmp_path / "rewards.py").write_text(REWARD)
-    done = run_trl(
+    done = run_trl_forked(
         [
             *("rloo", "--accelerate_config", "multi_cpu", "--use_cpu", "--output_dir", "out"),
             *("--model_name_or_path", "tiny-model", "--dataset_name", "prompts.jsonl"),

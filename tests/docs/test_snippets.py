@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from workspace import ROOT, option_problems, run_forked, run_trl_alone, write_inputs
+from workspace import ROOT, option_problems, run_forked, run_trl_forked, write_inputs
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"python", "bash", "yaml", "text", "json", "console", "toml"}
@@ -148,7 +148,7 @@ def test_bash(page, folder):
                 goals = {w for w in words if "=" not in w and not w.startswith("-")}
                 assert goals <= targets, place
             if program == "trl":
-                done = run_trl_alone(words, folder)
+                done = run_trl_forked(words, folder)
                 assert done.returncode == 0, f"{place}\n{done.stderr[-3000:]}"
 
 

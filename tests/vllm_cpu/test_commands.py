@@ -5,7 +5,7 @@ import json
 import pytest
 from shared_vllm import needs_vllm
 from vllm_server import free_port, model_folder, shared_server
-from workspace import run_trl_alone
+from workspace import run_trl_forked
 
 from examples.quickstart import copying
 
@@ -32,7 +32,7 @@ def test_one_command_trains(tmp_path, mode):
         shared_server().connect()
         words += ["--vllm_server_host", "localhost", "--vllm_group_port", str(free_port())]
         words += ["--vllm_server_port", str(shared_server().port)]
-    done = run_trl_alone(words, tmp_path, vllm=True)
+    done = run_trl_forked(words, tmp_path, vllm=True)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (tmp_path / "run" / "completions" / "train.jsonl").read_text().splitlines()
     rewards = {}

@@ -110,9 +110,13 @@ def test_mappings_may_be_json(name):
     assert getattr(make(**{name: '{"a": [1, true]}'}), name) == {"a": [1, True]}
 
 
-def test_split_sequences_are_refused():
+def test_split_sequences_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="cp_size=2: context parallelism is for"):
         make(parallelism_config=ParallelismConfig(cp_size=2))
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")  # by `accelerate launch`
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    with pytest.raises(ValueError, match="cp_size=2: context parallelism is for"):
+        make()
 
 
 def test_generation_from_shards_is_not_for_vllm():
