@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,8 +10,9 @@ from trl.trainer.entropy_control import EntropyController
 
 
 def controller(**changes):
-    settings = {"coefficient": 0.1, "adaptive": True, "target": 0.5, "step": 0.04, "high": 0.2}
-    return EntropyController(**(settings | changes))
+    settings = {"entropy_coef": 0.1, "use_adaptive_entropy": True, "entropy_target": 0.5}
+    settings |= {"entropy_coef_delta": 0.04, "entropy_coef_min": 0.0, "entropy_coef_max": 0.2}
+    return EntropyController(SimpleNamespace(**(settings | changes)))
 
 
 def test_the_coefficient_rises_at_or_below_the_target_and_falls_above():
@@ -23,7 +25,7 @@ def test_the_coefficient_rises_at_or_below_the_target_and_falls_above():
 
 
 def test_the_coefficient_stays_within_its_bounds():
-    steered = controller(low=0.05)
+    steered = controller(entropy_coef_min=0.05)
     for entropy, bound in ((0.0, 0.2), (9.0, 0.05)):
         for _ in range(20):
             steered.update(entropy)
@@ -42,7 +44,7 @@ def test_the_bonus_counts_only_while_the_last_entropy_is_low():
 
 
 def test_a_fixed_coefficient_always_counts_and_never_moves():
-    fixed = controller(adaptive=False)
+    fixed = controller(use_adaptive_entropy=False)
     for entropy in (0.1, 3.0):
         assert fixed.active == 0.1
         fixed.update(entropy)
@@ -54,7 +56,7 @@ def test_a_fixed_coefficient_always_counts_and_never_moves():
     [(0.0, False, False), (0.1, False, True), (-0.1, False, True), (0.0, True, True)],
 )
 def test_it_is_used_if_there_is_or_may_be_a_bonus(coefficient, adaptive, used):
-    assert controller(coefficient=coefficient, adaptive=adaptive).is_used is used
+    assert controller(entropy_coef=coefficient, use_adaptive_entropy=adaptive).is_used is used
 
 
 @pytest.mark.parametrize("cut", range(5))
@@ -76,14 +78,14 @@ def test_a_saved_state_holds_what_moves_and_leaves_the_options_to_the_config():
     steered = controller()
     steered.update(0.25)
     assert steered.state() == {"coefficient": pytest.approx(0.14), "measured": 0.25}
-    other = controller(target=0.1)
+    other = controller(entropy_target=0.1)
     other.restore(steered.state())
-    assert other.target == 0.1
+    assert other.args.entropy_target == 0.1
     assert other.active == 0.0
 
 
 def test_a_restored_coefficient_obeys_the_bounds_of_the_config():
-    steered = controller(high=0.15)
+    steered = controller(entropy_coef_max=0.15)
     steered.restore({"coefficient": 0.9, "measured": 0.1})
     assert steered.active == 0.15
 

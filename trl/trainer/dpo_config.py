@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from ..ops.preference_losses import PAIR_LOSSES, RANKED, WITHOUT_DIVERGENCE
 from ..text import did_you_mean
@@ -24,6 +24,7 @@ class DPOConfig(PreferenceConfig):
     """Configuration of `DPOTrainer`."""
 
     legacy_options = PREFERENCE_OPTIONS
+    piece_on_cpu: ClassVar[int] = 1024  # one pair of usual length, as more of them peak higher
 
     loss_type: list[str] | str = option(
         ["sigmoid"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -15,46 +15,32 @@ class EntropyController:
     before the first measurement.
     """
 
-    coefficient: float  # weight of the bonus
-    adaptive: bool = False  # whether it moves
-    target: float = 0.2  # entropy to hold, in nats a token
-    step: float = 0.005  # change of the coefficient at each update
-    low: float = 0.0
-    high: float = 1.0
-    measured: float | None = None  # entropy of the last update over all ranks
+    args: Any  # a `GRPOConfig`
+    coefficient: float = field(init=False)  # weight of the bonus
+    measured: float | None = None  # entropy of the last update over all ranks, in nats a token
 
-    @classmethod
-    def from_args(cls, args: Any) -> EntropyController:
-        """Read the options of a `GRPOConfig`."""
-        return cls(
-            coefficient=args.entropy_coef,
-            adaptive=args.use_adaptive_entropy,
-            target=args.entropy_target,
-            step=args.entropy_coef_delta,
-            low=args.entropy_coef_min,
-            high=args.entropy_coef_max,
-        )
+    def __post_init__(self) -> None:
+        self.coefficient = self.args.entropy_coef
 
     @property
     def is_used(self) -> bool:
         """Whether there is, or may come to be, a bonus."""
-        return self.adaptive or self.coefficient != 0.0
+        return self.args.use_adaptive_entropy or self.coefficient != 0.0
 
     @property
     def active(self) -> float:
         """Weight of the bonus now."""
-        if not self.adaptive:
+        if not self.args.use_adaptive_entropy:
             return self.coefficient
-        below = self.measured is not None and self.measured <= self.target
+        below = self.measured is not None and self.measured <= self.args.entropy_target
         return self.coefficient if below else 0.0
 
     def update(self, entropy: float) -> None:
         """Take the mean over the trained-on tokens of a step into account, if it is finite."""
         if not math.isfinite(entropy):
             return
-        self.measured = entropy
-        if self.adaptive:
-            self._move(self.step if entropy <= self.target else -self.step)
+        self.measured, step = entropy, self.args.entropy_coef_delta
+        self._move(step if entropy <= self.args.entropy_target else -step)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold."""
@@ -63,8 +49,9 @@ class EntropyController:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned, within the bounds of this controller."""
         self.coefficient, self.measured = state["coefficient"], state["measured"]
-        if self.adaptive:
-            self._move(0.0)
+        self._move(0.0)
 
     def _move(self, change: float) -> None:
-        self.coefficient = min(max(self.coefficient + change, self.low), self.high)
+        if self.args.use_adaptive_entropy:
+            low, high = self.args.entropy_coef_min, self.args.entropy_coef_max
+            self.coefficient = min(max(self.coefficient + change, low), high)

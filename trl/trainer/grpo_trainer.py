@@ -69,7 +69,7 @@ class GRPOTrainer(OnlineTrainer):
 
     def set_up(self) -> None:
         """Build the controller of the entropy bonus."""
-        self.entropy = EntropyController.from_args(self.args)
+        self.entropy = EntropyController(self.args)
         self._entropy_seen: list[tuple[Tensor, Tensor]] = []
         self.phases.on_forget(self._entropy_seen.clear)
 

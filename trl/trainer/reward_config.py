@@ -14,6 +14,7 @@ class RewardConfig(OfflineConfig):
     """Configuration of `RewardTrainer`."""
 
     trains_reward_model: ClassVar[bool] = True
+    piece_on_cpu: ClassVar[int] = 1024  # as in DPO
 
     learning_rate: float = option(1e-4, "Initial learning rate.", ge=0)
     max_length: int | None = option(

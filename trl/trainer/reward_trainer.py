@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ..data.answer_rows import AnswerRows
 from ..data.encode import TextEncoder
@@ -15,7 +13,6 @@ from ..data.preference_rows import PreferenceLimits, kind_of_preferences
 from ..data.prepare import first_row
 from ..models.packed_layout import plain_layout
 from ..models.readers import Reader, ValueReader, score_layer
-from ..models.unwrap import causal_model
 from ..ops.masking import masked_sum
 from ..ops.preference_losses import ranking_loss
 from ..types import Mode, TokenRows
@@ -35,10 +32,8 @@ class RewardTrainer(OfflineTrainer):
         model (`str` or `PreTrainedModel`): a sequence classifier with one label; a name is loaded
             as one.
         args (`RewardConfig`, *optional*): options.
-        data_collator: refused, as are `compute_metrics` and `preprocess_logits_for_metrics`.
         train_dataset (`Dataset` or `IterableDataset`): `chosen` and `rejected`, with `prompt` and
             `margin` if there are any; or `prompt` with `answers` and their `ranks` (1 is best).
-        optimizer_cls_and_kwargs (*optional*): an optimizer class and its arguments.
         peft_config (`peft.PeftConfig`, *optional*): train an adapter and the layer of the score.
 
     The other arguments are those of `OfflineTrainer`.
@@ -47,32 +42,18 @@ class RewardTrainer(OfflineTrainer):
     config_class = RewardConfig
     method = Method("Reward", "reward-trainer", card="reward_model_card.md")
 
-    def __init__(
-        self,
-        model: str | nn.Module,
-        args: RewardConfig | None = None,
-        data_collator: Any = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Any = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
-        compute_metrics: None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Any = None,
-        quantization_config: Any = None,
-        peft_config: Any = None,
-    ):
-        if isinstance(model, nn.Module):
-            _check_classifier(causal_model(model))
-        super().__init__(
-            *(model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers),
-            *(quantization_config, peft_config),
-            data_collator=data_collator,
-            compute_metrics=compute_metrics,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
+    def check_model(self, model: Any) -> None:
+        """Refuse what makes no score."""
+        if not hasattr(model, "config") or model.can_generate():
+            raise TypeError(
+                f"model is a {type(model).__name__}, which does not score. Pass its name, or a "
+                "model loaded with AutoModelForSequenceClassification and num_labels=1."
+            )
+        if model.config.num_labels != 1:
+            raise ValueError(
+                f"The model has num_labels={model.config.num_labels}: a reward model has one. Load "
+                "it with num_labels=1."
+            )
 
     def prepare_dataset(
         self, dataset: Any, encoder: TextEncoder, args: RewardConfig, mode: Mode
@@ -150,16 +131,3 @@ def better_answers(rows: AnswerRows) -> Tensor:
     lengths, ranks = rows.values["lengths"], rows.values["ranks"]
     known = (lengths > 0) & rows.values["counts"][:, None]
     return (ranks[:, :, None] < ranks[:, None, :]) & known[:, :, None] & known[:, None, :]
-
-
-def _check_classifier(model: Any) -> None:
-    if not hasattr(model, "config") or model.can_generate():
-        raise TypeError(
-            f"model is a {type(model).__name__}, which does not score. Pass its name, or a model "
-            "loaded with AutoModelForSequenceClassification and num_labels=1."
-        )
-    if model.config.num_labels != 1:
-        raise ValueError(
-            f"The model has num_labels={model.config.num_labels}: a reward model has one. Load it "
-            "with num_labels=1."
-        )

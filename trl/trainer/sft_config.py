@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar
 
 from .base.options import option
 from .offline.offline_config import OfflineConfig
@@ -16,8 +15,6 @@ RENAMED = {"packing_strategy": {"bfd-requeue": "bfd_split"}, "loss_type": {"chun
 @dataclass
 class SFTConfig(OfflineConfig):
     """Configuration of `SFTTrainer`."""
-
-    piece_on_cpu: ClassVar[int] = 2048  # shorter ones save little, and take longer
 
     learning_rate: float = option(2e-5, "Initial learning rate.", ge=0)
 

@@ -72,13 +72,10 @@ class SFTTrainer(OfflineTrainer):
     ):
         self._formatting_func = formatting_func
         super().__init__(
-            *(model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers),
-            *(quantization_config, peft_config),
-            data_collator=data_collator,
+            *(model, args, data_collator, train_dataset, eval_dataset, processing_class),
+            *(compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs),
+            *(preprocess_logits_for_metrics, quantization_config, peft_config),
             compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
 
     def prepare_dataset(

@@ -117,7 +117,7 @@ class MemoryOptions:
         None,
         "Cut micro-batches into pieces of at most this many tokens, each with a backward pass of "
         "its own; the gradient is the same. 0: not at all. None: not in online training, else "
-        "1,024 on a CPU (SFT: 2,048) and 8,192 on other devices.",
+        "2,048 on a CPU (DPO, Reward: 1,024) and 8,192 on other devices.",
         ge=0,
     )
     empty_cache: str = option(

@@ -26,7 +26,7 @@ class OfflineConfig(BaseConfig):
     """Configuration of the offline skeleton: data, lengths, micro-batches."""
 
     divides_rows = True
-    piece_on_cpu: ClassVar[int] = 1024  # tokens: a pair of usual length
+    piece_on_cpu: ClassVar[int] = 2048  # tokens
     without_meaning = BaseConfig.without_meaning | {
         "label_smoothing_factor": "logits are never held as a whole",
         "neftune_noise_alpha": "its noise depends on the width that rows are padded to",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -12,12 +12,13 @@ import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ...data.answer_rows import AnswerRows
 from ...data.encode import TextEncoder
 from ...data.packing import MicroBatchSampler
 from ...models.readers import Reader
+from ...models.unwrap import causal_model
 from ...ops.support import Support
 from ...types import Mode
 from ..attributes import readable
@@ -39,14 +40,16 @@ class OfflineTrainer(BaseTrainer):
     Args:
         model (`str` or `PreTrainedModel`): what is trained, by name or already loaded.
         args (`OfflineConfig`, *optional*): options.
+        data_collator: refused, as are `compute_metrics`, `preprocess_logits_for_metrics` and
+            `compute_loss_func`.
         train_dataset (`Dataset` or `IterableDataset`): examples.
         eval_dataset (*optional*): the same for evaluation, or a dictionary of datasets.
         processing_class (*optional*): the tokenizer. None: loaded with the model.
         callbacks (`list[TrainerCallback]`, *optional*): additional callbacks.
         optimizers (`tuple`): optimizer and scheduler, as in `transformers.Trainer`.
+        optimizer_cls_and_kwargs (*optional*): an optimizer class and its arguments.
         quantization_config (*optional*): how to quantize a model given by name.
         peft_config (`peft.PeftConfig`, *optional*): train an adapter instead of all weights.
-        options: further arguments of `transformers.Trainer`.
     """
 
     config_class: ClassVar[type[OfflineConfig]]
@@ -56,19 +59,29 @@ class OfflineTrainer(BaseTrainer):
     def __init__(
         self,
         model: str | nn.Module,
-        args: OfflineConfig | None,
-        train_dataset: Dataset | IterableDataset | None,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Any = None,
-        processing_class: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        compute_metrics: Callable[..., Any] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Any = None,
         quantization_config: Any = None,
         peft_config: Any = None,
-        **options: Any,
+        *,
+        compute_loss_func: Any = None,
     ):
-        for name, reason in UNSUPPORTED.items():
-            if options.pop(name, None) is not None:
-                raise ValueError(f"{name} cannot be used: {reason}. Leave it out.")
+        _refuse(
+            data_collator=data_collator,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+        if isinstance(model, nn.Module):
+            self.check_model(causal_model(model))
         args = checked_args(model, args, self.config_class, self.method.name)
         if train_dataset is None:
             raise ValueError("train_dataset is required.")
@@ -91,7 +104,7 @@ class OfflineTrainer(BaseTrainer):
             eval_dataset=evaluation,
             callbacks=callbacks,
             optimizers=optimizers,
-            **options,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
         self._order: RankBatches | StreamBatches | None = None
         self._tokens: Tensor | int = 0  # of the update that is being computed, on all ranks
@@ -108,6 +121,9 @@ class OfflineTrainer(BaseTrainer):
 
     # --- What an algorithm says ---
 
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse a model that was given instead of a name, and is none to be trained."""
+
     def prepare_dataset(self, dataset: Any, encoder: TextEncoder, args: Any, mode: Mode) -> Any:
         """Turn a dataset into prepared items, or a stream into an `ItemStream`.
 
@@ -118,11 +134,6 @@ class OfflineTrainer(BaseTrainer):
     def collate(self, items: Sequence[Any]) -> Any:
         """Make the rows of a micro-batch of prepared items."""
         return self.rows_class.of(items)
-
-    @property
-    def shares_prompts(self) -> bool:
-        """Whether prompts are computed once for their answers, unless a check still fails."""
-        return self.scorer.check.enabled
 
     def reader(self, model: nn.Module) -> Reader:
         """What reads the hidden states of rows, for ranks to agree on their layout."""
@@ -306,3 +317,10 @@ class OfflineTrainer(BaseTrainer):
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Any) -> Any:
         """Rows are divided by the scorer, not by torch: it knows of documents and prompts."""
         return nullcontext, inputs
+
+
+def _refuse(**given: Any) -> None:
+    """Refuse arguments that are accepted by name alone."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} cannot be used: {UNSUPPORTED[name]}. Leave it out.")

@@ -25,7 +25,7 @@ from ...types import Mode
 from .batches import RankBatches
 from .offline_config import PreferenceConfig
 
-VERSION = 1  # changed with what is stored
+VERSION = 2  # changed with what is stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,27 +47,29 @@ class Precomputation:
 
         Every rank must call this.
         """
-        digests = _digests(weights, self.ranks.rank == 0)
-        key = self.key(dataset, digests) if self.ranks.rank == 0 else ""
-        key = self.ranks.gather_objects(key)[0]
-        path = Path(datasets.config.HF_DATASETS_CACHE) / "trl" / f"reference-{key}.npy"
-        found = self.ranks.gather_objects(_read(path) if self.ranks.rank == 0 else None)[0]
+        key, is_first = hashlib.sha256(), self.ranks.rank == 0
+        for name, weight in weights:  # ranks gather them together, though one alone reads them
+            if is_first:
+                key.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+                key.update(weight.contiguous().flatten().view(torch.uint8).numpy())
+        path = self._path(key, dataset) if is_first else None
+        found = self.ranks.gather_objects(None if path is None else _read(path))[0]
         if found is None:
             found = self._compute(dataset)
-            if self.ranks.rank == 0:
+            if path is not None:
                 _write(path, found)
         dataset.values["ref_logps"] = found
 
-    def key(self, dataset: Any, weights: list[str]) -> str:
-        """Name what the numbers depend on, given the digests of all weights."""
+    def _path(self, key: Any, dataset: Any) -> Path:
+        """The file for a key of the weights, to which all else is added."""
         versions = [VERSION, torch.__version__, transformers.__version__]
-        facts = [versions, self.limits, self.facts, weights]
-        found = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
-        for place in range(len(dataset)):
-            item = dataset[place]
+        facts = [versions, self.limits, self.facts]
+        key.update(json.dumps(facts, sort_keys=True, default=str).encode())
+        for item in map(dataset.__getitem__, range(len(dataset))):
             for ids in (item.prompt_ids, *item.answer_ids):
-                found.update(np.array([len(ids), *ids], dtype=np.int32).tobytes())
-        return found.hexdigest()[:32]
+                key.update(np.array([len(ids), *ids], dtype=np.int32).tobytes())
+        name = f"reference-{key.hexdigest()[:32]}.npy"
+        return Path(datasets.config.HF_DATASETS_CACHE) / "trl" / name
 
     def _compute(self, dataset: Any) -> np.ndarray:
         order = MicroBatchSampler(dataset.lengths, *self.limits)
@@ -77,17 +79,6 @@ class Precomputation:
             mine.append(self.score(rows).cpu()[rows.values["counts"]])
         shares = self.ranks.gather_objects(mine)[:: self.ranks.per_row]
         return in_order(shares).numpy()
-
-
-def _digests(weights: Iterable[tuple[str, Tensor]], are_read: bool) -> list[str]:
-    """A line for each weight. Ranks gather weights together, though one alone reads them."""
-    found = []
-    for name, weight in weights:
-        if are_read:
-            data = weight.contiguous().flatten().view(torch.uint8).numpy()
-            digest = hashlib.sha256(data).hexdigest()
-            found.append(f"{name} {weight.dtype} {tuple(weight.shape)} {digest}")
-    return found
 
 
 def check_known(dataset: Any, mode: Mode, args: PreferenceConfig, has_let_go: bool) -> None:

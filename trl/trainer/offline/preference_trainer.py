@@ -59,10 +59,10 @@ class PreferenceTrainer(OfflineTrainer):
     ):
         self._given = ref_model
         super().__init__(
-            *(model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers),
-            *(quantization_config, peft_config),
-            data_collator=data_collator,
-            compute_metrics=compute_metrics,
+            *(model, args, data_collator, train_dataset, eval_dataset, processing_class),
+            *(compute_metrics, callbacks, optimizers),
+            quantization_config=quantization_config,
+            peft_config=peft_config,
         )
 
     def set_up(self, policy: Policy, model: Any) -> None:
