@@ -20,6 +20,8 @@ from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PhiConfig,
@@ -87,6 +89,9 @@ MODELS = {
         GraniteConfig, GraniteForCausalLM, changes={"logits_scaling": 2.0}
     ),
     "Phi, head bias": Architecture(PhiConfig, PhiForCausalLM),
+    "LFM2, convolutions": Architecture(
+        Lfm2Config, Lfm2ForCausalLM, changes={"layer_types": ["conv", "full_attention"]}
+    ),
 }
 # Those of them for which there are sequence classifiers, one for each kind of layer.
 FEW = ("Llama", "Qwen3", "Gemma3, soft-capped logits", "Gemma3, window of 8")
