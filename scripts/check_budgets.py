@@ -24,18 +24,18 @@ BRANCHES = (
 # the second, which must hold, is lowered as they get there.
 FOLDERS = {
     "ops": (1750, 1763),
-    "data": (2000, 3338),
-    "models": (3500, 4348),
+    "data": (2000, 3231),
+    "models": (3500, 4346),
     "memory": (2000, 2202),
     "generation": (4500, 4500),
     "online": (1350, 1350),
-    "trainer": (6300, 8225),
+    "trainer": (6300, 8197),
     "trainer/base": (1700, 2162),
     "trainer/online": (2000, 2061),
     "cli, scripts": (2700, 2793),
     "rest": (1100, 1319),
 }
-ALL = (25_000, 29_578)
+ALL = (25_000, 29_441)
 LOADED = (75, 76)  # modules that `from trl import RLOOTrainer` may load
 
 

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from bpe import WORDS, bpe_tokenizer
 from hypothesis import given, settings
@@ -23,34 +24,53 @@ def with_specials(bos: bool, eos: bool):
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(texts.map("".join), min_size=1, max_size=4), texts.map("".join))
-def test_answers_are_encoded_as_the_whole_text_is(starts, answer):
-    prompts = [start + " " + WORDS[: 100 + 7 * i] for i, start in enumerate(starts)]
-    answers = [answer] * len(prompts)
-    ids, kept = ENCODER.continued(prompts, ENCODER.ids(prompts), answers)
-    whole = ENCODER.ids([p + a for p, a in zip(prompts, answers, strict=True)])
+@given(texts.map("".join), texts.map("".join))
+def test_answers_are_encoded_as_the_whole_text_is(prompt, answer):
+    """And the tokens in front of them are those of the prompt, up to where the two merge."""
+    text = prompt + answer
+    ((ids, mask, merged),) = ENCODER.masked([text], [[(len(prompt), len(text))]])
+    (whole,), (alone,) = ENCODER.ids([text]), ENCODER.ids([prompt])
+    first = common_prefix_length(alone, whole)
     assert ids == whole
-    assert kept == [
-        common_prefix_length(ENCODER.ids([p])[0], w) for p, w in zip(prompts, whole, strict=True)
-    ]
-
-
-def test_ends_of_prompts_stand_for_whole_ones_only_where_the_tokenizer_allows_it():
-    encoder = TextEncoder(bpe_tokenizer())
-    prompt = WORDS * 3
-    encoder.continued([prompt], encoder.ids([prompt]), ["abc"])
-    assert encoder._local is True
-    assert TextEncoder(with_specials(True, True))._local is None
-    without_words = bpe_tokenizer()
-    without_words.backend_tokenizer.pre_tokenizer = None
-    assert TextEncoder(without_words)._local is False
+    assert mask.tolist() == [answer != "" and i >= first for i in range(len(ids))]
+    assert merged == (answer != "" and first < len(alone))
 
 
 def test_a_token_over_the_boundary_belongs_to_the_answer():
-    prompt = ENCODER.ids(["tell me hel"])
-    ids, kept = ENCODER.continued(["tell me hel"], prompt, ["lo"])
-    assert ids == ENCODER.ids(["tell me hello"])
-    assert kept[0] < len(prompt[0])
+    ((ids, mask, merged),) = ENCODER.masked(["tell me hello"], [[(11, 13)]])
+    assert [ids] == ENCODER.ids(["tell me hello"]) and merged == 1
+    assert ENCODER.tokenizer.decode(np.array(ids)[mask]) == " hello"
+
+
+def test_a_space_that_a_token_does_not_tell_of_is_over_the_boundary():
+    """Tokenizers that trim offsets leave it out of the characters of the token."""
+    tokenizer = bpe_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    encoder = TextEncoder(tokenizer)
+    ends = [[(5, 10)], [(4, 10)]]
+    found = encoder.masked(["tell hello", "tell hello"], ends)
+    assert [(tokenizer.decode(np.array(ids)[mask]), n) for ids, mask, n in found] == [
+        (" hello", 1),
+        (" hello", 0),
+    ]
+
+
+class Letters:
+    """A tokenizer that knows no places."""
+
+    is_fast, chat_template, eos_token_id = False, None, 0
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [7] * ("ab" in text) + [ord(c) for c in text.replace("ab", "")]}
+
+
+def test_a_tokenizer_without_places_tells_prompts_from_answers_alone():
+    encoder = TextEncoder(Letters())
+    (plain, merging) = encoder.masked(["cde", "cab"], [[(1, 3)], [(2, 3)]])
+    assert plain[1].tolist() == [False, True, True] and plain[2] == 0
+    assert merging[1].tolist() == [True, True] and merging[2] == 1
+    with pytest.raises(ValueError, match="the tokenizer is not a fast one"):
+        encoder.masked(["cde"], [[(0, 1)]])
 
 
 @pytest.mark.parametrize("bos", [False, True])
@@ -73,12 +93,6 @@ def test_settings_left_by_a_call_do_not_count():
     tokenizer = bpe_tokenizer()
     tokenizer("some text", truncation=True, max_length=2, padding="max_length")
     assert TextEncoder(tokenizer).ids(["the quick brown"]) == ENCODER.ids(["the quick brown"])
-
-
-def test_places_are_those_of_the_characters():
-    (found,) = ENCODER.encodings(["hello é fall"])
-    assert [found.ids] == ENCODER.ids(["hello é fall"])
-    assert found.offsets[0][0] == 0 and found.offsets[-1][1] == 12
 
 
 def test_conversations_rendered_together_are_those_rendered_one_by_one():

@@ -112,7 +112,7 @@ def test_ranked_answers():
         ),
     ],
 )
-def test_what_is_no_preference_is_refused(row, error, message):
+def test_what_is_not_a_preference_is_refused(row, error, message):
     with pytest.raises(error, match=message):
         prepare(row)
 

@@ -1,6 +1,6 @@
 import pytest
 from bpe import bpe_tokenizer
-from datasets import Dataset
+from datasets import Dataset, List, Value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
@@ -163,7 +163,8 @@ def test_few_rows_start_no_processes():
 
 @given(st.lists(st.lists(st.integers(0, 1000))))
 def test_ragged_columns(rows):
-    assert ragged(rows).to_pylist() == rows
+    assert ragged(rows, List(Value("int32"))).to_pylist() == rows
+    assert ragged([rows], List(List(Value("int32")))).to_pylist() == [rows]
 
 
 @settings(deadline=None, max_examples=40)

@@ -25,7 +25,7 @@ def spans_of(trained):
 def encode(row, encoder=ENCODER, **options):
     """Encode one example; say the text of each row, and of what is trained in it."""
     chosen = SupervisedOptions(**options)
-    found = encode_supervised({k: [v] for k, v in row.items()}, chosen.kind(row), encoder, chosen)
+    found = encode_supervised([row], chosen.kind(row), encoder, chosen)
     decode = encoder.tokenizer.decode
     return [
         (decode(row.ids), [decode(row.ids[a:b]) for a, b in spans_of(row.trained)]) for row in found
@@ -91,8 +91,7 @@ IDS = {"input_ids": [7, 8, 9]}
 )
 def test_masks_of_tokenized_examples_are_used(row, options, trained):
     chosen = SupervisedOptions(**options)
-    batch = {k: [v] for k, v in row.items()}
-    (found,) = encode_supervised(batch, chosen.kind(row), ENCODER, chosen)
+    (found,) = encode_supervised([row], chosen.kind(row), ENCODER, chosen)
     assert found.ids == [7, 8, 9] and found.trained.tolist() == trained
 
 
@@ -128,8 +127,9 @@ def test_tools_and_template_arguments_reach_the_template():
 def test_merges_over_the_boundary_are_counted_and_trained():
     encoder = TextEncoder(bpe_tokenizer())
     options = SupervisedOptions()
-    batch = {"prompt": ["tell me hel", "tell me"], "completion": ["lo", " hello"]}
-    found = encode_supervised(batch, "completion", encoder, options)
+    pairs = (("tell me hel", "lo"), ("tell me", " hello"))
+    rows = [{"prompt": prompt, "completion": answer} for prompt, answer in pairs]
+    found = encode_supervised(rows, "completion", encoder, options)
     assert [row.merged for row in found] == [1, 0]
     whole = encoder.ids(["tell me hello"])[0]
     assert [row.ids[:-1] for row in found] == [whole, whole]

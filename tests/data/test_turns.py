@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl.data.encode import TextEncoder
-from trl.data.turns import assistant_spans, expanded_turns, trained_tokens
+from trl.data.turns import assistant_spans, expanded_turns
 
 USER = {"role": "user", "content": "hi"}
 FIRST = {"role": "assistant", "content": "hello there"}
@@ -40,9 +40,8 @@ def test_markers_and_rendering_again_find_the_same_tokens():
     for template in (CHATML, MARKED):
         encoder = TextEncoder(bpe_tokenizer(template))
         texts, (spans,) = assistant_spans(encoder, [TALK], [{}])
-        (encoding,) = encoder.encodings(texts)
-        trained, merged = trained_tokens(encoding, spans)
-        found.append((encoding.ids, trained.tolist(), merged))
+        ((ids, trained, merged),) = encoder.masked(texts, [spans])
+        found.append((ids, trained.tolist(), merged))
     assert found[0] == found[1]
 
 
@@ -51,14 +50,15 @@ pieces = st.text("ab é\U0001f642\n.", max_size=12)
 
 @given(st.lists(pieces, min_size=2, max_size=5))
 def test_tokens_of_spans_are_those_whose_characters_meet_them(texts):
-    (encoding,) = TextEncoder(bpe_tokenizer()).encodings(["".join(texts)])
+    tokenizer, text = bpe_tokenizer(), "".join(texts)
+    offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
     edges = [0, *itertools.accumulate(map(len, texts))]
     spans = list(itertools.pairwise(edges))[1::2]
-    trained, merged = trained_tokens(encoding, spans)
-    meets = [[a < stop and b > start for a, b in encoding.offsets] for start, stop in spans]
+    ((_, trained, merged),) = TextEncoder(tokenizer).masked([text], [spans])
+    meets = [[a < stop and b > start for a, b in offsets] for start, stop in spans]
     assert trained.tolist() == [any(column) for column in zip(*meets, strict=True)]
     firsts = [
-        (encoding.offsets[row.index(True)][0], span[0])
+        (offsets[row.index(True)][0], span[0])
         for row, span in zip(meets, spans, strict=True)
         if True in row
     ]
@@ -94,7 +94,8 @@ def test_expanded_turns_see_what_the_model_sees(template):
     encoder = TextEncoder(bpe_tokenizer(template))
     thinking = FIRST | {"reasoning_content": "seven wizards"}
     talk = [USER, thinking, USER, SECOND]
-    rows = expanded_turns(encoder, talk, {})
+    texts, spans = zip(*expanded_turns(encoder, talk, {}), strict=True)
+    rows = [(ids, mask) for ids, mask, _ in encoder.masked(texts, spans)]
     assert len(rows) == (1 if template == CHATML else 2)
     decode = encoder.tokenizer.decode
     trained = [decode(np.array(ids)[run]) for ids, mask in rows for run in runs_of(mask)]

@@ -115,7 +115,8 @@ def test_the_last_token_of_each_row(groups, packed):
         )
     else:
         layout = plain_layout(TokenRows.of(rows), PAD, CPU)
-        ids, mask = layout.inputs["input_ids"], layout.inputs["attention_mask"].bool()
+        ids = layout.inputs["input_ids"]
+        mask = layout.inputs.get("attention_mask", torch.ones_like(ids)).bool()
         context = [
             row[: place + 1][marks[: place + 1]].tolist()
             for row, marks in zip(ids, mask, strict=True)
@@ -134,7 +135,8 @@ def test_the_last_token_of_each_row(groups, packed):
 def test_plain_rows(groups, multiple):
     rows = flat(groups)
     layout = plain_layout(TokenRows.of(rows), PAD, CPU, multiple)
-    ids, mask = layout.inputs["input_ids"], layout.inputs["attention_mask"]
+    ids = layout.inputs["input_ids"]
+    mask = layout.inputs.get("attention_mask", torch.ones_like(ids))
     width = max(1, max(len(prompt + completion) for prompt, completion in rows))
     if multiple:
         width = -(-width // multiple) * multiple

@@ -149,6 +149,38 @@ def test_a_document_changed_in_place_moves_no_bit_of_the_others(tmp_path):
     assert not torch.equal(found[0][1], found[1][1])
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"packing": True},
+        {"padding_free": True},
+        {"shared_prefix": False},
+        {"shared_prefix": False, "packing": True},
+        {"shared_prefix": False, "per_device_train_batch_size": 1, "max_steps": 2},
+    ],
+)
+@pytest.mark.parametrize("sizes", [[9] * 8, [4, 30, 9, 17, 2, 12, 5, 6]])
+def test_no_mask_of_ones_alone_is_handed_to_the_model(tmp_path, changes, sizes):
+    """With one, transformers looks for no documents in a row: all tokens would see each other."""
+    model, calls = tiny_model(), []
+
+    def look(module, args, given):
+        if torch.is_grad_enabled():
+            calls.append(given)
+
+    model.base_model.register_forward_pre_hook(look, with_kwargs=True)
+    rows = [list(range(2 + i, 2 + i + size)) for i, size in enumerate(sizes)]
+    make_trainer(tmp_path, Dataset.from_dict({"input_ids": rows}), model=model, **changes).train()
+    assert calls
+    for given in calls:
+        mask = given.get("attention_mask")
+        if mask is None or mask.dim() == 2:  # each row is one document
+            assert (given["position_ids"].diff() == 1).all()
+            assert mask is None or not mask.all()
+        else:  # the attention reads the layout of documents instead
+            assert mask.shape == (1, 1, 1, 1)
+
+
 @pytest.mark.parametrize("across", [False, True])
 def test_blocks_of_wrapped_documents_are_isolated_unless_they_are_to_attend(tmp_path, across):
     """By value: the gradient is that of blocks computed as one row, or of their documents."""
@@ -170,7 +202,7 @@ def test_blocks_of_wrapped_documents_are_isolated_unless_they_are_to_attend(tmp_
 
 def test_streams_have_no_blocks_that_attend_across(tmp_path):
     options = {"packing": True, "packing_strategy": "wrapped", "wrapped_attends_across": True}
-    with pytest.raises(ValueError, match="wrapped_attends_across=True needs a dataset that is no"):
+    with pytest.raises(ValueError, match="wrapped_attends_across=True cannot be used with a str"):
         make_trainer(tmp_path, texts().to_iterable_dataset(), **options)
 
 
@@ -317,7 +349,7 @@ def test_what_was_decoded_is_shown(tmp_path, capsys):
 
 def test_rows_cut_and_rows_left_without_a_trained_token_are_counted(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("trl.trainer.sft_trainer.logger.warning", said.append)
+    monkeypatch.setattr("trl.data.prepare.logger.warning", said.append)
     rows = [("a" * 20, "b"), ("a", "b" * 20), ("a", "b"), ("c" * 30, "d")]
     trainer = make_trainer(tmp_path, pairs(rows), max_length=10)
     assert len(trainer.train_dataset) == 2

@@ -11,6 +11,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import transformers
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -22,10 +23,7 @@ from .templates import has_generation_markers
 Ids = list[int]
 Message = dict[str, Any]
 Chat = Sequence[Message]
-# Characters of a prompt's end that are encoded again with each answer, and of these, tokens that
-# must come out as they stand in the whole prompt.
-TAIL, AGREEING = 32, 4
-PROBED = 32  # rows on which a tokenizer shows that ends of prompts can stand for whole ones
+Span = tuple[int, int]  # the first character, and the one behind the last
 
 
 class TextEncoder:
@@ -44,8 +42,6 @@ class TextEncoder:
         self._is_processor = self.tokenizer is not processing_class
         self._template = processing_class.chat_template if self._is_processor else None
         self._core = self.tokenizer.backend_tokenizer if self.tokenizer.is_fast else None
-        # Without words, a character may change tokens far before it.
-        self._local = None if self._core is not None and self._core.pre_tokenizer else False
         self.begin = self._begin()
 
     def _begin(self) -> Ids:
@@ -91,18 +87,36 @@ class TextEncoder:
             return [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         return [one.ids for one in self._encodings(self._core.encode_batch_fast, texts)]
 
-    def encodings(self, texts: Sequence[str]) -> list[Any]:
-        """Encode texts as they are, with the characters that each token stands for.
+    def masked(
+        self, texts: Sequence[str], spans: Sequence[Sequence[Span]]
+    ) -> list[tuple[Ids, np.ndarray, int]]:
+        """Encode texts as they are, and find the tokens that stand for characters of their spans.
+
+        Returns:
+            Of each text: ids; a mask (tokens,); and how many tokens of the mask stand for
+            characters before their span as well.
 
         Raises:
-            ValueError: if the tokenizer is a slow one, which does not know.
+            ValueError: if the tokenizer is a slow one, which does not know the characters of a
+                token, and what is wanted is not one end of each text.
         """
         if self._core is None:
+            return list(map(self._masked_end, texts, spans))
+        if list(map(list, spans)) == whole_texts(texts):
+            return [(ids, np.ones(len(ids), dtype=bool), 0) for ids in self.ids(texts)]
+        found = self._encodings(self._core.encode_batch, texts)
+        return [(one.ids, *_mask(one, some)) for one, some in zip(found, spans, strict=True)]
+
+    def _masked_end(self, text: str, spans: Sequence[Span]) -> tuple[Ids, np.ndarray, int]:
+        start, stop = spans[0] if len(spans) == 1 else (0, 0)
+        if stop != len(text):
             raise ValueError(
                 "The turns of the assistant cannot be found in tokens: the tokenizer is not a "
                 "fast one. Use prompt-completion data, or a fast tokenizer."
             )
-        return self._encodings(self._core.encode_batch, texts)
+        before, whole = self.ids([text[:start], text])
+        first = common_prefix_length(before, whole)
+        return whole, np.arange(len(whole)) >= first, int(first < len(before))
 
     def _encodings(self, encode: Any, texts: Sequence[str]) -> list[Any]:
         # Calls of the tokenizer leave their settings behind.
@@ -120,51 +134,6 @@ class TextEncoder:
         if not ids or ids[-1] != self.eos:
             ids.append(self.eos)
         return ids
-
-    def continued(
-        self, prompts: Sequence[str], prompt_ids: Sequence[Ids], answers: Sequence[str]
-    ) -> tuple[list[Ids], list[int]]:
-        """Encode prompts together with their answers.
-
-        The end of each prompt is encoded again with the answer, and the rest taken over from its
-        ids, where the tokenizer allows it; otherwise the whole.
-
-        Returns:
-            The ids of prompt + answer, and how many of them are those of the prompt alone. That
-            is less than the prompt has where tokens merge over the boundary.
-        """
-        found: list[Ids | None] = [None] * len(prompts)
-        if self._local is not False:
-            found = self._joined_at_tails(prompts, prompt_ids, answers)
-        if self._local is None:
-            self._local = self._agrees(found[:PROBED], prompts, answers)
-            found = found if self._local else [None] * len(found)
-        rest = [i for i, ids in enumerate(found) if ids is None]
-        whole = self.ids([prompts[i] + answers[i] for i in rest])
-        for i, ids in zip(rest, whole, strict=True):
-            found[i] = ids
-        done = [ids for ids in found if ids is not None]
-        return done, list(map(common_prefix_length, prompt_ids, done))
-
-    def _agrees(
-        self, found: Sequence[Ids | None], prompts: Sequence[str], answers: Sequence[str]
-    ) -> bool:
-        whole = self.ids([p + a for p, a in zip(prompts[:PROBED], answers, strict=False)])
-        return all(a is None or a == b for a, b in zip(found, whole, strict=True))
-
-    def _joined_at_tails(
-        self, prompts: Sequence[str], prompt_ids: Sequence[Ids], answers: Sequence[str]
-    ) -> list[Ids | None]:
-        # A tail begins with a space, so with a word.
-        starts = [max(0, prompt.rfind(" ", 0, max(0, len(prompt) - TAIL))) for prompt in prompts]
-        tails = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
-        once = list(dict.fromkeys(tails))
-        alone = dict(zip(once, self.ids(once), strict=True))
-        joint = self.ids([tail + answer for tail, answer in zip(tails, answers, strict=True)])
-        return [
-            new if start == 0 else _joined(old, alone[tail], new)
-            for start, old, tail, new in zip(starts, prompt_ids, tails, joint, strict=True)
-        ]
 
     def render_all(
         self, chats: Sequence[Chat], options: Sequence[Mapping[str, Any]], **ending: Any
@@ -212,13 +181,30 @@ class TextEncoder:
         return self.tokenizer.get_chat_template(self._template, options.get("tools"))
 
 
-def _joined(prompt: Ids, tail: Ids, joint: Ids) -> Ids | None:
-    """The prompt's tokens, then those of tail and answer from where the two agree; or None."""
-    agreeing = common_prefix_length(prompt[-len(tail) :][::-1], tail[::-1])
-    kept = common_prefix_length(tail, joint)
-    if kept - (len(tail) - agreeing) < AGREEING:
-        return None
-    return prompt[: len(prompt) - len(tail) + kept] + joint[kept:]
+def whole_texts(texts: Sequence[str]) -> list[list[Span]]:
+    """All characters of each text, as one span."""
+    return [[(0, len(text))] for text in texts]
+
+
+def _mask(encoding: Any, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
+    trained, merged = np.zeros(len(encoding), dtype=bool), 0
+    for start, stop in spans:
+        first, behind = _token_at(encoding, start), _token_at(encoding, stop)
+        while behind < len(encoding) and encoding.token_to_chars(behind)[0] < stop:
+            behind += 1
+        if first < behind:
+            # A token may leave out the space that it begins with: then nothing ends at `start`.
+            edge = encoding.token_to_chars(first - 1)[1] if first else start
+            merged += encoding.token_to_chars(first)[0] < start or edge < start
+            trained[first:behind] = True
+    return trained, merged
+
+
+def _token_at(encoding: Any, place: int) -> int:
+    """The first token that stands for this character, or for the first one behind it that has."""
+    end = encoding.token_to_chars(len(encoding) - 1)[1] if len(encoding) else 0
+    tokens = map(encoding.char_to_token, range(place, end))
+    return next((token for token in tokens if token is not None), len(encoding))
 
 
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:

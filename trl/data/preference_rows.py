@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
+from itertools import islice, starmap
+from operator import add
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 
 from ..text import count
 from .encode import Ids, TextEncoder, template_options
-from .preference import maybe_extract_prompt
-from .prepare import (
-    D,
-    first_row,
-    list_column,
-    naming_rows,
-    nothing_left,
-    prepared,
-    ragged,
-    row_lengths,
-)
-from .supervised import Batch, as_messages, examples, rendered_answers
+from .preference import common_prefix_length, maybe_extract_prompt
+from .prepare import D, RowMaker, first_row, list_column, nothing_left, prepared, row_lengths
+from .supervised import Row, answer_starts, as_messages
 
 FEATURES = Features(
     prompt_ids=List(Value("int32")),
@@ -65,50 +57,51 @@ def _plain(name: str) -> str:
     return OLD_NAMES.get(name, name).removesuffix("_ids")
 
 
-def encode_answers(rows: Sequence[dict[str, Any]], encoder: TextEncoder) -> list[Answers]:
+def encode_answers(rows: Sequence[Row], encoder: TextEncoder) -> list[Answers]:
     """Encode prompts with their answers, so that the answers share the prompt's tokens.
 
     Raises:
         TypeError: if prompts and answers are not all strings, or all lists of messages.
     """
-    flat = [row | {"answer": answer} for row in rows for answer in row["answers"]]
-    kinds = {isinstance(row[name], str) for row in flat for name in ("prompt", "answer")}
-    if len(kinds) > 1:
-        raise TypeError("Prompts and answers must all be strings, or all be messages.")
-    are_texts = True in kinds
-    whole, starts, merged = _texts(rows, flat, encoder) if are_texts else _chats(flat, encoder)
-    found: list[Answers] = []
-    stop = 0
+    are_texts = _are_texts(value for row in rows for value in (row["prompt"], *row["answers"]))
+    texts, starts = _texts(rows) if are_texts else _chats(rows, encoder)
+    spans = [[(start, len(text))] for start, text in zip(starts, texts, strict=True)]
+    each, found = iter(encoder.masked(texts, spans)), []
     for row in rows:
-        at = slice(stop, stop := stop + len(row["answers"]))
-        split = min(starts[at])
-        prompt, answers = whole[at.start][:split], [ids[split:] for ids in whole[at]]
+        whole, trained, merged = zip(*islice(each, len(row["answers"])), strict=True)
+        alike = (common_prefix_length(whole[0], ids) for ids in whole)
+        split = min(*alike, *(int(mask.size - mask.sum()) for mask in trained))
+        prompt, answers = whole[0][:split], [ids[split:] for ids in whole]
         if are_texts:
             prompt, answers = encoder.begun(prompt), list(map(encoder.ended, answers))
-        found.append((prompt, answers, any(merged[at])))
+        found.append((prompt, answers, any(merged)))
     return found
 
 
-def _chats(
-    flat: Sequence[dict[str, Any]], encoder: TextEncoder
-) -> tuple[list[Ids], list[int], list[int]]:
-    before, after = ([as_messages(row[name]) for row in flat] for name in ("prompt", "answer"))
-    return rendered_answers(before, after, list(map(template_options, flat)), encoder)[1:]
+def _are_texts(values: Iterable[Any]) -> bool:
+    kinds = {isinstance(value, str) for value in values}
+    if len(kinds) > 1:
+        raise TypeError("Prompts and answers must all be strings, or all be messages.")
+    return True in kinds
 
 
-def _texts(
-    rows: Sequence[dict[str, Any]], flat: Sequence[dict[str, Any]], encoder: TextEncoder
-) -> tuple[list[Ids], list[int], list[int]]:
-    """As `rendered_answers`, for answers that are strings; each prompt is encoded once."""
-    each = zip(encoder.ids([row["prompt"] for row in rows]), rows, strict=True)
-    alone = [ids for ids, row in each for _ in row["answers"]]
-    prompts, answers = ([row[name] for row in flat] for name in ("prompt", "answer"))
-    whole, kept = encoder.continued(prompts, alone, answers)
-    return whole, kept, [int(k < len(p)) for k, p in zip(kept, alone, strict=True)]
+def _texts(rows: Sequence[Row]) -> tuple[list[str], list[int]]:
+    """Prompts with each of their answers, and the characters with which answers begin."""
+    pairs = [(row["prompt"], answer) for row in rows for answer in row["answers"]]
+    return list(starmap(add, pairs)), [len(prompt) for prompt, _ in pairs]
+
+
+def _chats(rows: Sequence[Row], encoder: TextEncoder) -> tuple[list[str], list[int]]:
+    flat = [row | {"answer": answer} for row in rows for answer in row["answers"]]
+    prompts, answers = ([as_messages(row[name]) for row in flat] for name in ("prompt", "answer"))
+    options = list(map(template_options, flat))
+    texts = encoder.render_all(list(map(add, prompts, answers)), options)
+    return texts, answer_starts(texts, prompts, options, encoder)
 
 
 def _with_answers(row: dict[str, Any], kind: str) -> dict[str, Any]:
     """Any example as a prompt with answers and their ranks, of which the lowest is the best."""
+    row = {_plain(name): value for name, value in row.items()}
     if kind == "pair":
         row = row | maybe_extract_prompt(row)
         return row | {"answers": [row["chosen"], row["rejected"]], "ranks": [0, 1]}
@@ -122,49 +115,28 @@ def _with_answers(row: dict[str, Any], kind: str) -> dict[str, Any]:
     return row
 
 
-def _lists(rows: Sequence[Sequence[Ids]]) -> pa.Array:
-    return ragged(list(chain.from_iterable(rows)))
+def encode_preferences(
+    rows: Sequence[Row], kind: str, encoder: TextEncoder, unpaired: bool = False
+) -> list[tuple[Any, ...]]:
+    """Values of `FEATURES` of examples: two rows next to each other if pairs are taken apart."""
+    known = [_with_answers(row, kind) for row in rows]
+    if any(OLD_NAMES.get(name, name).endswith("_ids") for name in rows[0]):
+        encoded = [(row.get("prompt") or [], row["answers"], False) for row in known]
+    else:
+        encoded = encode_answers(known, encoder)
+    splits = unpaired and kind == "pair"
+    each = enumerate(zip(known, encoded, strict=True))
+    return [item for i, (row, found) in each for item in _items(i, row, found, splits)]
 
 
-@dataclass
-class _EncodePreferences:
-    kind: str
-    unpaired: bool
-    encoder: TextEncoder
-
-    def __call__(self, table: pa.Table, index: list[int]) -> pa.Table:
-        batch = {name: table.column(name).to_pylist() for name in table.column_names}
-        items = [
-            item
-            for place, found in zip(index, naming_rows(self._encoded, batch, index), strict=True)
-            for item in self._items(place, *found)
-        ]
-        values: dict[str, Any] = dict(zip(FEATURES, zip(*items, strict=True), strict=True))
-        values["prompt_ids"] = ragged(values["prompt_ids"])
-        values["answers_ids"] = ragged(values["answers_ids"], _lists)
-        return pa.table(values, schema=FEATURES.arrow_schema)
-
-    def _encoded(self, batch: Batch) -> list[tuple[dict[str, Any], Answers]]:
-        """The examples, each with its ids."""
-        every = examples({_plain(name): values for name, values in batch.items()})
-        rows = [_with_answers(row, self.kind) for row in every]
-        if any(OLD_NAMES.get(name, name).endswith("_ids") for name in batch):
-            found = [(row.get("prompt") or [], row["answers"], False) for row in rows]
-        else:
-            found = encode_answers(rows, self.encoder)
-        return list(zip(rows, found, strict=True))
-
-    def _items(self, place: int, row: dict[str, Any], encoded: Answers) -> list[tuple[Any, ...]]:
-        """The prepared rows of an example: two next to each other if a pair is taken apart."""
-        prompt, answers, merged = encoded
-        ranks, label = list(map(int, row["ranks"])), row.get("label")
-        facts = (row.get("margin") or 0.0, place, int(merged))
-        if self.unpaired and self.kind == "pair":
-            return [
-                (prompt, [ids], [0], label, *facts)
-                for ids, label in zip(answers, (True, False), strict=True)
-            ]
-        return [(prompt, answers, ranks, None if label is None else bool(label), *facts)]
+def _items(place: int, row: Row, encoded: Answers, splits: bool) -> list[tuple[Any, ...]]:
+    prompt, answers, merged = encoded
+    ranks, label = list(map(int, row["ranks"])), row.get("label")
+    facts = (row.get("margin") or 0.0, place, int(merged))
+    if splits:
+        pairs = zip(answers, (True, False), strict=True)
+        return [(prompt, [ids], [0], label, *facts) for ids, label in pairs]
+    return [(prompt, answers, ranks, None if label is None else bool(label), *facts)]
 
 
 def prepare_preferences(
@@ -184,8 +156,9 @@ def prepare_preferences(
         ValueError: if the dataset is empty, or its rows cannot be read.
     """
     kind = kind_of_preferences(first_row(dataset))
-    encode = _EncodePreferences(kind, unpaired, encoder)
-    return prepared(dataset, encode, [kind, unpaired, encoder.digest], FEATURES, num_proc)
+    encode = partial(encode_preferences, kind=kind, encoder=encoder, unpaired=unpaired)
+    key = [kind, unpaired, encoder.digest]
+    return prepared(dataset, RowMaker(encode, FEATURES), key, num_proc)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -14,16 +15,21 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.fingerprint import Hasher
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ..text import count
 from .encode import TextEncoder
 from .packing import windows, wrapped
-from .rows import Document
-from .supervised import Batch, Kind, SupervisedOptions, encode_supervised
+from .rows import Document, shown
+from .supervised import Kind, SupervisedOptions, encode_supervised
+
+logger = logging.get_logger(__name__)
 
 # Changed with everything that changes what a prepared row holds.
-VERSION = 4
+VERSION = 5
 BATCH = 1000
+SHOWN = 2  # documents, when training begins
 ROWS_PER_PROCESS = 10_000  # fewer are done before another process has started
 TRUNCATION_MODES = {"keep_start": "cut", "keep_end": "cut_start"}
 SUPERVISED = Features(
@@ -34,42 +40,71 @@ SUPERVISED = Features(
     origin=Value("string"),
 )
 D = TypeVar("D", Dataset, IterableDataset)
-T = TypeVar("T")
 
 
-def _integers(rows: Sequence[Sequence[int]]) -> pa.Array:
-    return pa.array(np.fromiter(chain.from_iterable(rows), dtype=np.int32))
+def ragged(rows: Sequence[Any], feature: List) -> pa.Array:
+    """Make an Arrow column of lists, or of lists of lists, many times faster than Arrow."""
+    bounds = pa.array(np.cumsum([0, *map(len, rows)], dtype=np.int32))
+    if isinstance(feature.feature, List):
+        values = ragged(list(chain.from_iterable(rows)), feature.feature)
+    else:
+        kind = np.dtype(feature.feature.dtype)
+        values = pa.array(np.concatenate([np.zeros(0, kind), *(np.asarray(r, kind) for r in rows)]))
+    return pa.ListArray.from_arrays(bounds, values)
 
 
-def _booleans(rows: Sequence[np.ndarray]) -> pa.Array:
-    return pa.array(np.concatenate([np.zeros(0, dtype=bool), *rows]))
+@dataclass
+class RowMaker:
+    """Makes prepared rows of a batch of a dataset.
+
+    `encode` gives the values of `features` of each row, and as `source` which example it is of.
+    """
+
+    encode: Callable[[list[dict[str, Any]]], Sequence[tuple[Any, ...]]]
+    features: Features
+
+    def __call__(self, table: pa.Table, index: list[int]) -> pa.Table:
+        found = self._encoded(table.to_pylist(), index)
+        values = list(zip(*found, strict=True)) or [()] * len(self.features)
+        columns: dict[str, Any] = dict(zip(self.features, values, strict=True))
+        columns["source"] = [index[i] for i in columns["source"]]
+        return pa.table(
+            {name: _column(columns[name], feature) for name, feature in self.features.items()}
+        )
+
+    def _encoded(self, rows: list[dict[str, Any]], index: list[int]) -> Sequence[tuple[Any, ...]]:
+        """Encode examples; an error names the row of the dataset that has it alone."""
+        try:
+            return self.encode(rows)
+        except Exception:
+            for place, row in zip(index, rows, strict=True):
+                try:
+                    self.encode([row])
+                except Exception as error:
+                    kind = TypeError if isinstance(error, TypeError) else ValueError
+                    raise kind(f"Row {place} of the dataset: {error}") from error
+            raise
 
 
-def ragged(
-    rows: Sequence[Any], column: Callable[[Sequence[Any]], pa.Array] = _integers
-) -> pa.Array:
-    """Make an Arrow column of lists, many times faster than Arrow; `column` joins them."""
-    bounds = np.cumsum([0, *map(len, rows)], dtype=np.int32)
-    return pa.ListArray.from_arrays(pa.array(bounds), column(rows))
+def _column(values: Sequence[Any], feature: Any) -> pa.Array:
+    is_list = isinstance(feature, List)
+    return ragged(values, feature) if is_list else pa.array(values, feature.pa_type)
 
 
 def prepared(
     dataset: D,
-    encode: Callable[[pa.Table, list[int]], pa.Table],
+    make: RowMaker,
     key: Sequence[Any],
-    features: Features,
     num_proc: int | None = None,
 ) -> D:
     """Encode all rows of a dataset.
 
     The result of an equal call is read from the cache of `datasets`; a stream is encoded while
-    it is read.
-
-    `encode` makes rows with `features` of a batch and of the places of its rows in the dataset;
-    `key` is everything they depend on besides. None for `num_proc` chooses by rows and cores.
+    it is read. `key` is everything that rows depend on besides the dataset; None for `num_proc`
+    chooses by rows and cores.
     """
     options: dict[str, Any] = {"with_indices": True, "batched": True, "batch_size": BATCH}
-    options["features"] = features
+    options["features"] = make.features
     if isinstance(dataset, Dataset):
         words = [VERSION, dataset._fingerprint, *key]
         options |= {
@@ -78,7 +113,7 @@ def prepared(
             "num_proc": num_proc or default_processes(len(dataset)),
             "desc": "Tokenizing",
         }
-    return dataset.with_format("arrow").map(encode, **options).with_format(None)
+    return dataset.with_format("arrow").map(make, **options).with_format(None)
 
 
 def first_row(dataset: Dataset | IterableDataset) -> dict[str, Any]:
@@ -96,41 +131,9 @@ def default_processes(rows: int) -> int | None:
     return count if count > 1 else None
 
 
-@dataclass
-class _EncodeSupervised:
-    kind: Kind
-    encoder: TextEncoder
-    options: SupervisedOptions
-
-    def __call__(self, table: pa.Table, index: list[int]) -> pa.Table:
-        batch = {name: table.column(name).to_pylist() for name in table.column_names}
-        how = self.kind, self.encoder, self.options
-        found = naming_rows(lambda part: encode_supervised(part, *how), batch, index)
-        origins = batch.get(self.options.source_column, [""] * len(index))
-        ids, trained, places, merged = list(zip(*found, strict=True)) or [()] * 4
-        return pa.table(
-            {
-                "input_ids": ragged(ids),
-                "trained": ragged(trained, _booleans),
-                "source": pa.array([index[i] for i in places], pa.int64()),
-                "merged": pa.array(merged, pa.int32()),
-                "origin": pa.array([str(origins[i]) for i in places], pa.string()),
-            }
-        )
-
-
-def naming_rows(encode: Callable[[Batch], T], batch: Batch, index: Sequence[int]) -> T:
-    """Encode the columns of a batch; an error names the row of the dataset that has it alone."""
-    try:
-        return encode(batch)
-    except Exception:
-        for place, row in enumerate(index):
-            try:
-                encode({name: values[place : place + 1] for name, values in batch.items()})
-            except Exception as error:
-                kind = TypeError if isinstance(error, TypeError) else ValueError
-                raise kind(f"Row {row} of the dataset: {error}") from error
-        raise
+def _supervised(kind: Kind, encoder: TextEncoder, options: SupervisedOptions) -> RowMaker:
+    encode = partial(encode_supervised, kind=kind, encoder=encoder, options=options)
+    return RowMaker(encode, SUPERVISED)
 
 
 def prepare_supervised(
@@ -153,7 +156,7 @@ def prepare_supervised(
     """
     kind = options.kind(first_row(dataset))
     key = [kind, encoder.digest, *dataclasses.astuple(options)]
-    return prepared(dataset, _EncodeSupervised(kind, encoder, options), key, SUPERVISED, num_proc)
+    return prepared(dataset, _supervised(kind, encoder, options), key, num_proc)
 
 
 @dataclass(frozen=True)
@@ -210,10 +213,10 @@ class SupervisedDataset:
     """
 
     def __init__(self, table: Dataset, max_length: int | None = None, long_rows: str = "cut"):
-        long_rows = TRUNCATION_MODES.get(long_rows, long_rows)
+        how = TRUNCATION_MODES.get(long_rows, long_rows)
         self.rows, self._table = table, table.with_format("numpy")
         whole, source = row_lengths(table, "input_ids"), np.asarray(table["source"][:])
-        row, start, stop = pieces(whole, max_length, long_rows, source)
+        row, start, stop = pieces(whole, max_length, how, source)
         trained, full = trained_in(table, row, start, stop), trained_in(table, *whole_rows(whole))
         kept = trained > 0
         self._pieces = np.stack([row, start, stop], axis=1)[kept]
@@ -221,9 +224,9 @@ class SupervisedDataset:
         self.lengths = (stop - start)[kept]
         over = np.zeros(len(whole), dtype=bool) if max_length is None else whole > max_length
         untrained = ~np.isin(np.arange(len(whole)), row[kept])
-        if long_rows == "drop":
+        if how == "drop":
             untrained &= ~over
-        elif long_rows == "wrapped_across":
+        elif how == "wrapped_across":
             untrained = full == 0
         self.report = LengthReport(
             rows=len(whole),
@@ -239,6 +242,8 @@ class SupervisedDataset:
                 + (f" with max_length={max_length}." if max_length else ".")
                 + " Raise max_length, or look at the masks of the dataset."
             )
+        for line in self.report.lines(max_length, long_rows):
+            logger.warning(line)
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -249,6 +254,10 @@ class SupervisedDataset:
         end = int(np.searchsorted(self._bounds, self._bounds[row] + stop))
         found = document(self._table[row:end], start, stop)
         return found if place >= 0 else found.uncounted()
+
+    def shown(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """The first documents as text, with what is trained marked."""
+        return [shown(self[place], tokenizer) for place in range(min(SHOWN, len(self)))]
 
 
 class LazySupervisedDataset:
@@ -265,7 +274,7 @@ class LazySupervisedDataset:
         self.rows = dataset
         self.lengths = np.zeros(len(dataset), dtype=np.int64)  # nobody knows them before
         self._arrow = dataset.with_format("arrow")
-        self._encode = _EncodeSupervised(options.kind(first_row(dataset)), encoder, options)
+        self._make = _supervised(options.kind(first_row(dataset)), encoder, options)
         self._limits = max_length, long_rows
 
     def __len__(self) -> int:
@@ -277,7 +286,7 @@ class LazySupervisedDataset:
         If none is left, or all places are negative (see `RankBatches`), one that does not count.
         """
         at = [place if place >= 0 else ~place for place in places]
-        rows = self._encode(self._arrow[at], at).to_pylist()
+        rows = self._make(self._arrow[at], at).to_pylist()
         found = [one for row in rows for one in documents(row, *self._limits)]
         if not found or places[0] < 0:
             return [Document.filler(at[0])]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import repeat
-from operator import add
+from functools import partial
+from operator import add, itemgetter
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
-from .encode import Ids, TextEncoder, template_options
+from .encode import Ids, Span, TextEncoder, template_options, whole_texts
 from .formats import malformed_prompt, maybe_convert_to_chatml
 from .mixture import SOURCE_COLUMN
 from .preference import common_prefix_length
-from .turns import assistant_spans, expanded_turns, leave_added_thinking, trained_tokens
+from .turns import assistant_spans, expanded_turns, without_added_thinking
 
 Kind = Literal["tokenized", "completion", "messages", "text"]
-Batch = Mapping[str, Sequence[Any]]
+Row = dict[str, Any]
 Chat = list[dict[str, Any]]
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 IGNORED = -100
@@ -33,6 +33,7 @@ class SupervisedOptions:
     expand_turns: bool = False
     source_column: str = SOURCE_COLUMN
     formatting_func: Callable[[dict[str, Any]], str] | None = None
+    dataset_kwargs: Any = None  # "skip_prepare_dataset": refuse what is not tokenized
 
     @classmethod
     def of(cls, args: Any, formatting_func: Callable[[dict[str, Any]], str] | None = None) -> Self:
@@ -71,6 +72,11 @@ class SupervisedOptions:
     def _kind(self, example: Mapping[str, Any]) -> Kind:
         if "input_ids" in example:
             return "tokenized"
+        if (self.dataset_kwargs or {}).get("skip_prepare_dataset"):
+            raise ValueError(
+                "skip_prepare_dataset: the dataset has no column 'input_ids', but "
+                f"{', '.join(example)}."
+            )
         if self.formatting_func is not None:
             return "text"
         if {"prompt", "completion"} <= example.keys():
@@ -91,21 +97,44 @@ class EncodedRow(NamedTuple):
 
     ids: Ids
     trained: np.ndarray  # (tokens,) bool
-    source: int  # which example of the batch it is made from
+    source: int  # which of the examples it is made from
     merged: int = 0  # tokens over the edge of what is trained
+    origin: str = ""  # the dataset of a mixture that it is from
+
+
+Target = tuple[str, list[Span], int]  # a text, what is trained of it, and which example it is of
 
 
 def encode_supervised(
-    batch: Batch, kind: Kind, encoder: TextEncoder, options: SupervisedOptions
+    rows: Sequence[Row], kind: Kind, encoder: TextEncoder, options: SupervisedOptions
 ) -> list[EncodedRow]:
-    """Encode a batch of examples, of which each column is a list."""
-    encode = {"tokenized": _tokenized, "completion": _completions, "messages": _conversations}
-    return encode.get(kind, _texts)(examples(batch), encoder, options)
+    """Encode examples, all of one kind."""
+    if kind == "tokenized":
+        found = [EncodedRow(*_tokenized(row, options), i) for i, row in enumerate(rows)]
+    elif kind == "messages" or (kind == "completion" and _is_chat(rows[0])):
+        found = _encoded(encoder, _chats(rows, kind, encoder, options))
+    else:
+        texts = _encoded(encoder, _texts(rows, kind, options))
+        found = [_closed(encoder, row) for row in texts]
+    name = options.source_column
+    return [row._replace(origin=str(rows[row.source].get(name, ""))) for row in found]
 
 
-def examples(batch: Batch) -> list[dict[str, Any]]:
-    """Take the columns of a batch apart into rows."""
-    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+def _encoded(encoder: TextEncoder, targets: Sequence[Target]) -> list[EncodedRow]:
+    found = encoder.masked([text for text, _, _ in targets], [spans for _, spans, _ in targets])
+    return [
+        EncodedRow(ids, trained, source, merged)
+        for (ids, trained, merged), (_, _, source) in zip(found, targets, strict=True)
+    ]
+
+
+def _closed(encoder: TextEncoder, row: EncodedRow) -> EncodedRow:
+    """A plain text between BOS, and EOS, which is trained."""
+    begun = encoder.begun(row.ids)
+    before = len(begun) - len(row.ids)
+    ids = encoder.ended(begun)
+    edges = before, len(ids) - before - len(row.trained)
+    return row._replace(ids=ids, trained=np.pad(row.trained, edges, constant_values=(False, True)))
 
 
 def as_messages(messages: Sequence[Mapping[str, Any]]) -> Chat:
@@ -130,93 +159,69 @@ def _is_chat(example: Mapping[str, Any]) -> bool:
     return not isinstance(value, str) and bool(value)
 
 
-def _from(start: int, size: int) -> np.ndarray:
-    """Which of the tokens of a row are trained on, if its first ones are not."""
-    return np.arange(size) >= start
+def _texts(rows: Sequence[Row], kind: Kind, options: SupervisedOptions) -> list[Target]:
+    if kind == "completion":
+        texts = [row["prompt"] + row["completion"] for row in rows]
+        starts = [0 if options.trains_prompts else len(row["prompt"]) for row in rows]
+    else:
+        read = options.formatting_func or itemgetter(options.dataset_text_field)
+        texts, starts = list(map(read, rows)), [0] * len(rows)
+    wrong = next((text for text in texts if not isinstance(text, str)), "")
+    if wrong != "":
+        what = "what formatting_func returns" if options.formatting_func else "the text"
+        raise TypeError(f"{what} must be a string, not {wrong!r:.80}.")
+    pairs = enumerate(zip(texts, starts, strict=True))
+    return [(text, [(start, len(text))], i) for i, (text, start) in pairs]
 
 
-def _texts(
-    rows: list[dict[str, Any]], encoder: TextEncoder, options: SupervisedOptions
-) -> list[EncodedRow]:
-    read = options.formatting_func
-    texts = [read(row) if read else row[options.dataset_text_field] for row in rows]
-    wrong = [text for text in texts if not isinstance(text, str)]
-    if wrong:
-        what = "what formatting_func returns" if read else "the text"
-        raise TypeError(f"{what} must be a string, not {wrong[0]!r:.80}.")
-    found = [encoder.ended(encoder.begun(ids)) for ids in encoder.ids(texts)]
-    return [EncodedRow(ids, _from(0, len(ids)), i) for i, ids in enumerate(found)]
-
-
-def _completions(
-    rows: list[dict[str, Any]], encoder: TextEncoder, options: SupervisedOptions
-) -> list[EncodedRow]:
-    if rows and _is_chat(rows[0]):
-        return _chat_completions(rows, encoder, options)
-    prompts, answers = ([row[name] for row in rows] for name in ("prompt", "completion"))
-    prompt_ids = encoder.ids(prompts)
-    found = []
-    pairs = zip(*encoder.continued(prompts, prompt_ids, answers), strict=True)
-    for i, (ids, split) in enumerate(pairs):
-        row = encoder.begun(ids)
-        start = (not options.trains_prompts) * (split + len(row) - len(ids))
-        row = encoder.ended(row)
-        found.append(EncodedRow(row, _from(start, len(row)), i, int(split < len(prompt_ids[i]))))
-    return found
-
-
-def _chat_completions(
-    rows: list[dict[str, Any]], encoder: TextEncoder, options: SupervisedOptions
-) -> list[EncodedRow]:
-    prompts, answers = ([as_messages(row[k]) for row in rows] for k in ("prompt", "completion"))
-    chats = list(map(add, prompts, answers))
-    only = not options.trains_prompts
+def _chats(
+    rows: Sequence[Row], kind: Kind, encoder: TextEncoder, options: SupervisedOptions
+) -> list[Target]:
+    prompts, answers = _conversations(rows, kind)
+    chats, settings = list(map(add, prompts, answers)), list(map(template_options, rows))
+    skips = kind == "completion" and not options.trains_prompts
     if options.expand_turns:
-        return _expanded(chats, rows, encoder, [only * len(prompt) for prompt in prompts])
-    settings = list(map(template_options, rows))
-    texts, whole, starts, merged = rendered_answers(prompts, answers, settings, encoder)
-    trained = list(map(_from, [only * start for start in starts], map(len, whole)))
+        firsts = [skips * len(prompt) for prompt in prompts]
+        expanded = map(partial(expanded_turns, encoder), chats, settings, firsts)
+        return [(*target, i) for i, targets in enumerate(expanded) for target in targets]
     if options.assistant_only_loss:
-        turns = _assistant_turns(chats, rows, encoder)
-        return [row._replace(trained=row.trained & trained[row.source]) for row in turns]
-    leave_added_thinking(encoder, texts, chats, trained)
-    return [EncodedRow(ids, trained[i], i, only * merged[i]) for i, ids in enumerate(whole)]
+        texts, spans = assistant_spans(encoder, chats, settings)
+    else:
+        texts = encoder.render_all(chats, settings)
+        spans = list(map(without_added_thinking, texts, chats, whole_texts(texts)))
+    if skips:
+        starts = answer_starts(texts, prompts, settings, encoder)
+        spans = list(map(_behind, spans, starts))
+    return list(zip(texts, spans, range(len(texts)), strict=True))
 
 
-def _expanded(
-    chats: list[Chat], rows: list[dict[str, Any]], encoder: TextEncoder, firsts: list[int]
-) -> list[EncodedRow]:
-    return [
-        EncodedRow(*target, i)
-        for i, (chat, row) in enumerate(zip(chats, rows, strict=True))
-        for target in expanded_turns(encoder, chat, template_options(row), firsts[i])
-    ]
+def _conversations(rows: Sequence[Row], kind: Kind) -> tuple[list[Chat], list[Chat]]:
+    """Prompts, empty for conversations as a whole, and what follows them."""
+    if kind == "completion":
+        names = ("prompt", "completion")
+        prompts, answers = ([as_messages(row[name]) for row in rows] for name in names)
+        return prompts, answers
+    name = "messages" if "messages" in rows[0] else "conversations"
+    chats = [as_messages(row[name]) for row in rows]
+    if not all(chats):
+        raise ValueError("a conversation has no messages.")
+    return [[] for _ in rows], chats
 
 
-def rendered_answers(
+def _behind(spans: Sequence[Span], start: int) -> list[Span]:
+    return [(max(first, start), stop) for first, stop in spans if stop > start]
+
+
+def answer_starts(
+    texts: Sequence[str],
     prompts: Sequence[Chat],
-    answers: Sequence[Chat],
     options: Sequence[Mapping[str, Any]],
     encoder: TextEncoder,
-) -> tuple[list[str], list[Ids], list[int], list[int]]:
-    """Render and encode prompts of messages with their answers.
-
-    Returns:
-        Texts and ids of prompt and answer, the token with which each answer begins, and 1 where
-        the prompt alone ends with other tokens.
-    """
-    chats = list(map(add, prompts, answers))
-    texts = encoder.render_all(chats, options)
+) -> list[int]:
+    """The characters with which answers begin in rendered prompts with answers."""
     heads = encoder.render_all(prompts, list(map(_with_ending, prompts, options)))
     # A template may render the end of a prompt differently once something follows it.
-    tails = [text[len(head) :] for head, text in zip(heads, texts, strict=True)]
-    head_ids = encoder.ids(heads)
-    whole, _ = encoder.continued(heads, head_ids, tails)
-    others = [i for i, head in enumerate(heads) if not texts[i].startswith(head)]
-    for i, ids in zip(others, encoder.ids([texts[i] for i in others]), strict=True):
-        whole[i] = ids
-    starts = list(map(common_prefix_length, head_ids, whole))
-    return texts, whole, starts, [int(s < len(h)) for s, h in zip(starts, head_ids, strict=True)]
+    return list(map(common_prefix_length, heads, texts))
 
 
 def _with_ending(prompt: Chat, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,45 +229,8 @@ def _with_ending(prompt: Chat, options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "continue_final_message" if goes_on else "add_generation_prompt": True}
 
 
-def _conversations(
-    rows: list[dict[str, Any]], encoder: TextEncoder, options: SupervisedOptions
-) -> list[EncodedRow]:
-    chats = [as_messages(row["messages" if "messages" in row else "conversations"]) for row in rows]
-    if not all(chats):
-        raise ValueError("a conversation has no messages.")
-    if options.expand_turns:
-        return _expanded(chats, rows, encoder, [0] * len(rows))
-    if options.assistant_only_loss:
-        return _assistant_turns(chats, rows, encoder)
-    texts = encoder.render_all(chats, list(map(template_options, rows)))
-    found = encoder.ids(texts)
-    trained = list(map(_from, repeat(0), map(len, found)))
-    leave_added_thinking(encoder, texts, chats, trained)
-    return [EncodedRow(ids, trained[i], i) for i, ids in enumerate(found)]
-
-
-def _assistant_turns(
-    chats: list[Chat], rows: list[dict[str, Any]], encoder: TextEncoder
-) -> list[EncodedRow]:
-    texts, spans = assistant_spans(encoder, chats, list(map(template_options, rows)))
-    found = encoder.encodings(texts)
-    pairs = zip(found, map(trained_tokens, found, spans), strict=True)
-    return [
-        EncodedRow(one.ids, trained, i, merged) for i, (one, (trained, merged)) in enumerate(pairs)
-    ]
-
-
-def _tokenized(
-    rows: list[dict[str, Any]], encoder: TextEncoder, options: SupervisedOptions
-) -> list[EncodedRow]:
-    return [
-        EncodedRow(list(map(int, row["input_ids"])), _given_mask(row, options), i)
-        for i, row in enumerate(rows)
-    ]
-
-
-def _given_mask(row: Mapping[str, Any], options: SupervisedOptions) -> np.ndarray:
-    """Which tokens of a tokenized example are trained on, (tokens,) bool."""
+def _tokenized(row: Row, options: SupervisedOptions) -> tuple[Ids, np.ndarray]:
+    """Ids of a tokenized example, and which of them are trained on, (tokens,) bool."""
     ids = np.asarray(row["input_ids"])
     names = ["labels", "assistant_masks", *["completion_mask"] * (not options.trains_prompts)]
     trained = np.ones(len(ids), dtype=bool)
@@ -278,4 +246,4 @@ def _given_mask(row: Mapping[str, Any], options: SupervisedOptions) -> np.ndarra
                 "labels must be the tokens of input_ids at their own places, or -100; "
                 "they are shifted when the loss is computed."
             )
-    return trained
+    return ids.tolist(), trained

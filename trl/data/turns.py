@@ -7,12 +7,9 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, groupby
 from typing import Any
 
-import numpy as np
-
-from .encode import Chat, Ids, TextEncoder
+from .encode import Chat, Span, TextEncoder
 from .preference import common_prefix_length
 
-Span = tuple[int, int]
 Options = Mapping[str, Any]
 STAND_IN = "\u2042STAND\u2042IN\u2042"
 EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
@@ -114,67 +111,27 @@ def without_added_thinking(text: str, messages: Chat, spans: Sequence[Span]) -> 
     return [(start, stop) for start, stop in found if text[start:stop].strip()]
 
 
-def leave_added_thinking(
-    encoder: TextEncoder,
-    texts: Sequence[str],
-    chats: Sequence[Chat],
-    trained: Sequence[np.ndarray],
-) -> None:
-    """Clear what is trained, (tokens,) of each text, where the template added empty thinking."""
-    kept = [without_added_thinking(t, c, [(0, len(t))]) for t, c in zip(texts, chats, strict=True)]
-    rows = [i for i, spans in enumerate(kept) if len(spans) > 1]
-    for i, encoding in zip(rows, encoder.encodings([texts[i] for i in rows]), strict=True):
-        trained[i] &= trained_tokens(encoding, kept[i])[0]
-
-
-def trained_tokens(encoding: Any, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
-    """Find the tokens that stand for characters of the spans (start, stop).
-
-    Returns:
-        A mask (tokens,); and the number of tokens that stand for characters before a span as
-        well, which count as part of it.
-    """
-    trained, merged = np.zeros(len(encoding), dtype=bool), 0
-    for start, stop in spans:
-        first, behind = _token_at(encoding, start), _token_at(encoding, stop)
-        while behind < len(encoding) and encoding.token_to_chars(behind)[0] < stop:
-            behind += 1
-        if first < behind:
-            merged += encoding.token_to_chars(first)[0] < start
-            trained[first:behind] = True
-    return trained, merged
-
-
-def _token_at(encoding: Any, place: int) -> int:
-    """The first token that stands for this character, or for the first one behind it that has."""
-    end = encoding.token_to_chars(len(encoding) - 1)[1] if len(encoding) else 0
-    tokens = map(encoding.char_to_token, range(place, end))
-    return next((token for token in tokens if token is not None), len(encoding))
-
-
 def expanded_turns(
     encoder: TextEncoder, messages: Chat, options: Options, first: int = 0
-) -> list[tuple[Ids, np.ndarray]]:
+) -> list[tuple[str, list[Span]]]:
     """Make one target for each turn of the assistant, in the context it has when it is written.
 
     Messages before `first` are no targets.
 
     Returns:
-        Ids and mask of trained tokens of each target. A target that the next one continues
+        Text of each target, and the characters to train on. A target that the next one continues
         unchanged is part of that one, so a template that keeps all turns gives one row.
 
     Raises:
         ValueError: as `assistant_spans`.
     """
-    targets: list[tuple[Ids, np.ndarray]] = []
+    targets: list[tuple[str, list[Span]]] = []
     for k in _said(messages, first):
         chat = messages[: k + 1]
         text = encoder.render_all([chat], [options])[0]
         turn = _turn(encoder, chat, options, k, text)
-        (encoding,) = encoder.encodings([text[: turn[1]]])
-        trained, _ = trained_tokens(encoding, without_added_thinking(text, chat[-1:], [turn]))
-        if targets and encoding.ids[: len(targets[-1][0])] == targets[-1][0]:
-            before = targets.pop()[1]
-            trained[: len(before)] |= before
-        targets.append((encoding.ids, trained))
+        text, spans = text[: turn[1]], without_added_thinking(text, chat[-1:], [turn])
+        if targets and text.startswith(targets[-1][0]):
+            spans = targets.pop()[1] + spans
+        targets.append((text, spans))
     return targets

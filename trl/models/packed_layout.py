@@ -80,11 +80,9 @@ def plain_layout(
     places = row * width + before[row] + column
     first = int((places % width).min()) if len(places) else 1
     has_tokens = before + lengths > 0
-    inputs = {
-        "input_ids": ids,
-        "attention_mask": exists.long(),
-        "position_ids": torch.arange(width).expand(count, width),
-    }
+    inputs = {"input_ids": ids, "position_ids": torch.arange(width).expand(count, width)}
+    if not exists.all():  # a mask without zeros says nothing of rows, but is taken at its word
+        inputs["attention_mask"] = exists.long()
     return _on_device(
         Layout(
             inputs=inputs,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 from .base.options import option
 from .offline.offline_config import OfflineConfig
@@ -17,12 +18,14 @@ class SFTConfig(OfflineConfig):
     """Configuration of `SFTTrainer`."""
 
     learning_rate: float = option(2e-5, "Initial learning rate.", ge=0)
+    loss_type: str = option(
+        "nll", "nll: cross-entropy; dft: times the token's probability.", choices=("nll", "dft")
+    )
 
     # --- Data ---
     dataset_text_field: str = option("text", "Column of plain texts.")
     source_column: str = option(
-        "dataset_source",
-        "Column that names where a row is from, as mixtures write it: loss/NAME is logged.",
+        "dataset_source", "Column of mixtures that names a row's dataset: loss/NAME is logged."
     )
     completion_only_loss: bool | None = option(
         None, "Train on completions alone. None: where rows have a prompt and a completion."
@@ -37,9 +40,7 @@ class SFTConfig(OfflineConfig):
         choices=("cut", "drop", "split", "error"),
     )
     truncation_mode: str = option(
-        "keep_start",
-        "Which end of a row over max_length is kept.",
-        choices=("keep_start", "keep_end"),
+        "keep_start", "Which end of long rows is kept.", choices=("keep_start", "keep_end")
     )
     lazy_tokenization: bool = option(
         False, "Tokenize while training instead of before; not with packing or token budgets."
@@ -47,7 +48,7 @@ class SFTConfig(OfflineConfig):
 
     # --- Packing ---
     packing: bool = option(
-        False, "A row of a micro-batch is a pack of documents with max_length tokens at most."
+        False, "A row of a micro-batch is a pack of documents with at most max_length tokens."
     )
     packing_strategy: str = option(
         "bfd",
@@ -60,42 +61,32 @@ class SFTConfig(OfflineConfig):
     )
     eval_packing: bool | None = option(None, "Pack evaluation sets. None: as packing.")
 
-    # --- Loss ---
-    loss_type: str = option(
-        "nll",
-        "nll: cross-entropy; dft: weighted with the probability of each token.",
-        choices=("nll", "dft"),
-    )
-
     def __post_init__(self) -> None:
         for name, values in RENAMED.items():
-            if (old := getattr(self, name)) in values:
-                warnings.warn(
-                    f"{name}={old!r} is called {values[old]!r}.", FutureWarning, stacklevel=3
-                )
-                setattr(self, name, values[old])
+            if new := values.get(old := getattr(self, name)):
+                warnings.warn(f"{name}={old!r} is called {new!r}.", FutureWarning, stacklevel=3)
+                setattr(self, name, new)
         super().__post_init__()
-        self._check_packs()
-        if self.wrapped_attends_across and self.row_limit != "wrapped_across":
-            raise ValueError(
-                "wrapped_attends_across=True needs packing=True and packing_strategy='wrapped'."
-            )
-        strategy = self.packing_strategy
-        if self.packing and strategy != "bfd" and self.long_rows is not None:
-            raise ValueError(
-                f"packing_strategy={strategy!r} says what is done with long rows: "
-                f"leave out long_rows={self.long_rows!r}, or pack with 'bfd'."
-            )
+        for problem, is_there in self._problems().items():
+            if is_there:
+                raise ValueError(f"{problem}.")
 
-    def _check_packs(self) -> None:
-        packs = self.packing or self.eval_packing
-        if packs and self.max_length is None:
-            raise ValueError("packing=True needs max_length: it is the size of a pack.")
-        if self.lazy_tokenization and (packs or self.max_tokens_per_micro_batch):
-            name = "packing" if packs else "max_tokens_per_micro_batch"
-            raise ValueError(f"{name} needs the lengths of all rows: drop lazy_tokenization=True.")
-        if packs and self.long_rows == "split":
-            raise ValueError("With packing, long_rows='split' is packing_strategy='bfd_split'.")
+    def _problems(self) -> dict[str, Any]:
+        packs, given = self.packing or self.eval_packing, self.long_rows
+        by_length = "packing" if packs else "max_tokens_per_micro_batch"
+        across = self.wrapped_attends_across and self.row_limit != "wrapped_across"
+        return {
+            "packing=True needs max_length, the size of a pack": packs and not self.max_length,
+            f"{by_length} needs the lengths of all rows: leave out lazy_tokenization=True": (
+                self.lazy_tokenization and (packs or self.max_tokens_per_micro_batch)
+            ),
+            "With packing, long_rows='split' is packing_strategy='bfd_split'": (
+                packs and given == "split"
+            ),
+            "wrapped_attends_across=True needs packing=True and packing_strategy='wrapped'": across,
+            f"packing_strategy={self.packing_strategy!r} says what is done with long rows: leave "
+            f"out long_rows={given!r}, or pack with 'bfd'": given not in (None, self.row_limit),
+        }
 
     @property
     def row_limit(self) -> str:

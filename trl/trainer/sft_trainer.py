@@ -10,11 +10,10 @@ import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
-from transformers.utils import logging
 
 from ..data.encode import TextEncoder
 from ..data.prepare import LazySupervisedDataset, SupervisedDataset, documents, prepare_supervised
-from ..data.rows import SupervisedRows, shown
+from ..data.rows import SupervisedRows
 from ..data.supervised import SupervisedOptions
 from ..online.metrics import record_accuracy, record_entropy
 from ..ops.masking import masked_sum
@@ -23,10 +22,6 @@ from .base.model_card import Method
 from .offline.batches import ItemStream
 from .offline.offline_trainer import OfflineTrainer
 from .sft_config import SFTConfig
-
-logger = logging.get_logger(__name__)
-
-SHOWN = 2  # documents, when training begins
 
 
 class SFTTrainer(OfflineTrainer):
@@ -37,15 +32,12 @@ class SFTTrainer(OfflineTrainer):
     gradient. Rows lie behind each other without padding and never see each other.
 
     Args:
-        args (`SFTConfig`, *optional*): options.
-        data_collator: refused, as are `compute_loss_func`, `compute_metrics` and
-            `preprocess_logits_for_metrics`.
         train_dataset (`Dataset` or `IterableDataset`): `text`, `messages`, `conversations`,
             `prompt` with `completion`, or `input_ids`.
         optimizer_cls_and_kwargs (*optional*): an optimizer class and its arguments.
         formatting_func (*optional*): makes a text of an example.
-
-    The other arguments are those of `OfflineTrainer`.
+        others: those of `OfflineTrainer`; `data_collator`, `compute_loss_func`, `compute_metrics`
+            and `preprocess_logits_for_metrics` are refused.
     """
 
     config_class = SFTConfig
@@ -82,26 +74,16 @@ class SFTTrainer(OfflineTrainer):
         self, dataset: Any, encoder: TextEncoder, args: SFTConfig, mode: Mode
     ) -> Any:
         """Tokenize, mask and cut to length."""
-        given: Any = args.dataset_kwargs or {}
-        columns = dataset.column_names or ["input_ids"]
-        if given.get("skip_prepare_dataset") and "input_ids" not in columns:
-            raise ValueError(
-                "skip_prepare_dataset: the dataset has no column 'input_ids', but "
-                f"{', '.join(columns)}."
-            )
         options = SupervisedOptions.of(args, self._formatting_func)
         limits: dict[str, Any] = {"max_length": args.max_length, "long_rows": args.row_limit}
         if isinstance(dataset, Dataset) and args.lazy_tokenization:
             return LazySupervisedDataset(dataset, encoder, options, **limits)
         table = prepare_supervised(dataset, encoder, options, args.dataset_num_proc)
-        if isinstance(table, IterableDataset):
-            if args.wrapped_attends_across:
-                raise ValueError("wrapped_attends_across=True needs a dataset that is no stream.")
-            return ItemStream(table, partial(documents, **limits), lambda item: len(item.ids))
-        found = SupervisedDataset(table, **limits)
-        for line in found.report.lines(*limits.values()):
-            logger.warning(line)
-        return found
+        if isinstance(table, Dataset):
+            return SupervisedDataset(table, **limits)
+        if args.wrapped_attends_across:
+            raise ValueError("wrapped_attends_across=True cannot be used with a stream.")
+        return ItemStream(table, partial(documents, **limits), lambda item: len(item.ids))
 
     def pack_size(self, mode: Mode) -> int | None:
         """`max_length`, if documents are packed."""
@@ -112,8 +94,7 @@ class SFTTrainer(OfflineTrainer):
     def begin_training(self) -> None:
         """Show documents, with what is trained."""
         if isinstance(self.train_dataset, SupervisedDataset) and self.is_world_process_zero():
-            for place in range(min(SHOWN, len(self.train_dataset))):
-                print(shown(self.train_dataset[place], self.processing_class), flush=True)
+            print(*self.train_dataset.shown(self.processing_class), sep="\n", flush=True)
 
     def loss_of(self, scores: TokenScores, rows: SupervisedRows) -> Tensor:
         """Return the sum of the losses of the trained tokens (1,)."""
