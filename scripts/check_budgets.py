@@ -23,19 +23,19 @@ BRANCHES = (
 # Those with two numbers are larger than they are meant to be: the first is where they are to go,
 # the second, which must hold, is lowered as they get there.
 FOLDERS = {
-    "ops": (1750, 1763),
+    "ops": (1750, 1750),
     "data": (2000, 3231),
     "models": (3500, 4346),
     "memory": (2000, 2202),
     "generation": (4500, 4500),
     "online": (1350, 1350),
-    "trainer": (6300, 8197),
+    "trainer": (6300, 8195),
     "trainer/base": (1700, 2162),
     "trainer/online": (2000, 2061),
     "cli, scripts": (2700, 2793),
     "rest": (1100, 1319),
 }
-ALL = (25_000, 29_441)
+ALL = (25_000, 29_423)
 LOADED = (75, 76)  # modules that `from trl import RLOOTrainer` may load
 
 

@@ -179,22 +179,14 @@ RANKED = ("aot", "aot_unpaired")  # these compare with partners
 
 
 def pair_loss(name: str, scores: PairScores, options: PairOptions) -> Tensor:
-    """Loss of each pair (B,).
-
-    Args:
-        name (`str`): a key of `PAIR_LOSSES`.
-        scores (`PairScores`): B pairs.
-        options (`PairOptions`): what the loss depends on besides.
-    """
+    """Loss of each pair (B,); `name` is a key of `PAIR_LOSSES`."""
     return PAIR_LOSSES[name](scores, options)
 
 
 def rank_partners(values: Tensor, others: Tensor) -> Tensor:
-    """For each value (N,), the other (N,) of the same rank, as in one-dimensional transport.
+    """For each value (N,) of a step, the other (N,) of the same rank, whatever their order.
 
-    Args:
-        values (`Tensor`): (N,) of all pairs of an optimizer step.
-        others (`Tensor`): (N,) what they are compared with, in any order.
+    That is optimal transport in one dimension.
     """
     partners = torch.empty_like(others)
     partners[values.argsort(stable=True)] = others.sort().values
@@ -215,12 +207,10 @@ def aot_partners(name: str, policy: Tensor, reference: Tensor) -> Tensor:
 def shared_length_weights(
     lengths: Tensor, other_lengths: Tensor, width: int, alpha: float
 ) -> Tensor:
-    """Weights (B, C) of tokens: 1 up to the shorter answer of a pair, `alpha` beyond (LD-DPO).
+    """Weights (B, C) of tokens: 1 up to the shorter answer of a pair, `alpha` beyond.
 
-    Args:
-        lengths, other_lengths (`Tensor`): (B,) tokens of an answer, and of the other of its pair.
-        width (`int`): C.
-        alpha (`float`): `ld_alpha`, see arXiv 2409.06411.
+    `lengths` (B,) are of answers, and `other_lengths` of the others of their pairs; `width` is C
+    (LD-DPO, arXiv 2409.06411).
     """
     shared = torch.minimum(lengths, other_lengths)
     beyond = torch.arange(width, device=lengths.device) >= shared[:, None]
@@ -228,24 +218,18 @@ def shared_length_weights(
 
 
 def kto_loss(ratios: Tensor, desirable: Tensor, kl: Tensor | float, beta: float) -> Tensor:
-    """Loss (B,) of answers that are desirable or not (KTO, arXiv 2402.01306), without weights.
+    """Loss (B,) of answers with log-ratios (B,), desirable or not (B,) (KTO, arXiv 2402.01306).
 
-    Args:
-        ratios (`Tensor`): (B,) log-ratios.
-        desirable (`Tensor`): (B,) bool.
-        kl (`Tensor` or `float`): the point of reference, an estimate of the KL divergence over a
-            whole optimizer step, without gradient; 0 makes it APO-zero for unpaired answers.
-        beta (`float`): strength of the KL penalty.
+    `kl` () is an estimate of the KL divergence over a whole optimizer step, without gradient; 0
+    makes it APO-zero for unpaired answers.
     """
     difference = beta * (ratios - kl)
     return torch.where(desirable, -difference, difference).sigmoid()
 
 
 def ranking_loss(better: Tensor, worse: Tensor, margin: Tensor | float = 0.0) -> Tensor:
-    """Negative log-likelihood (B,) of a preference under Bradley-Terry.
+    """Negative log-likelihood (B,) of a preference under Bradley-Terry, of scores (B,).
 
-    Args:
-        better, worse (`Tensor`): (B,) scores.
-        margin (`Tensor` or `float`): by how much the better one should lead (arXiv 2307.09288).
+    `margin` says by how much the better one should lead (arXiv 2307.09288).
     """
     return -logsigmoid(better - worse - margin)

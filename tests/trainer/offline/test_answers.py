@@ -1,11 +1,12 @@
 import pytest
 from datasets import Dataset
+from kto_runs import labelled, make_trainer
 from sft_runs import config
 from tiny import tiny_tokenizer
 
 from trl.data.encode import TextEncoder
 from trl.data.preference_rows import PreferenceLimits
-from trl.trainer.offline.answers import prepare_answers
+from trl.trainer.offline.answers import MismatchedDataset, MismatchedStream, prepare_answers
 
 ENCODER = TextEncoder(tiny_tokenizer())
 ROWS = [
@@ -36,3 +37,67 @@ def test_older_names_of_columns_are_told_of(tmp_path):
             Dataset.from_dict(old), ENCODER, config(tmp_path), PreferenceLimits()
         )
     assert (found[0].prompt_ids, found[0].answer_ids) == ([1], [[2, 3], [4]])
+
+
+# --- Answers of other examples ---
+
+PAIRS = Dataset.from_list(
+    [{"prompt": f"{i}? ", "chosen": "yes" * (i + 1), "rejected": "no" * (i % 2)} for i in range(6)]
+)
+
+
+def items_of(folder, data, stream=False, **limits):
+    limits = PreferenceLimits(**limits)
+    data = data.to_iterable_dataset() if stream else data
+    answers = prepare_answers(data, ENCODER, config(folder), limits, unpaired=True)
+    if stream:
+        return list(MismatchedStream(answers, limits))
+    found = MismatchedDataset(answers, 0)
+    return [found[i] for i in range(len(found))]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("data", [PAIRS, labelled()], ids=["pairs", "labelled"])
+def test_partners_are_other_answers_of_other_examples(tmp_path, data, stream):
+    items = items_of(tmp_path, data, stream)
+    homes = {}
+    for item in items:
+        homes.setdefault(tuple(item.answer_ids[0]), set()).add(item.source)
+    assert len(items) == (12 if data is PAIRS else 8)
+    for item in items:
+        own, other = item.answer_ids
+        assert own != other
+        assert homes[tuple(other)] - {item.source}
+
+
+def test_partners_do_not_depend_on_processes_or_batches(tmp_path):
+    found = [
+        make_trainer(tmp_path, PAIRS, **changes).train_dataset.partners.tolist()
+        for changes in (
+            {},
+            {"dataset_num_proc": 2},
+            {"per_device_train_batch_size": 1, "train_sampling_strategy": "random"},
+        )
+    ]
+    assert found[0] == found[1] == found[2]
+    assert make_trainer(tmp_path, PAIRS, seed=1).train_dataset.partners.tolist() != found[0]
+
+
+def test_answers_are_cut_to_the_room_behind_the_prompt(tmp_path):
+    for stream in (False, True):
+        for item in items_of(tmp_path, labelled(), stream, max_length=34):
+            assert all(ids for ids in item.answer_ids)
+            assert len(item.prompt_ids) + max(map(len, item.answer_ids)) <= 34
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_row_without_a_partner_is_an_error(tmp_path, stream):
+    data = labelled([("a", "b", True), ("c", "b", False)])
+    with pytest.raises(ValueError, match="has no partner: the KL estimate needs rows"):
+        items_of(tmp_path, data, stream)
+
+
+def test_an_item_that_does_not_count_stays_one(tmp_path):
+    dataset = make_trainer(tmp_path).train_dataset
+    assert not dataset[~3].counts and dataset[~3].answer_ids == dataset[3].answer_ids
+    assert dataset.lengths[3] == dataset[3].tokens()

@@ -122,7 +122,7 @@ class OfflineTrainer(BaseTrainer):
     # --- What an algorithm says ---
 
     def check_model(self, model: nn.Module) -> None:
-        """Refuse a model that was given instead of a name, and is none to be trained."""
+        """Refuse a model, passed instead of its name, that this trainer cannot train."""
 
     def prepare_dataset(self, dataset: Any, encoder: TextEncoder, args: Any, mode: Mode) -> Any:
         """Turn a dataset into prepared items, or a stream into an `ItemStream`.
