@@ -54,7 +54,7 @@ def run(cell: str, folder: Path, rows: int, **changes: Any) -> dict[str, Any]:
         gradient_accumulation_steps=2,
         shuffle_dataset=True,
         max_steps=2,
-        eval_dataset=dataset(MANY),
+        eval_dataset=dataset(MANY[4:]),
         per_device_eval_batch_size=rows,
         **options,
     )

@@ -31,14 +31,6 @@ if TYPE_CHECKING:
 # Engines, tools and environments are imported where they are made: a run uses few of them.
 
 
-def check_engine(args: OnlineConfig) -> None:
-    """Check the engine's options, before anything is loaded."""
-    if args.use_vllm:
-        from .vllm_engines import check_options
-
-        check_options(args)
-
-
 def sampling_for(args: OnlineConfig, stop_ids: tuple[int, ...]) -> Sampling:
     """How the engine draws: `generation_kwargs`, which it must know, win over named options."""
     extra: Any = args.generation_kwargs or {}
@@ -164,6 +156,10 @@ class Agents:
         environment_factory: Any,
     ) -> Agents:
         """Check the arguments of a trainer, before anything is loaded."""
+        if args.use_vllm:
+            from .vllm_engines import check_options
+
+            check_options(args)
         if rollout_func is not None:
             if not callable(rollout_func):
                 raise TypeError(f"rollout_func must be a function, not {rollout_func!r:.80}.")

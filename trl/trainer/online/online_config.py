@@ -197,15 +197,12 @@ class OnlineConfig(
         self._check_adapter_sync()
 
     def _check_adapter_sync(self) -> None:
-        reasons = {
-            "vllm_enable_sleep_mode=True: base weights that sleep would be sent again each time": (
-                self.vllm_enable_sleep_mode
-            ),
-            "vllm_tensor_parallel_size above 1": self.vllm_tensor_parallel_size > 1,
-        }
-        found = [reason for reason, holds in reasons.items() if holds]
-        if self.use_vllm and self.vllm_sync_adapter_only and found:
-            raise ValueError(f"vllm_sync_adapter_only=True cannot be used with {found[0]}.")
+        reason = "vllm_tensor_parallel_size above 1" * (self.vllm_tensor_parallel_size > 1)
+        if self.vllm_enable_sleep_mode:
+            reason = "vllm_enable_sleep_mode=True: base weights that sleep would be sent again each"
+            reason += " time"
+        if self.use_vllm and self.vllm_sync_adapter_only and reason:
+            raise ValueError(f"vllm_sync_adapter_only=True cannot be used with {reason}.")
 
     def _warn_unused(self) -> None:
         names = [field.name for field in dataclasses.fields(VLLMOptions)]

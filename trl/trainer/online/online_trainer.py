@@ -27,7 +27,7 @@ from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import checked_args, init_options, prepare_policy
 from . import online_setup as setup
-from .engines import Agents, check_engine, handle_of, make_engine, sampling_for
+from .engines import Agents, handle_of, make_engine, sampling_for
 from .online_config import OnlineConfig
 from .rollout_correction import RolloutCorrection
 from .scoring import Scoring, assemble, credited, rows_with_gradient
@@ -88,7 +88,6 @@ class OnlineTrainer(BaseTrainer):
         ref_model: str | nn.Module | None = None,
     ):
         args = checked_args(model, args, self.config_class, self.method.name)
-        check_engine(args)
         self.agents = Agents.of(args, tools, rollout_func, environment_factory)
         train_dataset, eval_dataset = (
             setup.with_prompts(dataset, processing_class)
@@ -120,9 +119,8 @@ class OnlineTrainer(BaseTrainer):
 
     def _read_prompts(self) -> None:
         args = self.args
-        context = context_length(self.model)
-        options, limit = self.agents.template_kwargs, setup.prompt_limit(args, context)
-        self.encode = PromptEncoder(self.processing_class, options, limit)
+        limit = setup.prompt_limit(args, context_length(self.model))
+        self.encode = PromptEncoder(self.processing_class, self.agents.template_kwargs, limit)
         self.train_dataset, self.eval_dataset = setup.checked_prompts(
             self.encode, self.train_dataset, self.eval_dataset, args
         )
@@ -189,8 +187,7 @@ class OnlineTrainer(BaseTrainer):
             attempt=self.phases.adaptive("generation", alone=self.policy.layers_in_step).run,
         )
         call = None if given is None else lambda prompts: given(prompts, self)
-        stops = self.sampling.stop_ids
-        return self.agents.around(engine, call, self.policy, stops, self.encode)
+        return self.agents.around(engine, call, self.policy, self.sampling.stop_ids, self.encode)
 
     def _try_rewards(self) -> None:
         """Find mistakes in reward functions with one row."""
@@ -382,9 +379,7 @@ class OnlineTrainer(BaseTrainer):
         """Generate anew in the next step."""
         self.buffer.clear()
 
-    def end_epoch(self) -> None:
-        """Drop the rest of a round that was not trained on."""
-        self.buffer.clear()
+    end_epoch = drop_round  # the rest of a round is not trained on
 
     def batch_layout(self) -> list[int]:
         """The numbers of `BatchPlan`."""
@@ -397,4 +392,8 @@ class OnlineTrainer(BaseTrainer):
         rows, kwargs["sampler_fn"] = self._order.of(dataset, "train" if is_training else "eval")
         batch_size = self.args.batch_plan.rows_per_rank if is_training else self.args.eval_rows
         with self._order.reading(rows):
-            return super()._get_dataloader(rows, description, batch_size, *args, **kwargs)
+            loader = super()._get_dataloader(rows, description, batch_size, *args, **kwargs)
+        if not is_training and isinstance(loader.dataset, Dataset):
+            # Of the last batch, accelerate gathers only rows that it takes to be in the dataset.
+            loader.dataset.total_dataset_length = len(loader.dataset) * self.args.eval_group_size
+        return loader
