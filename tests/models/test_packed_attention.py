@@ -12,7 +12,6 @@ from trl.models.packed_attention import (
     KEYWORD,
     Decoding,
     Rules,
-    decoding_attention,
     install,
     packed_attention,
     visible,
@@ -235,7 +234,7 @@ def test_decoding_is_attention_to_prefix_and_own_tokens(heads, own):
     new = draw(6, heads[1], own), draw(6, heads[1], own)
     decoding = Decoding(groups, dict(enumerate(prefixes)))
     for layer in range(2):
-        found = decoding_attention(query, new, decoding, Rules(layer, SCALE))
+        found = decoding.attend(query, new, Rules(layer, SCALE))
         for row in range(6):
             key, value = prefixes[layer][next(i for i, g in enumerate(groups) if row < g.stop)]
             keys = torch.cat([key, new[0][row : row + 1]], 2)
@@ -259,7 +258,7 @@ def test_decoding_within_a_window(own, sink):
     held = slice(max(0, own - 5), own)
     rules = Rules(0, SCALE, Window(5))
     mine = key[:, :, held], value[:, :, held]
-    found = decoding_attention(query, mine, decoding, rules, sink)
+    found = decoding.attend(query, mine, rules, sink)
     for row, prefix in enumerate((prefixes[0], prefixes[1], prefixes[1])):
         keys, values = (
             torch.cat([before, new[row : row + 1]], 2)[:, :, -5:]

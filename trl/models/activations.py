@@ -36,9 +36,6 @@ class ActivationOffloading:
     What stays: tensors of a CPU, small ones, parameters, buffers and views of them, and views that
     repeat elements. A storage that is saved twice is moved once. On CUDA devices copies run on a
     stream of their own, beside the computation.
-
-    Args:
-        model: whose parameters and buffers stay; the first pass says which these are.
     """
 
     def __init__(self, model: nn.Module):
@@ -129,11 +126,7 @@ class ActivationOffloading:
 
 
 def keep_attention(model: nn.Module) -> None:
-    """Let layers that are recomputed keep what attention returned: it takes longest.
-
-    Args:
-        model: whose checkpointing is switched on, without reentrant passes.
-    """
+    """Let layers that are recomputed keep what attention returned: it takes longest."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     for layer in model.modules():
         function: Any = getattr(layer, "_gradient_checkpointing_func", None)

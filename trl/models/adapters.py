@@ -30,14 +30,7 @@ MOST_NAMED = 5
 def add_adapter(model: PreTrainedModel, peft_config: Any, checkpointing: bool) -> nn.Module:
     """Wrap a base model with the adapter that `peft_config` describes.
 
-    Args:
-        checkpointing (`bool`): whether activations are recomputed, which needs inputs that
-            require gradients when the embedding is frozen.
-
-    Raises:
-        ImportError: if peft is not installed.
-        TypeError: if `peft_config` is not a `PeftConfig`.
-        ValueError: if `model` already has an adapter.
+    Recomputing activations needs inputs that require gradients when the embedding is frozen.
     """
     peft = require("peft", "peft_config")
     if not isinstance(peft_config, peft.PeftConfig):
@@ -57,11 +50,7 @@ def add_adapter(model: PreTrainedModel, peft_config: Any, checkpointing: bool) -
 
 
 def continue_adapter(model: nn.Module, checkpointing: bool) -> None:
-    """Prepare a model that came with an adapter for training it further, as `add_adapter` does.
-
-    Raises:
-        ValueError: if the adapter is frozen.
-    """
+    """Prepare a model that came with an adapter for training it further, as `add_adapter` does."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             "Nothing in the model can be trained: its adapter was loaded for inference. Load it "
@@ -132,11 +121,7 @@ def storing_adapters_only(model: nn.Module) -> Iterator[None]:
 
 
 def check_adapters(model: Any, folder: str | Path) -> None:
-    """Refuse a checkpoint whose adapters are not exactly those of the model, which may have none.
-
-    Raises:
-        ValueError: naming the adapters, tensors or options that differ.
-    """
+    """Refuse a checkpoint whose adapters are not those of the model, which may have none."""
     folder = Path(folder)
     stored = {"default"} if (folder / CONFIG).exists() else set()
     stored |= {path.parent.name for path in folder.glob(f"*/{CONFIG}")}

@@ -18,16 +18,10 @@ Run = Callable[[Tensor], Tensor]
 def chunked_log_probs(
     run: Run, hidden: Tensor, ids: Tensor, step: int, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-probabilities of ids under softmax(run(hidden)), a few tokens at a time.
+    """Log-probabilities (M,) of ids (M,) under softmax(run(hidden)), `step` tokens at a time.
 
-    Each chunk's logits are computed again in the backward pass, with the same random numbers.
-
-    Args:
-        run: maps hidden states (m, H) to logits (m, V).
-        hidden (`Tensor`): (M, H).
-        ids (`Tensor`): (M,).
-        step (`int`): tokens whose logits are held at once.
-        with_entropy (`bool`): also return entropies (M,), in nats, and which ids are likeliest.
+    `run` maps hidden states (m, H) to logits (m, V), which are computed again in the backward pass,
+    with the same random numbers. With entropies (M,) and which ids are likeliest, if asked.
     """
 
     def piece(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:

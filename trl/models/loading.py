@@ -22,18 +22,12 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 def resolve_dtype(dtype: Any) -> Any:
-    """Turn the `dtype` of `model_init_kwargs` into what `from_pretrained` takes.
-
-    Raises:
-        ValueError: if a string names none of `DTYPES`.
-    """
-    if not isinstance(dtype, str) or dtype == "auto":
-        return dtype
-    if dtype not in DTYPES:
+    """Turn the `dtype` of `model_init_kwargs` into what `from_pretrained` takes."""
+    if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(
             f"dtype={dtype!r} in model_init_kwargs must be one of {', '.join(DTYPES)}."
         )
-    return getattr(torch, dtype)
+    return getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
 
 
 def load_policy(
@@ -47,15 +41,9 @@ def load_policy(
     """Load a causal language model with the architecture its configuration names.
 
     Args:
-        name (`str`): folder or hub id.
         init_kwargs (`dict`, *optional*): keyword arguments of `from_pretrained`; not modified.
-        trust_remote_code (`bool`): whether code shipped with the model may run.
-        quantization_config (*optional*): bitsandbytes configuration.
         distributed (`bool`): whether several processes train, each with its own device.
         gives_rewards (`bool`): load a sequence classifier with one label instead.
-
-    Raises:
-        ValueError: for an unknown dtype, or a quantization given twice.
     """
     kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": "float32"}
     kwargs |= init_kwargs or {}

@@ -53,6 +53,35 @@ class Decoding:
     # For each layer and group, keys (1, K, P, D) and values (1, K, P, E).
     layers: Mapping[int, Sequence[tuple[Tensor, Tensor]]]
 
+    def attend(
+        self, query: Tensor, own: tuple[Tensor, Tensor], rules: Rules, sink: Tensor | None = None
+    ) -> Tensor:
+        """Attend from one new token (m, N, 1, D) of each row to its prefix and to its own tokens.
+
+        `own` are keys (m, K, t, D) and values (m, K, t, E) of what the rows generated; the rest is
+        as in `packed_attention`.
+        """
+        kernel, size = choose_kernel(query, rules.cap), own[1].shape[-1]
+        query, own_key, own_value = same_size(query, *own)
+        output, normalizer = kernel.forward((query, own_key, own_value), False, rules.scale)
+        before = torch.zeros_like(output), torch.full_like(normalizer, -torch.inf)
+        for rows, (key, value) in zip(self.groups, self.layers[rules.layer], strict=True):
+            if rules.window is not None:
+                first = rules.window.first(key.shape[2], own_key.shape[2])
+                key, value = key[:, :, first:], value[:, :, first:]
+            _, key, value = same_size(query, key, value)
+            if not key.shape[2]:
+                continue
+            # The rows of a group are queries of one attention to their prefix.
+            part = query[rows].transpose(0, 2), key, value
+            found = kernel.forward(part, False, rules.scale)
+            for place, new in zip(before, found, strict=True):
+                place[rows] = new.transpose(0, 2)
+        output, normalizer = merge(before, (output, normalizer))
+        if sink is not None:
+            output, _ = drain(output, normalizer, sink)
+        return output[..., :size]
+
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
@@ -173,43 +202,6 @@ def attend_to_places(
     return _PackedAttention.apply(places, rules, sink, *tensors)[..., :size]
 
 
-def decoding_attention(
-    query: Tensor,
-    own: tuple[Tensor, Tensor],
-    decoding: Decoding,
-    rules: Rules,
-    sink: Tensor | None = None,
-) -> Tensor:
-    """Attend from one new token of each row to its prefix and to its own tokens.
-
-    Args:
-        query: (m, N, 1, D).
-        own: keys (m, K, t, D) and values (m, K, t, E) of what the rows generated.
-        decoding: the shared prefixes.
-        rules, sink: as in `packed_attention`.
-    """
-    kernel, size = choose_kernel(query, rules.cap), own[1].shape[-1]
-    query, own_key, own_value = same_size(query, *own)
-    output, normalizer = kernel.forward((query, own_key, own_value), False, rules.scale)
-    before = torch.zeros_like(output), torch.full_like(normalizer, -torch.inf)
-    for rows, (key, value) in zip(decoding.groups, decoding.layers[rules.layer], strict=True):
-        if rules.window is not None:
-            first = rules.window.first(key.shape[2], own_key.shape[2])
-            key, value = key[:, :, first:], value[:, :, first:]
-        _, key, value = same_size(query, key, value)
-        if not key.shape[2]:
-            continue
-        # The rows of a group are queries of one attention to their prefix.
-        part = query[rows].transpose(0, 2), key, value
-        found = kernel.forward(part, False, rules.scale)
-        for place, new in zip(before, found, strict=True):
-            place[rows] = new.transpose(0, 2)
-    output, normalizer = merge(before, (output, normalizer))
-    if sink is not None:
-        output, _ = drain(output, normalizer, sink)
-    return output[..., :size]
-
-
 def visible(packing: Packing, total: int) -> Tensor:
     """The mask (T, T) that a packing stands for in layers without a window: True is seen."""
     mask = torch.zeros(total, total, dtype=torch.bool)
@@ -261,11 +253,9 @@ def _aware(original: Any) -> Any:
         query, key = query.to(value.dtype), key.to(value.dtype)
         for watch in watchers:
             watch(query, key, value)
-        if isinstance(layout, Decoding):
-            found = decoding_attention(query, (key, value), layout, rules, sink)
-        elif isinstance(layout, Packing):
+        if isinstance(layout, Packing):
             found = packed_attention(query, (key, value), layout, rules, sink)
-        else:  # a layout of another module
+        else:
             found = layout.attend(query, (key, value), rules, sink)
         return found.transpose(1, 2).contiguous(), None
 

@@ -103,16 +103,11 @@ def plain_layout(
 def packed_layout(
     batch: Rows, device: torch.device, with_ends: bool = False, shares_more: bool = True
 ) -> Layout:
-    """Put all rows behind each other without padding, each prompt once.
+    """Put all rows, those of a prompt next to each other, behind each other, each prompt once.
 
-    The beginning that all completions of a prompt share is computed once as well. The last token
-    of a completion predicts nothing, so it is left out. Documents share nothing with each other.
-
-    Args:
-        batch (`Rows`): B rows, those of a prompt next to each other.
-        device (`torch.device`): where the tensors go.
-        with_ends (`bool`): keep the last tokens, whose places are then known.
-        shares_more (`bool`): False: only prompts are shared, not what completions begin with.
+    The beginning that all completions of a prompt share is computed once as well, unless
+    `shares_more` is False. The last token of a completion predicts nothing, so it is left out, or
+    else `with_ends` its place is known. Documents share nothing with each other.
     """
     # Neighboring rows with the same prompt.
     runs = groupby(range(len(batch)), key=lambda row: list(batch.prompt_ids[row]))

@@ -16,30 +16,21 @@ from ..distributed import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyHandle:
-    """The policy, whatever wraps it by the time it is read.
+    """The policy, whatever wraps it by the time it is read."""
 
-    Args:
-        current: returns the policy as it was prepared for training. Engines that shard weights
-            replace it when training begins, so nobody keeps what this returns.
-        tokenizer: the policy's.
-        ranks (`Ranks`): all processes.
-        device (`torch.device`): where the policy lives on this rank.
-        dtype (`torch.dtype`): in which it computes.
-        logps: log-probabilities, at the sampling temperature, of a completion after a prompt, each
-            given as token ids; all ranks ask for them together.
-        inference: returns a context manager that yields the bare policy in evaluation mode, whole
-            or one layer at a time; all ranks enter and leave it together.
-        layers_in_step (`bool`): whether `inference` gathers one layer at a time, so that all ranks
-            must run the policy's layers equally often.
-    """
-
+    # The policy as it was prepared for training. Engines that shard weights replace it when
+    # training begins, so nobody keeps what this returns.
     current: Callable[[], nn.Module]
     tokenizer: PreTrainedTokenizerBase
-    ranks: Ranks
-    device: torch.device
-    dtype: torch.dtype
+    ranks: Ranks  # all processes
+    device: torch.device  # of the policy on this rank
+    dtype: torch.dtype  # in which it computes
+    # Log-probabilities, at the sampling temperature, of a completion after a prompt, both in token
+    # ids; all ranks ask for them together.
     logps: Callable[[list[int], list[int]], list[float]]
+    # Yields the bare policy in evaluation mode; all ranks enter and leave together.
     inference: Callable[[], AbstractContextManager[Any]]
+    # Whether it is gathered layer by layer, so that all ranks must run layers equally often.
     layers_in_step: bool = False
 
     @property

@@ -19,9 +19,7 @@ def is_quantized(model: nn.Module) -> bool:
 def check_sharding(model: nn.Module, accelerator: Any) -> None:
     """Refuse quantized weights that an engine cannot divide.
 
-    Raises:
-        ValueError: under FSDP1, which flattens floating-point weights only, and for 8 bits under
-            FSDP2.
+    FSDP1 flattens floating-point weights only, and FSDP2 cannot divide 8 bits.
     """
     version = fsdp_version(accelerator)
     bits = 8 if getattr(model, "is_loaded_in_8bit", False) else 4
@@ -36,10 +34,8 @@ def keep_trainable(model: nn.Module) -> None:
     """Stop bitsandbytes from converting 4-bit weights for inference when the model evaluates.
 
     On processors with AVX512-BF16 it does so at the first forward in evaluation mode: scales are
-    rounded to bfloat16, and no gradient passes through the layer from then on.
-
-    Raises:
-        ValueError: if weights were converted before, which cannot be undone exactly.
+    rounded to bfloat16, and no gradient passes through the layer from then on. Weights that were
+    converted before are refused: it cannot be undone exactly.
     """
     for name, module in model.named_modules():
         state = getattr(getattr(module, "weight", None), "quant_state", None)

@@ -25,11 +25,7 @@ Run = Callable[..., tuple[Tensor, States]]
 
 
 class Fork:
-    """What layers take for a cache of states: it begins with some, and knows the last ones.
-
-    Args:
-        states: by what they are, layer and number; every state (n, ...) is that of n rows.
-    """
+    """What layers take for a cache of states (n, ...) of n rows: it knows the last ones."""
 
     def __init__(self, states: States | None = None):
         self.states = dict(states or {})

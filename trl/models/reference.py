@@ -33,15 +33,10 @@ def create_reference_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class FrozenCopy:
-    """A separate frozen model.
+    """A separate frozen model: a copy, or one that nobody else uses."""
 
-    Args:
-        model (`PreTrainedModel`): the policy to copy, before it is wrapped for training.
-        copies (`bool`): False: the model is nobody else's, so it is frozen itself.
-    """
-
-    def __init__(self, model: PreTrainedModel, copies: bool = True):
-        self.model = (copy_weights(model) if copies else model).requires_grad_(False).eval()
+    def __init__(self, model: PreTrainedModel):
+        self.model = model.requires_grad_(False).eval()
 
     def prepare(self, accelerator: Accelerator) -> FrozenCopy:
         """Move the copy to where the policy will train, sharded as the policy will be."""
@@ -116,11 +111,12 @@ def make_reference(
     into a frozen one. So are those of an adapter whose start has changed the base weights.
     """
     if given is not None:
-        return FrozenCopy(given, copies=False)
+        return FrozenCopy(given)
     if not is_peft_model(model):
-        return FrozenCopy(model)
+        return FrozenCopy(create_reference_model(model))
     _check_bias(model)
-    if not brought_adapter and not _changed_base(model):
+    start = getattr(model.peft_config[model.active_adapter], "init_lora_weights", True)
+    if not brought_adapter and not str(start).startswith(CHANGING_STARTS):
         return AdapterOff(model)
     if REFERENCE_ADAPTER in model.peft_config:
         raise ValueError(
@@ -156,11 +152,6 @@ def _check_bias(model: nn.Module) -> None:
             f"bias={bias!r} trains biases of the base model, so no reference is left for the KL "
             "penalty: use bias='none' in the adapter's configuration, or beta=0."
         )
-
-
-def _changed_base(model: nn.Module) -> bool:
-    start = getattr(model.peft_config[model.active_adapter], "init_lora_weights", True)
-    return isinstance(start, str) and start.startswith(CHANGING_STARTS)
 
 
 # --- A frozen copy, spread over ranks as the policy is ---

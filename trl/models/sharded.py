@@ -32,9 +32,7 @@ def gathered_parameters(
 ) -> AbstractContextManager[Any]:
     """Hold whole parameters; nothing is to be done for those that ZeRO-3 has not partitioned.
 
-    Args:
-        parameters: of a model.
-        changed_by (`int`, *optional*): rank whose changes all ranks take over.
+    All ranks take over what rank `changed_by` has changed.
     """
     found = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
     if not found:
@@ -108,10 +106,6 @@ def gathered(model: nn.Module, at_once: bool = True) -> Iterator[None]:
       projection); a layer is gathered while it runs. All ranks must run the layers equally often.
 
     Does nothing if weights are not sharded.
-
-    Args:
-        model: as it was prepared for training, wrappers included.
-        at_once (`bool`): see above.
     """
     gather = gather_of(model)
     if gather is None:

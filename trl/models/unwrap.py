@@ -46,12 +46,8 @@ def run_inside(
     """Call `model`, with `work` in place of the forward of the causal model below the wrappers.
 
     The wrappers of distributed training and of adapters do their part before and after, on the
-    result of `work` instead of the model's own.
-
-    Args:
-        inputs: keyword arguments.
-        work: is given the forward that it replaces, and the inputs as the wrappers hand them on;
-            returns a tuple.
+    result of `work` instead of the model's own. It is given the forward that it replaces, and the
+    inputs as the wrappers hand them on, and returns a tuple.
     """
     causal = causal_model(model)
     forward = causal.forward
@@ -138,11 +134,14 @@ def embeddings_in_place(model: nn.Module, wanted: bool = True) -> Iterator[None]
     """
     with ExitStack() as stack:
         for module in model.modules() if wanted and torch.is_grad_enabled() else ():
-            if type(module) is not nn.Embedding or "forward" in vars(module):
-                continue
-            if not (module.sparse or module.scale_grad_by_freq or module.max_norm):
+            if type(module) is nn.Embedding and _is_plain(module):
                 stack.enter_context(replaced_forward(module, partial(_look_up, module)))
         yield
+
+
+def _is_plain(module: nn.Embedding) -> bool:
+    special = module.sparse or module.scale_grad_by_freq or module.max_norm
+    return not special and "forward" not in vars(module)
 
 
 def _look_up(module: nn.Embedding, ids: Tensor) -> Tensor:
@@ -183,13 +182,8 @@ def policy_for_inference(
     """Yield the bare policy in evaluation mode and under the autocast of training.
 
     Evaluation mode switches dropout and activation recomputation off, so that completions come
-    from the policy itself. Sharded weights are gathered; then all ranks must enter and leave
-    together, even after an error.
-
-    Args:
-        model: the policy as it was prepared for training.
-        accelerator (`Accelerator`): that prepared it.
-        at_once (`bool`): False: a layer is gathered while it runs; see `sharded.gathered`.
+    from the policy itself. Sharded weights are gathered, at once or layer by layer (see
+    `sharded.gathered`); then all ranks must enter and leave together, even after an error.
     """
     bare = accelerator.unwrap_model(model)
     with gathered(model, at_once), evaluating(bare), accelerator.autocast():

@@ -28,12 +28,8 @@ WEIGHTS = "model.safetensors"
 def add_value_model(policy: nn.Module, given: nn.Module | None, device: torch.device) -> None:
     """Make what gives values a part of a policy that nothing has wrapped yet, besides an adapter.
 
-    Args:
-        given (*optional*): a sequence classifier with one label. None: a linear layer on the hidden
-            states of the policy; its first values are 0.
-
-    Raises:
-        TypeError: if `given` has no layer that scores a token.
+    It is a sequence classifier with one label, or else a linear layer on the hidden states of the
+    policy, whose first values are 0.
     """
     causal = causal_model(policy)
     if given is None:
@@ -65,14 +61,9 @@ def value_reader(policy: nn.Module) -> Reader:
 
 @dataclass(frozen=True)
 class DecoderValues(Reader):
-    """Values (B, C) by a classifier that reads the same tokens as the policy.
+    """Values (B, C) by a classifier that reads the same tokens as the policy."""
 
-    Args:
-        model: a part of the policy.
-        can_pack (`bool`): whether rows may lie behind one copy of their prompt.
-    """
-
-    model: Any
+    model: Any  # a part of the policy
     can_pack: bool = False
     what = "values"
 

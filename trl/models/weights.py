@@ -30,13 +30,8 @@ def full_weights(model: nn.Module) -> Weights:
     that bitsandbytes holds in 4 bits are dequantized, and merged in float32.
 
     Sharded weights are gathered module by module (FSDP1: unit by unit), so all ranks must go
-    through all of them; a rank that stops early leaves the others waiting.
-
-    Args:
-        model: plain, or as it was prepared for training with DDP, FSDP1, FSDP2 or DeepSpeed.
-
-    Yields:
-        `tuple[str, Tensor]`: a tensor is valid until the next one is asked for; do not write to it.
+    through all of them; a rank that stops early leaves the others waiting. A tensor is valid until
+    the next one is asked for; do not write to it.
 
     Raises:
         ValueError: at once, as `check_weights`.
@@ -46,11 +41,7 @@ def full_weights(model: nn.Module) -> Weights:
 
 
 def check_weights(model: nn.Module) -> None:
-    """Check that whole weights can stand for the policy.
-
-    Raises:
-        ValueError: for a base model in 8 bits, or an adapter that is no change of weights.
-    """
+    """Refuse policies for which whole weights cannot stand."""
     causal = causal_model(model)
     if is_quantized(causal) and not getattr(causal, "is_loaded_in_4bit", False):
         kind = "quantized"
@@ -229,27 +220,17 @@ def _copy(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Factors:
-    """The change of one linear layer, whose weight becomes `weight + second @ first`.
+    """The change of one linear layer, whose weight becomes `weight + second @ first`."""
 
-    Args:
-        layer (`str`): its name in the base model.
-        first (`Tensor`): (rank, inputs).
-        second (`Tensor`): (outputs, rank), times the scale of the adapter.
-    """
-
-    layer: str
-    first: Tensor
-    second: Tensor
+    layer: str  # its name in the base model
+    first: Tensor  # (rank, inputs)
+    second: Tensor  # (outputs, rank), times the scale of the adapter
 
 
 def why_not_low_rank(model: nn.Module) -> str | None:
     """What makes a policy more than a frozen model with two factors for some of its layers.
 
-    Args:
-        model: before it is wrapped for training.
-
-    Returns:
-        The reason in words that follow "it has"; None if there is none.
+    In words that follow "it has"; None if nothing does. Asked before it is wrapped for training.
     """
     if not is_peft_model(model):
         return "no adapter"

@@ -66,19 +66,13 @@ class LogitTransform:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How logits are computed.
-
-    Args:
-        transform (`LogitTransform`): temperature, scale and soft cap.
-        chunk (`int`, *optional*): logits held at once. None: a measured default for the device.
-        dtype (`torch.dtype`, *optional*): of the matrix products. None: that of the weight.
-        in_place (`bool`): add gradients of weight and bias to their `.grad` tile by tile, if that
-            may be; only for `backward()`, whose result is read there.
-    """
+    """How logits are computed."""
 
     transform: LogitTransform = LogitTransform()
-    chunk: int | None = None
-    dtype: torch.dtype | None = None
+    chunk: int | None = None  # logits held at once. None: a measured default for the device
+    dtype: torch.dtype | None = None  # of the matrix products. None: that of the weight
+    # Add gradients of weight and bias to their `.grad` tile by tile, if that may be; only for
+    # `backward()`, whose result is read there.
     in_place: bool = False
 
     def walk(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[_Tile]:
@@ -144,12 +138,7 @@ def linear_log_probs(
 
 
 def tile_shape(chunk: int, tokens: int) -> tuple[int, int]:
-    """Tokens and vocabulary entries of the largest tile of the logits of so many tokens.
-
-    Args:
-        chunk (`int`): logits held at once.
-        tokens (`int`): all tokens that predict.
-    """
+    """Tokens and vocabulary entries of the largest tile, with `chunk` logits, of so many tokens."""
     entries = max(64, chunk // max(1, min(TOKENS_IN_TILE, tokens)))
     return max(1, min(TOKENS_IN_TILE, chunk // 64)), entries
 

@@ -24,17 +24,12 @@ MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 class RatioBounds:
     """How the ratio of the probabilities of trainer and sampler becomes a weight of the loss.
 
-    Args:
-        mode (`str`): one ratio a token, or their product for each completion ("sequence"). Beyond
-            the bounds it is set to the bound ("truncate") or to 0 ("mask").
-        low, high (`float`, *optional*): the bounds. None: unbounded.
-
-    Raises:
-        ValueError: for an unknown mode.
+    There is one a token, or their product for each completion ("sequence"). Beyond the bounds it is
+    set to the bound ("truncate") or to 0 ("mask").
     """
 
-    mode: str = "sequence_mask"
-    low: float | None = None
+    mode: str = "sequence_mask"  # one of `MODES`
+    low: float | None = None  # None: unbounded
     high: float | None = 3.0
 
     def __post_init__(self) -> None:

@@ -18,16 +18,11 @@ class Support:
     Min-p first; of what it leaves the `top_k` most likely tokens, with all that are as likely as
     the last of them; of these, with their probabilities renormalized, the most likely ones that
     reach the mass `top_p` together.
-
-    Args:
-        top_p (`float`): above 0; 1 and more keep all.
-        top_k (`int`): 0 and less keep all.
-        min_p (`float`): share of the largest probability below which tokens are dropped.
     """
 
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    top_p: float = 1.0  # above 0; 1 and more keep all
+    top_k: int = 0  # 0 and less keep all
+    min_p: float = 0.0  # share of the largest probability below which tokens are dropped
 
     @property
     def is_whole(self) -> bool:

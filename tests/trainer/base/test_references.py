@@ -16,7 +16,7 @@ from trl.trainer.offline.offline_config import PreferenceConfig
 def moving(seed):
     """A reference that moves, and its model."""
     model = tiny_model(seed=seed)
-    return MovingReference(FrozenCopy(model, copies=False), Accelerator(cpu=True)), model
+    return MovingReference(FrozenCopy(model), Accelerator(cpu=True)), model
 
 
 def test_what_is_written_is_read(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -22,14 +23,7 @@ from ...progress import finish
 from ...types import Generations, Prompts, Sampling
 from ..base import NAMED, GenerationBackend, cut_generations, merge_named
 from .batch_limits import BatchLimits
-from .sampler import (
-    RepetitionPenalty,
-    RowDraws,
-    RowSampler,
-    StopTexts,
-    rows_from,
-    seeded,
-)
+from .sampler import RepetitionPenalty, RowDraws, RowSampler, StopTexts, rows_from, seeded
 from .shared_decoding import SharedDecoder, decoding_comparison
 from .synced_forward import SyncedForward
 
@@ -102,12 +96,9 @@ class TransformersBackend(GenerationBackend):
         """Complete every row; see `GenerationBackend`."""
         sampling = seeded(sampling, len(prompts))
         with self.policy() as model, self._with_others(model):
-
-            def complete(rows: range) -> Generations:
-                with rows_from(rows.start):
-                    return self._complete(model, prompts.select(rows), _seeds(sampling, rows))
-
-            found = Generations.concatenate(self.attempt(len(prompts), complete))
+            complete = partial(self._complete, model)
+            run = partial(_of_rows, complete, prompts, sampling)
+            found = Generations.concatenate(self.attempt(len(prompts), run))
         if not self.ranks.all(found.sampling_logps is not None):
             # What is computed from them is computed on all ranks or on none.
             found = replace(found, sampling_logps=None)
@@ -127,14 +118,13 @@ class TransformersBackend(GenerationBackend):
             model, decoding_comparison(model, prompts, sampling, self.pad_id)
         )
         if shared and head is not None:
-            complete = self._shared(SharedDecoder(model, head, sampling, greedy))
+            complete: Complete = partial(_shared, SharedDecoder(model, head, sampling, greedy))
         else:
             ends = rest.pop("stop_strings", None) or ()
-            complete = self._padded(model, self._config(sampling, rest), greedy, ends)
-        found = []
-        for rows in self._pieces(model, prompts.token_ids, sampling, shared):
-            with rows_from(rows.start):
-                found.append(complete(prompts.select(rows), _seeds(sampling, rows)))
+            config = self._config(sampling, rest)
+            complete = partial(self._padded, model, config, greedy, ends)
+        pieces = self._pieces(model, prompts.token_ids, sampling, shared)
+        found = [_of_rows(complete, prompts, sampling, rows) for rows in pieces]
         return Generations.concatenate(found)
 
     def _pieces(
@@ -189,35 +179,31 @@ class TransformersBackend(GenerationBackend):
             **options,
         )
 
-    def _shared(self, decode: SharedDecoder) -> Complete:
-        def complete(prompts: Prompts, sampling: Sampling) -> Generations:
-            ids, logps = decode(prompts.token_ids, sampling.seeds or ())
-            return cut_generations(ids, sampling, logps)
-
-        return complete
-
     def _padded(
-        self, model: Any, config: GenerationConfig, greedy: bool, ends: str | Sequence[str]
-    ) -> Complete:
-        def complete(prompts: Prompts, sampling: Sampling) -> Generations:
-            lengths = torch.tensor(list(map(len, prompts.token_ids)))
-            draws, width = RowDraws(sampling, self.device), int(lengths.max())
-            processors = LogitsProcessorList()
-            if sampling.repetition_penalty != 1.0:
-                padding = (width - lengths).to(self.device)
-                processors.append(RepetitionPenalty(sampling.repetition_penalty, padding))
-            if not greedy:
-                processors.append(RowSampler(draws, width))
-            texts = [StopTexts(self.tokenizer, ends, width)] if ends else []
-            options = {"logits_processor": processors}
-            options |= {"stopping_criteria": StoppingCriteriaList(texts)}
-            output = self._generate(model, prompts.token_ids, config, **options)
-            draws.check()
-            finish(len(prompts))
-            found = cut_generations(output[:, width:].tolist(), sampling)
-            return texts[0].cut(found) if texts else found
-
-        return complete
+        self,
+        model: Any,
+        config: GenerationConfig,
+        greedy: bool,
+        ends: str | Sequence[str],
+        prompts: Prompts,
+        sampling: Sampling,
+    ) -> Generations:
+        lengths = torch.tensor(list(map(len, prompts.token_ids)))
+        draws, width = RowDraws(sampling, self.device), int(lengths.max())
+        processors = LogitsProcessorList()
+        if sampling.repetition_penalty != 1.0:
+            padding = (width - lengths).to(self.device)
+            processors.append(RepetitionPenalty(sampling.repetition_penalty, padding))
+        if not greedy:
+            processors.append(RowSampler(draws, width))
+        texts = [StopTexts(self.tokenizer, ends, width)] if ends else []
+        options = {"logits_processor": processors}
+        options |= {"stopping_criteria": StoppingCriteriaList(texts)}
+        output = self._generate(model, prompts.token_ids, config, **options)
+        draws.check()
+        finish(len(prompts))
+        found = cut_generations(output[:, width:].tolist(), sampling)
+        return texts[0].cut(found) if texts else found
 
     def _config(self, sampling: Sampling, rest: dict[str, Any]) -> GenerationConfig:
         options = {
@@ -233,5 +219,13 @@ class TransformersBackend(GenerationBackend):
         return GenerationConfig(**options | rest)
 
 
-def _seeds(sampling: Sampling, rows: range) -> Sampling:
-    return sampling.replace(seeds=tuple(sampling.seeds or ())[rows.start : rows.stop])
+def _shared(decode: SharedDecoder, prompts: Prompts, sampling: Sampling) -> Generations:
+    ids, logps = decode(prompts.token_ids, sampling.seeds or ())
+    return cut_generations(ids, sampling, logps)
+
+
+def _of_rows(complete: Complete, prompts: Prompts, sampling: Sampling, rows: range) -> Generations:
+    """Complete some of the rows, which keep their seeds, and count them from the first of all."""
+    seeds = tuple(sampling.seeds or ())[rows.start : rows.stop]
+    with rows_from(rows.start):
+        return complete(prompts.select(rows), sampling.replace(seeds=seeds))

@@ -19,10 +19,9 @@ class BatchLimits:
     def cut(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, model: Any, shared: bool
     ) -> Iterator[range]:
-        """Cut rows into runs within the bounds; a run has one row at least.
+        """Cut rows into runs within the bounds, of one row at least.
 
-        The model's configuration says how large a token's keys and values are; with `shared`, rows
-        of a prompt read one copy of it.
+        With `shared`, rows of a prompt read one copy of it.
         """
         per_token = 0 if self.cache_bytes is None else cache_bytes_per_token(model)
         start, tokens = 0, 0

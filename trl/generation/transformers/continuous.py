@@ -37,9 +37,6 @@ class ContinuousBackend(GenerationBackend):
     Each row draws from its own random stream, as with `TransformersBackend`: what a row becomes
     does not depend on the rows it runs with. The policy keeps its mode and its precision. The
     forward runs in the dtype of the weights, without autocast.
-
-    Raises:
-        ValueError: for an option that transformers does not know.
     """
 
     policy: Callable[[], AbstractContextManager[Any]]  # yields it bare, in evaluation mode
@@ -197,6 +194,7 @@ class _Draws(ContinuousBatchingLogitsProcessor):
         self.of_rows = RowDraws(sampling, device)
         self._width = sampling.max_tokens
         self._prompt_lengths = prompt_lengths
+        self._no_row = len(prompt_lengths) * self._width
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
         """Requests that only warm the engine up come after all rows."""
@@ -212,10 +210,6 @@ class _Draws(ContinuousBatchingLogitsProcessor):
         """Return scores (B, V) that are 0 at the tokens drawn, and -inf elsewhere."""
         numbers = tensor_arg[: scores.shape[0]].long()
         return self.of_rows.decide(scores, numbers // self._width, numbers % self._width)
-
-    @property
-    def _no_row(self) -> int:
-        return len(self._prompt_lengths) * self._width
 
     def _number(self, state: Any) -> int:
         if not state.request_id.startswith(ROW):

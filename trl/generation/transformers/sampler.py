@@ -76,15 +76,11 @@ def uniforms(seeds: Sequence[int], count: int) -> Tensor:
 
 
 def pick(scores: Tensor, draws: Tensor) -> Tensor:
-    """Draw one token for each row by inverting the cumulative distribution.
+    """Draw one token (B,) for each row by inverting the cumulative distribution.
 
-    Args:
-        scores (`Tensor` (B, V)): filtered logits; -inf marks impossible tokens.
-        draws (`Tensor` (B,)): numbers in [0, 1).
-
-    Returns:
-        `Tensor` (B,): token ids in [0, V); never one of probability zero. Where scores are NaN it
-        is some id, for an error on an accelerator would end the process: the caller must look.
+    Scores (B, V) are filtered logits, -inf marks impossible tokens, and draws (B,) lie in [0, 1).
+    Where scores are NaN it is some id, for an error on an accelerator would end the process: the
+    caller must look.
     """
     cumulative = scores.float().softmax(-1).double().cumsum(-1)
     targets = draws.to(cumulative.device)[:, None] * cumulative[:, -1:]
@@ -118,11 +114,7 @@ class RowDraws:
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
 
     def check(self) -> None:
-        """Raise if a token was to be drawn from logits that are not a distribution.
-
-        Raises:
-            NonFiniteLogitsError: naming the rows.
-        """
+        """Raise `NonFiniteLogitsError` if a token was to be drawn from logits that are NaN."""
         rows = self._bad[:-1].nonzero().flatten().tolist()
         if rows:
             raise NonFiniteLogitsError(rows)

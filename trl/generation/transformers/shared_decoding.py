@@ -232,7 +232,7 @@ class SharedDecoder:
         self._prefill(list(dict.fromkeys(rows.prompts)))
         prefixes = [self._prefixes[prompt] for prompt in rows.prompts]
         hidden = torch.stack([prefix.hidden for prefix in prefixes])
-        names = prefixes[0].states if prefixes else ()
+        names = prefixes[0].states
         states = {name: torch.cat([x.states[name] for x in prefixes]) for name in names}
         cache = GrowingCache(limit, self._windows, states)
         for step in range(limit):
