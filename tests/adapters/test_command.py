@@ -31,6 +31,7 @@ def test_training_a_quantized_model(tmp_path):
     (folder / "rewards.py").write_text(REWARD)
     done = run_trl_forked([*WORDS, *FOUR], folder)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "is_gradient_checkpointing" not in done.stderr, "what users can do nothing about"
     states = load_file(folder / "out" / "adapter_model.safetensors")
     assert all("lora_" in name for name in states)
     assert all(v.any() for name, v in states.items() if "lora_B" in name), "nothing was learned"

@@ -7,6 +7,7 @@ from online_runs import dataset, make_trainer, weights
 from rich.console import Console
 from tiny import tiny_model
 from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState
+from transformers.utils import logging
 
 from trl.progress import begin, finish
 from trl.trainer.callbacks import (
@@ -54,6 +55,7 @@ def trained(tmp_path, callback):
         eval_steps=1,
         logging_steps=2,
         max_steps=2,
+        save_strategy="steps",
     )
     trainer.train()
     return trainer
@@ -77,6 +79,7 @@ def test_a_run_in_a_terminal(tmp_path, capsys):
     assert re.fullmatch(rf"step 2/2  ━+  ETA 0:00:00  reward 0  length \S+  {CLOCK} *", last)
     assert re.search(f"{EVALUATION} *\n", shown)
     assert "evaluation " in shown
+    assert "Writing" not in shown and logging.is_progress_bar_enabled()
     assert callback._drawing is None
 
 

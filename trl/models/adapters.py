@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +26,9 @@ CONFIG = "adapter_config.json"
 # They change what an adapter does, and no tensor shows it.
 SCALES = ("peft_type", "lora_alpha", "alpha_pattern", "use_rslora")
 MOST_NAMED = 5
+
+# peft asks for it by a name that transformers has given up.
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 
 def add_adapter(model: PreTrainedModel, peft_config: Any, checkpointing: bool) -> nn.Module:
@@ -95,9 +99,8 @@ def adapter_base(name: str, revision: str | None = None) -> tuple[str, str | Non
 
 def load_adapter(model: PreTrainedModel, name: str, revision: str | None = None) -> nn.Module:
     """Put a stored adapter on its base model, to be trained further."""
-    peft = require("peft", "the adapter")
-    base = _prepare_base(model)
-    return peft.PeftModel.from_pretrained(base, name, is_trainable=True, revision=revision)
+    kind, base = require("peft", "the adapter").PeftModel, _prepare_base(model)
+    return kind.from_pretrained(base, name, is_trainable=True, revision=revision)
 
 
 # --- Checkpoints ---
@@ -105,10 +108,7 @@ def load_adapter(model: PreTrainedModel, name: str, revision: str | None = None)
 
 @contextmanager
 def storing_adapters_only(model: nn.Module) -> Iterator[None]:
-    """Inside, an adapter on the embedding or the head is stored without the matrix below it.
-
-    A matrix with rows that the base model lacks, for added tokens, is stored all the same.
-    """
+    """Inside, adapters of embedding and head are stored without its matrix unless it has grown."""
     if not is_peft_model(model) or _has_grown(model):
         yield
         return

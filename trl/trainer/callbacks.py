@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerState
+from transformers.utils import logging
 
 from ..imports import is_available, public_names, require
 from ..models.sharded import local_shard, release
@@ -298,6 +299,9 @@ class RichProgressCallback(_ProgressCallback):
         if self._drawing is None:
             self._drawing = self._live.Live(self, console=self._console, refresh_per_second=4)
             self._drawing.start()
+            if logging.is_progress_bar_enabled():
+                logging.disable_progress_bar()  # that of a checkpoint would be drawn into this one
+                self._watching.callback(logging.enable_progress_bar)
 
 
 def show_progress(trainer: Trainer) -> None:

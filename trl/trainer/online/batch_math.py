@@ -42,25 +42,18 @@ class BatchPlan:
 
     def describe(self) -> str:
         """Say in one sentence what an update consists of."""
-        rows = self.micro_batch * self.num_processes * self.accumulation
-        parts = [
-            f"each update: {_prompts(rows, self.group_size)} x {self.group_size} completions = "
-            f"{rows} sequences, in {count(self.accumulation, 'micro-batch', 'micro-batches')} on "
+        rows, group = self.micro_batch * self.num_processes * self.accumulation, self.group_size
+        prompts = f"{rows / group:.2f} prompts" if rows % group else count(rows // group, "prompt")
+        words = (
+            f"each update: {prompts} x {group} completions = {rows} sequences, in "
+            f"{count(self.accumulation, 'micro-batch', 'micro-batches')} on "
             f"{count(self.num_processes, 'rank')}"
-        ]
-        if self.micro_batches != self.accumulation or self.iterations > 1:
-            updates = self.micro_steps_per_round / self.accumulation
-            parts.append(
-                f"; each generation round of {self.round_rows} sequences serves "
-                f"{updates:g} update{'' if updates == 1 else 's'}"
-            )
-        return "".join(parts)
-
-
-def _prompts(rows: int, group_size: int) -> str:
-    if rows % group_size:
-        return f"{rows / group_size:.2f} prompts"
-    return count(rows // group_size, "prompt")
+        )
+        if self.micro_batches == self.accumulation and self.iterations == 1:
+            return words
+        updates = self.micro_steps_per_round / self.accumulation
+        words += f"; each generation round of {self.round_rows} sequences serves {updates:g} update"
+        return words + "s" * (updates != 1)
 
 
 def nearest_multiples(value: int, base: int) -> str:

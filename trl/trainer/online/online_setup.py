@@ -172,18 +172,18 @@ class PromptOrder:
             check_eval_groups(args.eval_rows, args.world_size, args.eval_group_size)
             _check_prompts("eval_dataset", dataset)
             dataset = self._encode.check("eval_dataset", dataset)
+
+        def kept(order: Any) -> Any:
+            if is_training:
+                self._training = order
+            return order
+
         if isinstance(dataset, IterableDataset):
             if is_training and shuffles:
                 dataset = dataset.shuffle(seed=args.seed)
-            dataset = RepeatIterableDataset(dataset, *repeats)
-            self._training = dataset if is_training else self._training
-
-        def sampler(rows: Any) -> RepeatSampler:
-            order = RepeatSampler(rows, *repeats, shuffle=shuffles, seed=args.seed)
-            self._training = order if is_training else self._training
-            return order
-
-        return dataset, sampler
+            dataset = kept(RepeatIterableDataset(dataset, *repeats))
+        seeded = {"shuffle": shuffles, "seed": args.seed}
+        return dataset, lambda rows: kept(RepeatSampler(rows, *repeats, **seeded))
 
     def set_epoch(self, epoch: int) -> None:
         """Let training go on in the order of an epoch."""
