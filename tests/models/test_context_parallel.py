@@ -42,7 +42,7 @@ def test_ranks_see_together_what_the_row_sees(ranks):
 def test_windows_that_rows_outgrow_are_refused():
     places, states = SlicedPacking((), None, longest=9), torch.ones(1, 2, 3, 8)
     with pytest.raises(NotImplementedError, match="does not know attention windows"):
-        places.attend(states, (states, states), Rules(0, 1.0, Window(8)), None)
+        places.attend(states, (states, states), Rules(0, 1.0, Window(8)))
 
 
 def test_models_whose_rows_cannot_be_divided_are_refused():

@@ -1,5 +1,6 @@
 """Attention of packed rows against masked attention over all of them."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -140,7 +141,8 @@ def compare(groups, rules, mask, value_size=8, sink=None, dtype=torch.float64):
     exact, ours = ([x.to(t).requires_grad_() for x in tensors] for t in (torch.float64, dtype))
     expected = explicit(*exact[:3], mask, rules.cap, *exact[3:])
     packing = Packing.of(groups, "cpu")
-    found = packed_attention(ours[0], (ours[1], ours[2]), packing, rules, *ours[3:])
+    rules = replace(rules, sink=ours[3] if ours[3:] else None)
+    found = packed_attention(ours[0], (ours[1], ours[2]), packing, rules)
     upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     wanted = [expected, *torch.autograd.grad(expected, exact, upstream)]
     got = [found, *torch.autograd.grad(found, ours, upstream.to(dtype))]
@@ -256,9 +258,9 @@ def test_decoding_within_a_window(own, sink):
     decoding = Decoding((slice(0, 1), slice(1, 3)), {0: prefixes})
     query, key, value = draw(3, 4, 1, 8), draw(3, 2, own, 8), draw(3, 2, own, 6)
     held = slice(max(0, own - 5), own)
-    rules = Rules(0, SCALE, Window(5))
+    rules = Rules(0, SCALE, Window(5), sink=sink)
     mine = key[:, :, held], value[:, :, held]
-    found = decoding.attend(query, mine, rules, sink)
+    found = decoding.attend(query, mine, rules)
     for row, prefix in enumerate((prefixes[0], prefixes[1], prefixes[1])):
         keys, values = (
             torch.cat([before, new[row : row + 1]], 2)[:, :, -5:]

@@ -83,11 +83,7 @@ def is_adapter(name: str, revision: str | None = None) -> bool:
 
 
 def adapter_base(name: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Name and revision of the model that a stored adapter was trained on.
-
-    Raises:
-        ValueError: if the adapter does not say.
-    """
+    """Name and revision of the model that a stored adapter was trained on, which it must say."""
     config = require("peft", "the adapter").PeftConfig.from_pretrained(name, revision=revision)
     if not config.base_model_name_or_path:
         raise ValueError(

@@ -71,14 +71,12 @@ class SlicedPacking:
     buckets = ()
     is_one_prefix = False
 
-    def attend(
-        self, query: Tensor, own: tuple[Tensor, Tensor], rules: Rules, sink: Tensor | None
-    ) -> Tensor:
+    def attend(self, query: Tensor, own: tuple[Tensor, Tensor], rules: Rules) -> Tensor:
         """Attend from this rank's tokens (1, N, t, D), with keys and values of the same tokens."""
         if rules.window is not None and rules.window.size < self.longest:
             raise NotImplementedError("Context parallelism does not know attention windows.")
         keys, values = map(self.context.gather, own)
-        return attend_to_places(query, (keys, values), self, rules, sink)
+        return attend_to_places(query, (keys, values), self, rules)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +104,7 @@ class SlicedLayout(Layout):
 
 
 class ContextParallel:
-    """The ranks that divide the tokens of a row among them.
-
-    Args:
-        group: their process group; they are given the same rows.
-    """
+    """The ranks of a process group, which divide the tokens of the same rows among them."""
 
     def __init__(self, group: Any):
         self.group = group

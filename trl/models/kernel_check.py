@@ -59,11 +59,8 @@ def noted_heads(model: nn.Module) -> Iterator[set[Heads]]:
 def check_kernels(device: torch.device, layers: Collection[Heads]) -> None:
     """Compare outputs and gradients with masked attention, for each kind of layer of `noted_heads`.
 
-    What a process has checked of a kernel is not checked again.
-
-    Raises:
-        RuntimeError: if they are further from full precision than rounding explains, if the kernel
-            fails, or without layers.
+    It is an error if they are further from full precision than rounding explains, and without
+    layers. What a process has checked of a kernel is not checked again.
     """
     if not layers:
         raise RuntimeError("its layers did not ask for attention")

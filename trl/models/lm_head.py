@@ -66,9 +66,7 @@ class OutputHead:
     ) -> Tensor:
         """Logits (M, V) of hidden states (M, H), in float32 at least.
 
-        Args:
-            autocast (`torch.dtype`, *optional*): precision of autocast in the model's forward.
-            project (*optional*): what is called in place of the module.
+        `autocast` is that of the model's forward; `project` is called in place of the module.
         """
         if self._kind is nn.Linear and autocast is None:  # other modules convert by themselves
             weight: Any = self._inner.weight
@@ -148,10 +146,7 @@ def cast_head_to_float32(model: PreTrainedModel) -> None:
     """Make the output projection of `model` compute in float32, outside of autocast.
 
     With tied weights the embedding becomes float32 too; its output is cast back, so the layers
-    see the precision they were loaded in.
-
-    Raises:
-        ValueError: if the model has no output projection, or it carries an adapter.
+    see the precision they were loaded in. There must be a projection, without an adapter.
     """
     head = model.get_output_embeddings()
     if head is None:

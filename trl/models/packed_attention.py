@@ -31,6 +31,7 @@ class Rules:
     scale: float  # factor of the products of queries and keys
     window: Window | None = None
     cap: float | None = None  # what products are bent to stay below
+    sink: Tensor | None = None  # (N,) products with one more key, whose value is 0
 
     @classmethod
     def of(cls, module: Any, query: Tensor, options: dict[str, Any]) -> Rules:
@@ -42,7 +43,7 @@ class Rules:
         kinds = getattr(config, "layer_types", None)
         if kinds and kinds[layer] == "chunked_attention":
             window = Window(config.attention_chunk_size, is_chunked=True)
-        return cls(layer, scale, window, options.get("softcap"))
+        return cls(layer, scale, window, options.get("softcap"), options.get("s_aux"))
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,7 @@ class Decoding:
     # For each layer and group, keys (1, K, P, D) and values (1, K, P, E).
     layers: Mapping[int, Sequence[tuple[Tensor, Tensor]]]
 
-    def attend(
-        self, query: Tensor, own: tuple[Tensor, Tensor], rules: Rules, sink: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, query: Tensor, own: tuple[Tensor, Tensor], rules: Rules) -> Tensor:
         """Attend from one new token (m, N, 1, D) of each row to its prefix and to its own tokens.
 
         `own` are keys (m, K, t, D) and values (m, K, t, E) of what the rows generated; the rest is
@@ -78,8 +77,8 @@ class Decoding:
             for place, new in zip(before, found, strict=True):
                 place[rows] = new.transpose(0, 2)
         output, normalizer = merge(before, (output, normalizer))
-        if sink is not None:
-            output, _ = drain(output, normalizer, sink)
+        if rules.sink is not None:
+            output, _ = drain(output, normalizer, rules.sink)
         return output[..., :size]
 
 
@@ -168,19 +167,11 @@ def _attend_backward(
 
 
 def packed_attention(
-    query: Tensor,
-    own: tuple[Tensor, Tensor],
-    layout: Packing,
-    rules: Rules,
-    sink: Tensor | None = None,
+    query: Tensor, own: tuple[Tensor, Tensor], layout: Packing, rules: Rules
 ) -> Tensor:
     """Attend from every token of a packed row (1, N, T, D) to what it may see: (1, N, T, E).
 
-    Args:
-        own: keys (1, K, T, D) and values (1, K, T, E) of the row; N is a multiple of K.
-        layout: where prefixes and tails are.
-        rules: of the layer.
-        sink: (N,) products with one more key, whose value is 0.
+    `own` are keys (1, K, T, D) and values (1, K, T, E) of the row; N is a multiple of K.
     """
     if layout.kept is not None:
         # Not again when activations are recomputed, and not by tails, which come later.
@@ -190,16 +181,18 @@ def packed_attention(
             own = torch.cat([own[0], known[0]], 2), torch.cat([own[1], known[1]], 2)
     # A graph that held `kept` would hold itself, since the kept tensors hold the graph.
     places = replace(layout.within(rules.window, query.device), kept=None)
-    return attend_to_places(query, own, places, rules, sink)
+    return attend_to_places(query, own, places, rules)
 
 
 def attend_to_places(
-    query: Tensor, keys: tuple[Tensor, Tensor], places: Any, rules: Rules, sink: Tensor | None
+    query: Tensor, keys: tuple[Tensor, Tensor], places: Any, rules: Rules
 ) -> Tensor:
     """Attend to keys and values as `places.spans` and `places.buckets` say."""
     size = keys[1].shape[-1]
     tensors = same_size(query, *keys)
-    return _PackedAttention.apply(places, rules, sink, *tensors)[..., :size]
+    # The sink has a gradient, so the graph is given it apart.
+    given, sink = replace(rules, sink=None), rules.sink
+    return _PackedAttention.apply(places, given, sink, *tensors)[..., :size]
 
 
 def visible(packing: Packing, total: int) -> Tensor:
@@ -249,14 +242,14 @@ def _aware(original: Any) -> Any:
         own = [*mask, kwargs.get("attention_mask")][0]
         if (own is not None and own.numel() > 1) or kwargs.get("position_bias") is not None:
             raise NotImplementedError("its layers make attention masks of their own")
-        rules, sink = Rules.of(module, query, kwargs), kwargs.get("s_aux")
+        rules = Rules.of(module, query, kwargs)
         query, key = query.to(value.dtype), key.to(value.dtype)
         for watch in watchers:
             watch(query, key, value)
         if isinstance(layout, Packing):
-            found = packed_attention(query, (key, value), layout, rules, sink)
+            found = packed_attention(query, (key, value), layout, rules)
         else:
-            found = layout.attend(query, (key, value), rules, sink)
+            found = layout.attend(query, (key, value), rules)
         return found.transpose(1, 2).contiguous(), None
 
     attention.trl_original = original  # type: ignore[attr-defined]

@@ -313,10 +313,10 @@ def run_passes(model: nn.Module, layout: Layout, run: Callable[..., Any], kept: 
 
 def runs_of_tails(packing: Packing) -> Iterator[list[Tail]]:
     """The tails of each pass behind that of the prefixes."""
-    tails = iter([(group.prefix, *cut) for group in packing.groups for cut in group.cuts])
-    lengths = [stop - start for group in packing.groups for start, stop in group.cuts]
+    tails = [(group.prefix, *cut) for group in packing.groups for cut in group.cuts]
+    lengths, rest = [stop - start for _, start, stop in tails], iter(tails)
     for count in tails_of_passes(lengths, packing.groups[-1].prefix.stop):
-        yield list(islice(tails, count))
+        yield list(islice(rest, count))
 
 
 def _run_tails(

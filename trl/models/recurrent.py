@@ -75,8 +75,7 @@ _watchers: list[Callable[[nn.Module, Run, Packing, Tensor, Tensor], None]] = []
 def all_forked(model: nn.Module) -> Iterator[None]:
     """Let recurrent layers understand layouts, and check that inside all of them do.
 
-    Raises:
-        RuntimeError: if a layer is not given the layout, or does not go on from a state.
+    It is an error if a layer is not given the layout, or does not go on from a state.
     """
     layers, seen = recurrent_layers(model), set[nn.Module]()
     for layer in layers:

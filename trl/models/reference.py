@@ -10,8 +10,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from accelerate.utils.fsdp_utils import ensure_weights_retied, fsdp2_prepare_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.tensor import distribute_tensor
 from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import deepspeed_config
 
 from ..imports import require
 from .sharded import gather_fsdp1, gather_of, gathered_parameters, whole
@@ -162,8 +166,6 @@ def copy_weights(model: nn.Module) -> Any:
     found = copy.deepcopy(model)
     if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return found
-    from transformers.integrations.deepspeed import deepspeed_config
-
     zero = require("deepspeed", "ZeRO-3").zero
     sources = dict(model.named_modules())
     # Children first, because `Init` looks at a module with all that is below it.
@@ -187,8 +189,6 @@ def spread(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     if kind != DistributedType.FSDP:
         return model.to(accelerator.device)
     if accelerator.is_fsdp2:
-        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
         return fsdp2_prepare_model(accelerator, model)
     return _fsdp1(model, accelerator)
 
@@ -208,9 +208,6 @@ def _deepspeed(model: nn.Module, plugin: Any) -> nn.Module:
 
 def _fsdp1(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Wrap as accelerate wraps the policy; it would also save what it prepares itself."""
-    from accelerate.utils.fsdp_utils import ensure_weights_retied
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     plugin = accelerator.state.fsdp_plugin
     plugin.set_auto_wrap_policy(model)
     return FullyShardedDataParallel(
@@ -255,8 +252,6 @@ def _named_as_trained(model: nn.Module) -> AbstractContextManager[Any]:
     """Let states of the old FSDP be full tensors under the names of the model itself."""
     if gather_of(model) is not gather_fsdp1:
         return nullcontext()
-    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-
     return FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT)
 
 
@@ -264,7 +259,5 @@ def _like(value: Tensor, target: Any) -> Any:
     """Cut a full tensor as FSDP2 has cut the target."""
     if not hasattr(target, "device_mesh"):
         return value
-    from torch.distributed.tensor import distribute_tensor
-
     mesh = target.device_mesh
     return distribute_tensor(value.to(mesh.device_type), mesh, target.placements)

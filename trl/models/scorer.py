@@ -29,13 +29,7 @@ from .packed_places import Layers
 from .readers import Hidden, Reader, TokenReader
 from .recurrent import recurrent_layers
 from .sharded import is_sharded, release
-from .unwrap import (
-    capture_hidden,
-    causal_model,
-    embeddings_in_place,
-    evaluating,
-    run_inside,
-)
+from .unwrap import capture_hidden, causal_model, embeddings_in_place, evaluating, run_inside
 
 if TYPE_CHECKING:
     from .context_parallel import ContextParallel
@@ -77,16 +71,11 @@ class Scorer:
         support: Support | None = None,
         values: Reader | None = None,
     ) -> TokenScores:
-        """Score every completion token of `batch` under `model`, wrapped or not.
+        """Score every completion token of `batch` under `model`, wrapped or not: (B, C) tensors.
 
-        Args:
-            with_entropy (`bool`): also return the entropy of each next-token distribution, and
-                whether the token is the likeliest.
-            support (`Support`, *optional*): also return the mass that these filters leave of it.
-            values (`Reader`, *optional*): also return the values that it reads.
-
-        Returns:
-            `TokenScores`: (B, C) tensors, 0 beyond a completion's end and where nothing predicts.
+        If asked, also by the entropy of each next-token distribution, and whether the token is the
+        likeliest; by the mass that the filters of a support leave of it; by what `values` reads.
+        All are 0 beyond a completion's end and where nothing predicts.
         """
         reader = self.token_reader(model, with_entropy, support)
         readers = [reader] if values is None else [reader, values]
@@ -117,15 +106,11 @@ class Scorer:
     def read(
         self, model: nn.Module, batch: Rows, readers: Sequence[Reader], others: Rows | None = None
     ) -> tuple[list[tuple[Tensor | None, ...]], Tensor | None]:
-        """Let several readers read the hidden states of one forward.
+        """Let several readers read the hidden states of one forward of a decoder with any head.
 
-        Args:
-            model: a causal language model, or one with another head on the same kind of decoder.
-            others (`Rows`, *optional*): completions that the first reader reads without gradient
-                behind the prompts of `batch`, which must be packed.
-
-        Returns:
-            What each of them found, and in `others`; the load-balancing loss () if it is wanted.
+        Behind the prompts of `batch`, which must be packed then, the first one also reads `others`,
+        without gradient. Returned is what each of them found, in others last, and the
+        load-balancing loss () if it is wanted.
         """
         layout, sharded = self._layout(model, batch, readers), is_sharded(model)
         if others is not None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._runtime_utils import _reshard
 
 from ..imports import require
 
@@ -47,8 +49,6 @@ def gathered_parameters(
 @contextmanager
 def gather_fsdp2(modules: Sequence[nn.Module]) -> Iterator[None]:
     """`fully_shard` of torch: the parameters of a unit are DTensors."""
-    from torch.distributed.fsdp import FSDPModule
-
     units = [module for module in modules if isinstance(module, FSDPModule)]
     try:
         for unit in units:
@@ -72,10 +72,6 @@ def gather_fsdp1(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def fsdp1_units(modules: Iterable[nn.Module]) -> list[Any]:
     """The wrappers of FSDP1 among modules."""
-    if not torch.distributed.is_available():
-        return []
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     return [module for module in modules if isinstance(module, FullyShardedDataParallel)]
 
 
@@ -84,10 +80,6 @@ def gather_of(model: nn.Module) -> Gather | None:
 
     Modules and parameters show which engine it is. All ranks must gather alike.
     """
-    if not torch.distributed.is_available():
-        return None
-    from torch.distributed.fsdp import FSDPModule
-
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return gather_zero3
     if any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -198,8 +190,6 @@ def unwrapped(model: nn.Module) -> Any:
 
 def original_class(kind: type) -> type:
     """The class that `fully_shard` has derived another one from; `kind` itself otherwise."""
-    from torch.distributed.fsdp import FSDPModule
-
     return kind.__mro__[2] if issubclass(kind, FSDPModule) else kind
 
 
@@ -210,9 +200,6 @@ def is_sharded(model: nn.Module) -> bool:
 
 def release(model: nn.Module) -> None:
     """Give back weights that FSDP leaves whole after a forward, for a backward pass to come."""
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp._runtime_utils import _reshard
-
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

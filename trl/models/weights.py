@@ -31,10 +31,7 @@ def full_weights(model: nn.Module) -> Weights:
 
     Sharded weights are gathered module by module (FSDP1: unit by unit), so all ranks must go
     through all of them; a rank that stops early leaves the others waiting. A tensor is valid until
-    the next one is asked for; do not write to it.
-
-    Raises:
-        ValueError: at once, as `check_weights`.
+    the next one is asked for; do not write to it. `check_weights` is called at once.
     """
     check_weights(model)
     return _stream(model, causal_model(model))

@@ -2,7 +2,8 @@
 
 Rewards and advantages are (N,), rows of one prompt consecutive, `group_size` rows a prompt. NaN
 marks a row that could not be scored: its advantage is 0, and its siblings are compared without it.
-Equal rewards in a group give advantages of exactly 0.
+Equal rewards in a group give advantages of exactly 0. N that is not a multiple of `group_size` is a
+ValueError.
 """
 
 from typing import Literal
@@ -19,9 +20,6 @@ def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
     """Reward minus the mean reward of the other scored rows of the group (RLOO, arXiv 2402.14740).
 
     With n scored rows this is n / (n - 1) * (reward - group mean); 0 where n is 1.
-
-    Raises:
-        ValueError: if N is not a multiple of `group_size`.
     """
     grouped = _grouped(rewards, group_size)
     count = (~grouped.isnan()).sum(1, keepdim=True)
@@ -34,16 +32,8 @@ def group_relative(
 ) -> Tensor:
     """Reward minus the mean of its group, divided by a standard deviation (GRPO, arXiv 2402.03300).
 
-    Args:
-        rewards (`Tensor`): (N,) float.
-        scale (`str`): "group" divides by the deviation of the group plus 1e-4, "batch" by that of
-            all rows plus 1e-4, "none" does not divide (Dr. GRPO, arXiv 2503.20783).
-
-    Returns:
-        `Tensor`: (N,).
-
-    Raises:
-        ValueError: if N is not a multiple of `group_size`, or `scale` is unknown.
+    `scale` "group" divides by the deviation of the group plus 1e-4, "batch" by that of all rows
+    plus 1e-4, "none" does not divide (Dr. GRPO, arXiv 2503.20783).
     """
     grouped = _grouped(rewards, group_size)
     advantages = _centered(grouped)
@@ -59,17 +49,8 @@ def group_relative(
 def normalize_then_sum(per_function: Tensor, weights: Tensor, group_size: int) -> Tensor:
     """Normalize each reward function within its group, add them up, whiten the sum (GDPO).
 
-    Args:
-        per_function (`Tensor`): (N, F) rewards; NaN where a function does not apply to a row.
-        weights (`Tensor`): (F,).
-        group_size (`int`): rows of a prompt.
-
-    Returns:
-        `Tensor`: (N,). 0 for a row that no function scored, and for one that is alone in its
-        group in having been scored.
-
-    Raises:
-        ValueError: if N is not a multiple of `group_size`.
+    Rewards are (N, F), NaN where a function does not apply to a row, and weights (F,). A row has 0
+    that no function scored, and so has one that is alone in its group in having been scored.
     """
     grouped = _grouped(per_function, group_size)
     scores = _centered(grouped) / (nan_std(grouped, dim=1, keepdim=True) + STD_OFFSET)

@@ -179,10 +179,7 @@ _CPU = CpuFlash()
 
 
 def choose_kernel(query: Tensor, cap: float | None = None) -> Kernel:
-    """The kernel for the device, dtype and head size of `query`.
-
-    Args:
-        cap (`float`, *optional*): what logits are bent to stay below.
+    """The kernel for the device, dtype and head size of `query`, and for logits below `cap`.
 
     Raises:
         NotImplementedError: if torch has none for them.

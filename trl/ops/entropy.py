@@ -7,13 +7,8 @@ from torch import Tensor
 def entropy_threshold(entropies: Tensor, top_quantile: float) -> Tensor:
     """Entropy that the given share of the tokens reaches: their (1 - top_quantile) quantile.
 
-    Args:
-        entropies (`Tensor`): (n,) entropies of the trained-on tokens of all ranks; -inf marks
-            entries that stand for no token.
-        top_quantile (`float`): share of tokens to keep, in [0, 1].
-
-    Returns:
-        `Tensor`: (); linear between the two nearest tokens, and inf if there are none.
+    Of entropies (n,) of the trained-on tokens of all ranks; -inf marks entries that stand for no
+    token. The result () is linear between the two nearest tokens, and inf if there are none.
 
     Raises:
         ValueError: if `top_quantile` is not in [0, 1].

@@ -19,13 +19,9 @@ def generalized_advantages(
 ) -> Tensor:
     """Advantage (B, C) of each token: the discounted sum of what turned out better than expected.
 
-    Returns to fit values to are these advantages plus the values. The value after the last marked
-    token is 0.
-
-    Args:
-        values (`Tensor`): (B, C) of the state before each token, without gradient.
-        gamma (`float`): discount of a step.
-        lam (`float`): weight of later surprises; 1 gives returns minus values, 0 one step.
+    Returns to fit values to are these advantages plus the values, which are those of the state
+    before each token, without gradient. The value after the last marked token is 0. `gamma`
+    discounts a step, `lam` later surprises: 1 gives returns minus values, 0 one step.
     """
     advantages = torch.zeros_like(rewards)
     following = rewards.new_zeros(rewards.shape[0])  # advantage of the next marked token
@@ -41,13 +37,7 @@ def generalized_advantages(
 
 
 def token_rewards(rewards: Tensor, penalties: Tensor, mask: Tensor) -> Tensor:
-    """Rewards (B, C) of tokens: their penalties, and at the last marked one that of the completion.
-
-    Args:
-        rewards (`Tensor`): (B,) of completions.
-        penalties (`Tensor`): (B, C), added.
-        mask (`Tensor`): (B, C) bool; a row without any marked token gets its penalties alone.
-    """
+    """Penalties (B, C), and at the last marked token of a row also the reward (B,) of the row."""
     counted = mask.cumsum(1)
     is_last = mask & (counted == counted[:, -1:])
     return penalties + torch.where(is_last, rewards[:, None], 0.0)
@@ -58,9 +48,7 @@ def whitened(
 ) -> Tensor:
     """Scale the marked entries (B, C) of all ranks to variance 1 (Bessel's correction) and mean 0.
 
-    Args:
-        total: adds a tensor () up over all ranks.
-        keeps_mean (`bool`): leave the mean as it is.
+    `total` adds a tensor () up over all ranks; `keeps_mean` leaves the mean as it is.
     """
     count = total(mask.sum())
     mean = total(masked_sum(values, mask)) / count.clamp(min=1)

@@ -38,10 +38,7 @@ def grad_of(weight: Tensor) -> Tensor:
 def look_up(ids: Tensor, weight: Tensor, padding: int | None = None) -> Tensor:
     """Rows (..., H) of a weight (V, H), whose gradient is added in place if that may be.
 
-    Args:
-        ids (`Tensor`): (...) integers in [0, V).
-        weight (`Tensor`): (V, H).
-        padding (`int`, *optional*): id whose row gets no gradient.
+    The row of the id `padding` gets no gradient.
     """
     return _LookUp.apply(ids, weight, padding)
 

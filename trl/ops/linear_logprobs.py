@@ -115,17 +115,13 @@ def linear_log_probs(
     """Log-probability of each id under softmax(transform(hidden @ weight.T + bias)).
 
     Args:
-        hidden (`Tensor`): (M, H).
-        weight (`Tensor`): (V, H).
+        hidden, weight, bias (`Tensor`): (M, H), (V, H) and (V,).
         ids (`Tensor`): (M,) integers in [0, V).
-        bias (`Tensor`, *optional*): (V,).
         tiling (`Tiling`): what is done to the products, how many exist at once, and their dtype.
-        with_entropy (`bool`): also return the entropy of each distribution, in nats, and whether
-            the id is the likeliest of it.
 
     Returns:
-        (M,) log-probabilities and (M,) entropies or None, float32 (float64 for float64 products);
-        differentiable once, with respect to `hidden`, `weight` and `bias`. Then (M,) bool or None.
+        (M,) log-probabilities; `with_entropy`, entropies in nats, and whether each id is the
+        likeliest, else None. In float32 (float64 for float64 products), differentiable once.
 
     Raises:
         ValueError: if `temperature` is not greater than 0, or `chunk` is below 1.

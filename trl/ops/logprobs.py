@@ -22,17 +22,9 @@ def token_scores(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-probability of each id under softmax(logits / temperature), and what else is asked for.
 
-    Args:
-        logits (`Tensor`): (..., V); a logit of -inf marks an impossible token.
-        ids (`Tensor`): (...) integers in [0, V).
-        temperature (`float`): greater than 0.
-        with_entropy (`bool`): also return entropies, in nats, and whether each id is the likeliest.
-
-    Returns:
-        (...) each, in float32, or float64 for float64 logits; differentiable once; the last bool.
-
-    Raises:
-        ValueError: if `temperature` is not greater than 0.
+    Logits are (..., V), -inf for an impossible token, and ids (...) lie in [0, V). `with_entropy`
+    adds entropies, in nats, and whether each id is the likeliest. All are (...), in float32, or
+    float64 for float64 logits, and differentiable once.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be greater than 0, got {temperature}.")

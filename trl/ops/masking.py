@@ -28,13 +28,9 @@ def pad_ragged(
     Args:
         rows (`Sequence[Sequence]`): B rows of numbers or booleans; a row may be empty.
         value (`int`, `float` or `bool`): what fills the places beyond a row.
-        side (`str`): which side of a row is filled.
-        width (`int`, *optional*): columns of the result; the longest row by default.
+        width (`int`, *optional*): columns W of the result (B, W); the longest row by default.
         multiple (`int`, *optional*): the width is raised to the next multiple of this.
         dtype (`torch.dtype`, *optional*): by default int64, float32 or bool, as `value` is.
-
-    Returns:
-        `Tensor`: (B, W) on the CPU.
 
     Raises:
         ValueError: if a row is longer than `width`, or `side` is neither "right" nor "left".

@@ -42,15 +42,10 @@ class RatioBounds:
         return "token" if self.mode.startswith("token") else "sequence_sum"
 
     def ratio(self, logps: Tensor, sampling_logps: Tensor, mask: Tensor) -> Tensor:
-        """pi_trainer / pi_sampler, before the bounds: (B, C) or (B, 1).
+        """pi_trainer / pi_sampler, before the bounds: (B, C) or (B, 1); NaN where either is NaN.
 
-        Args:
-            logps (`Tensor`): (B, C) under the policy that generated, as the trainer computes them.
-            sampling_logps (`Tensor`): (B, C) with which the tokens were drawn.
-            mask (`Tensor`): (B, C) bool, tokens the policy wrote; others are never read.
-
-        Returns:
-            `Tensor`: NaN where either is NaN; its logarithm is bounded by 20 in size.
+        Both log-probabilities (B, C) are of the policy that generated: as the trainer computes
+        them, and those with which the tokens were drawn. Its logarithm is bounded by 20 in size.
         """
         return importance_ratio(logps, sampling_logps, mask, self.level)
 

@@ -24,12 +24,8 @@ def log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor, level: RatioLevel)
     Differences of tokens are added up, not sums subtracted: on long completions the latter
     cancels digits. Tokens that `mask` (B, C) excludes are never read.
 
-    Args:
-        level (`str`): "token", (B, C); "sequence_mean" (GSPO, arXiv 2507.18071) or "sequence_sum"
-            (RLOO), (B, 1).
-
-    Raises:
-        ValueError: for an unknown level.
+    It is (B, C) for the level "token", and (B, 1) for "sequence_mean" (GSPO, arXiv 2507.18071) and
+    "sequence_sum" (RLOO).
     """
     difference = torch.where(mask, logps - old_logps, 0.0)
     if level == "token":

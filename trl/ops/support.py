@@ -37,12 +37,8 @@ class Support:
         filtered sampler draws the token. The token itself always counts as part of the support,
         since it was drawn: where rounding puts it outside, the result is finite all the same.
 
-        Args:
-            logits (`Tensor`): (M, V), already divided by the temperature.
-            ids (`Tensor`): (M,) the tokens drawn.
-
-        Returns:
-            `Tensor`: (M,) at most 0, float32 or float64; NaN where logits are. Without gradient.
+        Logits are (M, V), already divided by the temperature, and ids (M,) the tokens drawn. The
+        result is (M,), at most 0, NaN where logits are, and has no gradient.
         """
         wide = torch.promote_types(logits.dtype, torch.float32)
         result = logits.new_zeros(len(logits), dtype=wide)

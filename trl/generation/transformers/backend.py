@@ -44,11 +44,7 @@ ANY, ONE_LENGTH, ONE_ROW = "any rows", "prompts of one length", "one row"
 
 
 def merge_options(sampling: Sampling) -> Sampling:
-    """Let `Sampling.extra` win over the named options; it keeps what only `generate` knows.
-
-    Raises:
-        ValueError: for an option that `generate` does not know or that is refused.
-    """
+    """Let `Sampling.extra` win over the named options; it keeps what only `generate` knows."""
     known = {*GenerationConfig().to_dict(), *NAMED} - {"max_tokens"}
     aliases = {"max_new_tokens": "max_tokens"}
     merged = merge_named(sampling, known, REFUSED_HERE, aliases, "a generation option")

@@ -58,10 +58,7 @@ class ContinuousBackend(GenerationBackend):
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
         """Complete every row; see `GenerationBackend`.
 
-        Raises:
-            ValueError: for options that continuous batching cannot honor.
-            RuntimeError: if the engine fails.
-            NonFiniteLogitsError: naming the rows whose logits are NaN or infinite.
+        Options that continuous batching cannot honor are refused.
         """
         greedy = _is_greedy(sampling)
         sampling = seeded(sampling, len(prompts))

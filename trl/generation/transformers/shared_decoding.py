@@ -41,17 +41,14 @@ CHECKED_TOKENS = 4  # that rows write when decoding is compared with plain rows
 class GrowingCache(Fork, Cache):
     """Keys and values of each layer in buffers that double, so that appending copies little.
 
-    Args:
-        limit (`int`): most tokens there will be.
-        windows: the windows of layers, which keep no more than their last tokens.
-        states: those of recurrent layers, for each row.
+    Layers with a window keep no more than their last tokens, the others at most `limit`.
     """
 
     def __init__(
         self,
         limit: int = sys.maxsize,
         windows: Mapping[int, Window | None] | None = None,
-        states: States | None = None,
+        states: States | None = None,  # of recurrent layers, for each row
     ) -> None:
         Cache.__init__(self, layers=[])
         Fork.__init__(self, states)
@@ -163,11 +160,7 @@ class _Rows:
     def note(
         self, tokens: Sequence[float], logps: Sequence[float], stops: Sequence[int]
     ) -> list[int]:
-        """Append a token to each unfinished row; returns the places of those that go on.
-
-        Raises:
-            NonFiniteLogitsError: naming the rows whose log-probability is NaN.
-        """
+        """Append a token to each unfinished row; returns the places of those that go on."""
         bad = [row for row, logp in zip(self.numbers, logps, strict=True) if math.isnan(logp)]
         if bad:
             raise NonFiniteLogitsError(bad)
