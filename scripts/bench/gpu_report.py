@@ -187,8 +187,12 @@ over the largest change of a weight. Limits and peaks are above what is held bef
 
 
 def draw(rows: Rows, pairs: list[Pair], results: Path) -> None:
-    """The charts of the page."""
-    import charts
+    """The charts of the page, where they can be drawn: from gpu.json they can be later, too."""
+    try:
+        import charts
+    except ModuleNotFoundError as error:
+        print(f"{error.name} is not installed: gpu.md is without charts")
+        return
 
     path = results / "gpu_peak_against_k.png"
     charts.peak_against_count(rows, titles_in(rows), COUNTS, path, SHAPES)
