@@ -26,7 +26,13 @@ from runs import RESULTS, ROOT, Store
 
 HERE = Path(__file__).parent
 NEEDED = {"torch": (2, 11), "transformers": (5, 17), "accelerate": (1, 15), "datasets": (4, 7)}
-USED = ("pytest", "peft", "rich", "matplotlib", "vllm")  # without these, a part says less or is left out
+USED = (
+    "pytest",
+    "peft",
+    "rich",
+    "matplotlib",
+    "vllm",
+)  # without these, a part says less or is left out
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from trl.models.loading import (
     load_config,
     load_policy,
     load_tokenizer,
-    resolve_dtype,
     settle_pad_token,
     stop_token_ids,
 )
@@ -29,20 +28,21 @@ from trl.models.loading import (
         ("bfloat16", torch.bfloat16),
         ("float16", torch.float16),
         ("float32", torch.float32),
-        ("auto", "auto"),
+        ("auto", torch.bfloat16),  # as it was saved
         (torch.float16, torch.float16),
-        (None, None),
     ],
 )
-def test_dtypes(dtype, expected):
-    assert resolve_dtype(dtype) == expected
+def test_dtypes(tmp_path, dtype, expected):
+    name = str(tmp_path / "model")
+    tiny_model("qwen3").to(torch.bfloat16).save_pretrained(name)
+    assert load_policy(name, {"dtype": dtype}).dtype == expected
 
 
 def test_unknown_dtypes_are_refused(tmp_path):
     with pytest.raises(ValueError, match="dtype='float8' in model_init_kwargs"):
         load_policy(save_tiny(tmp_path), {"dtype": "float8"})
     with pytest.raises(ValueError, match=r"dtype='int8' .* must be one of auto, bfloat16"):
-        resolve_dtype("int8")
+        load_policy("no-model", {"dtype": "int8"})
 
 
 @pytest.mark.parametrize(

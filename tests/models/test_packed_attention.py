@@ -17,7 +17,7 @@ from trl.models.packed_attention import (
     packed_attention,
     visible,
 )
-from trl.models.packed_places import Packing, Window
+from trl.models.packed_places import Layers, Packing, Window
 from trl.ops.attention_kernels import Tiles
 
 CPU = torch.device("cpu")
@@ -210,6 +210,19 @@ def test_strides_do_not_matter():
     got = torch.autograd.grad(found, tensors, upstream)
     wanted = torch.autograd.grad(expected, tensors, upstream)
     assert all(error(one, other) < 1e-12 for one, other in zip(got, wanted, strict=True))
+
+
+def test_gradients_of_kept_prefixes_hold_no_more_than_the_prefixes():
+    kept, sizes = Layers(), []
+    prefix = [torch.randn(1, 2, 6, 8, requires_grad=True) * 1.0 for _ in range(2)]
+    for part in prefix:
+        part.register_hook(lambda grad: sizes.append(grad.untyped_storage().nbytes()))
+    kept[0] = tuple(prefix)
+    tails = [(slice(0, 6), 6, 46), (slice(0, 6), 46, 96)]
+    _, layout = Packing.of_tails(tails, kept, CPU)
+    query, *own = (torch.randn(1, heads, 90, 8) for heads in (4, 2, 2))
+    packed_attention(query, tuple(own), layout, RULES).sum().backward()
+    assert sizes == [part.nbytes for part in prefix]
 
 
 @pytest.mark.parametrize("kind", GROUPS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch
 import transformers
 from torch import nn
 from transformers import (
@@ -19,15 +18,6 @@ from transformers import (
 )
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-
-
-def resolve_dtype(dtype: Any) -> Any:
-    """Turn the `dtype` of `model_init_kwargs` into what `from_pretrained` takes."""
-    if isinstance(dtype, str) and dtype not in DTYPES:
-        raise ValueError(
-            f"dtype={dtype!r} in model_init_kwargs must be one of {', '.join(DTYPES)}."
-        )
-    return getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
 
 
 def load_policy(
@@ -47,7 +37,10 @@ def load_policy(
     """
     kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": "float32"}
     kwargs |= init_kwargs or {}
-    kwargs["dtype"] = resolve_dtype(kwargs["dtype"])
+    if isinstance(kwargs["dtype"], str) and kwargs["dtype"] not in DTYPES:
+        raise ValueError(
+            f"dtype={kwargs['dtype']!r} in model_init_kwargs must be one of {', '.join(DTYPES)}."
+        )
     if quantization_config is not None:
         if "quantization_config" in kwargs:
             raise ValueError(

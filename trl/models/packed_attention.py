@@ -178,10 +178,17 @@ def packed_attention(
         known = layout.kept.setdefault(rules.layer, own)
         layout.kept.windows[rules.layer] = rules.window
         if layout.tails_alone:
-            own = torch.cat([own[0], known[0]], 2), torch.cat([own[1], known[1]], 2)
+            own = torch.cat([own[0], _apart(known[0])], 2), torch.cat([own[1], _apart(known[1])], 2)
     # A graph that held `kept` would hold itself, since the kept tensors hold the graph.
     places = replace(layout.within(rules.window, query.device), kept=None)
     return attend_to_places(query, own, places, rules)
+
+
+def _apart(known: Tensor) -> Tensor:
+    known = known.view_as(known)
+    if known.requires_grad:  # a view as gradient would keep that of the row until all layers end
+        known.register_hook(torch.clone)
+    return known
 
 
 def attend_to_places(
