@@ -80,18 +80,6 @@ def _smoothed(x: Tensor, o: PairOptions) -> Tensor:
     return -(1 - o.label_smoothing) * logsigmoid(x) - o.label_smoothing * logsigmoid(-x)
 
 
-def _sigmoid(s: PairScores, o: PairOptions) -> Tensor:
-    return _smoothed(_margin(s, o), o)
-
-
-def _hinge(s: PairScores, o: PairOptions) -> Tensor:
-    return torch.relu(1 - _margin(s, o))
-
-
-def _ipo(s: PairScores, o: PairOptions) -> Tensor:
-    return (_norm_margin(s, o) - 1 / (2 * o.beta)).square()
-
-
 def _exo_pair(s: PairScores, o: PairOptions) -> Tensor:
     x, e = _margin(s, o), o.label_smoothing
     right = x.sigmoid() * (logsigmoid(x) - math.log1p(-e))
@@ -106,10 +94,6 @@ def _nca_pair(s: PairScores, o: PairOptions) -> Tensor:
 def _robust(s: PairScores, o: PairOptions) -> Tensor:
     x, e = _margin(s, o), o.label_smoothing
     return (-(1 - e) * logsigmoid(x) + e * logsigmoid(-x)) / (1 - 2 * e)
-
-
-def _bco_pair(s: PairScores, o: PairOptions) -> Tensor:
-    return -logsigmoid(o.beta * s.chosen) - logsigmoid(-o.beta * s.rejected)
 
 
 def _sppo_hard(s: PairScores, o: PairOptions) -> Tensor:
@@ -135,10 +119,6 @@ def _known(partners: Tensor | None) -> Tensor:
     return partners
 
 
-def _apo_zero(s: PairScores, o: PairOptions) -> Tensor:
-    return (-o.beta * s.chosen).sigmoid() + (o.beta * s.rejected).sigmoid()
-
-
 def _apo_down(s: PairScores, o: PairOptions) -> Tensor:
     return (o.beta * s.chosen).sigmoid() + (-o.beta * (s.chosen - s.rejected)).sigmoid()
 
@@ -149,28 +129,24 @@ def _discopop(s: PairScores, o: PairOptions) -> Tensor:
     return -logsigmoid(x) * (1 - share) + (-x).clamp(max=EXPONENT_BOUND).exp() * share
 
 
-def _sigmoid_norm(s: PairScores, o: PairOptions) -> Tensor:
-    return -logsigmoid(o.beta * _norm_margin(s, o))
-
-
 # Papers: sigmoid DPO 2305.18290 (smoothed: cDPO), hinge SLiC 2305.10425, ipo 2310.12036, exo_pair
 # 2402.00856, nca_pair 2402.05369, robust 2403.00409, bco_pair 2404.04656, sppo_hard 2405.00675,
 # aot 2406.05882, apo 2408.06266, discopop 2406.08414, sigmoid_norm Tulu 3 2411.15124.
 PAIR_LOSSES: dict[str, Callable[[PairScores, PairOptions], Tensor]] = {
-    "sigmoid": _sigmoid,
-    "hinge": _hinge,
-    "ipo": _ipo,
+    "sigmoid": lambda s, o: _smoothed(_margin(s, o), o),
+    "hinge": lambda s, o: torch.relu(1 - _margin(s, o)),
+    "ipo": lambda s, o: (_norm_margin(s, o) - 1 / (2 * o.beta)).square(),
     "exo_pair": _exo_pair,
     "nca_pair": _nca_pair,
     "robust": _robust,
-    "bco_pair": _bco_pair,
+    "bco_pair": lambda s, o: -logsigmoid(o.beta * s.chosen) - logsigmoid(-o.beta * s.rejected),
     "sppo_hard": _sppo_hard,
     "aot": _aot,
     "aot_unpaired": _aot_unpaired,
-    "apo_zero": _apo_zero,
+    "apo_zero": lambda s, o: (-o.beta * s.chosen).sigmoid() + (o.beta * s.rejected).sigmoid(),
     "apo_down": _apo_down,
     "discopop": _discopop,
-    "sigmoid_norm": _sigmoid_norm,
+    "sigmoid_norm": lambda s, o: -logsigmoid(o.beta * _norm_margin(s, o)),
 }
 WITHOUT_DIVERGENCE = (
     *("nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down"),

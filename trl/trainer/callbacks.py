@@ -340,7 +340,7 @@ def _shown(metrics: dict[str, Any], prefix: str = "") -> list[str]:
 
 def _evaluated(state: TrainerState, metrics: dict[str, float]) -> list[str]:
     """What an evaluation of a dataset, or of one of several (`eval_name_...`), found."""
-    (prefix,) = [x.removesuffix("runtime") for x in metrics if x.endswith("_runtime")] or ["eval_"]
+    (prefix,) = [x.removesuffix("runtime") for x in metrics if x.endswith("_runtime")]
     name = prefix.removeprefix("eval").strip("_")
     title = f"evaluation of {name}:" if name else "evaluation:"
     return [_step(state), title, *_shown(metrics, prefix)]

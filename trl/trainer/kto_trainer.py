@@ -188,7 +188,7 @@ class KTOTrainer(PreferenceTrainer):
 def advise_weights(labels: np.ndarray, args: KTOConfig) -> None:
     """Warn if one label (rows,) bool weighs much more than the other in total."""
     good, bad = int(labels.sum()), int((~labels).sum())
-    if good == bad or not (good and bad):
+    if good == bad or min(good, bad) == 0:
         return
     low, high = bad * args.undesirable_weight / good, good * args.desirable_weight / bad
     if low <= args.desirable_weight <= BAND * low or high / BAND <= args.undesirable_weight <= high:

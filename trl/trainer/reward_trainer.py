@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from ..data.answer_rows import AnswerRows
 from ..data.encode import TextEncoder
@@ -13,6 +14,7 @@ from ..data.preference_rows import PreferenceLimits, kind_of_preferences
 from ..data.prepare import first_row
 from ..models.packed_layout import plain_layout
 from ..models.readers import Reader, ValueReader, score_layer
+from ..models.unwrap import causal_model
 from ..ops.masking import masked_sum
 from ..ops.preference_losses import ranking_loss
 from ..types import Mode, TokenRows
@@ -42,9 +44,10 @@ class RewardTrainer(OfflineTrainer):
     config_class = RewardConfig
     method = Method("Reward", "reward-trainer", card="reward_model_card.md")
 
-    def check_model(self, model: Any) -> None:
-        """Refuse what makes no score."""
-        if not hasattr(model, "config") or model.can_generate():
+    def adapt(self, model: Any, tokenizer: PreTrainedTokenizerBase, args: RewardConfig) -> None:
+        """Refuse a model that does not score; see `OfflineTrainer`."""
+        model = causal_model(model)
+        if model.can_generate():
             raise TypeError(
                 f"model is a {type(model).__name__}, which does not score. Pass its name, or a "
                 "model loaded with AutoModelForSequenceClassification and num_labels=1."
@@ -54,6 +57,7 @@ class RewardTrainer(OfflineTrainer):
                 f"The model has num_labels={model.config.num_labels}: a reward model has one. Load "
                 "it with num_labels=1."
             )
+        super().adapt(model, tokenizer, args)
 
     def prepare_dataset(
         self, dataset: Any, encoder: TextEncoder, args: RewardConfig, mode: Mode
@@ -79,7 +83,8 @@ class RewardTrainer(OfflineTrainer):
         """Score prompts with their answers: (F,)."""
         flat, reader = rows.flat, self.reader(model)
         if reader.can_pack:
-            scores = self.read(model, rows, reader)
+            ((found, *_),), _ = self.scorer.read(model, flat, [reader])
+            scores = torch.as_tensor(found)
         else:
             scores = self._by_own_forward(model, flat)
         self.guard.watch("score", scores, flat)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -197,7 +196,7 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
         """Take the key that is for this package out of the options of checkpointing."""
         chosen = False
         for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
-            given = from_json(getattr(self, name, None)) or {}
+            given = dict(from_json(getattr(self, name, None)) or {})
             if given.get("selective") and (
                 not self.gradient_checkpointing or given.get("use_reentrant")
             ):
@@ -206,9 +205,8 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
                     "must not be True."
                 )
             if "selective" in given:
-                chosen = chosen or bool(given["selective"])
-                rest = {key: value for key, value in given.items() if key != "selective"}
-                setattr(self, name, {"use_reentrant": False} | rest)
+                chosen |= bool(given.pop("selective"))
+                setattr(self, name, {"use_reentrant": False} | given)
         return chosen
 
     def _refuse_unsupported(self) -> None:
@@ -224,15 +222,13 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
 
     def _check_parallelism(self) -> None:
         """Whether given here or to `accelerate launch`, for which it stands in the environment."""
-        known = self.parallelism_config
-        if known is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
-            known = ParallelismConfig()
-        if known is not None and known.sp_size > 1:
+        known = self.parallelism_config or ParallelismConfig()  # which reads the environment
+        if known.sp_size > 1:
             raise ValueError(
                 f"sp_size={known.sp_size}: sequence parallelism is not available in this release. "
                 "Context parallelism (cp_size) divides rows among ranks as well."
             )
-        if known is not None and known.cp_size > 1 and not self.divides_rows:
+        if known.cp_size > 1 and not self.divides_rows:
             raise ValueError(
                 f"cp_size={known.cp_size}: context parallelism is for trainers that learn from the "
                 "rows of a dataset: SFT, DPO, KTO, reward models. Leave it out."
@@ -246,7 +242,8 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
 
     def _check_trackers(self) -> None:
         """Without this, what is missing would be said after the model has been loaded."""
-        known, chosen = [*INTEGRATION_TO_CALLBACK, "flyte"], list(self.report_to or [])
+        chosen: Any = self.report_to  # a list by now
+        known = [*INTEGRATION_TO_CALLBACK, "flyte"]
         for name in chosen:
             if name not in known:
                 hint = did_you_mean(name, known)

@@ -84,8 +84,10 @@ class MovingReference(SyncRefModelCallback):
 
     def write(self, folder: str | Path, writes: bool) -> None:
         """Write its weights to a checkpoint; every rank calls this, for all take part."""
-        weights = None if self._copy is None else self._copy.state_dict()
-        if weights is not None and writes:
+        if self._copy is None:
+            return
+        weights = self._copy.state_dict()  # of shards, which all ranks put together
+        if writes:
             torch.save(weights, Path(folder) / REFERENCE_FILE)
 
     def read(self, folder: str | Path, ranks: Ranks) -> None:

@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -153,16 +154,17 @@ class Predictions:
             rows (`int`, *optional*): of the dataset. None: as far as there are values.
         """
         shares = ranks.gather_objects(self._found)[:: ranks.per_row]
-        found: dict[tuple[str, int], list[float]] = defaultdict(list)
+        columns: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         # The desirable answer of a pair first.
-        for source, _, known in sorted(chain(*shares), key=lambda found: found[:2]):
+        for source, _, known in sorted(chain(*shares), key=itemgetter(0, 1)):
             for name, values in known.items():
-                found[name, source] += values
-        if not found:
-            return {}
-        count = max(source for _, source in found) + 1 if rows is None else rows
-        shape = (count, max(map(len, found.values())))
-        tables = {name: np.full(shape, np.nan, dtype=np.float32) for name, _ in found}
-        for (name, source), values in found.items():
-            tables[name][source, : len(values)] = values
-        return tables
+                columns[name][source] += values
+        return {name: _table(by_row, rows) for name, by_row in columns.items()}
+
+
+def _table(by_row: dict[int, list[float]], rows: int | None) -> np.ndarray:
+    count = max(by_row) + 1 if rows is None else rows
+    table = np.full((count, max(map(len, by_row.values()))), np.nan, dtype=np.float32)
+    for row, values in by_row.items():
+        table[row, : len(values)] = values
+    return table

@@ -18,7 +18,6 @@ from ...data.answer_rows import AnswerRows
 from ...data.encode import TextEncoder
 from ...data.packing import MicroBatchSampler
 from ...models.readers import Reader
-from ...models.unwrap import causal_model
 from ...ops.support import Support
 from ...types import Mode
 from ..attributes import readable
@@ -80,8 +79,6 @@ class OfflineTrainer(BaseTrainer):
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        if isinstance(model, nn.Module):
-            self.check_model(causal_model(model))
         args = checked_args(model, args, self.config_class, self.method.name)
         if train_dataset is None:
             raise ValueError("train_dataset is required.")
@@ -90,7 +87,7 @@ class OfflineTrainer(BaseTrainer):
             raise ValueError("An iterable train_dataset has no length: set max_steps above 0.")
         policy = prepare_policy(
             *(model, args, processing_class, quantization_config, peft_config),
-            change=partial(set_template, args=args),
+            change=partial(self.adapt, args=args),
         )
         self._encoder = TextEncoder(policy.tokenizer)
         with args.main_process_first(desc="tokenizing"):
@@ -121,8 +118,9 @@ class OfflineTrainer(BaseTrainer):
 
     # --- What an algorithm says ---
 
-    def check_model(self, model: nn.Module) -> None:
-        """Refuse a model, passed instead of its name, that this trainer cannot train."""
+    def adapt(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, args: Any) -> None:
+        """Check a model, and change it and its tokenizer, before an adapter is added."""
+        set_template(model, tokenizer, args)
 
     def prepare_dataset(self, dataset: Any, encoder: TextEncoder, args: Any, mode: Mode) -> Any:
         """Turn a dataset into prepared items, or a stream into an `ItemStream`.
@@ -138,11 +136,6 @@ class OfflineTrainer(BaseTrainer):
     def reader(self, model: nn.Module) -> Reader:
         """What reads the hidden states of rows, for ranks to agree on their layout."""
         return self.scorer.token_reader(model)
-
-    def read(self, model: nn.Module, rows: Any, reader: Reader) -> Tensor:
-        """What a reader finds in the rows of a micro-batch, with gradient."""
-        ((found, *_),), _ = self.scorer.read(model, rows.flat, [reader])
-        return torch.as_tensor(found)
 
     def support(self, rows: Any) -> Support | None:
         """What is read off the logits of some rows besides log-probabilities."""

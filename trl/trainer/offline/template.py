@@ -24,15 +24,15 @@ def set_template(
     """
     if args.chat_template_path is not None:
         _read_template(model, tokenizer, args.chat_template_path)
-    for name in ("eos_token", "pad_token"):
-        token = getattr(args, name)
-        if token is not None and token not in tokenizer.get_vocab():
+    for name, token in (("eos_token", args.eos_token), ("pad_token", args.pad_token)):
+        if token is None:
+            continue
+        if token not in tokenizer.get_vocab():
             raise ValueError(
                 f"{name}={token!r} is not in the tokenizer's vocabulary. Its own is "
                 f"{getattr(tokenizer, name)!r}."
             )
-        if token is not None:
-            setattr(tokenizer, name, token)
+        setattr(tokenizer, name, token)
     if args.eos_token is not None and model is not None:
         _end_with(model, tokenizer.eos_token_id)
 
