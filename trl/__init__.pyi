@@ -40,9 +40,9 @@ from .data.preference import (
 from .data.preference import (
     unpair_preference_dataset as unpair_preference_dataset,
 )
-from .data.templates import add_response_schema as add_response_schema
 from .data.templates import clone_chat_template as clone_chat_template
 from .data.templates import get_training_chat_template as get_training_chat_template
+from .data.tool_template import add_response_schema as add_response_schema
 from .data.tool_template import supports_tool_calling as supports_tool_calling
 from .memory.callback import MemoryCallback as MemoryCallback
 from .models.reference import create_reference_model as create_reference_model

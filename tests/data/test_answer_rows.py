@@ -30,7 +30,10 @@ def test_items_are_cut_and_get_values_that_are_known_besides():
     found = dataset(PAIRS, max_length=4, max_prompt_length=2)
     found.values["ref_logps"] = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]]).numpy()
     assert found[0].prompt_ids == [2, 3] and found[0].answer_ids == [[4, 5], [7]]
-    assert found.lengths.tolist() == [5, 5] and found.report.tokens_lost == 2
+    assert found.lengths.tolist() == [5, 5] and (
+        found.report.tokens_lost,
+        found.report.trained_lost,
+    ) == (2, 1)
     rows = AnswerRows.of([found[0], found[1]])
     assert rows.values["ref_logps"].tolist() == [[-1.0, -2.0], [-3.0, -4.0]]
     assert len(dataset(PAIRS, drops_over=4)) == 1

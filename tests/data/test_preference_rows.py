@@ -146,14 +146,13 @@ def test_what_was_cut_is_counted_and_empty_rows_are_named():
         {"prompt_ids": PROMPT, "chosen_ids": CHOSEN, "rejected_ids": []},
     ]
     found, report = cut_preferences(prepare(*rows), PreferenceLimits(max_length=6))
-    assert found["source"][:] == [0] and report.empty == (1, 2)
-    assert (report.prompts, report.answers, report.tokens_lost) == (0, 1, 1)
-    assert report.lines() == [
-        "1 token cut off: the prompt of 0 and an answer of 1 of 3 rows too long.",
-        "2 of 3 rows with an answer without tokens, left out: 1, 2.",
+    assert found["source"][:] == [0] and report.untrained == (1, 2)
+    assert report.lines("max_length=6") == [
+        "3 of 3 rows longer than max_length=6: 22 tokens left out, 9 of them trained.",
+        "2 of 3 rows left with nothing to train on: 1, 2.",
     ]
     assert len(cut_preferences(prepare(*rows), PreferenceLimits(drops_over=7))[0]) == 1
-    with pytest.raises(ValueError, match=r"None of the 3 rows .*max_length=2,"):
+    with pytest.raises(ValueError, match=r"None of the 3 rows .*max_length=2\)"):
         cut_preferences(prepare(*rows), PreferenceLimits(max_length=2))
 
 

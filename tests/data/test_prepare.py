@@ -9,10 +9,10 @@ from trl.data.encode import TextEncoder
 from trl.data.prepare import (
     LazySupervisedDataset,
     SupervisedDataset,
+    column,
     default_processes,
     documents,
     prepare_supervised,
-    ragged,
 )
 from trl.data.supervised import SupervisedOptions
 
@@ -76,10 +76,10 @@ def test_a_long_row_is_an_error_if_asked_for():
 def test_what_was_cut_is_said():
     masks = [[0, 0, 1], [1, 1, 1], [0, 0, 0], [0, 1, 1], [0, 0, 1], [0, 0, 1]]
     found = SupervisedDataset(table_of(masks), 2, "keep_start")
-    assert found.report.lines(2, "cut") == [
+    assert found.report.lines("max_length=2 (long_rows='cut')") == [
         "6 of 6 rows longer than max_length=2 (long_rows='cut'): 14 tokens left out, 5 of them "
         "trained.",
-        "4 of 6 rows with no token to train on, left out: 0, 2, 4, ....",
+        "4 of 6 rows left with nothing to train on: 0, 2, 4, ....",
     ]
     assert found.report.untrained == (0, 2, 4, 5)
 
@@ -163,8 +163,8 @@ def test_few_rows_start_no_processes():
 
 @given(st.lists(st.lists(st.integers(0, 1000))))
 def test_ragged_columns(rows):
-    assert ragged(rows, List(Value("int32"))).to_pylist() == rows
-    assert ragged([rows], List(List(Value("int32")))).to_pylist() == [rows]
+    assert column(rows, List(Value("int32"))).to_pylist() == rows
+    assert column([rows], List(List(Value("int32")))).to_pylist() == [rows]
 
 
 @settings(deadline=None, max_examples=40)

@@ -3,7 +3,6 @@ from bpe import CHATML, MARKED, THINKING, bpe_tokenizer
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from trl.data.templates import (
-    add_response_schema,
     clone_chat_template,
     get_training_chat_template,
     has_generation_markers,
@@ -45,17 +44,6 @@ def test_training_templates_that_are_not_needed_or_cannot_be_made():
         get_training_chat_template(bpe_tokenizer(None))
     with pytest.raises(TypeError, match="processing_class alone"):
         get_training_chat_template(tiny_tokenizer(), tokenizer=tiny_tokenizer())
-
-
-def test_tool_calls_need_a_template_that_shows_them():
-    shown = CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['tool_calls'] or '' }}")
-    tokenizer = bpe_tokenizer(shown)
-    assert add_response_schema(tokenizer) is tokenizer
-    with pytest.raises(ValueError, match="does not show tool calls"):
-        add_response_schema(bpe_tokenizer(CHATML))
-    tokenizer.chat_template = {"default": shown}
-    with pytest.raises(ValueError, match="must be one text"):
-        add_response_schema(tokenizer)
 
 
 def test_prefix_preserving():

@@ -177,10 +177,11 @@ def test_a_classifier_on_an_encoder_scores_with_its_own_forward(tmp_path):
 
 def test_pairs_over_max_length_are_left_out(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("trl.trainer.offline.answers.logger.warning", said.append)
+    monkeypatch.setattr("trl.data.prepare.logger.warning", said.append)
     trainer = make_trainer(tmp_path, max_length=20)
     assert len(trainer.train_dataset) == 4
-    assert said == ["2 of 6 rows with more than max_length tokens, left out: 1, 3."]
+    assert "2 of 6 rows longer than max_length=20:" in said[0]
+    assert said[1:] == ["2 of 6 rows left with nothing to train on: 1, 3."]
     with pytest.raises(ValueError, match="max_length=2"):
         make_trainer(tmp_path, max_length=2)
 

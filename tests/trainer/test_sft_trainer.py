@@ -354,7 +354,7 @@ def test_rows_cut_and_rows_left_without_a_trained_token_are_counted(tmp_path, mo
     trainer = make_trainer(tmp_path, pairs(rows), max_length=10)
     assert len(trainer.train_dataset) == 2
     assert "3 of 4 rows longer than max_length=10 (long_rows='keep_start')" in said[0]
-    assert "2 of 4 rows with no token to train on, left out: 0, 3." in said[1]
+    assert "2 of 4 rows left with nothing to train on: 0, 3." in said[1]
     with pytest.raises(ValueError, match="None of the 2 rows has a token to train on with max_le"):
         make_trainer(tmp_path, pairs([rows[0], rows[3]]), max_length=10)
 

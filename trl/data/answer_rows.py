@@ -61,6 +61,7 @@ class AnswerDataset:
 
     def __init__(self, table: Dataset, limits: PreferenceLimits):
         self.rows, self.report = cut_preferences(table, limits)
+        self.report.warn(str(limits))
         prompts, answers = limits.lengths(*preference_lengths(self.rows))
         self.lengths = prompts + answers.sum(axis=1)
         self.values: dict[str, np.ndarray] = {}
@@ -111,13 +112,6 @@ class AnswerRows(StepRows):
             completion_ids=[ids for _, ids in pairs],
             row_ids=[group.source for group, _ in pairs],
         )
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each prompt with each of its answers."""
-        flat = self.flat
-        pairs = zip(flat.prompt_ids, flat.completion_ids, strict=True)
-        return [len(prompt) + len(completion) for prompt, completion in pairs]
 
     def tokens(self) -> int:
         """Tokens of the groups that count, prompts once."""

@@ -209,8 +209,9 @@ def _token_at(encoding: Any, place: int) -> int:
 
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
     """Read a row's tools (a list, or JSON) and `chat_template_kwargs`; None means none."""
-    tools = row.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    kwargs = row.get("chat_template_kwargs")
-    kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
-    return {"tools": tools or None} | {k: v for k, v in (kwargs or {}).items() if v is not None}
+    tools, kwargs = _read(row.get("tools")), _read(row.get("chat_template_kwargs")) or {}
+    return {"tools": tools or None} | {k: v for k, v in kwargs.items() if v is not None}
+
+
+def _read(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value

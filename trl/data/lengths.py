@@ -80,8 +80,8 @@ def profile_supervised(
     size = pack_size or int(lengths.max(initial=1))
     kept = np.minimum(lengths, size)
     kept[trained_in(table, *whole_rows(kept)) == 0] = 0
-    warnings = _warned(int((trained == 0).sum()), "no token to train on", len(lengths))
-    merged = int((np.asarray(table["merged"][:]) > 0).sum())
+    warnings = _warned((trained == 0).sum(), "no token to train on", len(lengths))
+    merged = (np.asarray(table["merged"][:]) > 0).sum()
     warnings += _warned(merged, "a token over the edge of what is trained", len(lengths))
     repeated = {"repeated share in the batch of all rows": repeated_share(table["input_ids"])}
     facts = {"packing": _packing(kept, size), "warnings": warnings}
@@ -118,7 +118,7 @@ def profile_preferences(
         {
             "max_length": size,
             "rows cut": int((whole > size).sum()),
-            "tokens lost": int(_over(prompts, answers, size).sum()),
+            "tokens lost": int((answers - np.clip(size - prompts[:, None], 0, answers)).sum()),
             "rows untrained": int((prompts >= size).sum()),
         }
         for size in candidates(whole, max_lengths)
@@ -126,7 +126,7 @@ def profile_preferences(
     separate = (prompts[:, None] + answers).sum()
     together = prompts.sum() + answers.sum()
     repeated = {"repeated share in the answers of a prompt": 1 - together / max(separate, 1)}
-    warnings = _warned(int((answers == 0).any(axis=1).sum()), "an empty answer", len(prompts))
+    warnings = _warned((answers == 0).any(axis=1).sum(), "an empty answer", len(prompts))
     if paired:
         same = sum(chosen == rejected for chosen, rejected in table["answers_ids"])
         warnings += _warned(same, "the same answer twice", len(prompts))
@@ -154,10 +154,6 @@ def profile_prompts(
         "repeated share in the batch of all rows": repeated_share(prompts),
     }
     return _profile({"prompt": lengths}, np.arange(len(lengths)), limits, repeated)
-
-
-def _over(prompts: np.ndarray, answers: np.ndarray, size: int) -> np.ndarray:
-    return answers - np.clip(size - prompts[:, None], 0, answers)
 
 
 def candidates(lengths: np.ndarray, given: Sequence[int] = ()) -> list[int]:
@@ -237,8 +233,8 @@ def _summary(values: np.ndarray) -> dict[str, float]:
     return dict(zip(names, map(int, found), strict=True)) | sums
 
 
-def _warned(count: int, what: str, rows: int) -> list[str]:
-    return [f"Warning: {what} in {count} of {rows} rows."] if count else []
+def _warned(count: Any, what: str, rows: int) -> list[str]:
+    return [f"Warning: {what} in {int(count)} of {rows} rows."] if count else []
 
 
 def _aligned(rows: Table) -> list[str]:

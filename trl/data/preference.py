@@ -82,5 +82,5 @@ def maybe_unpair_preference_dataset(
     # A stream may know its columns only from its rows.
     if not {"chosen", "rejected"} <= set(one.column_names or next(iter(one), ())):
         return dataset
-    options = {"num_proc": num_proc, "desc": desc}
-    return unpair_preference_dataset(dataset, **{k: v for k, v in options.items() if v is not None})
+    options = {k: v for k, v in {"num_proc": num_proc, "desc": desc}.items() if v is not None}
+    return unpair_preference_dataset(dataset, **options)

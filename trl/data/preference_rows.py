@@ -15,7 +15,7 @@ from datasets import Dataset, Features, List, Value
 from ..text import count
 from .encode import Ids, TextEncoder, template_options
 from .preference import common_prefix_length, maybe_extract_prompt
-from .prepare import D, RowMaker, first_row, list_column, nothing_left, prepared, row_lengths
+from .prepare import CutReport, D, RowMaker, first_row, list_column, prepared, row_lengths
 from .supervised import Row, answer_starts, as_messages
 
 FEATURES = Features(
@@ -175,6 +175,10 @@ class PreferenceLimits:
     truncation_mode: str = "keep_start"
     drops_over: int | None = None
 
+    def __str__(self) -> str:
+        given = [(name, value) for name, value in vars(self).items() if isinstance(value, int)]
+        return ", ".join(f"{name.replace('drops_over', 'max_length')}={x}" for name, x in given)
+
     def lengths(self, prompts: np.ndarray, answers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens that are kept of prompts (rows,) and of their answers (rows, K).
 
@@ -204,35 +208,6 @@ class PreferenceLimits:
         return list(prompt)[len(prompt) - int(kept[0]) :], cut
 
 
-@dataclass(frozen=True)
-class CutReport:
-    """What was cut off preference examples, and which of them are left out."""
-
-    rows: int
-    prompts: int  # rows whose prompt lost tokens
-    answers: int  # rows an answer of which lost tokens
-    tokens_lost: int
-    empty: tuple[int, ...]  # rows of the dataset with an answer of no tokens, left out
-    long: tuple[int, ...]  # rows of the dataset over the limit, where those are left out
-    merged: int
-
-    def lines(self) -> list[str]:
-        """Say it in sentences; none if there is nothing to say."""
-        rows = count(self.rows, "row")
-        cut = (
-            f"{count(self.tokens_lost, 'token')} cut off: the prompt of {self.prompts} and an "
-            f"answer of {self.answers} of {rows} too long."
-        )
-        merged = (
-            f"{self.merged} of {rows} with a token that stands for characters of both prompt and "
-            "answer; it belongs to the answer."
-        )
-        said = [cut] * bool(self.tokens_lost)
-        said += nothing_left(self.empty, rows, "an answer without tokens")
-        said += nothing_left(self.long, rows, "more than max_length tokens")
-        return said + [merged] * bool(self.merged)
-
-
 def cut_preferences(table: Dataset, limits: PreferenceLimits) -> tuple[Dataset, CutReport]:
     """Leave out prepared examples of which no limit leaves all answers something.
 
@@ -245,19 +220,16 @@ def cut_preferences(table: Dataset, limits: PreferenceLimits) -> tuple[Dataset, 
     good = fits & (np.min(left, axis=1) > 0)
     if not good.any():
         raise ValueError(
-            f"None of the {len(table)} rows is left with tokens in every answer (max_length="
-            f"{limits.max_length or limits.drops_over}, max_prompt_length="
-            f"{limits.max_prompt_length}, max_completion_length={limits.max_completion_length}). "
-            "Raise them."
+            f"None of the {len(table)} rows is left with tokens in every answer ({limits}). Raise "
+            "the limits."
         )
-    source = np.asarray(table["source"][:])
+    trained_lost = sizes.sum() - left[good].sum()
     report = CutReport(
         rows=len(table),
-        prompts=int((kept < prompts)[good].sum()),
-        answers=int((np.max(sizes - left, axis=1) > 0)[good].sum()),
-        tokens_lost=int((prompts - kept)[good].sum() + (sizes - left)[good].sum()),
-        empty=tuple(source[fits & ~good].tolist()),
-        long=tuple(source[~fits].tolist()),
+        long=int((~fits | (kept < prompts) | (left < sizes).any(axis=1)).sum()),
+        tokens_lost=int(prompts.sum() - kept[good].sum() + trained_lost),
+        trained_lost=int(trained_lost),
+        untrained=tuple(np.asarray(table["source"][:])[~good].tolist()),
         merged=int((np.asarray(table["merged"][:]) > 0).sum()),
     )
     return table if good.all() else table.select(np.flatnonzero(good)), report

@@ -42,15 +42,18 @@ SUPERVISED = Features(
 D = TypeVar("D", Dataset, IterableDataset)
 
 
-def ragged(rows: Sequence[Any], feature: List) -> pa.Array:
-    """Make an Arrow column of lists, or of lists of lists, many times faster than Arrow."""
-    bounds = pa.array(np.cumsum([0, *map(len, rows)], dtype=np.int32))
+def column(values: Sequence[Any], feature: Any) -> pa.Array:
+    """Make an Arrow column; one of lists, or of lists of lists, many times faster than Arrow."""
+    if not isinstance(feature, List):
+        return pa.array(values, feature.pa_type)
+    bounds = pa.array(np.cumsum([0, *map(len, values)], dtype=np.int32))
     if isinstance(feature.feature, List):
-        values = ragged(list(chain.from_iterable(rows)), feature.feature)
+        inner = column(list(chain.from_iterable(values)), feature.feature)
     else:
         kind = np.dtype(feature.feature.dtype)
-        values = pa.array(np.concatenate([np.zeros(0, kind), *(np.asarray(r, kind) for r in rows)]))
-    return pa.ListArray.from_arrays(bounds, values)
+        rows = [np.zeros(0, kind), *(np.asarray(row, kind) for row in values)]
+        inner = pa.array(np.concatenate(rows))
+    return pa.ListArray.from_arrays(bounds, inner)
 
 
 @dataclass
@@ -69,7 +72,7 @@ class RowMaker:
         columns: dict[str, Any] = dict(zip(self.features, values, strict=True))
         columns["source"] = [index[i] for i in columns["source"]]
         return pa.table(
-            {name: _column(columns[name], feature) for name, feature in self.features.items()}
+            {name: column(columns[name], feature) for name, feature in self.features.items()}
         )
 
     def _encoded(self, rows: list[dict[str, Any]], index: list[int]) -> Sequence[tuple[Any, ...]]:
@@ -84,11 +87,6 @@ class RowMaker:
                     kind = TypeError if isinstance(error, TypeError) else ValueError
                     raise kind(f"Row {place} of the dataset: {error}") from error
             raise
-
-
-def _column(values: Sequence[Any], feature: Any) -> pa.Array:
-    is_list = isinstance(feature, List)
-    return ragged(values, feature) if is_list else pa.array(values, feature.pa_type)
 
 
 def prepared(
@@ -118,8 +116,7 @@ def prepared(
 
 def first_row(dataset: Dataset | IterableDataset) -> dict[str, Any]:
     """The row that decides what the examples of a dataset are; a ValueError if there is none."""
-    found = next(iter(dataset), None)
-    if found is None:
+    if (found := next(iter(dataset), None)) is None:
         raise ValueError("The dataset has no rows.")
     return found
 
@@ -139,12 +136,7 @@ def _supervised(kind: Kind, encoder: TextEncoder, options: SupervisedOptions) ->
 def prepare_supervised(
     dataset: D, encoder: TextEncoder, options: SupervisedOptions, num_proc: int | None = None
 ) -> D:
-    """Encode a dataset for supervised fine-tuning, in full length.
-
-    Args:
-        dataset: one of the types that `SupervisedOptions.kind` knows; its first row decides.
-        encoder, options: how.
-        num_proc (`int`, *optional*): processes; None chooses.
+    """Encode a dataset for supervised fine-tuning, in full length; its first row says its kind.
 
     Returns:
         Columns `input_ids`, `trained` (which of them are in the loss), `source` (row of the
@@ -160,35 +152,33 @@ def prepare_supervised(
 
 
 @dataclass(frozen=True)
-class LengthReport:
+class CutReport:
     """What became of the rows of a dataset when they were cut to length."""
 
     rows: int
-    long: int  # rows over the limit
+    long: int  # rows over a limit
     tokens_lost: int
-    trained_lost: int
-    untrained: tuple[int, ...]  # rows of the dataset left without a trained token
+    trained_lost: int  # of these, what would have been trained on
+    untrained: tuple[int, ...]  # rows of the dataset left with nothing to train on
     merged: int  # rows with a token over the edge of what is trained
 
-    def lines(self, max_length: int | None, long_rows: str) -> list[str]:
+    def lines(self, limits: str) -> list[str]:
         """Say it in sentences; none if there is nothing to say."""
-        rows = count(self.rows, "row")
-        cut = (
-            f"{self.long} of {rows} longer than max_length={max_length} (long_rows={long_rows!r}): "
-            f"{count(self.tokens_lost, 'token')} left out, {self.trained_lost} of them trained."
-        )
-        merged = (
+        rows, gone = count(self.rows, "row"), self.untrained
+        named = ", ".join(map(str, gone[:3])) + ", ..." * (len(gone) > 3)
+        said = {
+            f"{self.long} of {rows} longer than {limits}: {count(self.tokens_lost, 'token')} left "
+            f"out, {self.trained_lost} of them trained.": self.long,
+            f"{len(gone)} of {rows} left with nothing to train on: {named}.": gone,
             f"{self.merged} of {rows} with a token that stands for characters of both the prompt "
-            "and what is trained on; it is trained on."
-        )
-        said = [cut] * bool(self.long) + nothing_left(self.untrained, rows, "no token to train on")
-        return said + [merged] * bool(self.merged)
+            "and what is trained on; it is trained on.": self.merged,
+        }
+        return [line for line, number in said.items() if number]
 
-
-def nothing_left(gone: Sequence[int], rows: str, what: str) -> list[str]:
-    """Name the first three rows that are left out, if there are any."""
-    named = ", ".join(map(str, gone[:3])) + (", ..." if len(gone) > 3 else "")
-    return [f"{len(gone)} of {rows} with {what}, left out: {named}."] * bool(gone)
+    def warn(self, limits: str) -> None:
+        """Log it."""
+        for line in self.lines(limits):
+            logger.warning(line)
 
 
 class SupervisedDataset:
@@ -206,7 +196,7 @@ class SupervisedDataset:
     Attributes:
         lengths: (documents,) tokens.
         rows (`Dataset`): as given.
-        report (`LengthReport`): counts.
+        report (`CutReport`): counts.
 
     Raises:
         ValueError: if no row is left, or at a long one with `long_rows="error"`.
@@ -228,7 +218,7 @@ class SupervisedDataset:
             untrained &= ~over
         elif how == "wrapped_across":
             untrained = full == 0
-        self.report = LengthReport(
+        self.report = CutReport(
             rows=len(whole),
             long=int(over.sum()),
             tokens_lost=int(whole.sum() - self.lengths.sum()),
@@ -242,8 +232,7 @@ class SupervisedDataset:
                 + (f" with max_length={max_length}." if max_length else ".")
                 + " Raise max_length, or look at the masks of the dataset."
             )
-        for line in self.report.lines(max_length, long_rows):
-            logger.warning(line)
+        self.report.warn(f"max_length={max_length} (long_rows={long_rows!r})")
 
     def __len__(self) -> int:
         return len(self._pieces)

@@ -7,7 +7,7 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -73,6 +73,18 @@ class StepRows:
     def __len__(self) -> int:
         raise NotImplementedError
 
+    @property
+    def flat(self) -> Any:
+        """The rows a scorer reads."""
+        return self
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row that a scorer reads."""
+        flat = self.flat
+        pairs = zip(flat.prompt_ids, flat.completion_ids, strict=True)
+        return [len(prompt) + len(completion) for prompt, completion in pairs]
+
     def of_step(self, totals: Tensor, num_micro_batches: int, mode: Mode) -> Self:
         """Say what the losses of all micro-batches of an optimizer step are divided by."""
         changes = {"totals": totals, "num_micro_batches": num_micro_batches, "mode": mode}
@@ -121,11 +133,6 @@ class SupervisedRows(StepRows):
     def __len__(self) -> int:
         return len(self.completion_ids)
 
-    @property
-    def flat(self) -> SupervisedRows:
-        """The rows a scorer reads."""
-        return self
-
     def by_origin(self) -> Iterator[tuple[str, Tensor]]:
         """The names of datasets that rows are from, and the tokens in the loss of each (B, C)."""
         for name in sorted(filter(None, set(self.origins))):
@@ -140,12 +147,6 @@ class SupervisedRows(StepRows):
         """All tokens of the rows that count."""
         counted = self.loss_mask.any(1).tolist()
         return sum(size for size, counts in zip(self.lengths, counted, strict=True) if counts)
-
-    @property
-    def lengths(self) -> list[int]:
-        """B: tokens of each row."""
-        pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
-        return [len(prompt) + len(completion) for prompt, completion in pairs]
 
     def to(self, device: torch.device) -> SupervisedRows:
         """Copy to a device what is a tensor."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -18,18 +18,10 @@ class RepeatSampler(Sampler[int]):
     fill a round are dropped.
 
     Args:
-        data_source (`Sized`): the dataset.
         mini_repeat_count (`int`): completions for each prompt.
         batch_size (`int`): distinct prompts of a round.
         repeat_count (`int`): micro-steps a round serves.
-        shuffle (`bool`): whether each epoch has its own order.
-        seed (`int`, *optional*): the order of an epoch follows from seed and epoch alone.
-
-    Example:
-    ```python
-    >>> list(RepeatSampler(range(5), mini_repeat_count=2, batch_size=2, shuffle=False))
-    [0, 0, 1, 1, 2, 2, 3, 3]
-    ```
+        shuffle (`bool`): whether each epoch has its own order, which follows from `seed` alone.
     """
 
     def __init__(
@@ -54,10 +46,9 @@ class RepeatSampler(Sampler[int]):
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        order = list(range(self._size))
-        if self._shuffle:
-            generator = torch.Generator().manual_seed(self._seed + 1_000_003 * self._epoch)
-            order = torch.randperm(self._size, generator=generator).tolist()
+        generator = torch.Generator().manual_seed(self._seed + 1_000_003 * self._epoch)
+        drawn = torch.randperm(self._size, generator=generator).tolist()
+        order = drawn if self._shuffle else range(self._size)
         for start in range(0, self._rounds * self._batch_size, self._batch_size):
             chosen = order[start : start + self._batch_size]
             yield from _repeated(chosen, self._mini_repeat_count, self._repeat_count)
@@ -112,8 +103,5 @@ class RepeatIterableDataset(IterableDataset):
             chosen = list(islice(rows, self._batch_size))
 
 
-def _repeated(items: list[Any], inner: int, outer: int) -> Iterator[Any]:
-    for _ in range(outer):
-        for item in items:
-            for _ in range(inner):
-                yield item
+def _repeated(items: Sequence[Any], inner: int, outer: int) -> Iterator[Any]:
+    return chain.from_iterable(repeat(item, inner) for _ in range(outer) for item in items)

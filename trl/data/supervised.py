@@ -114,8 +114,7 @@ def encode_supervised(
     elif kind == "messages" or (kind == "completion" and _is_chat(rows[0])):
         found = _encoded(encoder, _chats(rows, kind, encoder, options))
     else:
-        texts = _encoded(encoder, _texts(rows, kind, options))
-        found = [_closed(encoder, row) for row in texts]
+        found = [_closed(encoder, x) for x in _encoded(encoder, _texts(rows, kind, options))]
     name = options.source_column
     return [row._replace(origin=str(rows[row.source].get(name, ""))) for row in found]
 

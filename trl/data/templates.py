@@ -10,16 +10,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .tool_template import (
-    ASSISTANTS,
-    CALL,
-    NAME,
-    RESULT,
-    USER,
-    render_probe,
-    supports_tool_calling,
-    tool_message,
-)
+from .tool_template import ASSISTANTS, CALL, NAME, RESULT, USER, render_probe, tool_message
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -89,22 +80,6 @@ def get_training_chat_template(
             "turn of the assistant is rendered. assistant_only_loss=True works without one."
         ) from error
     return marked
-
-
-def add_response_schema(processing_class: Any) -> Any:
-    """Return a tokenizer or processor as it is: calls are read as its chat template writes them.
-
-    Raises:
-        ValueError: if its template is not a text, or does not show calls and their results.
-    """
-    is_text = isinstance(processing_class.chat_template, str)
-    if not is_text or not supports_tool_calling(processing_class):
-        raise ValueError(
-            "The chat template does not show tool calls and their results, so they cannot be read."
-            if is_text
-            else "The chat template must be one text, not several by name."
-        )
-    return processing_class
 
 
 def clone_chat_template(

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from .preference import common_prefix_length
+from .responses import reads_responses
+
+T = TypeVar("T")
 NAME, ARGUMENT, RESULT = "look_up", "needle", "found42"
 USER = {"role": "user", "content": "ask"}
 # Some templates refuse calls without an id, or with one that has not nine letters.
@@ -21,6 +26,31 @@ ASSISTANTS: tuple[dict[str, Any], ...] = (
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "assistant", "content": "", "reasoning_content": "so", "tool_calls": [CALL]},
 )
+
+# Ways in which templates write calls, as fields of a `response_template`.
+TAGGED = {
+    "open_pattern": r"\s*<tool_call>\s*(?=\{)",
+    "close": "</tool_call>",
+    "content": "json",
+    "transform": {"type": "function", "function": "{content}"},
+}
+NESTED = {
+    "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+    "close_pattern": r"</function>\s*</tool_call>",
+    "content": "xml-inline",
+    "content_args": {
+        "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+    },
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+}
+BARE = {
+    "open_pattern": r"\s*(?:<\|python_tag\|>)?\s*(?=\{\s*\"name\")",
+    "content": "json",
+    "transform": {
+        "type": "function",
+        "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
+    },
+}
 
 
 def tool_message(name: str, content: str) -> dict[str, Any]:
@@ -57,6 +87,64 @@ def render_probe(
 
 def _sent(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"tool_call_id": CALL["id"]}
+
+
+def add_response_schema(processing_class: T) -> T:
+    """Let a tokenizer, or that of a processor, parse what its model writes: `parse_response`.
+
+    Its `response_template` is made of what the chat template writes around an answer, a tool call
+    and, in `<think>` tags, reasoning; one that is there stays.
+
+    Raises:
+        ValueError: if the chat template is not one text, or does not show calls and their results,
+            or writes them in a way that is not known.
+    """
+    tokenizer: Any = getattr(processing_class, "tokenizer", processing_class)
+    if reads_responses(tokenizer):
+        return processing_class
+    template = getattr(processing_class, "chat_template", None)
+    if not isinstance(template, str):
+        raise ValueError("The chat template must be one text, not several by name.")
+    if not supports_tool_calling(processing_class):  # type: ignore[arg-type]
+        raise ValueError(
+            "The chat template does not show tool calls and their results, so they cannot be read."
+        )
+    begun = render_probe(processing_class, [USER], add_generation_prompt=True)
+    written = rendered_call(processing_class).rstrip()  # type: ignore[arg-type]
+    before = render_probe(processing_class, [USER])
+    # Without a beginning of its own, the answer follows the end of the question.
+    anchor = begun.removeprefix(before).split("<think>")[0] or begun.split(USER["content"])[-1]
+    fields = _fields(template, written, tokenizer)
+    for calls in (TAGGED, NESTED, BARE | fields["content"]):
+        made = {
+            "start_anchor": anchor,
+            "fields": fields | {"tool_calls": calls | {"repeats": True}},
+        }
+        tokenizer.response_template = made | {"defaults": {"role": "assistant"}}
+        if _finds_call(tokenizer, begun, written):
+            return processing_class
+    tokenizer.response_template = None
+    raise ValueError(
+        f"The chat template writes a tool call in a way that is not known here: {written!r:.200}. "
+        "Set tokenizer.response_template, which says how to parse it."
+    )
+
+
+def _fields(template: str, written: str, tokenizer: Any) -> dict[str, dict[str, Any]]:
+    """The content, which ends with a special token, and reasoning, if it is written in tags."""
+    ends = {tokenizer.eos_token, *filter(written.endswith, tokenizer.all_special_tokens)} - {None}
+    content = {"close_pattern": rf"\s*(?:{'|'.join(map(re.escape, sorted(ends)))})"}
+    thinking = {"reasoning_content": {"open": "<think>", "close": "</think>"}}
+    return {"content": content} | (thinking if "<think>" in template else {})
+
+
+def _finds_call(tokenizer: Any, begun: str, written: str) -> bool:
+    try:
+        found = tokenizer.parse_response(written, prefix=begun)
+    except (KeyError, ValueError):  # calls are written in another way
+        return False
+    call = {"type": "function", "function": {"name": NAME, "arguments": {"word": ARGUMENT}}}
+    return found.get("tool_calls") == [call]
 
 
 class ToolTurns:
@@ -110,10 +198,7 @@ class ToolTurns:
             followed = self._ids(assistant, [tool_message(NAME, RESULT)])
             if followed[:length] == alone[:length]:
                 return assistant, length
-        place = next(
-            (i for i, pair in enumerate(zip(alone, followed, strict=False)) if pair[0] != pair[1]),
-            min(len(alone), len(followed)),
-        )
+        place = common_prefix_length(alone, followed)
         raise ValueError(
             "tools: the chat template is not prefix-preserving: a tool's result changes the turns "
             f"before it, from token {place} of {alone!r:.200}: "

@@ -7,6 +7,7 @@ import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -164,19 +165,18 @@ def _heap_holds_tensors() -> bool:
 
 
 class HeapProbe:
-    """Estimates the bytes of live CPU tensors, `tensors`, from what the C library has handed out.
+    """Estimates the bytes of live CPU tensors, `tensors`: those that Python saw at the first call.
 
-    To those that Python could see when the probe was made comes what malloc has handed out since:
-    tensors that only autograd holds, and also other native objects. There is no figure where
-    tensors do not come from glibc (musl, macOS, a preloaded allocator).
+    What malloc has handed out since is added; without glibc there is no figure.
     """
 
-    def __init__(self) -> None:
-        self._works = _heap_holds_tensors()
-        self._others = _heap_in_use() - visible_tensor_bytes() if self._works else 0
+    @cached_property
+    def _others(self) -> int | None:
+        return _heap_in_use() - visible_tensor_bytes() if _heap_holds_tensors() else None
 
     def __call__(self) -> dict[str, float]:
-        return {"tensors": max(_heap_in_use() - self._others, 0)} if self._works else {}
+        others = self._others
+        return {} if others is None else {"tensors": max(_heap_in_use() - others, 0)}
 
 
 def visible_tensor_bytes() -> int:

@@ -9,8 +9,6 @@ from dpo_runs import gradient_of
 from sft_runs import encoded, logged, relative
 from tiny import tiny_model
 
-from trl.trainer.offline import answers
-
 MAKERS = {"DPO": dpo_runs.make_trainer, "KTO": kto_runs.make_trainer}
 both = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
@@ -36,12 +34,15 @@ def test_the_reference_scores_the_pieces_of_training(tmp_path, make):
 
 def test_what_is_cut_is_counted_and_not_trained_on(tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr(answers.logger, "warning", told.append)
+    monkeypatch.setattr("trl.data.prepare.logger.warning", told.append)
     data = dpo_runs.pairs([("0123456789", "abcdef", "xy"), ("01", "a", "b"), ("01", "cd", "ef")])
     limits = {"max_prompt_length": 4, "max_completion_length": 3}
     trainer = dpo_runs.make_trainer(tmp_path, data, **limits)
     # 6 of the prompt; and of 7, as the end of an answer is a token.
-    assert told == ["10 tokens cut off: the prompt of 1 and an answer of 1 of 3 rows too long."]
+    assert told == [
+        "1 of 3 rows longer than max_prompt_length=4, max_completion_length=3: "
+        "10 tokens left out, 4 of them trained."
+    ]
     trainer.train()
     assert trainer.state.num_input_tokens_seen == (4 + 3 + 3) + (2 + 2 + 2) + (2 + 3 + 3)
 

@@ -225,8 +225,8 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
         known = self.parallelism_config or ParallelismConfig()  # which reads the environment
         if known.sp_size > 1:
             raise ValueError(
-                f"sp_size={known.sp_size}: sequence parallelism is not available in this release. "
-                "Context parallelism (cp_size) divides rows among ranks as well."
+                f"sp_size={known.sp_size}: the sequence parallelism of DeepSpeed drops the masks "
+                "that keep the documents of a row apart. Use cp_size, which divides rows too."
             )
         if known.cp_size > 1 and not self.divides_rows:
             raise ValueError(

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, IterableDataset
 from torch import Tensor
-from transformers.utils import logging
 
 from ...data.answer_rows import AnswerDataset, AnswerGroup, AnswerRows, answer_group
 from ...data.encode import TextEncoder
@@ -30,8 +29,6 @@ from ...data.preference_rows import (
 from ...distributed import Ranks
 from .batches import ItemStream
 from .offline_config import OfflineConfig
-
-logger = logging.get_logger(__name__)
 
 LOOKED_BACK = 64  # items of a stream among which a partner is looked for
 
@@ -58,10 +55,7 @@ def prepare_answers(
     if isinstance(table, IterableDataset):
         unpack = partial(_unpacked, limits=limits)
         return ItemStream(table, unpack, AnswerGroup.tokens)
-    found = AnswerDataset(table, limits)
-    for line in found.report.lines():
-        logger.warning(line)
-    return found
+    return AnswerDataset(table, limits)
 
 
 def _unpacked(row: dict[str, Any], limits: PreferenceLimits) -> list[AnswerGroup]:
