@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from functools import cache
 from pathlib import Path
 
 import structure
@@ -89,6 +90,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
+@cache
 def page() -> str:
     """The text of docs/architecture.md."""
     arrows = folder_arrows()

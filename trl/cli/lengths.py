@@ -20,8 +20,7 @@ from ..trainer.offline.offline_config import OfflineConfig
 from ..trainer.sft_config import SFTConfig
 from .commands import TRAINING
 from .exit import one_line_errors
-from .memory_plan import build_options, make_plan
-from .parser import TrlParser
+from .memory_plan import build_options, make_plan, parser_for
 from .train import load_data, take_split
 
 
@@ -39,24 +38,12 @@ class LengthsArguments:
 def main(words: list[str] | None = None) -> None:
     """Print the lengths of the dataset that the options describe."""
     words = list(sys.argv[1:] if words is None else words)
-    parser = TrlParser(LengthsArguments, prog="trl lengths", add_help=False)
+    parser = parser_for(words, LengthsArguments, "lengths")
     with one_line_errors(parser):
-        parser = make_parser(parser.read(words)[0].get("method", "sft"))
-        if {"-h", "--help"} & set(words):
-            parser.print_help()
-            return
         values, others, rest = parser.read(words)
         parser.check([*rest, *(f"--{name}" for name in others)])
         own, script, training, model, mixture = build_options(parser, values, 1)
-        if model.model_name_or_path is None:
-            raise ValueError("--model_name_or_path is required.")
         _show(own, profiled(own, script, training, model, mixture), training)
-
-
-def make_parser(method: str = "sft") -> TrlParser:
-    """The options of `trl lengths --method METHOD`: its own, and those of the training command."""
-    types = TRAINING[method].make_parser().dataclass_types
-    return TrlParser((LengthsArguments, *types), prog="trl lengths")
 
 
 def profiled(

@@ -44,21 +44,23 @@ class PlanArguments:
 def main(words: list[str] | None = None) -> None:
     """Print the plan of the training command that the options describe."""
     words = list(sys.argv[1:] if words is None else words)
-    parser = TrlParser(PlanArguments, prog="trl memory-plan", add_help=False)
-    with one_line_errors(parser):
-        parser = make_parser(parser.read(words)[0].get("method", "rloo"))
-        if {"-h", "--help"} & set(words):
-            parser.print_help()
-            return
+    parser = parser_for(words, PlanArguments, "memory-plan")
     with one_line_errors(parser):
         script, launcher = split(parser, words)
         print(render(plan_of(parser, parser.read(script)[0], launch_options(launcher))))
 
 
+def parser_for(words: list[str], own: type, command: str) -> TrlParser:
+    """The options of a command, and of the training command that its `--method` names."""
+    parser = TrlParser(own, prog=f"trl {command}", add_help=False)
+    with one_line_errors(parser):
+        method = parser.read(words)[0].get("method", own.method)  # type: ignore[attr-defined]
+    return TrlParser((own, *TRAINING[method].make_parser().dataclass_types), prog=parser.prog)
+
+
 def make_parser(method: str = "rloo") -> TrlParser:
     """The options of `trl memory-plan --method METHOD`."""
-    types = TRAINING[method].make_parser().dataclass_types
-    return TrlParser((PlanArguments, *types), prog="trl memory-plan")
+    return parser_for(["--method", method], PlanArguments, "memory-plan")
 
 
 def plan_of(parser: TrlParser, values: dict[str, Any], launched: Mapping[str, Any]) -> Plan:
@@ -67,8 +69,6 @@ def plan_of(parser: TrlParser, values: dict[str, Any], launched: Mapping[str, An
     `launched` are the options of `accelerate launch`; see `read_sharding`.
     """
     script, training, model_args, _ = build_options(parser, values, launched["num_processes"])[-4:]
-    if model_args.model_name_or_path is None:
-        raise ValueError("--model_name_or_path is required.")
     return make_plan(script, training, model_args, read_sharding(launched))
 
 
@@ -82,7 +82,10 @@ def build_options(parser: TrlParser, values: dict[str, Any], processes: int) -> 
         type(kind.__name__, (kind,), ranks) if issubclass(kind, BaseConfig) else kind
         for kind in parser.dataclass_types
     )
-    return parser.build(values)
+    built = parser.build(values)
+    if built[-2].model_name_or_path is None:
+        raise ValueError("--model_name_or_path is required.")
+    return built
 
 
 def make_plan(
@@ -181,8 +184,10 @@ def _with_engine(plan: Plan, training: Any) -> Plan:
         ranks, longest = training.vllm_tensor_parallel_size, run.prompt + run.completion
         context = training.vllm_max_model_length or plan.model.context or longest
         engine = Engine(plan, ranks, context, run.rows * ranks, sleeps)
-        found = (share or 0.0) * plan.device_bytes
-        found = engine.memory(min(longest, context)).total if share is None else found
+        if share is None:
+            found = engine.memory(min(longest, context)).total
+        else:
+            found = share * plan.device_bytes
         tokens = (found - engine.weights) / engine.token
         if tokens <= 0:
             raise ValueError(

@@ -176,22 +176,16 @@ def _unknown(name: str, known: Iterable[str]) -> ValueError:
 
 
 def _loaded(place: str, is_file: bool) -> Any:
-    return _load_file(place) if is_file else _load_module(place)
-
-
-def _load_module(module: str) -> Any:
-    if sys.path[0] != os.getcwd():
-        sys.path.insert(0, os.getcwd())
-    return importlib.import_module(module)
-
-
-def _load_file(path: str) -> Any:
+    if not is_file:
+        if sys.path[0] != os.getcwd():
+            sys.path.insert(0, os.getcwd())
+        return importlib.import_module(place)
     # The name under which the file can be imported, so that workers can pickle its functions.
-    name = Path(path).stem
+    name = Path(place).stem
     module = types.ModuleType(name)
-    module.__file__ = path
+    module.__file__ = place
     sys.modules.setdefault(name, module)
-    exec(compile(Path(path).read_text(encoding="utf-8"), path, "exec"), vars(module))
+    exec(compile(Path(place).read_text(encoding="utf-8"), place, "exec"), vars(module))
     return module
 
 

@@ -137,7 +137,7 @@ def _program() -> list[str]:
 
 def memory_words(known: argparse.Namespace, rest: list[str], on_cpu: bool) -> list[str]:
     """What is said of memory where `--gpu_memory_utilization` does not."""
-    words = [] if not on_cpu else ON_CPU
+    words = ON_CPU * on_cpu
     given = {word.split("=")[0].replace("_", "-") for word in rest}
     if known.gpu_memory_utilization is not None or "--kv-cache-memory-bytes" in given:
         return words
