@@ -13,9 +13,10 @@ bench-options:  ## what each option saves
 bench-kinds:  ## peak memory by kind of layers, against another trainer
 bench-offline: bench-preferences  ## memory and time of an update of SFT, DPO, KTO and Reward
 bench-preferences:  ## the same without SFT
+bench-start:  ## seconds until SFT begins: constructor and first update, beside another release
 bench-plan:  ## memory that `trl memory-plan` predicts against what is measured
 bench-gpu:  ## all of this on a GPU, if there is one
-BENCHES := bench-kinds bench-offline bench-preferences bench-memory bench-report bench-step bench-head bench-options bench-plan bench-gpu
+BENCHES := bench-kinds bench-offline bench-preferences bench-memory bench-report bench-start bench-step bench-head bench-options bench-plan bench-gpu
 $(BENCHES): $(VENV)/.dev
 	$(PY) scripts/bench/$(@:bench-%=%).py $(ARGS)
 

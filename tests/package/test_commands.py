@@ -12,7 +12,15 @@ TARGETS = {"quickstart", "quickstart-sft", "quickstart-tiny", "test", "lint", "f
 TARGETS |= {"docs", "clean", "help"}
 TARGETS |= {"invariance", "bench-memory", "bench-report", "bench-step", "bench-head", "bench-plan"}
 TARGETS |= {"bench-gpu", "bench-siblings", "bench-options", "bench-generation", "engine-table"}
-TARGETS |= {"big-plans", "bench-offline", "gpu-check", "gpu-wheels", "test-fast", "test-lowest"}
+TARGETS |= {
+    "big-plans",
+    "bench-offline",
+    "bench-start",
+    "gpu-check",
+    "gpu-wheels",
+    "test-fast",
+    "test-lowest",
+}
 TARGETS |= {"architectures", "bench-kinds", "bench-preferences"}
 
 

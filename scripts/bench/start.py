@@ -1,0 +1,118 @@
+"""Seconds until supervised fine-tuning begins, beside another release: printed, kept nowhere.
+
+Texts of 300 words, a byte-level BPE tokenizer of 16,384 entries, default options, all cores.
+"constructor" is that of the trainer on 2,000 rows, whose tokens no cache has; "first step" goes
+from the beginning of the constructor to the end of the first update, on 100,000 rows: tokenized
+while training goes on by this project, and all of them before it by another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import environments
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = {"constructor": 2000, "first step": 100_000}
+PEER = "trl-1.16.0"
+WORDS = 300
+
+
+def vocabulary() -> list[str]:
+    """Words of the standard library's sources."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:120]
+    return " ".join(file.read_text(errors="ignore") for file in files).split(" ")
+
+
+def tokenizer(words: list[str]) -> Any:
+    """A tokenizer that is trained on some words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    names = {"pad_token": "<pad>", "eos_token": "<eos>"}
+    trainer = trainers.BpeTrainer(vocab_size=16_384, special_tokens=list(names.values()))
+    core.train_from_iterator([" ".join(words)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, **names)
+
+
+def measure(what: str, trainer: str) -> dict[str, float]:
+    """Seconds and processor seconds, in this process."""
+    from datasets import Dataset, disable_progress_bars
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    import trl
+
+    disable_progress_bars()
+    words, draw = vocabulary(), random.Random(0)
+    chosen = tokenizer(words)
+    starts = [draw.randrange(len(words) - WORDS) for _ in range(ROWS[what] + 64)]
+    texts = [" ".join(words[start : start + WORDS]) for start in starts]
+    shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=16_384, **shape, **heads))
+    given = {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
+    given |= {"max_steps": 1, "disable_tqdm": True}
+    lazy = {"lazy_tokenization": True} if what == "first step" and trainer == "this" else {}
+    args = trl.SFTConfig(tempfile.mkdtemp(), **given, **lazy)
+
+    few, rows = (Dataset.from_dict({"text": part}) for part in (texts[:64], texts[64:]))
+    # What is imported once is no part of the constructor.
+    trl.SFTTrainer(model, args, train_dataset=few, processing_class=chosen)
+    wall, cpu = time.perf_counter(), sum(os.times()[:4])
+    made = trl.SFTTrainer(model, args, train_dataset=rows, processing_class=chosen)
+    if what == "first step":
+        made.train()
+    return {"seconds": time.perf_counter() - wall, "processor": sum(os.times()[:4]) - cpu}
+
+
+def run(what: str, trainer: str) -> dict[str, float]:
+    """Measure in a process of its own, with a cache of its own."""
+    paths = str(ROOT) if trainer == "this" else environments.site(trainer) or ""
+    with tempfile.TemporaryDirectory() as cache:
+        done = subprocess.run(
+            [environments.interpreter(trainer), __file__, "--case", what, "--trainer", trainer],
+            stdout=subprocess.PIPE,
+            check=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": paths, "HF_DATASETS_CACHE": cache},
+        )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Print a line for each measurement; the peer's, if its environment is there."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", choices=ROWS)
+    parser.add_argument("--trainer", default="this", choices=("this", PEER))
+    parser.add_argument("--only", nargs="*", default=list(ROWS), choices=ROWS)
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(measure(options.case, options.trainer)))
+        return
+    peers = [PEER] * bool(environments.site(PEER) or environments.is_ready(PEER))
+    for what in options.only:
+        for trainer in ["this", *peers]:
+            found = run(what, trainer)
+            speed = ROWS[what] / found["seconds"]
+            times = f"{found['seconds']:.2f} s, {found['processor']:.2f} s of processors"
+            print(
+                f"{what}, {ROWS[what]:,} rows, {trainer}: {times}, {speed:,.0f} rows/s", flush=True
+            )
+    if not peers:
+        print(f"{PEER} is not installed: python scripts/bench/environments.py {PEER}")
+
+
+if __name__ == "__main__":
+    main()
