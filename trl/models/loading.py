@@ -30,10 +30,8 @@ def load_policy(
 ) -> PreTrainedModel:
     """Load a causal language model with the architecture its configuration names.
 
-    Args:
-        init_kwargs (`dict`, *optional*): keyword arguments of `from_pretrained`; not modified.
-        distributed (`bool`): whether several processes train, each with its own device.
-        gives_rewards (`bool`): load a sequence classifier with one label instead.
+    Or a sequence classifier with one label, if it `gives_rewards`. `init_kwargs` are those of
+    `from_pretrained`, less a `device_map` where each of several processes has its own device.
     """
     kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": "float32"}
     kwargs |= init_kwargs or {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +69,8 @@ class TokenReader(Reader):
         """Read (log-probabilities, entropies, hits, log-masses)."""
         layout = hidden.layout
         if self.head is None:
-            found = tuple(self._of_logits(torch.as_tensor(hidden.logits), layout))
+            logits = torch.as_tensor(hidden.logits)
+            found: Sequence[Tensor | None] = [*self._of_logits(logits, layout)]
         else:
             states, options = hidden.at(layout.sources), (self.with_entropy, self.support)
             found = self.head.scores(states, layout.targets, hidden.autocast, *options)

@@ -209,7 +209,7 @@ class Scorer:
     ) -> TokenScores:
         """Score without gradient, in evaluation mode; arguments as for a call."""
         with evaluating(model):
-            return self(model, batch, support=support, values=values)
+            return self(model, batch, False, support, values)
 
     # --- Layouts ---
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding
 
 
-def adds_in_place(weight: Tensor | None) -> bool:
+def adds_in_place(weight: Tensor) -> bool:
     """Whether the gradient of a weight may go to its `.grad` without being shown to anything."""
     return (
         type(weight) is nn.Parameter

@@ -234,7 +234,7 @@ class _Sums:
         shown = torch.as_tensor(hidden)
         self._dtype = shown.dtype
         self._hidden = torch.zeros_like(shown, dtype=wide) if needed[0] else None
-        self._leaves = [x if adds_in_place(x) else None for x in leaves]
+        self._leaves = [x if x is not None and adds_in_place(x) else None for x in leaves]
         wanted = [x if needs else None for x, needs in zip(parameters, needed[1:], strict=True)]
         self._totals = [
             None if x is None else torch.zeros_like(x) if leaf is None else grad_of(leaf)
