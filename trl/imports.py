@@ -40,11 +40,7 @@ def version_of(package: str, otherwise: str = "unknown") -> str:
 
 
 def require(module: str, feature: str) -> ModuleType:
-    """Import a module of an optional dependency, one of `EXTRAS`, that a feature needs.
-
-    Raises:
-        ImportError: naming the feature and the extra to install, if the module is absent.
-    """
+    """Import a module of one of `EXTRAS` that a feature needs; errors name the extra to install."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

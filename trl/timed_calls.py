@@ -49,9 +49,7 @@ class Outcome:
 class TimedCalls:
     """Calls functions one after the other, and coroutine functions all at once.
 
-    Args:
-        seconds (`float`, *optional*): that a call may take. None: no limit, and plain functions
-            run in the calling thread instead of one that is kept for them.
+    Without a limit of `seconds` for a call, plain functions run in the calling thread.
     """
 
     def __init__(self, seconds: float | None):

@@ -76,11 +76,7 @@ class TrainingCommand(Command):
             import_module("trl.cli.launch").launch(self.name, parser, words)
 
     def mistakes(self, parser: TrlParser, words: Sequence[str]) -> list[str]:
-        """Find unknown and missing options, and values that do not fit.
-
-        Raises:
-            ValueError, OSError: if the configuration file cannot be used.
-        """
+        """Find unknown and missing options, and values that do not fit."""
         values, problems, others, rest = parser.collect(words)
         if values.get("plan"):
             return []  # the plan has further options, and tells of mistakes in all of them

@@ -96,9 +96,7 @@ def make_plan(
 ) -> Plan:
     """Plan a run from its three configurations, and from what its ranks divide.
 
-    Raises:
-        OSError: if a model has no configuration.
-        ValueError: if an engine does not fit beside training.
+    A model without a configuration is an OSError, an engine that does not fit a ValueError.
     """
     trusted = training.trust_remote_code
     revision = (training.model_init_kwargs or {}).get("revision", model_args.model_revision)

@@ -61,10 +61,8 @@ def merge_named(
     """Let `Sampling.extra` win over the named options, and keep only the others in it.
 
     Of the engine's options, `legal`, some are `refused`, with a reason, besides those that no
-    engine may use, and some have `aliases`. Messages call one `kind`, as in "a generation option".
-
-    Raises:
-        ValueError: for an option that the engine does not know or that is refused.
+    engine may use, and some have `aliases`. A ValueError names what is refused or unknown, and
+    calls it `kind`, as in "a generation option".
     """
     refused = {**REFUSED, **refused}
     for name in sampling.extra:

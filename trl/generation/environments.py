@@ -21,10 +21,9 @@ NO_TOOLS = ("reset", "get_reward")
 class Environments:
     """The environments of a run. Each row of a round has its own; later rounds reset it.
 
-    Args:
-        factories: a callable without arguments, or several by the name that a row's column
-            `environment` gives. Each is called once at first, and again when rows need more.
-        tools: functions that every row may call, besides the methods of its environment.
+    `factories` are a callable without arguments, or several by the name that a row's column
+    `environment` gives; each is called once at first, and again when rows need more. All rows may
+    call the `tools`, besides the methods of their environments.
     """
 
     def __init__(self, factories: Any, tools: Sequence[Callable[..., Any]] = ()):

@@ -47,11 +47,7 @@ class AdaptiveBatch:
     """
 
     def __init__(
-        self,
-        phase: str,
-        size: int | None = None,
-        option: str | None = None,
-        disabled: bool = False,
+        self, phase: str, size: int | None = None, option: str | None = None, disabled: bool = False
     ):
         self.phase = phase
         known, self._advice = OPTIONS.get(phase, ("", _EVERYWHERE))

@@ -183,12 +183,8 @@ class Timeline:
 
     A line has `step`, `phase`, `start` and `end` (seconds since the run began) and the figures of
     `PhaseEvent.readable`. Lines of steps after `step` are dropped first, as a run that went further
-    wrote them; after the others, time goes on where it stopped.
-
-    Args:
-        path: the file, `memory.jsonl` in the output folder.
-        writes (`bool`): whether this process writes; True on the main process alone.
-        step (`int`): optimizer steps already made; it may be set, and goes into the next lines.
+    wrote them; after the others, time goes on where it stopped. `step`, how many are made, may be
+    set, and goes into the next lines; the main process alone `writes`.
     """
 
     def __init__(self, path: Path, writes: bool = True, step: int = 0):

@@ -57,10 +57,8 @@ class Engine:
         An engine that sleeps shares the device with what is held while nothing is computed; one
         that does not, with the largest phase. Where less is free than the plan assumes, because
         other processes use the device or this one holds more than planned, what is `measured` of
-        the device now, before the engine is started, counts.
-
-        Raises:
-            ValueError: if the context would have fewer than `shortest` tokens, in numbers.
+        the device now, before the engine is started, counts. A context of fewer than `shortest`
+        tokens is a ValueError, in numbers.
         """
         plan = self.plan
         run = plan.run.replace(engine_bytes=0.0, engine_sleeps=self.sleeps)

@@ -82,11 +82,7 @@ class PhaseMeter:
             self._unwind(depth)
 
     def start(self, phase: str) -> None:
-        """Begin a phase, within the one that is open, if any.
-
-        Raises:
-            ValueError: if `phase` is none of `PHASES`.
-        """
+        """Begin one of `PHASES`, within the phase that is open, if any."""
         if phase not in PHASES:
             hint = did_you_mean(phase, PHASES, f" It must be one of {', '.join(PHASES)}.")
             raise ValueError(f"phase={phase!r} is unknown.{hint}")
@@ -95,11 +91,7 @@ class PhaseMeter:
             self._open.append(PhaseEvent(phase, time.perf_counter() - self._born, 0.0, {}))
 
     def stop(self, phase: str) -> None:
-        """End the latest open phase of this name, and the phases left open within it.
-
-        Raises:
-            ValueError: if no such phase is open.
-        """
+        """End the latest open phase of this name, and the phases left open within it."""
         if not self.enabled:
             return
         names = [event.phase for event in self._open]

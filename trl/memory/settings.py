@@ -240,11 +240,8 @@ def read_sharding(options: Mapping[str, Any]) -> Sharding:
     """What the options of `accelerate launch` mean, under their names there, such as `zero_stage`.
 
     Those of the `fsdp_config` and the `deepspeed_config` of a configuration file are among them.
-    `num_processes` are those of all `num_machines` together.
-
-    Raises:
-        ValueError: for a sharding strategy that is not known.
-        OSError: if the file of DeepSpeed's own options cannot be read.
+    `num_processes` are those of all `num_machines` together. A sharding strategy that is not known
+    is a ValueError.
     """
     if options.get("use_deepspeed"):
         return _zero(options)

@@ -14,9 +14,7 @@ class PairwiseJudge(Protocol):
     def judge(self, prompts: list[Any], completions: list[list[Any]]) -> Sequence[int]:
         """Return the place of the better completion of each prompt: 0 or 1; -1: no decision.
 
-        Args:
-            prompts: strings, or lists of messages.
-            completions: two of each prompt, of the same kind.
+        Prompts, and two completions of each, are strings or lists of messages.
         """
         ...
 

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..data.formats import malformed_prompt
-from ..data.responses import as_message
 from ..text import count
 from ..types import Prompts
 
@@ -140,6 +139,8 @@ class PromptEncoder:
         A tokenizer with a `response_template` parses messages: reasoning and tool calls are then
         apart from the content.
         """
+        from ..data.responses import as_message  # which conversations alone need
+
         tokenizer = self._tokenizer
         rows = zip(prompts.messages, prompts.token_ids, completion_ids, strict=True)
         return [

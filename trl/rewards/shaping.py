@@ -83,10 +83,7 @@ class RepetitionPenalty:
 
     Args:
         ngram_size (`int`): tokens of an n-gram.
-        max_penalty (`float`): 0 or negative.
-
-    Raises:
-        ValueError: if `max_penalty` is positive.
+        max_penalty (`float`): 0 or negative; a ValueError otherwise.
     """
 
     ngram_size: int = 3

@@ -102,10 +102,7 @@ class CallParser:
     """Reads turns of the model.
 
     A tokenizer with a `response_template` is asked to parse; otherwise the way the chat template,
-    called with `template_kwargs`, writes a call says how calls are written.
-
-    Raises:
-        ValueError: if the way the template writes calls is not known.
+    called with `template_kwargs`, writes a call says how; a ValueError if that is not known.
     """
 
     def __init__(

@@ -99,12 +99,7 @@ def _problem(call: ToolCall, tools: Functions) -> str | None:
 
 
 def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
-    """Return the JSON schema of a tool, from its type hints and docstring.
-
-    Raises:
-        TypeError: if it is not a function.
-        ValueError: naming the tool and what it lacks.
-    """
+    """The JSON schema of a tool, from its type hints and docstring; errors say what it lacks."""
     if not inspect.isfunction(tool) and not inspect.ismethod(tool):
         raise TypeError(f"tools: {tool!r:.80} is not a function or method.")
     try:

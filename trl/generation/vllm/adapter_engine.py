@@ -16,13 +16,7 @@ from torch import Tensor
 
 from ...imports import require
 from ...models.policy_handle import PolicyHandle
-from ...models.weights import (
-    Factors,
-    base_stamp,
-    base_weights,
-    low_rank_factors,
-    why_not_low_rank,
-)
+from ...models.weights import Factors, base_stamp, base_weights, low_rank_factors, why_not_low_rank
 from .backend import VLLMColocateBackend
 from .engine import EngineSettings, VLLMEngine
 
@@ -133,11 +127,7 @@ class AdapterEngine(VLLMEngine):
 
 
 class AdapterBackend(VLLMColocateBackend):
-    """Sends base weights once and then the adapter alone, and proves that both arrived.
-
-    Raises:
-        ValueError: if vLLM applies no adapter to one of the policy's layers.
-    """
+    """Sends base weights once and then the adapter alone, and proves that both arrived."""
 
     def __init__(self, engine: AdapterEngine, policy: PolicyHandle, **options: Any):
         super().__init__(engine, policy, weights=base_weights, **options)

@@ -23,11 +23,7 @@ SEEDS = 2**62  # vLLM adds the place in a request to its seed, which is a signed
 
 
 def merge_options(sampling: Sampling, known: Collection[str]) -> Sampling:
-    """Let `Sampling.extra` win over the named options; it keeps what only vLLM knows.
-
-    Raises:
-        ValueError: for an option that is no field of `SamplingParams` or that is refused.
-    """
+    """Let `Sampling.extra` win over the named options; it keeps what only vLLM knows."""
     legal = {*known, *NAMED, *ALIASES, "do_sample"}
     merged = merge_named(sampling, legal, REFUSED_HERE, ALIASES, "a sampling option of vLLM")
     rest = dict(merged.extra)
@@ -100,11 +96,7 @@ Row = tuple[int, list[int], str | None, list[float]]  # place, token ids, why it
 
 
 def read_outputs(requests: Sequence[Request], outputs: Sequence[Any]) -> Generations:
-    """Turn vLLM's `RequestOutput`s, in the order of the requests, into rows.
-
-    Raises:
-        RuntimeError: if vLLM gave up on a request.
-    """
+    """Turn vLLM's `RequestOutput`s, in the order of the requests, into rows."""
 
     def read(row: Any) -> Row:
         pairs = zip(row.token_ids, row.logprobs, strict=True)

@@ -89,10 +89,8 @@ def make_engine(
 ) -> GenerationBackend:
     """Make the engine that the options ask for.
 
-    Args:
-        report: takes the name and value of a metric.
-        check_context: refuses a vLLM engine that sees too few tokens.
-        attempt: runs generation, in pieces if it does not fit; see `TransformersBackend`.
+    `report` takes the name and value of a metric, `check_context` refuses a vLLM engine that sees
+    too few tokens, and `attempt` runs generation, in pieces if it does not fit.
     """
     if args.use_vllm:
         from .vllm_engines import make_backend

@@ -21,16 +21,7 @@ from ...online.guard import FiniteGuard, NonFiniteError
 from ...online.metrics import MetricStore, record_entropy
 from ...ops.masking import length_mask, pad_ragged
 from ...ops.support import Support
-from ...types import (
-    Generations,
-    Mode,
-    Prompts,
-    RewardTable,
-    Rollout,
-    Rows,
-    TokenRows,
-    TokenScores,
-)
+from ...types import Generations, Mode, Prompts, RewardTable, Rollout, Rows, TokenRows, TokenScores
 from .online_config import OnlineConfig
 
 if TYPE_CHECKING:

@@ -55,11 +55,7 @@ class Server(VLLMClient):
         raise ServerError(f"The vLLM server {self.url} {words}")
 
     def check(self, wanted: ServerFacts, sampling: Sampling) -> None:
-        """Refuse a server with which a policy cannot be trained; see `refusals`.
-
-        Raises:
-            ValueError: with the first reason, or naming a sampling option that it would not read.
-        """
+        """Refuse a server that a policy cannot be trained with, or that lacks a sampling option."""
         for reason in refusals(self.facts, wanted):
             raise ValueError(f"The vLLM server {self.url} cannot be used. {reason}")
         extra = set(sampling.extra) - {"do_sample"}
@@ -115,8 +111,7 @@ class ServerPool:
     def send(self, weights: Iterable[tuple[str, Tensor]], step: int) -> str | None:
         """Send all weights of an optimizer step; returns what is wrong then, in words, if anything.
 
-        Raises:
-            ServerError: if a server is gone or silent.
+        A server that is gone or silent is a `ServerError`.
         """
         failed = f"While sending the weights of step {step}, "
         if not self._has_joined:
@@ -179,9 +174,8 @@ class ServerPool:
     def complete(self, requests: Sequence[Request], sampling: Sampling) -> Generations:
         """Complete prompts, dealt out to the servers in turn.
 
-        Raises:
-            ServerError: if a server is gone or silent.
-            WeightSyncError: if one was restarted or serves another trainer.
+        A server that is gone or silent is a `ServerError`, one that was restarted or serves another
+        trainer a `WeightSyncError`.
         """
         turn = threading.BoundedSemaphore(MOST_REQUESTS)
 
