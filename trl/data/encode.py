@@ -94,11 +94,8 @@ class TextEncoder:
 
         Returns:
             Of each text: ids; a mask (tokens,); and how many tokens of the mask stand for
-            characters before their span as well.
-
-        Raises:
-            ValueError: if the tokenizer is a slow one, which does not know the characters of a
-                token, and what is wanted is not one end of each text.
+            characters before their span as well. A slow tokenizer does not know the characters of
+            a token: it tells the end of a text alone, and raises a ValueError for other spans.
         """
         if self._core is None:
             return list(map(self._masked_end, texts, spans))
@@ -138,11 +135,7 @@ class TextEncoder:
     def render_all(
         self, chats: Sequence[Chat], options: Sequence[Mapping[str, Any]], **ending: Any
     ) -> list[str]:
-        """Render conversations with the chat template.
-
-        `options` are tools and further arguments of each; `ending` is `add_generation_prompt` or
-        `continue_final_message`.
-        """
+        """Render conversations with the chat template, each with its `options`, such as tools."""
         found: list[str] = []
         for same, prepared in self._alike(chats, options):
             given = {"chat_template": self._template, **same, **ending}

@@ -67,11 +67,7 @@ class LengthProfile:
 def profile_supervised(
     table: Dataset, max_lengths: Sequence[int] = (), pack_size: int | None = None
 ) -> LengthProfile:
-    """Profile a dataset as of `prepare_supervised`.
-
-    Limits are judged besides powers of two and the higher percentiles; without the size of a pack
-    it is the longest row.
-    """
+    """Profile a dataset as of `prepare_supervised`; without a pack size, it is the longest row."""
     lengths, source = row_lengths(table, "input_ids"), np.asarray(table["source"][:])
     trained = trained_in(table, *whole_rows(lengths))
     parts = {"prompt": lengths - trained, "trained": trained, "row": lengths}

@@ -236,10 +236,7 @@ def cut_preferences(table: Dataset, limits: PreferenceLimits) -> tuple[Dataset, 
 
 
 def preference_lengths(table: Dataset) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of the prompts (rows,) and of their answers (rows, K).
-
-    Where rows differ in the number of answers, the first one stands for those that are missing.
-    """
+    """Tokens of prompts (rows,) and answers (rows, K), the first one's for any that is missing."""
     groups = list_column(table, "answers_ids")
     counts = groups.value_lengths().to_numpy().astype(np.int64)
     sizes = groups.flatten().value_lengths().to_numpy().astype(np.int64)

@@ -270,10 +270,7 @@ class LazySupervisedDataset:
         return len(self.rows)
 
     def __getitems__(self, places: list[int]) -> list[Document]:
-        """The documents of some rows, without those that have no token to train on.
-
-        If none is left, or all places are negative (see `RankBatches`), one that does not count.
-        """
+        """The documents of some rows that have a token to train on, or one that does not count."""
         at = [place if place >= 0 else ~place for place in places]
         rows = self._make(self._arrow[at], at).to_pylist()
         found = [one for row in rows for one in documents(row, *self._limits)]
@@ -307,10 +304,7 @@ def documents(row: dict[str, Any], max_length: int | None, long_rows: str) -> li
 def pieces(
     whole: np.ndarray, size: int | None, long_rows: str, source: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut rows of `whole` tokens to length: row, first token and end of each piece.
-
-    `source` names rows in messages.
-    """
+    """Cut rows of `whole` tokens to length: row, first token and end of each piece."""
     if size is None:
         return whole_rows(whole)
     if long_rows == "split":
@@ -339,10 +333,7 @@ def row_lengths(table: Dataset, column: str) -> np.ndarray:
 def trained_in(
     table: Dataset, row: np.ndarray, start: np.ndarray, stop: np.ndarray, first: int = 1
 ) -> np.ndarray:
-    """Count the trained tokens of pieces of prepared rows, (pieces,) int64.
-
-    A piece is what follows `start` in its row, up to `stop`; its `first` tokens are not predicted.
-    """
+    """Count the trained tokens of pieces, (pieces,), but for the `first` ones of each."""
     masks = list_column(table, "trained")
     ends = np.cumsum(masks.value_lengths().to_numpy().astype(np.int64))
     flat = np.append(masks.flatten().to_numpy(zero_copy_only=False), False)

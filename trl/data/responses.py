@@ -19,15 +19,10 @@ def read_response(
     ids: Sequence[int],
     schemas: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Read one turn with the tokenizer's `response_template`.
+    """Read one turn, without the token that ended it, with the tokenizer's `response_template`.
 
-    `ids` are without the token that ended the turn; `schemas` are those of tools.
-
-    Returns:
-        The assistant message, with a `content`, empty if there is none.
-
-    Raises:
-        Exception: whatever the parser of transformers raises at text it does not understand.
+    The message has a `content`, empty if there is none. Text that the parser of transformers does
+    not understand raises whatever it raises.
     """
     text = tokenizer.decode(list(ids), skip_special_tokens=False)
     before = tokenizer.decode(list(prompt))

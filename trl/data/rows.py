@@ -39,10 +39,7 @@ class Document:
 
 
 def shown(document: Document, tokenizer: PreTrainedTokenizerBase, tokens: int = 200) -> str:
-    """Write the first tokens of a document as text.
-
-    What is trained is green, or in brackets outside terminals.
-    """
+    """Write the first tokens of a document, the trained ones green, or in brackets."""
     opening, closing = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("\u27ea", "\u27eb")
     trained = document.trained[:tokens]
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]

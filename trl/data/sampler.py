@@ -65,12 +65,7 @@ class RepeatSampler(Sampler[int]):
 class RepeatIterableDataset(IterableDataset):
     """The rows of a stream in the order of `RepeatSampler`; shuffling is left to the stream.
 
-    Args:
-        source (`Iterable[dict]`): rows; may have `set_epoch`, as `datasets` streams do.
-        mini_repeat_count, batch_size, repeat_count (`int`): as for `RepeatSampler`.
-
-    Raises:
-        ValueError: when read, if it has fewer than `batch_size` rows.
+    Reading it raises a ValueError if it has fewer than `batch_size` rows.
     """
 
     def __init__(

@@ -182,11 +182,7 @@ class ToolTurns:
         self._assistant, self._length = self._find_assistant()
 
     def after(self, results: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the tokens of tool messages and of the beginning of the next turn.
-
-        Args:
-            results: messages as of `tool_message`, at least one.
-        """
+        """Return the tokens of messages as of `tool_message`, and of how the next turn begins."""
         return self._ids(self._assistant, results)[self._length :]
 
     def _find_assistant(self) -> tuple[dict[str, Any], int]:
