@@ -1,6 +1,7 @@
 """The parts of the quickstart, and the configurations it trains with."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -8,7 +9,16 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workspace import ROOT, option_problems
 
-from examples.quickstart import addition, copying, evaluate, extraction, models, noise, report
+from examples.quickstart import (
+    addition,
+    copying,
+    evaluate,
+    extraction,
+    models,
+    noise,
+    report,
+    run_preferences,
+)
 from trl.cli.commands import TRAINING
 from trl.cli.train import find_reward
 
@@ -69,6 +79,17 @@ def test_extraction_rows_are_right(tmp_path):
         {json.loads(row["completion"])["who"] for row in rows} for rows in (trained, held_out)
     ]
     assert not people[0] & people[1]
+
+
+def test_pairs_of_reminders_say_the_same_in_three_forms():
+    trained = run_preferences.pairs(8, extraction.NAMES, seed=0)
+    held_out = run_preferences.pairs(8, extraction.HELD_OUT, seed=1)
+    assert not set(trained["prompt"]) & set(held_out["prompt"])
+    for row in [*trained, *held_out]:
+        said = set(re.findall(r"\w+", row["prompt"])) - {"Note", "Reminder", "on", "at", "with"}
+        for name in ("chosen", "rejected"):
+            assert set(re.findall(r"\w+", row[name])) - {"with"} == said
+    assert [" with " in text for text in trained["rejected"]] == [True, False] * 4
 
 
 def test_right_json():

@@ -12,16 +12,9 @@ TARGETS = {"quickstart", "quickstart-sft", "quickstart-tiny", "test", "lint", "f
 TARGETS |= {"docs", "clean", "help"}
 TARGETS |= {"invariance", "bench-memory", "bench-report", "bench-step", "bench-head", "bench-plan"}
 TARGETS |= {"bench-gpu", "bench-siblings", "bench-options", "bench-generation", "engine-table"}
-TARGETS |= {
-    "big-plans",
-    "bench-offline",
-    "bench-start",
-    "gpu-check",
-    "gpu-wheels",
-    "test-fast",
-    "test-lowest",
-}
-TARGETS |= {"architectures", "bench-kinds", "bench-preferences"}
+TARGETS |= {"big-plans", "bench-offline", "bench-start", "gpu-check", "gpu-wheels", "test-fast"}
+TARGETS |= {"test-lowest", "architectures", "bench-kinds", "bench-preferences"}
+TARGETS |= {"quickstart-preferences"}
 
 
 @pytest.fixture
