@@ -118,22 +118,15 @@ class Scorer:
 
         def work(forward: Forward, inputs: dict[str, Any]) -> tuple[Tensor | None, ...]:
             run = self._decoder(model, forward, layout, readers)
-            # In passes, ranks would gather weights at different times.
-            if others is None and not sharded and wants_passes(model, layout):
-                hidden, aux_loss = self._in_passes(model, layout, run), None
-            else:
-                hidden, aux_loss = self._at_once(model, layout, run, inputs)
+            hidden, aux_loss = self._states(model, layout, run, inputs, others is None)
             found = [value for reader in readers for value in reader(hidden)]
             if others is not None:
                 found += self._behind(model, others, hidden, readers[0])
             return *found, aux_loss
 
-        options = {"output_router_logits": True} if self.router_logits else {}
         with embeddings_in_place(model, self.in_place and not sharded):
             # What hooks of wrappers must see of the graph is what comes out here.
-            *flat, aux_loss = run_inside(
-                model, layout.inputs | {"use_cache": False} | options, work
-            )
+            *flat, aux_loss = run_inside(model, layout.inputs | {"use_cache": False}, work)
         if sharded and not torch.is_grad_enabled():
             release(model)
         rest, asked = iter(flat), readers if others is None else [*readers, readers[0]]
@@ -161,21 +154,27 @@ class Scorer:
         none = torch.empty(0, dtype=torch.long, device=self.device)
         return partial(forward, logits_to_keep=none if heads[0].is_plain else 1)
 
-    def _in_passes(self, model: nn.Module, layout: Layout, run: Forward) -> Hidden:
-        """Last hidden states in several passes; see `run_passes`."""
+    def _states(
+        self, model: nn.Module, layout: Layout, run: Forward, inputs: Any, in_passes: bool
+    ) -> tuple[Hidden, Tensor | None]:
+        """Last hidden states, in passes if they may be and save memory; and the loss of one."""
+        # In passes, ranks would gather weights at different times.
+        if not in_passes or is_sharded(model) or not wants_passes(model, layout):
+            return self._at_once(model, layout, run, inputs)
         kept = Layers()
         self._kept = [known for known in self._kept if known() is not None]
         self._kept.append(weakref.ref(kept))
         capture = run_passes(model, layout, partial(run, use_cache=False), kept)
-        return Hidden(layout, torch.as_tensor(capture.hidden).flatten(0, 1), capture.autocast)
+        states = torch.as_tensor(capture.hidden).flatten(0, 1)
+        return Hidden(layout, states, capture.autocast), None
 
     def _at_once(
-        self, model: nn.Module, layout: Layout, run: Forward, inputs: dict[str, Any]
+        self, model: nn.Module, layout: Layout, run: Forward, inputs: Any
     ) -> tuple[Hidden, Tensor | None]:
-        """Last hidden states of one forward, and its load-balancing loss."""
-        given = {name: value for name, value in inputs.items() if value is not None}
+        """Last hidden states of one forward, and its load-balancing loss if it is wanted."""
+        inputs = inputs | {"output_router_logits": self.router_logits or None}
         with capture_hidden(model) as capture:
-            output = run(**given)
+            output = run(**{name: value for name, value in inputs.items() if value is not None})
         states = capture.hidden
         if states is not None:
             width = layout.inputs["input_ids"].shape[1]
