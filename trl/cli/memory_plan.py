@@ -54,7 +54,7 @@ def parser_for(words: list[str], own: type, command: str) -> TrlParser:
     """The options of a command, and of the training command that its `--method` names."""
     parser = TrlParser(own, prog=f"trl {command}", add_help=False)
     with one_line_errors(parser):
-        method = parser.read(words)[0].get("method", own.method)  # type: ignore[attr-defined]
+        method = str(parser.read(words)[0].get("method", own.method))  # type: ignore[attr-defined]
     return TrlParser((own, *TRAINING[method].make_parser().dataclass_types), prog=parser.prog)
 
 
