@@ -37,8 +37,8 @@ def test_front_matter():
     [
         ("b", "d", "version of [b](https://huggingface.co/b) on d, trained with"),
         ("b", None, "version of [b](https://huggingface.co/b), trained with"),
-        (None, "d", "version on d, trained with"),
-        (None, None, "fine-tuned version, trained with"),
+        (None, "d", "version of a local model on d, trained with"),
+        (None, None, "fine-tuned version of a local model, trained with"),
     ],
 )
 def test_what_is_unknown_is_left_out(base, data, sentence):

@@ -45,6 +45,7 @@ def render_model_card(
     """Fill the model-card template; what is a local folder or file is left out."""
     base_model, dataset_name = _on_hub(base_model), _on_hub(dataset_name)
     known = {"base_model": base_model, "datasets": dataset_name}
+    page = f"[{base_model}](https://huggingface.co/{base_model})"
     template = (TEMPLATES / method.card).read_text("utf-8")
     versions = "\n".join(
         f"- {package}: {version_of(package)}"
@@ -53,7 +54,7 @@ def render_model_card(
     return Template(template).substitute(
         front_matter="".join(f"{name}: {value}\n" for name, value in known.items() if value),
         model_name=model_name,
-        base_model=f" of [{base_model}](https://huggingface.co/{base_model})" if base_model else "",
+        base_model=page if base_model else "a local model",
         dataset=f" on {dataset_name}" if dataset_name else "",
         method=method.name,
         tag=method.tag,
@@ -64,13 +65,11 @@ def render_model_card(
 
 def _on_hub(name: str | None) -> str | None:
     """`name` where it can be one of the hub: a path of this machine means nothing elsewhere."""
-    if not name or Path(name).exists():
-        return None
     try:
-        validate_repo_id(name)
+        validate_repo_id(str(name))
     except HFValidationError:
         return None
-    return name
+    return None if name is None or Path(name).exists() else name
 
 
 class Publishing:
