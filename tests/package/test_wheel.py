@@ -16,7 +16,7 @@ from workspace import ROOT, environment
 
 PACKAGED = sorted(
     str(path.relative_to(ROOT))
-    for pattern in ("*.md", "*.html", "*.jinja", "*.yaml", "py.typed", "*.pyi", "*.py")
+    for pattern in ("*.md", "*.html", "*.jinja", "*.bib", "*.yaml", "py.typed", "*.pyi", "*.py")
     for path in (ROOT / "trl").rglob(pattern)
 )
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

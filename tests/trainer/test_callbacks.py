@@ -72,6 +72,7 @@ def terminal(callback, width):
 
 
 def test_a_run_in_a_terminal(tmp_path, capsys):
+    logging.enable_progress_bar()  # commands switch it off
     callback = terminal(RichProgressCallback(), 120)
     trained(tmp_path, callback)
     shown = re.sub(r"\x1b\[[0-9;?]*\w", "", capsys.readouterr().out)

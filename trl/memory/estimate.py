@@ -101,7 +101,7 @@ class Head:
         if not self._chunk:
             logits = tokens * self._model.vocabulary
             # Their gradient, made in blocks; then those of the products and of the weight.
-            made = FLOAT32 * logits + _blocks(logits, 3)
+            made = FLOAT32 * logits + _blocks(logits, 2)
             return self._all_logits(tokens, max(made, self._narrow * logits + new))
         entries = 0 if self._model.frozen else self._tile_shape(tokens)[1]
         sums = FLOAT32 * (tokens + entries) * self._model.hidden
