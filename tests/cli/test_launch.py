@@ -61,6 +61,16 @@ def test_a_single_machine_is_spelled_out():
     assert split("--output_dir", "out", "--num_machines", "3")[1].num_machines == 3
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="threads matter where training is on the CPU")
+def test_all_cores_of_a_machine_without_gpus_are_used(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
+    for given, threads in (([], 6), (["--num_processes", "2"], 3), (["--num_processes", "9"], 1)):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        assert split("--output_dir", "out", *given)[1].num_cpu_threads_per_process == threads
+        monkeypatch.setenv("OMP_NUM_THREADS", "4")
+        assert split("--output_dir", "out", *given)[1].num_cpu_threads_per_process is None
+
+
 def test_a_configuration_of_the_user_is_left_to_accelerate(monkeypatch, tmp_path):
     path = write(tmp_path / "default.yaml", num_processes=1)
     monkeypatch.setattr(launch, "default_config_file", path)

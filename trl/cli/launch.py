@@ -29,14 +29,10 @@ from .parser import TrlParser, as_words, launch_option_names, option_name
 
 # What accelerate would otherwise guess, and warn about, when it has no configuration.
 SINGLE_MACHINE = {"num_machines": "1", "mixed_precision": "no", "dynamo_backend": "no"}
-
 ELASTIC = "torch.distributed.elastic"
 LOUD = (f"{ELASTIC}.multiprocessing.api", f"{ELASTIC}.agent.server.api")  # log ends of workers
-
 SCRIPT = "SCRIPT"  # stands for what is launched while options are checked
-
 NAMED_NO = {"mixed_precision", "dynamo_backend"}  # YAML makes a boolean of their value no
-
 STRATEGIES = {"multi_gpu", "use_deepspeed", "use_fsdp", "tpu", "use_megatron_lm"}
 
 
@@ -163,7 +159,11 @@ def _with_defaults(words: list[str], found: argparse.Namespace, on_cpu: bool) ->
     if found.config_file or os.path.isfile(default_config_file):
         return words
     processes = found.num_processes or (1 if on_cpu else max(1, torch.cuda.device_count()))
-    words = [*as_words(SINGLE_MACHINE | {"num_processes": processes}), *words]
+    default: dict[str, Any] = SINGLE_MACHINE | {"num_processes": processes}
+    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+        # accelerate would use one core for each process.
+        default["num_cpu_threads_per_process"] = max(1, (os.cpu_count() or 1) // processes)
+    words = [*as_words(default), *words]
     if processes == 1 or any(getattr(found, strategy) for strategy in STRATEGIES):
         return words
     # accelerate starts several processes on CPUs only under the name of several GPUs.
