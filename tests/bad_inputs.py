@@ -123,7 +123,7 @@ OPTIONS = [
     ("RLOO", {"use_vllm": True, "use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True cannot be used with use_vllm=True: it says how transformers generates. Leave one of them out."),
     ("RLOO", {"vllm_importance_sampling_clip_min": 3.0}, "vllm_importance_sampling_clip_min=3.0 must be below vllm_importance_sampling_clip_max=3.0."),
     ("RLOO", {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None}, "vllm_importance_sampling_mode='token_truncate' needs a bound: set vllm_importance_sampling_clip_max, such as 3.0."),
-    ("RLOO", {"use_vllm": True, "vllm_sync_adapter_only": True, "vllm_enable_sleep_mode": True}, "vllm_sync_adapter_only=True cannot be used with vllm_enable_sleep_mode=True: base weights that sleep would be sent again each time."),
+    ("RLOO", {"use_vllm": True, "vllm_sync_adapter_only": True, "vllm_enable_sleep_mode": True}, "vllm_sync_adapter_only=True cannot be used with vllm_enable_sleep_mode=True: base weights that sleep would be sent each time."),
     ("RLOO", {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": {"selective": True}}, "gradient_checkpointing_kwargs: 'selective' needs gradient_checkpointing=True, and use_reentrant must not be True."),
     ("GRPO", {"log_completions_hub_repo": "a/b"}, "log_completions_hub_repo='a/b' cannot be used: completions stay in the folder `completions` of output_dir. Leave it out."),
     ("SFT", {"packing": True, "max_length": None}, "packing=True needs max_length, the size of a pack."),

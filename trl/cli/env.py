@@ -43,10 +43,8 @@ def report() -> dict[str, str]:
 
 def version(package: str) -> str:
     """The installed version, or "not installed"."""
-    for name in (package, *OTHER_NAMES.get(package, ())):
-        if found := version_of(name, ""):
-            return found
-    return "not installed"
+    names = (package, *OTHER_NAMES.get(package, ()))
+    return next(filter(None, (version_of(name, "") for name in names)), "not installed")
 
 
 def _commit() -> str:
@@ -54,9 +52,8 @@ def _commit() -> str:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return ""
-    found = subprocess.run(
-        ["git", "rev-parse", "--short=7", "HEAD"], cwd=root, capture_output=True, text=True
-    )
+    words = ["git", "rev-parse", "--short=7", "HEAD"]
+    found = subprocess.run(words, cwd=root, capture_output=True, text=True)
     return f"+{found.stdout.strip()}" if found.returncode == 0 else ""
 
 

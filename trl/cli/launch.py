@@ -29,8 +29,7 @@ from .parser import TrlParser, as_words, launch_option_names, option_name
 
 # What accelerate would otherwise guess, and warn about, when it has no configuration.
 SINGLE_MACHINE = {"num_machines": "1", "mixed_precision": "no", "dynamo_backend": "no"}
-ELASTIC = "torch.distributed.elastic"
-LOUD = (f"{ELASTIC}.multiprocessing.api", f"{ELASTIC}.agent.server.api")  # log ends of workers
+LOUD = ("multiprocessing.api", "agent.server.api")  # log ends of workers
 SCRIPT = "SCRIPT"  # stands for what is launched while options are checked
 NAMED_NO = {"mixed_precision", "dynamo_backend"}  # YAML makes a boolean of their value no
 STRATEGIES = {"multi_gpu", "use_deepspeed", "use_fsdp", "tpu", "use_megatron_lm"}
@@ -69,7 +68,7 @@ def _start(command: str, parser: TrlParser, words: list[str]) -> None:
     if needed and not is_available("deepspeed"):
         require("deepspeed", "Training with DeepSpeed")
     for name in LOUD:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     with stopping_on_interrupt():
         options = [*launcher, "--module", f"trl.scripts.{command.replace('-', '_')}", *script]
         launch_command(_launch_parser().parse_args(options))
@@ -159,15 +158,19 @@ def _with_defaults(words: list[str], found: argparse.Namespace, on_cpu: bool) ->
     if found.config_file or os.path.isfile(default_config_file):
         return words
     processes = found.num_processes or (1 if on_cpu else max(1, torch.cuda.device_count()))
-    default: dict[str, Any] = SINGLE_MACHINE | {"num_processes": processes}
-    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
-        # accelerate would use one core for each process.
-        default["num_cpu_threads_per_process"] = max(1, (os.cpu_count() or 1) // processes)
+    default = SINGLE_MACHINE | {"num_processes": processes} | _threads(processes)
     words = [*as_words(default), *words]
     if processes == 1 or any(getattr(found, strategy) for strategy in STRATEGIES):
         return words
     # accelerate starts several processes on CPUs only under the name of several GPUs.
     return ["--multi_gpu", *(word for word in words if word != "--cpu")]
+
+
+def _threads(processes: int) -> dict[str, int]:
+    """All cores of a machine without GPUs, where accelerate would use one for each process."""
+    if torch.cuda.is_available() or "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"num_cpu_threads_per_process": max(1, (os.cpu_count() or 1) // processes)}
 
 
 def _parsed(words: list[str]) -> argparse.Namespace:

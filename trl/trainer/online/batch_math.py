@@ -51,9 +51,9 @@ class BatchPlan:
         )
         if self.micro_batches == self.accumulation and self.iterations == 1:
             return words
-        updates = self.micro_steps_per_round / self.accumulation
-        words += f"; each generation round of {self.round_rows} sequences serves {updates:g} update"
-        return words + "s" * (updates != 1)
+        served = self.micro_steps_per_round / self.accumulation
+        updates = "1 update" if served == 1 else f"{served:g} updates"
+        return f"{words}; each generation round of {self.round_rows} sequences serves {updates}"
 
 
 def nearest_multiples(value: int, base: int) -> str:
@@ -65,9 +65,8 @@ def nearest_multiples(value: int, base: int) -> str:
 def nearest_divisors(value: int, wanted: int) -> str:
     """Name the divisors of `value` that are >= 2 and closest to `wanted` from both sides."""
     divisors = [d for d in range(2, value + 1) if value % d == 0]
-    below = [d for d in divisors if d <= wanted]
-    above = [d for d in divisors if d > wanted]
-    return " or ".join(str(d) for d in (below[-1:] + above[:1]))
+    below = sum(divisor <= wanted for divisor in divisors)
+    return " or ".join(map(str, divisors[max(below - 1, 0) : below + 1]))
 
 
 def smaller_round(plan: BatchPlan, prompts: int) -> str:

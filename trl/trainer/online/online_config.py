@@ -197,11 +197,12 @@ class OnlineConfig(
         self._check_adapter_sync()
 
     def _check_adapter_sync(self) -> None:
-        reason = "vllm_tensor_parallel_size above 1" * (self.vllm_tensor_parallel_size > 1)
+        reason = None
         if self.vllm_enable_sleep_mode:
-            reason = "vllm_enable_sleep_mode=True: base weights that sleep would be sent again each"
-            reason += " time"
-        if self.use_vllm and self.vllm_sync_adapter_only and reason:
+            reason = "vllm_enable_sleep_mode=True: base weights that sleep would be sent each time"
+        elif self.vllm_tensor_parallel_size > 1:
+            reason = "vllm_tensor_parallel_size above 1"
+        if self.use_vllm and self.vllm_sync_adapter_only and reason is not None:
             raise ValueError(f"vllm_sync_adapter_only=True cannot be used with {reason}.")
 
     def _warn_unused(self) -> None:
