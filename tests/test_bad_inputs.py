@@ -26,6 +26,7 @@ from tiny import lora_model, tiny_model, tiny_tokenizer
 from workspace import write_inputs
 
 import trl
+from trl.cli.commands import TRAINING
 from trl.cli.main import main
 from trl.cli.train import run_training
 from trl.scripts import rloo
@@ -103,6 +104,8 @@ def place(tmp_path_factory):
     (folder / "damaged" / "completions" / "train.jsonl").write_text("{\n")
     (folder / "broken.jsonl").write_text("{\n")
     (folder / "broken.py").write_text("1 / 0\n")
+    for name, data in DATA.items():
+        data.to_json(folder / f"{name.lower()}.jsonl")
     shutil.copytree(folder / "tiny-model", folder / "damaged-model")
     (folder / "damaged-model" / "model.safetensors").write_bytes(b"x")
     return folder
@@ -154,6 +157,29 @@ def test_runs(inside, monkeypatch, capsys, changes, expected):
     monkeypatch.setattr("sys.argv", ["trl rloo", *words])
     run = partial(run_training, rloo.make_parser(), trl.RLOOTrainer)
     assert expected in ending_of(run, capsys)
+
+
+@pytest.mark.parametrize("command", TRAINING.values(), ids=TRAINING)
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_late_errors(inside, tmp_path, monkeypatch, capsys, command, debug):
+    """What goes wrong amid training is one line, whatever is trained."""
+    options = RUN | {"output_dir": str(tmp_path), "learning_rate": 1e30, "max_steps": 9}
+    if command.name in ("sft", "dpo", "kto", "reward"):
+        options |= {"dataset_name": f"{command.name}.jsonl", "reward_funcs": None}
+        options |= {"num_generations": None, "max_completion_length": None}
+    if command.name == "online-dpo":
+        options["num_generations"] = 2
+    given = {name: value for name, value in options.items() if value is not None}
+    words = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
+    monkeypatch.setattr("sys.argv", [f"trl {command.name}", *words])
+    monkeypatch.setenv("TRL_DEBUG", debug)
+    if debug == "1":
+        with pytest.raises(RuntimeError):
+            command.work()
+    else:
+        shown = ending_of(command.work, capsys)
+        assert shown.startswith(f"trl {command.name}: error: ")
+        assert shown.endswith(f"The trace is in {tmp_path / 'error.txt'}.")
 
 
 @pytest.mark.parametrize(("name", "changes", "expected"), TRAINERS)

@@ -36,7 +36,6 @@ def main(model: str, folder: str, steps: int) -> float:
         learning_rate=2e-5,
         lr_scheduler_type="constant",
         logging_steps=5,
-        use_cpu=True,
         bf16=False,
         report_to="none",
     )

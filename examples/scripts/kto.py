@@ -38,7 +38,6 @@ def main(model: str, folder: str, steps: int) -> float:
         learning_rate=5e-5,
         lr_scheduler_type="constant",
         logging_steps=5,
-        use_cpu=True,
         bf16=False,
         report_to="none",
     )

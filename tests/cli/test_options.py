@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import pytest
 from transformers.training_args import OptimizerNames
 
-from trl.cli import memory_plan
 from trl.cli.commands import TRAINING
 from trl.cli.options import (
     TITLES,
@@ -21,7 +20,7 @@ from trl.cli.options import (
     title,
 )
 from trl.cli.parser import TrlParser
-from trl.scripts import grpo, rloo
+from trl.scripts import rloo
 from trl.trainer.rloo_config import RLOOConfig
 
 
@@ -70,17 +69,18 @@ def test_an_option_is_described():
         assert (beta.owner, beta.is_foreign) == ("RLOOConfig", False)
 
 
-PARSERS = [rloo.make_parser(), grpo.make_parser(), memory_plan.make_parser()]
+PARSER = rloo.make_parser()
 
 
 def titles(parser):
     return [group.title for group in parser._action_groups if group._group_actions][1:]
 
 
-@pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.prog)
-def test_options_of_transformers_come_last_and_groups_have_titles(parser):
-    found = titles(parser)
-    assert set(found) <= set(TITLES.values())
+@pytest.mark.parametrize("name", TRAINING)
+def test_options_of_transformers_come_last_and_groups_have_titles(name):
+    found = titles(TRAINING[name].option_parser())
+    method = {"reward": "Reward", "online-dpo": "Online DPO"}.get(name, name.upper())
+    assert {method} == set(found) - set(TITLES.values())
     assert found[-1] == TITLES["TrainingArguments"]
     assert "mixture of datasets" in found[:-1]
 
@@ -101,19 +101,19 @@ def test_the_name_of_a_class_is_a_title():
     class MyOwnArguments:
         first: int = 1
 
-    assert titles(TrlParser(MyOwnArguments)) == ["my own arguments"]
+    assert titles(TrlParser(MyOwnArguments)) == ["My Own"]
 
 
 def test_each_option_is_listed_in_one_spelling():
-    shown = PARSERS[0].format_help()
+    shown = PARSER.format_help()
     assert "--max_completion_length" in shown
     assert "--max-completion-length" not in shown
     assert "-h, --help" in shown
-    assert PARSERS[0].read(["--max-completion-length", "3"])[0] == {"max_completion_length": 3}
+    assert PARSER.read(["--max-completion-length", "3"])[0] == {"max_completion_length": 3}
 
 
 def test_the_usage_is_one_line_unless_another_is_given():
-    assert PARSERS[0].format_help().startswith("usage: trl rloo [options]\n\n")
+    assert PARSER.format_help().startswith("usage: trl rloo [options]\n\n")
     assert TrlParser(usage="other", prog="x").format_usage() == "usage: other\n"
 
 

@@ -1,13 +1,18 @@
 import base64
 import json
 import math
+import os
 import random
 import re
 import shutil
+import signal
 import subprocess
+import time
 
 import pytest
+from forks import DEADLINE, Program
 from online_runs import PROMPTS, dataset, make_trainer
+from workspace import environment
 
 from trl.cli.report import main, page, read_run
 
@@ -161,6 +166,27 @@ def test_a_resumed_run_drops_what_it_does_again(tmp_path):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     steps = [log["step"] for log in map(json.loads, lines) if "loss" in log]
     assert steps == [1, 2, 3]
+
+
+def test_the_page_follows_a_run_until_it_is_interrupted(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "loss": 0.25}\n')
+    words = ["-m", "trl", "report", str(tmp_path), "--watch", "0.1"]
+    watching = Program(words, tmp_path, environment(tmp_path))
+
+    def until_written(times):
+        deadline = time.monotonic() + DEADLINE
+        while watching.output.count(" MB\n") < times and time.monotonic() < deadline:
+            assert watching.poll() is None, watching.errors
+            time.sleep(0.05)
+        return (tmp_path / "report.html").read_text(encoding="utf-8")
+
+    assert '"loss":0.25' in until_written(1)
+    with metrics.open("a") as file:
+        file.write('{"step": 2, "loss": 0.125}\n')
+    assert '"loss":0.125' in until_written(2)
+    os.killpg(watching.pid, signal.SIGINT)
+    assert watching.wait().status == 130 and watching.errors == ""
 
 
 @pytest.mark.parametrize(

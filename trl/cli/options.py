@@ -181,11 +181,10 @@ def _package(kind: type) -> str:
 
 TITLES = {
     "PlanArguments": "what is planned",
-    "OnlineScriptArguments": "rewards and the memory plan",
-    "ScriptArguments": "dataset",
-    "RLOOConfig": "RLOO",
-    "GRPOConfig": "GRPO",
-    "SFTConfig": "SFT",
+    "PPOScriptArguments": "values",
+    "OnlineScriptArguments": "rewards",
+    "ScriptArguments": "dataset, and the memory plan",
+    "PreferenceConfig": "prompts, answers, reference",
     "OfflineConfig": "examples and micro-batches",
     "OnlineConfig": "batches, rewards, objective",
     "SamplingOptions": "prompts and sampling",
@@ -227,8 +226,9 @@ def option_groups(options: Iterable[Option]) -> list[tuple[str, list[Option]]]:
 
 
 def title(owner: str) -> str:
-    """What the options of a class are called."""
-    return TITLES.get(owner, re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", owner).lower())
+    """What the options of a class are called: what a trainer does by its name."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", re.sub("(Config|Arguments)$", "", owner))
+    return TITLES.get(owner, words)
 
 
 def short_help(parser: argparse.ArgumentParser, groups: Mapping[str, Iterable[str]]) -> str:
