@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -41,6 +42,16 @@ def test_only_the_adapter_is_trainable():
     assert all("lora_" in name for name in trainable)
     assert len(trainable) == 8
     assert sum(trainable.values()) == 2 * (4 * (32 + 32) + 4 * (32 + 16))
+
+
+def test_adapters_come_without_warnings_that_users_can_do_nothing_about(tmp_path):
+    before = list(warnings.filters)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        add_adapter(tiny_model(), lora(), checkpointing=False).save_pretrained(tmp_path)
+        load_adapter(tiny_model(), str(tmp_path))
+    assert not [x for x in heard if "is_gradient_checkpointing" in str(x.message)]
+    assert warnings.filters == before
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])

@@ -129,3 +129,23 @@ def test_a_trainer_loads_no_module_of_vllm():
     loaded = done.stdout.split()
     assert "trl.trainer.rloo_trainer" in loaded
     assert [name for name in loaded if "vllm" in name] == []
+
+
+FILTERS = """
+import importlib, pkgutil, sys, warnings
+import trl
+for name in ("filterwarnings", "simplefilter"):
+    def noted(*args, original=getattr(warnings, name), **options):
+        caller = sys._getframe(1).f_globals["__name__"]
+        assert not caller.startswith("trl"), f"{caller}: {args}"
+        return original(*args, **options)
+    setattr(warnings, name, noted)
+for module in pkgutil.walk_packages(trl.__path__, "trl."):
+    if "vllm" not in module.name and not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+"""
+
+
+def test_no_module_changes_which_warnings_a_process_shows():
+    done = subprocess.run([sys.executable, "-c", FILTERS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from ..distributed import undivided_models
-from ..imports import require
+from ..models.adapters import add_adapter
 from ..models.layout_check import why_not_shared
 from ..models.loading import load_config as load_config
 
@@ -61,13 +60,12 @@ def model_size(
 
     With `peft_config` (`peft.PeftConfig`), an adapter is trained instead of all weights.
     """
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of peft, about names of transformers
+    with torch.device("meta"):
         model = _empty_model(config, trust_remote_code, classifies=classifies)
         base = sum(p.numel() for p in model.parameters())
         shape = _shape(config.get_text_config(), model)
         if peft_config is not None:
-            model = _with_adapter(model, peft_config)
+            model = add_adapter(model, peft_config, checkpointing=False)
     parameters = sum(p.numel() for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad]
     return ModelSize(
@@ -83,12 +81,6 @@ def model_size(
         dropout=bool(getattr(peft_config, "lora_dropout", 0.0)),
         **shape,
     )
-
-
-def _with_adapter(model: Any, peft_config: Any) -> Any:
-    if not model.can_generate():
-        peft_config = replace(peft_config, task_type="SEQ_CLS")
-    return require("peft", "use_peft").get_peft_model(model, peft_config)
 
 
 def shares_prompts(

@@ -27,10 +27,16 @@ CONFIG = "adapter_config.json"
 SCALES = ("peft_type", "lora_alpha", "alpha_pattern", "use_rslora")
 MOST_NAMED = 5
 
-# peft asks for it by a name that transformers has given up.
-warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+
+@contextmanager
+def _without_old_name() -> Iterator[None]:
+    """Keep quiet that peft asks by a name that transformers has given up."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
+        yield
 
 
+@_without_old_name()
 def add_adapter(model: PreTrainedModel, peft_config: Any, checkpointing: bool) -> nn.Module:
     """Wrap a base model with the adapter that `peft_config` describes.
 
@@ -93,6 +99,7 @@ def adapter_base(name: str, revision: str | None = None) -> tuple[str, str | Non
     return config.base_model_name_or_path, config.revision
 
 
+@_without_old_name()
 def load_adapter(model: PreTrainedModel, name: str, revision: str | None = None) -> nn.Module:
     """Put a stored adapter on its base model, to be trained further."""
     kind, base = require("peft", "the adapter").PeftModel, _prepare_base(model)
