@@ -8,7 +8,7 @@ pass at a time, the working memory is that of the longest, whatever the number o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, groupby, islice, takewhile
 from typing import Any
 
@@ -115,18 +115,16 @@ def packed_layout(
     lengths = [(len(group.prefix), list(map(len, group.tails))) for group in groups]
     packing = Packing.of(lengths, device)
     ids, positions = _tokens(groups)
-    found = _Predictions()
-    for group, places in zip(groups, packing.groups, strict=True):
-        found.add(group, places)
-    ends = torch.tensor(found.ends if with_ends else [], dtype=torch.long)
+    sources, targets, slots, last = _predictions(groups, packing)
+    ends = torch.tensor(last if with_ends else [], dtype=torch.long)
     width = _width(batch)
     layout = Layout(
         inputs=packed_inputs(torch.tensor([ids]), torch.tensor([positions]), packing),
         shape=(len(batch), width),
         # One prediction at least, so that rows of nothing make a valid input.
-        sources=torch.tensor(found.sources or [0]),
-        targets=torch.tensor(found.targets or [0]),
-        slots=torch.tensor(found.slots, dtype=torch.long),
+        sources=torch.tensor(sources or [0]),
+        targets=torch.tensor(targets or [0]),
+        slots=torch.tensor(slots, dtype=torch.long),
         places=_marked(_predicted(batch, width)),
         ends=ends[ends >= 0],
         rows=_marked(ends >= 0),
@@ -177,34 +175,27 @@ def _tokens(groups: Sequence[_GroupRows]) -> tuple[list[int], list[int]]:
     return list(ids) or [0], list(positions) or [0]
 
 
-@dataclass
-class _Predictions:
-    """Which place predicts which token, and which prediction each completion token is."""
-
-    sources: list[int] = field(default_factory=list)
-    targets: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)  # B: place of the last token; -1 without any
-
-    def add(self, group: _GroupRows, places: Group) -> None:
-        """Add the predictions of a group that lies at `places`."""
-        last, shared = places.prefix.stop - 1, len(group.shared)
-        common = self._predict(range(last - shared, last), group.shared)
+def _predictions(
+    groups: Sequence[_GroupRows], packing: Packing
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Sources, targets, slots, and the place of the last token of each row; -1 without any."""
+    sources, targets, slots, ends = list[int](), list[int](), list[int](), list[int]()
+    for group, places in zip(groups, packing.groups, strict=True):
+        last, count = places.prefix.stop - 1, len(group.shared)
+        common = range(len(sources), len(sources) + count)
+        sources += range(last - count, last)
+        targets += group.shared
         start = places.tails.start
         first = 0 if group.prompt else 1  # nothing predicts the first token of a document
         for ids, tail in zip(group.completions, group.tails, strict=True):
-            own = ids[shared:]
-            sources = [last, *range(start, start + len(tail))][: len(own)]
-            self.slots += common[: len(ids)] + self._predict(sources[first:], own[first:])
+            own = ids[count:][first:]
+            slots += [*common[: len(ids)], *range(len(sources), len(sources) + len(own))]
+            sources += [last, *range(start, start + len(tail))][first:][: len(own)]
+            targets += own
             start += len(tail)
             end = start if ids else places.prefix.start + len(group.prompt)
-            self.ends.append(end - 1 if ids or group.prompt else -1)
-
-    def _predict(self, sources: Sequence[int], targets: Sequence[int]) -> list[int]:
-        start = len(self.sources)
-        self.sources += sources
-        self.targets += targets
-        return list(range(start, start + len(targets)))
+            ends.append(end - 1 if ids or group.prompt else -1)
+    return sources, targets, slots, ends
 
 
 def common_prefix(rows: Sequence[list[int]]) -> list[int]:
