@@ -13,7 +13,7 @@ from trl.distributed import Ranks
 from trl.generation.vllm.backend import VLLMColocateBackend
 from trl.generation.vllm.engine import EngineSettings, VLLMEngine, start_engine
 from trl.imports import is_available
-from trl.models.policy_handle import PolicyHandle
+from trl.models.unwrap import PolicyHandle
 
 needs_vllm = pytest.mark.skipif(
     not is_available("vllm"), reason="vLLM is not installed: make test installs its CPU build"

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trl.memory.probes import storage_of
+from trl.memory.meter import storage_of
 
 
 class TensorBytes(TorchDispatchMode):

@@ -39,8 +39,7 @@ from transformers import TrainerCallback
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from trl.generation.transformers.backend import TransformersBackend
-from trl.generation.transformers.batch_limits import BatchLimits
+from trl.generation.transformers.backend import BatchLimits, TransformersBackend
 from trl.models.lm_head import NotCausalError
 from trl.types import Prompts, Sampling
 

@@ -5,9 +5,9 @@ from tiny import tiny_model
 
 from trl.memory.engine import BLOCK, SMALLEST_CACHE, Engine
 from trl.memory.estimate import Estimate
+from trl.memory.meter import DeviceMemory
 from trl.memory.model_size import model_size
 from trl.memory.plan import HEADROOM, Plan
-from trl.memory.probes import DeviceMemory
 from trl.memory.settings import RunSettings
 
 SIZE = model_size(tiny_model("llama", num_hidden_layers=64, head_dim=256).config)

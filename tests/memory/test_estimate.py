@@ -11,8 +11,7 @@ from reward_runs import classifier
 from tensor_bytes import TensorBytes
 from tiny import tiny_model
 
-from trl.generation.transformers.backend import TransformersBackend
-from trl.generation.transformers.batch_limits import BatchLimits
+from trl.generation.transformers.backend import BatchLimits, TransformersBackend
 from trl.generation.transformers.sampler import pick
 from trl.memory.estimate import Estimate, Head, Layer
 from trl.memory.model_size import model_size

@@ -1,10 +1,30 @@
+import gc
 import random
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tensor_bytes import TensorBytes
+from tiny import tiny_model
 
-from trl.memory.meter import PHASES, PhaseEvent, PhaseMeter, merge_peaks
+from trl.memory.meter import (
+    FLOOR,
+    PHASES,
+    DeviceMemory,
+    HeapProbe,
+    PhaseEvent,
+    PhaseMeter,
+    ProcessProbe,
+    cuda_figures,
+    device_bytes,
+    fragmentation,
+    merge_peaks,
+    release_cached_blocks,
+    should_empty_cache,
+    storage_of,
+    visible_tensor_bytes,
+)
 
 MB = 10**6
 
@@ -259,3 +279,283 @@ def test_nested_phases_on_a_gpu():
         assert found == pytest.approx(size, rel=0.02)
         assert metrics[f"memory/{phase}/reserved_gb"] >= metrics[f"memory/{phase}/peak_gb"]
         assert 0 <= metrics[f"memory/{phase}/fragmentation"] <= 1
+
+
+# --- Devices and processes ---
+
+
+MB, GIB = 10**6, 2**30
+
+
+def test_fragmentation_is_the_share_that_no_tensor_uses():
+    assert fragmentation(75, 100) == 0.25
+    assert fragmentation(100, 100) == 0.0
+    assert fragmentation(0, 0) == 0.0
+
+
+def test_process_peak_sees_what_was_freed_and_forgets_it_after_a_boundary():
+    probe = ProcessProbe()
+    if not probe.is_exact:
+        pytest.skip("/proc/self/clear_refs cannot be written")
+    quiet = probe()["peak"]
+    torch.ones(50 * MB)  # 200 MB, freed at once
+    assert probe()["peak"] > quiet + 190 * MB
+    assert probe()["peak"] < quiet + 100 * MB
+
+
+def test_without_a_high_water_mark_the_ends_are_compared(monkeypatch, tmp_path):
+    status = tmp_path / "status"
+    monkeypatch.setattr("trl.memory.meter._CLEAR_REFS", tmp_path / "no" / "clear_refs")
+    monkeypatch.setattr("trl.memory.meter._STATUS", status)
+    status.write_text("Name:\tx\nVmHWM:\t  9000 kB\nVmRSS:\t    70 kB\n")
+    probe = ProcessProbe()
+    assert not probe.is_exact
+    status.write_text("VmHWM:\t  9000 kB\nVmRSS:\t    50 kB\n")
+    assert probe() == {"peak": 70 * 1024}
+    status.write_text("VmHWM:\t  9000 kB\nVmRSS:\t    60 kB\n")
+    assert probe() == {"peak": 60 * 1024}
+
+
+def test_no_figure_without_proc(monkeypatch, tmp_path):
+    monkeypatch.setattr("trl.memory.meter._STATUS", tmp_path / "absent")
+    assert ProcessProbe()() == {}
+
+
+def test_heap_follows_tensors_that_only_autograd_holds():
+    weight = torch.ones(1, requires_grad=True)
+    probe = HeapProbe()
+    figures = probe()
+    if not figures:
+        pytest.skip("tensors do not come from glibc here")
+    before = figures["tensors"]
+    held = (torch.ones(5 * MB) * weight).exp()  # exp keeps its result, the product its factor
+    assert probe()["tensors"] - before == pytest.approx(40 * MB, rel=0.02)
+    del held
+    assert probe()["tensors"] - before == pytest.approx(0, abs=MB)
+
+
+def test_heap_begins_with_the_tensors_that_exist():
+    gc.collect()
+    existing = torch.zeros(50 * MB)
+    figures = HeapProbe()()
+    if not figures:
+        pytest.skip("tensors do not come from glibc here")
+    assert figures["tensors"] == pytest.approx(visible_tensor_bytes(), rel=0.05)
+    assert existing.nbytes == 200 * MB
+
+
+def test_heap_is_never_below_nothing():
+    freed_later = [bytes(1000) for _ in range(20_000)]
+    probe = HeapProbe()
+    del freed_later
+    assert probe().get("tensors", 0) >= 0
+
+
+def test_visible_bytes_count_a_storage_once():
+    before = visible_tensor_bytes()
+    tensor = torch.zeros(1000, 10)
+    views = [tensor[:10], tensor.t(), torch.nn.Parameter(tensor)]
+    shape_only = torch.empty(10**9, device="meta")
+    assert visible_tensor_bytes() - before == 40_000
+    assert len(views) == 3 and shape_only.numel() == 10**9
+
+
+def test_tensors_without_bytes_have_no_storage():
+    assert storage_of(torch.empty(8, device="meta")) is None
+    assert storage_of(torch.eye(3).to_sparse()) is None
+    assert storage_of(torch.nn.LazyLinear(3).weight) is None
+    assert storage_of(torch.zeros(4)[1:]).nbytes() == 16
+
+
+def test_cuda_figures_come_from_the_allocator_whose_peaks_are_reset(monkeypatch):
+    stats = {
+        "allocated_bytes": {"all": {"current": 30, "peak": 90, "allocated": 500, "freed": 470}},
+        "reserved_bytes": {"all": {"current": 120, "peak": 200, "allocated": 200, "freed": 80}},
+    }
+    resets = []
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    device = torch.device("cuda", 1)
+    assert cuda_figures(device) == {"peak": 90, "reserved": 200, "fragmentation": 0.75}
+    assert resets == [device]
+
+
+def test_cuda_probe_has_no_figures_before_cuda_is_used():
+    if torch.cuda.is_initialized():
+        pytest.skip("CUDA is in use already")
+    assert cuda_figures(torch.device("cuda", 0)) == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_peaks_of_real_tensors():
+    device = torch.device("cuda", 0)
+    held = torch.zeros(25 * MB, device=device)
+    probe = partial(cuda_figures, device)
+    probe()
+    torch.zeros(50 * MB, device=device)
+    first, second = probe(), probe()
+    assert first["peak"] - second["peak"] == pytest.approx(200 * MB, rel=0.01)
+    assert first["reserved"] >= first["peak"]
+    allocated, reserved = torch.cuda.memory_allocated(0), torch.cuda.memory_reserved(0)
+    assert second["fragmentation"] == pytest.approx(1 - allocated / reserved)
+    assert held.numel() == 25 * MB
+
+
+@pytest.mark.parametrize(
+    ("policy", "allocated", "reserved", "expected"),
+    [
+        ("never", 0, 80 * GIB, False),
+        ("always", 10, 11, True),
+        ("always", 10, 10, False),  # nothing to give
+        ("always", 0, 0, False),
+        ("auto", 6 * GIB, 10 * GIB, True),
+        ("auto", 9 * GIB, 10 * GIB, False),  # a tenth is below the threshold
+        ("auto", 3 * GIB, 4 * GIB, False),  # a quarter is not above it
+        ("auto", 3 * GIB - 1, 4 * GIB, True),
+        ("auto", 0, FLOOR, True),
+        ("auto", 0, FLOOR - 1, False),  # too little to be worth it
+        ("auto", 0, 0, False),
+    ],
+)
+def test_decision(policy, allocated, reserved, expected):
+    assert should_empty_cache(policy, allocated, reserved) is expected
+
+
+def test_nothing_is_done_on_the_cpu():
+    assert [release_cached_blocks(policy, "cpu") for policy in ("never", "auto", "always")] == [
+        False
+    ] * 3
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("never", 0), ("auto", 1), ("always", 1)])
+def test_cuda_blocks_are_returned_when_decided(monkeypatch, policy, expected):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    assert release_cached_blocks(policy, torch.device("cuda", 0)) is bool(expected)
+    assert len(emptied) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gets_its_memory_back():
+    kept = torch.ones(10, device="cuda")
+    torch.ones(GIB // 4, device="cuda")
+    held = torch.cuda.memory_reserved()
+    assert held >= GIB
+    assert not release_cached_blocks("never", "cuda")
+    assert torch.cuda.memory_reserved() == held
+    assert release_cached_blocks("auto", "cuda")
+    assert torch.cuda.memory_reserved() <= held - GIB
+    assert kept.sum() == 10
+
+
+def test_counts_storages_until_they_are_freed():
+    with TensorBytes() as tracker:
+        first = torch.zeros(1000)
+        view = first[10:].view(2, 495)
+        assert tracker.live == 4000
+        double = first.double()
+        assert tracker.live == 12_000
+        del first
+        assert tracker.live == 12_000  # the view holds the storage
+        del view
+        assert tracker.live == 8000
+    del double  # freed outside, but counted while inside
+    assert (tracker.live, tracker.peak) == (0, 12_000)
+
+
+def test_what_only_autograd_holds_counts():
+    weight = torch.ones(1000, requires_grad=True)
+    with TensorBytes() as tracker:
+        total = (weight * 2).exp().exp().sum()
+        # The two results of exp are kept for backward; the product is not.
+        assert tracker.live == 2 * 4000 + 4
+        total.backward()
+        del total
+        assert tracker.live == 4000  # the gradient
+    assert weight.grad is not None
+
+
+def test_peak_begins_anew_at_each_boundary():
+    with TensorBytes([torch.zeros(5), torch.zeros(6)]) as tracker:
+        assert tracker.live == 0  # nobody kept the two
+        kept = torch.zeros(100)
+        torch.zeros(1000)
+        assert tracker.boundary() == {"tensors": 400.0, "tensors_peak": 4400.0}
+        assert tracker.boundary() == {"tensors": 400.0, "tensors_peak": 400.0}
+    assert kept.numel() == 100
+
+
+def test_shapes_without_bytes_do_not_count_and_resizing_does():
+    with TensorBytes() as tracker:
+        shape = torch.empty(1000, device="meta")
+        assert tracker.live == 0
+        tensor = torch.zeros(10)
+        tensor.resize_(30)
+        assert tracker.live == 120
+    assert shape.numel() == 1000
+
+
+def test_results_and_random_numbers_stay_the_same():
+    def losses(tracker):
+        model = tiny_model()
+        tracker.__enter__()
+        ids = torch.randint(0, 50, (2, 12))
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        tracker.__exit__(None, None, None)
+        return loss.detach(), torch.rand(1), model.lm_head.weight.grad
+
+    plain = losses(_Nothing())
+    tracker = TensorBytes()
+    for expected, found in zip(plain, losses(tracker), strict=True):
+        assert torch.equal(expected, found)
+    assert tracker.peak > 10_000
+
+
+class _Nothing:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *ignored):
+        return None
+
+
+def test_bytes_of_a_model_step_equal_a_sum_by_hand():
+    layer = torch.nn.Linear(64, 32, bias=False)
+    tracker = TensorBytes(layer.parameters())
+    assert tracker.live == 64 * 32 * 4
+    with tracker:
+        rows = torch.ones(16, 64)
+        layer(rows).sum().backward()
+    # weight, its gradient, rows, and the output of the layer with its own gradient (expanded ones)
+    by_hand = 2 * 64 * 32 * 4 + 16 * 64 * 4
+    assert tracker.live == by_hand
+    assert by_hand < tracker.peak <= by_hand + 3 * 16 * 32 * 4
+    assert pytest.approx(rows.sum().item()) == 1024
+
+
+def test_the_memory_of_a_device(monkeypatch):
+    sizes = {torch.device("cuda", 1): SimpleNamespace(total_memory=80 * 2**30)}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", sizes.__getitem__)
+    assert device_bytes(torch.device("cuda", 1)) == 80 * 2**30
+    with open("/proc/meminfo", encoding="utf-8") as file:
+        total = int(file.readline().split()[1])
+    assert device_bytes(torch.device("cpu")) == 1024 * total
+
+
+def test_free_and_held_memory(monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * GIB)
+    found = DeviceMemory.of(device)
+    assert found == DeviceMemory(free=32 * GIB, held=4 * GIB)
+    before = DeviceMemory.of(torch.device("cpu")).held
+    block = torch.zeros(MB)
+    found = DeviceMemory.of(torch.device("cpu"))
+    assert found.held - before == block.nbytes
+    assert 0 < found.free < device_bytes(torch.device("cpu"))

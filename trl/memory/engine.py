@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .estimate import Estimate
+from .meter import DeviceMemory
 from .plan import HEADROOM, Plan, size
-from .probes import DeviceMemory
 
 SMALLEST_CACHE = 16 * 2**20
 BATCHED_TOKENS = 4096  # that one step of the engine computes

@@ -1,21 +1,37 @@
-"""Peak memory of each phase of a training step."""
+"""Peak memory of each phase of a training step, and what a device and a process hold."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..text import did_you_mean
-from .probes import HeapProbe, Probe, ProcessProbe, cuda_figures
 
 PHASES = ("generation", "scoring", "rewards", "forward", "backward", "optimizer")
 GB = 1e9
 _AT_THE_END = ("fragmentation", "tensors")  # the other figures are peaks
+
+THRESHOLD = 0.25  # of what is reserved
+FLOOR = 256 * 2**20  # bytes worth waiting for the device and allocating again
+
+_STATUS = Path("/proc/self/status")
+_MEMINFO = Path("/proc/meminfo")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+# Returns the figures of the stretch of time that ends with the call, in bytes, and begins the next
+# one. `fragmentation` is a share, not bytes. What cannot be measured here is left out.
+Probe = Callable[[], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -139,3 +155,180 @@ def _probes(device: torch.device, tensors: Probe | None) -> list[Probe]:
     if device.type == "cuda":
         return [partial(cuda_figures, device), *filter(None, [tensors])]
     return [ProcessProbe(), tensors or HeapProbe()]
+
+
+# --- Devices and processes ---
+
+
+def cuda_figures(device: torch.device) -> dict[str, float]:
+    """Read the caching allocator of a CUDA device, without waiting; nothing before CUDA is in use.
+
+    Figures: `peak` (allocated), `reserved` (peak), `fragmentation` (1 - allocated / reserved, now).
+    Each call resets the allocator's own peaks (`torch.cuda.reset_peak_memory_stats`).
+    """
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    if not stats:
+        return {}
+    torch.cuda.reset_peak_memory_stats(device)
+    allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
+    return {
+        "peak": allocated["peak"],
+        "reserved": reserved["peak"],
+        "fragmentation": fragmentation(allocated["current"], reserved["current"]),
+    }
+
+
+def fragmentation(allocated: int, reserved: int) -> float:
+    """Return the share of the `reserved` bytes that no tensor uses; 0 if none are reserved."""
+    return 1.0 - allocated / reserved if reserved else 0.0
+
+
+def should_empty_cache(policy: str, allocated: int, reserved: int) -> bool:
+    """Say whether the allocator, which has reserved more bytes than tensors use, should give back.
+
+    The policy is `"never"`; `"always"`, if there are unused bytes (arXiv 2410.15651); or `"auto"`,
+    if they are more than `THRESHOLD` of what is reserved and at least `FLOOR`.
+    """
+    unused = reserved - allocated
+    if policy == "auto":
+        return unused >= FLOOR and fragmentation(allocated, reserved) > THRESHOLD
+    return policy == "always" and unused > 0
+
+
+def release_cached_blocks(policy: str, device: torch.device | str) -> bool:
+    """Return unused blocks of a CUDA device to it if `should_empty_cache`, and whether it was done.
+
+    Call it where little is alive: after generation and after scoring. Tensors are not touched.
+    """
+    if torch.device(device).type != "cuda":
+        return False
+    sizes = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    if decided := should_empty_cache(policy, *sizes):
+        torch.cuda.empty_cache()
+    return decided
+
+
+def device_bytes(device: torch.device) -> float:
+    """Memory of a GPU, or of the machine for a CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What a device has left at a moment, in bytes."""
+
+    free: float  # that this process could still use, those of its empty blocks included
+    held: float  # that its tensors take
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceMemory:
+        """Measure a GPU, or the machine for a CPU, where free memory is known from Linux alone."""
+        if device.type == "cuda":
+            held = torch.cuda.memory_allocated(device)
+            unused = torch.cuda.memory_reserved(device) - held
+            return cls(float(torch.cuda.mem_get_info(device)[0] + unused), float(held))
+        free, held = _kilobytes(_MEMINFO, "MemAvailable"), visible_tensor_bytes()
+        return cls(device_bytes(device) - held if free is None else float(free), float(held))
+
+
+class ProcessProbe:
+    """Reads the resident memory of this process from Linux; on other systems there is no figure.
+
+    The figure is `peak`. Where `/proc/self/clear_refs` can be written, it is the kernel's own
+    high-water mark (VmHWM) of the stretch; each boundary resets that mark, so `ru_maxrss` and
+    `/usr/bin/time` then see the last stretch only. Elsewhere it is the larger of the resident sizes
+    at the start and the end, which misses what was freed in between.
+    """
+
+    def __init__(self) -> None:
+        self._before = _kilobytes(_STATUS, "VmRSS")
+        self.is_exact = self._before is not None and _reset_high_water()
+
+    def __call__(self) -> dict[str, float]:
+        mark = _kilobytes(_STATUS, "VmHWM" if self.is_exact else "VmRSS")
+        if mark is None or self._before is None:
+            return {}
+        if self.is_exact:
+            _reset_high_water()
+            return {"peak": mark}
+        before, self._before = self._before, mark
+        return {"peak": max(before, mark)}
+
+
+def _kilobytes(path: Path, field: str) -> int | None:
+    """A field of one of Linux' files, in bytes."""
+    try:
+        text = path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    _, found, rest = text.partition(f"{field}:")
+    return int(rest.split(maxsplit=1)[0]) * 1024 if found else None
+
+
+def _reset_high_water() -> bool:
+    try:
+        _CLEAR_REFS.write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+class _HeapAccount(ctypes.Structure):
+    _names = "arena ordblks smblks hblks mapped usmblks fsmblks used fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+def _heap_in_use() -> int:
+    """Bytes the C library has handed out; an error if it is not glibc."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _HeapAccount
+    return int((account := mallinfo()).used + account.mapped)
+
+
+def _heap_holds_tensors() -> bool:
+    """Whether tensors show in the account of the C library, tried on one of 16 MiB."""
+    try:
+        before = _heap_in_use()
+        sample = torch.empty(1 << 24, dtype=torch.uint8, device="cpu")
+        return abs(_heap_in_use() - before - sample.nbytes) < sample.nbytes // 4
+    except (AttributeError, OSError, TypeError):
+        return False
+
+
+class HeapProbe:
+    """Estimates the bytes of live CPU tensors, `tensors`: those that Python saw at the first call.
+
+    What malloc has handed out since is added; without glibc there is no figure.
+    """
+
+    @cached_property
+    def _others(self) -> int | None:
+        return _heap_in_use() - visible_tensor_bytes() if _heap_holds_tensors() else None
+
+    def __call__(self) -> dict[str, float]:
+        others = self._others
+        return {} if others is None else {"tensors": max(_heap_in_use() - others, 0)}
+
+
+def visible_tensor_bytes() -> int:
+    """Add up the storages of all CPU tensors that Python objects refer to."""
+    sizes: dict[int, int] = {}
+    objects = gc.get_objects()  # whose class `isinstance` would ask for, importing lazy modules
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
+    for storage in (storage_of(one) for one in objects if type(one) in kinds):
+        if storage is not None and storage.device.type == "cpu":
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of a tensor; None if it only has a shape, or tensors inside it."""
+    if is_traceable_wrapper_subclass(tensor):
+        return None
+    try:
+        storage = tensor.untyped_storage()
+    except (RuntimeError, ValueError):  # sparse, or not initialized yet
+        return None
+    return None if storage.device.type == "meta" else storage

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..distributed import RankError
 from ..ops.oom import is_out_of_memory
 from ..types import Rows
-from .kernel_check import check_kernels, noted_heads
+from .packed_attention import check_kernels, noted_heads
 from .packed_layout import Layout, packed_layout, plain_layout
 from .quantized import working_precision
 from .readers import Hidden, Reader

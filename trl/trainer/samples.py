@@ -93,8 +93,7 @@ class Samples:
 
     @cached_property
     def _transformers(self) -> Any:
-        from ..generation.transformers.backend import TransformersBackend
-        from ..generation.transformers.batch_limits import BatchLimits
+        from ..generation.transformers.backend import BatchLimits, TransformersBackend
 
         trainer = self._trainer
         return TransformersBackend(

@@ -17,8 +17,7 @@ from transformers import (
 from transformers.utils import logging
 
 from trl.generation.transformers import shared_decoding
-from trl.generation.transformers.backend import TransformersBackend
-from trl.generation.transformers.batch_limits import BatchLimits
+from trl.generation.transformers.backend import BatchLimits, TransformersBackend
 from trl.generation.transformers.sampler import NonFiniteLogitsError, RowDraws, RowSampler
 from trl.generation.transformers.shared_decoding import GrowingCache, SharedDecoder
 from trl.models.lm_head import HeadFinder, cast_head_to_float32

@@ -10,8 +10,7 @@ from distributed.engines import call
 from tiny import tiny_model
 
 from trl.distributed import RankError, Ranks
-from trl.generation.transformers.backend import TransformersBackend
-from trl.generation.transformers.batch_limits import BatchLimits
+from trl.generation.transformers.backend import BatchLimits, TransformersBackend
 from trl.generation.transformers.synced_forward import SyncedForward
 from trl.types import Prompts, Sampling
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...imports import require
-from ...models.policy_handle import PolicyHandle
+from ...models.unwrap import PolicyHandle
 from ...models.weights import Factors, base_stamp, base_weights, low_rank_factors, why_not_low_rank
 from .backend import VLLMColocateBackend
 from .engine import EngineSettings, VLLMEngine

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ...models.policy_handle import PolicyHandle
+from ...models.unwrap import PolicyHandle
 from ...models.weights import full_weights
 from ...types import Generations, Prompts, Sampling
 from ..base import GenerationBackend

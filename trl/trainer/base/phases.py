@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from ...distributed import Ranks
 from ...memory.adaptive_batch import AdaptiveBatch
-from ...memory.meter import PhaseMeter
-from ...memory.probes import release_cached_blocks
+from ...memory.meter import PhaseMeter, release_cached_blocks
 from ...online.metrics import MetricStore
 from ...progress import begin
 from ...random_numbers import RandomState

@@ -14,9 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from ...data.formats import is_conversational
 from ...distributed import Ranks
 from ...models.loading import context_length
-from ...models.policy_handle import PolicyHandle
 from ...models.quantized import working_precision
-from ...models.unwrap import causal_model, policy_for_inference
+from ...models.unwrap import PolicyHandle, causal_model, policy_for_inference
 from ...types import Prompts, Sampling
 from .online_config import OnlineConfig
 from .online_setup import check_datasets
@@ -98,8 +97,7 @@ def make_engine(
         return make_backend(policy, args, sampling, report, check_context)
     if args.use_transformers_continuous_batching:
         return _make_continuous(policy, args)
-    from ...generation.transformers.backend import TransformersBackend
-    from ...generation.transformers.batch_limits import BatchLimits
+    from ...generation.transformers.backend import BatchLimits, TransformersBackend
 
     most_gb = args.generation_max_kv_gb
     return TransformersBackend(

@@ -14,9 +14,9 @@ from transformers.utils import logging
 
 from ...distributed import Ranks
 from ...memory.adaptive_batch import AdaptiveBatch
-from ...models.policy_handle import PolicyHandle
 from ...models.readers import Reader
 from ...models.scorer import Scorer
+from ...models.unwrap import PolicyHandle
 from ...online.guard import FiniteGuard, NonFiniteError
 from ...online.metrics import MetricStore, record_entropy
 from ...ops.masking import length_mask, pad_ragged

@@ -24,14 +24,13 @@ from ...generation.vllm.server.backend import Server, ServerPool, VLLMServerBack
 from ...generation.vllm.server.client import PROTOCOL, ServerFacts, VLLMClient, gpu_id, shape_of
 from ...imports import require
 from ...memory.engine import BATCHED_TOKENS, Engine, EngineMemory
+from ...memory.meter import DeviceMemory, device_bytes
 from ...memory.model_size import model_size
 from ...memory.plan import Plan
-from ...memory.probes import DeviceMemory, device_bytes
 from ...memory.settings import ASSUMED_PROMPT, RunSettings, options_of_environment, read_sharding
 from ...models.loading import context_length
-from ...models.policy_handle import PolicyHandle
 from ...models.quantized import bytes_of_weight
-from ...models.unwrap import VALUE_MODEL, causal_model, is_peft_model
+from ...models.unwrap import VALUE_MODEL, PolicyHandle, causal_model, is_peft_model
 from ...models.weights import check_weights
 from ...types import Sampling
 from ..base.options import changed

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from ....models.policy_handle import PolicyHandle
+from ....models.unwrap import PolicyHandle
 from ....text import did_you_mean
 from ....types import Generations, Sampling
 from ..backend import VLLMBackend
