@@ -29,13 +29,13 @@ FOLDERS = {
     "memory": (2000, 2161),
     "generation": (4500, 4500),
     "online": (1350, 1350),
-    "trainer": (6300, 8160),
+    "trainer": (6300, 8151),
     "trainer/base": (1700, 2159),
-    "trainer/online": (2000, 2032),
-    "cli, scripts": (2700, 2773),
-    "rest": (1100, 1310),
+    "trainer/online": (2000, 2023),
+    "cli, scripts": (2700, 2748),
+    "rest": (1100, 1285),
 }
-ALL = (25_000, 28_863)
+ALL = (25_000, 28_804)
 LOADED = (75, 72)  # modules that `from trl import RLOOTrainer` may load
 
 
@@ -95,7 +95,7 @@ def measure(root: Path) -> list[Bar]:
         Bar("longest function, lines", longest.lines, 60, longest.place),
         Bar("function p90, lines", lengths[int(0.9 * (len(lengths) - 1))], 25),
         Bar("highest complexity", branched.complexity, 10, branched.place),
-        Bar("mean complexity", sum(f.complexity for f in functions) / len(functions), 3.15),
+        Bar("mean complexity", sum(f.complexity for f in functions) / len(functions), 3.25),
         Bar("most parameters", wide.parameters, 6, wide.place),
         Bar("mean parameters", sum(f.parameters for f in functions) / len(functions), 2.2),
         Bar("longest file, lines", len(texts[file].splitlines()), 400, str(file)),

@@ -1,47 +1,22 @@
 """Supervised and reinforcement-learning post-training for transformer language models.
 
-Names are imported when they are first used, so that `import trl` is quick.
+Names are imported when they are first used, so that `import trl` is quick. The stub beside this
+file says where each of them is.
 """
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-_MODULES = {
-    "cli.parser": ("TrlParser",),
-    "data.formats": (
-        "apply_chat_template",
-        "is_conversational",
-        "is_conversational_from_value",
-        "maybe_apply_chat_template",
-        "maybe_convert_to_chatml",
-        "prepare_multimodal_messages",
-    ),
-    "data.mixture": ("DatasetMixtureConfig", "get_dataset"),
-    "data.packing": ("pack_dataset", "truncate_dataset"),
-    "data.preference": (
-        "extract_prompt",
-        "maybe_extract_prompt",
-        "maybe_unpair_preference_dataset",
-        "unpair_preference_dataset",
-    ),
-    "data.templates": ("clone_chat_template", "get_training_chat_template"),
-    "data.tool_template": ("add_response_schema", "supports_tool_calling"),
-    "memory.callback": ("MemoryCallback",),
-    "models.reference": ("create_reference_model",),
-    "cli.arguments": ("ScriptArguments",),
-    "scripts.utils": ("init_zero_verbose",),
-    "trainer.bema": ("BEMACallback",),
-    "trainer.callbacks": ("RichProgressCallback", "SyncRefModelCallback"),
-    "trainer.model_config": ("ModelConfig", "get_peft_config", "get_quantization_config"),
-    "trainer.samples": ("LogCompletionsCallback", "WeaveCallback"),
-}
-_METHODS = {"dpo": "DPO", "grpo": "GRPO", "kto": "KTO", "online_dpo": "OnlineDPO", "ppo": "PPO"}
-_METHODS |= {"reward": "Reward", "rloo": "RLOO", "sft": "SFT"}
-for _module, _title in _METHODS.items():
-    _MODULES[f"trainer.{_module}_config"] = (f"{_title}Config",)
-    _MODULES[f"trainer.{_module}_trainer"] = (f"{_title}Trainer",)
 _SUBMODULES = ("chat_template_utils", "data_utils", "models", "rewards", "scripts", "trainer")
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+_HOME = {
+    imported.name: str(node.module)
+    for node in _STUB.body
+    if isinstance(node, ast.ImportFrom)
+    for imported in node.names
+}
 
 __all__ = [*_HOME]
 

@@ -9,7 +9,7 @@ from ..trainer.base.options import option
 
 @dataclass
 class ScriptArguments:
-    """Which dataset is trained on."""
+    """Which dataset is trained on, and what the memory plan assumes."""
 
     dataset_name: str | None = option(
         None,
@@ -37,7 +37,7 @@ class ScriptArguments:
 
 @dataclass
 class OnlineScriptArguments(ScriptArguments):
-    """Which dataset is trained on, and what rewards completions."""
+    """What rewards completions."""
 
     reward_model_name_or_path: str | None = option(
         None, "Sequence classifier whose score is the reward."
@@ -51,7 +51,7 @@ class OnlineScriptArguments(ScriptArguments):
 
 @dataclass
 class PPOScriptArguments(OnlineScriptArguments):
-    """The same of PPO."""
+    """What gives values."""
 
     value_model_name_or_path: str | None = option(
         None,

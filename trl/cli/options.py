@@ -15,7 +15,6 @@ import enum
 import importlib
 import importlib.util
 import inspect
-import re
 import typing
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -37,7 +36,7 @@ class Option:
     default: Any  # `dataclasses.MISSING` if the option is required
     help: str
     choices: tuple[Any, ...] = ()  # empty if all values of the type are legal
-    owner: str = ""  # name of the class that declares it last
+    owner: type = object  # the class that declares it last
     is_foreign: bool = False  # that class is of another package than the one with the option
 
 
@@ -54,9 +53,7 @@ def options_of(kind: type) -> list[Option]:
             default = factory() if callable(factory) else field.default
             text, choices = field.metadata.get("help", ""), field.metadata.get("choices")
             choices = tuple(choices) if isinstance(choices, Iterable) else ()
-            options.append(
-                Option(name, hints[name], default, text, choices, owner.__name__, is_foreign)
-            )
+            options.append(Option(name, hints[name], default, text, choices, owner, is_foreign))
     return options
 
 
@@ -140,7 +137,7 @@ class _Source(dict):
             for x in node.body
             if isinstance(x, ast.AnnAssign)
         ]
-        namespace: dict[str, Any] = {"__module__": self.module}
+        namespace: dict[str, Any] = {"__module__": self.module, "__doc__": ast.get_docstring(node)}
         if "legacy_options" in constants:
             namespace["legacy_options"] = self._value(constants["legacy_options"])
         bases = tuple(x for x in map(self._value, node.bases) if x is not Computed)
@@ -179,30 +176,6 @@ def _package(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
 
-TITLES = {
-    "PlanArguments": "what is planned",
-    "PPOScriptArguments": "values",
-    "OnlineScriptArguments": "rewards",
-    "ScriptArguments": "dataset, and the memory plan",
-    "PreferenceConfig": "prompts, answers, reference",
-    "OfflineConfig": "examples and micro-batches",
-    "OnlineConfig": "batches, rewards, objective",
-    "SamplingOptions": "prompts and sampling",
-    "GenerationOptions": "generation with transformers",
-    "VLLMOptions": "generation with vLLM",
-    "MismatchOptions": "differences between engine and trainer",
-    "ToolOptions": "tools",
-    "BaseConfig": "training, with the defaults of this package",
-    "LoopOptions": "checkpoints, and numbers that are not finite",
-    "PolicyOptions": "loading and changing the model",
-    "ReferenceOptions": "reference policy",
-    "MemoryOptions": "memory",
-    "ModelConfig": "model, adapter and quantization",
-    "DatasetMixtureConfig": "mixture of datasets",
-    "TrainingArguments": "training (options of transformers.TrainingArguments)",
-}
-
-
 class OptionHelp(argparse.HelpFormatter):
     """Shows each option with underscores; the spelling with hyphens need not be listed."""
 
@@ -221,14 +194,16 @@ def option_groups(options: Iterable[Option]) -> list[tuple[str, list[Option]]]:
         unique.setdefault(option.name, option)
     groups: dict[str, list[Option]] = {}
     for option in sorted(unique.values(), key=lambda option: option.is_foreign):
-        groups.setdefault(option.owner, []).append(option)
-    return [(title(owner), found) for owner, found in groups.items()]
+        groups.setdefault(title(option), []).append(option)
+    return list(groups.items())
 
 
-def title(owner: str) -> str:
-    """What the options of a class are called: what a trainer does by its name."""
-    words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", re.sub("(Config|Arguments)$", "", owner))
-    return TITLES.get(owner, words)
+def title(option: Option) -> str:
+    """What the options of a class are called: the first line that describes it."""
+    owner, text = option.owner, inspect.getdoc(option.owner) or ""
+    if option.is_foreign or text.startswith(f"{owner.__name__}("):  # as dataclasses describe it
+        return f"options of {_package(owner)}.{owner.__name__}"
+    return text.splitlines()[0].rstrip(".").replace("`", "")
 
 
 def short_help(parser: argparse.ArgumentParser, groups: Mapping[str, Iterable[str]]) -> str:

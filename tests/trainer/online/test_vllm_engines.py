@@ -11,7 +11,7 @@ from trl.generation.vllm import engine as vllm_engine
 from trl.imports import is_available
 from trl.models.value_model import add_value_model
 from trl.trainer.online import vllm_engines
-from trl.trainer.online.vllm_engines import Sizing, check_options, rows_of, server_urls
+from trl.trainer.online.vllm_engines import check_options, engine_memory, rows_of, server_urls
 
 needs_vllm = pytest.mark.skipif(
     not is_available("vllm"), reason="vLLM is not installed: make test installs its CPU build"
@@ -81,17 +81,17 @@ def test_rows_are_those_of_a_round_or_an_evaluation(tmp_path):
 def test_the_memory_of_an_engine_that_shares_a_large_device(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_engines, "device_bytes", lambda device: 80e9)
     args, model = vllm_config(tmp_path, max_completion_length=100), tiny_model()
-    found = Sizing(args, model, torch.float32, 256).memory(torch.device("cpu"))
+    found = engine_memory(args, model, torch.float32, 256)
     assert found.context == 256 and found.cache == 16 * 2**20
-    wide = Sizing(args, tiny_model(num_hidden_layers=64, head_dim=256), torch.float32, 256)
+    wide = tiny_model(num_hidden_layers=64, head_dim=256)
     per_token = 2 * 64 * 2 * 256 * 4
-    assert wide.memory(torch.device("cpu")).cache == 8 * 256 * per_token
+    assert engine_memory(args, wide, torch.float32, 256).cache == 8 * 256 * per_token
 
 
 def test_a_small_device_is_refused_in_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_engines, "device_bytes", lambda device: 1e6)
     with pytest.raises(ValueError, match="The vLLM engine does not fit beside training"):
-        Sizing(vllm_config(tmp_path), tiny_model(), torch.float32, 256).memory(torch.device("cpu"))
+        engine_memory(vllm_config(tmp_path), tiny_model(), torch.float32, 256)
 
 
 def test_a_value_model_of_its_own_is_counted(tmp_path, monkeypatch):
@@ -100,7 +100,7 @@ def test_a_value_model_of_its_own_is_counted(tmp_path, monkeypatch):
     policy = tiny_model()
     for given in (None, classifier()):
         add_value_model(policy, given, torch.device("cpu"))
-        Sizing(vllm_config(tmp_path), policy, torch.float32, 256).memory(torch.device("cpu"))
+        engine_memory(vllm_config(tmp_path), policy, torch.float32, 256)
     linear, model = (engine.plan.run.value_model for engine in seen)
     assert linear is None
     assert model.parameters == sum(p.numel() for p in classifier().parameters())
@@ -112,9 +112,7 @@ def test_a_quantized_policy_needs_an_engine_with_whole_weights(tmp_path, monkeyp
     pytest.importorskip("bitsandbytes")
     options = four_bits(tmp_path / "base")
     trainer = make_trainer(tmp_path, **options)
-    args, causal = vllm_config(tmp_path), trainer.model.get_base_model()
-    adapter = trainer.model.active_peft_config
-    Sizing(args, causal, torch.bfloat16, 256, adapter).memory(torch.device("cpu"))
+    engine_memory(vllm_config(tmp_path), trainer.model, torch.bfloat16, 256)
     (engine,) = seen
     factors = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     whole = sum(p.numel() for p in policy_model().parameters())

@@ -23,7 +23,7 @@ UNSUPPORTED = {
 
 @dataclass
 class OfflineConfig(BaseConfig):
-    """Configuration of the offline skeleton: data, lengths, micro-batches."""
+    """Data, lengths and micro-batches of trainers that learn from a dataset."""
 
     divides_rows = True
     piece_on_cpu: ClassVar[int] = 2048  # tokens

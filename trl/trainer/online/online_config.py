@@ -30,7 +30,7 @@ class OnlineConfig(
     ToolOptions,
     BaseConfig,
 ):
-    """Configuration of the online skeleton: batches, rewards, objective, and groups of others."""
+    """Batches, rewards and objective of trainers that generate, with the groups of others."""
 
     least_group: ClassVar[int] = 2  # completions for each prompt
     kl_in_reward: ClassVar[bool] = False  # otherwise the KL penalty is part of the loss

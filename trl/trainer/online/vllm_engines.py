@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -180,9 +180,10 @@ def engine_settings(handle: PolicyHandle, args: OnlineConfig, sampling: Sampling
         )
     share, cache = args.vllm_gpu_memory_utilization, None
     if share is None:
-        adapter = handle.model.active_peft_config if is_peft_model(handle.model) else None
-        free = _least_memory(handle)
-        memory = Sizing(args, causal, dtype, context, adapter).memory(handle.device, free)
+        # What is free where least is: engines of several ranks must be of one size.
+        found, least = DeviceMemory.of(handle.device), handle.ranks.largest
+        free = DeviceMemory(free=-least(-found.free), held=-least(-found.held))
+        memory = engine_memory(args, handle.model, dtype, context, free)
         if memory.context < context:
             logger.info(f"The vLLM engine has room for contexts of {memory.context} tokens.")
         context, cache = memory.context, memory.cache
@@ -205,48 +206,38 @@ def engine_settings(handle: PolicyHandle, args: OnlineConfig, sampling: Sampling
     )
 
 
-def _least_memory(handle: PolicyHandle) -> DeviceMemory:
-    """What is free where least is: engines of several ranks must be of one size."""
-    found = DeviceMemory.of(handle.device)
-    least = handle.ranks.largest
-    return DeviceMemory(free=-least(-found.free), held=-least(-found.held))
-
-
 def rows_of(args: OnlineConfig) -> int:
     """Completions that decode together: those of a round, on all ranks that share an engine."""
     rows = max(args.batch_plan.rows_per_rank, args.eval_rows) * args.vllm_tensor_parallel_size
     return min(MOST_ROWS, rows)
 
 
-@dataclass(frozen=True)
-class Sizing:
-    """The memory of an engine beside training."""
-
-    args: OnlineConfig  # of the run
-    causal: Any  # what is trained, without wrappers
-    dtype: torch.dtype  # of the engine
-    context: int  # most tokens it is to see
-    adapter: Any = None  # the `PeftConfig` of what is trained
-
-    def memory(self, device: torch.device, measured: DeviceMemory | None = None) -> EngineMemory:
-        """What the engine is given; see `Engine.memory`."""
-        args = self.args
-        adapter = None  # of other kinds than those with a start the whole model counts as trained
-        if hasattr(self.adapter, "init_lora_weights"):
-            # As large, with a start that is not computed from weights that are not there.
-            adapter = replace(self.adapter, init_lora_weights=True, inference_mode=False)
-        size = model_size(self.causal.config, adapter, args.trust_remote_code)
-        values = getattr(getattr(self.causal, VALUE_MODEL, None), "config", None)
-        run = RunSettings.of(
-            args,
-            value_model=None if values is None else model_size(values, classifies=True),
-            prompt=max(1, min(ASSUMED_PROMPT, self.context - (args.max_completion_length or 1))),
-            on_cpu=device.type == "cpu",
-            sharding=read_sharding(options_of_environment(os.environ)),
-            weight_bytes=self.causal.dtype.itemsize,
-            matrix_bytes=bytes_of_weight(self.causal),
-            product_bytes=self.dtype.itemsize,
-        )
-        plan, ranks = Plan(size, run, device_bytes(device)), args.vllm_tensor_parallel_size
-        engine = Engine(plan, ranks, self.context, rows_of(args), args.vllm_enable_sleep_mode)
-        return engine.memory(run.completion + 1, measured)
+def engine_memory(
+    args: OnlineConfig,
+    model: Any,
+    dtype: torch.dtype,
+    context: int,
+    measured: DeviceMemory | None = None,
+) -> EngineMemory:
+    """What an engine of some type and context is given beside training; see `Engine.memory`."""
+    causal, adapter = causal_model(model), None
+    # Of adapters of other kinds than those with a start the whole model counts as trained.
+    if is_peft_model(model) and hasattr(model.active_peft_config, "init_lora_weights"):
+        # As large, with a start that is not computed from weights that are not there.
+        changes = {"init_lora_weights": True, "inference_mode": False}
+        adapter = replace(model.active_peft_config, **changes)
+    values = getattr(getattr(causal, VALUE_MODEL, None), "config", None)
+    run = RunSettings.of(
+        args,
+        value_model=None if values is None else model_size(values, classifies=True),
+        prompt=max(1, min(ASSUMED_PROMPT, context - (args.max_completion_length or 1))),
+        on_cpu=args.device.type == "cpu",
+        sharding=read_sharding(options_of_environment(os.environ)),
+        weight_bytes=causal.dtype.itemsize,
+        matrix_bytes=bytes_of_weight(causal),
+        product_bytes=dtype.itemsize,
+    )
+    size = model_size(causal.config, adapter, args.trust_remote_code)
+    plan, ranks = Plan(size, run, device_bytes(args.device)), args.vllm_tensor_parallel_size
+    engine = Engine(plan, ranks, context, rows_of(args), args.vllm_enable_sleep_mode)
+    return engine.memory(run.completion + 1, measured)
