@@ -93,7 +93,7 @@ def run_table(config: str) -> str:
 
 def _bytes(plan: Plan, phases: list[str]) -> list[str]:
     totals = [size(plan.estimate.phases[name].total) for name in phases]
-    return [*totals, "yes" if plan.fits else "no"]
+    return [*totals, "yes" if plan.fits() else "no"]
 
 
 def _seconds(time: StepTime) -> list[str]:

@@ -349,7 +349,7 @@ def test_a_generation_engine_on_the_same_device(folder):
     assert any("vLLM generates: " in note and "cache of" in note for note in awake.notes)
     computed = divided(folder, **changes | {"vllm_gpu_memory_utilization": "none"})
     assert computed.run.engine_bytes > 2 * computed.model.parameters
-    assert computed.fits
+    assert computed.fits()
     sleeps = divided(folder, **changes, vllm_enable_sleep_mode="true").estimate.phases
     assert [parts.vllm for parts in sleeps.values()] == [5e9, 0, 0, 0]
     server = divided(folder, **changes, vllm_mode="server").estimate.phases

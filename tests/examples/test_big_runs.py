@@ -35,7 +35,7 @@ def test_options_exist_and_the_plan_fits(name, monkeypatch):
     script, launcher = split(parser, ["--config", str(path)])
     options = launch_options(launcher)
     plan = plan_of(parser, parser.read(script)[0], options)
-    assert plan.fits
+    assert plan.fits()
     assert plan.run.sharding.ranks == options["num_processes"] == plan.run.processes
     assert plan.run.rows * plan.run.processes // plan.run.group_size == 128  # prompts an update
     billions = int(name.split("_")[1].removesuffix("b"))

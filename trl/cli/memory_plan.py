@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from ..imports import is_available
-from ..memory.engine import Engine
 from ..memory.meter import device_bytes
 from ..memory.model_size import KNOWN, ModelSize, load_config, model_size, shares_prompts
-from ..memory.plan import Plan, render, size
+from ..memory.plan import Engine, Plan, render, size
 from ..memory.settings import ASSUMED_PROMPT, RunSettings, Sharding, read_sharding
 from ..trainer.base.base_config import BaseConfig
 from ..trainer.base.options import option

@@ -61,8 +61,7 @@ class AdaptiveBatch:
         """Work on all rows, at most `size` at once; after a failure go on from the failed rows.
 
         `work` does some consecutive rows, `most` of them in this call; it must leave nothing behind
-        when it fails. What it returned is returned in the order of rows. A row that does not fit
-        alone is a `RowTooLargeError`.
+        when it fails. A row that does not fit alone is a `RowTooLargeError`.
         """
         results: list[T] = []
         start = 0
@@ -83,7 +82,6 @@ class AdaptiveBatch:
 
         For training: a backward pass that fails leaves gradients half added, so all of them go:
         `reset` undoes everything so far, earlier calls included, which did the rows before `start`.
-        The result is that of the attempt that went through.
         """
         results: list[T] = []
         random = RandomState()

@@ -27,10 +27,11 @@ _MOST_SPANS = 1000  # of one phase in a chart
 class MemoryCallback(TrainerCallback):
     """Measures forward, backward and optimizer, and logs, writes and draws all phases of a meter.
 
-    The largest figures since the last log are added to the logs, under the names of
+    With `metrics`, the largest figures since the last log are added to the logs, under the names of
     `PhaseMeter.take`; those of an evaluation begin with `eval_`. They are of the process that logs.
-    Phases are written as JSON lines to `<output_dir>/memory.jsonl`, and drawn to
-    `<output_dir>/memory.png` when training ends, if matplotlib is installed.
+    Phases are written as JSON lines to `<output_dir>/memory.jsonl`, and with `chart` drawn to
+    `<output_dir>/memory.png` when training ends, if matplotlib is installed. A `meter` may be
+    shared with code that measures other phases, and with `passes=False` forward and backward.
 
     Forward begins when the model is called in training mode with gradients on, and ends when the
     first gradient reaches one of its outputs. Then backward begins, which lasts until the next
@@ -42,14 +43,9 @@ class MemoryCallback(TrainerCallback):
     metrics, unless the callback goes first:
 
         MemoryCallback().attach(trainer)
-
-    Args:
-        meter (`PhaseMeter`, *optional*): to share with code that measures other phases. None: its
-            own, on the trainer's device.
-        passes (`bool`): whether to find forward and backward, which code may mark on `meter`.
-        metrics (`bool`): whether to add to the logs.
-        chart (`bool`): whether to draw.
     """
+
+    _timeline: Timeline  # of the training that has begun
 
     def __init__(
         self,
@@ -60,7 +56,6 @@ class MemoryCallback(TrainerCallback):
     ):
         self.meter = meter
         self._finds_passes, self._logs, self._draws = passes, metrics, chart
-        self._timeline: Timeline | None = None
         self._hooks: list[Any] = []
         self._in_step = False
         self._metrics: dict[str, dict[str, float]] = {}  # "" or "eval_" -> metrics not yet logged
@@ -87,16 +82,15 @@ class MemoryCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop listening, and draw the chart."""
-        timeline = self._timeline
         self._detach()
-        if self._draws and timeline is not None and state.is_world_process_zero:
-            draw(timeline.path, timeline.path.with_suffix(".png"))
+        if self._draws and state.is_world_process_zero:
+            draw(self._timeline.path, self._timeline.path.with_suffix(".png"))
 
     def _detach(self) -> None:
         self._stop("forward", "backward", "optimizer")
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._timeline = [], None
+        self._hooks = []
         if self.meter is not None and self._record in self.meter.on_phase_end:
             self.meter.on_phase_end.remove(self._record)
 
@@ -105,8 +99,7 @@ class MemoryCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the step that begins."""
         self._in_step = True
-        if self._timeline is not None:
-            self._timeline.step = state.global_step + 1
+        self._timeline.step = state.global_step + 1
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the passes of a micro-batch that is not the last."""
@@ -138,8 +131,8 @@ class MemoryCallback(TrainerCallback):
 
     def _gradient_arrives(self, gradient: Tensor) -> None:
         if self.meter is not None and self.meter.is_open("forward"):
-            self.meter.stop("forward")
-            self.meter.start("backward")
+            self._stop("forward")
+            self._start("backward")
 
     def _start(self, phase: str) -> None:
         if self.meter is not None and not self.meter.is_open(phase):
@@ -154,8 +147,7 @@ class MemoryCallback(TrainerCallback):
 
     def _record(self, event: PhaseEvent) -> None:
         merge_peaks(self._metrics.setdefault("" if self._in_step else "eval_", {}), event)
-        if self._timeline is not None:
-            self._timeline.add(event)
+        self._timeline.add(event)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Tell an evaluation that may follow from the step."""
@@ -183,13 +175,11 @@ class Timeline:
 
     A line has `step`, `phase`, `start` and `end` (seconds since the run began) and the figures of
     `PhaseEvent.readable`. Lines of steps after `step` are dropped first, as a run that went further
-    wrote them; after the others, time goes on where it stopped. `step`, how many are made, may be
-    set, and goes into the next lines; the main process alone `writes`.
+    wrote them; after the others, time goes on where it stopped. The main process alone `writes`.
     """
 
     def __init__(self, path: Path, writes: bool = True, step: int = 0):
-        self.path = path
-        self.step = step
+        self.path, self.step = path, step
         self._lines = StepLines(path) if writes else None
         self._shift: float | None = None  # from the meter's clock to that of the lines
         if self._lines is not None:
@@ -211,8 +201,7 @@ class Timeline:
 def draw(jsonl: Path, png: Path) -> bool:
     """Draw the peak of each phase over time, one panel below the other, of what `Timeline` wrote.
 
-    False: nothing was drawn, because matplotlib is not installed (a log line tells how to install
-    it) or no phase has a peak.
+    False: nothing was drawn, as no phase has a peak, or matplotlib is missing, which is logged.
     """
     try:
         library = require("matplotlib.figure", "The chart of memory over time")
@@ -243,14 +232,11 @@ def draw(jsonl: Path, png: Path) -> bool:
 
 
 def spans(records: Iterator[dict[str, Any]]) -> dict[str, list[tuple[float, float, float]]]:
-    """Collect start, end (seconds) and peak (GB) of each phase.
-
-    Phases that ran very often have neighbors joined: first start, last end, largest peak.
-    """
+    """Collect start, end (seconds) and peak (GB) of each phase; of one run very often, joined."""
     found: dict[str, list[tuple[float, float, float]]] = {}
     for record in records:
         if "peak_gb" in record:
-            span = (record["start"], record["end"], record["peak_gb"])
+            span = record["start"], record["end"], record["peak_gb"]
             found.setdefault(record["phase"], []).append(span)
     for phase, items in found.items():
         size = -(-len(items) // _MOST_SPANS)

@@ -23,33 +23,27 @@ SAMPLING = 2 * FLOAT32 + 2 * 8  # logits, log-probabilities; probabilities, runn
 
 
 class Layer:
-    """What a token costs in one decoder layer, in bytes.
-
-    Attributes:
-        stream: what a checkpoint keeps of the layer.
-        cache: keys and values.
-        inference: the largest working set of a forward without gradient.
-        saved: what autograd keeps of the layer for its backward pass.
-        backward: the largest working set of the backward pass, next to what was saved.
-    """
+    """What a token costs in one decoder layer, in bytes."""
 
     def __init__(self, model: ModelSize, run: RunSettings):
         product, hidden, heads = run.product_bytes, model.hidden, model.queries + model.keys
         every = run.sharding.per_row * model.keys  # of the ranks that divide a row
         factors = (2 if model.gated else 1) * product * model.intermediate  # of the MLP
-        self.stream = run.weight_bytes * hidden
-        # Without sharing, rotation leaves keys as wide as the stream.
+        self.stream = run.weight_bytes * hidden  # what a checkpoint keeps of the layer
+        # Keys and values. Without sharing, rotation leaves keys as wide as the stream.
         wide = product if run.shared_prefix else max(run.weight_bytes, product)
         self.cache = (wide + product) * model.keys
-        # The result of attention, its norm and the input; factors of the MLP, their product.
-        self.inference = 3 * self.stream + factors + product * model.intermediate
-        # Gradients of the result, and of the factors of the MLP.
-        self.backward = self.stream + factors + (product * hidden if run.autocast else 0)
         # Where ranks divide rows: keys and values as they came, and in the order of the row.
         gathered = 3 * product * every * (run.sharding.per_row > 1)
-        self.inference = max(self.inference, 2 * self.stream + gathered)
-        self.backward = max(self.backward, self.stream + gathered)
-        # Inputs of both norms, as float32; queries, keys, values and the result of attention.
+        # The largest working set of a forward without gradient: the result of attention, its norm
+        # and the input; factors of the MLP, their product.
+        working = 3 * self.stream + factors + product * model.intermediate
+        self.inference = max(working, 2 * self.stream + gathered)
+        # That of the backward pass: gradients of the result, and of the factors of the MLP.
+        cast = product * hidden if run.autocast else 0
+        self.backward = self.stream + max(factors + cast, gathered)
+        # What autograd keeps for it: inputs of both norms, as float32; queries, keys, values and
+        # the result of attention.
         self.saved = 2 * FLOAT32 * hidden + 2 * product * (model.queries + every) + factors
         self.saved += product * model.intermediate if model.gated else 0
         if model.norms_heads:
@@ -68,20 +62,19 @@ class Head:
 
     Logits exist one tile of tokens x vocabulary entries at a time, or all at once if the chunk is
     0. A classifier has none.
-
-    Attributes:
-        whole_cast: the copy of the whole weight that autocast makes when the module is called.
-        gradient: of the weight.
     """
 
     def __init__(self, model: ModelSize, run: RunSettings):
-        self._model, self._run, self._product = model, run, run.product_bytes
+        self._model, self._run, product = model, run, run.product_bytes
         default = CHUNK_ON_CPU if run.on_cpu else CHUNK_ON_ACCELERATOR
         self._chunk = default if run.logits_chunk is None else run.logits_chunk
-        self._narrow = self._product if self._product < FLOAT32 else 0  # widened to float32
-        self._cast = self._product if run.autocast else 0
-        self.whole_cast = self._cast * model.head
+        self._narrow = product if product < FLOAT32 else 0  # products widened to float32
+        self._cast = product if run.autocast else 0
+        self.whole_cast = self._cast * model.head  # made by autocast when the module is called
         self.gradient = 0 if model.frozen else run.weight_bytes * model.head
+        # That of a whole weight is added in place, tile by tile, to one that is there.
+        in_place = run.accumulation > 1 and not run.sharding.stage and self._chunk
+        self.new_gradient = 0 if in_place else self.gradient
 
     def forward(self, tokens: int) -> float:
         """Bytes of a forward pass over tokens that predict: their hidden states and logits."""
@@ -89,23 +82,18 @@ class Head:
             # Products become float32 next to the logits of the tile before.
             return self._hidden(tokens) + self._tile(tokens, 2)
         logits = tokens * self._model.vocabulary
-        return self._all_logits(tokens, max(self._product * logits, _blocks(logits, 2)))
+        return self._all_logits(tokens, max(self._run.product_bytes * logits, _blocks(logits)))
 
-    def new_gradient(self, in_place: bool) -> int:
-        """Bytes of the weight's gradient, unless tiles are added to one that is there."""
-        return 0 if in_place and self._chunk else self.gradient
-
-    def backward(self, tokens: int, in_place: bool = False) -> float:
-        """Bytes of the backward pass, with the gradient of the weight; see `new_gradient`."""
-        new = self.new_gradient(in_place)
+    def backward(self, tokens: int) -> float:
+        """Bytes of the backward pass, with the gradient of the weight that is new."""
         if not self._chunk:
             logits = tokens * self._model.vocabulary
             # Their gradient, made in blocks; then those of the products and of the weight.
-            made = FLOAT32 * logits + _blocks(logits, 2)
-            return self._all_logits(tokens, max(made, self._narrow * logits + new))
+            made = FLOAT32 * logits + _blocks(logits)
+            return self._all_logits(tokens, max(made, self._narrow * logits + self.gradient))
         entries = 0 if self._model.frozen else self._tile_shape(tokens)[1]
         sums = FLOAT32 * (tokens + entries) * self._model.hidden
-        return self._hidden(tokens) + new + sums + self._tile(tokens, 3)
+        return self._hidden(tokens) + self.new_gradient + sums + self._tile(tokens, 3)
 
     def sampling(self, rows: int) -> float:
         """Bytes of drawing one token for each of so many rows."""
@@ -131,9 +119,9 @@ class Head:
         return logits + self._cast * (tokens + entries) * self._model.hidden
 
 
-def _blocks(logits: int, count: int) -> int:
-    """Bytes of so many tensors of a block of logits, and of one of the block before."""
-    return (count + (logits > BLOCK_ELEMENTS)) * FLOAT32 * min(logits, BLOCK_ELEMENTS)
+def _blocks(logits: int) -> int:
+    """Bytes of two tensors of a block of logits, and of one of the block before."""
+    return (2 + (logits > BLOCK_ELEMENTS)) * FLOAT32 * min(logits, BLOCK_ELEMENTS)
 
 
 class Estimate:
@@ -226,50 +214,37 @@ class Estimate:
         """Keys and values that the first of several passes keeps for the others."""
         return self.layer.cache * self.model.layers * passes[0] if len(passes) > 1 else 0.0
 
-    def _kept_by_layers(self, tokens: int) -> float:
-        """What all layers of the trained models keep for the backward pass."""
-        models = [self.model, *filter(None, [self.run.value_model])]
-        layers = [(model.layers, Layer(model, self.run)) for model in models]
-        checkpoints = self.run.gradient_checkpointing
-        each = (count * (x.stream if checkpoints else x.saved) for count, x in layers)
-        return tokens * sum(each)
-
     def _training(self) -> Parts:
-        run, layer, head, shares = self.run, self.layer, self.head, self.shares
+        run, shares, layers = self.run, self.shares, self.model.layers
         checkpoints = run.gradient_checkpointing
         passes = run.forward_passes(cuts=checkpoints)
-        tokens, widest = sum(passes), max(passes)
-        of_layer = layer.stream if checkpoints else layer.saved
-        # A quantized weight has no cast that could be kept.
-        casts = self._casts / (self.model.layers if checkpoints else 1)
-        casts = casts if run.matrix_bytes is None else 0.0
-        keys = 2 * self._kept_keys(passes)  # and their gradients
-        kept = self._kept_by_layers(tokens) + casts + keys
-        again = layer.backward + (layer.saved if checkpoints else 0.0)
+        models = [self.model, *filter(None, [run.value_model])]
+        kinds = [Layer(model, run) for model in models]
+        held_by_layer = [x.stream if checkpoints else x.saved for x in kinds]
+        of_layer, again = held_by_layer[0], self.layer.backward
+        again += self.layer.saved if checkpoints else 0.0
+        # Copies of weights for autocast. A quantized weight has none that could be kept.
+        casts = self._casts / (layers if checkpoints else 1) * (run.matrix_bytes is None)
+        keys = casts + 2 * self._kept_keys(passes)  # and their gradients
+        counts = zip(models, held_by_layer, strict=True)
+        kept = keys + sum(passes) * sum(model.layers * each for model, each in counts)
         # Shares of gradients fill up while the first micro-batch runs already.
         before = shares.gradients if run.sharding.stage else 0.0
         before = shares.waiting if run.accumulation > 1 else before
         held = self._held(before, shares.training, shares.first_buckets)
         # Behind the last layer: its result, and what the last norm keeps.
-        result = kept + 3 * layer.stream * tokens
-        # Gradients of whole weights are added to those that are there in place.
-        in_place = run.accumulation > 1 and not run.sharding.stage
-        at_head = held.plus(activations=result, head=head.backward(self._read, in_place))
-        new = head.new_gradient(in_place)
-        last_layer = held.plus(activations=kept + again * widest, gradients=new)
+        result = kept + 3 * self.layer.stream * sum(passes)
         # Backward goes through the passes from the last to the first, which frees them.
         working = max(
-            (of_layer + again) * count + self.model.layers * of_layer * earlier
+            (of_layer + again) * count + layers * of_layer * earlier
             for count, earlier in zip(passes, accumulate(passes, initial=0), strict=False)
         )
         gradients = self._new_gradients(is_cut=len(passes) > 1)
-        first_layer = held.plus(activations=working + casts + keys, gradients=gradients)
-        # The gradient of the embedding: rows by token and by id, or a matrix beside a tied head's.
-        rows = 2 * FLOAT32 * tokens * self.model.hidden * (not self.model.frozen)
-        matrices = head.gradient * (self.model.tied + (run.accumulation > 1))
-        end = self._held(max(before, shares.gradients), shares.training, shares.first_buckets)
-        end = end.plus(gradients=matrices if run.sharding.stage else rows)
-        return _largest(at_head, last_layer, first_layer, end)
+        return _largest(
+            held.plus(activations=result, head=self.head.backward(self._read)),
+            held.plus(activations=kept + again * max(passes), gradients=self.head.new_gradient),
+            held.plus(activations=working + keys, gradients=gradients),
+        )
 
     def _new_gradients(self, is_cut: bool) -> float:
         """Gradients beside those held, when the backward pass reaches the first layer."""

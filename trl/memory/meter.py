@@ -53,9 +53,8 @@ class PhaseEvent:
 class PhaseMeter:
     """Measures the memory of phases, cheaply: under a tenth of a millisecond at each end.
 
-    Use `with meter.phase("scoring"): ...`, or `start` and `stop` for a phase that begins in one
-    function and ends in another. Phases may be nested. The inner one wins: what happens within it
-    is not counted for the outer one, which goes on after it.
+    Phases may be nested. The inner one wins: what happens within it is not counted for the outer
+    one, which goes on after it.
 
     Figures on a CUDA device are `cuda_figures`; elsewhere those of `ProcessProbe` and `HeapProbe`,
     for which `tensors` may stand, on any device. The peaks that the device or the kernel keep are
@@ -119,8 +118,7 @@ class PhaseMeter:
     def take(self) -> dict[str, float]:
         """Return the largest figure of each phase that ended since the last call.
 
-        They are `memory/<phase>/peak_gb`, `.../reserved_gb`, `.../tensors_gb` in GB (10^9 bytes)
-        and `memory/<phase>/fragmentation`, as far as the device has them.
+        They are `memory/<phase>/peak_gb`, `reserved_gb`, `tensors_gb` and `fragmentation`.
         """
         metrics, self._metrics = self._metrics, {}
         return metrics
@@ -163,8 +161,7 @@ def _probes(device: torch.device, tensors: Probe | None) -> list[Probe]:
 def cuda_figures(device: torch.device) -> dict[str, float]:
     """Read the caching allocator of a CUDA device, without waiting; nothing before CUDA is in use.
 
-    Figures: `peak` (allocated), `reserved` (peak), `fragmentation` (1 - allocated / reserved, now).
-    Each call resets the allocator's own peaks (`torch.cuda.reset_peak_memory_stats`).
+    Peaks of what is allocated and reserved since the last call, and the fragmentation now.
     """
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     if not stats:
@@ -184,10 +181,9 @@ def fragmentation(allocated: int, reserved: int) -> float:
 
 
 def should_empty_cache(policy: str, allocated: int, reserved: int) -> bool:
-    """Say whether the allocator, which has reserved more bytes than tensors use, should give back.
+    """Whether the allocator should give back what it has reserved beyond what tensors use.
 
-    The policy is `"never"`; `"always"`, if there are unused bytes (arXiv 2410.15651); or `"auto"`,
-    if they are more than `THRESHOLD` of what is reserved and at least `FLOOR`.
+    Policies: "never"; "always" (arXiv 2410.15651); "auto", above `THRESHOLD` and `FLOOR`.
     """
     unused = reserved - allocated
     if policy == "auto":
@@ -196,10 +192,7 @@ def should_empty_cache(policy: str, allocated: int, reserved: int) -> bool:
 
 
 def release_cached_blocks(policy: str, device: torch.device | str) -> bool:
-    """Return unused blocks of a CUDA device to it if `should_empty_cache`, and whether it was done.
-
-    Call it where little is alive: after generation and after scoring. Tensors are not touched.
-    """
+    """Return unused blocks of a CUDA device to it if the policy says so, and whether it did."""
     if torch.device(device).type != "cuda":
         return False
     sizes = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -234,12 +227,11 @@ class DeviceMemory:
 
 
 class ProcessProbe:
-    """Reads the resident memory of this process from Linux; on other systems there is no figure.
+    """Reads the peak of resident memory of this process from Linux; elsewhere there is no figure.
 
-    The figure is `peak`. Where `/proc/self/clear_refs` can be written, it is the kernel's own
-    high-water mark (VmHWM) of the stretch; each boundary resets that mark, so `ru_maxrss` and
-    `/usr/bin/time` then see the last stretch only. Elsewhere it is the larger of the resident sizes
-    at the start and the end, which misses what was freed in between.
+    Where `/proc/self/clear_refs` can be written, it is the kernel's own high-water mark, which each
+    boundary resets (so `/usr/bin/time` sees the last stretch only); else the larger of the resident
+    sizes at the start and the end, which misses what was freed in between.
     """
 
     def __init__(self) -> None:
@@ -298,7 +290,7 @@ def _heap_holds_tensors() -> bool:
 
 
 class HeapProbe:
-    """Estimates the bytes of live CPU tensors, `tensors`: those that Python saw at the first call.
+    """Estimates the bytes of live CPU tensors: those that Python saw at the first call.
 
     What malloc has handed out since is added; without glibc there is no figure.
     """

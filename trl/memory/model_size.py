@@ -88,8 +88,7 @@ def shares_prompts(
 ) -> bool:
     """Whether completions of a model can see one copy of their prompt, in rows up to `longest`.
 
-    Code shipped with the model does not run. `attention` is its implementation; None: what
-    transformers takes.
+    Code shipped with the model does not run. `attention` is None for what transformers takes.
     """
     try:
         model = _empty_model(config, False, attention, classifies)
@@ -159,10 +158,7 @@ KNOWN = {name: states for states, names in _STATES.items() for name in names.spl
 
 
 def state_bytes(name: str, arguments: str | None, model: ModelSize, weight_bytes: int) -> float:
-    """Bytes of all states; those of an optimizer not in `KNOWN` are taken to be two in float32.
-
-    `name` and `arguments` are `optim` and `optim_args`; `weight_bytes` are those of an entry.
-    """
+    """Bytes of all states, from `optim` and `optim_args`; if not `KNOWN`, two in float32."""
     if name == "adafactor":
         return FLOAT32 * model.factored
     copies, size = KNOWN.get(name, (0, 2 * FLOAT32))

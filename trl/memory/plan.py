@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from .estimate import Estimate
+from .meter import DeviceMemory
 from .model_size import ModelSize
 from .settings import RunSettings
 from .shares import Parts
@@ -18,6 +19,9 @@ MOST = 2**20  # tokens: no longer sequence is looked for
 MOST_IN_GROUP = 2**14
 NAMES = [field.name for field in fields(Parts)]
 HEADINGS = {"kv_cache": "KV cache", "vllm": "vLLM"}
+SMALLEST_CACHE = 16 * 2**20
+BATCHED_TOKENS = 4096  # that one step of a generation engine computes
+BLOCK = 32  # tokens; an engine gives out its cache in blocks
 
 # Option, another value of it, what that sets in `RunSettings`, and what it costs or needs.
 Other = tuple[str, Any, dict[str, Any], str]
@@ -68,14 +72,9 @@ class Plan:
         """Bytes of the device that the plan may fill."""
         return (1 - HEADROOM) * self.device_bytes
 
-    @property
-    def fits(self) -> bool:
-        """Whether the largest phase fits the device."""
-        return self.fits_with(self.run)
-
-    def fits_with(self, run: RunSettings) -> bool:
-        """Whether other settings fit the device."""
-        return Estimate(self.model, run).peak <= self.budget
+    def fits(self, run: RunSettings | None = None) -> bool:
+        """Whether the largest phase fits the device, with these settings or others."""
+        return Estimate(self.model, run or self.run).peak <= self.budget
 
     def limits(self) -> list[Limit]:
         """The largest value of some options that fits while the others stay as they are."""
@@ -111,7 +110,7 @@ class Plan:
         """The largest of some rising values of a field with which the run fits, as it is shown."""
         now = getattr(self.run, field)
         found = largest_fitting(
-            lambda value: self.fits_with(resized(self.run, **{field: value})), values, now
+            lambda value: self.fits(resized(self.run, **{field: value})), values, now
         )
         note = f" ({words})" if found == values[-1] else ""
         return Limit(option, shown(now), None if found is None else shown(found), note)
@@ -189,11 +188,7 @@ def _other_places(run: RunSettings) -> Iterator[Other]:
 
 
 def group_sizes(micro_batch: int, prompts: int) -> list[int]:
-    """Completions of a prompt with which no micro-batch cuts more groups than it must.
-
-    Divisors of the micro-batch, as far as the groups of the prompts fill whole micro-batches, and
-    its multiples.
-    """
+    """Completions of a prompt with which no micro-batch cuts more groups than it must."""
     divisors = range(2, micro_batch)
     whole = [n for n in divisors if micro_batch % n == 0 and prompts * n % micro_batch == 0]
     return whole + [n for n in range(micro_batch, MOST_IN_GROUP + 1, micro_batch) if n > 1]
@@ -209,10 +204,7 @@ def resized(run: RunSettings, **changes: int) -> RunSettings:
 
 
 def largest_fitting(fits: Callable[[int], bool], values: Sequence[int], now: int = 0) -> int | None:
-    """Find the largest of rising values that fits by bisection, or None; begin at `now` if it fits.
-
-    If not all values up to some border fit, one that fits is found, but a larger one may too.
-    """
+    """Find the largest of rising values that fits, or None; bisect from `now` if that fits."""
     start = bisect_left(values, now) if now in values and fits(now) else 0
     beyond = bisect_left(values, True, lo=start, key=lambda value: not fits(value))
     return values[beyond - 1] if beyond else None
@@ -297,7 +289,7 @@ def _verdict(plan: Plan) -> str:
     peak, totals = plan.estimate.peak, plan.estimate.totals
     phase = max(totals, key=totals.__getitem__)
     room = f"{size(plan.budget)} of a device of {size(plan.device_bytes)}"
-    end = f"fits {room}" if plan.fits else f"does not fit {room}"
+    end = f"fits {room}" if plan.fits() else f"does not fit {room}"
     return f"Peak: {size(peak)}, in {phase}; {end} ({HEADROOM:.0%} are left free)."
 
 
@@ -323,3 +315,83 @@ def _changes(plan: Plan) -> str:
 
 def _difference(count: float) -> str:
     return "=" if abs(count) < 500 else f"{'+' if count > 0 else '-'}{size(abs(count))}"
+
+
+# --- An engine that generates on the device of training ---
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """What an engine is given."""
+
+    cache: int  # bytes for keys and values
+    context: int  # most tokens of one prompt with its completion that they hold
+    total: float  # bytes with weights and working memory
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine beside training; sizes are bytes of one rank."""
+
+    plan: Plan  # of the training run; an engine that it counts is left out here
+    ranks: int  # that divide its weights and its cache among them
+    context: int  # most tokens of one prompt with its completion
+    rows: int  # completions that decode together
+    sleeps: bool  # it gives its memory back outside generation
+
+    @property
+    def weights(self) -> float:
+        """Its own copy; an adapter is merged, or kept apart with room for as much again."""
+        model = self.plan.model
+        return self.plan.run.product_bytes * (model.parameters + model.adapter) / self.ranks
+
+    @property
+    def token(self) -> float:
+        """Keys and values of one token in all layers."""
+        model = self.plan.model
+        return 2 * self.plan.run.product_bytes * model.keys * model.layers / self.ranks
+
+    @property
+    def working(self) -> float:
+        """Activations of one step, and logits in float32 with what sampling adds."""
+        model = self.plan.model
+        activations = BATCHED_TOKENS * (4 * model.hidden + 3 * model.intermediate)
+        return self.plan.run.product_bytes * activations + 4 * 3 * self.rows * model.vocabulary
+
+    def memory(self, shortest: int, measured: DeviceMemory | None = None) -> EngineMemory:
+        """Divide what training leaves of the device between the weights and the cache.
+
+        An engine that sleeps shares the device with what is held in generation alone, another one
+        with the largest phase. What is `measured` before the engine is started counts where less
+        is free than planned. A context of fewer than `shortest` tokens is a ValueError.
+        """
+        plan = self.plan
+        run = plan.run.replace(engine_bytes=0.0, engine_sleeps=self.sleeps)
+        phases = Estimate(plan.model, run).totals
+        phase = "generation" if self.sleeps else max(phases, key=phases.__getitem__)
+        budget, taken, seen = plan.budget, phases[phase], ""
+        if measured is not None:
+            budget = min(budget, (1 - HEADROOM) * (measured.free + measured.held))
+            taken = max(taken, measured.held)
+            seen = (
+                f" ({size(measured.free)} of the device's {size(plan.device_bytes)} are free now, "
+                f"and training holds {size(measured.held)})"
+            )
+        fixed = self.weights + self.working
+        left = budget - taken - fixed
+        context = min(self.context, int(left // self.token))
+        if context < shortest:
+            advice = "Lower max_completion_length"
+            advice = advice if self.sleeps else "Set vllm_enable_sleep_mode=True"
+            raise ValueError(
+                f"The vLLM engine does not fit beside training. Of {size(budget)} that may be "
+                f"filled{seen}, {phase} takes {size(taken)} and the engine itself {size(fixed)}; a "
+                f"prompt with its completion needs {size(shortest * self.token)} more. {advice}, "
+                "or spread the engine over ranks with vllm_tensor_parallel_size, or set "
+                "vllm_gpu_memory_utilization to try it anyway."
+            )
+        blocks = -(-min(self.context, run.prompt + run.completion) // BLOCK)
+        # More cache than a round fills would be idle.
+        wanted = self.token * max(self.rows * blocks * BLOCK, context)
+        cache = max(SMALLEST_CACHE, min(wanted, left))
+        return EngineMemory(int(cache), context, fixed + cache)

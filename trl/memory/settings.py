@@ -1,8 +1,4 @@
-"""What of a run decides how much memory it takes: rows, precision, and what its ranks divide.
-
-The defaults of `Sharding` are those of DeepSpeed's `zero_optimization`, and of FSDP as accelerate
-sets it up (`FullyShardedDataParallelPlugin`).
-"""
+"""What of a run decides how much memory it takes: rows, precision, and what its ranks divide."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ STRATEGIES = (
 
 @dataclass(frozen=True)
 class Sharding:
-    """Who holds what."""
+    """Who holds what; defaults are those of DeepSpeed, and of FSDP as accelerate sets it up."""
 
     engine: str = "ddp"  # or "zero" (DeepSpeed), "fsdp1", "fsdp2"
     stage: int = WHOLE  # WEIGHTS is what FSDP does
@@ -68,10 +64,8 @@ class Sharding:
     @property
     def name(self) -> str:
         """As people call it."""
-        if self.is_zero:
-            return f"ZeRO-{self.stage}"
         if not self.is_fsdp:
-            return "DDP"
+            return f"ZeRO-{self.stage}" if self.is_zero else "DDP"
         kept = ", weights kept until the backward pass" if self.keeps_weights else ""
         return f"{self.engine.upper()}{kept if self.stage else ', nothing divided'}"
 
@@ -239,9 +233,8 @@ def _of_every_run(args: BaseConfig) -> dict[str, Any]:
 def read_sharding(options: Mapping[str, Any]) -> Sharding:
     """What the options of `accelerate launch` mean, under their names there, such as `zero_stage`.
 
-    Those of the `fsdp_config` and the `deepspeed_config` of a configuration file are among them.
-    `num_processes` are those of all `num_machines` together. A sharding strategy that is not known
-    is a ValueError.
+    Those of the `fsdp_config` and the `deepspeed_config` of a configuration file are among them. A
+    sharding strategy that is not known is a ValueError.
     """
     if options.get("use_deepspeed"):
         return _zero(options)
@@ -257,6 +250,7 @@ def _zero(options: Mapping[str, Any]) -> Sharding:
         own = json.loads(Path(str(file)).read_text(encoding="utf-8")).get("zero_optimization", {})
     names = {"bucket": "reduce_bucket_size", "live": "stage3_max_live_parameters"}
     sizes = {k: own.get(x) for k, x in (names | {"sub_group": "sub_group_size"}).items()}
+    # Not those that are "auto".
     entries: dict[str, Any] = {k: int(x) for k, x in sizes.items() if isinstance(x, int | float)}
     stage = int(own.get("stage", options.get("zero_stage") or 2))
 
@@ -264,16 +258,9 @@ def _zero(options: Mapping[str, Any]) -> Sharding:
         chosen = own.get(f"offload_{what}", {}).get("device")
         return (chosen or options.get(f"offload_{what}_device") or "none") != "none"
 
-    return Sharding(
-        engine="zero",
-        stage=stage,
-        ranks=options.get("num_processes", 1),
-        offloads_optimizer=offloads("optimizer"),
-        offloads_weights=stage == WEIGHTS and offloads("param"),
-        syncs=True,
-        # Not those that are "auto".
-        **entries,
-    )
+    ranks, to_host = options.get("num_processes", 1), stage == WEIGHTS and offloads("param")
+    held = Sharding("zero", stage, ranks, False, offloads("optimizer"), to_host, syncs=True)
+    return replace(held, **entries)
 
 
 def _fsdp(options: Mapping[str, Any]) -> Sharding:
@@ -303,21 +290,20 @@ def _fsdp(options: Mapping[str, Any]) -> Sharding:
     )
 
 
-_OF_DEEPSPEED = ("ZERO_STAGE", "OFFLOAD_OPTIMIZER_DEVICE", "OFFLOAD_PARAM_DEVICE")
+_OF_DEEPSPEED = ("zero_stage", "offload_optimizer_device", "offload_param_device")
 _OF_FSDP = (
-    *("FSDP_VERSION", "FSDP_SHARDING_STRATEGY", "FSDP_RESHARD_AFTER_FORWARD"),
-    *("FSDP_OFFLOAD_PARAMS", "PARALLELISM_CONFIG_CP_SIZE", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE"),
+    *("fsdp_version", "fsdp_sharding_strategy", "fsdp_reshard_after_forward"),
+    *("fsdp_offload_params", "parallelism_config_cp_size", "parallelism_config_dp_replicate_size"),
 )
 
 
 def options_of_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """The options of `read_sharding`, in a process that `accelerate launch` has started."""
-    names = {name: name.lower() for name in _OF_FSDP}
-    names |= {f"ACCELERATE_DEEPSPEED_{name}": name.lower() for name in _OF_DEEPSPEED}
-    names |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file"}
-    found: dict[str, Any] = {
-        x: environment[name] for name, x in names.items() if name in environment
-    }
+    names = {name: name for name in _OF_FSDP}
+    names |= {name: f"accelerate_deepspeed_{name}" for name in _OF_DEEPSPEED}
+    names |= {"deepspeed_config_file": "accelerate_deepspeed_config_file"}
+    given = {name: environment.get(variable.upper()) for name, variable in names.items()}
+    found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     for name in ("use_deepspeed", "use_fsdp"):
         found[name] = environment.get(f"ACCELERATE_{name.upper()}", "").lower() == "true"
     ranks = int(environment.get("WORLD_SIZE", "1"))

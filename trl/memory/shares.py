@@ -1,7 +1,6 @@
 """What one rank holds of weights, gradients and optimizer states, in bytes.
 
-Terms follow what DeepSpeed's `stage_1_and_2.py` and `stage3.py` and torch's FSDP allocate; ZeRO:
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+Terms follow what DeepSpeed's `stage_1_and_2.py` and `stage3.py` and torch's FSDP allocate.
 """
 
 from __future__ import annotations
@@ -45,7 +44,15 @@ class Shares:
         self._models = [model, *filter(None, [run.value_model])]
         self._count = sum(each.trainable for each in self._models)  # entries that are trained
         # FSDP alone keeps weights as they were loaded; DeepSpeed casts all of them.
-        self._loaded = run.loaded_bytes if run.sharding.is_fsdp else None
+        loaded = run.loaded_bytes if run.sharding.is_fsdp else None
+        self._frozen = loaded or run.weight_bytes
+        # Of a trained weight where it lies: FSDP keeps float32 under mixed precision.
+        wide = loaded or (model.frozen and not run.sharding.is_zero)
+        self.stored = FLOAT32 if wide else run.weight_bytes
+        # Of an entry of a gradient as the backward pass makes it, and of those of all weights.
+        is_cast = run.sharding.stage and run.loaded_bytes
+        self.trained = FLOAT32 if model.frozen and not is_cast else run.weight_bytes
+        self.whole_gradients = self.trained * self._count
 
     def held(self, gradients: float = 0.0, gathered: float = 0.0, buffers: float = 0.0) -> Parts:
         """What is on the device outside of any forward; the engine may keep more gradients."""
@@ -75,16 +82,6 @@ class Shares:
         return weights + self.optimizer + (entry + narrow) * sharding.share(OPTIMIZER) * self._count
 
     # --- Weights ---
-
-    @property
-    def stored(self) -> int:
-        """Of a trained weight where it lies: FSDP keeps float32 under mixed precision."""
-        is_float32 = self._loaded or (self.model.frozen and not self.sharding.is_zero)
-        return FLOAT32 if is_float32 else self.run.weight_bytes
-
-    @property
-    def _frozen(self) -> int:
-        return self._loaded or self.run.weight_bytes
 
     @property
     def weights(self) -> float:
@@ -139,17 +136,6 @@ class Shares:
         return each * ends + layers * layer
 
     # --- Gradients ---
-
-    @property
-    def trained(self) -> int:
-        """Of an entry of a gradient as the backward pass makes it."""
-        is_cast = self.sharding.stage and self.run.loaded_bytes
-        return FLOAT32 if self.model.frozen and not is_cast else self.run.weight_bytes
-
-    @property
-    def whole_gradients(self) -> float:
-        """Gradients of all trained weights as the backward pass makes them."""
-        return self.trained * self._count
 
     @property
     def gradients(self) -> float:

@@ -23,10 +23,9 @@ from ...generation.vllm.sampling import merge_options, needs_text
 from ...generation.vllm.server.backend import Server, ServerPool, VLLMServerBackend
 from ...generation.vllm.server.client import PROTOCOL, ServerFacts, VLLMClient, gpu_id, shape_of
 from ...imports import require
-from ...memory.engine import BATCHED_TOKENS, Engine, EngineMemory
 from ...memory.meter import DeviceMemory, device_bytes
 from ...memory.model_size import model_size
-from ...memory.plan import Plan
+from ...memory.plan import BATCHED_TOKENS, Engine, EngineMemory, Plan
 from ...memory.settings import ASSUMED_PROMPT, RunSettings, options_of_environment, read_sharding
 from ...models.loading import context_length
 from ...models.quantized import bytes_of_weight
