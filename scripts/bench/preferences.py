@@ -175,10 +175,9 @@ def write_page() -> None:
         "# Memory of DPO, KTO and reward models\n\nMade by `make bench-preferences`, a part of "
         f"`make bench-offline`. {text}\n\n{memory_table()}\n\nPeaks are bytes above the start of "
         "`train()`, weights of policy and reference not counted; of them the one gradient of the "
-        "vocabulary's matrix is 39 MB. In a reward model it arises last, when the activations of "
-        "a piece are gone, and stays while the next pieces are computed: so eight pairs of 512 / "
-        "256 peak higher than one. Positions are those that policy and reference compute in an "
-        "update, padding included. KTO is compared with two rows, the fewest that have partners. "
+        "vocabulary's matrix is 39 MB, which a reward model makes in its last piece. Positions are "
+        "those that policy and reference compute in an update, padding included. KTO is compared "
+        "with two rows, the fewest that have partners. "
         "An update of KTO in several pieces must know the KL estimate before the first of them, so "
         'it computes prompts once more than one whose micro-batch is left whole ("KTO, whole", '
         "`max_tokens_per_piece=0`): fewer positions, or less memory, which is the default.\n\n"

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, embedding
 
-from trl.ops.in_place import adds_in_place, look_up
+from trl.ops.in_place import adds_in_place, look_up, several_passes
 from trl.ops.linear_logprobs import Tiling, linear_log_probs
 
 VOCABULARY, HIDDEN = 150, 8
@@ -77,6 +77,41 @@ def test_a_second_backward_pass_adds_to_the_first_and_makes_no_matrix():
     assert whole_matrices(again.backward) == 1
     assert table.grad is held
     assert differs(held, expected(table, head, times=2)[0]) <= 1e-6
+
+
+def test_the_matrix_is_made_in_the_last_of_several_passes():
+    table, head = weights()
+    node, seen = table.expand_as(table).grad_fn.next_functions[0][0], []
+    node.register_hook(lambda *_: seen.append(None if table.grad is None else table.grad.clone()))
+    with several_passes() as waiting:
+        for number in range(3):
+            waiting.is_last = number == 2
+            loss_of(table, head).backward()
+    wanted = expected(table, head, times=3)[0]
+    assert seen[:2] == [None, None] and differs(seen[2], wanted) <= 1e-6
+    with several_passes() as waiting:  # to one that is there, or with many rows, they are added
+        loss_of(table, head).backward()
+        assert differs(table.grad, 4 * wanted / 3) <= 1e-6
+        other, _ = weights()
+        look_up(torch.zeros(VOCABULARY, dtype=torch.long), other).sum().backward()
+        assert other.grad is not None
+
+
+def test_rows_that_wait_are_added_in_the_end_and_dropped_after_an_error():
+    table, head = weights()
+    loss = loss_of(table, head)
+
+    def fail():
+        with several_passes():
+            loss_of(table, head).backward()
+            loss.backward(torch.ones(2))  # which has another shape
+
+    with pytest.raises(RuntimeError, match="Mismatch in shape"):
+        fail()
+    assert table.grad is None
+    with several_passes():  # and never says which pass is the last one
+        loss_of(table, head).backward()
+    assert differs(table.grad, expected(table, head)[0]) <= 1e-6
 
 
 def test_a_graph_that_is_kept_counts_each_time():

@@ -91,7 +91,7 @@ def drawing(tmp_path, step=3):
     args = RLOOConfig(str(tmp_path), use_cpu=True, report_to="none")
     state.is_world_process_zero = True
     callback.on_train_begin(args, state, TrainerControl())
-    callback._training.started -= 40.0  # a step that took 40 seconds
+    callback._started -= 40.0  # a step that took 40 seconds
     state.global_step = step
     callback.on_step_end(args, state, TrainerControl())
     callback.on_log(args, state, TrainerControl(), logs={"reward": 0.5, "loss": 1e-9})
@@ -116,7 +116,7 @@ def test_an_evaluation_is_shown_beside_the_step(tmp_path):
     callback = drawing(tmp_path)
     for _ in range(2):
         callback.on_prediction_step(
-            None, callback._training.state, TrainerControl(), eval_dataloader=[1, 2, 3]
+            None, callback._state, TrainerControl(), eval_dataloader=[1, 2, 3]
         )
     line = callback._line(40)
     callback.close()

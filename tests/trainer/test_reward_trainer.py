@@ -63,6 +63,17 @@ def test_loss_and_gradient_are_those_of_rows_computed_singly(tmp_path, reference
     assert entry["num_tokens"] == once
 
 
+def test_no_gradient_of_the_vocabulary_is_held_before_the_last_piece(tmp_path):
+    model, held = classifier(vocab_size=4000), []
+    wanted = by_hand(classifier(vocab_size=4000))[1]
+    table = model.get_input_embeddings().weight
+    trainer = make_trainer(tmp_path, model=model, max_tokens_per_piece=8)
+    hook = lambda *_: torch.is_grad_enabled() and held.append(table.grad is not None)  # noqa: E731
+    model.model.register_forward_pre_hook(hook)
+    assert relative(direction(trainer), wanted) <= 5e-6
+    assert held == [False] * len(PAIRS)
+
+
 def test_margins_and_centering(tmp_path):
     margins = [0.0, 0.5, 1.0, -0.3, 2.0, 0.1]
     expected = by_hand(classifier(), margins=margins, centering=0.05)

@@ -9,6 +9,8 @@ weight that has any is left to autograd.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +37,50 @@ def grad_of(weight: Tensor) -> Tensor:
     return weight.grad
 
 
+class WaitingRows:
+    """Gradients of lookups in several backward passes, of which only the rows are kept at first.
+
+    A `.grad` that does not exist yet is made in the last pass, so that no matrix of a vocabulary
+    is held while the others are computed. It is made sooner if the rows become as many as a quarter
+    of the vocabulary.
+    """
+
+    def __init__(self, is_last: bool = True):
+        self.is_last = is_last  # whether the last of the passes has begun
+        self._rows: list[tuple[Tensor, Tensor, Tensor]] = []  # weight, ids (T,), gradients (T, H)
+
+    def add(self, weight: Tensor, ids: Tensor, rows: Tensor) -> None:
+        """Take the gradients of some rows; hooks of the last pass find `.grad` complete."""
+        self._rows.append((weight, ids, rows))
+        count = sum(len(ids) for _, ids, _ in self._rows)
+        if self.is_last or weight.grad is not None or 4 * count > len(weight):
+            self.flush()
+
+    def flush(self) -> None:
+        """Add all rows that wait, in the order in which they came."""
+        for weight, ids, rows in self._rows:
+            grad_of(weight).index_add_(0, ids, rows)
+        self._rows.clear()
+
+
+_open: WaitingRows | None = None
+
+
+@contextmanager
+def several_passes() -> Iterator[WaitingRows]:
+    """Let gradients of lookups that are made inside wait until the last pass.
+
+    The caller sets `is_last`. After an error, what waits is dropped.
+    """
+    global _open
+    _open = WaitingRows(is_last=False)
+    try:
+        yield _open
+        _open.flush()
+    finally:
+        _open = None
+
+
 def look_up(ids: Tensor, weight: Tensor, padding: int | None = None) -> Tensor:
     """Rows (..., H) of a weight (V, H), whose gradient is added in place if that may be.
 
@@ -48,6 +94,7 @@ class _LookUp(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.weight, ctx.padding = weight, -1 if padding is None else padding
+        ctx.waiting = _open or WaitingRows()
         return embedding(ids, weight)
 
     @staticmethod
@@ -65,7 +112,7 @@ class _LookUp(torch.autograd.Function):
         ids = torch.zeros_like(ids).scatter_(0, places, ids)
         rows.masked_fill_((ids == ctx.padding)[:, None], 0.0)
         # Each id is there once, besides rows of zeros at the end: the order cannot change a sum.
-        grad_of(weight).index_add_(0, ids, rows.to(weight.dtype))
+        ctx.waiting.add(weight, ids, rows.to(weight.dtype))
         return None, None, None
 
 

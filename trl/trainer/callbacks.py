@@ -109,54 +109,25 @@ class RunRecord(TrainerCallback):
             StepLines(Path(args.output_dir) / "metrics.jsonl").add(state.log_history[-1:])
 
 
-class _Progress:
-    """How far a run is, how fast it goes, and what it is doing."""
-
-    def __init__(self, state: TrainerState):
-        self.state, self.first = state, state.global_step
-        self.activity = Activity("")
-        self.metrics: list[str] = []
-        self.started = self.updated = time.monotonic()
-
-    def elapsed(self) -> str:
-        return f"{_clock(time.monotonic() - self.started)} elapsed"
-
-    def left(self) -> str:
-        """Time left, from the mean of all steps of this run; "-" before the first is done."""
-        now = self.state.global_step
-        if now == self.first:
-            return "-"
-        seconds = (self.updated - self.started) / (now - self.first)
-        end = self.updated + seconds * (self.state.max_steps - now)
-        return _clock(max(0.0, end - time.monotonic()))
-
-    def phase(self) -> str:
-        return DOING.get(self.activity.name, self.activity.name)
-
-    def doing(self) -> str:
-        """Such as "generating 12/64"."""
-        now = self.activity
-        if not now.rows:
-            return self.phase()
-        return f"{self.phase()} {f'{now.done}/{now.rows}' if now.done else count(now.rows, 'row')}"
-
-
 class _ProgressCallback(TrainerCallback):
-    """Follows training on the main process; displays say how it is shown."""
+    """Follows training on the main process: how far it is, how fast it goes, what it is doing."""
 
     def __init__(self) -> None:
-        self._training: _Progress | None = None
+        self._state: TrainerState | None = None  # while a run goes on
         self._watching = ExitStack()
+        self._first, self._started, self._updated = 0, 0.0, 0.0
+        self._activity = Activity("")
+        self._metrics: list[str] = []
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Start the clock."""
         if state.is_world_process_zero:
-            self._training = _Progress(state)
+            self._state, self._first, self._metrics = state, state.global_step, []
+            self._started = self._updated = time.monotonic()
             self._watching.enter_context(watched(self._follow))
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if self._training is not None:
-            self._training.updated = time.monotonic()
+        self._updated = time.monotonic()
 
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
@@ -165,9 +136,9 @@ class _ProgressCallback(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Show reward, KL and length, or the loss, of the steps since the last log."""
         words = _shown(kwargs["logs"])
-        if words and self._training is not None:
-            self._training.metrics = words
-            self._show_metrics(self._training)
+        if words and self._state is not None:
+            self._metrics = words
+            self._show_metrics(self._state)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.close()
@@ -175,17 +146,35 @@ class _ProgressCallback(TrainerCallback):
     def close(self) -> None:
         """Show nothing more, whatever is still going on."""
         self._watching.close()
-        self._training = None
+        self._state = None
 
     def _follow(self, activity: Activity) -> None:
-        if self._training is not None:
-            self._training.activity = activity
+        self._activity = activity
 
-    def _show_metrics(self, now: _Progress) -> None:
+    def _show_metrics(self, state: TrainerState) -> None:
         """A display that draws all the time has nothing to do."""
 
     def _say(self, words: Iterable[str]) -> None:
         print("  ".join(words), flush=True)
+
+    # --- In words ---
+
+    def _elapsed(self) -> str:
+        return f"{_clock(time.monotonic() - self._started)} elapsed"
+
+    def _left(self, state: TrainerState) -> str:
+        """Time left, from the mean of all steps of this run; "-" before the first is done."""
+        if state.global_step == self._first:
+            return "-"
+        seconds = (self._updated - self._started) / (state.global_step - self._first)
+        end = self._updated + seconds * (state.max_steps - state.global_step)
+        return _clock(max(0.0, end - time.monotonic()))
+
+    def _doing(self) -> str:
+        """Such as "generating 12/64"."""
+        now = self._activity
+        rows = f" {now.done}/{now.rows}" if now.done else f" {count(now.rows, 'row')}"
+        return _phase(now) + (rows if now.rows else "")
 
 
 class PlainProgressCallback(_ProgressCallback):
@@ -203,22 +192,22 @@ class PlainProgressCallback(_ProgressCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Print that the first step is done, which may be long before the first log."""
         super().on_step_end(args, state, control)
-        now = self._training
-        if now is not None and state.global_step == now.first + 1 and not control.should_log:
-            self._show_metrics(now)
+        is_first = self._state is not None and state.global_step == self._first + 1
+        if is_first and not control.should_log:
+            self._show_metrics(state)
 
     def _follow(self, activity: Activity) -> None:
         super()._follow(activity)
-        now = self._training
-        if now is None:
+        state, phase = self._state, _phase(activity)
+        if state is None:
             return
-        is_new = now.state.global_step == now.first and now.phase() not in self._told
+        is_new = state.global_step == self._first and phase not in self._told
         if is_new or time.monotonic() - self._said > QUIET:
-            self._told.add(now.phase())
-            self._say([_step(now.state, 1), now.doing()])
+            self._told.add(phase)
+            self._say([_step(state, 1), self._doing()])
 
-    def _show_metrics(self, now: _Progress) -> None:
-        self._say([_step(now.state), *now.metrics, f"{now.elapsed()}, {now.left()} left"])
+    def _show_metrics(self, state: TrainerState) -> None:
+        self._say([_step(state), *self._metrics, f"{self._elapsed()}, {self._left(state)} left"])
 
     def _say(self, words: Iterable[str]) -> None:
         self._said = time.monotonic()
@@ -247,7 +236,7 @@ class RichProgressCallback(_ProgressCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Begin to draw on the main process."""
         super().on_train_begin(args, state, control)
-        if self._training is not None:
+        if self._state is not None:
             self._open()
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -261,7 +250,7 @@ class RichProgressCallback(_ProgressCallback):
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Print a line that says what was found."""
         self._evaluation = None
-        if self._training is None:
+        if self._state is None:
             self.close()
         super().on_evaluate(args, state, control, **kwargs)
 
@@ -278,18 +267,18 @@ class RichProgressCallback(_ProgressCallback):
 
     def _line(self, width: int) -> str:
         """What is shown, the more the wider the terminal is; what comes first matters most."""
-        now, parts = self._training, []
+        state, parts = self._state, []
         if self._evaluation is not None:
             done, total = self._evaluation
             parts = [f"evaluation {done}/{'?' if total is None else total}"]
-        if now is not None:
-            parts = [_step(now.state), *parts, f"ETA {now.left()}", now.doing()]
-            parts = [x for x in (*parts, "  ".join(now.metrics), now.elapsed()) if x]
+        if state is not None:
+            parts = [_step(state), *parts, f"ETA {self._left(state)}", self._doing()]
+            parts = [x for x in (*parts, "  ".join(self._metrics), self._elapsed()) if x]
         while len(parts) > 1 and len("  ".join(parts)) > width:
             parts.pop()
         room = width - len("  ".join(parts)) - 2
-        if now is not None and room >= NARROWEST_BAR:
-            parts.insert(1, _bar(now.state, min(room, WIDEST_BAR)))
+        if state is not None and room >= NARROWEST_BAR:
+            parts.insert(1, _bar(state, min(room, WIDEST_BAR)))
         return "  ".join(parts)
 
     def _say(self, words: Iterable[str]) -> None:
@@ -321,6 +310,10 @@ def close_progress(callbacks: Iterable[TrainerCallback]) -> None:
     for callback in callbacks:
         if isinstance(callback, _ProgressCallback):
             callback.close()
+
+
+def _phase(activity: Activity) -> str:
+    return DOING.get(activity.name, activity.name)
 
 
 def _bar(state: TrainerState, width: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ..ops.preference_losses import PAIR_LOSSES, RANKED, WITHOUT_DIVERGENCE
 from ..text import did_you_mean
-from .base.legacy import PREFERENCE_OPTIONS, accepts_legacy_names
+from .base.legacy import PREFERENCE_OPTIONS
 from .base.options import option
 from .offline.offline_config import PreferenceConfig
 
@@ -18,7 +18,6 @@ SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
 DIVIDED = ("ipo", "sppo_hard")  # by beta
 
 
-@accepts_legacy_names
 @dataclass
 class DPOConfig(PreferenceConfig):
     """Configuration of `DPOTrainer`."""
@@ -63,7 +62,7 @@ class DPOConfig(PreferenceConfig):
         given: Any = self.loss_type
         names = list(given) if isinstance(given, list | tuple) else [given]
         if "aot_pair" in names:
-            warnings.warn("'aot_pair' is called 'aot_unpaired'.", FutureWarning, stacklevel=3)
+            warnings.warn("'aot_pair' is called 'aot_unpaired'.", FutureWarning, stacklevel=4)
         self.loss_type = ["aot_unpaired" if name == "aot_pair" else name for name in names]
         self._check_losses(self.loss_type)
         super().__post_init__()

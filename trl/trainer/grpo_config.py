@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass
 
 from ..text import did_you_mean
-from .base.legacy import COMMON_OPTIONS, accepts_legacy_names
+from .base.legacy import COMMON_OPTIONS
 from .base.options import option
 from .online.online_config import OnlineConfig
 
@@ -14,7 +14,6 @@ LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vesp
 SCALES = ("group", "batch", "none")
 
 
-@accepts_legacy_names
 @dataclass
 class GRPOConfig(OnlineConfig):
     """Configuration of `GRPOTrainer`: the options of the online skeleton and its own."""
@@ -91,7 +90,7 @@ class GRPOConfig(OnlineConfig):
             warnings.warn(
                 f"loss_type={kind!r} was published with importance_sampling_level={usual!r}, not "
                 f"{level!r}.",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _check_entropy(self) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base.legacy import PREFERENCE_OPTIONS, accepts_legacy_names
+from .base.legacy import PREFERENCE_OPTIONS
 from .base.options import option
 from .offline.offline_config import PreferenceConfig
 
 
-@accepts_legacy_names
 @dataclass
 class KTOConfig(PreferenceConfig):
     """Configuration of `KTOTrainer`."""

@@ -12,8 +12,7 @@ from ..data.prepare import prepare_supervised
 from ..data.supervised import SupervisedOptions
 from ..models.loading import load_tokenizer
 from ..online.prompts import PromptEncoder
-from .offline.offline_config import OfflineConfig
-from .offline.template import set_template
+from .offline.offline_config import OfflineConfig, set_template
 from .sft_config import SFTConfig
 
 

@@ -11,7 +11,8 @@ import torch
 
 from ..imports import require
 from ..models.loading import DTYPES
-from .base.options import Named, changed, check_options, option
+from .base.legacy import Named
+from .base.options import changed, check_options, option
 
 
 @dataclass

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base.legacy import COMMON_OPTIONS, accepts_legacy_names, ignored, refused
+from .base.legacy import COMMON_OPTIONS, ignored, refused
 from .base.options import option
 from .online.online_config import OnlineConfig
 
 
-@accepts_legacy_names
 @dataclass
 class OnlineDPOConfig(OnlineConfig):
     """Configuration of `OnlineDPOTrainer`: the options of the online skeleton and its own.

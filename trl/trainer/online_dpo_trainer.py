@@ -12,13 +12,12 @@ from ..online.metrics import record_pairs
 from ..ops.masking import masked_sum, nan_mean
 from ..ops.preference_losses import PairOptions, PairScores, pair_loss
 from ..types import RewardTable, Rollout, TokenScores
-from .base.legacy import accepts_legacy_names, ignored
+from .base.legacy import ignored
 from .base.model_card import Method
 from .online.online_trainer import OnlineTrainer
 from .online_dpo_config import OnlineDPOConfig
 
 
-@accepts_legacy_names
 class OnlineDPOTrainer(OnlineTrainer):
     """Trains a policy to prefer the better of two completions of its own (arXiv 2402.04792).
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base.legacy import FIRST_OPTIONS, accepts_legacy_names, ignored
+from .base.legacy import FIRST_OPTIONS, ignored
 from .base.options import option
 from .online.online_config import OnlineConfig
 
 
-@accepts_legacy_names
 @dataclass
 class PPOConfig(OnlineConfig):
     """Configuration of `PPOTrainer`: the options of the online skeleton and its own.

@@ -24,14 +24,12 @@ from ..ops.kl import k1, k3
 from ..ops.masking import masked_sum, nan_mean
 from ..ops.policy_losses import clip_flags, clipped_surrogate, log_ratio, sum_over
 from ..types import RewardTable, Rollout, TokenScores
-from .base.legacy import FIRST_ARGUMENTS, accepts_legacy_names
+from .base.legacy import FIRST_ARGUMENTS
 from .base.model_card import Method
-from .base.policy import init_options
 from .online.online_trainer import OnlineTrainer
 from .ppo_config import PPOConfig
 
 
-@accepts_legacy_names
 class PPOTrainer(OnlineTrainer):
     """Trains a policy and a value model with clipped losses (PPO, arXiv 1707.06347).
 
@@ -79,7 +77,7 @@ class PPOTrainer(OnlineTrainer):
         args, given = self.args, self._given_values
         if isinstance(given, str):
             load = partial(load_policy, distributed=args.world_size > 1, gives_rewards=True)
-            given = load(given, init_options(args), args.trust_remote_code)
+            given = load(given, args.init_options, args.trust_remote_code)
         if isinstance(given, nn.Module) and args.disable_dropout:
             disable_dropout_in_model(given)
         add_value_model(self.model, given, args.device)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base.legacy import FIRST_OPTIONS, accepts_legacy_names, ignored, refused
+from .base.legacy import FIRST_OPTIONS, ignored, refused
 from .base.options import option
 from .online.online_config import OnlineConfig
 
 
-@accepts_legacy_names
 @dataclass
 class RLOOConfig(OnlineConfig):
     """Configuration of `RLOOTrainer`: the options of the online skeleton and two of its own.

@@ -12,13 +12,12 @@ from ..ops.policy_losses import clip_flags, clipped_surrogate
 from ..types import RewardFunc as RewardFunc
 from ..types import RewardTable, Rollout, TokenScores
 from ..types import RolloutFunc as RolloutFunc
-from .base.legacy import FIRST_ARGUMENTS, accepts_legacy_names, ignored
+from .base.legacy import FIRST_ARGUMENTS, ignored
 from .base.model_card import Method
 from .online.online_trainer import OnlineTrainer
 from .rloo_config import RLOOConfig
 
 
-@accepts_legacy_names
 class RLOOTrainer(OnlineTrainer):
     """Trains a policy with REINFORCE and a leave-one-out baseline (arXiv 2402.14740).
 

@@ -64,7 +64,7 @@ class SFTConfig(OfflineConfig):
     def __post_init__(self) -> None:
         for name, values in RENAMED.items():
             if new := values.get(old := getattr(self, name)):
-                warnings.warn(f"{name}={old!r} is called {new!r}.", FutureWarning, stacklevel=3)
+                warnings.warn(f"{name}={old!r} is called {new!r}.", FutureWarning, stacklevel=4)
                 setattr(self, name, new)
         super().__post_init__()
         for problem, is_there in self._problems().items():

@@ -13,7 +13,6 @@ from transformers import (
 
 from trl.trainer.base.policy import (
     checked_args,
-    init_options,
     prepare_policy,
     router_coefficient,
 )
@@ -168,12 +167,11 @@ def test_an_adapter_that_was_there_is_told_from_a_new_one(tmp_path):
     assert (new.brought_adapter, old.brought_adapter) == (False, True)
 
 
-def test_init_options(tmp_path):
-    args = config(tmp_path, model_init_kwargs={"dtype": "float32"})
-    found = init_options(args)
-    found["dtype"] = "auto"
-    assert args.model_init_kwargs == {"dtype": "float32"}
-    assert init_options(config(tmp_path)) == {}
+def test_options_of_loading_stay_as_they_were_given(tmp_path):
+    args = config(tmp_path, model_init_kwargs={"dtype": "bfloat16"})
+    found = prepare_policy(save_tiny(tmp_path / "model"), args)
+    assert found.model.dtype == torch.bfloat16
+    assert args.model_init_kwargs == {"dtype": "bfloat16"}
 
 
 def test_options_for_loading_are_ignored_with_a_warning(tmp_path, caplog):

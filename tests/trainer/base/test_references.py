@@ -9,7 +9,8 @@ from tiny import save_tiny, tiny_model
 
 from trl.distributed import Ranks
 from trl.models.reference import AdapterOff, FrozenCopy, make_reference
-from trl.trainer.base.references import REFERENCE_FILE, MovingReference, load_reference
+from trl.trainer.base.policy import load_reference
+from trl.trainer.base.references import REFERENCE_FILE, MovingReference
 from trl.trainer.offline.offline_config import PreferenceConfig
 
 

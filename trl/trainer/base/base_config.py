@@ -16,20 +16,19 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from ...imports import require
 from ...text import did_you_mean
-from .options import Named, check_options, from_json, kinds_of, option
+from .legacy import Named
+from .options import check_options, from_json, kinds_of, option
 
 # Ranges of options that transformers declares and does not check.
 NOT_NEGATIVE = (
     *("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "warmup_steps", "seed"),
     *("save_steps", "eval_steps", "logging_steps", "dataloader_num_workers"),
 )
+SIZES = "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"
 INHERITED: dict[str, Any] = {name: {"ge": 0} for name in NOT_NEGATIVE} | {
-    "per_device_train_batch_size": {"ge": 1},
-    "per_device_eval_batch_size": {"ge": 1},
-    "gradient_accumulation_steps": {"ge": 1},
+    **{name: {"ge": 1} for name in SIZES},
+    **{name: {"ge": 0, "lt": 1} for name in ("adam_beta1", "adam_beta2")},
     "num_train_epochs": {"gt": 0},
-    "adam_beta1": {"ge": 0, "lt": 1},
-    "adam_beta2": {"ge": 0, "lt": 1},
 }
 
 # Packages of trackers that have another name than the tracker.
@@ -191,6 +190,11 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
     def piece_tokens(self) -> int:
         """Most tokens of a piece of a micro-batch; 0: it stays whole."""
         return self.max_tokens_per_piece or 0
+
+    @property
+    def init_options(self) -> dict[str, Any]:
+        """A copy of `model_init_kwargs`."""
+        return dict(from_json(self.model_init_kwargs) or {})
 
     def _take_selective(self) -> bool:
         """Take the key that is for this package out of the options of checkpointing."""

@@ -16,7 +16,6 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from ...distributed import Ranks
-from ...imports import beyond_tested
 from ...models.quantized import check_sharding
 from ...models.scorer import Scorer
 from ...online.guard import FiniteGuard
@@ -24,13 +23,13 @@ from ...online.metrics import MetricStore
 from ...random_numbers import random_numbers_kept
 from ...types import Mode, Rows
 from ..callbacks import RunRecord, close_progress, show_progress
+from . import resuming
 from .base_config import BaseConfig
 from .checkpoint import UNFINISHED, Place, RankState, explained, publish_together, saving_model
+from .legacy import Named
 from .model_card import Publishing
-from .options import Named
 from .phases import Phases
-from .policy import Policy, router_coefficient
-from .resuming import check_engine, choose_checkpoint, describe_run, warn_of_earlier_run
+from .policy import Policy, load_reference, router_coefficient
 
 if TYPE_CHECKING:
     from ...models.reference import ReferencePolicy
@@ -56,12 +55,11 @@ class BaseTrainer(Named, Publishing, Trainer):
 
     _is_saving = False  # a checkpoint
     _chosen: str | None = None  # the checkpoint that was found intact
+    _saved: tuple[str, dict[str, Any] | None] | None = None  # the one resumed from, and its state
     _moving_reference: MovingReference | None = None
     _prefix = ""  # of the metrics of the evaluation that is running
 
     def __init__(self, policy: Policy, args: BaseConfig, **options: Any):
-        if (warning := beyond_tested("transformers")) is not None:
-            logger.warning_once(warning)
         options |= {"model": policy.model, "processing_class": policy.tokenizer}
         super().__init__(args=args, **options)
         # `compute_loss` returns the mean of a micro-batch; the Trainer divides by accumulation.
@@ -76,7 +74,6 @@ class BaseTrainer(Named, Publishing, Trainer):
         self.run_facts: dict[str, Any] = {}  # that a resumed run must share, besides options
         self.place = Place()
         self.rank_state = RankState(self.ranks)
-        self._saved: tuple[str, dict[str, Any] | None] | None = None  # checkpoint and its state
         self._register_state()
         events = {"on_train_begin": self._begin_training, "on_epoch_begin": self.begin_epoch}
         events |= {"on_epoch_end": self._end_epoch, "on_step_end": self._end_update}
@@ -125,7 +122,7 @@ class BaseTrainer(Named, Publishing, Trainer):
             with self.ranks.propagate_failures():
                 found = self.find_checkpoint(resume_from_checkpoint)
                 if found is None and self.is_world_process_zero():
-                    warn_of_earlier_run(self.args.output_dir)
+                    resuming.warn_of_earlier_run(self.args.output_dir)
                 return super().train(found, *args, **kwargs)
         finally:
             close_progress(self.callback_handler.callbacks)
@@ -290,7 +287,7 @@ class BaseTrainer(Named, Publishing, Trainer):
             if self.state.global_step >= most_steps:
                 epochs, micro_steps = most_epochs, 0  # transformers would make one step more
         self.place = Place(epochs, micro_steps)
-        self.phases.begin_update()
+        self.phases.drop_update()  # that an error interrupted
         return epochs, micro_steps
 
     def _begin_training(self) -> None:
@@ -316,15 +313,16 @@ class BaseTrainer(Named, Publishing, Trainer):
     def find_checkpoint(self, wanted: Any = True) -> str | None:
         """Return the folder of the checkpoint `wanted`, as in `train`; all processes call this."""
         if wanted:
-            check_engine(self.model, self.accelerator)
+            resuming.check_engine(self.model, self.accelerator)
         if self._chosen is None or str(wanted) != self._chosen:
-            self._chosen = choose_checkpoint(wanted, self.args, self.run_settings, self.ranks)
+            known = self.args, self.run_settings, self.ranks
+            self._chosen = resuming.choose_checkpoint(wanted, *known)
         return self._chosen
 
     @cached_property
     def run_settings(self) -> dict[str, Any]:
         """What the outcome of the run depends on, by name: JSON values, read before training."""
-        facts = describe_run(self.args, self.train_dataset, self.model)
+        facts = resuming.describe_run(self.args, self.train_dataset, self.model)
         return {"trainer": type(self).__name__} | facts | self.run_facts
 
     # --- What computes log-probabilities ---
@@ -343,13 +341,14 @@ class BaseTrainer(Named, Publishing, Trainer):
         self.phases.on_forget(self.scorer.forget)
 
     def _make_reference(self, brought_adapter: bool, given: Any, model: Any) -> None:
-        from ...models.reference import make_reference  # many runs have none
-        from .references import MovingReference, facts_of_reference, load_reference
+        from ...models.reference import FrozenCopy, make_reference  # many runs have none
+        from .references import MovingReference
 
         given = load_reference(given, model, self.args)
         reference = make_reference(self.model, brought_adapter, given)
-        if not self.args.sync_ref_model:
-            self.run_facts |= facts_of_reference(reference)
+        if isinstance(reference, FrozenCopy) and not self.args.sync_ref_model:
+            known = resuming.fingerprint(dict(reference.model.named_parameters()))
+            self.run_facts["the reference's weights (fingerprint)"] = known
         self.reference = reference.prepare(self.accelerator)
         if self.args.sync_ref_model:
             self._moving_reference = MovingReference(self.reference, self.accelerator)

@@ -1,17 +1,20 @@
-"""Names of earlier releases, accepted with one warning that says what to write now.
+"""Names of arguments: unknown ones, and those of earlier releases, with what to write now.
 
 A table of them stands beside what they were names of: old name -> new name, or why there is none.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
+
+from ...text import did_you_mean
+
+MEANT = {"tokenizer": "processing_class", "max_seq_length": "max_length"}
 
 
 @dataclass(frozen=True)
@@ -88,32 +91,53 @@ FIRST_ARGUMENTS: dict[str, str | Gone] = {
 }
 
 
-def accepts_legacy_names(cls: Any) -> Any:
-    """Make a class accept the old names in its `legacy_options` as keywords of its constructor.
+class _Construction(type):
+    """What happens to keyword arguments before a constructor is called."""
 
-    It warns once for each construction, naming the new keys. Giving an old name together with its
-    new one, or a removed name, is an error.
-    """
-    original, table = cls.__init__, vars(cls)["legacy_options"]
-    signature = inspect.signature(original)
+    legacy_options: dict[str, Any]
 
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        known, table = _arguments_of(cls), cls.legacy_options
+        for name in kwargs.keys() - known - table.keys():
+            meant = MEANT.get(name)
+            hint = f" Did you mean {meant}?" if meant in known else did_you_mean(name, known)
+            raise TypeError(f"{cls.__name__} has no argument {name!r}.{hint}")
         old = {name: kwargs.pop(name) for name in list(kwargs) if name in table}
         old = {name: value for name, value in old.items() if value is not None}
-        given = signature.bind_partial(self, *args, **kwargs).arguments
+        given = dict(zip(known, args, strict=False)) | kwargs
         changes = _translate(cls.__name__, table, old, given)
         if "num_mini_batches" in old:
             changes["steps_per_generation"] *= kwargs.get("gradient_accumulation_steps", 1)
         episodes = changes.pop("max_steps") if "total_episodes" in old else None
-        original(self, *args, **kwargs, **changes)
+        made = super().__call__(*args, **kwargs, **changes)
         if episodes is not None:  # completions that are generated and trained on
-            plan = self.batch_plan
+            plan = made.batch_plan
             rows = plan.micro_batch * plan.num_processes * plan.accumulation
-            self.max_steps = math.ceil(episodes * plan.iterations / rows)
+            made.max_steps = math.ceil(episodes * plan.iterations / rows)
+        return made
 
-    cls.__init__ = __init__
-    return cls
+
+class Named(metaclass=_Construction):
+    """Refuses keyword arguments that the constructor does not have, with what may be meant.
+
+    Old names in `legacy_options` are accepted, with one warning for each construction that names
+    the new ones. Giving an old name together with its new one, or a removed name, is an error.
+    """
+
+    legacy_options: ClassVar[dict[str, Any]] = {}
+
+
+def _arguments_of(kind: type) -> dict[str, None]:
+    """The names of the arguments of a constructor, and of those that it hands others on to."""
+    found: dict[str, None] = {}
+    for each in kind.__mro__:
+        if "__init__" in vars(each):
+            _, *parameters = inspect.signature(vars(each)["__init__"]).parameters.values()
+            others = [x for x in parameters if x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+            found |= dict.fromkeys(x.name for x in parameters if x not in others)
+            if not others:
+                break
+    return found
 
 
 def _translate(
@@ -133,5 +157,5 @@ def _translate(
         words.append(f"{name} is now {new}")
         changes[new] = value
     if words:
-        warnings.warn(f"{owner}: {'; '.join(words)}.", FutureWarning, stacklevel=4)
+        warnings.warn(f"{owner}: {'; '.join(words)}.", FutureWarning, stacklevel=3)
     return changes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import math
 import operator
@@ -13,13 +12,12 @@ from enum import Enum
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Self
+from typing import Any
 
 from ...text import did_you_mean
 
 HOLDS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
 WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-MEANT = {"tokenizer": "processing_class", "max_seq_length": "max_length"}
 KINDS = {int: "an integer", float: "a number", bool: "True or False"}
 KINDS |= {str: "text", list: "a list"}
 MAPPING = "a dictionary, or a JSON object such as '{\"a\": 1}'"
@@ -92,21 +90,6 @@ def _not_whole(value: Any, known: Mapping[str, Any], kinds: list[Any]) -> str | 
     beyond = _out_of_range(value, known.get("bounds", {}), known.get("hint", ""))
     nearest = f"; the nearest is {value:.0f}" if math.isfinite(value) else ""
     return f"an integer, {beyond}" if beyond else f"an integer{nearest}."
-
-
-class Named:
-    """Refuses keyword arguments that the constructor does not have, with what may be meant."""
-
-    legacy_options: ClassVar[dict[str, Any]] = {}  # which it has, too
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        known = inspect.signature(cls.__init__).parameters
-        takes_all = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in known.values())
-        for name in () if takes_all else kwargs.keys() - known - cls.legacy_options.keys():
-            meant = MEANT.get(name)
-            hint = f" Did you mean {meant}?" if meant in known else did_you_mean(name, known)
-            raise TypeError(f"{cls.__name__} has no argument {name!r}.{hint}")
-        return super().__new__(cls)
 
 
 def changed(config: Any, names: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ from ...distributed import Ranks
 from ...memory.adaptive_batch import AdaptiveBatch
 from ...memory.meter import PhaseMeter, release_cached_blocks
 from ...online.metrics import MetricStore
+from ...ops.in_place import several_passes
 from ...progress import begin
 from ...random_numbers import RandomState
 from ...types import Rows
@@ -133,9 +134,11 @@ class Phases:
     ) -> Tensor:
         """One step, or several whose gradients add up; ranks exchange them in the last one."""
         losses, every = [], self.pieces(batch)
-        for piece in every:
-            with nullcontext() if piece is every[-1] else quiet(), self._offloading():
-                losses.append(step(piece))
+        with several_passes() as waiting:
+            for piece in every:
+                waiting.is_last = piece is every[-1]
+                with nullcontext() if waiting.is_last else quiet(), self._offloading():
+                    losses.append(step(piece))
         return torch.stack(losses).sum()
 
     def pieces(self, batch: Any) -> list[Any]:
@@ -156,14 +159,10 @@ class Phases:
         for forget in self._forgets:
             forget()
 
-    def begin_update(self) -> None:
-        """Drop the micro-batches of an update that an error interrupted."""
-        self._done.clear()
-
     def drop_update(self) -> None:
         """Drop the micro-batches of an update that is not finished, and what they left."""
         self._forget()
-        self.begin_update()
+        self._done.clear()
 
     def end_update(self) -> None:
         """Let go of the micro-batches of the update, and record the peaks of its phases."""

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, set_seed
 from transformers.utils import logging
 
+from ...imports import beyond_tested
 from ...models.lm_head import cast_head_to_float32
 from ...models.loading import (
     disable_dropout_in_model,
@@ -49,7 +50,7 @@ def prepare_policy(
 
     `change` changes model and tokenizer before an adapter is added.
     """
-    init_kwargs = init_options(args)
+    init_kwargs = args.init_options
     set_seed(args.seed)  # for what is drawn: weights of a new head, factors of a new adapter
     if isinstance(model, str):
         name = model
@@ -122,10 +123,25 @@ def _with_adapter(model: nn.Module, peft_config: Any, args: BaseConfig) -> nn.Mo
     return model
 
 
-def init_options(args: BaseConfig) -> dict[str, Any]:
-    """Return a copy of `model_init_kwargs`."""
-    given: Any = args.model_init_kwargs or {}
-    return dict(given)
+def load_reference(given: Any, model: Any, args: Any) -> PreTrainedModel | None:
+    """The reference that a trainer was given, loaded if it was given by name; None if none was."""
+    if given is None:
+        return None
+    if given is model and not isinstance(given, str):
+        raise ValueError(
+            "ref_model is the model that is trained, so it would move along. Leave it out: a "
+            "frozen copy is made."
+        )
+    if isinstance(given, str):
+        options = dict(args.ref_model_init_kwargs or args.init_options)
+        trust, many = args.trust_remote_code, args.world_size > 1
+        given = load_policy(given, options, trust, distributed=many)
+    if not isinstance(given, nn.Module) or not hasattr(given, "config"):
+        raise TypeError(
+            f"ref_model must be a name or a transformers model, not {type(given).__name__}."
+        )
+    disable_dropout_in_model(given)
+    return given
 
 
 def _check_instance(model: Any, init_kwargs: dict[str, Any], quantization_config: Any) -> str:
@@ -199,6 +215,8 @@ def check_dataset(name: str, dataset: Any) -> None:
 
 def checked_args(model: Any, args: Any, config_class: type[BaseConfig], method: str = "") -> Any:
     """The options of a run, by default with an output folder named after model and method."""
+    if (warning := beyond_tested("transformers")) is not None:
+        logger.warning_once(warning)
     config = getattr(model, "config", None)
     name = model if isinstance(model, str) else getattr(config, "_name_or_path", "")
     if args is None:

@@ -1,57 +1,23 @@
-"""The reference policy of a trainer: loaded if it is given, moved if asked to, saved, restored."""
+"""A reference policy that moves with the policy, and is saved and restored."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ...distributed import Ranks, fsdp_version
-from ...models.loading import disable_dropout_in_model, load_policy
 from ...models.reference import AdapterOff, FrozenCopy, ReferencePolicy, frozen_pairs
 from ..callbacks import SyncRefModelCallback
 from .checkpoint import load
-from .policy import init_options
-from .resuming import fingerprint
 
 logger = logging.get_logger(__name__)
 
 REFERENCE_FILE = "reference.pt"
-
-
-def load_reference(given: Any, model: Any, args: Any) -> PreTrainedModel | None:
-    """The reference that a trainer was given, loaded if it was given by name; None if none was."""
-    if given is None:
-        return None
-    if given is model and not isinstance(given, str):
-        raise ValueError(
-            "ref_model is the model that is trained, so it would move along. Leave it out: a "
-            "frozen copy is made."
-        )
-    if isinstance(given, str):
-        options = dict(args.ref_model_init_kwargs or init_options(args))
-        trust, many = args.trust_remote_code, args.world_size > 1
-        given = load_policy(given, options, trust, distributed=many)
-    if not isinstance(given, nn.Module) or not hasattr(given, "config"):
-        raise TypeError(
-            f"ref_model must be a name or a transformers model, not {type(given).__name__}."
-        )
-    disable_dropout_in_model(given)
-    return given
-
-
-def facts_of_reference(reference: ReferencePolicy) -> dict[str, Any]:
-    """What a resumed run must share with a reference that stays, before it is sharded."""
-    if not isinstance(reference, FrozenCopy):
-        return {}
-    weights = dict(reference.model.named_parameters())
-    return {"the reference's weights (fingerprint)": fingerprint(weights)}
 
 
 class MovingReference(SyncRefModelCallback):

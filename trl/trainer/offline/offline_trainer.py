@@ -25,8 +25,7 @@ from ..base.base_trainer import BaseTrainer
 from ..base.policy import Policy, check_dataset, checked_args, prepare_policy
 from .answers import Predictions
 from .batches import ItemStream, RankBatches, StreamBatches
-from .offline_config import NO_LOGITS, UNSUPPORTED, OfflineConfig
-from .template import set_template
+from .offline_config import NO_LOGITS, UNSUPPORTED, OfflineConfig, set_template
 
 
 @readable

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Callable, Mapping
 from itertools import product
+from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
-from datasets import Dataset, IterableDataset
+import transformers
+from datasets import IterableDataset
+from datasets import config as cache
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from torch.utils.data import DataLoader
 
 from ...data.encode import TextEncoder
-from ...models.reference import AdapterOff, FrozenCopy, ReferencePolicy
+from ...data.packing import MicroBatchSampler
+from ...models.reference import AdapterOff, FrozenCopy, ReferencePolicy, whole_weights
+from ...models.unwrap import causal_model
 from ...ops.masking import masked_sum
 from ...ops.support import MeanLogit, Support
 from ...types import Mode, TokenScores
 from ..base.policy import Policy
 from .answers import prepare_answers
+from .batches import RankBatches
 from .offline_config import PreferenceConfig
 from .offline_trainer import OfflineTrainer
-from .precomputed import Precomputation, check_known, reference_weights, scoring_facts
 
+VERSION = 2  # of files of precomputed log-probabilities, changed with what is stored
 Values = dict[str, Tensor]
 Sides = Mapping[str, tuple[int, Tensor]]
 
@@ -33,9 +43,7 @@ class PreferenceTrainer(OfflineTrainer):
         ref_model (*optional*): the reference, by name or loaded. None: a frozen copy of the model,
             or the model without its adapter.
         args (`PreferenceConfig`, *optional*): options.
-        data_collator: refused, as is `compute_metrics`.
-
-    The other arguments are those of `OfflineTrainer`.
+        others, options: further arguments of `OfflineTrainer`, in its order.
     """
 
     args: PreferenceConfig
@@ -47,23 +55,11 @@ class PreferenceTrainer(OfflineTrainer):
         model: str | nn.Module,
         ref_model: Any = None,
         args: PreferenceConfig | None = None,
-        data_collator: Any = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        compute_metrics: Any = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
+        *others: Any,
+        **options: Any,
     ):
         self._given = ref_model
-        super().__init__(
-            *(model, args, data_collator, train_dataset, eval_dataset, processing_class),
-            *(compute_metrics, callbacks, optimizers),
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
+        super().__init__(model, args, *others, **options)
 
     def set_up(self, policy: Policy, model: Any) -> None:
         """Make the reference, and score with it what is wanted beforehand if that can be now."""
@@ -75,8 +71,21 @@ class PreferenceTrainer(OfflineTrainer):
         self._given = None
 
     def prepare_dataset(self, dataset: Any, encoder: TextEncoder, args: Any, mode: Mode) -> Any:
-        """Tokenize prompts with their answers, and cut them to length."""
-        check_known(dataset, mode, args, self._has_let_go)
+        """Tokenize prompts with their answers, and cut them to length.
+
+        Raises:
+            ValueError: for a dataset for which nothing can be computed beforehand, as was asked.
+        """
+        option = "precompute_ref_log_probs=True"
+        if args.precompute_ref_log_probs and self._has_let_go:
+            raise ValueError(
+                f"{option}: the reference is not kept while training, so only evaluation sets that "
+                "were passed to the trainer can be evaluated."
+            )
+        if args.precompute_ref_log_probs and isinstance(dataset, IterableDataset):
+            raise ValueError(
+                f"{option} needs datasets of known length, but {mode}_dataset is a stream."
+            )
         return prepare_answers(dataset, encoder, args, args.limits, self.unpairs)
 
     # --- The reference ---
@@ -95,23 +104,33 @@ class PreferenceTrainer(OfflineTrainer):
         args, others, reference = self.args, self.eval_dataset, self.reference
         if not args.precompute_ref_log_probs or not isinstance(reference, kind):
             return
+        rows = args.precompute_ref_batch_size or args.per_device_train_batch_size
+        limits = rows, args.max_tokens_per_micro_batch
+        found = others.values() if isinstance(others, Mapping) else [others]
         with reference.active(self.model) as model:
-
-            def score(rows: Any) -> Tensor:
-                self._agree_on(rows, model)
-                return self.frozen(model, rows.to(args.device), self.answer_logps)
-
-            rows = args.precompute_ref_batch_size or args.per_device_train_batch_size
-            work = Precomputation(
-                ranks=self.ranks,
-                collate=self.collate,
-                score=score,
-                limits=(rows, args.max_tokens_per_micro_batch),
-                facts=scoring_facts(args, model),
-            )
-            found = others.values() if isinstance(others, Mapping) else [others]
+            weights = _digest_of_weights(reference)
             for dataset in (self.train_dataset, *(x for x in found if x is not None)):
-                work.fill(dataset, reference_weights(reference))
+                key = _key(weights, [limits, scoring_facts(args, model)], dataset)
+                path = Path(cache.HF_DATASETS_CACHE, "trl", f"reference-{key}.npy")
+                # Ranks with disks of their own might not all find it.
+                known = _read(path) if self.ranks.rank == 0 else None
+                known = self.ranks.gather_objects(known)[0]
+                if known is None:
+                    known = self._scored(dataset, model, limits)
+                    if self.ranks.rank == 0:
+                        _write(path, known)
+                dataset.values["ref_logps"] = known
+
+    def _scored(self, dataset: Any, model: nn.Module, limits: tuple[int, int | None]) -> np.ndarray:
+        """Log-probabilities (items, K) of answers of a dataset; each rank computes its share."""
+        mine, order = [], MicroBatchSampler(dataset.lengths, *limits)
+        batches = RankBatches(order, *self.ranks.place)
+        for rows in DataLoader(dataset, batch_sampler=batches, collate_fn=self.collate):
+            self._agree_on(rows, model)
+            found = self.frozen(model, rows.to(self.args.device), self.answer_logps)
+            mine.append(found.cpu()[rows.values["counts"]])
+        shares = self.ranks.gather_objects(mine)[:: self.ranks.per_row]
+        return in_order(shares).numpy()
 
     def before_step(self, batches: list[Any]) -> list[Any]:
         """Add the `ref_logps` of answers (B, K), unless they were computed beforehand."""
@@ -178,3 +197,53 @@ class PreferenceTrainer(OfflineTrainer):
             found = (masked_sum(x[name][:, answer], mask) for x in (values, count))
             store.mean(f"{name}/{side}", *found)
         self.keep(rows, **{name: found for name, found in values.items() if name != "logits"})
+
+
+def scoring_facts(args: PreferenceConfig, model: nn.Module) -> dict[str, Any]:
+    """What log-probabilities under a model depend on, besides its weights and the tokens."""
+    config = causal_model(model).config
+    names = ["bf16", "fp16", "shared_prefix", "logits_chunk_size", "pad_to_multiple_of"]
+    names += ["ld_alpha", "piece_tokens"]
+    options = {name: getattr(args, name, None) for name in names}
+    computed = {"attention": config._attn_implementation, "device": args.device.type}
+    return options | computed | {"config": config.to_json_string()}
+
+
+def _digest_of_weights(reference: ReferencePolicy) -> Any:
+    """Of all that a reference computes with; all ranks take part in putting it together."""
+    found, trained = hashlib.sha256(), getattr(reference.model, "active_adapter", None)
+    for name, weight in whole_weights(reference.model):
+        if trained is None or trained not in name.split("."):
+            found.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+            found.update(weight.contiguous().flatten().view(torch.uint8).numpy())
+    return found
+
+
+def _key(weights: Any, facts: list[Any], dataset: Any) -> str:
+    """What names all that log-probabilities depend on: digest of weights, facts, and tokens."""
+    key, versions = weights.copy(), [VERSION, torch.__version__, transformers.__version__]
+    key.update(json.dumps([versions, *facts], sort_keys=True, default=str).encode())
+    for item in map(dataset.__getitem__, range(len(dataset))):
+        for ids in (item.prompt_ids, *item.answer_ids):
+            key.update(np.array([len(ids), *ids], dtype=np.int32).tobytes())
+    return str(key.hexdigest()[:32])
+
+
+def in_order(found: list[list[Tensor]]) -> Tensor:
+    """Join what each rank made of its micro-batches, dealt by `share_of_rank`: (items, ...)."""
+    return torch.cat([part for turn in zip(*found, strict=True) for part in turn])
+
+
+def _read(path: Path) -> np.ndarray | None:
+    try:
+        return np.load(path)
+    except (OSError, ValueError, EOFError):  # none, or damaged
+        return None
+
+
+def _write(path: Path, values: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_suffix(f".{os.getpid()}.tmp")
+    with staged.open("wb") as file:
+        np.save(file, values)
+    staged.replace(path)

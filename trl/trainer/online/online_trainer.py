@@ -25,7 +25,7 @@ from ...ops.policy_losses import RatioLevel, importance_ratio
 from ...types import Generations, Mode, Prompts, RewardTable, Rollout, TokenScores
 from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
-from ..base.policy import checked_args, init_options, prepare_policy
+from ..base.policy import checked_args, prepare_policy
 from . import online_setup as setup
 from .engines import Agents, handle_of, make_engine, sampling_for
 from .online_config import OnlineConfig
@@ -97,7 +97,7 @@ class OnlineTrainer(BaseTrainer):
         sources = resolve_rewards(
             reward_funcs,
             reward_processing_classes,
-            model_init_kwargs=init_options(args),
+            model_init_kwargs=args.init_options,
             template_kwargs=args.chat_template_kwargs,
             trust_remote_code=args.trust_remote_code,
             of_environments=self.agents.rewards,
