@@ -405,7 +405,6 @@ def test_masks_that_layers_make_are_not_dropped():
 # --- The check of a kernel: a small example tells right ones from wrong ones ---
 
 
-CPU = torch.device("cpu")
 HALF = torch.bfloat16
 WIDTHS = [(4, 2, 8), (6, 1, 64), (2, 2, 12)]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -3,7 +3,7 @@ import warnings
 
 import pytest
 
-from trl.ops.mismatch import MODES
+from trl.ops.policy_losses import MODES
 from trl.trainer.grpo_config import LOSS_TYPES, GRPOConfig
 
 

@@ -17,9 +17,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..imports import is_available, require
-from .quantized import is_quantized
 from .reference import REFERENCE_ADAPTER
 from .unwrap import is_peft_model
+from .weights import is_quantized
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"

@@ -19,11 +19,11 @@ from ..ops.oom import is_out_of_memory
 from ..types import Rows
 from .packed_attention import check_kernels, noted_heads
 from .packed_layout import Layout, packed_layout, plain_layout
-from .quantized import working_precision
 from .readers import Hidden, Reader
 from .recurrent import all_forked, recurrent_layers
 from .sharded import is_sharded
 from .unwrap import autocast_of, autocast_to, causal_model, evaluating, mentions, run_inside
+from .weights import working_precision
 
 logger = logging.get_logger(__name__)
 

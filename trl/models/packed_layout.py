@@ -7,13 +7,14 @@ pass at a time, the working memory is that of the longest, whatever the number o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain, groupby, islice, takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ..ops.masking import length_mask, pad_ragged
 from ..types import Rows
@@ -226,13 +227,8 @@ def _marked(mask: Tensor) -> Tensor:
 
 def _on_device(layout: Layout, device: torch.device) -> Layout:
     """Copy what was made in main memory, and is read on the device alone, without waiting."""
-    inputs = {
-        name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-        for name, value in layout.inputs.items()
-    }
-    names = ("sources", "targets", "slots", "places", "ends", "rows")
-    moved = {name: getattr(layout, name).to(device, non_blocking=True) for name in names}
-    return replace(layout, inputs=inputs, **moved)
+    move = tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), vars(layout))
+    return Layout(**move)
 
 
 # --- Passes ---
@@ -297,17 +293,12 @@ def run_passes(model: nn.Module, layout: Layout, run: Callable[..., Any], kept: 
     with capture_hidden(model) as capture:
         run(**cut_inputs(layout, prefix, alone))
     parts = [torch.as_tensor(capture.hidden)]
-    for tails in runs_of_tails(packing):
-        parts.append(_run_tails(model, layout, tails, kept, capture.autocast))
-    return Capture(torch.cat(parts, 1), capture.autocast)
-
-
-def runs_of_tails(packing: Packing) -> Iterator[list[Tail]]:
-    """The tails of each pass behind that of the prefixes."""
     tails = [(group.prefix, *cut) for group in packing.groups for cut in group.cuts]
     lengths, rest = [stop - start for _, start, stop in tails], iter(tails)
-    for count in tails_of_passes(lengths, packing.groups[-1].prefix.stop):
-        yield list(islice(rest, count))
+    for count in tails_of_passes(lengths, prefix.stop):
+        some = list(islice(rest, count))
+        parts.append(_run_tails(model, layout, some, kept, capture.autocast))
+    return Capture(torch.cat(parts, 1), capture.autocast)
 
 
 def _run_tails(

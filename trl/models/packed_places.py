@@ -73,6 +73,8 @@ States = dict[tuple[str, int, int], Tensor]  # by what it is, layer and number
 class Layers(dict[int, tuple[Tensor, Tensor]]):
     """Keys and values (1, K, T, D) by index of the layer, and the windows of layers."""
 
+    __hash__ = object.__hash__  # type: ignore[assignment]  # each is itself alone
+
     def __init__(self) -> None:
         super().__init__()
         self.windows: dict[int, Window | None] = {}

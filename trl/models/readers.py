@@ -81,9 +81,7 @@ class TokenReader(Reader):
         ids, logits = layout.inputs["input_ids"], logits[:, -layout.last :]
         width, first = ids.shape[1], ids.shape[1] - logits.shape[1]
         row, column = layout.sources // width, layout.sources % width - first
-        # The last token of a row predicts nothing; it is read where there is no other.
-        logits, targets = logits[:, : max(1, width - first - 1)], ids[:, first + 1 :]
-        targets = targets if targets.shape[1] else ids[:, -1:]
+        targets = ids[:, first:].roll(-1, 1)  # the last token of a row predicts nothing
         statistics = token_scores(logits, targets, self.temperature, self.with_entropy)
         for values in (*statistics, self._log_mass(logits.detach(), targets)):
             yield None if values is None else values[row, column]

@@ -61,7 +61,7 @@ class Scorer:
         self.heads = HeadFinder(self.temperature, self.chunk, self.in_place)
         self.check = LayoutCheck(self.shared_prefix and not self.router_logits)
         self.context: ContextParallel | None = None  # ranks that divide the tokens of a row
-        self._kept: list[weakref.ref[Layers]] = []
+        self._kept: weakref.WeakSet[Layers] = weakref.WeakSet()
 
     def __call__(
         self,
@@ -161,9 +161,7 @@ class Scorer:
         # In passes, ranks would gather weights at different times.
         if not in_passes or is_sharded(model) or not wants_passes(model, layout):
             return self._at_once(model, layout, run, inputs)
-        kept = Layers()
-        self._kept = [known for known in self._kept if known() is not None]
-        self._kept.append(weakref.ref(kept))
+        self._kept.add(kept := Layers())
         capture = run_passes(model, layout, partial(run, use_cache=False), kept)
         states = torch.as_tensor(capture.hidden).flatten(0, 1)
         return Hidden(layout, states, capture.autocast), None
@@ -193,7 +191,6 @@ class Scorer:
             )
         return plain_layout(batch, self.pad_id, self.device, self.pad_multiple)
 
-    @torch.no_grad()
     def logps(self, model: nn.Module, batch: Rows) -> Tensor:
         """Score without gradient, in evaluation mode: (B, C)."""
         return self.frozen_scores(model, batch).logps
@@ -234,8 +231,6 @@ class Scorer:
 
     def forget(self) -> None:
         """Let go of forwards whose backward pass failed: they hold what they kept, and it them."""
-        for reference in self._kept:
-            kept = reference()
-            if kept is not None:
-                kept.close()
+        for kept in self._kept:
+            kept.close()
         self._kept.clear()

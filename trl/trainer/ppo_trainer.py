@@ -19,7 +19,7 @@ from ..models.value_model import (
     without_values,
 )
 from ..online.metrics import record_clipping
-from ..ops.gae import clipped_value_loss, generalized_advantages, token_rewards, whitened
+from ..ops.advantages import clipped_value_loss, generalized_advantages, token_rewards, whitened
 from ..ops.kl import k1, k3
 from ..ops.masking import masked_sum, nan_mean
 from ..ops.policy_losses import clip_flags, clipped_surrogate, log_ratio, sum_over

@@ -1,7 +1,7 @@
 import pytest
 from online_runs import config
 
-from trl.ops.mismatch import MODES, RatioBounds
+from trl.ops.policy_losses import MODES, RatioBounds
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.rloo_config import RLOOConfig
 

@@ -18,7 +18,7 @@ from online_runs import (
 )
 from tiny import tiny_model
 
-from trl.ops.mismatch import MODES
+from trl.ops.policy_losses import MODES
 from trl.ops.support import Support
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.online.rollout_correction import MismatchError, not_replayed

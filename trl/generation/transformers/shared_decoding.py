@@ -24,10 +24,10 @@ from ...models.lm_head import HeadFinder, OutputHead
 from ...models.packed_attention import Decoding
 from ...models.packed_layout import packed_inputs, runs_within
 from ...models.packed_places import Layers, Packing, States, Window
-from ...models.quantized import working_precision
 from ...models.readers import TokenReader
 from ...models.recurrent import Fork
 from ...models.unwrap import autocast_to, causal_model, current_autocast, evaluating
+from ...models.weights import working_precision
 from ...ops.linear_logprobs import default_chunk
 from ...progress import finish
 from ...types import Prompts, Sampling, TokenRows

@@ -16,8 +16,8 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from ...distributed import Ranks
-from ...models.quantized import check_sharding
 from ...models.scorer import Scorer
+from ...models.weights import check_sharding
 from ...online.guard import FiniteGuard
 from ...online.metrics import MetricStore
 from ...random_numbers import random_numbers_kept

@@ -21,8 +21,8 @@ from ...models.loading import (
     load_tokenizer,
     settle_pad_token,
 )
-from ...models.quantized import is_quantized, keep_trainable
 from ...models.unwrap import is_peft_model
+from ...models.weights import is_quantized, keep_trainable
 from ...text import did_you_mean
 from .base_config import BaseConfig
 

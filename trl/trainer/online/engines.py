@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from ...data.formats import is_conversational
 from ...distributed import Ranks
 from ...models.loading import context_length
-from ...models.quantized import working_precision
 from ...models.unwrap import PolicyHandle, causal_model, policy_for_inference
+from ...models.weights import working_precision
 from ...types import Prompts, Sampling
 from .online_config import OnlineConfig
 from .online_setup import check_datasets

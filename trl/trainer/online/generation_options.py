@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...ops.mismatch import MODES, RatioBounds
+from ...ops.policy_losses import MODES, RatioBounds
 from ..base.options import option
 
 

@@ -12,8 +12,7 @@ from ...distributed import Ranks
 from ...online.guard import FiniteGuard
 from ...online.metrics import MetricStore, record_ratio, record_sampling
 from ...ops.masking import masked_sum
-from ...ops.mismatch import scale_gradient
-from ...ops.policy_losses import RatioLevel
+from ...ops.policy_losses import RatioLevel, scale_gradient
 from ...ops.support import Support
 from ...types import Rollout, Sampling, TokenScores
 from .online_config import OnlineConfig

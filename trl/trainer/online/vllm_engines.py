@@ -28,9 +28,8 @@ from ...memory.model_size import model_size
 from ...memory.plan import BATCHED_TOKENS, Engine, EngineMemory, Plan
 from ...memory.settings import ASSUMED_PROMPT, RunSettings, options_of_environment, read_sharding
 from ...models.loading import context_length
-from ...models.quantized import bytes_of_weight
 from ...models.unwrap import VALUE_MODEL, PolicyHandle, causal_model, is_peft_model
-from ...models.weights import check_weights
+from ...models.weights import bytes_of_weight, check_weights
 from ...types import Sampling
 from ..base.options import changed
 from .online_config import OnlineConfig
