@@ -17,7 +17,7 @@ GOOD = {
 
 
 def generate(found):
-    backend = FunctionBackend(lambda prompts: found, SimpleNamespace(), Ranks())
+    backend = FunctionBackend(SimpleNamespace(), lambda prompts: found, Ranks())
     return backend.generate(PROMPTS, Sampling(max_tokens=4, stop_ids=(1,)), 2)
 
 
@@ -29,7 +29,7 @@ def test_the_function_gets_prompts():
         return GOOD
 
     engine = SimpleNamespace(sync_weights=lambda step: seen.append(step))
-    backend = FunctionBackend(function, engine, Ranks())
+    backend = FunctionBackend(engine, function, Ranks())
     backend.sync_weights(7)
     found = backend.generate(PROMPTS, Sampling(max_tokens=4, stop_ids=(1,)), 2)
     assert seen == [7, ["a", "b"]]
@@ -92,6 +92,6 @@ def test_the_result_must_be_a_dictionary():
 
 
 def test_its_own_errors_pass_through():
-    backend = FunctionBackend(lambda prompts: 1 / 0, SimpleNamespace(), Ranks())
+    backend = FunctionBackend(SimpleNamespace(), lambda prompts: 1 / 0, Ranks())
     with pytest.raises(ZeroDivisionError):
         backend.generate(PROMPTS, Sampling(max_tokens=4), 2)

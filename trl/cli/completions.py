@@ -76,7 +76,13 @@ def select(records: list[dict[str, Any]], options: argparse.Namespace) -> list[d
     if options.step is not None:
         found = [record for record in records if record["step"] == options.step]
         if records and not found:
-            raise ValueError(_steps(records, options.step))
+            steps = sorted({record["step"] for record in records})
+            names = ", ".join(map(str, steps))
+            if len(steps) > MOST_STEPS:
+                near = sorted(steps, key=lambda step: abs(step - options.step))[:2]
+                names = f"{steps[0]} to {steps[-1]}; the nearest are {near[0]} and {near[1]}"
+            words = f"the steps that have are {names}."
+            raise ValueError(f"--step {options.step} has no completions; {words}")
         records = found
     count = options.best if options.best is not None else options.worst
     if count is None:
@@ -84,15 +90,6 @@ def select(records: list[dict[str, Any]], options: argparse.Namespace) -> list[d
     scored = [record for record in records if record["reward"] is not None]
     scored.sort(key=lambda record: record["reward"], reverse=options.best is not None)
     return scored[:count]
-
-
-def _steps(records: list[dict[str, Any]], wanted: int) -> str:
-    steps = sorted({record["step"] for record in records})
-    names = ", ".join(map(str, steps))
-    if len(steps) > MOST_STEPS:
-        nearest = sorted(steps, key=lambda step: abs(step - wanted))[:2]
-        names = f"{steps[0]} to {steps[-1]}; the nearest are {nearest[0]} and {nearest[1]}"
-    return f"--step {wanted} has no completions; the steps that have are {names}."
 
 
 def show(records: list[dict[str, Any]]) -> None:

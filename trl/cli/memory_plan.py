@@ -111,18 +111,15 @@ def make_plan(
         adapter = get_peft_config(chosen)
         return model_size(config, adapter, trusted, isinstance(training, RewardConfig))
 
-    plan = Plan(sized(model_args), run, _planned_bytes(script.device_memory_gb))
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    given = script.device_memory_gb
+    planned = device_bytes(device) if given is None else given * 1e9
+    plan = Plan(sized(model_args), run, planned)
     if not model_args.use_peft and is_available("peft"):
         with suppress(ValueError):  # there is no adapter for this model
             plan = replace(plan, adapter=sized(replace(model_args, use_peft=True)))
     plan = _with_engine(plan, training)
     return replace(plan, notes=(*_notes(plan, script, training), *plan.notes))
-
-
-def _planned_bytes(gigabytes: float | None) -> float:
-    if gigabytes is not None:
-        return gigabytes * 1e9
-    return device_bytes(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
 
 
 def settings(
@@ -202,17 +199,13 @@ def _division(
     """Settings about what the ranks divide."""
     accumulation = getattr(training.accelerator_config, "gradient_accumulation_kwargs", None) or {}
     syncs = sharding.is_zero or bool(accumulation.get("sync_each_batch"))
-    storage = _storage(model_args)
+    storage = model_args.bnb_4bit_quant_storage or "uint8"
     found: dict[str, Any] = {"sharding": replace(sharding, syncs=syncs)}
     found["divides_quantized"] = "float" in storage and not model_args.load_in_8bit
     if (training.bf16 or training.fp16) and (sharding.is_zero or sharding.is_fsdp):
         # The engine casts the weights themselves, so that no operator has to.
         found |= {"loaded_bytes": run.weight_bytes, "weight_bytes": 2}
     return found
-
-
-def _storage(model_args: ModelConfig) -> str:
-    return model_args.bnb_4bit_quant_storage or "uint8"
 
 
 def _precision(
@@ -231,7 +224,7 @@ def _precision(
     return weight, product, None
 
 
-def _notes(plan: Plan, script: ScriptArguments, training: Any) -> list[str]:
+def _notes(plan: Plan, script: Any, training: Any) -> list[str]:
     """What the plan takes for granted or leaves out."""
     run, context, shares = plan.run, plan.model.context, plan.estimate.shares
     length, sharding = run.prompt + run.completion, run.sharding

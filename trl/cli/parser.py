@@ -10,6 +10,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING
 from functools import cache
 from importlib import import_module
@@ -39,13 +40,9 @@ class TrlParser(OneLineParser):
     The command line wins over the file, the file over the defaults. An `env` mapping of the file
     is put into the environment first. Errors are one line and name the closest options.
 
-    Args:
-        dataclass_types: one dataclass or several; none may have a field called `config`. A class
-            attribute `legacy_options` (old name -> new name, or something else where there is
-            none) lists keyword arguments the class accepts besides its fields.
-        kwargs: arguments of `argparse.ArgumentParser`.
-
-    Example:
+    `dataclass_types` is one or several, without a field called `config`; their attribute
+    `legacy_options` lists old names of fields with the new ones, if there are any. `kwargs` are
+    those of `argparse.ArgumentParser`.
 
     ```python
     parser = TrlParser((ScriptArguments, RLOOConfig, ModelConfig))
@@ -84,23 +81,11 @@ class TrlParser(OneLineParser):
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
     ) -> tuple[Any, ...]:
-        """Build the dataclasses from command line and configuration file.
+        """Build the dataclasses from the words `args`, by default the process's, and the file.
 
-        Args:
-            args (`list[str]`, *optional*): the words; None: those of the process.
-            return_remaining_strings (`bool`): also return what no dataclass knows.
-            fail_with_unknown_args (`bool`): otherwise, whether that is an error.
-            separate_remaining_strings (`bool`): return what the file and what the command line
-                left over as two lists.
-
-        Returns:
-            `tuple`: one instance for each dataclass; where options were added by `add_argument`,
-            an `argparse.Namespace` of them; then the remaining strings if asked for.
-
-        Raises:
-            ValueError: for unknown options.
-            FileNotFoundError: if there is no such configuration file.
-            SystemExit: with status 2, after one line, for a value that does not fit its option.
+        After them come a namespace of options that `add_argument` added, and, if asked for, the
+        words that no dataclass knows, or those of the file and of the command line apart. A
+        ValueError names unknown options; a value that does not fit ends the process with status 2.
         """
         try:
             values, others, from_line = self.read(args)
@@ -170,14 +155,14 @@ class TrlParser(OneLineParser):
         ]
         if missing:
             self.error(required(missing))
-        return tuple(
-            kind(**{name: values[name] for name in self._names_of(kind) if name in values})
+        taken = [
+            {*_field_names(kind), *self._legacy.intersection(_legacy_names(kind))}
             for kind in self.dataclass_types
+        ]
+        return tuple(
+            kind(**{name: value for name, value in values.items() if name in names})
+            for kind, names in zip(self.dataclass_types, taken, strict=True)
         )
-
-    def _names_of(self, kind: type) -> list[str]:
-        """What the constructor of a dataclass takes, old names included."""
-        return [*_field_names(kind), *self._legacy.intersection(_legacy_names(kind))]
 
     def check(self, words: Sequence[str], others: Collection[str] = ()) -> None:
         """Refuse words that are left over, options of another program (`others`) excepted."""
@@ -239,7 +224,8 @@ class TrlParser(OneLineParser):
 
     def _converted(self, option: Option, value: Any) -> Any:
         if option.annotation is Any and isinstance(value, str):
-            return _scalar(value)
+            with suppress(yaml.YAMLError):
+                return yaml.safe_load(value)
         try:
             found = convert(value, option.annotation)
         except ConversionError as error:
@@ -265,14 +251,6 @@ def _field_names(kind: type) -> dict[str, dataclasses.Field[Any]]:
 
 def _legacy_names(kind: type) -> dict[str, Any]:
     return getattr(kind, "legacy_options", {})
-
-
-def _scalar(text: str) -> Any:
-    """What YAML makes of a word, or the word."""
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
 
 
 def _spellings(name: str) -> list[str]:

@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +159,8 @@ def find_reward(name: str) -> Callable[..., Any]:
     is_file = ".py:" in name
     place, _, attribute = name.rpartition(":" if is_file else ".")
     if not place:
-        raise _unknown(name, known)
+        hint = did_you_mean(name, known, otherwise=f" Known names: {', '.join(known)}.")
+        raise ValueError(f"--reward_funcs {name}: no such reward function.{hint}")
     if is_file and not Path(place).is_file():
         raise ValueError(f"--reward_funcs {place}: there is no such file.")
     try:
@@ -167,12 +168,13 @@ def find_reward(name: str) -> Callable[..., Any]:
     except Exception as error:
         option = f"--reward_funcs {place if is_file else name}"
         raise ValueError(f"{option}: {_failure(place, error)}") from error
-    return _attribute(module, attribute, name)
-
-
-def _unknown(name: str, known: Iterable[str]) -> ValueError:
-    hint = did_you_mean(name, known, otherwise=f" Known names: {', '.join(known)}.")
-    return ValueError(f"--reward_funcs {name}: no such reward function.{hint}")
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        functions = [key for key, value in vars(module).items() if callable(value)]
+        hint = did_you_mean(attribute, functions)
+        words = f"{module.__name__} has no function {attribute!r}.{hint}"
+        raise ValueError(f"--reward_funcs {name}: {words}")
+    return found
 
 
 def _loaded(place: str, is_file: bool) -> Any:
@@ -197,14 +199,3 @@ def _failure(module: str, error: Exception) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
     return f"loading it failed: {type(error).__name__}: {error}{place}."
-
-
-def _attribute(module: Any, attribute: str, name: str) -> Callable[..., Any]:
-    found = getattr(module, attribute, None)
-    if callable(found):
-        return found
-    functions = [key for key, value in vars(module).items() if callable(value)]
-    hint = did_you_mean(attribute, functions)
-    raise ValueError(
-        f"--reward_funcs {name}: {module.__name__} has no function {attribute!r}.{hint}"
-    )

@@ -10,7 +10,7 @@ from typing import Any
 from ..distributed import RankError, Ranks
 from ..timed_calls import Outcome
 from ..types import FinishReason, Generations, Prompts, Sampling
-from .base import GenerationBackend
+from .base import AroundEngine
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 RolloutFunction = Callable[[list[Any], Any], Mapping[str, Any]]
@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], Any], str]] = {
 
 
 @dataclass(eq=False)
-class FunctionBackend(GenerationBackend):
+class FunctionBackend(AroundEngine):
     """Lets a function make the completions: agents, environments, engines of one's own.
 
     The function is called once a round on each rank, as `function(prompts)`, with one prompt for
@@ -48,19 +48,16 @@ class FunctionBackend(GenerationBackend):
     """
 
     function: Callable[[list[Any]], Mapping[str, Any]]
-    engine: GenerationBackend
     ranks: Ranks
 
-    def sync_weights(self, step: int) -> None:
-        """Sync those of the engine."""
-        self.engine.sync_weights(step)
+    def __post_init__(self) -> None:
+        """What a function says of its tokens counts as said by a foreign engine."""
 
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
         """Call the function and check what it returns; see `GenerationBackend`.
 
-        Raises:
-            ValueError: if something is missing, or of the wrong length or kind; names key and row.
-            RankError: if the function failed on another rank.
+        A ValueError names key and row of what is missing, or of the wrong length or kind. If the
+        function failed on another rank, it is a `RankError`.
         """
         messages = list(prompts.messages)
         outcome = Outcome.of(lambda: _checked(self.function(messages), len(prompts)))
@@ -101,48 +98,26 @@ def _checked(found: Any, count: int) -> dict[str, Any]:
     return checked | {"columns": rows}
 
 
+def _check_names(found: Any) -> None:
+    if not isinstance(found, Mapping):
+        raise _error(f" returned a {type(found).__name__}; it must be a dictionary")
+    missing = [name for name in REQUIRED if found.get(name) is None]
+    if missing:
+        raise _error(
+            f" returned no {', '.join(missing)}; it must return {', '.join(REQUIRED)}, and has "
+            f"{', '.join(map(str, found)) or 'nothing'}"
+        )
+
+
 def _check_lengths(checked: dict[str, Any]) -> None:
     for row, ids in enumerate(checked["completion_ids"]):
         if not checked["prompt_ids"][row]:
-            raise ValueError(f"rollout_func: prompt_ids of row {row} is empty.")
+            raise _error(f": prompt_ids of row {row} is empty")
         for name in ("logprobs", "env_mask"):
             count = len(ids) if checked[name] is None else len(checked[name][row])
             if count != len(ids):
-                raise ValueError(
-                    f"rollout_func: {name} of row {row} has {count} entries for {len(ids)} "
-                    "completion tokens."
-                )
-
-
-def _check_names(found: Any) -> None:
-    if not isinstance(found, Mapping):
-        raise ValueError(
-            f"rollout_func returned a {type(found).__name__}; it must be a dictionary."
-        )
-    missing = [name for name in REQUIRED if found.get(name) is None]
-    if missing:
-        raise ValueError(
-            f"rollout_func returned no {', '.join(missing)}; it must return {', '.join(REQUIRED)}, "
-            f"and has {', '.join(map(str, found)) or 'nothing'}."
-        )
-
-
-def _rows(name: str, values: Any, count: int) -> list[Any]:
-    rows = _listed(name, values)
-    if len(rows) != count:
-        raise ValueError(
-            f"rollout_func: {name} has {len(rows)} rows for {count} prompts; return one for each "
-            "prompt, in their order."
-        )
-    return rows
-
-
-def _listed(what: str, values: Any) -> list[Any]:
-    if hasattr(values, "tolist"):  # tensors and arrays
-        values = values.tolist()
-    if not isinstance(values, (list, tuple)):
-        raise ValueError(f"rollout_func: {what} is {values!r:.60}; it must be a list.")
-    return list(values)
+                words = f"{count} entries for {len(ids)} completion tokens"
+                raise _error(f": {name} of row {row} has {words}")
 
 
 def _tokenwise(name: str, values: Any, count: int) -> list[list[Any]]:
@@ -153,8 +128,26 @@ def _tokenwise(name: str, values: Any, count: int) -> list[list[Any]]:
         entries = _listed(f"{name} of row {row}", given)
         for value in entries:
             if not fits(value):
-                raise ValueError(
-                    f"rollout_func: {name} of row {row} holds {value!r:.60}, which is not {words}."
-                )
+                raise _error(f": {name} of row {row} holds {value!r:.60}, which is not {words}")
         rows.append(list(map(convert, entries)))
     return rows
+
+
+def _rows(name: str, values: Any, count: int) -> list[Any]:
+    rows = _listed(name, values)
+    if len(rows) != count:
+        words = "return one for each prompt, in their order"
+        raise _error(f": {name} has {len(rows)} rows for {count} prompts; {words}")
+    return rows
+
+
+def _listed(what: str, values: Any) -> list[Any]:
+    if hasattr(values, "tolist"):  # tensors and arrays
+        values = values.tolist()
+    if not isinstance(values, (list, tuple)):
+        raise _error(f": {what} is {values!r:.60}; it must be a list")
+    return list(values)
+
+
+def _error(words: str) -> ValueError:
+    return ValueError(f"rollout_func{words}.")

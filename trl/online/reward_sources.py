@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import itertools
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -113,13 +112,8 @@ def resolve_rewards(
 ) -> tuple[RewardSource, ...]:
     """Resolve once what each reward is, under unique names. Nothing given is modified.
 
-    Args:
-        reward_funcs: a callable, coroutine function, module, model name, or a list of these.
-        processing_classes: tokenizers of reward models; one, or a list with None elsewhere.
-        model_init_kwargs: loading options of the policy; models given by name take some of them.
-        template_kwargs: extra arguments of reward models' chat templates.
-        trust_remote_code: whether code shipped with a reward model may run.
-        of_environments: functions that ask environments for rewards; they weigh 1.
+    Models among `reward_funcs` take their tokenizers from `processing_classes`; those given by name
+    take some of the policy's loading options. Functions `of_environments` weigh 1.
     """
     functions = _listed(reward_funcs)
     if not functions and not of_environments:
@@ -130,13 +124,17 @@ def resolve_rewards(
     options.setdefault("trust_remote_code", trust_remote_code)
     found: dict[str, RewardSource] = {}
     for place, function in enumerate([*functions, *of_environments]):
-        name = _unique(_name(function, place), found)
+        name, number = _name(function, place), 1
+        while name in found:
+            number += 1
+            name = f"{_name(function, place)}_{number}"
         if isinstance(function, (str, nn.Module)):
             model, tokenizer = _model(name, function, tokenizers[place], options)
             found[name] = ModelReward(name, model, tokenizer, template_kwargs or {})
         else:
+            called = getattr(_unwrapped(function), "__call__", None)  # noqa: B004
+            is_async = any(map(inspect.iscoroutinefunction, (function, called)))
             weight = None if place < len(functions) else 1.0
-            is_async = _is_coroutine_function(function)
             found[name] = FunctionReward(name, function, is_async, weight)
     return tuple(found.values())
 
@@ -145,11 +143,6 @@ def _listed(given: Any) -> list[Any]:
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def _unique(name: str, taken: Container[str]) -> str:
-    numbered = (f"{name}_{i}" for i in itertools.count(2))
-    return next(x for x in itertools.chain([name], numbered) if x not in taken)
 
 
 def _tokenizers(given: Any, count: int) -> list[Any]:
@@ -245,11 +238,6 @@ def _check_exists(name: str) -> None:
         f"reward_funcs: {name!r} is not a reward model: {reason}.{hint} A reward function is "
         "passed itself, not its name."
     )
-
-
-def _is_coroutine_function(function: Any) -> bool:
-    called = getattr(_unwrapped(function), "__call__", None)  # noqa: B004
-    return any(map(inspect.iscoroutinefunction, (function, called)))
 
 
 def _unwrapped(function: Any) -> Any:

@@ -56,15 +56,11 @@ class RewardError(RuntimeError):
 
 
 class RewardSuite:
-    """All reward functions of a run.
+    """All reward functions of a run, as `resolve_rewards` returned them.
 
-    Args:
-        sources: what `resolve_rewards` returned.
-        weights: one for each source that has none itself; None: all 1.
-        timeout: seconds a call may take; None: no limit.
-        ranks: all processes, which fail together.
-        in_pieces: called with a number of rows and what scores some of them by a model; returns
-            what that returned, in the order of the rows.
+    `weights` are for those that have none themselves, and all 1 if they are None. A call may take
+    `timeout` seconds. `in_pieces` calls what scores some of a number of rows by a model, and
+    returns what that returned, in the order of the rows.
     """
 
     def __init__(

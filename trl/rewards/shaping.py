@@ -24,15 +24,9 @@ class SoftOverlongPunishment:
 
     def __call__(self, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         """Score each completion by its number of tokens."""
-        return [self._score(len(ids)) for ids in completion_ids]
-
-    def _score(self, length: int) -> float:
         free = self.max_completion_len - self.soft_punish_cache
-        if length <= free:
-            return 0.0
-        if length <= self.max_completion_len:
-            return (free - length) / self.soft_punish_cache
-        return -1.0
+        fall = max(self.soft_punish_cache, 1)
+        return [max(-1.0, min(0.0, (free - len(ids)) / fall)) for ids in completion_ids]
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ def work():
         "limits": [drawn.max_tokens for drawn in engine.calls],
     }
     good = {"prompt_ids": [[9]], "completion_ids": [[END]], "logprobs": [[0.0]]}
-    rollouts = FunctionBackend(lambda *args: 1 / (1 - rank) and good, engine, ranks)
+    rollouts = FunctionBackend(engine, lambda *args: 1 / (1 - rank) and good, ranks)
     try:
         rollouts.generate(prompts("q"), sampling(), 1)
     except Exception as error:

@@ -223,36 +223,27 @@ class Agents:
         if call is not None:
             from ...generation.function_backend import FunctionBackend
 
-            return FunctionBackend(call, engine, policy.ranks)
+            return FunctionBackend(engine, call, policy.ranks)
         if self.tools is not None:
-            engine = self._with_tools(self.tools, engine, policy, stop_ids)
+            from ...data.tool_template import ToolTurns
+            from ...generation.tools.calls import CallParser
+            from ...generation.tools.loop import ToolLoop
+
+            tokenizer: Any = policy.tokenizer
+            bounds = [engine.context, context_length(policy.model)]
+            options: Any = self.args.chat_template_kwargs
+            turns = ToolTurns(tokenizer, stop_ids, self.template_kwargs)
+            engine = ToolLoop(
+                engine,
+                self.tools,
+                CallParser(tokenizer, self.tools.schemas, options),
+                turns,
+                policy.ranks,
+                self.args.max_tool_calling_iterations,
+                min((bound for bound in bounds if bound is not None), default=None),
+            )
         if self.environments is None:
             return engine
         from ...generation.environments import EnvironmentBackend
 
         return EnvironmentBackend(engine, self.environments, encode, policy.ranks)
-
-    def _with_tools(
-        self,
-        tools: ToolRunner,
-        engine: GenerationBackend,
-        policy: PolicyHandle,
-        stop_ids: tuple[int, ...],
-    ) -> GenerationBackend:
-        from ...data.tool_template import ToolTurns
-        from ...generation.tools.calls import CallParser
-        from ...generation.tools.loop import ToolLoop
-
-        tokenizer: Any = policy.tokenizer
-        options: Any = self.args.chat_template_kwargs
-        turns = ToolTurns(tokenizer, stop_ids, self.template_kwargs)
-        bounds = [engine.context, context_length(policy.model)]
-        return ToolLoop(
-            engine,
-            tools,
-            CallParser(tokenizer, tools.schemas, options),
-            turns,
-            policy.ranks,
-            self.args.max_tool_calling_iterations,
-            min((bound for bound in bounds if bound is not None), default=None),
-        )

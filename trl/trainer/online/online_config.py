@@ -111,7 +111,10 @@ class OnlineConfig(
         self.top_k = self.top_k or 0
         self._check_ratio_bounds()
         self._refuse_contradictions()
-        self._warn_unused()
+        names = [field.name for field in dataclasses.fields(VLLMOptions)]
+        if not self.use_vllm and (found := changed(self, names)):
+            words = "without use_vllm=True no vLLM engine generates, so they have no effect."
+            warnings.warn(f"{found}: {words}", stacklevel=3)
         self._resolve_batches()
 
     @property
@@ -204,12 +207,6 @@ class OnlineConfig(
             reason = "vllm_tensor_parallel_size above 1"
         if self.use_vllm and self.vllm_sync_adapter_only and reason is not None:
             raise ValueError(f"vllm_sync_adapter_only=True cannot be used with {reason}.")
-
-    def _warn_unused(self) -> None:
-        names = [field.name for field in dataclasses.fields(VLLMOptions)]
-        if not self.use_vllm and (found := changed(self, names)):
-            words = "without use_vllm=True no vLLM engine generates, so they have no effect."
-            warnings.warn(f"{found}: {words}", stacklevel=4)
 
     def _resolve_batches(self) -> None:
         rows = self.per_device_train_batch_size * self.unit * self.world_size

@@ -108,17 +108,6 @@ class OnlineTrainer(BaseTrainer):
         super().__init__(policy, args, data_collator=list, **datasets, **others)
         # Otherwise rank 0 would read streams for all ranks, and send batches of text as tensors.
         self.accelerator.dataloader_config.dispatch_batches = False
-        self._read_prompts()
-        self._build_policy(model, ref_model, policy.brought_adapter)
-        self._build_credit(sources)
-        self.set_up()
-        if self.agents.environments is None:  # which rewards ask, once they have begun
-            self._try_rewards()
-
-    # --- Construction ---
-
-    def _read_prompts(self) -> None:
-        args = self.args
         limit = setup.prompt_limit(args, context_length(self.model))
         self.encode = PromptEncoder(self.processing_class, self.agents.template_kwargs, limit)
         self.train_dataset, self.eval_dataset = setup.checked_prompts(
@@ -126,6 +115,17 @@ class OnlineTrainer(BaseTrainer):
         )
         self._order = setup.PromptOrder(args, self.encode)
         self._signature_columns = list(COLUMNS)
+        self._build_policy(model, ref_model, policy.brought_adapter)
+        self._build_credit(sources)
+        self.set_up()
+        # Rewards ask environments once they have begun.
+        if args.reward_dry_run and self.agents.environments is None:
+            row = next(iter(self.train_dataset))
+            if args.remove_unused_columns:
+                row = {name: row[name] for name in COLUMNS if name in row}
+            self.rewards.dry_run(row, self.state, args.group_size)
+
+    # --- Construction ---
 
     def _build_policy(self, model: Any, ref_model: Any, brought_adapter: bool) -> None:
         args, tokenizer = self.args, self.processing_class
@@ -188,14 +188,6 @@ class OnlineTrainer(BaseTrainer):
         )
         call = None if given is None else lambda prompts: given(prompts, self)
         return self.agents.around(engine, call, self.policy, self.sampling.stop_ids, self.encode)
-
-    def _try_rewards(self) -> None:
-        """Find mistakes in reward functions with one row."""
-        if self.args.reward_dry_run:
-            row = next(iter(self.train_dataset))
-            if self.args.remove_unused_columns:
-                row = {name: row[name] for name in COLUMNS if name in row}
-            self.rewards.dry_run(row, self.state, self.args.group_size)
 
     # --- What an algorithm says ---
 

@@ -200,7 +200,10 @@ class Scoring:
         """Score the rows that have a gradient; the others count as not moved."""
         rows = self._rows_to_score(batch)
         if not rows:
-            return _no_scores(model, batch)
+            # Their gradient is zero, not absent: the optimizer steps as it does elsewhere.
+            trained = [p for p in model.parameters() if p.requires_grad]
+            zero = torch.stack([p.flatten()[:1].sum().float() for p in trained]).sum() * 0.0
+            return TokenScores(logps=_constant_logps(batch) + zero)
         part = batch if len(rows) == len(batch) else batch.select(rows)
         # What was scored once a round, with the weights that generated, is known by now.
         support = self._support(batch) if batch.old_logps is None else None
@@ -219,13 +222,6 @@ class Scoring:
             # Every rank runs a forward and a backward pass, for the others wait for its gradient.
             chosen = [min(rows, key=lambda row: len(batch.completion_ids[row]))]
         return chosen
-
-
-def _no_scores(model: nn.Module, batch: Rollout) -> TokenScores:
-    """Scores whose gradient is zero, not absent: the optimizer steps as it does elsewhere."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    zero = torch.stack([p.flatten()[:1].sum().float() for p in trained]).sum() * 0.0
-    return TokenScores(logps=_constant_logps(batch) + zero)
 
 
 def _constant_logps(batch: Rollout) -> Tensor:

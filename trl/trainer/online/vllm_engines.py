@@ -52,7 +52,13 @@ ELSEWHERE = {
 def check_options(args: OnlineConfig) -> None:
     """Check what can be known before anything is loaded."""
     if args.vllm_mode == "server":
-        _check_not_elsewhere(args)
+        for name in filter(None, changed(args, ELSEWHERE).split(", ")):
+            flag = ELSEWHERE[name]
+            where = f"give {flag} to `trl vllm-serve`" if flag else "leave it out"
+            raise ValueError(
+                f"{name}={getattr(args, name)} is for an engine in the training process; with "
+                f"vllm_mode='server' {where}."
+            )
         server_urls(args)
         check_platform(False)
         return
@@ -66,16 +72,6 @@ def check_options(args: OnlineConfig) -> None:
     if args.vllm_max_model_length is not None:
         check_engine_context(args, args.vllm_max_model_length)
     check_platform(args.vllm_enable_sleep_mode)
-
-
-def _check_not_elsewhere(args: OnlineConfig) -> None:
-    for name in filter(None, changed(args, ELSEWHERE).split(", ")):
-        flag = ELSEWHERE[name]
-        where = f"give {flag} to `trl vllm-serve`" if flag else "leave it out"
-        raise ValueError(
-            f"{name}={getattr(args, name)} is for an engine in the training process; with "
-            f"vllm_mode='server' {where}."
-        )
 
 
 def server_urls(args: OnlineConfig) -> list[str]:
@@ -142,26 +138,21 @@ def _connect(
     ranks, pool = handle.ranks, None
     with ranks.fail_together("connecting with vLLM servers"):
         if ranks.rank == 0:
-            wanted = _wanted_facts(handle, args)
+            wanted = ServerFacts(
+                protocol=PROTOCOL,
+                vllm=require("vllm", "use_vllm=True").__version__,
+                shape=shape_of(causal_model(handle.model).config),
+                dtype=str(handle.dtype).removeprefix("torch."),
+                context=(args.max_completion_length or 0) + 1,
+                logprobs_mode="processed_logprobs",
+                workers=1,
+                gpu=gpu_id(handle.device),
+            )
             pool = ServerPool([Server(url, args.vllm_server_timeout) for url in server_urls(args)])
             for server in pool.servers:
                 server.check(wanted, sampling)
             pool.join(handle.device)
     return pool, ranks.gather_objects(None if pool is None else pool.context)[0]
-
-
-def _wanted_facts(handle: PolicyHandle, args: OnlineConfig) -> ServerFacts:
-    """What a server must be for a policy."""
-    return ServerFacts(
-        protocol=PROTOCOL,
-        vllm=require("vllm", "use_vllm=True").__version__,
-        shape=shape_of(causal_model(handle.model).config),
-        dtype=str(handle.dtype).removeprefix("torch."),
-        context=(args.max_completion_length or 0) + 1,
-        logprobs_mode="processed_logprobs",
-        workers=1,
-        gpu=gpu_id(handle.device),
-    )
 
 
 # --- Size ---
