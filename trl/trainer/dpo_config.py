@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 from ..ops.preference_losses import PAIR_LOSSES, RANKED, WITHOUT_DIVERGENCE
 from ..text import did_you_mean
-from .base.legacy import PREFERENCE_OPTIONS
-from .base.options import option
+from .base.options import PREFERENCE_OPTIONS, option
 from .offline.offline_config import PreferenceConfig
 
 LOSSES = (*PAIR_LOSSES, "sft")

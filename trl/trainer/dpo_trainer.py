@@ -62,23 +62,19 @@ class DPOTrainer(PreferenceTrainer):
 
     def _with_partners(self, batches: list[AnswerRows], names: list[str]) -> list[AnswerRows]:
         """Add what each pair is compared with (B, 2), by the name of the loss."""
-        policy = [self.frozen(self.model, rows, self.answer_logps) for rows in batches]
-        values = [
-            torch.stack([x, rows.values["ref_logps"]], 1)
-            for x, rows in zip(policy, batches, strict=True)
-        ]
+        policy = torch.cat([self.frozen(self.model, rows, self.answer_logps) for rows in batches])
+        reference = torch.cat([rows.values["ref_logps"] for rows in batches])
         counts = torch.cat([rows.values["counts"] for rows in batches])
-        ranks = self.ranks.gather_objects((torch.cat(values).cpu(), counts.cpu()))
-        every = torch.cat([found[counted] for found, counted in ranks])
-        first = sum(int(counted.sum()) for _, counted in ranks[: self.ranks.rank])
-        mine = slice(first, first + int(counts.sum()))
-        added: list[dict[str, Tensor]] = [{} for _ in batches]
+        ranks = self.ranks.gather_objects(torch.stack([policy, reference], 1)[counts].cpu())
+        first = sum(map(len, ranks[: self.ranks.rank]))
         for name in names:
-            partners = torch.cat(values)[:, 0] * 0.0
-            partners[counts] = aot_partners(name, *every.unbind(1))[mine].to(partners.device)
-            for known, part in zip(added, partners.split(list(map(len, batches))), strict=True):
-                known[name] = part
-        return [rows.with_values(**known) for rows, known in zip(batches, added, strict=True)]
+            found = aot_partners(name, *torch.cat(ranks).unbind(1)).to(policy.device)
+            partners = torch.zeros_like(policy)
+            partners[counts] = found[first : first + len(ranks[self.ranks.rank])]
+            shares = partners.split(list(map(len, batches)))
+            pairs = zip(batches, shares, strict=True)
+            batches = [rows.with_values(**{name: share}) for rows, share in pairs]
+        return batches
 
     def answer_logps(self, scores: TokenScores, rows: AnswerRows) -> Tensor:
         """Log-probabilities of answers (B, 2), of policy and reference alike."""

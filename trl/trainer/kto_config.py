@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base.legacy import PREFERENCE_OPTIONS
-from .base.options import option
+from .base.options import PREFERENCE_OPTIONS, option
 from .offline.offline_config import PreferenceConfig
 
 

@@ -19,8 +19,7 @@ from ..types import Mode, TokenScores
 from .base.model_card import Method
 from .base.policy import Policy
 from .kto_config import KTOConfig
-from .offline.answers import MismatchedDataset, MismatchedStream
-from .offline.batches import ItemStream
+from .offline.batches import ItemStream, MismatchedDataset, MismatchedStream
 from .offline.preference_trainer import PreferenceTrainer
 
 logger = logging.get_logger(__name__)

@@ -11,8 +11,7 @@ import torch
 
 from ..imports import require
 from ..models.loading import DTYPES
-from .base.legacy import Named
-from .base.options import changed, check_options, option
+from .base.options import Named, changed, check_options, option
 
 
 @dataclass

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base.legacy import COMMON_OPTIONS, ignored, refused
-from .base.options import option
+from .base.options import COMMON_OPTIONS, ignored, option, refused
 from .online.online_config import OnlineConfig
 
 

@@ -12,8 +12,8 @@ from ..online.metrics import record_pairs
 from ..ops.masking import masked_sum, nan_mean
 from ..ops.preference_losses import PairOptions, PairScores, pair_loss
 from ..types import RewardTable, Rollout, TokenScores
-from .base.legacy import ignored
 from .base.model_card import Method
+from .base.options import ignored
 from .online.online_trainer import OnlineTrainer
 from .online_dpo_config import OnlineDPOConfig
 

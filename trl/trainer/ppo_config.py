@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base.legacy import FIRST_OPTIONS, ignored
-from .base.options import option
+from .base.options import FIRST_OPTIONS, ignored, option
 from .online.online_config import OnlineConfig
 
 

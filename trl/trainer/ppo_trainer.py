@@ -24,8 +24,8 @@ from ..ops.kl import k1, k3
 from ..ops.masking import masked_sum, nan_mean
 from ..ops.policy_losses import clip_flags, clipped_surrogate, log_ratio, sum_over
 from ..types import RewardTable, Rollout, TokenScores
-from .base.legacy import FIRST_ARGUMENTS
 from .base.model_card import Method
+from .base.options import FIRST_ARGUMENTS
 from .online.online_trainer import OnlineTrainer
 from .ppo_config import PPOConfig
 

@@ -19,7 +19,7 @@ from ..ops.masking import masked_sum
 from ..ops.preference_losses import ranking_loss
 from ..types import Mode, TokenRows
 from .base.model_card import Method
-from .offline.answers import prepare_answers
+from .offline.batches import prepare_answers
 from .offline.offline_trainer import OfflineTrainer
 from .reward_config import RewardConfig
 

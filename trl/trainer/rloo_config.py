@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base.legacy import FIRST_OPTIONS, ignored, refused
-from .base.options import option
+from .base.options import FIRST_OPTIONS, ignored, option, refused
 from .online.online_config import OnlineConfig
 
 

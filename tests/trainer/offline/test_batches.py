@@ -1,10 +1,24 @@
-from datasets import IterableDataset
+import pytest
+from datasets import Dataset, IterableDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kto_runs import labelled, make_trainer
+from sft_runs import config
+from tiny import tiny_tokenizer
 
+from trl.data.encode import TextEncoder
 from trl.data.packing import MicroBatchSampler
+from trl.data.preference_rows import PreferenceLimits
 from trl.data.rows import Document
-from trl.trainer.offline.batches import ItemStream, RankBatches, StreamBatches, share_of_rank
+from trl.trainer.offline.batches import (
+    ItemStream,
+    MismatchedDataset,
+    MismatchedStream,
+    RankBatches,
+    StreamBatches,
+    prepare_answers,
+    share_of_rank,
+)
 
 lengths = st.lists(st.integers(2, 20), min_size=1, max_size=60)
 
@@ -91,3 +105,97 @@ def test_rows_with_nothing_to_train_on_are_named(monkeypatch):
     first, counts = said
     assert first.startswith("Row 0 of the stream has nothing to train on and is left out; so are")
     assert "left out: 5; with a token" in counts and counts.endswith("trained on: 2.")
+
+
+ENCODER = TextEncoder(tiny_tokenizer())
+ROWS = [
+    {"prompt_ids": [1] * 4, "chosen_ids": [2] * 4, "rejected_ids": [3]},
+    {"prompt_ids": [1] * 9, "chosen_ids": [4], "rejected_ids": [5]},
+    {"prompt_ids": [1], "chosen_ids": [6], "rejected_ids": [7, 8]},
+]
+
+
+@pytest.mark.parametrize("drop_long", [False, True])
+@pytest.mark.parametrize("unpaired", [False, True])
+def test_a_stream_has_the_items_of_the_dataset(tmp_path, caplog, unpaired, drop_long):
+    limits = PreferenceLimits(**{"drops_over" if drop_long else "max_length": 6})
+    data = Dataset.from_list(ROWS)
+    whole = prepare_answers(data, ENCODER, config(tmp_path), limits, unpaired)
+    assert "longer than max_length=6: " in caplog.text
+    assert "left with nothing to train on: " in caplog.text
+    stream = data.to_iterable_dataset()
+    found = list(prepare_answers(stream, ENCODER, config(tmp_path), limits, unpaired))
+    assert found == [whole[i] for i in range(len(whole))]
+
+
+def test_older_names_of_columns_are_told_of(tmp_path):
+    old = {"chosen_input_ids": [[1, 2, 3]], "rejected_input_ids": [[1, 4]]}
+    with pytest.warns(FutureWarning, match="chosen_input_ids is now chosen_ids, rejected_input_id"):
+        found = prepare_answers(
+            Dataset.from_dict(old), ENCODER, config(tmp_path), PreferenceLimits()
+        )
+    assert (found[0].prompt_ids, found[0].answer_ids) == ([1], [[2, 3], [4]])
+
+
+# --- Answers of other examples ---
+
+PAIRS = Dataset.from_list(
+    [{"prompt": f"{i}? ", "chosen": "yes" * (i + 1), "rejected": "no" * (i % 2)} for i in range(6)]
+)
+
+
+def items_of(folder, data, stream=False, **limits):
+    limits = PreferenceLimits(**limits)
+    data = data.to_iterable_dataset() if stream else data
+    answers = prepare_answers(data, ENCODER, config(folder), limits, unpaired=True)
+    if stream:
+        return list(MismatchedStream(answers, limits))
+    found = MismatchedDataset(answers, 0)
+    return [found[i] for i in range(len(found))]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("data", [PAIRS, labelled()], ids=["pairs", "labelled"])
+def test_partners_are_other_answers_of_other_examples(tmp_path, data, stream):
+    items = items_of(tmp_path, data, stream)
+    homes = {}
+    for item in items:
+        homes.setdefault(tuple(item.answer_ids[0]), set()).add(item.source)
+    assert len(items) == (12 if data is PAIRS else 8)
+    for item in items:
+        own, other = item.answer_ids
+        assert own != other
+        assert homes[tuple(other)] - {item.source}
+
+
+def test_partners_do_not_depend_on_processes_or_batches(tmp_path):
+    found = [
+        make_trainer(tmp_path, PAIRS, **changes).train_dataset.partners.tolist()
+        for changes in (
+            {},
+            {"dataset_num_proc": 2},
+            {"per_device_train_batch_size": 1, "train_sampling_strategy": "random"},
+        )
+    ]
+    assert found[0] == found[1] == found[2]
+    assert make_trainer(tmp_path, PAIRS, seed=1).train_dataset.partners.tolist() != found[0]
+
+
+def test_answers_are_cut_to_the_room_behind_the_prompt(tmp_path):
+    for stream in (False, True):
+        for item in items_of(tmp_path, labelled(), stream, max_length=34):
+            assert all(ids for ids in item.answer_ids)
+            assert len(item.prompt_ids) + max(map(len, item.answer_ids)) <= 34
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_row_without_a_partner_is_an_error(tmp_path, stream):
+    data = labelled([("a", "b", True), ("c", "b", False)])
+    with pytest.raises(ValueError, match="has no partner: the KL estimate needs rows"):
+        items_of(tmp_path, data, stream)
+
+
+def test_an_item_that_does_not_count_stays_one(tmp_path):
+    dataset = make_trainer(tmp_path).train_dataset
+    assert not dataset[~3].counts and dataset[~3].answer_ids == dataset[3].answer_ids
+    assert dataset.lengths[3] == dataset[3].tokens()

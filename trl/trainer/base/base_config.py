@@ -16,8 +16,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from ...imports import require
 from ...text import did_you_mean
-from .legacy import Named
-from .options import check_options, from_json, kinds_of, option
+from .options import Named, check_options, from_json, kinds_of, option
 
 # Ranges of options that transformers declares and does not check.
 NOT_NEGATIVE = (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from ...distributed import Ranks
+from ...models.reference import FrozenCopy, ReferencePolicy, make_reference
 from ...models.scorer import Scorer
 from ...models.weights import check_sharding
 from ...online.guard import FiniteGuard
@@ -26,14 +27,10 @@ from ..callbacks import RunRecord, close_progress, show_progress
 from . import resuming
 from .base_config import BaseConfig
 from .checkpoint import UNFINISHED, Place, RankState, explained, publish_together, saving_model
-from .legacy import Named
 from .model_card import Publishing
+from .options import Named
 from .phases import Phases
-from .policy import Policy, load_reference, router_coefficient
-
-if TYPE_CHECKING:
-    from ...models.reference import ReferencePolicy
-    from .references import MovingReference
+from .policy import MovingReference, Policy, load_reference, router_coefficient
 
 logger = logging.get_logger(__name__)
 
@@ -341,9 +338,6 @@ class BaseTrainer(Named, Publishing, Trainer):
         self.phases.on_forget(self.scorer.forget)
 
     def _make_reference(self, brought_adapter: bool, given: Any, model: Any) -> None:
-        from ...models.reference import FrozenCopy, make_reference  # many runs have none
-        from .references import MovingReference
-
         given = load_reference(given, model, self.args)
         reference = make_reference(self.model, brought_adapter, given)
         if isinstance(reference, FrozenCopy) and not self.args.sync_ref_model:
@@ -389,7 +383,7 @@ class BaseTrainer(Named, Publishing, Trainer):
         bare = self.accelerator.unwrap_model(self.model)
         with saving_model(bare, self.args.save_on_each_node):
             super()._save(output_dir, state_dict)
-        self._write_card(output_dir or self.args.output_dir)  # in place of that of peft
+        self.create_model_card(folder=output_dir)  # in place of that of peft
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         from ...models.adapters import check_adapters

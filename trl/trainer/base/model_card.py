@@ -80,24 +80,24 @@ class Publishing:
     model: Any
 
     def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, **ignored: Any
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        folder: str | Path | None = None,
+        **ignored: Any,
     ) -> None:
-        """Write `README.md` into the output folder.
+        """Write `README.md` into a folder, by default the output folder.
 
         `model_name` is by default the hub id or the folder's name, `dataset_name` what was trained
         on; the trainer's own tags are written, whatever else is given.
         """
-        self._write_card(self.args.output_dir, model_name, dataset_name)
-
-    def _write_card(
-        self, folder: str | Path, model_name: str | None = None, dataset_name: str | None = None
-    ) -> None:
         if self.args.process_index == 0:
             name = model_name or Path(self.args.hub_model_id or self.args.output_dir).name
             base_model = self.model.config._name_or_path or None
             card = render_model_card(self.method, name, base_model, dataset_name)
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            Path(folder, "README.md").write_text(card, encoding="utf-8")
+            place = Path(folder or self.args.output_dir)
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "README.md").write_text(card, encoding="utf-8")
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """Create the hub repository, unless the hub is switched off."""

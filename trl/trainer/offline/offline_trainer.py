@@ -23,8 +23,7 @@ from ...types import Mode
 from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import Policy, check_dataset, checked_args, prepare_policy
-from .answers import Predictions
-from .batches import ItemStream, RankBatches, StreamBatches
+from .batches import ItemStream, Predictions, RankBatches, StreamBatches
 from .offline_config import NO_LOGITS, UNSUPPORTED, OfflineConfig, set_template
 
 
@@ -213,9 +212,7 @@ class OfflineTrainer(BaseTrainer):
             eval_dataset = self.eval_dataset
         return self._loader(self._prepared(eval_dataset, self.args), "eval")[0]
 
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """Return the loader of `predict`: like that of an evaluation."""
-        return self.get_eval_dataloader(test_dataset)
+    get_test_dataloader = get_eval_dataloader  # of `predict`
 
     def begin_epoch(self) -> None:
         """Choose the order of the epoch."""

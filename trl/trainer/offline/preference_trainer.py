@@ -26,8 +26,7 @@ from ...ops.masking import masked_sum
 from ...ops.support import MeanLogit, Support
 from ...types import Mode, TokenScores
 from ..base.policy import Policy
-from .answers import prepare_answers
-from .batches import RankBatches
+from .batches import RankBatches, prepare_answers
 from .offline_config import PreferenceConfig
 from .offline_trainer import OfflineTrainer
 
