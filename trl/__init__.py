@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return import_module(f".{name}", __name__)
     if name not in _HOME:
-        from .absent import refuse
+        from .imports import refuse
 
         refuse(name, _HOME)
     return getattr(import_module(f".{_HOME[name]}", __name__), name)

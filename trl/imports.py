@@ -1,13 +1,15 @@
-"""What is imported late: optional dependencies, and the public names of a part of the package."""
+"""What is imported late, and what is said of names and packages that are not there."""
 
 import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
+
+from .text import did_you_mean
 
 EXTRAS = {
     "bitsandbytes": "quantization",
@@ -24,6 +26,18 @@ EXTRAS = {
 
 # Oldest and newest version that the tests run with. Trainers override private methods of it.
 TESTED = {"transformers": ("5.18", "5.23")}
+
+# Names of Hugging Face TRL by what they belong to; trainers have a configuration, too.
+METHODS = {"Distillation", "ORPO", "CPO", "BCO"}
+METHODS |= {"GKD", "XPO", "NashMD", "PRM", "IterativeSFT", "AlignProp", "DDPO"}
+OTHERS = {
+    *("MergeModelCallback", "WinRateCallback", "get_kbit_device_map", "setup_chat_format"),
+    *("AutoModelForCausalLMWithValueHead", "PreTrainedModelWrapper"),
+    *("AutoModelForSeq2SeqLMWithValueHead", "BestOfNSampler", "TextEnvironment", "TextHistory"),
+    *("BaseJudge", "BasePairwiseJudge", "BaseRankJudge", "HfPairwiseJudge", "PairRMJudge"),
+    *("OpenAIPairwiseJudge", "experimental", "extras"),
+}
+UPSTREAM = OTHERS | {f"{method}{kind}" for method in METHODS for kind in ("Trainer", "Config")}
 
 
 def is_available(module: str) -> bool:
@@ -86,3 +100,26 @@ def public_names(part: str) -> Callable[[str], Any]:
         raise AttributeError(f"module {part!r} has no attribute {name!r}")
 
     return find
+
+
+def refuse(name: str, known: Iterable[str]) -> NoReturn:
+    """Say that `trl` has no such name.
+
+    Raises:
+        AttributeError: by attribute access, so that `hasattr` is False.
+        ImportError: by `from trl import NAME`, where the words of an AttributeError would be lost.
+    """
+    if name in UPSTREAM:
+        trainers = ", ".join(x for x in known if x.endswith("Trainer"))
+        hint = f" It is not part of this release, whose trainers are {trainers}."
+    else:
+        hint = did_you_mean(name, known)
+    message = f"module 'trl' has no attribute {name!r}.{hint}"
+    from_trl_import = sys._getframe(2).f_code.co_name == "_handle_fromlist"
+    if (
+        from_trl_import
+        and not name.startswith("__")
+        and importlib.util.find_spec(f"trl.{name}") is None
+    ):
+        raise ImportError(message.replace("has no attribute", "has no name"), name="trl")
+    raise AttributeError(message)

@@ -98,11 +98,10 @@ def _metrics(folder: Path) -> list[dict[str, Any]]:
     found = (
         log | seconds.get(log["step"], {}) for log in StepLines(folder / "metrics.jsonl").read()
     )
-    return [{name: x for name, x in log.items() if _is_finite(x)} for log in found]
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return [
+        {name: x for name, x in log.items() if isinstance(x, int | float) and math.isfinite(x)}
+        for log in found
+    ]
 
 
 def _completions(folder: Path, split: str, most: int) -> dict[str, Any]:

@@ -90,14 +90,18 @@ class Reports:
     def add(self, mode: Mode, found: Round) -> int:
         """Record metrics of a round and write its completions; return its tokens on all ranks."""
         store = self._metrics[mode]
-        tokens = self._count_tokens(store, found)
+        lengths = found.generations.trained_lengths()
+        stopped = [reason == "stop" for reason in found.generations.finish]
+        rows = zip(lengths, stopped, map(len, found.prompts.token_ids), strict=True)
+        counts = self._ranks.gather(torch.tensor(list(map(list, rows)))).cpu()
+        record_lengths(store, counts[:, 0], counts[:, 1].bool())
         record_rewards(store, found.table)
         record_tools(store, found.generations.tool_calls)
         ranks = self._ranks.objects_on_first(found.records(self._ranks.rank))
         if self._ranks.rank == 0:
             self._latest[mode] = [record for records in ranks for record in records]
             self._files[mode].add(self._latest[mode])
-        return tokens
+        return int(counts[:, 0].sum() + counts[:, 2].sum())
 
     def take(self, mode: Mode) -> list[dict[str, Any]]:
         """Return the records of the latest round not yet taken; on other ranks than 0 none."""
@@ -109,14 +113,6 @@ class Reports:
             # The evaluation of a step comes before its checkpoint, its training rounds after.
             self._files["train"].keep_until(step - 1)
             self._files["eval"].keep_until(step)
-
-    def _count_tokens(self, store: MetricStore, found: Round) -> int:
-        lengths = found.generations.trained_lengths()
-        stopped = [reason == "stop" for reason in found.generations.finish]
-        rows = zip(lengths, stopped, map(len, found.prompts.token_ids), strict=True)
-        counts = self._ranks.gather(torch.tensor(list(map(list, rows)))).cpu()
-        record_lengths(store, counts[:, 0], counts[:, 1].bool())
-        return int(counts[:, 0].sum() + counts[:, 2].sum())
 
 
 def print_table(records: list[dict[str, Any]], step: int, count: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Where rewards come from: functions, coroutine functions, sequence classifiers."""
+"""Where rewards come from: functions, coroutine functions, sequence classifiers, judges."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from huggingface_hub import model_info, try_to_load_from_cache
@@ -31,6 +31,7 @@ TRAINED = (
     "(AutoModelForSequenceClassification)."
 )
 HUB_SECONDS = 10.0
+REWARDS = {0: (1.0, 0.0), 1: (0.0, 1.0), -1: (None, None)}  # of a pair, by the judge's decision
 # What of the policy's loading options also makes sense for a reward model.
 SHARED_INIT_OPTIONS = ("dtype", "device_map", "trust_remote_code")
 
@@ -242,3 +243,39 @@ def _check_exists(name: str) -> None:
 
 def _unwrapped(function: Any) -> Any:
     return _unwrapped(function.func) if isinstance(function, functools.partial) else function
+
+
+# --- Judges, who say which of two completions is better ---
+
+
+class PairwiseJudge(Protocol):
+    """Compares two completions of each prompt."""
+
+    def judge(self, prompts: list[Any], completions: list[list[Any]]) -> Sequence[int]:
+        """Return the place of the better completion of each prompt: 0 or 1; -1: no decision.
+
+        Prompts, and two completions of each, are strings or lists of messages.
+        """
+        ...
+
+
+class JudgeReward:
+    """Gives 1 to the better of two neighbors and 0 to the other; None where none is better."""
+
+    __name__ = "judge"
+
+    def __init__(self, judge: PairwiseJudge):
+        self._judge = judge
+
+    def __call__(
+        self, prompts: list[Any], completions: list[Any], **others: Any
+    ) -> list[float | None]:
+        """Reward completions, those of a prompt next to each other."""
+        pairs = [list(pair) for pair in zip(completions[::2], completions[1::2], strict=True)]
+        places = [int(place) for place in self._judge.judge(prompts[::2], pairs)]
+        if len(places) != len(pairs):
+            raise ValueError(f"the judge decided on {len(places)} of {len(pairs)} pairs")
+        for place in places:
+            if place not in REWARDS:
+                raise ValueError(f"the judge returned {place}; it must return 0, 1 or -1")
+        return [reward for place in places for reward in REWARDS[place]]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..online.judges import JudgeReward, PairwiseJudge
 from ..online.metrics import record_pairs
+from ..online.reward_sources import JudgeReward, PairwiseJudge
 from ..ops.masking import masked_sum, nan_mean
 from ..ops.preference_losses import PairOptions, PairScores, pair_loss
 from ..types import RewardTable, Rollout, TokenScores

@@ -8,7 +8,7 @@ import torch
 
 from trl.distributed import _is_lost
 from trl.generation.vllm.server import weight_stream
-from trl.generation.vllm.server.waiting import in_background, looks
+from trl.generation.vllm.server.client import in_background, looks
 from trl.generation.vllm.server.weight_stream import (
     Batch,
     TransferError,

@@ -25,8 +25,8 @@ from ....types import Generations, Sampling
 from ..backend import VLLMBackend
 from ..sampling import Request, completion_body, read_answers
 from ..weight_proof import WeightSyncError
-from .client import HOW, PROBLEM, ServerError, ServerFacts, VLLMClient, refusals
-from .waiting import in_background
+from .client import HOW, PROBLEM, ServerError, ServerFacts, VLLMClient, in_background, refusals
+from .secret import WEIGHTS
 from .weight_stream import Batch, TransferError, WeightGroup, batches
 
 logger = logging.get_logger(__name__)
@@ -137,7 +137,8 @@ class ServerPool:
             raise
 
     def _begin(self, batch: Batch, message: bytes) -> list[Future[Any]]:
-        calls = [in_background(partial(server.send_weights, message)) for server in self.servers]
+        words = "POST", WEIGHTS, message
+        calls = [in_background(partial(server.ask, *words)) for server in self.servers]
         if self._group is not None:
             with _reasons(calls):
                 self._group.broadcast(batch.flat, partial(_raise_from, calls))

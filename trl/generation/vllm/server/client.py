@@ -1,24 +1,27 @@
-"""Talking to a vLLM server: waiting for it, its routes, and requests in the background."""
+"""Talking to a vLLM server: its routes, waiting that ends, and requests in the background."""
 
 from __future__ import annotations
 
 import json
 import math
 import socket
+import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 import torch
 
-from .secret import ANSWER, CHALLENGE, REQUEST, VARIABLE, WEIGHTS, Claim, shared_secret
-from .waiting import looks
+from .secret import ANSWER, CHALLENGE, REQUEST, VARIABLE, Claim, shared_secret
 
 PROTOCOL = 3  # of trainer and workers; changes when they would not understand each other
 PROBLEM = "Weights: "  # how what is wrong with the weights of a sync begins
+Answer = TypeVar("Answer")
 SHAPE = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
@@ -171,10 +174,6 @@ class VLLMClient:
         body = {"method": method, "args": args}
         return list(self.ask("POST", "/collective_rpc", body, seconds)["results"])
 
-    def send_weights(self, message: bytes) -> None:
-        """Hand a message of `Batch.packed` to all workers; see `ask`."""
-        self.ask("POST", WEIGHTS, message)
-
     def wait_until_healthy(self) -> None:
         """Wait for a server that may still be starting; see `ask`."""
         last = ""
@@ -260,3 +259,32 @@ def _message(text: str) -> str:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, LookupError, TypeError):
         return text[:1000]
+
+
+def looks(seconds: float, pause: float, longest: float | None = None) -> Iterator[float]:
+    """Yield the seconds that are left, with pauses between, until none are; at least once.
+
+    Pauses double up to the `longest`; without one all are the same.
+    """
+    end, left = time.monotonic() + seconds, max(seconds, 0.0)
+    while True:
+        yield left
+        left = end - time.monotonic()
+        if left <= 0:
+            return
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, longest or pause)
+
+
+def in_background(work: Callable[[], Answer]) -> Future[Answer]:
+    """Do something in a thread that the end of the process does not wait for."""
+    future: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

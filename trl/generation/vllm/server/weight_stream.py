@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..weight_proof import fingerprint
-from .waiting import in_background, looks
+from .client import in_background, looks
 
 BATCH_BYTES = 2**26  # of weights that travel together; larger ones travel alone
 SHORTEST_LOOK, LONGEST_LOOK = 5e-5, 5e-3  # seconds between two looks at a transfer
