@@ -84,17 +84,16 @@ class Ranks:
 
     def gather(self, rows: Tensor) -> Tensor:
         """Concatenate values (B, ...) of all ranks' rows in rank order: (N, ...), on the device."""
-        if self._accelerator is None:
-            return rows
-        rows = rows.to(self._accelerator.device)
+        rows = self._on_device(rows)
         return rows if self.count == 1 else self._accelerator.gather(rows.contiguous())
 
     def sum(self, value: Tensor) -> Tensor:
         """Add a tensor up over all ranks: on the device."""
-        if self._accelerator is None:
-            return value
-        value = value.to(self._accelerator.device)
+        value = self._on_device(value)
         return value if self.count == 1 else self._accelerator.reduce(value, reduction="sum")
+
+    def _on_device(self, value: Tensor) -> Tensor:
+        return value if self._accelerator is None else value.to(self._accelerator.device)
 
     def all(self, flag: bool) -> bool:
         """Whether something holds on every rank."""
@@ -140,12 +139,9 @@ class Ranks:
         self.raise_everywhere(failure, what)
 
     def raise_everywhere(self, failure: BaseException | None, what: str) -> None:
-        """Raise on every rank if there is a failure on one; all must call this.
+        """Raise on every rank if there is a failure on one in the work `what`; all must call this.
 
-        `what` names the work in messages.
-
-        Raises:
-            RankError: on ranks that did not fail themselves; the others raise their own error.
+        Ranks that did not fail themselves raise a `RankError`.
         """
         messages = self.gather_objects(None if failure is None else _words(failure))
         if failure is not None:
@@ -160,10 +156,7 @@ class Ranks:
 
         The end of a process makes the collectives of the others fail, at once or when
         `ddp_timeout` is over. They then wait a moment, for a launcher to meet the first failure
-        first and to end them, and raise an error that names it.
-
-        Raises:
-            RankError: instead of the error of a collective that another rank left.
+        first and to end them, and raise a `RankError` that names it.
         """
         if self._is_watched or self.count == 1:
             yield

@@ -103,11 +103,9 @@ def public_names(part: str) -> Callable[[str], Any]:
 
 
 def refuse(name: str, known: Iterable[str]) -> NoReturn:
-    """Say that `trl` has no such name.
+    """Say that `trl` has no such name, by an AttributeError, so that `hasattr` is False.
 
-    Raises:
-        AttributeError: by attribute access, so that `hasattr` is False.
-        ImportError: by `from trl import NAME`, where the words of an AttributeError would be lost.
+    By `from trl import NAME` it is an ImportError: the words of the other would be lost.
     """
     if name in UPSTREAM:
         trainers = ", ".join(x for x in known if x.endswith("Trainer"))
@@ -116,10 +114,6 @@ def refuse(name: str, known: Iterable[str]) -> NoReturn:
         hint = did_you_mean(name, known)
     message = f"module 'trl' has no attribute {name!r}.{hint}"
     from_trl_import = sys._getframe(2).f_code.co_name == "_handle_fromlist"
-    if (
-        from_trl_import
-        and not name.startswith("__")
-        and importlib.util.find_spec(f"trl.{name}") is None
-    ):
+    if from_trl_import and not name.startswith("__") and not is_available(f"trl.{name}"):
         raise ImportError(message.replace("has no attribute", "has no name"), name="trl")
     raise AttributeError(message)

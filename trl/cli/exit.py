@@ -59,7 +59,11 @@ def one_line_errors(parser: TrlParser, trainer: Trainer | None = None) -> Iterat
         if trainer is not None:
             words += [f"This was {_place(trainer)}"] if trainer.state.global_step else []
             words += [_keep_trace(Path(str(trainer.args.output_dir)))]
-        _report(parser.prog, " ".join(filter(None, words)))
+        if rank() > 0:  # the main process tells of it, and its end is the end of the others
+            time.sleep(MAIN_RANK_FIRST)
+            words += [f"(process {rank()})"]
+        text = " ".join(filter(None, words))
+        print(f"{parser.prog}: error: {text}", file=sys.stderr, flush=True)
         raise SystemExit(MISTAKE) from None
 
 
@@ -80,15 +84,6 @@ def as_command_line(text: str, names: Iterable[str]) -> str:
         return f"--{found[1]} {value}"
 
     return re.sub(rf"(?<![\w.-])({known})={values}", spelled, text) if known else text
-
-
-def _report(program: str, text: str) -> None:
-    """Print a mistake once: the main process does, and its end is the end of the others."""
-    number = rank()
-    if number > 0:
-        time.sleep(MAIN_RANK_FIRST)
-    where = f" (process {number})" if number > 0 else ""
-    print(f"{program}: error: {text}{where}", file=sys.stderr, flush=True)
 
 
 def _keep_trace(folder: Path) -> str:

@@ -181,10 +181,7 @@ def _sequence(value: Any, member: Any) -> Any:
 def read_config(path: str) -> dict[str, Any]:
     """Read a YAML file of options, and put its `env` mapping into the environment.
 
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if the file is not valid YAML, a key is given twice, or it or its `env` is not
-            a mapping.
+    It must be a mapping without a key that is given twice: a ValueError otherwise.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"--config {path}: there is no such file.")

@@ -28,9 +28,7 @@ SHARED_MEMORY = Path("/dev/shm")  # vLLM takes adapters from folders alone
 def adapter_settings(policy: PolicyHandle, settings: EngineSettings) -> EngineSettings:
     """Settings of an engine that holds the adapter of a policy apart, from those of one without.
 
-    Raises:
-        ValueError: if the policy is more than a frozen model with a LoRA adapter, or vLLM has no
-            room for the adapter or cannot compute with it.
+    A ValueError says that it has more than a LoRA adapter, or what vLLM cannot do with it.
     """
     words = "vllm_sync_adapter_only=True needs a LoRA adapter on a frozen model, but "
     reason = why_not_low_rank(policy.model)

@@ -207,7 +207,11 @@ def start_engine(
         _launch_environment(settings)
         vllm = require("vllm", "use_vllm=True")
         on_cpu = keep_weights_unpacked("use_vllm=True")
-        _dense_config(model).save_pretrained(folder)
+        config = copy.deepcopy(model.config)
+        config.architectures = config.architectures or [type(model).__name__]
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config  # the engine holds whole weights
+        config.save_pretrained(folder)
         if settings.reads_text:
             tokenizer.save_pretrained(folder)
         shared = on_cpu and settings.tensor_parallel > 1
@@ -215,15 +219,6 @@ def start_engine(
             llm = vllm.LLM(folder, **settings.arguments(on_cpu))
     _keep_process_groups(llm)
     return kind(llm, settings.sleeps)
-
-
-def _dense_config(model: Any) -> Any:
-    """The configuration of a model with whole weights, which is what the engine holds."""
-    config = copy.deepcopy(model.config)
-    config.architectures = config.architectures or [type(model).__name__]
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    return config
 
 
 def _keep_process_groups(llm: Any) -> None:

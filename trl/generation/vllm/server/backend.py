@@ -189,7 +189,13 @@ class ServerPool:
         calls = [in_background(partial(ask, server, request)) for server, request in pairs]
         try:
             self._wait_for(calls)
-            self._check_weights()
+            for server in self.servers:
+                if server.call_workers("trl_held")[0] != [self.run, self._syncs]:
+                    raise WeightSyncError(
+                        f"The vLLM server {server.url} does not hold the weights that it was sent: "
+                        "it was restarted or serves another trainer. Completions would be those of "
+                        "another policy."
+                    )
         except BaseException:
             self.leave()
             raise
@@ -210,15 +216,6 @@ class ServerPool:
             raise ServerError(
                 f"While generating, with {answered} of {len(calls)} prompts answered: {error}"
             ) from error
-
-    def _check_weights(self) -> None:
-        for server in self.servers:
-            if server.call_workers("trl_held")[0] != [self.run, self._syncs]:
-                raise WeightSyncError(
-                    f"The vLLM server {server.url} does not hold the weights that it was "
-                    "sent: it was restarted or serves another trainer. Completions would be those "
-                    "of another policy."
-                )
 
 
 class VLLMServerBackend(VLLMBackend):

@@ -128,11 +128,8 @@ class VLLMClient:
         """One request; returns what the answer's JSON holds, or None if it is empty.
 
         The body is bytes, or what JSON can hold. With infinite `seconds` whoever asks looks after
-        the server by other means.
-
-        Raises:
-            ServerError: if there is no answer in time or its status is not 200.
-            SecretError: if the server does not take, or does not prove, the secret.
+        the server by other means. A `ServerError` says that there is no answer in time or its
+        status is not 200, a `SecretError` that the server does not take, or prove, the secret.
         """
         if not isinstance(body, bytes):
             body = b"" if body is None else json.dumps(body).encode()
