@@ -45,12 +45,7 @@ class DPOTrainer(PreferenceTrainer):
     """
 
     config_class = DPOConfig
-    method = Method(
-        name="DPO",
-        tag="dpo",
-        paper="Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
-        arxiv="2305.18290",
-    )
+    method = Method("DPO", "dpo", arxiv="2305.18290")
 
     # --- What is known before a step ---
 

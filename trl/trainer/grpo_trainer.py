@@ -60,12 +60,7 @@ class GRPOTrainer(OnlineTrainer):
     """
 
     config_class = GRPOConfig
-    method = Method(
-        name="GRPO",
-        tag="grpo",
-        paper="DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
-        arxiv="2402.03300",
-    )
+    method = Method("GRPO", "grpo", arxiv="2402.03300")
 
     def set_up(self) -> None:
         """Build the controller of the entropy bonus."""

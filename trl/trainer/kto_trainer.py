@@ -63,12 +63,7 @@ class KTOTrainer(PreferenceTrainer):
     config_class = KTOConfig
     rows_class: ClassVar[Any] = LabelledRows
     unpairs = True
-    method = Method(
-        name="KTO",
-        tag="kto",
-        paper="KTO: Model Alignment as Prospect Theoretic Optimization",
-        arxiv="2402.01306",
-    )
+    method = Method("KTO", "kto", arxiv="2402.01306")
 
     def set_up(self, policy: Policy, model: Any) -> None:
         """Make the reference; nothing of a step is known yet."""

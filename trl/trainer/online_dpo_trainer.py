@@ -42,12 +42,7 @@ class OnlineDPOTrainer(OnlineTrainer):
         "reward_processing_class": "reward_processing_classes",
         **ignored("", "data_collator", "compute_metrics", "preprocess_logits_for_metrics"),
     }
-    method = Method(
-        name="Online DPO",
-        tag="online-dpo",
-        paper="Direct Language Model Alignment from Online AI Feedback",
-        arxiv="2402.04792",
-    )
+    method = Method("Online DPO", "online-dpo", arxiv="2402.04792")
 
     def __init__(
         self,

@@ -53,12 +53,7 @@ class PPOTrainer(OnlineTrainer):
 
     config_class = PPOConfig
     legacy_options = FIRST_ARGUMENTS | {"ref_policy": "ref_model"}
-    method = Method(
-        name="PPO",
-        tag="ppo",
-        paper="Fine-Tuning Language Models from Human Preferences",
-        arxiv="1909.08593",
-    )
+    method = Method("PPO", "ppo", arxiv="1909.08593")
 
     def __init__(
         self,

@@ -36,13 +36,7 @@ class RLOOTrainer(OnlineTrainer):
     config_class = RLOOConfig
     legacy_options = FIRST_ARGUMENTS | ignored("", "ref_policy")
     ratio_level = "sequence_sum"
-    method = Method(
-        name="RLOO",
-        tag="rloo",
-        paper="Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human "
-        "Feedback in LLMs",
-        arxiv="2402.14740",
-    )
+    method = Method("RLOO", "rloo", arxiv="2402.14740")
 
     def shape_rewards(self, table: RewardTable, batch: Rollout) -> Tensor:
         """Clip the task reward and subtract the KL penalty: (N,)."""

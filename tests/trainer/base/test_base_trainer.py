@@ -16,7 +16,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from trl.imports import TESTED
 from trl.models.scorer import Scorer
-from trl.trainer.base import base_trainer
+from trl.trainer.base import policy
 from trl.trainer.base.base_config import BaseConfig
 from trl.trainer.base.base_trainer import BaseTrainer
 from trl.trainer.base.model_card import Method
@@ -128,7 +128,7 @@ def test_a_version_of_transformers_that_is_not_tested_is_named(
 ):
     said = []
     monkeypatch.setitem(TESTED, "transformers", ("5.0", newest))
-    monkeypatch.setattr(base_trainer.logger, "warning_once", said.append)
+    monkeypatch.setattr(policy.logger, "warning_once", said.append)
     make_trainer(tmp_path)
     assert len([x for x in said if "was tested with (5.0 to" in x]) == warnings
 

@@ -8,6 +8,7 @@ from online_runs import make_trainer
 from tiny import lora_model
 from transformers import Trainer
 
+import trl
 from trl.trainer.base.model_card import Method, render_model_card
 
 METHOD = Method("ABC", "abc", "A paper", "1234.56789", "\n@article{a, cost = {$5 ${x}}}\n\n")
@@ -131,3 +132,12 @@ def test_the_hub_is_called_only_when_it_is_on(tmp_path, monkeypatch, offline):
     ]
     assert calls == ([] if offline else expected)
     assert returned == (None if offline else "push_to_hub")
+
+
+def test_titles_of_papers_are_those_of_their_entries():
+    for name, title in (
+        ("DPO", "Direct Preference Optimization: Your Language Model is Secretly a Reward Model"),
+        ("KTO", "KTO: Model Alignment as Prospect Theoretic Optimization"),
+        ("OnlineDPO", "Direct Language Model Alignment from Online AI Feedback"),
+    ):
+        assert f": [{title}](https" in getattr(trl, f"{name}Trainer").method.reference

@@ -178,16 +178,15 @@ def seal(folder: Path, facts: dict[str, Any], whole: bool = True) -> None:
 
     Unless `whole`, checksums of large files are of their ends and of samples between.
     """
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    files = [path for path in files if path.name not in _FREE]
-    names = [path.relative_to(folder).as_posix() for path in files]
+    found = (path for path in sorted(folder.rglob("*")) if path.name not in _FREE)
+    files = {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}
     with ThreadPoolExecutor(4) as pool:
-        described = pool.map(lambda path: _flushed(path, whole), files)
-        content = {"facts": facts, "files": dict(zip(names, described, strict=True))}
+        described = pool.map(lambda path: _flushed(path, whole), files.values())
+        content = {"facts": facts, "files": dict(zip(files, described, strict=True))}
     text = json.dumps({"content": content, "sha256": _text_sum(content)}, indent=1)
     (folder / MANIFEST).write_text(text, encoding="utf-8")
-    _flushed(folder / MANIFEST, whole=False)
-    _flush_folder(folder)
+    _flush(folder / MANIFEST)
+    _flush(folder)
 
 
 def facts_of(folder: Path) -> dict[str, Any] | None:
@@ -218,7 +217,7 @@ def publish(staged: Path, final: Path) -> None:
     if final.exists():
         _withdraw(final)
     staged.rename(final)
-    _flush_folder(final.parent)
+    _flush(final.parent)
     with suppress(OSError):  # something else is in it
         staged.parent.rmdir()
 
@@ -288,13 +287,12 @@ def _sum(path: Path, whole: bool) -> dict[str, str]:
 
 def _flushed(path: Path, whole: bool) -> dict[str, Any]:
     """Size and checksum of a file whose bytes are on the disk, not only on their way to it."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    _flush(path)
     return {"bytes": path.stat().st_size} | _sum(path, whole)
 
 
-def _flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -19,23 +20,25 @@ TEMPLATES = resources.files("trl") / "templates"
 
 @dataclass(frozen=True)
 class Method:
-    """How a trainer is named, and cited if it has a paper."""
+    """How a trainer is named, and cited if it has a paper: an entry of `templates`, or its own."""
 
     name: str  # as shown, such as "RLOO"
     tag: str  # as searched for, such as "rloo"
-    paper: str = ""  # its title
+    paper: str = ""  # its title, if `templates` has no entry of it
     arxiv: str = ""  # its identifier
-    citation: str = ""  # BibTeX entry, if `templates` has none of the paper
+    citation: str = ""  # the entry, in BibTeX, if there is none
     card: str = "model_card.md"  # template of the README
 
     @property
     def reference(self) -> str:
         """The name, with the paper as Markdown."""
-        if not self.paper:
+        if not self.arxiv:
             return f"{self.name}."
-        link = f"[{self.paper}](https://huggingface.co/papers/{self.arxiv})"
         entry = TEMPLATES / f"{self.arxiv}.bib"
         citation = entry.read_text("utf-8") if entry.is_file() else self.citation
+        titles = [self.paper] if self.paper else re.findall(r"title *= *{(.*?)},\n", citation, re.S)
+        title = " ".join(re.sub("[{}]", "", titles[0]).split())
+        link = f"[{title}](https://huggingface.co/papers/{self.arxiv})"
         return f"{self.name}: {link}.\n\n```bibtex\n{citation.strip()}\n```"
 
 
