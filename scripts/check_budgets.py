@@ -24,7 +24,7 @@ BRANCHES = (
 # the second, which must hold, is lowered as they get there.
 FOLDERS = {
     "ops": (1750, 1750),
-    "data": (2000, 3191),
+    "data": (2000, 3183),
     "models": (3500, 4106),
     "memory": (2000, 2060),
     "generation": (4500, 4500),
@@ -35,7 +35,7 @@ FOLDERS = {
     "cli, scripts": (2700, 2700),
     "rest": (1100, 1262),
 }
-ALL = (25_000, 28_368)
+ALL = (25_000, 28_365)
 LOADED = (75, 71)  # modules that `from trl import RLOOTrainer` may load
 
 

@@ -4,6 +4,9 @@ from .data.formats import (
     apply_chat_template as apply_chat_template,
 )
 from .data.formats import (
+    extract_prompt as extract_prompt,
+)
+from .data.formats import (
     is_conversational as is_conversational,
 )
 from .data.formats import (
@@ -14,7 +17,16 @@ from .data.formats import (
 )
 from .data.formats import maybe_convert_to_chatml as maybe_convert_to_chatml
 from .data.formats import (
+    maybe_extract_prompt as maybe_extract_prompt,
+)
+from .data.formats import (
+    maybe_unpair_preference_dataset as maybe_unpair_preference_dataset,
+)
+from .data.formats import (
     prepare_multimodal_messages as prepare_multimodal_messages,
+)
+from .data.formats import (
+    unpair_preference_dataset as unpair_preference_dataset,
 )
 from .data.mixture import (
     DatasetMixtureConfig as DatasetMixtureConfig,
@@ -27,18 +39,6 @@ from .data.packing import (
 )
 from .data.packing import (
     truncate_dataset as truncate_dataset,
-)
-from .data.preference import (
-    extract_prompt as extract_prompt,
-)
-from .data.preference import (
-    maybe_extract_prompt as maybe_extract_prompt,
-)
-from .data.preference import (
-    maybe_unpair_preference_dataset as maybe_unpair_preference_dataset,
-)
-from .data.preference import (
-    unpair_preference_dataset as unpair_preference_dataset,
 )
 from .data.templates import clone_chat_template as clone_chat_template
 from .data.templates import get_training_chat_template as get_training_chat_template

@@ -4,10 +4,10 @@ from bpe import WORDS, bpe_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
-from tokenizers import processors
+from tokenizers import normalizers, processors
 
 from trl.data.encode import TextEncoder, template_options
-from trl.data.preference import common_prefix_length
+from trl.data.formats import common_prefix_length
 
 ENCODER = TextEncoder(bpe_tokenizer())
 texts = st.lists(st.sampled_from([*WORDS.split(), " ", "\n", "hel", "lo", "<|im_end|>", "é", ". "]))
@@ -34,6 +34,27 @@ def test_answers_are_encoded_as_the_whole_text_is(prompt, answer):
     assert ids == whole
     assert mask.tolist() == [answer != "" and i >= first for i in range(len(ids))]
     assert merged == (answer != "" and first < len(alone))
+
+
+def prefixed():
+    """A tokenizer that writes something before each text: ends of texts do not show it."""
+    tokenizer = bpe_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("the")
+    return tokenizer
+
+
+@settings(deadline=None, max_examples=100)
+@given(texts.map(" ".join), st.lists(texts.map("".join), min_size=2, max_size=3), st.booleans())
+def test_answers_to_one_prompt_are_encoded_as_each_alone(prompt, answers, prefixes):
+    """The prompt is encoded once, if the end of it comes out as it stands in the whole text."""
+    encoder = TextEncoder(prefixed() if prefixes else bpe_tokenizer())
+    prompt = "the quick brown fox jumps over the lazy dog" + prompt
+    whole = [prompt + answer for answer in answers]
+    spans = [[(len(prompt), len(text))] for text in whole]
+    together = encoder.masked(whole, spans)
+    alone = [encoder.masked([text], [span])[0] for text, span in zip(whole, spans, strict=True)]
+    for (ids, mask, merged), (own, own_mask, own_merged) in zip(together, alone, strict=True):
+        assert (ids, mask.tolist(), merged) == (own, own_mask.tolist(), own_merged)
 
 
 def test_a_token_over_the_boundary_belongs_to_the_answer():

@@ -1,11 +1,14 @@
 import pytest
 from bpe import CHATML, bpe_tokenizer
-from tiny import CHAT_TEMPLATE
+from tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tool_chat import STOPS, TEMPLATE, ids, tool_tokenizer
 
 from trl.data.tool_template import (
     ToolTurns,
     add_response_schema,
+    as_message,
+    read_response,
+    reads_responses,
     supports_tool_calling,
     tool_message,
 )
@@ -155,3 +158,43 @@ def test_templates_whose_calls_cannot_be_read():
     tokenizer.chat_template = {"default": CHATML}
     with pytest.raises(ValueError, match="must be one text"):
         add_response_schema(tokenizer)
+
+
+READABLE = {
+    "start_anchor": "<assistant>",
+    "fields": {
+        "reasoning_content": {"open": "(", "close": ")", "content": "text"},
+        "content": {"content": "text"},
+        "data": {"open": "[", "close": "]", "content": "json"},
+    },
+}
+
+
+def tiny_ids(text):
+    return tiny_tokenizer()(text)["input_ids"]
+
+
+PROMPT = tiny_ids("<user>hi<end><assistant>")
+
+
+def tokenizer_with_template():
+    tokenizer = tiny_tokenizer()
+    tokenizer.response_template = READABLE
+    return tokenizer
+
+
+def test_the_parts_of_a_turn():
+    tokenizer = tokenizer_with_template()
+    assert reads_responses(tokenizer) and not reads_responses(tiny_tokenizer())
+    message = {"role": "assistant", "reasoning_content": "2+2", "content": "4"}
+    assert read_response(tokenizer, PROMPT, tiny_ids("(2+2)4")) == message
+    assert read_response(tokenizer, PROMPT, tiny_ids("(2+2)"))["content"] == ""
+    assert as_message(tokenizer, PROMPT, [*tiny_ids("(2+2)4"), tokenizer.eos_token_id]) == message
+
+
+def test_what_cannot_be_read_is_content():
+    tokenizer = tokenizer_with_template()
+    assert as_message(tokenizer, PROMPT, tiny_ids("[{]")) == {"role": "assistant", "content": "[{]"}
+    assert as_message(tokenizer, PROMPT, []) == {"role": "assistant", "content": ""}
+    found = as_message(tiny_tokenizer(), PROMPT, [*tiny_ids("(2+2)4"), 1])
+    assert found == {"role": "assistant", "content": "(2+2)4"}

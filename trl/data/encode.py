@@ -16,14 +16,19 @@ import transformers
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from .formats import prepare_multimodal_messages
-from .preference import common_prefix_length
+from .formats import common_prefix_length, prepare_multimodal_messages
 from .templates import has_generation_markers
 
 Ids = list[int]
 Message = dict[str, Any]
 Chat = Sequence[Message]
 Span = tuple[int, int]  # the first character, and the one behind the last
+Masked = tuple[Ids, np.ndarray, int]  # ids, a mask (tokens,), tokens over the edge of the mask
+
+# Characters that a text shares with the one before it, and that are encoded again, and of these,
+# tokens that must come out as they stand there.
+TAIL, AGREEING = 32, 4
+WORD_END = re.compile(r".*[^\W\d_](?= [^\W\d_])", re.DOTALL)
 
 
 class TextEncoder:
@@ -42,6 +47,8 @@ class TextEncoder:
         self._is_processor = self.tokenizer is not processing_class
         self._template = processing_class.chat_template if self._is_processor else None
         self._core = self.tokenizer.backend_tokenizer if self.tokenizer.is_fast else None
+        # Without words, a character may change tokens far from it.
+        self._splits_words = self._core is not None and self._core.pre_tokenizer is not None
         self.begin = self._begin()
 
     def _begin(self) -> Ids:
@@ -87,10 +94,10 @@ class TextEncoder:
             return [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         return [one.ids for one in self._encodings(self._core.encode_batch_fast, texts)]
 
-    def masked(
-        self, texts: Sequence[str], spans: Sequence[Sequence[Span]]
-    ) -> list[tuple[Ids, np.ndarray, int]]:
+    def masked(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Masked]:
         """Encode texts as they are, and find the tokens that stand for characters of their spans.
+
+        What texts next to each other share before their spans is encoded once.
 
         Returns:
             Of each text: ids; a mask (tokens,); and how many tokens of the mask stand for
@@ -101,10 +108,37 @@ class TextEncoder:
             return list(map(self._masked_end, texts, spans))
         if list(map(list, spans)) == whole_texts(texts):
             return [(ids, np.ones(len(ids), dtype=bool), 0) for ids in self.ids(texts)]
-        found = self._encodings(self._core.encode_batch, texts)
-        return [(one.ids, *_mask(one, some)) for one, some in zip(found, spans, strict=True)]
+        cuts = self._cuts(texts, spans)
+        tails = [text[cut:] for text, cut in zip(texts, cuts, strict=True)]
+        encodings = self._encodings(self._core.encode_batch, tails)
+        found: list[Masked] = []
+        whole, before = None, []
+        for one, some, cut in zip(encodings, spans, cuts, strict=True):
+            ids, (trained, merged) = one.ids, _mask(one, [(a - cut, b - cut) for a, b in some])
+            if cut:
+                before = _before(whole, cut, some[0][0], ids)
+            else:
+                whole, before = one, []
+            if before is None:
+                self._splits_words = False
+                return self.masked(texts, spans)
+            mask = np.concatenate([np.zeros(len(before), dtype=bool), trained])
+            found.append((before + ids, mask, merged))
+        return found
 
-    def _masked_end(self, text: str, spans: Sequence[Span]) -> tuple[Ids, np.ndarray, int]:
+    def _cuts(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[int]:
+        """Where the end of a text begins, if its beginning is that of the last whole one; or 0."""
+        found: list[int] = []
+        whole = ""
+        for text, some in zip(texts, spans, strict=True):
+            start = some[0][0] if some else 0
+            is_shared = self._splits_words and text[:start] == whole[:start]
+            word = WORD_END.match(text, 0, start - TAIL) if is_shared and start > TAIL else None
+            found.append(word.end() if word else 0)
+            whole = text if word is None else whole
+        return found
+
+    def _masked_end(self, text: str, spans: Sequence[Span]) -> Masked:
         start, stop = spans[0] if len(spans) == 1 else (0, 0)
         if stop != len(text):
             raise ValueError(
@@ -179,6 +213,14 @@ def whole_texts(texts: Sequence[str]) -> list[list[Span]]:
     return [[(0, len(text))] for text in texts]
 
 
+def _before(whole: Any, cut: int, start: int, ids: Ids) -> Ids | None:
+    """The tokens of a text before a cut, if the ones behind it begin like `ids`."""
+    first, stop = _token_at(whole, cut), _token_at(whole, start)
+    agreeing = min(max(stop - first - 1, 1), AGREEING)  # the last token may merge
+    known = whole.ids[: first + agreeing]
+    return known[:first] if known[first:] == ids[:agreeing] else None
+
+
 def _mask(encoding: Any, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
     trained, merged = np.zeros(len(encoding), dtype=bool), 0
     for start, stop in spans:
@@ -195,6 +237,8 @@ def _mask(encoding: Any, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
 
 def _token_at(encoding: Any, place: int) -> int:
     """The first token that stands for this character, or for the first one behind it that has."""
+    if (token := encoding.char_to_token(place)) is not None:
+        return int(token)
     end = encoding.token_to_chars(len(encoding) - 1)[1] if len(encoding) else 0
     tokens = map(encoding.char_to_token, range(place, end))
     return next((token for token in tokens if token is not None), len(encoding))

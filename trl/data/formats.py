@@ -1,14 +1,16 @@
-"""Conversational and plain examples: telling, converting and rendering them."""
+"""Conversational and plain examples: telling, converting, rendering and pairing them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from datasets import Dataset, DatasetDict
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+D = TypeVar("D", Dataset, DatasetDict)
 COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
 FIELDS = ("prompt", "chosen", "rejected", "completion", "messages")
 SUPPORTED = (
@@ -24,11 +26,9 @@ IMAGE_KEYS = ("image", "url", "path", "base64")
 
 
 def is_conversational(example: dict[str, Any]) -> bool:
-    """Whether the texts of an example are lists of messages with a `role`.
+    """Whether the first text of an example that is not empty is a list of messages with a `role`.
 
-    Args:
-        example (`dict`): one row, with at least one of prompt, chosen, rejected, completion and
-            messages. The first of them that is not empty decides.
+    Texts are its prompt, chosen, rejected, completion and messages.
     """
     for field in FIELDS:
         value = example.get(field)
@@ -49,11 +49,7 @@ def is_conversational_from_value(example: dict[str, Any]) -> bool:
 
 
 def maybe_convert_to_chatml(example: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Rename `from` to `role` and `value` to `content`, and `conversations` to `messages`.
-
-    Args:
-        example (`dict`): one row; returned as a new dictionary. Other formats are unchanged.
-    """
+    """Rename `from`, `value` and `conversations` of a row to `role`, `content` and `messages`."""
     found = dict(example)
     for column in COLUMNS:
         if isinstance(found.get(column), list):
@@ -78,12 +74,8 @@ def apply_chat_template(
 ) -> dict[str, Any]:
     """Render a conversational example as strings.
 
-    Args:
-        example (`dict`): fields as one of the sets of `SUPPORTED`; others are dropped. A
-            `chat_template_kwargs` field is merged into the keyword arguments.
-        processing_class: renders conversations.
-        tools (`list`, *optional*): tools the template may describe.
-        template_kwargs: further arguments of the template.
+    Its fields are one of the sets of `SUPPORTED`; others are dropped. A `chat_template_kwargs`
+    field is merged into `template_kwargs`, further arguments of the template.
 
     Returns:
         `dict`: `text` for messages; else the same fields as strings. A completion is what its
@@ -150,12 +142,10 @@ def maybe_apply_chat_template(
 def prepare_multimodal_messages(
     messages: list[dict[str, Any]], images: list[Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Turn string contents into blocks and put images where they belong.
+    """Turn string contents into blocks and put images where they belong, in a copy of messages.
 
-    Args:
-        messages (`list[dict]`): chat messages; not modified.
-        images (`list`, *optional*): fill the empty image blocks in order; without such blocks
-            they stand before the text of the first user message.
+    Images fill the empty image blocks in order; without such blocks they stand before the text of
+    the first user message.
 
     Raises:
         ValueError: for an unknown role, or if images and image blocks differ in number.
@@ -222,3 +212,74 @@ def malformed_prompt(prompt: Any) -> str | None:
         if all(message.get(name) is None for name in said):
             return f"has no 'content' in message {place}."
     return None
+
+
+def extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
+    """Split what `chosen` and `rejected`, strings or messages, have in common off as `prompt`.
+
+    A space at the end of a common string belongs to the completions. If one is the beginning of
+    the other, its last element stays a completion, so that none is empty.
+    """
+    chosen, rejected = example["chosen"], example["rejected"]
+    shared = common_prefix_length(chosen, rejected)
+    if shared and shared == min(len(chosen), len(rejected)):
+        shared -= 1
+    if isinstance(chosen, str) and shared and chosen[shared - 1] == " ":
+        shared -= 1
+    return {
+        "prompt": chosen[:shared],
+        "chosen": chosen[shared:],
+        "rejected": rejected[shared:],
+    }
+
+
+def common_prefix_length(ids: Sequence[Any], other: Sequence[Any]) -> int:
+    """Count the items that two sequences of one type begin with alike."""
+    low, high = 0, min(len(ids), len(other))
+    # By halves: slices are compared many times faster than single items.
+    while low < high:
+        middle = (low + high + 1) // 2
+        if ids[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
+    """`extract_prompt` for pairs without a prompt of their format; others are unchanged."""
+    if "chosen" not in example or "rejected" not in example:
+        return example
+    prompt, is_text = example.get("prompt"), isinstance(example["chosen"], str)
+    has_prompt = prompt is not None and isinstance(prompt, str) == is_text
+    return example if has_prompt else extract_prompt(example)
+
+
+def unpair_preference_dataset(dataset: D, **map_kwargs: Any) -> D:
+    """Turn each pair into two rows with a completion and a label; other columns are kept.
+
+    Of each batch the chosen rows come first (`label` True), then the rejected ones. `map_kwargs`
+    are arguments of `Dataset.map`.
+    """
+
+    def unpair(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        count = len(batch["chosen"])
+        others = {k: v * 2 for k, v in batch.items() if k not in ("chosen", "rejected")}
+        return others | {
+            "completion": batch["chosen"] + batch["rejected"],
+            "label": [True] * count + [False] * count,
+        }
+
+    return dataset.map(unpair, batched=True, remove_columns=["chosen", "rejected"], **map_kwargs)
+
+
+def maybe_unpair_preference_dataset(
+    dataset: D, num_proc: int | None = None, desc: str | None = None
+) -> D:
+    """`unpair_preference_dataset` for datasets with both columns; others are unchanged."""
+    one = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+    # A stream may know its columns only from its rows.
+    if not {"chosen", "rejected"} <= set(one.column_names or next(iter(one), ())):
+        return dataset
+    options = {k: v for k, v in {"num_proc": num_proc, "desc": desc}.items() if v is not None}
+    return unpair_preference_dataset(dataset, **options)

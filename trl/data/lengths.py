@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
+from .formats import common_prefix_length
 from .packing import best_fit, efficiency
-from .preference import common_prefix_length
-from .preference_rows import preference_lengths
-from .prepare import row_lengths, trained_in, whole_rows
+from .preference_rows import PreferenceLimits, kept_preferences, preference_lengths
+from .prepare import CutReport, cut_supervised, row_lengths, trained_in, whole_rows
 
 PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 99.9, 100)
 BATCHES = (1, 2, 4, 8, 16)
@@ -71,8 +71,14 @@ def profile_supervised(
     lengths, source = row_lengths(table, "input_ids"), np.asarray(table["source"][:])
     trained = trained_in(table, *whole_rows(lengths))
     parts = {"prompt": lengths - trained, "trained": trained, "row": lengths}
-    sizes = candidates(lengths, max_lengths)
-    limits = [_supervised_limit(table, lengths, trained, size) for size in sizes]
+    ends = trained_in(table, np.arange(len(lengths)), lengths - 1, lengths, first=0) > 0
+    limits = [
+        {
+            **_limit(cut_supervised(table, size)[1], size),
+            "ends lost": int(ends[lengths > size].sum()),
+        }
+        for size in candidates(lengths, max_lengths)
+    ]
     size = pack_size or int(lengths.max(initial=1))
     kept = np.minimum(lengths, size)
     kept[trained_in(table, *whole_rows(kept)) == 0] = 0
@@ -84,19 +90,13 @@ def profile_supervised(
     return _profile(parts, source, limits, repeated, **facts)
 
 
-def _supervised_limit(
-    table: Dataset, lengths: np.ndarray, trained: np.ndarray, size: int
-) -> dict[str, Any]:
-    kept = np.minimum(lengths, size)
-    left = trained_in(table, *whole_rows(kept))
-    end = trained_in(table, np.arange(len(lengths)), lengths - 1, lengths, first=0) > 0
+def _limit(report: CutReport, size: int) -> dict[str, Any]:
     return {
         "max_length": size,
-        "rows cut": int((lengths > size).sum()),
-        "tokens lost": int((lengths - kept * (left > 0)).sum()),
-        "trained lost": int((trained - left).sum()),
-        "ends lost": int((end & (lengths > size)).sum()),
-        "rows untrained": int((left == 0).sum()),
+        "rows cut": report.long,
+        "tokens lost": report.tokens_lost,
+        "trained lost": report.trained_lost,
+        "rows untrained": len(report.untrained),
     }
 
 
@@ -111,12 +111,7 @@ def profile_preferences(
     whole = prompts + answers.max(axis=1)
     parts = {"prompt": prompts, **dict(zip(names, answers.T, strict=True)), "row": whole}
     limits = [
-        {
-            "max_length": size,
-            "rows cut": int((whole > size).sum()),
-            "tokens lost": int((answers - np.clip(size - prompts[:, None], 0, answers)).sum()),
-            "rows untrained": int((prompts >= size).sum()),
-        }
+        _limit(kept_preferences(table, PreferenceLimits(max_length=size))[1], size)
         for size in candidates(whole, max_lengths)
     ]
     separate = (prompts[:, None] + answers).sum()

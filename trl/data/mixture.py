@@ -92,21 +92,17 @@ def _check_shares(shares: list[float], count: int) -> None:
 
 def _entry(place: int, entry: Any) -> DatasetConfig:
     if not isinstance(entry, DatasetConfig):
-        entry = _from_mapping(place, entry)
+        legal = [f.name for f in dataclasses.fields(DatasetConfig)]
+        unknown = sorted(set(entry) - set(legal))
+        if unknown or "path" not in entry:
+            problem = f"unknown field {unknown[0]!r}" if unknown else "no path"
+            raise ValueError(f"datasets[{place}]: {problem}; fields are {', '.join(legal)}.")
+        entry = DatasetConfig(**entry)
     for name, least in (("weight", 0), ("limit", 1)):
         value = getattr(entry, name)
         if value is not None and (value < least or value == 0):
             raise ValueError(f"datasets[{place}]: {name} must be above 0, not {value}.")
     return entry
-
-
-def _from_mapping(place: int, entry: Any) -> DatasetConfig:
-    legal = [f.name for f in dataclasses.fields(DatasetConfig)]
-    unknown = sorted(set(entry) - set(legal))
-    if unknown or "path" not in entry:
-        problem = f"unknown field {unknown[0]!r}" if unknown else "no path"
-        raise ValueError(f"datasets[{place}]: {problem}; fields are {', '.join(legal)}.")
-    return DatasetConfig(**entry)
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableDatasetDict:

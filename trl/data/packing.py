@@ -191,16 +191,12 @@ def pack_dataset(
     strategy: str = "bfd",
     map_kwargs: dict[str, Any] | None = None,
 ) -> D:
-    """Pack the rows of a dataset into rows of at most `seq_length` tokens.
+    """Pack the rows of a dataset, lists of equal lengths, into rows of at most `seq_length` tokens.
 
-    Args:
-        dataset: all columns are lists, in a row of equal lengths.
-        seq_length (`int`): tokens of a row at most.
-        strategy (`str`): "bfd" cuts long rows and packs the rest where it fits best; "bfd_split"
-            keeps the rest of long rows as rows; "wrapped" lays all rows end to end. The first two
-            add the column `seq_lengths` with the lengths of the rows in a pack.
-        map_kwargs (`dict`, *optional*): arguments of `Dataset.map`. Without `batch_size` the
-            whole dataset is packed at once; a stream is packed by the batch.
+    The strategy "bfd" cuts long rows and packs the rest where it fits best; "bfd_split" keeps the
+    rest of long rows as rows; "wrapped" lays all rows end to end. The first two add the column
+    `seq_lengths` with the lengths of the rows in a pack. `map_kwargs` are arguments of
+    `Dataset.map`: without `batch_size` the whole dataset is packed at once, a stream by the batch.
 
     Raises:
         TypeError: if a column does not consist of lists.
@@ -213,13 +209,7 @@ def pack_dataset(
 
 
 def truncate_dataset(dataset: D, max_length: int, map_kwargs: dict[str, Any] | None = None) -> D:
-    """Cut every list of a dataset to its first `max_length` items; other columns are kept.
-
-    Args:
-        dataset: with columns of lists.
-        max_length (`int`): items to keep.
-        map_kwargs (`dict`, *optional*): arguments of `Dataset.map`.
-    """
+    """Cut every list of a dataset to its first `max_length` items; other columns are kept."""
     return _mapped(dataset, _truncate_table, {"max_length": max_length}, map_kwargs)
 
 

@@ -14,7 +14,7 @@ from datasets import Dataset, Features, List, Value
 
 from ..text import count
 from .encode import Ids, TextEncoder, template_options
-from .preference import common_prefix_length, maybe_extract_prompt
+from .formats import common_prefix_length, maybe_extract_prompt
 from .prepare import CutReport, D, RowMaker, first_row, list_column, prepared, row_lengths
 from .supervised import Row, answer_starts, as_messages
 
@@ -69,8 +69,8 @@ def encode_answers(rows: Sequence[Row], encoder: TextEncoder) -> list[Answers]:
     each, found = iter(encoder.masked(texts, spans)), []
     for row in rows:
         whole, trained, merged = zip(*islice(each, len(row["answers"])), strict=True)
-        alike = (common_prefix_length(whole[0], ids) for ids in whole)
-        split = min(*alike, *(int(mask.size - mask.sum()) for mask in trained))
+        alike = [common_prefix_length(whole[0], ids) for ids in whole[1:]]
+        split = min(alike + [mask.size - np.count_nonzero(mask) for mask in trained])
         prompt, answers = whole[0][:split], [ids[split:] for ids in whole]
         if are_texts:
             prompt, answers = encoder.begun(prompt), list(map(encoder.ended, answers))
@@ -209,20 +209,26 @@ class PreferenceLimits:
 
 
 def cut_preferences(table: Dataset, limits: PreferenceLimits) -> tuple[Dataset, CutReport]:
-    """Leave out prepared examples of which no limit leaves all answers something.
+    """Leave out prepared examples of which not all answers are left something.
 
     Raises:
         ValueError: if no example is left.
     """
-    prompts, sizes = preference_lengths(table)
-    kept, left = limits.lengths(prompts, sizes)
-    fits = prompts + np.max(sizes, axis=1) <= (limits.drops_over or np.inf)
-    good = fits & (np.min(left, axis=1) > 0)
+    good, report = kept_preferences(table, limits)
     if not good.any():
         raise ValueError(
             f"None of the {len(table)} rows is left with tokens in every answer ({limits}). Raise "
             "the limits."
         )
+    return table if good.all() else table.select(np.flatnonzero(good)), report
+
+
+def kept_preferences(table: Dataset, limits: PreferenceLimits) -> tuple[np.ndarray, CutReport]:
+    """Which prepared examples (rows,) have tokens left in all answers, and what limits cost."""
+    prompts, sizes = preference_lengths(table)
+    kept, left = limits.lengths(prompts, sizes)
+    fits = prompts + np.max(sizes, axis=1) <= (limits.drops_over or np.inf)
+    good = fits & (np.min(left, axis=1) > 0)
     trained_lost = sizes.sum() - left[good].sum()
     report = CutReport(
         rows=len(table),
@@ -232,7 +238,7 @@ def cut_preferences(table: Dataset, limits: PreferenceLimits) -> tuple[Dataset, 
         untrained=tuple(np.asarray(table["source"][:])[~good].tolist()),
         merged=int((np.asarray(table["merged"][:]) > 0).sum()),
     )
-    return table if good.all() else table.select(np.flatnonzero(good)), report
+    return good, report
 
 
 def preference_lengths(table: Dataset) -> tuple[np.ndarray, np.ndarray]:

@@ -181,17 +181,41 @@ class CutReport:
             logger.warning(line)
 
 
+def cut_supervised(
+    table: Dataset, max_length: int | None = None, long_rows: str = "cut"
+) -> tuple[np.ndarray, CutReport]:
+    """Cut rows as `SupervisedDataset` does: row, start and stop (documents, 3), and what it costs.
+
+    Only pieces with something to train on are kept.
+    """
+    how = TRUNCATION_MODES.get(long_rows, long_rows)
+    whole, source = row_lengths(table, "input_ids"), np.asarray(table["source"][:])
+    found = pieces(whole, max_length, how, source)
+    trained, full = trained_in(table, *found), trained_in(table, *whole_rows(whole))
+    kept = np.stack(found, axis=1)[trained > 0]
+    over = np.zeros(len(whole), dtype=bool) if max_length is None else whole > max_length
+    untrained = ~np.isin(np.arange(len(whole)), kept[:, 0])
+    if how == "drop":
+        untrained &= ~over
+    elif how == "wrapped_across":
+        untrained = full == 0
+    return kept, CutReport(
+        rows=len(whole),
+        long=int(over.sum()),
+        tokens_lost=int(whole.sum() - (kept[:, 2] - kept[:, 1]).sum()),
+        trained_lost=max(int(full.sum() - trained.sum()), 0),
+        untrained=tuple(source[untrained].tolist()),
+        merged=int((np.asarray(table["merged"][:]) > 0).sum()),
+    )
+
+
 class SupervisedDataset:
     """Prepared documents, cut to length; tokens stay on disk until they are asked for.
 
-    Args:
-        table: as of `prepare_supervised`.
-        max_length (`int`, *optional*): tokens of a document.
-        long_rows (`str`): what is done with longer ones: "cut" keeps the first tokens,
-            "cut_start" the last ones, "drop" leaves them out, "split" makes several documents,
-            "error" refuses them. "keep_start" and "keep_end" mean the first two. "wrapped" lays all
-            end to end and cuts every `max_length` tokens and at their ends; "wrapped_across" cuts
-            every `max_length` tokens alone. The pieces are documents.
+    Of rows over `max_length`, "cut" keeps the first tokens, "cut_start" the last ones, "drop"
+    leaves them out, "split" makes several documents, "error" refuses them; "keep_start" and
+    "keep_end" mean the first two. "wrapped" lays all rows end to end and cuts every `max_length`
+    tokens and at their ends; "wrapped_across" cuts every `max_length` tokens alone.
 
     Attributes:
         lengths: (documents,) tokens.
@@ -203,32 +227,13 @@ class SupervisedDataset:
     """
 
     def __init__(self, table: Dataset, max_length: int | None = None, long_rows: str = "cut"):
-        how = TRUNCATION_MODES.get(long_rows, long_rows)
         self.rows, self._table = table, table.with_format("numpy")
-        whole, source = row_lengths(table, "input_ids"), np.asarray(table["source"][:])
-        row, start, stop = pieces(whole, max_length, how, source)
-        trained, full = trained_in(table, row, start, stop), trained_in(table, *whole_rows(whole))
-        kept = trained > 0
-        self._pieces = np.stack([row, start, stop], axis=1)[kept]
-        self._bounds = np.concatenate([[0], np.cumsum(whole)])
-        self.lengths = (stop - start)[kept]
-        over = np.zeros(len(whole), dtype=bool) if max_length is None else whole > max_length
-        untrained = ~np.isin(np.arange(len(whole)), row[kept])
-        if how == "drop":
-            untrained &= ~over
-        elif how == "wrapped_across":
-            untrained = full == 0
-        self.report = CutReport(
-            rows=len(whole),
-            long=int(over.sum()),
-            tokens_lost=int(whole.sum() - self.lengths.sum()),
-            trained_lost=max(int(full.sum() - trained.sum()), 0),
-            untrained=tuple(source[untrained].tolist()),
-            merged=int((np.asarray(table["merged"][:]) > 0).sum()),
-        )
-        if not kept.any():
+        self._pieces, self.report = cut_supervised(table, max_length, long_rows)
+        self._bounds = np.concatenate([[0], np.cumsum(row_lengths(table, "input_ids"))])
+        self.lengths = self._pieces[:, 2] - self._pieces[:, 1]
+        if not len(self.lengths):
             raise ValueError(
-                f"None of the {len(whole)} rows has a token to train on"
+                f"None of the {len(table)} rows has a token to train on"
                 + (f" with max_length={max_length}." if max_length else ".")
                 + " Raise max_length, or look at the masks of the dataset."
             )

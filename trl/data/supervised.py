@@ -11,9 +11,8 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 
 from .encode import Ids, Span, TextEncoder, template_options, whole_texts
-from .formats import malformed_prompt, maybe_convert_to_chatml
+from .formats import common_prefix_length, malformed_prompt, maybe_convert_to_chatml
 from .mixture import SOURCE_COLUMN
-from .preference import common_prefix_length
 from .turns import assistant_spans, expanded_turns, without_added_thinking
 
 Kind = Literal["tokenized", "completion", "messages", "text"]
@@ -132,8 +131,9 @@ def _closed(encoder: TextEncoder, row: EncodedRow) -> EncodedRow:
     begun = encoder.begun(row.ids)
     before = len(begun) - len(row.ids)
     ids = encoder.ended(begun)
-    edges = before, len(ids) - before - len(row.trained)
-    return row._replace(ids=ids, trained=np.pad(row.trained, edges, constant_values=(False, True)))
+    trained = np.arange(len(ids)) >= before
+    trained[before : before + len(row.trained)] = row.trained
+    return row._replace(ids=ids, trained=trained)
 
 
 def as_messages(messages: Sequence[Mapping[str, Any]]) -> Chat:

@@ -18,11 +18,7 @@ MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def has_generation_markers(template: str | Mapping[str, str]) -> bool:
     """Whether a chat template marks what the assistant writes with `{% generation %}`.
 
-    Args:
-        template: the text, or texts by name, of which "default" counts.
-
-    Raises:
-        TypeError: if there is none.
+    Of several by name, "default" counts; without any, that is a TypeError.
     """
     return MARKER.search(_default(template)) is not None
 
@@ -51,11 +47,8 @@ def get_training_chat_template(
 ) -> str | None:
     """Make a chat template that renders as the tokenizer's does, with generation markers.
 
-    `assistant_only_loss` does not need it: turns are found with any template.
-
-    Args:
-        processing_class: a tokenizer, or a processor; it is left as it is.
-        tokenizer: an older name of the same.
+    `assistant_only_loss` does not need it: turns are found with any template. The tokenizer, or
+    processor, is left as it is; `tokenizer` is an older name of it.
 
     Returns:
         The template; None if that of the tokenizer has markers already.
@@ -90,12 +83,9 @@ def clone_chat_template(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]:
     """Give a tokenizer the chat template, the added tokens and the EOS token of another one.
 
-    Args:
-        model: its embeddings are resized, and its configurations get the new EOS token.
-        tokenizer: changed in place.
-        source_tokenizer_path (`str`): folder or name of the other tokenizer.
-        resize_to_multiple_of (`int`, *optional*): round the vocabulary up to a multiple; the
-            tokens that fill it are called `<extra_id_0>` and so on. None rounds to nothing.
+    The tokenizer is changed in place; the model's embeddings are resized, and its configurations
+    get the new EOS token. The vocabulary is rounded up to a multiple, if there is one, with tokens
+    called `<extra_id_0>` and so on.
 
     Returns:
         Model, tokenizer, and the ids of the tokens that are new.

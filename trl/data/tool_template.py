@@ -1,4 +1,4 @@
-"""What a chat template writes around tool calls and their results."""
+"""What chat templates write around tool calls, their results, and what a model answers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from .preference import common_prefix_length
-from .responses import reads_responses
+from .formats import common_prefix_length
 
 T = TypeVar("T")
 NAME, ARGUMENT, RESULT = "look_up", "needle", "found42"
@@ -87,6 +86,42 @@ def render_probe(
 
 def _sent(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"tool_call_id": CALL["id"]}
+
+
+def reads_responses(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer knows how its model writes reasoning, content and tool calls."""
+    return getattr(tokenizer, "response_template", None) is not None
+
+
+def read_response(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[int],
+    ids: Sequence[int],
+    schemas: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    """Read one turn, without the token that ended it, with the tokenizer's `response_template`.
+
+    The message has a `content`, empty if there is none. Text that the parser of transformers does
+    not understand raises whatever it raises.
+    """
+    text = tokenizer.decode(list(ids), skip_special_tokens=False)
+    before = tokenizer.decode(list(prompt))
+    message = dict(tokenizer.parse_response(text, prefix=before, tools=list(schemas) or None))
+    return {"role": "assistant"} | message | {"content": message.get("content") or ""}
+
+
+def as_message(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int]
+) -> dict[str, Any]:
+    """Read one turn as far as that is possible; otherwise all of its text is the content."""
+    if reads_responses(tokenizer):
+        ended = bool(ids) and ids[-1] in tokenizer.all_special_ids
+        try:
+            return read_response(tokenizer, prompt, ids[:-1] if ended else ids)
+        except Exception:  # a policy in training may write anything
+            pass
+    content = tokenizer.decode(list(ids), skip_special_tokens=True)
+    return {"role": "assistant", "content": content}
 
 
 def add_response_schema(processing_class: T) -> T:

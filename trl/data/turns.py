@@ -8,7 +8,7 @@ from itertools import chain, groupby
 from typing import Any
 
 from .encode import Chat, Span, TextEncoder
-from .preference import common_prefix_length
+from .formats import common_prefix_length
 
 Options = Mapping[str, Any]
 STAND_IN = "\u2042STAND\u2042IN\u2042"

@@ -11,8 +11,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ...data.responses import read_response, reads_responses
-from ...data.tool_template import ARGUMENT, NAME, rendered_call
+from ...data.tool_template import (
+    ARGUMENT,
+    NAME,
+    read_response,
+    reads_responses,
+    rendered_call,
+)
 
 TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*\Z", re.DOTALL)
