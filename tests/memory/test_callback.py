@@ -211,7 +211,7 @@ def test_a_second_training_after_one_that_failed(tmp_path):
     trainer.train()
     assert phases(tmp_path) == ONE_STEP * 2
     assert callback.meter.on_phase_end == []
-    assert callback.meter.current is None
+    assert not callback.meter._open
     assert not trainer.model._forward_hooks and not trainer.model._forward_pre_hooks
 
 

@@ -18,7 +18,6 @@ from trl.memory.meter import (
     ProcessProbe,
     cuda_figures,
     device_bytes,
-    fragmentation,
     merge_peaks,
     release_cached_blocks,
     should_empty_cache,
@@ -91,9 +90,9 @@ def test_inner_phase_wins_and_outer_goes_on(meter, allocator):
         with meter.phase("forward"):
             allocator.use(90)
             allocator.use(15)
-            assert meter.current == "forward"
+            assert meter._open[-1].phase == "forward"
         allocator.use(60)
-        assert meter.current == "backward"
+        assert meter._open[-1].phase == "backward"
         allocator.use(5)
     assert gb(meter) == {"forward": 90, "backward": 60}
 
@@ -125,7 +124,7 @@ def test_start_and_stop_span_functions_and_stop_ends_what_is_inside(meter, alloc
     meter.stop("backward")
     assert [event.phase for event in events] == ["optimizer", "backward"]
     assert events[0].figures["tensors_peak"] == 33
-    assert meter.current is None
+    assert not meter._open
 
 
 def test_an_exception_ends_the_phases_of_its_block(meter):
@@ -137,7 +136,7 @@ def test_an_exception_ends_the_phases_of_its_block(meter):
     with meter.phase("rewards"):
         with pytest.raises(KeyError):
             broken()
-        assert meter.current == "rewards"
+        assert meter._open[-1].phase == "rewards"
 
 
 def test_events_have_times_in_order(meter):
@@ -171,7 +170,7 @@ def test_a_disabled_meter_does_nothing(allocator):
         allocator.use(5)
     meter.start("backward")
     meter.stop("optimizer")
-    assert (events, meter.take(), meter.current, meter.peak) == ([], {}, None, 0.0)
+    assert (events, meter.take(), meter._open, meter.peak) == ([], {}, [], 0.0)
 
 
 def test_event_reads_in_gb_but_fragmentation_as_a_share():
@@ -285,12 +284,6 @@ def test_nested_phases_on_a_gpu():
 
 
 MB, GIB = 10**6, 2**30
-
-
-def test_fragmentation_is_the_share_that_no_tensor_uses():
-    assert fragmentation(75, 100) == 0.25
-    assert fragmentation(100, 100) == 0.0
-    assert fragmentation(0, 0) == 0.0
 
 
 def test_process_peak_sees_what_was_freed_and_forgets_it_after_a_boundary():

@@ -222,7 +222,7 @@ class Estimate:
         kinds = [Layer(model, run) for model in models]
         held_by_layer = [x.stream if checkpoints else x.saved for x in kinds]
         of_layer, again = held_by_layer[0], self.layer.backward
-        again += self.layer.saved if checkpoints else 0.0
+        again += self.layer.saved if checkpoints else 0
         # Copies of weights for autocast. A quantized weight has none that could be kept.
         casts = self._casts / (layers if checkpoints else 1) * (run.matrix_bytes is None)
         keys = casts + 2 * self._kept_keys(passes)  # and their gradients

@@ -77,11 +77,6 @@ class PhaseMeter:
         for probe in self._probes[:1]:  # of peaks; tensors are looked for when a phase begins
             probe()
 
-    @property
-    def current(self) -> str | None:
-        """The innermost open phase."""
-        return self._open[-1].phase if self._open else None
-
     def is_open(self, phase: str) -> bool:
         """Whether `phase` has been started and not stopped."""
         return any(event.phase == phase for event in self._open)
@@ -168,16 +163,9 @@ def cuda_figures(device: torch.device) -> dict[str, float]:
         return {}
     torch.cuda.reset_peak_memory_stats(device)
     allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
-    return {
-        "peak": allocated["peak"],
-        "reserved": reserved["peak"],
-        "fragmentation": fragmentation(allocated["current"], reserved["current"]),
-    }
-
-
-def fragmentation(allocated: int, reserved: int) -> float:
-    """Return the share of the `reserved` bytes that no tensor uses; 0 if none are reserved."""
-    return 1.0 - allocated / reserved if reserved else 0.0
+    free = reserved["current"] - allocated["current"]
+    share = free / max(reserved["current"], 1)  # that no tensor uses
+    return {"peak": allocated["peak"], "reserved": reserved["peak"], "fragmentation": share}
 
 
 def should_empty_cache(policy: str, allocated: int, reserved: int) -> bool:
@@ -187,7 +175,7 @@ def should_empty_cache(policy: str, allocated: int, reserved: int) -> bool:
     """
     unused = reserved - allocated
     if policy == "auto":
-        return unused >= FLOOR and fragmentation(allocated, reserved) > THRESHOLD
+        return unused >= FLOOR and unused > THRESHOLD * reserved
     return policy == "always" and unused > 0
 
 

@@ -61,14 +61,11 @@ class ActivationOffloading:
         finally:
             self._begin()
 
-    def _stays(self, tensor: Tensor) -> bool:
-        if tensor.device.type == "cpu" or tensor.nbytes < SMALLEST:
-            return True
-        storage = tensor.untyped_storage()
-        return storage.data_ptr() in self._staying or tensor.nbytes > storage.nbytes()
-
     def _pack(self, tensor: Tensor) -> Tensor | _Moved:
-        if self._stays(tensor):
+        if tensor.device.type == "cpu" or tensor.nbytes < SMALLEST:
+            return tensor
+        held = tensor.untyped_storage()
+        if held.data_ptr() in self._staying or tensor.nbytes > held.nbytes():
             return tensor
         # A weak reference keeps the address of the storage from being given to another one.
         storage = StorageWeakRef(tensor.untyped_storage())

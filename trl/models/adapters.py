@@ -126,8 +126,8 @@ def storing_adapters_only(model: nn.Module) -> Iterator[None]:
 def check_adapters(model: Any, folder: str | Path) -> None:
     """Refuse a checkpoint whose adapters are not those of the model, which may have none."""
     folder = Path(folder)
-    stored = {"default"} if (folder / CONFIG).exists() else set()
-    stored |= {path.parent.name for path in folder.glob(f"*/{CONFIG}")}
+    stored = {"default": folder} if (folder / CONFIG).exists() else {}
+    stored |= {path.parent.name: path.parent for path in folder.glob(f"*/{CONFIG}")}
     if not is_peft_model(model):
         if stored:
             raise ValueError(
@@ -137,19 +137,18 @@ def check_adapters(model: Any, folder: str | Path) -> None:
         return
     if not stored:
         raise ValueError(f"{folder} holds no adapter, but an adapter is trained.")
-    if (names := set(model.peft_config)) != stored:
-        raise ValueError(_other_adapters(folder, names - stored, stored - names))
+    names, given = set(model.peft_config), set(stored)
+    if names != given:
+        missing, extra = (
+            ", ".join(sorted(some)) or "none" for some in (names - given, given - names)
+        )
+        raise ValueError(
+            f"{folder}: its adapters differ from those of the model. Missing: {missing}; "
+            f"unexpected: {extra}. {REFERENCE_ADAPTER!r} is the frozen copy of an adapter that "
+            "serves as reference; there is none if beta is 0."
+        )
     for name in model.peft_config:
-        _check_one(model, name, folder if name == "default" else folder / name)
-
-
-def _other_adapters(folder: Path, missing: set[str], extra: set[str]) -> str:
-    lacking, unexpected = (", ".join(sorted(names)) or "none" for names in (missing, extra))
-    return (
-        f"{folder}: its adapters differ from those of the model. Missing: {lacking}; "
-        f"unexpected: {unexpected}. {REFERENCE_ADAPTER!r} is the frozen copy of an adapter that "
-        "serves as reference; there is none if beta is 0."
-    )
+        _check_one(model, name, stored[name])
 
 
 def _check_one(model: Any, name: str, folder: Path) -> None:

@@ -54,7 +54,7 @@ def why_not_shared(model: nn.Module, longest: int, device: str | None = None) ->
         f"its attention implementation is {config._attn_implementation!r}, not 'sdpa'": (
             config._attn_implementation not in ("sdpa", "eager")
         ),
-        "its attention cannot be replaced": not _looks_attention_up(causal),
+        "its attention cannot be replaced": not any(map(_looks_attention_up, causal.modules())),
         "it is an encoder-decoder": causal.config.is_encoder_decoder,
         "it reads images": hasattr(causal.config, "vision_config"),
         f"it has layers of other kinds: {', '.join(sorted(others))}": bool(others),
@@ -83,9 +83,9 @@ def _kinds(config: Any) -> Sequence[str]:
     return getattr(config, "layer_types", None) or ()
 
 
-def _looks_attention_up(causal: Any) -> bool:
-    """Whether some layers take their attention from a table, where it can be replaced."""
-    return any(mentions(module, "ALL_ATTENTION_FUNCTIONS") for module in causal.modules())
+def _looks_attention_up(module: nn.Module) -> bool:
+    """Whether a layer takes its attention from a table, where it can be replaced."""
+    return mentions(module, "ALL_ATTENTION_FUNCTIONS")
 
 
 def _rotary_border(config: Any) -> int | None:
@@ -295,9 +295,9 @@ def two_longest(batch: Rows) -> list[int]:
     lengths = _lengths(batch)
     first = max(range(len(batch)), key=lengths.__getitem__)
     prompts = list(map(list, batch.prompt_ids))
-    others = [i for i in range(len(batch)) if i != first]
-    others.sort(key=lambda i: (prompts[i] == prompts[first], lengths[i]))
-    return sorted([first, *others[-1:]])
+    others = (i for i in range(len(batch)) if i != first)
+    second = max(others, key=lambda i: (prompts[i] == prompts[first], lengths[i]), default=first)
+    return sorted({first, second})
 
 
 def _lengths(batch: Rows) -> list[int]:

@@ -45,11 +45,6 @@ class Layout:
     rows: Tensor  # (e,) which rows those are
     last: int = 1  # tokens at the end of plain rows of which some predict, and the very last
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether prompts are shared, in one row without padding."""
-        return KEYWORD in self.inputs
-
     def scatter(self, values: Tensor) -> Tensor:
         """Bring predictions (M,) to completions (B, C); 0 where nothing is predicted."""
         # Padding is not read: the gradient of a place read so often would be a long serial sum.

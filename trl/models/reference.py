@@ -118,7 +118,12 @@ def make_reference(
         return FrozenCopy(given)
     if not is_peft_model(model):
         return FrozenCopy(create_reference_model(model))
-    _check_bias(model)
+    bias = getattr(model.peft_config[model.active_adapter], "bias", "none")
+    if bias != "none":
+        raise ValueError(
+            f"bias={bias!r} trains biases of the base model, so no reference is left for the KL "
+            "penalty: use bias='none' in the adapter's configuration, or beta=0."
+        )
     start = getattr(model.peft_config[model.active_adapter], "init_lora_weights", True)
     if not brought_adapter and not str(start).startswith(CHANGING_STARTS):
         return AdapterOff(model)
@@ -146,16 +151,6 @@ def frozen_pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]
         if REFERENCE_ADAPTER in parts:
             own = [model.active_adapter if part == REFERENCE_ADAPTER else part for part in parts]
             yield parameter, states[".".join(own)]
-
-
-def _check_bias(model: nn.Module) -> None:
-    config = model.peft_config[model.active_adapter]
-    bias = getattr(config, "bias", "none")
-    if bias != "none":
-        raise ValueError(
-            f"bias={bias!r} trains biases of the base model, so no reference is left for the KL "
-            "penalty: use bias='none' in the adapter's configuration, or beta=0."
-        )
 
 
 # --- A frozen copy, spread over ranks as the policy is ---
@@ -244,8 +239,11 @@ def load_weights(model: nn.Module, state: dict[str, Tensor]) -> None:
         differing = ", ".join(sorted(targets.keys() ^ state.keys()))
         raise RuntimeError(f"The stored reference has other weights than the model: {differing}.")
     for name, target in targets.items():
+        value = state[name]
+        if (mesh := getattr(target, "device_mesh", None)) is not None:  # cut as FSDP2 has cut it
+            value = distribute_tensor(value.to(mesh.device_type), mesh, target.placements)
         with gathered_parameters([target], 0):
-            target.data.copy_(_like(state[name], target))
+            target.data.copy_(value)
 
 
 def _named_as_trained(model: nn.Module) -> AbstractContextManager[Any]:
@@ -253,11 +251,3 @@ def _named_as_trained(model: nn.Module) -> AbstractContextManager[Any]:
     if gather_of(model) is not gather_fsdp1:
         return nullcontext()
     return FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT)
-
-
-def _like(value: Tensor, target: Any) -> Any:
-    """Cut a full tensor as FSDP2 has cut the target."""
-    if not hasattr(target, "device_mesh"):
-        return value
-    mesh = target.device_mesh
-    return distribute_tensor(value.to(mesh.device_type), mesh, target.placements)

@@ -136,18 +136,12 @@ def embeddings_in_place(model: nn.Module, wanted: bool = True) -> Iterator[None]
     """
     with ExitStack() as stack:
         for module in model.modules() if wanted and torch.is_grad_enabled() else ():
-            if type(module) is nn.Embedding and _is_plain(module):
-                stack.enter_context(replaced_forward(module, partial(_look_up, module)))
+            if type(module) is not nn.Embedding or "forward" in vars(module):
+                continue
+            if not (module.sparse or module.scale_grad_by_freq or module.max_norm):
+                found = partial(look_up, weight=module.weight, padding=module.padding_idx)
+                stack.enter_context(replaced_forward(module, found))
         yield
-
-
-def _is_plain(module: nn.Embedding) -> bool:
-    special = module.sparse or module.scale_grad_by_freq or module.max_norm
-    return not special and "forward" not in vars(module)
-
-
-def _look_up(module: nn.Embedding, ids: Tensor) -> Tensor:
-    return look_up(ids, module.weight, module.padding_idx)
 
 
 @dataclass
