@@ -74,17 +74,14 @@ class SyncRefModelCallback(TrainerCallback):
             yield parameter, weights[name]
 
 
+@dataclass(eq=False)
 class RunRecord(TrainerCallback):
     """Writes `run.json` and `metrics.jsonl` into the output folder, for `trl report`.
 
     Lines of steps after the one that a run resumes from are dropped when it begins.
-
-    Args:
-        trainer (`str`): the name of the method.
     """
 
-    def __init__(self, trainer: str):
-        self._trainer = trainer
+    trainer: str  # the name of the method
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the settings, and drop what an earlier run has left."""
@@ -93,7 +90,7 @@ class RunRecord(TrainerCallback):
         folder = Path(args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         found = {
-            "trainer": self._trainer,
+            "trainer": self.trainer,
             "model": getattr(getattr(kwargs["model"], "config", None), "_name_or_path", ""),
             "processes": args.world_size,
             "options": args.to_dict(),  # which hides tokens

@@ -17,7 +17,6 @@ from ..ops.masking import masked_sum
 from ..ops.preference_losses import kto_loss
 from ..types import Mode, TokenScores
 from .base.model_card import Method
-from .base.policy import Policy
 from .kto_config import KTOConfig
 from .offline.batches import ItemStream, MismatchedDataset, MismatchedStream
 from .offline.preference_trainer import PreferenceTrainer
@@ -63,14 +62,10 @@ class KTOTrainer(PreferenceTrainer):
     config_class = KTOConfig
     rows_class: ClassVar[Any] = LabelledRows
     unpairs = True
+    _step: list[LabelledRows]  # the micro-batches that are trained on
+    _kl: Tensor | None  # their KL estimate (), once it is known
+    _evaluated: list[tuple[LabelledRows, Tensor]]  # rows of an evaluation, and log-ratios (B, K)
     method = Method("KTO", "kto", arxiv="2402.01306")
-
-    def set_up(self, policy: Policy, model: Any) -> None:
-        """Make the reference; nothing of a step is known yet."""
-        self._step: list[LabelledRows] = []  # the micro-batches that are trained on
-        self._kl: Tensor | None = None  # their KL estimate (), once it is known
-        self._evaluated: list[tuple[LabelledRows, Tensor]] = []  # rows, and log-ratios (B, K)
-        super().set_up(policy, model)
 
     # --- Data ---
 

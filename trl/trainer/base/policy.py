@@ -131,15 +131,18 @@ def _with_adapter(model: nn.Module, peft_config: Any, args: BaseConfig) -> nn.Mo
 
 
 def _check_instance(model: Any, init_kwargs: dict[str, Any], quantization_config: Any) -> str:
-    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
-        raise TypeError(
-            f"model must be a name or a transformers model, not {type(model).__name__}."
-        )
+    _check_kind("model", model)
     given = {"model_init_kwargs": init_kwargs, "quantization_config": quantization_config}
     ignored = [name for name, value in given.items() if value]
     if ignored:
         logger.warning(f"{' and '.join(ignored)} ignored: the given model is already loaded.")
     return model.config._name_or_path
+
+
+def _check_kind(name: str, model: Any) -> None:
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        kind = type(model).__name__
+        raise TypeError(f"{name} must be a name or a transformers model, not {kind}.")
 
 
 def _check_precision(model: PreTrainedModel) -> None:
@@ -250,10 +253,7 @@ def load_reference(given: Any, model: Any, args: Any) -> PreTrainedModel | None:
         options = dict(args.ref_model_init_kwargs or args.init_options)
         trust, many = args.trust_remote_code, args.world_size > 1
         given = load_policy(given, options, trust, distributed=many)
-    if not isinstance(given, nn.Module) or not hasattr(given, "config"):
-        raise TypeError(
-            f"ref_model must be a name or a transformers model, not {type(given).__name__}."
-        )
+    _check_kind("ref_model", given)
     disable_dropout_in_model(given)
     return given
 

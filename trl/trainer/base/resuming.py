@@ -25,24 +25,22 @@ PROCESSES = "number of processes"
 # Options that change where a run ends, what it shows and keeps, or how its memory is used, but
 # not the mathematics of its steps.
 FREE = {
-    *("output_dir", "run_name", "project", "report_to", "disable_tqdm", "debug"),
-    *("max_steps", "num_train_epochs", "do_train", "do_eval", "do_predict", "push_to_hub"),
+    *("output_dir", "run_name", "project", "report_to", "disable_tqdm", "debug", "push_to_hub"),
+    *("max_steps", "num_train_epochs", "restore_callback_states_from_checkpoint"),
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
-    *("resume_from_checkpoint", "resume_with_changes", "restore_callback_states_from_checkpoint"),
     *("local_rank", "ddp_timeout", "enable_jit_checkpoint", "skip_memory_metrics"),
     *("per_device_eval_batch_size", "num_generations_eval", "prediction_loss_only"),
-    *("batch_eval_metrics", "include_for_metrics", "include_num_input_tokens_seen"),
-    *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
-    *("activation_checkpointing", "activation_checkpointing_kwargs"),
+    *("batch_eval_metrics", "num_completions_to_print", "reward_timeout", "reward_dry_run"),
     *("checkpoint_checksums", "logits_chunk_size", "empty_cache", "torch_empty_cache_steps"),
     *("recover_from_oom", "activation_offloading", "max_tokens_per_piece"),
-    *("generation_max_rows", "generation_max_kv_gb", "ds3_gather_for_generation"),
-    *("reward_timeout", "reward_dry_run", "num_completions_to_print"),
-    *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"),
-    *("vllm_group_port", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"),
+    *("ds3_gather_for_generation", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"),
     *("vllm_tensor_parallel_size", "vllm_probe_syncs", "vllm_sync_adapter_only"),
 }
-FREE_PREFIXES = ("logging_", "log_", "save_", "eval_", "hub_", "trackio_", "dataloader_")
+FREE_PREFIXES = (
+    *("logging_", "log_", "save_", "eval_", "hub_", "trackio_", "dataloader_", "do_", "include_"),
+    *("resume_", "gradient_checkpointing", "activation_checkpointing", "generation_max_"),
+    *("vllm_server_", "vllm_group_"),
+)
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SAMPLED_ROWS = 1000

@@ -51,7 +51,9 @@ class OfflineTrainer(BaseTrainer):
 
     config_class: ClassVar[type[OfflineConfig]]
     rows_class: ClassVar[Any] = AnswerRows  # made of prepared items, for a micro-batch
+    _order: RankBatches | StreamBatches | None = None  # of what is trained on
     _predictions: Predictions | None = None  # while there is something to predict
+    _tokens: Tensor | int = 0  # of the update that is being computed, on all ranks
 
     def __init__(
         self,
@@ -101,8 +103,6 @@ class OfflineTrainer(BaseTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
-        self._order: RankBatches | StreamBatches | None = None
-        self._tokens: Tensor | int = 0  # of the update that is being computed, on all ranks
         self._make_scorer()
         if self.ranks.per_row > 1:
             from ...models.context_parallel import ContextParallel, check_divisible
