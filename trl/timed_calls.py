@@ -14,6 +14,9 @@ from typing import Any
 FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 
 
+Work = queue.SimpleQueue[tuple[Callable[[], Any], Future["Outcome"]]]
+
+
 class TooSlow(Exception):
     """A call went beyond its limit. Not a `TimeoutError`, which functions may raise themselves."""
 
@@ -54,15 +57,16 @@ class TimedCalls:
 
     def __init__(self, seconds: float | None):
         self._seconds = seconds
-        self._worker: _Worker | None = None
+        self._worker: Work | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, function: Callable[[], Any]) -> Outcome:
         """Call a plain function."""
         if self._seconds is None:
             return Outcome.of(function)
-        self._worker = self._worker or _Worker()
-        future = self._worker.submit(function)
+        self._worker = self._worker or _worker()
+        future: Future[Outcome] = Future()
+        self._worker.put((function, future))
         if wait([future], self._seconds).not_done:
             self._worker = None  # a thread cannot be stopped, only left behind
             return Outcome(failure=TooSlow(self._seconds))
@@ -101,24 +105,17 @@ async def _limited(
     future.set_result(outcome)  # now, for the next coroutine may block the loop
 
 
-class _Worker:
-    """One thread that calls functions in order, and does not keep the process from ending."""
+def _worker() -> Work:
+    """Calls for one thread to make in order, which does not keep the process from ending."""
+    work: Work = queue.SimpleQueue()
 
-    def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Outcome]]]
-        self._work = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def submit(self, function: Callable[[], Any]) -> Future[Outcome]:
-        """Queue a call."""
-        future: Future[Outcome] = Future()
-        self._work.put((function, future))
-        return future
-
-    def _run(self) -> None:
+    def run() -> None:
         while True:
-            function, future = self._work.get()
+            function, future = work.get()
             try:
                 future.set_result(Outcome.of(function))
             except BaseException as error:
                 future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return work

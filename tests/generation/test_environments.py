@@ -7,9 +7,8 @@ from tool_chat import END, STOPS, add, call, ids, tool_tokenizer, user
 from trl.data.tool_template import ToolTurns
 from trl.distributed import Ranks
 from trl.generation.environments import EnvironmentBackend, Environments
-from trl.generation.tools.calls import CallParser
+from trl.generation.tools.calls import CallParser, ToolRunner
 from trl.generation.tools.loop import ToolLoop
-from trl.generation.tools.runner import ToolRunner
 from trl.online.prompts import PromptEncoder
 from trl.online.reward_sources import resolve_rewards
 from trl.online.rewards import RewardInputs, RewardSuite

@@ -16,6 +16,7 @@ import yaml
 WORDS = dict.fromkeys(("true", "t", "yes", "y", "1", "on"), True)
 WORDS |= dict.fromkeys(("false", "f", "no", "n", "0", "off"), False)
 NONE = ("none", "null")
+NUMBERS = {int: "an integer", float: "a number"}
 
 
 class ConversionError(ValueError):
@@ -99,7 +100,9 @@ def _to(value: Any, member: Any) -> Any:
     value = _alone(value)
     if base is typing.Literal:
         return _one_of(value, typing.get_args(member))
-    simple = {bool: _bool, int: _int, float: _float, str: _str, dict: _dict}
+    if base in NUMBERS:
+        return _number(value, base, NUMBERS[base])
+    simple = {bool: _bool, str: _str, dict: _dict}
     if base in simple:
         return simple[base](value)
     if isinstance(base, type) and issubclass(base, Enum):
@@ -114,22 +117,14 @@ def _bool(value: Any) -> bool:
     return WORDS[word]
 
 
-def _int(value: Any) -> int:
+def _number(value: Any, kind: type[int] | type[float], noun: str) -> Any:
     try:
-        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        is_cut = kind is int and isinstance(value, float) and not value.is_integer()
+        if isinstance(value, bool) or is_cut:
             raise ValueError
-        return int(value)
+        found = kind(value)
     except (ValueError, TypeError):
-        raise ConversionError(f"{value!r} is not an integer") from None
-
-
-def _float(value: Any) -> float:
-    try:
-        if isinstance(value, bool):
-            raise ValueError
-        found = float(value)
-    except (ValueError, TypeError):
-        raise ConversionError(f"{value!r} is not a number") from None
+        raise ConversionError(f"{value!r} is not {noun}") from None
     if math.isnan(found):
         raise ConversionError("NaN cannot be used here")
     return found

@@ -12,7 +12,7 @@ from ..distributed import Ranks
 from ..text import did_you_mean
 from ..types import Generations, Prompts, Sampling
 from .base import AroundEngine
-from .tools.runner import schema_of
+from .tools.calls import schema_of
 
 CHOICE = "environment"  # the column that names a row's environment, where there are several
 NO_TOOLS = ("reset", "get_reward")

@@ -114,19 +114,17 @@ class PromptEncoder:
             keeps = lambda row, number: bool(self._kept({number: row}, name))  # noqa: E731
             found = dataset.filter(keeps, with_indices=True)
         else:
-            found = self._checked_rows(name, dataset)
+            kept = [number for rows in _numbered(dataset) for number in self._kept(rows, name)]
+            if self._long[name]:
+                done = "left out" if self._limit.action == "drop" else "cut on the left"
+                most = count(self._limit.tokens or 0, "token")
+                logger.warning(
+                    f"{name}: {self._long[name]} of {len(dataset)} prompts have more than {most} "
+                    f"({self._limit.reason}) and are {done}."
+                )
+            found = dataset if len(kept) == len(dataset) else dataset.select(kept)
         self._checked.append(found)
         return found
-
-    def _checked_rows(self, name: str, dataset: Dataset) -> Dataset:
-        kept = [number for rows in _numbered(dataset) for number in self._kept(rows, name)]
-        if self._long[name]:
-            done = "left out" if self._limit.action == "drop" else "cut on the left"
-            logger.warning(
-                f"{name}: {self._long[name]} of {len(dataset)} prompts have more than "
-                f"{count(self._limit.tokens or 0, 'token')} ({self._limit.reason}) and are {done}."
-            )
-        return dataset if len(kept) == len(dataset) else dataset.select(kept)
 
     def counts(self, name: str = "train_dataset") -> dict[str, float]:
         """How many prompts were dropped or cut so far, as a metric; none if they are errors."""

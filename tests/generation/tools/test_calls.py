@@ -1,9 +1,21 @@
+import asyncio
+import json
+import threading
+import time
+
 import pytest
 from tiny import CHAT_TEMPLATE
-from tool_chat import TEMPLATE, add, call, ids, spell, tool_tokenizer
+from tool_chat import TEMPLATE, add, call, fail, ids, spell, tool_tokenizer
 
-from trl.generation.tools.calls import CallParser, ToolCall, read_bare, read_tagged
-from trl.generation.tools.runner import schema_of
+from trl.generation.tools.calls import (
+    CallParser,
+    ToolCall,
+    ToolRunner,
+    as_content,
+    read_bare,
+    read_tagged,
+    schema_of,
+)
 
 SCHEMAS = [schema_of(add), schema_of(spell)]
 ADD = ToolCall("add", {"a": 1, "b": 2})
@@ -108,3 +120,180 @@ def test_response_templates_are_used():
     assert "malformed" in parse(prompt, ids("[{]"))[1][0].problem
     tokenizer.response_template["fields"]["data"] = {"open": "(", "close": ")", "content": "text"}
     assert parse(prompt, ids("(2)4")) == ({"role": "assistant", "data": "2", "content": "4"}, [])
+
+
+# --- Making calls ---
+
+RELEASE = threading.Event()
+
+
+def wait_here(seconds: int) -> str:
+    """
+    Wait.
+
+    Args:
+        seconds: how long
+    """
+    RELEASE.wait(seconds)
+    return "done"
+
+
+async def sleep(seconds: int) -> str:
+    """
+    Sleep.
+
+    Args:
+        seconds: how long
+    """
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+async def block(seconds: int) -> str:
+    """
+    Keep the event loop busy.
+
+    Args:
+        seconds: how long
+    """
+    RELEASE.wait(seconds)
+    return "done"
+
+
+def slow_inside() -> str:
+    """Raise a timeout of one's own."""
+    raise TimeoutError("server")
+
+
+def leave() -> str:
+    """End the process."""
+    raise SystemExit(3)
+
+
+TOOLS = [add, spell, fail, wait_here, sleep, block, slow_inside, leave]
+SUM = ToolCall("add", {"a": 2, "b": 3})
+
+
+@pytest.fixture(autouse=True)
+def released():
+    RELEASE.clear()
+    yield
+    RELEASE.set()
+
+
+def errors(results):
+    return [json.loads(result.content)["error"] for result in results if result.failed]
+
+
+@pytest.mark.parametrize("timeout", [20.0, None])
+def test_results_stand_in_the_order_of_the_calls(timeout):
+    calls = [ToolCall("spell", {"word": "ab"}), SUM, ToolCall("spell", {"word": "c"})]
+    found = ToolRunner(TOOLS, timeout)(calls)
+    assert [(r.name, r.content, r.failed) for r in found] == [
+        ("spell", "a-b", False), ("add", "5", False), ("spell", "c", False),
+    ]  # fmt: skip
+    assert found[1].as_message() == {"role": "tool", "name": "add", "content": "5"}
+
+
+@pytest.mark.parametrize("timeout", [20.0, None])
+def test_failures_are_told_to_the_model(timeout):
+    calls = [
+        ToolCall("fail", {"why": "no luck"}),
+        ToolCall("add", {"a": 1}),
+        ToolCall("ad", {}),
+        ToolCall("unlike", {}),
+        ToolCall.malformed("no JSON", "{"),
+        ToolCall("slow_inside", {}),
+        ToolCall("leave", {}),
+        ToolCall("spell", {"word": 3}),
+    ]
+    found = ToolRunner(TOOLS, timeout)([*calls, SUM])
+    assert [r.failed for r in found] == [True] * 8 + [False]
+    told = errors(found)
+    assert told[0] == "RuntimeError: no luck"
+    assert "missing 1 required positional argument: 'b'" in told[1]
+    assert told[2] == "there is no tool 'ad'. Did you mean add?"
+    assert "There are: add, spell, fail" in told[3]
+    assert told[4].startswith("malformed tool call (no JSON)")
+    assert told[5:7] == ["TimeoutError: server", "SystemExit: 3"]
+    assert told[7].startswith("TypeError")
+
+
+def test_a_call_that_takes_too_long_is_given_up():
+    run = ToolRunner(TOOLS, 0.2)
+    started = time.monotonic()
+    found = run([ToolCall("wait_here", {"seconds": 60}), ToolCall("sleep", {"seconds": 60}), SUM])
+    assert time.monotonic() - started < 20
+    assert errors(found) == ["the call took longer than 0.2 seconds"] * 2
+    assert found[2].content == "5", "the others go on"
+    assert run([SUM])[0].content == "5"
+
+
+def test_a_coroutine_that_blocks_is_given_up():
+    run = ToolRunner(TOOLS, 0.2)
+    found = run([ToolCall("block", {"seconds": 60})])
+    (told,) = errors(found)
+    assert told.startswith("the call took longer than 0.2 seconds and blocks the event loop")
+    assert run([ToolCall("spell", {"word": "ab"})])[0].content == "a-b", "on another loop"
+
+
+def test_coroutines_run_at_once():
+    both = asyncio.Barrier(2)
+
+    async def meet() -> str:
+        """Wait for the other call."""
+        await both.wait()
+        return "met"
+
+    found = ToolRunner([meet], 20.0)([ToolCall("meet", {})] * 2)
+    assert [r.content for r in found] == ["met"] * 2
+
+
+def test_without_a_limit_tools_run_in_the_calling_thread():
+    def where() -> str:
+        """Name the thread."""
+        return threading.current_thread().name
+
+    here = threading.current_thread().name
+    names = {limit: ToolRunner([where], limit)([ToolCall("where", {})])[0] for limit in (None, 9.0)}
+    assert names[None].content == here != names[9.0].content
+
+
+def test_values_become_text():
+    values = ["a b", 5, 2.5, True, None, {"k": ["é"]}, {1, 2}]
+    assert [as_content(v) for v in values] == [
+        "a b", "5", "2.5", "true", "null", '{"k": ["é"]}', '"{1, 2}"',
+    ]  # fmt: skip
+
+
+def test_schemas():
+    function = ToolRunner([add], None).schemas[0]["function"]
+    assert (function["name"], function["description"]) == ("add", "Add two numbers.")
+    assert function["parameters"]["required"] == ["a", "b"]
+
+
+def no_docs(a: int):
+    return a
+
+
+def no_hint(a):
+    """
+    Do.
+
+    Args:
+        a: number
+    """
+
+
+@pytest.mark.parametrize(
+    ("tools", "error", "words"),
+    [
+        ([no_docs], ValueError, "'no_docs' has no schema.*docstring"),
+        ([no_hint], ValueError, "'no_hint' has no schema.*type hint"),
+        ([add, add], ValueError, "two are named 'add'"),
+        ([3], TypeError, "3 is not a function"),
+    ],
+)
+def test_what_is_no_tool(tools, error, words):
+    with pytest.raises(error, match=words):
+        ToolRunner(tools, 1.0)

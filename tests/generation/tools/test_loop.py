@@ -12,9 +12,8 @@ from trl.data.tool_template import ToolTurns
 from trl.distributed import Ranks
 from trl.generation.base import GenerationBackend
 from trl.generation.function_backend import FunctionBackend
-from trl.generation.tools.calls import CallParser
+from trl.generation.tools.calls import CallParser, ToolRunner
 from trl.generation.tools.loop import ToolLoop
-from trl.generation.tools.runner import ToolRunner
 from trl.generation.transformers.backend import TransformersBackend, merge_options
 from trl.types import Prompts, Sampling
 

@@ -11,8 +11,7 @@ from ...data.tool_template import ToolTurns
 from ...distributed import Ranks
 from ...types import FinishReason, Generations, Prompts, Sampling
 from ..base import AroundEngine, row_seeds
-from .calls import CallParser, ToolCall
-from .runner import Functions, ToolResult, ToolRunner
+from .calls import CallParser, Functions, ToolCall, ToolResult, ToolRunner
 
 
 @dataclass

@@ -166,21 +166,16 @@ class VLLMBackend(GenerationBackend):
         tokens = min(PROBE_TOKENS, self.context - len(prompt))
         few = Sampling(max_tokens=tokens, temperature=self.temperature)
         found = self._run([Request(prompt, 1, 0)] * self.engines, few)
-        gap, bound = self._largest_gap(prompt, found), BOUNDS[self.policy.dtype]
+        means = []  # of the differences of a row
+        for ids, logps in zip(found.completion_ids, found.sampling_logps or [], strict=True):
+            pairs = zip(logps, self.policy.logps(prompt, ids), strict=True)
+            means.append(sum(abs(a - b) for a, b in pairs) / len(ids))
+        gap, bound = max(means), BOUNDS[self.policy.dtype]
         self.report("vllm/logp_gap", gap)
         words = (
             f"log-probabilities of a probe differ by {gap:.3g} nats a token, more than {bound:g}"
         )
         self._stop_at(None if gap <= bound else f"{words} in {self.policy.dtype}")
-
-    def _largest_gap(self, prompt: list[int], found: Generations) -> float:
-        """Mean difference of a token's log-probability, of the row where it is largest."""
-        means = []
-        for ids, logps in zip(found.completion_ids, found.sampling_logps or [], strict=True):
-            expected = self.policy.logps(prompt, ids)
-            gaps = [abs(a - b) for a, b in zip(logps, expected, strict=True)]
-            means.append(sum(gaps) / len(gaps))
-        return max(means)
 
     def _stop_at(self, problem: str | None) -> None:
         """Stop all ranks together if there is a problem on one."""

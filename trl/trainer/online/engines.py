@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...generation.base import GenerationBackend
     from ...generation.environments import Environments
     from ...generation.function_backend import RolloutFunction
-    from ...generation.tools.runner import ToolRunner
+    from ...generation.tools.calls import ToolRunner
     from ...generation.transformers.backend import Attempt
 
 # Engines, tools and environments are imported where they are made: a run uses few of them.
@@ -173,7 +173,7 @@ class Agents:
             environments = Environments(environment_factory, tools or ())
             tools = environments.tools
         if tools:
-            from ...generation.tools.runner import ToolRunner
+            from ...generation.tools.calls import ToolRunner
 
             runner = ToolRunner(tools, args.tool_timeout)
         return cls(args, runner, environments=environments)
