@@ -339,12 +339,8 @@ def _sample(model: nn.Module, module: nn.Module) -> tuple[Tensor, Tensor]:
             raise RuntimeError("its decoder returned no hidden states")
         return logits, capture.hidden
 
-    handle = module.register_forward_hook(widen)
-    try:
-        with evaluating(model):
-            logits, hidden = run_inside(model, inputs, work) if is_sharded(model) else work()
-    finally:
-        handle.remove()
+    with module.register_forward_hook(widen), evaluating(model):
+        logits, hidden = run_inside(model, inputs, work) if is_sharded(model) else work()
     if len(seen) != 1 or not torch.equal(seen[0][0], hidden.to(seen[0][0].dtype)):
         raise RuntimeError("it projects something other than its last hidden states")
     return seen[0][1].flatten(0, 1), logits.flatten(0, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -117,13 +117,8 @@ def autocast_of(model: nn.Module) -> torch.dtype | None:
         found.append(current_autocast(device))
         raise _Reached
 
-    handle = causal.base_model.register_forward_pre_hook(note, prepend=True)
-    try:
+    with suppress(_Reached), causal.base_model.register_forward_pre_hook(note, prepend=True):
         unwrapped(model).forward(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
-    except _Reached:
-        pass
-    finally:
-        handle.remove()
     return found[-1]
 
 
@@ -164,11 +159,8 @@ def capture_hidden(model: nn.Module) -> Iterator[Capture]:
         found.hidden = output[0]
         found.autocast = current_autocast(next(module.parameters()).device)
 
-    handle = causal_model(model).base_model.register_forward_hook(keep)
-    try:
+    with causal_model(model).base_model.register_forward_hook(keep):
         yield found
-    finally:
-        handle.remove()
 
 
 @contextmanager

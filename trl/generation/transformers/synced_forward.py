@@ -36,23 +36,17 @@ class SyncedForward:
             RankError: if another rank failed between two forwards. A failure within a forward,
                 where others wait for this rank's part of the next layer, ends this process alone.
         """
-        handles = [
-            decoder.register_forward_pre_hook(self._enter, prepend=True),
-            decoder.register_forward_hook(self._leave, always_call=True),
-        ]
         self._is_inside = self._is_done = False
         self._failure = None
-        try:
-            yield
-        except Exception as error:
-            if not self._is_inside and not isinstance(error, RankError):
-                self._agree(failure=error)
-            raise
-        else:
+        before = decoder.register_forward_pre_hook(self._enter, prepend=True)
+        with before, decoder.register_forward_hook(self._leave, always_call=True):
+            try:
+                yield
+            except Exception as error:
+                if not self._is_inside and not isinstance(error, RankError):
+                    self._agree(failure=error)
+                raise
             self._run_along(decoder)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter(self, *ignored: Any) -> None:
         if self._is_done:
