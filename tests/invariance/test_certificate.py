@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cases
 import one_row
 import preferences
+import rounding
 import supervised
 from cases import EOS, MOST_TOKENS
 from certificate import (
@@ -90,7 +91,7 @@ def test_preferences(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS + OF_OTHERS, ids=str)
 def test_gradient_is_that_of_single_rows(variant):
-    assert gradient_difference(variant) <= BOUND
+    assert gradient_difference(variant) <= BOUND * rounding.slack()
 
 
 @pytest.mark.parametrize("variant", EXACT, ids=str)

@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import rounding
 import torch
 from rollouts import rollout_of
 from torch import nn
@@ -113,7 +114,7 @@ def test_documents_see_nothing_of_each_other():
     model, rows = build("delta rule"), [list(range(20, 20 + n)) for n in (9, 12, 30, 2)]
     batch = rollout_of([([], ids) for ids in rows])
     ours, theirs = gradient(model, batch), gradient(model, batch, shared_prefix=False)
-    assert (ours - theirs).norm() / theirs.norm() < 5e-6
+    assert (ours - theirs).norm() / theirs.norm() < 5e-6 * rounding.slack()
 
 
 def test_other_completions_of_the_same_prompts():
