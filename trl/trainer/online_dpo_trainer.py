@@ -37,6 +37,7 @@ class OnlineDPOTrainer(OnlineTrainer):
     """
 
     config_class = OnlineDPOConfig
+    skips_zero_advantages = False  # metrics are of all pairs
     legacy_options = {
         "reward_model": "reward_funcs",
         "reward_processing_class": "reward_processing_classes",
@@ -59,11 +60,6 @@ class OnlineDPOTrainer(OnlineTrainer):
                 raise ValueError("Both a judge and reward_funcs were given: leave one of them out.")
             reward_funcs = JudgeReward(judge)
         super().__init__(model, reward_funcs, args, ref_model=ref_model, **options)
-
-    @property
-    def skips_zero_advantages(self) -> bool:
-        """Metrics are of all pairs."""
-        return False
 
     def shape_rewards(self, table: RewardTable, batch: Rollout) -> Tensor:
         """Subtract the penalty of completions that were cut off: (N,)."""

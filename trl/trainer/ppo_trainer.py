@@ -52,6 +52,7 @@ class PPOTrainer(OnlineTrainer):
     """
 
     config_class = PPOConfig
+    skips_zero_advantages = False  # the value loss is not a multiple of the advantage
     legacy_options = FIRST_ARGUMENTS | {"ref_policy": "ref_model"}
     method = Method("PPO", "ppo", arxiv="1909.08593")
 
@@ -90,11 +91,6 @@ class PPOTrainer(OnlineTrainer):
     def needs_entropy(self) -> bool:
         """For the bonus."""
         return self.args.entropy_coef != 0.0
-
-    @property
-    def skips_zero_advantages(self) -> bool:
-        """The value loss is no multiple of the advantage."""
-        return False
 
     # --- Credit ---
 

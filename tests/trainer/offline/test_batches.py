@@ -7,7 +7,6 @@ from sft_runs import config
 from tiny import tiny_tokenizer
 
 from trl.data.encode import TextEncoder
-from trl.data.packing import MicroBatchSampler
 from trl.data.preference_rows import PreferenceLimits
 from trl.data.rows import Document
 from trl.trainer.offline.batches import (
@@ -51,8 +50,7 @@ def test_every_document_is_trained_on_by_one_rank(sizes, rows, ranks, most, pack
     for epoch in range(2):
         seen, counts = [], set()
         for rank in range(ranks):
-            sampler = MicroBatchSampler(sizes, rows, most, pack_size, seed=3)
-            order = RankBatches(sampler, rank, ranks)
+            order = RankBatches((rank, ranks), sizes, rows, most, pack_size, 3)
             order.set_epoch(epoch)
             batches = list(order)
             counts.add(len(batches))

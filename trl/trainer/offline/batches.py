@@ -19,7 +19,6 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 from torch.utils.data import IterableDataset as TorchIterableDataset
-from torch.utils.data import Sampler
 from transformers.utils import logging
 
 from ...data.answer_rows import AnswerDataset, AnswerGroup, AnswerRows, answer_group
@@ -53,21 +52,22 @@ def share_of_rank(batches: Sequence[list[int]], rank: int, ranks: int) -> Iterat
         yield batches[mine] if mine < len(batches) else [~batches[first][0]]
 
 
-class RankBatches(Sampler[list[int]]):
-    """The micro-batches of one rank, of those that every rank makes alike."""
+class RankBatches(MicroBatchSampler):
+    """The micro-batches of one rank, of those that every rank makes alike.
 
-    def __init__(self, batches: MicroBatchSampler, rank: int, ranks: int):
-        self._batches, self._rank, self._ranks = batches, rank, ranks
+    `place` is the rank of this process, and how many there are; `limits` are arguments of a
+    `MicroBatchSampler`.
+    """
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose micro-batches come next."""
-        self._batches.set_epoch(epoch)
+    def __init__(self, place: tuple[int, int], *limits: Any):
+        super().__init__(*limits)
+        self._rank, self._ranks = place
 
     def __len__(self) -> int:
-        return -(-len(self._batches) // self._ranks)
+        return -(-len(self.batches()) // self._ranks)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return share_of_rank(self._batches.batches(), self._rank, self._ranks)
+        return share_of_rank(self.batches(), self._rank, self._ranks)
 
 
 class ItemStream(TorchIterableDataset):  # type: ignore[type-arg]

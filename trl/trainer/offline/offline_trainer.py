@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ...data.answer_rows import AnswerRows
 from ...data.encode import TextEncoder
-from ...data.packing import MicroBatchSampler
 from ...models.readers import Reader
 from ...ops.support import Support
 from ...types import Mode
@@ -196,7 +195,7 @@ class OfflineTrainer(BaseTrainer):
             stream = StreamBatches(dataset, *limits, place)
             return DataLoader(stream, batch_size=None, **shared), stream
         seed = args.order_seed if is_training else None
-        order = RankBatches(MicroBatchSampler(dataset.lengths, *limits, seed), *place)
+        order = RankBatches(place, dataset.lengths, *limits, seed)
         return DataLoader(dataset, batch_sampler=order, **shared), order
 
     def get_train_dataloader(self) -> DataLoader[Any]:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ...data.encode import TextEncoder
-from ...data.packing import MicroBatchSampler
 from ...models.reference import AdapterOff, FrozenCopy, ReferencePolicy, whole_weights
 from ...models.unwrap import causal_model
 from ...ops.masking import masked_sum
@@ -122,8 +121,7 @@ class PreferenceTrainer(OfflineTrainer):
 
     def _scored(self, dataset: Any, model: nn.Module, limits: tuple[int, int | None]) -> np.ndarray:
         """Log-probabilities (items, K) of answers of a dataset; each rank computes its share."""
-        mine, order = [], MicroBatchSampler(dataset.lengths, *limits)
-        batches = RankBatches(order, *self.ranks.place)
+        mine, batches = [], RankBatches(self.ranks.place, dataset.lengths, *limits)
         for rows in DataLoader(dataset, batch_sampler=batches, collate_fn=self.collate):
             self._agree_on(rows, model)
             found = self.frozen(model, rows.to(self.args.device), self.answer_logps)
