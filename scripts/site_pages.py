@@ -33,7 +33,7 @@ OTHERS = {
         "Rewards, data, callbacks",
         (
             "trl.rewards.accuracy.accuracy_reward",
-            "trl.rewards.format.think_format_reward",
+            "trl.rewards.shaping.think_format_reward",
             "trl.rewards.shaping.get_soft_overlong_punishment",
             "trl.data.mixture.get_dataset",
             "trl.data.packing.pack_dataset",

@@ -111,7 +111,11 @@ def variables(on_cpu: bool) -> dict[str, str]:
 
 def command(known: argparse.Namespace, rest: list[str], on_cpu: bool) -> list[str]:
     """The words that start vLLM's own server; the `rest` are its own, which win over the others."""
-    words = [sys.executable, "-m", *_program(), "--model", known.model]
+    # The command of the CPU build looks for a package of another name.
+    program = ["vllm.entrypoints.openai.api_server"]
+    if version_of("vllm", ""):
+        program = ["vllm.entrypoints.cli.main", "serve"]
+    words = [sys.executable, "-m", *program, "--model", known.model]
     for name in PASSED:
         value = getattr(known, name)
         if value is not None:
@@ -126,13 +130,6 @@ def command(known: argparse.Namespace, rest: list[str], on_cpu: bool) -> list[st
     if known.data_parallel_size > 1:
         words += ["--api-server-count", "1"]  # which must know all requests that were made
     return [*words, "--middleware", GUARD, "--worker-extension-cls", WORKER, *rest]
-
-
-def _program() -> list[str]:
-    """`vllm serve`, or where the CPU build has it, whose command looks for another name."""
-    if version_of("vllm", ""):
-        return ["vllm.entrypoints.cli.main", "serve"]
-    return ["vllm.entrypoints.openai.api_server"]
 
 
 def memory_words(known: argparse.Namespace, rest: list[str], on_cpu: bool) -> list[str]:

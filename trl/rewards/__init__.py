@@ -1,11 +1,11 @@
 """Ready-made reward functions."""
 
 from .accuracy import accuracy_reward, reasoning_accuracy_reward
-from .format import think_format_reward
 from .shaping import (
     get_cosine_scaled_reward,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
+    think_format_reward,
 )
 
 __all__ = [

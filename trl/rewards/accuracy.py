@@ -7,10 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..imports import require
-from .format import text_of
 
 PARSE_SECONDS, VERIFY_SECONDS = 10, 5
 UNPARSED, SKIPPED = "[unparseable]", "[skipped]"
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion: a string, or the content of its first message."""
+    return completion if isinstance(completion, str) else completion[0]["content"]
 
 
 def accuracy_reward(

@@ -1,12 +1,20 @@
-"""Rewards that shape length and repetition."""
+"""Rewards that shape form, length and repetition."""
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
-from .accuracy import accuracy_reward
+from .accuracy import accuracy_reward, text_of
+
+THINK = re.compile(r"<think>(?!.*<think>).*?</think>.*", re.DOTALL)
+
+
+def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
+    """1.0 for a completion that begins with one `<think>` block and closes it, else 0.0."""
+    return [float(THINK.fullmatch(text_of(completion)) is not None) for completion in completions]
 
 
 @dataclass(frozen=True)
