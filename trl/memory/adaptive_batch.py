@@ -124,7 +124,6 @@ class AdaptiveBatch:
 
 
 def _free() -> None:
-    """Give back what a failed attempt left."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -74,21 +74,13 @@ class AdapterOff:
     @contextmanager
     def active(self, policy: nn.Module | None = None) -> Iterator[nn.Module]:
         """Yield the policy, as it was prepared for training; its adapter is back afterwards."""
-        with _same_trainable(self.model), self._switched():
+        with _same_trainable(self.model), ExitStack() as stack:
+            if self.adapter is None:
+                stack.enter_context(self.model.disable_adapter())
+            else:
+                stack.callback(self.model.set_adapter, self.model.active_adapter)
+                self.model.set_adapter(self.adapter, inference_mode=True)
             yield self.model if policy is None else policy
-
-    @contextmanager
-    def _switched(self) -> Iterator[None]:
-        if self.adapter is None:
-            with self.model.disable_adapter():
-                yield
-            return
-        trained = self.model.active_adapter
-        self.model.set_adapter(self.adapter, inference_mode=True)
-        try:
-            yield
-        finally:
-            self.model.set_adapter(trained)
 
 
 @contextmanager

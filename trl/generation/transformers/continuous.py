@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 )
 
 from ...distributed import Ranks
+from ...models.sharded import replaced_forward
 from ...models.unwrap import causal_model
 from ...progress import finish
 from ...random_numbers import random_numbers_kept
@@ -140,20 +141,14 @@ def _is_greedy(sampling: Sampling) -> bool:
     return greedy
 
 
-@contextmanager
-def _without_autocast(model: Any) -> Iterator[None]:
+def _without_autocast(model: Any) -> AbstractContextManager[None]:
     """Take off the autocast that accelerate puts around the forward.
 
     The cache of the engine has the dtype of the weights, and takes no keys of another.
     """
     wrapped, original = (vars(model).get(name) for name in ("forward", "_original_forward"))
-    if wrapped is not None and original is not None:
-        model.forward = original
-    try:
-        yield
-    finally:
-        if wrapped is not None:
-            model.forward = wrapped
+    is_wrapped = wrapped is not None and original is not None
+    return replaced_forward(model, original) if is_wrapped else nullcontext()
 
 
 def _collect(manager: Any, count: int) -> list[list[int]]:
