@@ -49,7 +49,9 @@ def load_dataset_source(name: str, config: str | None = None, streaming: bool = 
 
 def _folder(path: Path, streaming: bool) -> Any:
     if any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
-        return _saved(path, streaming)
+        found = load_from_disk(str(path))
+        saved = DatasetDict({"train": found}) if isinstance(found, Dataset) else found
+        return {k: v.to_iterable_dataset() for k, v in saved.items()} if streaming else saved
     files = _data_files(path) or _data_files(path / "data")
     _check_kinds(path, files)
     if not all(SPLIT_NAME.fullmatch(file.stem) for file in files):
@@ -72,14 +74,6 @@ def _check_kinds(path: Path, files: list[Path]) -> None:
             f"--dataset_name {path}: the folder holds {found}; it must be a saved dataset, or hold "
             f"files of one of {', '.join(BUILDERS)}."
         )
-
-
-def _saved(path: Path, streaming: bool) -> Any:
-    found = load_from_disk(str(path))
-    splits = DatasetDict({"train": found}) if isinstance(found, Dataset) else found
-    if streaming:
-        return {name: dataset.to_iterable_dataset() for name, dataset in splits.items()}
-    return splits
 
 
 def _files(splits: dict[str, list[str]], place: Path, suffix: str, streaming: bool) -> Any:

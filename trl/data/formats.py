@@ -85,7 +85,10 @@ def apply_chat_template(
         KeyError: if the fields are not one of the supported sets.
         ValueError: if a prompt has no messages, or its last one a role that cannot end a prompt.
     """
-    _check_fields(example)
+    fields = {name for name in (*FIELDS, "label") if name in example}
+    if fields not in SUPPORTED:
+        legal = "; ".join(", ".join(sorted(names)) for names in SUPPORTED)
+        raise KeyError(f"An example has the fields {sorted(fields)}; supported are: {legal}.")
     options = {"tools": tools or None, "tokenize": False}
     options |= template_kwargs | (example.get("chat_template_kwargs") or {})
     render = partial(processing_class.apply_chat_template, **options)
@@ -105,13 +108,6 @@ def _render_answers(example: dict[str, Any], render: Callable[..., str]) -> dict
     # A template may render the end of a prompt differently once something follows it.
     prompt = os.path.commonprefix([prompt, *whole.values()])  # noqa: RUF071 (no paths)
     return {"prompt": prompt} | {name: text[len(prompt) :] for name, text in whole.items()}
-
-
-def _check_fields(example: dict[str, Any]) -> None:
-    fields = {name for name in (*FIELDS, "label") if name in example}
-    if fields not in SUPPORTED:
-        legal = "; ".join(", ".join(sorted(names)) for names in SUPPORTED)
-        raise KeyError(f"An example has the fields {sorted(fields)}; supported are: {legal}.")
 
 
 def _ending(prompt: list[dict[str, Any]]) -> dict[str, bool]:

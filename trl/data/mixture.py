@@ -133,14 +133,9 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
 
 
 def _load(entry: DatasetConfig, streaming: bool) -> Any:
-    dataset = load_dataset(
-        entry.path,
-        name=entry.name,
-        data_dir=entry.data_dir,
-        data_files=entry.data_files,
-        split=entry.split,
-        streaming=streaming,
-    )
+    names = ("path", "name", "data_dir", "data_files", "split")
+    options = {name: getattr(entry, name) for name in names}
+    dataset = load_dataset(**options, streaming=streaming)
     if entry.limit is not None:
         dataset = dataset.take(entry.limit)
     return dataset if entry.columns is None else dataset.select_columns(entry.columns)

@@ -107,13 +107,8 @@ class MicroBatchSampler(Sampler[list[int]]):
     All ranks yield the same micro-batches; handing them out is left to whoever loads them. All
     epochs have equally many: with `max_tokens` the same ones in another order, else new ones.
 
-    Args:
-        lengths: tokens of each document.
-        rows (`int`): documents of a micro-batch, or packs if `pack_size` is given.
-        max_tokens (`int`, *optional*): tokens of a micro-batch at most; a document longer than
-            that is alone.
-        pack_size (`int`, *optional*): tokens of a pack of best fitting documents.
-        seed (`int`, *optional*): None keeps the order of the dataset.
+    A micro-batch has `rows` documents, or packs of best fitting documents with `pack_size` tokens,
+    and at most `max_tokens`; a longer document is alone. Without a seed, the order stays.
     """
 
     def __init__(

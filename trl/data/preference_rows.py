@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, starmap
+from itertools import islice
 from operator import add
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 
 from ..text import count
-from .encode import Ids, TextEncoder, template_options
+from .encode import Ids, Masked, TextEncoder, template_options
 from .formats import common_prefix_length, maybe_extract_prompt
 from .prepare import CutReport, D, RowMaker, first_row, list_column, prepared, row_lengths
 from .supervised import Row, answer_starts, as_messages
@@ -63,36 +63,38 @@ def encode_answers(rows: Sequence[Row], encoder: TextEncoder) -> list[Answers]:
     Raises:
         TypeError: if prompts and answers are not all strings, or all lists of messages.
     """
-    are_texts = _are_texts(value for row in rows for value in (row["prompt"], *row["answers"]))
-    texts, starts = _texts(rows) if are_texts else _chats(rows, encoder)
+    flat = [row | {"answer": answer} for row in rows for answer in row["answers"]]
+    are_texts = _are_texts(flat)
+    texts, starts = _texts(flat) if are_texts else _chats(flat, encoder)
     spans = [[(start, len(text))] for start, text in zip(starts, texts, strict=True)]
-    each, found = iter(encoder.masked(texts, spans)), []
-    for row in rows:
-        whole, trained, merged = zip(*islice(each, len(row["answers"])), strict=True)
-        alike = [common_prefix_length(whole[0], ids) for ids in whole[1:]]
-        split = min(alike + [mask.size - np.count_nonzero(mask) for mask in trained])
-        prompt, answers = whole[0][:split], [ids[split:] for ids in whole]
-        if are_texts:
-            prompt, answers = encoder.begun(prompt), list(map(encoder.ended, answers))
-        found.append((prompt, answers, any(merged)))
-    return found
+    each = iter(encoder.masked(texts, spans))
+    found = [_apart(list(islice(each, len(row["answers"])))) for row in rows]
+    if not are_texts:
+        return found
+    return [(encoder.begun(ids), list(map(encoder.ended, own)), some) for ids, own, some in found]
 
 
-def _are_texts(values: Iterable[Any]) -> bool:
-    kinds = {isinstance(value, str) for value in values}
+def _are_texts(flat: Sequence[Row]) -> bool:
+    kinds = {isinstance(row[name], str) for row in flat for name in ("prompt", "answer")}
     if len(kinds) > 1:
         raise TypeError("Prompts and answers must all be strings, or all be messages.")
     return True in kinds
 
 
-def _texts(rows: Sequence[Row]) -> tuple[list[str], list[int]]:
+def _apart(found: Sequence[Masked]) -> Answers:
+    """The tokens before the first trained one that a prompt's answers share, and what follows."""
+    whole, trained, merged = zip(*found, strict=True)
+    alike = [common_prefix_length(whole[0], ids) for ids in whole[1:]]
+    split = min(alike + [mask.size - np.count_nonzero(mask) for mask in trained])
+    return whole[0][:split], [ids[split:] for ids in whole], any(merged)
+
+
+def _texts(flat: Sequence[Row]) -> tuple[list[str], list[int]]:
+    return [row["prompt"] + row["answer"] for row in flat], [len(row["prompt"]) for row in flat]
+
+
+def _chats(flat: Sequence[Row], encoder: TextEncoder) -> tuple[list[str], list[int]]:
     """Prompts with each of their answers, and the characters with which answers begin."""
-    pairs = [(row["prompt"], answer) for row in rows for answer in row["answers"]]
-    return list(starmap(add, pairs)), [len(prompt) for prompt, _ in pairs]
-
-
-def _chats(rows: Sequence[Row], encoder: TextEncoder) -> tuple[list[str], list[int]]:
-    flat = [row | {"answer": answer} for row in rows for answer in row["answers"]]
     prompts, answers = ([as_messages(row[name]) for row in flat] for name in ("prompt", "answer"))
     options = list(map(template_options, flat))
     texts = encoder.render_all(list(map(add, prompts, answers)), options)

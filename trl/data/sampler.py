@@ -13,15 +13,10 @@ from torch.utils.data import IterableDataset, Sampler
 class RepeatSampler(Sampler[int]):
     """Yields dataset indices in rounds of whole groups.
 
-    The (shuffled) indices are cut into rounds of `batch_size` prompts; each index stands
-    `mini_repeat_count` times in a row, and each round `repeat_count` times. Prompts that do not
-    fill a round are dropped.
-
-    Args:
-        mini_repeat_count (`int`): completions for each prompt.
-        batch_size (`int`): distinct prompts of a round.
-        repeat_count (`int`): micro-steps a round serves.
-        shuffle (`bool`): whether each epoch has its own order, which follows from `seed` alone.
+    The indices are cut into rounds of `batch_size` prompts; each index stands `mini_repeat_count`
+    times in a row, once for a completion, and each round `repeat_count` times, once for a
+    micro-step. Prompts that do not fill a round are dropped. Shuffled, each epoch has its own
+    order, which follows from `seed` alone.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from operator import add, itemgetter
@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
-from .encode import Ids, Span, TextEncoder, template_options, whole_texts
+from .encode import Ids, Masked, Span, TextEncoder, template_options, whole_texts
 from .formats import common_prefix_length, malformed_prompt, maybe_convert_to_chatml
 from .mixture import SOURCE_COLUMN
 from .turns import assistant_spans, expanded_turns, without_added_thinking
@@ -58,7 +58,7 @@ class SupervisedOptions:
                 f"have {sorted(example)}. Leave the option out"
                 + (", or use assistant_only_loss=True." if kind == "messages" else ".")
             )
-        conversational = kind == "messages" or (kind == "completion" and _is_chat(example))
+        conversational = _is_chat(kind, example)
         masked = kind == "tokenized" and "assistant_masks" in example
         if self.expand_turns > conversational or self.assistant_only_loss > conversational + masked:
             name = "expand_turns" if self.expand_turns else "assistant_only_loss"
@@ -97,8 +97,8 @@ class EncodedRow(NamedTuple):
     ids: Ids
     trained: np.ndarray  # (tokens,) bool
     source: int  # which of the examples it is made from
-    merged: int = 0  # tokens over the edge of what is trained
-    origin: str = ""  # the dataset of a mixture that it is from
+    merged: int  # tokens over the edge of what is trained
+    origin: str  # the dataset of a mixture that it is from
 
 
 Target = tuple[str, list[Span], int]  # a text, what is trained of it, and which example it is of
@@ -108,32 +108,34 @@ def encode_supervised(
     rows: Sequence[Row], kind: Kind, encoder: TextEncoder, options: SupervisedOptions
 ) -> list[EncodedRow]:
     """Encode examples, all of one kind."""
-    if kind == "tokenized":
-        found = [EncodedRow(*_tokenized(row, options), i) for i, row in enumerate(rows)]
-    elif kind == "messages" or (kind == "completion" and _is_chat(rows[0])):
-        found = _encoded(encoder, _chats(rows, kind, encoder, options))
-    else:
-        found = [_closed(encoder, x) for x in _encoded(encoder, _texts(rows, kind, options))]
-    name = options.source_column
-    return [row._replace(origin=str(rows[row.source].get(name, ""))) for row in found]
-
-
-def _encoded(encoder: TextEncoder, targets: Sequence[Target]) -> list[EncodedRow]:
-    found = encoder.masked([text for text, _, _ in targets], [spans for _, spans, _ in targets])
+    origins = [str(row.get(options.source_column, "")) for row in rows]
     return [
-        EncodedRow(ids, trained, source, merged)
-        for (ids, trained, merged), (_, _, source) in zip(found, targets, strict=True)
+        EncodedRow(ids, trained, source, merged, origins[source])
+        for (ids, trained, merged), source in _encoded(rows, kind, encoder, options)
     ]
 
 
-def _closed(encoder: TextEncoder, row: EncodedRow) -> EncodedRow:
+def _encoded(
+    rows: Sequence[Row], kind: Kind, encoder: TextEncoder, options: SupervisedOptions
+) -> Iterable[tuple[Masked, int]]:
+    """Tokens, each with the example it is of."""
+    if kind == "tokenized":
+        return zip([_tokenized(row, options) for row in rows], range(len(rows)), strict=True)
+    is_chat = _is_chat(kind, rows[0])
+    targets = _chats(rows, kind, encoder, options) if is_chat else _texts(rows, kind, options)
+    found = encoder.masked([text for text, _, _ in targets], [some for _, some, _ in targets])
+    found = found if is_chat else [_closed(encoder, *row) for row in found]
+    return zip(found, [source for _, _, source in targets], strict=True)
+
+
+def _closed(encoder: TextEncoder, ids: Ids, trained: np.ndarray, merged: int) -> Masked:
     """A plain text between BOS, and EOS, which is trained."""
-    begun = encoder.begun(row.ids)
-    before = len(begun) - len(row.ids)
-    ids = encoder.ended(begun)
-    trained = np.arange(len(ids)) >= before
-    trained[before : before + len(row.trained)] = row.trained
-    return row._replace(ids=ids, trained=trained)
+    begun = encoder.begun(ids)
+    before = len(begun) - len(ids)
+    whole = encoder.ended(begun)
+    mask = np.arange(len(whole)) >= before
+    mask[before : before + len(trained)] = trained
+    return whole, mask, merged
 
 
 def as_messages(messages: Sequence[Mapping[str, Any]]) -> Chat:
@@ -153,7 +155,9 @@ def as_messages(messages: Sequence[Mapping[str, Any]]) -> Chat:
     return [turn | {"role": ROLES.get(turn["role"], turn["role"])} for turn in turns]
 
 
-def _is_chat(example: Mapping[str, Any]) -> bool:
+def _is_chat(kind: Kind, example: Mapping[str, Any]) -> bool:
+    if kind != "completion":
+        return kind == "messages"
     value = example["prompt"] or example["completion"]
     return not isinstance(value, str) and bool(value)
 
@@ -228,8 +232,7 @@ def _with_ending(prompt: Chat, options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "continue_final_message" if goes_on else "add_generation_prompt": True}
 
 
-def _tokenized(row: Row, options: SupervisedOptions) -> tuple[Ids, np.ndarray]:
-    """Ids of a tokenized example, and which of them are trained on, (tokens,) bool."""
+def _tokenized(row: Row, options: SupervisedOptions) -> Masked:
     ids = np.asarray(row["input_ids"])
     names = ["labels", "assistant_masks", *["completion_mask"] * (not options.trains_prompts)]
     trained = np.ones(len(ids), dtype=bool)
@@ -245,4 +248,4 @@ def _tokenized(row: Row, options: SupervisedOptions) -> tuple[Ids, np.ndarray]:
                 "labels must be the tokens of input_ids at their own places, or -100; "
                 "they are shifted when the loss is computed."
             )
-    return ids.tolist(), trained
+    return ids.tolist(), trained, 0
