@@ -112,7 +112,8 @@ class TextEncoder:
         tails = [text[cut:] for text, cut in zip(texts, cuts, strict=True)]
         encodings = self._encodings(self._core.encode_batch, tails)
         found: list[Masked] = []
-        whole, before = None, []
+        whole: Any = None
+        before: Ids | None = []
         for one, some, cut in zip(encodings, spans, cuts, strict=True):
             ids, (trained, merged) = one.ids, _mask(one, [(a - cut, b - cut) for a, b in some])
             if cut:
