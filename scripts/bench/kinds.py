@@ -29,7 +29,8 @@ Made by `make bench-kinds`, which measures the cells that `kinds.json` lacks. On
 `beta=0.05` by default options, but without the loss that balances experts. Random models in float32
 under bfloat16 autocast: hidden size 64, four layers, 151,936 entries in the vocabulary. Peaks in MB
 above what is held when training begins, on the meter of [the other benchmarks](memory.md). A dash
-stands for what was not measured.
+stands for what was not measured: the peer's 64 completions of gpt-oss and of DeepSeek V3 would need
+about eight times what its 8 take, more than the machine of 24 GB has.
 
 With gpt-oss and DeepSeek V3 this project's peak is that of the check before the first round, which
 lets transformers compute two rows in its own way, with all products of queries and keys at once.

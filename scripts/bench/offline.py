@@ -37,7 +37,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any], str, str, int | None]] = {
 }
 
 
-def lengths(length: int, kind: str) -> list[int]:
+def lengths(length: int, kind: str, count: int = 8) -> list[int]:
     """Tokens of the documents of a case."""
     draw = random.Random(0)
 
@@ -45,11 +45,12 @@ def lengths(length: int, kind: str) -> list[int]:
         return max(16, min(length, int(median * math.exp(draw.gauss(0, 0.8)))))
 
     if kind == "fixed":
-        return [length] * 8
-    if kind == "lognormal":
-        return [length, *(one(length // 3) for _ in range(7))]
+        return [length] * count
     found: list[int] = []
-    while sum(found) < 7.9 * length:
+    if kind == "lognormal":
+        found = [one(length // 3) for _ in range(count)]
+        return [length, *found[1:]]
+    while sum(found) < (count - 0.1) * length:
         found.append(one(max(32, length // 8)))
     return found
 
