@@ -1,3 +1,5 @@
+from itertools import accumulate
+
 import numpy as np
 import pytest
 from bpe import WORDS, bpe_tokenizer
@@ -7,7 +9,6 @@ from tiny import tiny_tokenizer
 from tokenizers import normalizers, processors
 
 from trl.data.encode import TextEncoder, template_options
-from trl.data.formats import common_prefix_length
 
 ENCODER = TextEncoder(bpe_tokenizer())
 texts = st.lists(st.sampled_from([*WORDS.split(), " ", "\n", "hel", "lo", "<|im_end|>", "é", ". "]))
@@ -26,14 +27,14 @@ def with_specials(bos: bool, eos: bool):
 @settings(deadline=None, max_examples=200)
 @given(texts.map("".join), texts.map("".join))
 def test_answers_are_encoded_as_the_whole_text_is(prompt, answer):
-    """And the tokens in front of them are those of the prompt, up to where the two merge."""
+    """And those of its tokens are trained on that hold a byte of the answer."""
     text = prompt + answer
     ((ids, mask, merged),) = ENCODER.masked([text], [[(len(prompt), len(text))]])
-    (whole,), (alone,) = ENCODER.ids([text]), ENCODER.ids([prompt])
-    first = common_prefix_length(alone, whole)
+    (whole,), edge = ENCODER.ids([text]), len(prompt.encode())
+    stops = [*accumulate(map(len, ENCODER.tokenizer.convert_ids_to_tokens(whole)))]
     assert ids == whole
-    assert mask.tolist() == [answer != "" and i >= first for i in range(len(ids))]
-    assert merged == (answer != "" and first < len(alone))
+    assert mask.tolist() == [stop > edge for stop in stops]
+    assert merged == (0 < edge < len(text.encode()) and edge not in stops)
 
 
 def prefixed():

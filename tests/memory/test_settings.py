@@ -1,6 +1,7 @@
 """The tokens of a forward against those that the scorer lays out; the options of accelerate."""
 
 import json
+from itertools import islice
 
 import pytest
 import torch
@@ -56,8 +57,11 @@ def test_passes_are_those_of_the_scorer(prompts, group_size, prompt, completion)
         is_cut = passes.wants_passes(torch.nn.Identity(), layout)
     assert is_cut == (len(found) > 1)
     if is_cut:
-        cut = passes.runs_of_tails(layout.inputs[KEYWORD])
-        assert found == [prompts * prompt, *(tails[-1][2] - tails[0][1] for tails in cut)]
+        cuts = [cut for group in layout.inputs[KEYWORD].groups for cut in group.cuts]
+        counts = passes.tails_of_passes([b - a for a, b in cuts], prompts * prompt)
+        rest = iter(cuts)
+        runs = [list(islice(rest, count)) for count in counts]
+        assert found == [prompts * prompt, *(run[-1][1] - run[0][0] for run in runs)]
 
 
 @pytest.mark.parametrize("group_size", range(2, 9))

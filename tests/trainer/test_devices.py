@@ -21,11 +21,10 @@ pytestmark = pytest.mark.skipif(
 TOKEN = {"generation/transformers/shared_decoding.py _advance": 1}
 ROUND = {
     "distributed.py all": 1,
-    "distributed.py gather": 2,
-    "distributed.py sum": 1,
+    "distributed.py _on_device": 3,
     "online/guard.py findings": 4,  # of two sets of log-probabilities, if they are finite and where
     "online/rewards.py __call__": 1,
-    "online/reports.py _count_tokens": 1,
+    "online/reports.py add": 1,
     "online/reports.py records": 3,
     "trainer/online/scoring.py assemble": 2,
     "trainer/online/scoring.py rows_with_gradient": 1,

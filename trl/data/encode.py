@@ -113,13 +113,10 @@ class TextEncoder:
         encodings = self._encodings(self._core.encode_batch, tails)
         found: list[Masked] = []
         whole: Any = None
-        before: Ids | None = []
         for one, some, cut in zip(encodings, spans, cuts, strict=True):
             ids, (trained, merged) = one.ids, _mask(one, [(a - cut, b - cut) for a, b in some])
-            if cut:
-                before = _before(whole, cut, some[0][0], ids)
-            else:
-                whole, before = one, []
+            whole = whole if cut else one
+            before = _before(whole, cut, some[0][0], ids) if cut else []
             if before is None:
                 self._splits_words = False
                 return self.masked(texts, spans)
