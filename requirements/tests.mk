@@ -1,6 +1,6 @@
 # Included by the Makefile: the tests to run while working, and those in an environment of the lowest
 # supported versions, which lies beside that of the others.
-test-fast: OMP_NUM_THREADS := 1  # in each of its two workers
+test-fast: OMP_NUM_THREADS := 1
 test-fast: $(VENV)/.dev  ## run the tests that start no engine and no process, while you work
 	$(PY) -m pytest --fast -n 2 --no-loadscope-reorder $(ARGS)
 
