@@ -16,7 +16,7 @@ from trl.data.lengths import (
     repeated_share,
 )
 from trl.data.packing import MicroBatchSampler
-from trl.data.preference_rows import PreferenceLimits, cut_preferences, prepare_preferences
+from trl.data.preference_rows import AnswerDataset, PreferenceLimits, prepare_preferences
 from trl.data.prepare import SupervisedDataset, prepare_supervised
 from trl.data.supervised import SupervisedOptions
 
@@ -89,9 +89,9 @@ def test_preferences():
     repeated = profile.repeated["repeated share in the answers of a prompt"]
     assert repeated == pytest.approx(100 / 218)
     limit = next(row for row in profile.limits if row["max_length"] == 16)
-    kept, report = cut_preferences(table, PreferenceLimits(max_length=16))
+    kept = AnswerDataset(table, PreferenceLimits(max_length=16))
     assert limit["rows untrained"] == 2 - len(kept) == 1
-    assert limit["rows cut"] == 2 == report.long
+    assert limit["rows cut"] == 2 == kept.report.long
 
 
 def test_padding_is_counted_as_a_collator_would():

@@ -10,12 +10,14 @@ from trl.data.packing import (
     efficiency,
     pack_dataset,
     remove_none_values,
+    share_of_rank,
     truncate_dataset,
     windows,
     wrapped,
 )
 
 ROWS = {"input_ids": [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11], []]}
+lengths = st.lists(st.integers(2, 20), min_size=1, max_size=60)
 lengths_and_size = st.integers(1, 50).flatmap(
     lambda size: st.tuples(st.lists(st.integers(0, size), max_size=60), st.just(size))
 )
@@ -150,6 +152,28 @@ def test_micro_batches_follow_from_seed_and_epoch():
     for batches in (list(sampler), list(other)):
         assert sorted(d for batch in batches for d in batch) == list(range(200))
         assert all(lengths[batch].sum() <= 3 * 64 for batch in batches)
+
+
+def test_what_is_left_over_goes_to_the_first_ranks():
+    batches = [[0, 1], [2, 3], [4, 5], [6]]
+    shares = [list(share_of_rank(batches, rank, 3)) for rank in range(3)]
+    assert shares == [[[0, 1], [6]], [[2, 3], [~6]], [[4, 5], [~6]]]
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths, st.integers(1, 4), st.integers(1, 3), st.sampled_from([None, 24]), st.booleans())
+def test_every_document_is_trained_on_by_one_rank(sizes, rows, ranks, most, packs):
+    pack_size = 20 if packs else None
+    for epoch in range(2):
+        seen, counts = [], set()
+        for rank in range(ranks):
+            order = MicroBatchSampler(sizes, rows, most, pack_size, 3, (rank, ranks))
+            order.set_epoch(epoch)
+            batches = list(order)
+            counts.add(len(batches))
+            assert len(batches) == len(order)
+            seen += [i for batch in batches for i in batch if i >= 0]
+        assert sorted(seen) == list(range(len(sizes))) and len(counts) == 1
 
 
 def test_a_budget_of_tokens_bounds_micro_batches():

@@ -8,8 +8,8 @@ from tiny import tiny_tokenizer
 
 from trl.data.encode import TextEncoder
 from trl.data.preference_rows import (
+    AnswerDataset,
     PreferenceLimits,
-    cut_preferences,
     mismatched,
     prepare_preferences,
 )
@@ -145,15 +145,15 @@ def test_what_was_cut_is_counted_and_empty_rows_are_named():
         {"prompt_ids": list(range(9)), "chosen_ids": CHOSEN, "rejected_ids": REJECTED},
         {"prompt_ids": PROMPT, "chosen_ids": CHOSEN, "rejected_ids": []},
     ]
-    found, report = cut_preferences(prepare(*rows), PreferenceLimits(max_length=6))
-    assert found["source"][:] == [0] and report.untrained == (1, 2)
-    assert report.lines("max_length=6") == [
+    found = AnswerDataset(prepare(*rows), PreferenceLimits(max_length=6))
+    assert found.rows["source"][:] == [0] and found.report.untrained == (1, 2)
+    assert found.report.lines("max_length=6") == [
         "3 of 3 rows longer than max_length=6: 22 tokens left out, 9 of them trained.",
         "2 of 3 rows left with nothing to train on: 1, 2.",
     ]
-    assert len(cut_preferences(prepare(*rows), PreferenceLimits(drops_over=7))[0]) == 1
+    assert len(AnswerDataset(prepare(*rows), PreferenceLimits(drops_over=7))) == 1
     with pytest.raises(ValueError, match=r"None of the 3 rows .*max_length=2\)"):
-        cut_preferences(prepare(*rows), PreferenceLimits(max_length=2))
+        AnswerDataset(prepare(*rows), PreferenceLimits(max_length=2))
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=30))

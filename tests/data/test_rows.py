@@ -1,8 +1,22 @@
 import numpy as np
 import torch
+from datasets import Dataset
 from tiny import tiny_tokenizer
 
-from trl.data.rows import Document, SupervisedRows, shown
+from trl.data.encode import TextEncoder
+from trl.data.preference_rows import AnswerDataset, PreferenceLimits, prepare_preferences
+from trl.data.rows import AnswerGroup, AnswerRows, Document, SupervisedRows, shown, uncounted
+
+ENCODER = TextEncoder(tiny_tokenizer())
+PAIRS = [
+    {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5, 6], "rejected_ids": [7], "margin": 0.5},
+    {"prompt_ids": [8], "chosen_ids": [9, 10], "rejected_ids": [11, 12]},
+]
+
+
+def dataset(rows, **limits):
+    table = prepare_preferences(Dataset.from_list(rows), ENCODER)
+    return AnswerDataset(table, PreferenceLimits(**limits))
 
 
 def document(trained, source=0):
@@ -12,20 +26,20 @@ def document(trained, source=0):
 
 def test_rows_hold_what_is_trained_and_what_stands_before():
     rows = SupervisedRows.of([document([0, 0, 1, 0, 1, 0], 4), document([0, 1, 1], 9)])
-    assert rows.prompt_ids == [[10, 11], [10]]
-    assert rows.completion_ids == [[12, 13, 14], [11, 12]]
+    assert rows.flat.prompt_ids == [[10, 11], [10]]
+    assert rows.flat.completion_ids == [[12, 13, 14], [11, 12]]
     assert rows.loss_mask.tolist() == [[True, False, True], [True, True, False]]
-    assert rows.row_ids == [4, 9] and rows.weight() == 4 and len(rows) == 2
+    assert rows.flat.row_ids == [4, 9] and rows.weight() == 4 and len(rows) == 2
 
 
 def test_select_cuts_to_the_longest_completion():
     rows = SupervisedRows.of([document([0, 1, 1, 1]), document([0, 1], 5)]).select([1])
-    assert rows.loss_mask.tolist() == [[True]] and rows.row_ids == [5]
-    assert torch.is_tensor(rows.loss_mask) and rows.completion_ids == [[11]]
+    assert rows.loss_mask.tolist() == [[True]] and rows.flat.row_ids == [5]
+    assert torch.is_tensor(rows.loss_mask) and rows.flat.completion_ids == [[11]]
 
 
 def test_documents_that_only_keep_a_rank_busy_count_nothing():
-    rows = SupervisedRows.of([document([0, 1, 1]).uncounted(), Document.filler(3)])
+    rows = SupervisedRows.of([uncounted(document([0, 1, 1])), Document.filler(3)])
     assert rows.weight() == 0 and rows.tokens() == 0 and rows.lengths == [3, 2]
     assert SupervisedRows.of([document([0, 1, 1])]).tokens() == 3
 
@@ -38,3 +52,56 @@ def test_what_is_trained_is_marked():
     assert found == "row 7, 1 of 5 tokens trained (marked): 2+3=\u27ea5\u27eb"
     short = shown(Document(ids=ids, trained=mask, source=7), tokenizer, tokens=2)
     assert short == "row 7, 1 of 5 tokens trained (marked): 2+ ... and 3 tokens"
+
+
+def test_items_are_prompts_with_their_answers():
+    found = dataset(PAIRS)
+    assert found[1] == AnswerGroup([8], [[9, 10], [11, 12]], 1, {"margin": 0.0, "ranks": [0, 1]})
+    assert found[0].values["margin"] == 0.5 and found.lengths.tolist() == [7, 5]
+    assert [found[i].tokens() for i in range(2)] == [7, 5]
+    assert not found[~1].counts and found[~1].answer_ids == found[1].answer_ids
+
+
+def test_items_are_cut_and_get_values_that_are_known_besides():
+    found = dataset(PAIRS, max_length=4, max_prompt_length=2)
+    found.values["ref_logps"] = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]]).numpy()
+    assert found[0].prompt_ids == [2, 3] and found[0].answer_ids == [[4, 5], [7]]
+    assert found.lengths.tolist() == [5, 5] and (
+        found.report.tokens_lost,
+        found.report.trained_lost,
+    ) == (2, 1)
+    rows = AnswerRows.of([found[0], found[1]])
+    assert rows.values["ref_logps"].tolist() == [[-1.0, -2.0], [-3.0, -4.0]]
+    assert len(dataset(PAIRS, drops_over=4)) == 1
+
+
+def test_rows_are_cut_by_prompts_and_flat_for_a_scorer():
+    items = dataset(PAIRS)
+    rows = AnswerRows.of([items[0], items[~1]])
+    assert len(rows) == 2 and len(rows.flat) == 4
+    assert rows.flat.prompt_ids == [[1, 2, 3], [1, 2, 3], [8], [8]]
+    assert rows.flat.completion_ids == [[4, 5, 6], [7], [9, 10], [11, 12]]
+    assert rows.flat.row_ids == [0, 0, 1, 1] and rows.lengths == [6, 4, 3, 3]
+    assert rows.values["lengths"].tolist() == [[3, 1], [2, 2]]
+    assert rows.weight().tolist() == [1] and rows.tokens() == 7
+    rows = rows.of_step(torch.tensor([5]), 3, "eval").with_values(x=torch.tensor([[1.0], [2.0]]))
+    part = rows.select(range(1, 2))
+    assert (len(part), part.share_of_micro_batch, part.mode, part.num_micro_batches) == (
+        1,
+        0.5,
+        "eval",
+        3,
+    )
+    assert part.flat.completion_ids == [[9, 10], [11, 12]] and part.values["x"].tolist() == [[2.0]]
+    assert part.to(torch.device("cpu")).totals.tolist() == [5]
+
+
+def test_answers_of_different_numbers_are_brought_to_their_prompts():
+    rows = {"prompt_ids": [1], "answers_ids": [[2], [3], [4]], "ranks": [2, 0, 1]}
+    fewer = {"prompt_ids": [1], "answers_ids": [[5, 6]], "ranks": [3]}
+    items = dataset([rows, fewer])
+    batch = AnswerRows.of([items[0], items[1]])
+    assert batch.by_group(torch.arange(1, 5)).tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert batch.by_group(torch.ones(4, 2)).shape == (2, 3, 2)
+    assert batch.values["ranks"].tolist() == [[2, 0, 1], [3, 0, 0]]
+    assert batch.values["lengths"].tolist() == [[1, 1, 1], [2, 0, 0]]

@@ -101,11 +101,23 @@ def efficiency(lengths: Sequence[int] | np.ndarray, packs: Sequence[Any], size: 
     return float(np.sum(lengths)) / (len(packs) * size) if packs else 1.0
 
 
-class MicroBatchSampler(Sampler[list[int]]):
-    """Yields the documents of each micro-batch, in an order that seed and epoch decide.
+def share_of_rank(batches: Sequence[list[int]], rank: int, ranks: int) -> Iterator[list[int]]:
+    """The micro-batches of one rank; all ranks have equally many.
 
-    All ranks yield the same micro-batches; handing them out is left to whoever loads them. All
-    epochs have equally many: with `max_tokens` the same ones in another order, else new ones.
+    A rank that gets none in the last round has one with an item that does not count, written as
+    `~item`: every rank takes part in every step.
+    """
+    for first in range(0, len(batches), ranks):
+        mine = first + rank
+        yield batches[mine] if mine < len(batches) else [~batches[first][0]]
+
+
+class MicroBatchSampler(Sampler[list[int]]):
+    """Yields the documents of a rank's micro-batches, in an order that seed and epoch decide.
+
+    All ranks make the same micro-batches, of which each has its share; `place` is the rank of this
+    process, and how many there are. All epochs have equally many: with `max_tokens` the same ones
+    in another order, else new ones.
 
     A micro-batch has `rows` documents, or packs of best fitting documents with `pack_size` tokens,
     and at most `max_tokens`; a longer document is alone. Without a seed, the order stays.
@@ -118,12 +130,14 @@ class MicroBatchSampler(Sampler[list[int]]):
         max_tokens: int | None = None,
         pack_size: int | None = None,
         seed: int | None = None,
+        place: tuple[int, int] = (0, 1),
     ):
         self._lengths = np.asarray(lengths, dtype=np.int64)
         self._rows = rows
         self._max_tokens = max_tokens
         self._pack_size = pack_size
         self._seed = seed
+        self._place = place
         self._epoch = 0
         self._made: tuple[int, list[list[int]]] | None = None
 
@@ -132,13 +146,13 @@ class MicroBatchSampler(Sampler[list[int]]):
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches())
+        return share_of_rank(self.batches(), *self._place)
 
     def __len__(self) -> int:
-        return len(self.batches())
+        return -(-len(self.batches()) // self._place[1])
 
     def batches(self) -> list[list[int]]:
-        """The micro-batches of the epoch."""
+        """The micro-batches of the epoch, of all ranks."""
         if self._made is None or self._made[0] != self._epoch:
             self._made = self._epoch, self._in_order()
         return self._made[1]

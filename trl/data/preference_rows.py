@@ -16,6 +16,7 @@ from ..text import count
 from .encode import Ids, Masked, TextEncoder, template_options
 from .formats import common_prefix_length, maybe_extract_prompt
 from .prepare import CutReport, D, RowMaker, first_row, list_column, prepared, row_lengths
+from .rows import AnswerGroup, uncounted
 from .supervised import Row, answer_starts, as_messages
 
 FEATURES = Features(
@@ -210,19 +211,51 @@ class PreferenceLimits:
         return list(prompt)[len(prompt) - int(kept[0]) :], cut
 
 
-def cut_preferences(table: Dataset, limits: PreferenceLimits) -> tuple[Dataset, CutReport]:
-    """Leave out prepared examples of which not all answers are left something.
+class AnswerDataset:
+    """Prepared preferences, cut to length; tokens stay on disk until they are asked for.
+
+    Examples of which not all answers are left something are left out.
+
+    Attributes:
+        lengths: (items,) tokens a model sees of each, the prompt's once.
+        report (`CutReport`): counts.
+        rows (`Dataset`): what is left of `table`.
+        values: (items, ...) arrays by name, that items get besides what their rows know.
 
     Raises:
         ValueError: if no example is left.
     """
-    good, report = kept_preferences(table, limits)
-    if not good.any():
-        raise ValueError(
-            f"None of the {len(table)} rows is left with tokens in every answer ({limits}). Raise "
-            "the limits."
-        )
-    return table if good.all() else table.select(np.flatnonzero(good)), report
+
+    def __init__(self, table: Dataset, limits: PreferenceLimits):
+        good, self.report = kept_preferences(table, limits)
+        if not good.any():
+            raise ValueError(
+                f"None of the {len(table)} rows is left with tokens in every answer ({limits}). "
+                "Raise the limits."
+            )
+        self.rows = table if good.all() else table.select(np.flatnonzero(good))
+        self.report.warn(str(limits))
+        prompts, answers = limits.lengths(*preference_lengths(self.rows))
+        self.lengths = prompts + answers.sum(axis=1)
+        self.values: dict[str, np.ndarray] = {}
+        self.limits = limits
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: int) -> AnswerGroup:
+        """Make an item; a negative place gives one that does not count (see `share_of_rank`)."""
+        at = place if place >= 0 else ~place
+        found = answer_group(self.rows[at], self.limits)
+        found.values.update({name: values[at].tolist() for name, values in self.values.items()})
+        return found if place >= 0 else uncounted(found)
+
+
+def answer_group(row: dict[str, Any], limits: PreferenceLimits) -> AnswerGroup:
+    """Make an item of a row of `prepare_preferences`."""
+    prompt, answers = limits.cut(row["prompt_ids"], row["answers_ids"])
+    known = {name: row[name] for name in ("margin", "label", "ranks") if row[name] is not None}
+    return AnswerGroup(prompt, answers, row["source"], known)
 
 
 def kept_preferences(table: Dataset, limits: PreferenceLimits) -> tuple[np.ndarray, CutReport]:

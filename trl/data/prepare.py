@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ..text import count
 from .encode import TextEncoder
 from .packing import windows, wrapped
-from .rows import Document, shown
+from .rows import Document, shown, uncounted
 from .supervised import Kind, SupervisedOptions, encode_supervised
 
 logger = logging.get_logger(__name__)
@@ -243,11 +243,11 @@ class SupervisedDataset:
         return len(self._pieces)
 
     def __getitem__(self, place: int) -> Document:
-        at = place if place >= 0 else ~place  # see `RankBatches`
+        at = place if place >= 0 else ~place  # see `share_of_rank`
         row, start, stop = self._pieces[at].tolist()
         end = int(np.searchsorted(self._bounds, self._bounds[row] + stop))
         found = document(self._table[row:end], start, stop)
-        return found if place >= 0 else found.uncounted()
+        return found if place >= 0 else uncounted(found)
 
     def shown(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """The first documents as text, with what is trained marked."""

@@ -1,4 +1,4 @@
-"""Rows to train on: tokens, and which of them count, as a scorer reads them."""
+"""Items of prepared datasets, and the rows of a micro-batch that are made of them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,27 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from ..types import Mode
+from ..ops.masking import pad_ragged
+from ..types import Mode, TokenRows
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One row of supervised fine-tuning."""
+    """One row of supervised fine-tuning.
+
+    Its prompt is what stands before the first trained token, and its completion ends with the last
+    one: tokens after it would be computed for nothing.
+    """
 
     ids: np.ndarray  # (T,) int32
     trained: np.ndarray  # (T,) bool; the first token is never predicted, so never trained
@@ -33,9 +40,34 @@ class Document:
         ids, trained = np.zeros(2, dtype=np.int32), np.array([False, True])
         return cls(ids=ids, trained=trained, source=source, counts=False)
 
-    def uncounted(self) -> Document:
-        """The same document, which only keeps a rank busy."""
-        return dataclasses.replace(self, counts=False)
+    def completion(self) -> slice:
+        """The places of its completion."""
+        trained = np.flatnonzero(self.trained)
+        return slice(int(trained[0]), int(trained[-1]) + 1)
+
+    def tokens(self) -> int:
+        """Tokens a model sees."""
+        return int(self.completion().stop)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerGroup:
+    """A prompt, and K answers that are scored behind it."""
+
+    prompt_ids: list[int]
+    answer_ids: list[list[int]]  # K
+    source: int  # row of the dataset it is made from
+    values: dict[str, Any] = field(default_factory=dict)  # numbers that are known of it
+    counts: bool = True  # False: it only keeps a rank busy
+
+    def tokens(self) -> int:
+        """Tokens a model sees, the prompt's once."""
+        return len(self.prompt_ids) + sum(map(len, self.answer_ids))
+
+
+def uncounted(item: Any) -> Any:
+    """The same item, which only keeps a rank busy."""
+    return dataclasses.replace(item, counts=False)
 
 
 def shown(document: Document, tokenizer: PreTrainedTokenizerBase, tokens: int = 200) -> str:
@@ -57,30 +89,35 @@ def shown(document: Document, tokenizer: PreTrainedTokenizerBase, tokens: int = 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRows:
-    """A micro-batch, and what it knows of the optimizer step that it is a part of.
+    """A micro-batch of B items, and what it knows of the optimizer step that it is a part of.
 
-    It is cut by what a loss has terms of: documents, or prompts with their answers.
+    `values` holds (B, ...) tensors.
     """
 
+    items: list[Any]
+    values: dict[str, Tensor]
     mode: Mode = "train"
     totals: Tensor | None = None  # (k,) what the losses of the optimizer step are divided by
     num_micro_batches: int = 1  # micro-batches of the step on this rank
     num_micro_batch_rows: int | None = None  # rows of the whole micro-batch
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        return len(self.items)
 
-    @property
-    def flat(self) -> Any:
+    @cached_property
+    def flat(self) -> TokenRows:
         """The rows a scorer reads."""
-        return self
+        raise NotImplementedError
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each row that a scorer reads."""
-        flat = self.flat
-        pairs = zip(flat.prompt_ids, flat.completion_ids, strict=True)
+        pairs = zip(self.flat.prompt_ids, self.flat.completion_ids, strict=True)
         return [len(prompt) + len(completion) for prompt, completion in pairs]
+
+    def tokens(self) -> int:
+        """Tokens of the items that count, prompts once."""
+        return sum(item.tokens() for item in self.items if item.counts)
 
     def of_step(self, totals: Tensor, num_micro_batches: int, mode: Mode) -> Self:
         """Say what the losses of all micro-batches of an optimizer step are divided by."""
@@ -92,72 +129,107 @@ class StepRows:
         """Rows at hand, as a share of those of the micro-batch."""
         return len(self) / (self.num_micro_batch_rows or len(self))
 
+    def to(self, device: torch.device) -> Self:
+        """Copy to a device what is a tensor."""
+        moved = {name: x.to(device, non_blocking=True) for name, x in self.values.items()}
+        return dataclasses.replace(self, values=moved)
 
-@dataclass(frozen=True, kw_only=True)
+    def select(self, index: Sequence[int]) -> Self:
+        """Return the given items."""
+        items = [self.items[i] for i in index]
+        values = {name: x[list(index)] for name, x in self.values.items()}
+        return dataclasses.replace(self, items=items, values=values)
+
+
 class SupervisedRows(StepRows):
-    """A micro-batch of documents: B rows, C tokens of the longest completion.
-
-    A prompt is what stands before the first trained token, and a completion ends with the last
-    one: tokens after it are computed for nothing.
-    """
-
-    prompt_ids: list[list[int]]  # B ragged, none empty
-    completion_ids: list[list[int]]  # B ragged
-    row_ids: list[int]  # B: row of the dataset
-    loss_mask: Tensor  # (B, C) bool
-    origins: Sequence[str] = ()  # B: the dataset of a mixture that each row is from
+    """A micro-batch of documents; `flat` has a row for each, C tokens of the longest completion."""
 
     @classmethod
-    def of(cls, documents: Sequence[Document]) -> SupervisedRows:
+    def of(cls, documents: Sequence[Document]) -> Self:
         """Make rows of documents, each with at least one trained token."""
-        parts = []
-        for document in documents:
-            trained = np.flatnonzero(document.trained)
-            parts.append((int(trained[0]), int(trained[-1]) + 1))
-        mask = torch.zeros(len(parts), max(b - a for a, b in parts), dtype=torch.bool)
-        for row, ((first, stop), document) in enumerate(zip(parts, documents, strict=True)):
-            if document.counts:
-                mask[row, : stop - first] = torch.from_numpy(document.trained[first:stop].copy())
-        pairs = list(zip(documents, parts, strict=True))
-        return cls(
-            prompt_ids=[d.ids[:first].tolist() for d, (first, _) in pairs],
-            completion_ids=[d.ids[first:stop].tolist() for d, (first, stop) in pairs],
-            row_ids=[d.source for d in documents],
-            loss_mask=mask,
-            origins=[d.origin for d in documents],
+        masks = [torch.from_numpy(d.trained[d.completion()] & d.counts) for d in documents]
+        values = {"loss_mask": pad_sequence(masks, batch_first=True)}
+        return cls(items=list(documents), values=values)
+
+    @cached_property
+    def flat(self) -> TokenRows:
+        """The rows a scorer reads."""
+        pairs = [(document.ids, document.completion()) for document in self.items]
+        return TokenRows(
+            prompt_ids=[ids[: part.start].tolist() for ids, part in pairs],
+            completion_ids=[ids[part].tolist() for ids, part in pairs],
+            row_ids=[document.source for document in self.items],
         )
 
-    def __len__(self) -> int:
-        return len(self.completion_ids)
+    @property
+    def loss_mask(self) -> Tensor:
+        """Tokens in the loss (B, C)."""
+        return self.values["loss_mask"][:, : max(map(len, self.flat.completion_ids), default=0)]
 
     def by_origin(self) -> Iterator[tuple[str, Tensor]]:
         """The names of datasets that rows are from, and the tokens in the loss of each (B, C)."""
-        for name in sorted(filter(None, set(self.origins))):
-            rows = torch.tensor([[origin == name] for origin in self.origins])
+        origins = [document.origin for document in self.items]
+        for name in sorted(filter(None, set(origins))):
+            rows = torch.tensor([[origin == name] for origin in origins])
             yield name, self.loss_mask & rows.to(self.loss_mask.device, non_blocking=True)
 
     def weight(self) -> Tensor:
         """Tokens in the loss (1,): as many as there are log-probabilities to sum."""
         return self.loss_mask.sum()[None]
 
-    def tokens(self) -> int:
-        """All tokens of the rows that count."""
-        counted = self.loss_mask.any(1).tolist()
-        return sum(size for size, counts in zip(self.lengths, counted, strict=True) if counts)
 
-    def to(self, device: torch.device) -> SupervisedRows:
-        """Copy to a device what is a tensor."""
-        return dataclasses.replace(self, loss_mask=self.loss_mask.to(device, non_blocking=True))
+class AnswerRows(StepRows):
+    """A micro-batch of prompts, each with K answers or fewer; `flat` has a row for each answer.
 
-    def select(self, index: Sequence[int]) -> SupervisedRows:
-        """Return the given rows, with (B, C) fields cut to the longest completion left."""
-        width = max((len(self.completion_ids[i]) for i in index), default=0)
-        rows = torch.tensor(list(index), dtype=torch.long, device=self.loss_mask.device)
-        return dataclasses.replace(
-            self,
-            prompt_ids=[self.prompt_ids[i] for i in index],
-            completion_ids=[self.completion_ids[i] for i in index],
-            row_ids=[self.row_ids[i] for i in index],
-            loss_mask=self.loss_mask[rows, :width],
-            origins=[self.origins[i] for i in index],
+    `values`: "counts" (B,) bool, "lengths" (B, K) tokens of answers that something predicts, and
+    what is known of items, such as "label", "margin" or "ref_logps".
+    """
+
+    @classmethod
+    def of(cls, groups: Sequence[AnswerGroup]) -> Self:
+        """Make rows of items of one dataset."""
+        names = groups[0].values
+        values = {name: _column([group.values[name] for group in groups]) for name in names}
+        lengths = [[len(ids) - (not g.prompt_ids) for ids in g.answer_ids] for g in groups]
+        values["lengths"] = pad_ragged(lengths, 0)
+        values["counts"] = torch.tensor([group.counts for group in groups])
+        return cls(items=list(groups), values=values)
+
+    @cached_property
+    def flat(self) -> TokenRows:
+        """The rows a scorer reads: the answers of a prompt next to each other."""
+        pairs = [(group, ids) for group in self.items for ids in group.answer_ids]
+        return TokenRows(
+            prompt_ids=[group.prompt_ids for group, _ in pairs],
+            completion_ids=[ids for _, ids in pairs],
+            row_ids=[group.source for group, _ in pairs],
         )
+
+    def group_tokens(self) -> list[int]:
+        """Tokens of each prompt with its answers, which stay together."""
+        return [group.tokens() for group in self.items]
+
+    def weight(self) -> Tensor:
+        """Groups that count (1,)."""
+        return self.values["counts"].sum()[None]
+
+    def by_group(self, flat: Tensor) -> Tensor:
+        """Bring values of the rows of `flat` (F, ...) to groups: (B, K, ...), 0 beyond the last."""
+        sizes = [len(group.answer_ids) for group in self.items]
+        return pad_sequence(list(flat.split(sizes)), batch_first=True)
+
+    def token_mask(self) -> Tensor:
+        """Tokens of answers that count, (F, C) for the rows of `flat`."""
+        exists = [[group.counts] * len(ids) for group in self.items for ids in group.answer_ids]
+        return pad_ragged(exists, False).to(self.values["counts"].device, non_blocking=True)
+
+    def with_values(self, **values: Tensor) -> Self:
+        """Add (B, ...) tensors."""
+        return dataclasses.replace(self, values=self.values | values)
+
+
+def _column(found: list[Any]) -> Tensor:
+    """Numbers (B,), or lists of them (B, longest), filled with 0."""
+    columns = [torch.tensor(value) for value in found]
+    has_lists = columns[0].dim() > 0
+    return pad_sequence(columns, batch_first=True) if has_lists else torch.stack(columns)

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..data.answer_rows import AnswerRows
+from ..data.rows import AnswerRows
 from ..online.metrics import record_accuracy, record_entropy
 from ..ops.masking import masked_sum
 from ..ops.preference_losses import (

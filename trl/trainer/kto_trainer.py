@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ..data.answer_rows import AnswerRows
 from ..data.encode import TextEncoder
+from ..data.rows import AnswerRows
 from ..online.metrics import record_entropy
 from ..ops.masking import masked_sum
 from ..ops.preference_losses import kto_loss
@@ -32,15 +32,15 @@ class LabelledRows(AnswerRows):
 
     def tokens(self) -> int:
         """Tokens of prompts and their own answers, of rows that count."""
-        counted = (group for group in self.groups if group.counts)
+        counted = (group for group in self.items if group.counts)
         return sum(len(group.prompt_ids) + len(group.answer_ids[0]) for group in counted)
 
     def answer(self, number: int) -> LabelledRows:
         """Rows of one answer: 0 for their own, 1 for the other example's."""
         one = slice(number, number + 1)
-        groups = [dataclasses.replace(x, answer_ids=x.answer_ids[one]) for x in self.groups]
+        items = [dataclasses.replace(x, answer_ids=x.answer_ids[one]) for x in self.items]
         columns = {name: self.values[name][:, one] for name in ("lengths", "ref_logps")}
-        return dataclasses.replace(self, groups=groups, values=self.values | columns)
+        return dataclasses.replace(self, items=items, values=self.values | columns)
 
 
 class KTOTrainer(PreferenceTrainer):

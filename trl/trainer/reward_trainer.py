@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..data.answer_rows import AnswerRows
 from ..data.encode import TextEncoder
 from ..data.preference_rows import PreferenceLimits, kind_of_preferences
 from ..data.prepare import first_row
+from ..data.rows import AnswerRows
 from ..models.packed_layout import plain_layout
 from ..models.readers import Reader, ValueReader, score_layer
 from ..models.unwrap import causal_model

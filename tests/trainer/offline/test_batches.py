@@ -13,10 +13,8 @@ from trl.trainer.offline.batches import (
     ItemStream,
     MismatchedDataset,
     MismatchedStream,
-    RankBatches,
     StreamBatches,
     prepare_answers,
-    share_of_rank,
 )
 
 lengths = st.lists(st.integers(2, 20), min_size=1, max_size=60)
@@ -35,28 +33,6 @@ def documents_of(sizes):
         unpack,
         lambda document: sizes[document.source],
     )
-
-
-def test_what_is_left_over_goes_to_the_first_ranks():
-    batches = [[0, 1], [2, 3], [4, 5], [6]]
-    shares = [list(share_of_rank(batches, rank, 3)) for rank in range(3)]
-    assert shares == [[[0, 1], [6]], [[2, 3], [~6]], [[4, 5], [~6]]]
-
-
-@settings(deadline=None, max_examples=60)
-@given(lengths, st.integers(1, 4), st.integers(1, 3), st.sampled_from([None, 24]), st.booleans())
-def test_every_document_is_trained_on_by_one_rank(sizes, rows, ranks, most, packs):
-    pack_size = 20 if packs else None
-    for epoch in range(2):
-        seen, counts = [], set()
-        for rank in range(ranks):
-            order = RankBatches((rank, ranks), sizes, rows, most, pack_size, 3)
-            order.set_epoch(epoch)
-            batches = list(order)
-            counts.add(len(batches))
-            assert len(batches) == len(order)
-            seen += [i for batch in batches for i in batch if i >= 0]
-        assert sorted(seen) == list(range(len(sizes))) and len(counts) == 1
 
 
 @settings(deadline=None, max_examples=40)

@@ -24,7 +24,7 @@ def test_the_reference_scores_the_pieces_of_training(tmp_path, make):
     tokens, answer_logps = {True: [], False: []}, trainer.answer_logps
 
     def watched(scores, rows):
-        tokens[torch.is_grad_enabled()].append(sum(group.tokens() for group in rows.groups))
+        tokens[torch.is_grad_enabled()].append(sum(group.tokens() for group in rows.items))
         return answer_logps(scores, rows)
 
     trainer.answer_logps = watched

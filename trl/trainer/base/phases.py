@@ -39,8 +39,7 @@ class Phases:
         self._training = self.adaptive("training", alone=ranks.count > 1)
         self._training.unit = args.unit
         self._store = store
-        self._empty_cache = args.empty_cache
-        self._device = args.device
+        self._empty_cache, self._device = args.empty_cache, args.device
         self._model, self._is_selective = model, args.selective_checkpointing
         self._most = args.piece_tokens if ranks.pass_alone else 0
         if self._most and args.max_tokens_per_piece is None and router_coefficient(model, args):
@@ -173,8 +172,9 @@ class Phases:
 
 def row_tokens(batch: Any) -> list[int]:
     """Tokens of what a micro-batch is cut by: groups, or rows; a shared prompt counts once."""
-    if hasattr(batch, "groups"):
-        return [group.tokens() for group in batch.groups]
+    if hasattr(batch, "group_tokens"):
+        return list(batch.group_tokens())
+    batch = getattr(batch, "flat", batch)
     before = [None, *batch.prompt_ids[:-1]]
     rows = zip(batch.prompt_ids, before, batch.completion_ids, strict=True)
     return [len(ids) + len(prompt) * (prompt != other) for prompt, other, ids in rows]

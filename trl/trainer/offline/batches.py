@@ -21,15 +21,17 @@ from torch import Tensor
 from torch.utils.data import IterableDataset as TorchIterableDataset
 from transformers.utils import logging
 
-from ...data.answer_rows import AnswerDataset, AnswerGroup, AnswerRows, answer_group
 from ...data.encode import TextEncoder
-from ...data.packing import MicroBatchSampler
+from ...data.packing import MicroBatchSampler, share_of_rank
 from ...data.preference_rows import (
     OLD_NAMES,
+    AnswerDataset,
     PreferenceLimits,
+    answer_group,
     mismatched,
     prepare_preferences,
 )
+from ...data.rows import AnswerGroup, AnswerRows, uncounted
 from ...distributed import Ranks
 from .offline_config import OfflineConfig
 
@@ -39,35 +41,6 @@ PACKED_AT_ONCE = 1000  # items of a stream
 BUFFERED = 10_000  # rows of a stream that is shuffled
 LOOKED_BACK = 64  # items of a stream among which a partner is looked for
 Item = TypeVar("Item")
-
-
-def share_of_rank(batches: Sequence[list[int]], rank: int, ranks: int) -> Iterator[list[int]]:
-    """The micro-batches of one rank; all ranks have equally many.
-
-    A rank that gets none in the last round has one with an item that does not count, written as
-    `~item`: every rank takes part in every step.
-    """
-    for first in range(0, len(batches), ranks):
-        mine = first + rank
-        yield batches[mine] if mine < len(batches) else [~batches[first][0]]
-
-
-class RankBatches(MicroBatchSampler):
-    """The micro-batches of one rank, of those that every rank makes alike.
-
-    `place` is the rank of this process, and how many there are; `limits` are arguments of a
-    `MicroBatchSampler`.
-    """
-
-    def __init__(self, place: tuple[int, int], *limits: Any):
-        super().__init__(*limits)
-        self._rank, self._ranks = place
-
-    def __len__(self) -> int:
-        return -(-len(self.batches()) // self._ranks)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return share_of_rank(self.batches(), self._rank, self._ranks)
 
 
 class ItemStream(TorchIterableDataset):  # type: ignore[type-arg]
@@ -114,7 +87,7 @@ class StreamBatches(TorchIterableDataset):  # type: ignore[type-arg]
     """The micro-batches of one rank of a stream, which every rank reads.
 
     Args:
-        items (`ItemStream`): what is trained on; an item has `uncounted()`.
+        items (`ItemStream`): what is trained on.
         rows (`int`): items of a micro-batch, or packs of them.
         max_tokens, pack_size (`int`, *optional*): as for `MicroBatchSampler`.
         place: rank of this process, and how many there are.
@@ -149,7 +122,7 @@ class StreamBatches(TorchIterableDataset):  # type: ignore[type-arg]
             # The last micro-batch may still grow.
             ready = len(batches) if is_over else max(len(batches) - 1, 0) // ranks * ranks
             for batch in share_of_rank(batches[:ready], rank, ranks):
-                yield [held[i] if i >= 0 else held[~i].uncounted() for i in batch]
+                yield [held[i] if i >= 0 else uncounted(held[~i]) for i in batch]
             held = [held[i] for batch in batches[ready:] for i in batch]
 
 
@@ -258,7 +231,7 @@ class Predictions:
     def add(self, rows: AnswerRows, values: dict[str, Tensor]) -> None:
         """Take values (B, K) of some rows, by name."""
         columns = {name: column.detach().tolist() for name, column in values.items()}
-        for place, group in enumerate(rows.groups):
+        for place, group in enumerate(rows.items):
             if group.counts:
                 known = {n: column[place][: len(group.answer_ids)] for n, column in columns.items()}
                 self._found.append((group.source, not group.values.get("label", True), known))

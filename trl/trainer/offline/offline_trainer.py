@@ -14,15 +14,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-from ...data.answer_rows import AnswerRows
 from ...data.encode import TextEncoder
+from ...data.packing import MicroBatchSampler
+from ...data.rows import AnswerRows
 from ...models.readers import Reader
 from ...ops.support import Support
 from ...types import Mode
 from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import Policy, check_dataset, checked_args, prepare_policy
-from .batches import ItemStream, Predictions, RankBatches, StreamBatches
+from .batches import ItemStream, Predictions, StreamBatches
 from .offline_config import NO_LOGITS, UNSUPPORTED, OfflineConfig, set_template
 
 
@@ -50,7 +51,7 @@ class OfflineTrainer(BaseTrainer):
 
     config_class: ClassVar[type[OfflineConfig]]
     rows_class: ClassVar[Any] = AnswerRows  # made of prepared items, for a micro-batch
-    _order: RankBatches | StreamBatches | None = None  # of what is trained on
+    _order: MicroBatchSampler | StreamBatches | None = None  # of what is trained on
     _predictions: Predictions | None = None  # while there is something to predict
     _tokens: Tensor | int = 0  # of the update that is being computed, on all ranks
 
@@ -195,7 +196,7 @@ class OfflineTrainer(BaseTrainer):
             stream = StreamBatches(dataset, *limits, place)
             return DataLoader(stream, batch_size=None, **shared), stream
         seed = args.order_seed if is_training else None
-        order = RankBatches(place, dataset.lengths, *limits, seed)
+        order = MicroBatchSampler(dataset.lengths, *limits, seed, place)
         return DataLoader(dataset, batch_sampler=order, **shared), order
 
     def get_train_dataloader(self) -> DataLoader[Any]:

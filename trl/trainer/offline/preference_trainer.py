@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ...data.encode import TextEncoder
+from ...data.packing import MicroBatchSampler
 from ...models.reference import AdapterOff, FrozenCopy, ReferencePolicy, whole_weights
 from ...models.unwrap import causal_model
 from ...ops.masking import masked_sum
 from ...ops.support import MeanLogit, Support
 from ...types import Mode, TokenScores
 from ..base.policy import Policy
-from .batches import RankBatches, prepare_answers
+from .batches import prepare_answers
 from .offline_config import PreferenceConfig
 from .offline_trainer import OfflineTrainer
 
@@ -121,7 +122,7 @@ class PreferenceTrainer(OfflineTrainer):
 
     def _scored(self, dataset: Any, model: nn.Module, limits: tuple[int, int | None]) -> np.ndarray:
         """Log-probabilities (items, K) of answers of a dataset; each rank computes its share."""
-        mine, batches = [], RankBatches(self.ranks.place, dataset.lengths, *limits)
+        mine, batches = [], MicroBatchSampler(dataset.lengths, *limits, place=self.ranks.place)
         for rows in DataLoader(dataset, batch_sampler=batches, collate_fn=self.collate):
             self._agree_on(rows, model)
             found = self.frozen(model, rows.to(self.args.device), self.answer_logps)
