@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 from bpe import bpe_tokenizer
 from datasets import Dataset, List, Value
@@ -37,11 +39,11 @@ def trained(document):
 
 
 @settings(deadline=None, max_examples=40)
-@given(rows_with_masks, st.integers(1, 12), st.sampled_from(["cut", "cut_start", "drop", "split"]))
+@given(rows_with_masks, st.integers(1, 12), st.sampled_from(["cut", "keep_end", "drop", "split"]))
 def test_cutting_agrees_with_cutting_by_hand(masks, size, long_rows):
     expected = []
     for r, mask in enumerate(masks):
-        starts = {"cut_start": [max(0, len(mask) - size)], "split": range(0, len(mask), size)}
+        starts = {"keep_end": [max(0, len(mask) - size)], "split": range(0, len(mask), size)}
         for start in starts.get(long_rows, [0]):
             stop = min(start + size, len(mask))
             ids = [100 * r + t for t in range(start, stop)]
@@ -155,6 +157,21 @@ def test_errors_name_the_rows():
         prepare_supervised(rows, ENCODER, SupervisedOptions())
     with pytest.raises(ValueError, match="The dataset has no rows"):
         prepare_supervised(rows.select([]), ENCODER, SupervisedOptions())
+
+
+def test_nothing_looks_for_garbage_while_rows_are_encoded():
+    seen = []
+
+    def text(row):
+        seen.append(gc.isenabled())
+        return row["text"]
+
+    options = SupervisedOptions(formatting_func=text)
+    prepare_supervised(Dataset.from_dict({"text": ["ab", "cd"]}), ENCODER, options)
+    assert seen == [False, False] and gc.isenabled()
+    with pytest.raises(ValueError, match="Row 0 of the dataset"):
+        prepare_supervised(Dataset.from_dict({"other": ["ab"]}), ENCODER, options)
+    assert gc.isenabled()
 
 
 def test_few_rows_start_no_processes():

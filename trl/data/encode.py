@@ -32,15 +32,7 @@ WORD_END = re.compile(r".*[^\W\d_](?= [^\W\d_])", re.DOTALL)
 
 
 class TextEncoder:
-    """Turns strings and conversations into token ids.
-
-    Args:
-        processing_class: a tokenizer, or a processor with one; texts alone are encoded.
-
-    Attributes:
-        tokenizer: the tokenizer.
-        begin (`list[int]`): what the tokenizer puts before a plain text, such as BOS.
-    """
+    """Turns strings and conversations into token ids, with a tokenizer or that of a processor."""
 
     def __init__(self, processing_class: PreTrainedTokenizerBase | ProcessorMixin):
         self.tokenizer = getattr(processing_class, "tokenizer", processing_class)
@@ -49,9 +41,10 @@ class TextEncoder:
         self._core = self.tokenizer.backend_tokenizer if self.tokenizer.is_fast else None
         # Without words, a character may change tokens far from it.
         self._splits_words = self._core is not None and self._core.pre_tokenizer is not None
-        self.begin = self._begin()
 
-    def _begin(self) -> Ids:
+    @cached_property
+    def begin(self) -> Ids:
+        """What the tokenizer puts before a plain text, such as BOS."""
         full = self.tokenizer("a")["input_ids"]
         bare = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         places = range(len(full) - len(bare) + 1)

@@ -248,19 +248,16 @@ def _pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
             )
     begins = np.cumsum(lengths, dtype=np.int64) - lengths
     if strategy == "wrapped":
-        starts, counts = np.zeros(1, dtype=np.int64), np.array([lengths.sum()])
-        ends = windows(counts, seq_length)[2]
-        bounds = np.concatenate([[0], ends])
+        document, start, stop = wrapped(lengths, seq_length, across=True)
+        packs = [[piece] for piece in range(len(document))]
     else:
-        split = windows(lengths, seq_length)
-        kept = slice(None) if strategy == "bfd_split" else split[1] == 0
-        document, start, stop = (part[kept] for part in split)
+        kept = lengths if strategy == "bfd_split" else np.minimum(lengths, seq_length)
+        document, start, stop = windows(kept, seq_length)
         packs = best_fit(stop - start, seq_length)
-        order = np.concatenate([*packs, []]).astype(np.int64)
-        starts, counts = (begins[document] + start)[order], (stop - start)[order]
-        members = np.cumsum([0, *map(len, packs)])
-        bounds = np.concatenate([[0], np.cumsum(counts)])[members]
-    chosen = pa.array(ragged_ranges(starts, counts))
+    order = np.concatenate([*packs, []]).astype(np.int64)
+    counts, members = (stop - start)[order], np.cumsum([0, *map(len, packs)])
+    bounds = np.concatenate([[0], np.cumsum(counts)])[members]
+    chosen = pa.array(ragged_ranges((begins[document] + start)[order], counts))
     found = {name: _rows(bounds, column.flatten().take(chosen)) for name, column in columns.items()}
     if strategy != "wrapped":
         found["seq_lengths"] = _rows(members, pa.array(counts))

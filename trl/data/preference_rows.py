@@ -109,8 +109,8 @@ def _with_answers(row: dict[str, Any], kind: str) -> dict[str, Any]:
         row = row | maybe_extract_prompt(row)
         return row | {"answers": [row["chosen"], row["rejected"]], "ranks": [0, 1]}
     if kind == "labelled":
-        if "label" in row and row["label"] not in (True, False):
-            raise ValueError(f"the label must be True or False, not {row['label']!r}.")
+        if row.get("label") not in (True, False):
+            raise ValueError(f"the label must be True or False, not {row.get('label')!r}.")
         return row | {"answers": [row["completion"]], "ranks": [0]}
     if len(row["answers"]) != len(row["ranks"]):
         found = count(len(row["ranks"]), "rank")
