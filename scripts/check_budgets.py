@@ -201,7 +201,9 @@ def unpacked_to(function: ast.AST, name: str) -> int:
     targets = [
         target
         for node in ast.walk(function)
-        if isinstance(node, ast.Assign) and ast.unparse(node.value) == name
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == name
         for target in node.targets
     ]
     return max((len(t.elts) for t in targets if isinstance(t, ast.Tuple)), default=1)

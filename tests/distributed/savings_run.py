@@ -50,7 +50,14 @@ def bases(folder: Path) -> None:
     KINDS["4-bit"].load(folder / "base")
 
 
-def run(adapter: str, base: Path, folder: Path, resume: bool = False, **changes: Any) -> Any:
+def run(
+    adapter: str,
+    base: Path,
+    folder: Path,
+    saves: bool = False,
+    resume: bool = False,
+    **changes: Any,
+) -> Any:
     """Train, from the first checkpoint if `resume`: the trained weights and all completions."""
     kind = KINDS[ADAPTERS[adapter] or "lora"]
     model = tiny_model(tie_word_embeddings=True) if adapter == "none" else kind.load(base / "base")
@@ -68,7 +75,7 @@ def run(adapter: str, base: Path, folder: Path, resume: bool = False, **changes:
         optim="adamw_torch",
         adam_epsilon=1.0,  # so large that rounding is not amplified
         learning_rate=1.0,
-        save_strategy="steps",
+        save_strategy="steps" if saves else "no",
         save_steps=1,
         **({} if adapter == "none" else {"peft_config": config}),
         **TWICE | changes,
@@ -104,7 +111,7 @@ def measure(engine: str, adapter: str, folder: Path) -> dict[str, Any]:
     layerwise = {"ds3_gather_for_generation": False, "recover_from_oom": False}
     found = {}
     for name, changes in {
-        "at once": ON,
+        "at once": ON | {"saves": True},
         "resumed": ON | {"resume": True},
         "on-policy": ON | ONCE | (layerwise if engine in SHARDED else {}),
     }.items():
