@@ -174,6 +174,18 @@ def test_nothing_looks_for_garbage_while_rows_are_encoded():
     assert gc.isenabled()
 
 
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_a_transform_of_the_dataset_makes_the_rows(is_lazy):
+    rows = Dataset.from_dict({"raw": ["ab", "c"]})
+    rows = rows.with_transform(lambda batch: {"text": [text * 2 for text in batch["raw"]]})
+    if is_lazy:
+        found = LazySupervisedDataset(rows, ENCODER, SupervisedOptions()).__getitems__([0, 1])
+        ids = [document.ids.tolist() for document in found]
+    else:
+        ids = prepare_supervised(rows, ENCODER, SupervisedOptions())["input_ids"][:]
+    assert ids == ENCODER.ids(["abab<eos>", "cc<eos>"])
+
+
 def test_few_rows_start_no_processes():
     assert default_processes(2_000) is None
 

@@ -74,7 +74,7 @@ def _show(own: LengthsArguments, profile: LengthProfile, training: Any) -> None:
     ) + f" {size}"
     line += " --packing" * packs
     if own.json:
-        print(json.dumps(profile.as_dict() | {"options": line}, indent=1))
+        print(json.dumps(vars(profile) | {"options": line}, indent=1))
     else:
         print("\n".join([*profile.lines(), "", f"Options to paste: {line}"]))
     if own.html:

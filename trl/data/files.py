@@ -16,17 +16,12 @@ UNREADABLE = (DatasetGenerationError, OSError, StopIteration, ValueError)
 
 
 def load_dataset_source(name: str, config: str | None = None, streaming: bool = False) -> Any:
-    """Load all splits of a dataset.
+    """Load a dataset as a mapping of split names to datasets; a single file is the split "train".
 
-    Args:
-        name (`str`): a json, jsonl, csv or parquet file, a folder of such files (their names are
-            the splits; names that cannot be are treated as those of a hub dataset), a folder
-            with such files in `data/`, a folder written by `save_to_disk`, or a hub id.
-        config (`str`, *optional*): configuration of a hub dataset.
-        streaming (`bool`): read rows as they are needed.
-
-    Returns:
-        A mapping of split names to datasets; a single file is the split "train".
+    `name` is a json, jsonl, csv or parquet file, a folder of such files (their names are the
+    splits; names that cannot be are treated as those of a hub dataset), a folder with such files in
+    `data/`, a folder written by `save_to_disk`, or a hub id, which may have a `config`. A stream
+    reads rows as they are needed.
 
     Raises:
         ValueError: if there is no such file, its kind is unknown, or it cannot be read.

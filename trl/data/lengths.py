@@ -11,7 +11,7 @@ import numpy as np
 from datasets import Dataset
 
 from .formats import common_prefix_length
-from .packing import best_fit, efficiency
+from .packing import best_fit
 from .preference_rows import PreferenceLimits, kept_preferences, preference_lengths
 from .prepare import CutReport, cut_supervised, row_lengths, trained_in, whole_rows
 
@@ -23,7 +23,7 @@ Table = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class LengthProfile:
-    """Facts on the lengths of a prepared dataset; `as_dict` is what `--json` prints."""
+    """Facts on the lengths of a prepared dataset, which `--json` prints."""
 
     rows: int
     tokens: int
@@ -36,10 +36,6 @@ class LengthProfile:
     packing: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     largest_that_fits: int | None = None  # limit that the memory of the device allows, if known
-
-    def as_dict(self) -> dict[str, Any]:
-        """All facts as plain values."""
-        return vars(self)
 
     def lines(self) -> list[str]:
         """All facts as one screen of text."""
@@ -206,7 +202,7 @@ def _packing(lengths: np.ndarray, size: int) -> dict[str, float]:
     return {
         "pack size": size,
         "packs": len(packs),
-        "packing efficiency": efficiency(lengths, packs, size),
+        "packing efficiency": float(lengths.sum()) / (len(packs) * size) if packs else 1.0,
         "documents in a pack": int((lengths > 0).sum()) / max(len(packs), 1),
     }
 

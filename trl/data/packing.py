@@ -96,11 +96,6 @@ def wrapped(
     return document, cuts[:-1] - begin, cuts[1:] - begin
 
 
-def efficiency(lengths: Sequence[int] | np.ndarray, packs: Sequence[Any], size: int) -> float:
-    """Tokens of the documents as a share of the room of their packs."""
-    return float(np.sum(lengths)) / (len(packs) * size) if packs else 1.0
-
-
 def share_of_rank(batches: Sequence[list[int]], rank: int, ranks: int) -> Iterator[list[int]]:
     """The micro-batches of one rank; all ranks have equally many.
 

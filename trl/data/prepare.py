@@ -66,13 +66,17 @@ class RowMaker:
     encode: Callable[[list[dict[str, Any]]], Sequence[tuple[Any, ...]]]
     features: Features
 
-    def __call__(self, table: pa.Table, index: list[int]) -> pa.Table:
+    def __call__(self, batch: Any, index: list[int]) -> pa.Table:
+        if isinstance(batch, pa.Table):
+            rows = batch.to_pylist()
+        else:  # of a transform
+            rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
         is_collecting = gc.isenabled()
         # Rows are in no cycles, but so many new objects would have Python look for some among all
         # that the imported libraries hold, for a third of the time of preparing 2,000 rows.
         gc.disable()
         try:
-            found = self._encoded(table.to_pylist(), index)
+            found = self._encoded(rows, index)
         finally:
             if is_collecting:
                 gc.enable()
@@ -119,7 +123,13 @@ def prepared(
             "num_proc": num_proc or default_processes(len(dataset)),
             "desc": "Tokenizing",
         }
-    return dataset.with_format("arrow").map(make, **options).with_format(None)
+    return readable(dataset).map(make, **options).with_format(None)
+
+
+def readable(dataset: D) -> D:
+    """A dataset that gives Arrow tables, which are quick, or what its transform makes of rows."""
+    is_transformed = isinstance(dataset, Dataset) and dataset.format["type"] == "custom"
+    return dataset if is_transformed else dataset.with_format("arrow")
 
 
 def first_row(dataset: Dataset | IterableDataset) -> dict[str, Any]:
@@ -274,7 +284,7 @@ class LazySupervisedDataset:
     ):
         self.rows = dataset
         self.lengths = np.zeros(len(dataset), dtype=np.int64)  # nobody knows them before
-        self._arrow = dataset.with_format("arrow")
+        self._readable = readable(dataset)
         self._make = _supervised(options.kind(first_row(dataset)), encoder, options)
         self._limits = max_length, long_rows
 
@@ -284,7 +294,7 @@ class LazySupervisedDataset:
     def __getitems__(self, places: list[int]) -> list[Document]:
         """The documents of some rows that have a token to train on, or one that does not count."""
         at = [place if place >= 0 else ~place for place in places]
-        rows = self._make(self._arrow[at], at).to_pylist()
+        rows = self._make(self._readable[at], at).to_pylist()
         found = [one for row in rows for one in documents(row, *self._limits)]
         if not found or places[0] < 0:
             return [Document.filler(at[0])]

@@ -186,12 +186,8 @@ class ToolTurns:
     """The tokens that stand between a turn with tool calls and the next turn of the model.
 
     What the model wrote is never rendered again: the tokens are those that the template puts behind
-    the end of an assistant turn in a conversation of its own.
-
-    Args:
-        tokenizer: the policy's tokenizer.
-        stop_ids: tokens that end a turn.
-        template_kwargs (`dict`, *optional*): extra arguments of every chat-template call.
+    the end of an assistant turn in a conversation of its own. `stop_ids` end a turn, and
+    `template_kwargs` are extra arguments of every chat-template call.
 
     Raises:
         ValueError: if the template cannot show tool calls, or changes earlier turns when a tool's
