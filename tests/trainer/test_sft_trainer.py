@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from sft_runs import (
     EOS,
     PAIRS,
@@ -414,6 +414,11 @@ def with_argument(name):
         (with_argument("compute_metrics"), ValueError, "compute_metrics cannot be used: logits"),
         (with_argument("preprocess_logits_for_metrics"), ValueError, "preprocess_logits_for_"),
         (one(data=[{"text": "a"}]), TypeError, "train_dataset must be a datasets.Dataset or"),
+        (
+            one(data=DatasetDict(a=texts(), b=texts())),
+            TypeError,
+            "Choose one of a, b.",
+        ),
         (one(eval_dataset=["a"]), TypeError, "eval_dataset must be a datasets.Dataset or Itera"),
         (one(data=Dataset.from_dict({"x": [1]})), ValueError, "have the columns \\['x'\\]"),
         (

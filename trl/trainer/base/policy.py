@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,9 +191,9 @@ def router_coefficient(model: nn.Module, args: BaseConfig) -> float:
 def check_dataset(name: str, dataset: Any) -> None:
     """Check the kind of a dataset; `name` is what messages call it."""
     if not isinstance(dataset, (Dataset, IterableDataset)):
-        raise TypeError(
-            f"{name} must be a datasets.Dataset or IterableDataset, not {type(dataset).__name__}."
-        )
+        kind = type(dataset).__name__
+        one = f" Choose one of {', '.join(dataset)}." if isinstance(dataset, Mapping) else ""
+        raise TypeError(f"{name} must be a datasets.Dataset or IterableDataset, not {kind}.{one}")
     images = {"image", "images"} & set(dataset.column_names or ())
     if images:
         raise NotImplementedError(
