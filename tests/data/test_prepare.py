@@ -215,7 +215,7 @@ def test_blocks_of_several_documents_are_one(masks, size):
         assert found.lengths.tolist() == [len(block) for block, _ in expected]
 
 
-def test_lazy_documents_are_those_of_a_prepared_dataset():
+def test_lazy_documents_are_those_of_a_prepared_dataset(caplog):
     prompts = ["ab", "a" * 9, "c", "d"]
     rows = Dataset.from_dict({"prompt": prompts, "completion": list("wxyz")})
     options = SupervisedOptions()
@@ -224,5 +224,6 @@ def test_lazy_documents_are_those_of_a_prepared_dataset():
     expected = [(d.source, d.ids.tolist(), trained(d)) for d in map(prepared.__getitem__, range(3))]
     found = [(d.source, d.ids.tolist(), trained(d)) for d in lazy.__getitems__([0, 1, 2, 3])]
     assert found == expected and [source for source, *_ in found] == [0, 2, 3]
+    assert caplog.messages[-1].startswith("Row 1 has nothing to train on, or is too long, and is")
     # A micro-batch always has a document; this one is not trained on.
     assert [d.counts for d in lazy.__getitems__([1])] == [False] and len(lazy) == 4

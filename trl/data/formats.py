@@ -40,12 +40,8 @@ def is_conversational(example: dict[str, Any]) -> bool:
 def is_conversational_from_value(example: dict[str, Any]) -> bool:
     """Whether `conversations` is a list of turns with `from` and `value`."""
     turns = example.get("conversations")
-    return bool(
-        isinstance(turns, list)
-        and turns
-        and isinstance(turns[0], dict)
-        and {"from", "value"} <= turns[0].keys()
-    )
+    first = turns[0] if isinstance(turns, list) and turns else None
+    return isinstance(first, dict) and {"from", "value"} <= first.keys()
 
 
 def maybe_convert_to_chatml(example: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -260,11 +260,10 @@ def _pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
 
 
 def _truncate_table(table: pa.Table, max_length: int) -> pa.Table:
-    def cut(name: str) -> Any:
-        is_list = _is_list(table.column(name).type)
-        return pc.list_slice(_lists(table, name), 0, max_length) if is_list else table.column(name)
-
-    return pa.table({name: cut(name) for name in table.column_names})
+    columns = dict(zip(table.column_names, table.columns, strict=True))
+    for name in [name for name, column in columns.items() if _is_list(column.type)]:
+        columns[name] = pc.list_slice(_lists(table, name), 0, max_length)
+    return pa.table(columns)
 
 
 def _is_list(kind: pa.DataType) -> bool:

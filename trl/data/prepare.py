@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +17,12 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.fingerprint import Hasher
-from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..text import count
 from .encode import TextEncoder
 from .packing import windows, wrapped
-from .rows import Document, shown, uncounted
+from .rows import Document, uncounted
 from .supervised import Kind, SupervisedOptions, encode_supervised
 
 logger = logging.get_logger(__name__)
@@ -30,7 +30,7 @@ logger = logging.get_logger(__name__)
 # Changed with everything that changes what a prepared row holds.
 VERSION = 5
 BATCH = 1000
-SHOWN = 2  # documents, when training begins
+CUT, LEFT_OUT = "is cut to length", "has nothing to train on, or is too long, and is left out"
 ROWS_PER_PROCESS = 10_000  # fewer are done before another process has started
 SUPERVISED = Features(
     input_ids=List(Value("int32")),
@@ -266,9 +266,15 @@ class SupervisedDataset:
         found = document(self._table[row:end], start, stop)
         return found if place >= 0 else uncounted(found)
 
-    def shown(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """The first documents as text, with what is trained marked."""
-        return [shown(self[place], tokenizer) for place in range(min(SHOWN, len(self)))]
+
+def count_loss(row: dict[str, Any], kept: int, losses: Counter[str]) -> None:
+    """Count a prepared row of which only `kept` tokens are used, and log the first one."""
+    parts = [row["input_ids"]] if "input_ids" in row else [row["prompt_ids"], *row["answers_ids"]]
+    if kept < sum(map(len, parts)):
+        fate = CUT if kept else LEFT_OUT
+        losses[fate] += 1
+        if losses[fate] == 1:
+            logger.warning(f"Row {row['source']} {fate}; so are others like it.")
 
 
 class LazySupervisedDataset:
@@ -286,7 +292,7 @@ class LazySupervisedDataset:
         self.lengths = np.zeros(len(dataset), dtype=np.int64)  # nobody knows them before
         self._readable = readable(dataset)
         self._make = _supervised(options.kind(first_row(dataset)), encoder, options)
-        self._limits = max_length, long_rows
+        self._limits, self._losses = (max_length, long_rows), Counter[str]()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -294,8 +300,11 @@ class LazySupervisedDataset:
     def __getitems__(self, places: list[int]) -> list[Document]:
         """The documents of some rows that have a token to train on, or one that does not count."""
         at = [place if place >= 0 else ~place for place in places]
-        rows = self._make(self._readable[at], at).to_pylist()
-        found = [one for row in rows for one in documents(row, *self._limits)]
+        found: list[Document] = []
+        for row in self._make(self._readable[at], at).to_pylist():
+            some = documents(row, *self._limits)
+            count_loss(row, sum(len(one.ids) for one in some), self._losses)
+            found += some
         if not found or places[0] < 0:
             return [Document.filler(at[0])]
         return found

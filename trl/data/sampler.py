@@ -28,7 +28,7 @@ class RepeatSampler(Sampler[int]):
         shuffle: bool = True,
         seed: int | None = None,
     ):
-        self._size = len(data_source)
+        self._size, self._rounds = len(data_source), len(data_source) // batch_size
         self._mini_repeat_count = mini_repeat_count
         self._batch_size = batch_size
         self._repeat_count = repeat_count
@@ -51,10 +51,6 @@ class RepeatSampler(Sampler[int]):
     def __len__(self) -> int:
         rows = self._batch_size * self._mini_repeat_count * self._repeat_count
         return self._rounds * rows
-
-    @property
-    def _rounds(self) -> int:
-        return self._size // self._batch_size
 
 
 class RepeatIterableDataset(IterableDataset):

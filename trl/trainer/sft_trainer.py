@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ..data.encode import TextEncoder
 from ..data.prepare import LazySupervisedDataset, SupervisedDataset, documents, prepare_supervised
-from ..data.rows import SupervisedRows
+from ..data.rows import SupervisedRows, shown
 from ..data.supervised import SupervisedOptions
 from ..online.metrics import record_accuracy, record_entropy
 from ..ops.masking import masked_sum
@@ -22,6 +22,8 @@ from .base.model_card import Method
 from .offline.batches import ItemStream
 from .offline.offline_trainer import OfflineTrainer
 from .sft_config import SFTConfig
+
+SHOWN = 2  # documents, when training begins
 
 
 class SFTTrainer(OfflineTrainer):
@@ -94,7 +96,8 @@ class SFTTrainer(OfflineTrainer):
     def begin_training(self) -> None:
         """Show documents, with what is trained."""
         if isinstance(self.train_dataset, SupervisedDataset) and self.is_world_process_zero():
-            print(*self.train_dataset.shown(self.processing_class), sep="\n", flush=True)
+            for place in range(min(SHOWN, len(self.train_dataset))):
+                print(shown(self.train_dataset[place], self.processing_class), flush=True)
 
     def loss_of(self, scores: TokenScores, rows: SupervisedRows) -> Tensor:
         """Return the sum of the losses of the trained tokens (1,)."""

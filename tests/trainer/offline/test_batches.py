@@ -22,7 +22,7 @@ lengths = st.lists(st.integers(2, 20), min_size=1, max_size=60)
 
 def documents_of(sizes):
     """A stream of documents, numbered by their source."""
-    rows = [{"source": i, "size": size} for i, size in enumerate(sizes)]
+    rows = [{"source": i, "input_ids": [0, 0], "merged": 0} for i in range(len(sizes))]
 
     def unpack(row):
         filler = Document.filler(row["source"])
@@ -59,7 +59,7 @@ def test_a_stream_is_read_as_it_is_needed():
     def rows():
         for i in range(10_000):
             read.append(i)
-            yield {"source": i}
+            yield {"source": i, "input_ids": [0, 0], "merged": 0}
 
     stream = ItemStream(
         IterableDataset.from_generator(rows),
@@ -70,15 +70,20 @@ def test_a_stream_is_read_as_it_is_needed():
     assert max(read) < 100
 
 
-def test_rows_with_nothing_to_train_on_are_named(monkeypatch):
-    said = []
-    monkeypatch.setattr("trl.trainer.offline.batches.logger.warning", said.append)
-    rows = [{"source": i, "merged": i % 2} for i in range(5)]
-    stream = ItemStream(IterableDataset.from_generator(lambda: iter(rows)), lambda row: [], len)
-    assert list(stream) == []
-    first, counts = said
-    assert first.startswith("Row 0 of the stream has nothing to train on and is left out; so are")
-    assert "left out: 5; with a token" in counts and counts.endswith("trained on: 2.")
+def test_rows_that_are_left_out_or_cut_are_named_and_counted(caplog):
+    sizes = [3, 0, 1, 0, 2]
+    rows = [{"source": i, "input_ids": [7] * 3, "merged": i % 2} for i in range(5)]
+    stream = ItemStream(
+        IterableDataset.from_generator(lambda: iter(rows)),
+        lambda row: [[7] * sizes[row["source"]]] if sizes[row["source"]] else [],
+        len,
+    )
+    assert [len(item) for item in stream] == [3, 1, 2]
+    left_out, cut, counts = caplog.messages
+    assert left_out.startswith("Row 1 has nothing to train on, or is too long, and is left out; so")
+    assert cut == "Row 2 is cut to length; so are others like it."
+    assert "left out: 2; cut to length: 2; with a token" in counts
+    assert counts.endswith("trained on: 2.")
 
 
 ENCODER = TextEncoder(tiny_tokenizer())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -31,6 +31,7 @@ from ...data.preference_rows import (
     mismatched,
     prepare_preferences,
 )
+from ...data.prepare import CUT, LEFT_OUT, count_loss
 from ...data.rows import AnswerGroup, AnswerRows, uncounted
 from ...distributed import Ranks
 from .offline_config import OfflineConfig
@@ -58,28 +59,23 @@ class ItemStream(TorchIterableDataset):  # type: ignore[type-arg]
         size: Callable[[Item], int],
     ):
         self.rows, self.size, self.unpack = rows, size, unpack
-        self._has_warned = False
 
     def shuffle(self, seed: int) -> None:
         """Read rows in another order in each epoch, from a buffer."""
         self.rows = self.rows.shuffle(seed=seed, buffer_size=BUFFERED)
 
     def __iter__(self) -> Iterator[Any]:
-        left_out = merged = 0
+        losses, merged = Counter[str](), 0
         for row in self.rows:
             items = self.unpack(row)
-            left_out, merged = left_out + (not items), merged + (row.get("merged", 0) > 0)
-            if not items and not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    f"Row {row['source']} of the stream has nothing to train on and is left out; "
-                    "so are others like it."
-                )
+            count_loss(row, sum(map(self.size, items)), losses)
+            merged += row["merged"] > 0
             yield from items
-        if left_out or merged:
+        if losses or merged:
             logger.warning(
-                f"Rows of the stream with nothing to train on, left out: {left_out}; with a token "
-                f"that stands for characters of both the prompt and what is trained on: {merged}."
+                f"Rows of the stream that were left out: {losses[LEFT_OUT]}; cut to length: "
+                f"{losses[CUT]}; with a token that stands for characters of both the prompt and "
+                f"what is trained on: {merged}."
             )
 
 
