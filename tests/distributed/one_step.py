@@ -18,7 +18,6 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 MANY = [f"{chr(97 + i)}{i}" for i in range(8)]
 # Groups of 4 lie within ranks, groups of 8 on both.
 CELLS: dict[str, dict[str, Any]] = {
-    "plain": {"num_generations": 4},
     "reference": {
         "num_generations": 8,
         "beta": 0.1,

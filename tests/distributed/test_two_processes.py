@@ -53,13 +53,6 @@ def alike(one, two) -> bool:
 
 
 @pytest.mark.distributed
-@pytest.mark.covers(engine="$engine", saving=SAVINGS)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_ranks_and_engines_change_nothing(alone, on_two, engine):
-    check(alone["plain"], on_two[0][engine, "plain"])
-
-
-@pytest.mark.distributed
 @pytest.mark.covers(engine="$engine", saving="$cell")
 @pytest.mark.parametrize("cell", ["Online DPO", "PPO", "PPO with a value model"])
 @pytest.mark.parametrize("engine", ENGINES)
@@ -68,7 +61,7 @@ def test_pairs_and_values_are_those_of_one_process(alone, on_two, engine, cell):
 
 
 @pytest.mark.distributed
-@pytest.mark.covers(engine="$engine", saving=["reference", "sync_ref_model"])
+@pytest.mark.covers(engine="$engine", saving=[*SAVINGS, "reference", "sync_ref_model"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_reference_that_follows_the_policy(alone, on_two, engine):
     check(alone["reference"], on_two[0][engine, "reference"])
