@@ -174,6 +174,23 @@ def test_nothing_looks_for_garbage_while_rows_are_encoded():
     assert gc.isenabled()
 
 
+class Drawing:
+    """Makes texts of rows, with an object that nothing can copy or write down."""
+
+    def __init__(self):
+        self.drawn = (word for word in "ab")
+
+    def text(self, row):
+        return row["q"] + next(self.drawn)
+
+
+def test_a_formatting_function_need_not_be_fit_for_a_cache():
+    rows = Dataset.from_dict({"q": ["a", "b"]})
+    options = SupervisedOptions(formatting_func=Drawing().text)
+    found = prepare_supervised(rows, ENCODER, options)["input_ids"][:]
+    assert found == ENCODER.ids(["aa<eos>", "bb<eos>"])
+
+
 @pytest.mark.parametrize("is_lazy", [False, True])
 def test_a_transform_of_the_dataset_makes_the_rows(is_lazy):
     rows = Dataset.from_dict({"raw": ["ab", "c"]})

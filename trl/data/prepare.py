@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset, Features, IterableDataset, List, Value
-from datasets.fingerprint import Hasher
+from datasets.fingerprint import update_fingerprint
 from transformers.utils import logging
 
 from ..text import count
@@ -116,10 +114,9 @@ def prepared(
     options: dict[str, Any] = {"with_indices": True, "batched": True, "batch_size": BATCH}
     options["features"] = make.features
     if isinstance(dataset, Dataset):
-        words = [VERSION, dataset._fingerprint, *key]
         options |= {
             "remove_columns": dataset.column_names,
-            "new_fingerprint": hashlib.sha256(Hasher.hash(words).encode()).hexdigest()[:32],
+            "new_fingerprint": update_fingerprint(dataset._fingerprint, VERSION, {"key": key}),
             "num_proc": num_proc or default_processes(len(dataset)),
             "desc": "Tokenizing",
         }
@@ -165,7 +162,7 @@ def prepare_supervised(
         ValueError: if the dataset is empty, or its rows cannot be read.
     """
     kind = options.kind(first_row(dataset))
-    key = [kind, encoder.digest, *dataclasses.astuple(options)]
+    key = [kind, encoder.digest, vars(options)]
     return prepared(dataset, _supervised(kind, encoder, options), key, num_proc)
 
 
