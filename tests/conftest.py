@@ -22,6 +22,16 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
+@pytest.fixture
+def log(caplog):
+    """What the loggers of transformers, and so those of the package, write."""
+    from transformers.utils import logging
+
+    logging.enable_propagation()
+    yield caplog
+    logging.disable_propagation()
+
+
 # Those that start processes.
 FOLDERS = ("vllm_cpu", "distributed", "invariance", "docs", "adapters", "examples", "package")
 LONG = (*FOLDERS, "cli", "trainer")  # begun first, so that two workers end at the same time

@@ -1,7 +1,9 @@
 """Small rollouts for tests of single stages."""
 
 import torch
+from torch import Tensor
 
+from trl.models.packed_places import Packing
 from trl.types import Rollout
 
 
@@ -28,3 +30,14 @@ def rollout_of(rows: list[tuple[list[int], list[int]]]) -> Rollout:
         num_loss_tokens=lengths.sum(),
         num_loss_rows=torch.tensor(len(rows)),
     )
+
+
+def visible(packing: Packing, total: int) -> Tensor:
+    """The mask (T, T) that a packing stands for in layers without a window: True is seen."""
+    mask = torch.zeros(total, total, dtype=torch.bool)
+    for group in packing.groups:
+        mask[group.tails, group.prefix] = True
+        mask[group.prefix, group.prefix] = True
+        for start, stop in group.cuts:
+            mask[start:stop, start:stop] = True
+    return mask.tril()

@@ -1,21 +1,12 @@
 """Ranks that decide together whether prompts may be shared."""
 
-import pytest
 import torch
 from tiny import tiny_model
-from transformers.utils import logging
 
 from trl.models.scorer import Scorer
 from trl.types import Rollout
 
 PROMPT = [8, 9, 10]
-
-
-@pytest.fixture
-def log(caplog):
-    logging.enable_propagation()
-    yield caplog
-    logging.disable_propagation()
 
 
 def rollout(length: int) -> Rollout:

@@ -4,17 +4,9 @@ import weakref
 import pytest
 import torch
 from tiny import tiny_model
-from transformers.utils import logging
 
 from trl.memory.adaptive_batch import AdaptiveBatch, RandomState, RowTooLargeError, drop_frames
 from trl.ops.oom import is_out_of_memory
-
-
-@pytest.fixture
-def log(caplog):
-    logging.enable_propagation()
-    yield caplog
-    logging.disable_propagation()
 
 
 def limited(work, most, calls=None):

@@ -12,7 +12,6 @@ import torch
 from tiny import tiny_model
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.utils import logging
 
 from trl.memory.callback import MemoryCallback, Timeline, draw, spans
 from trl.memory.meter import PHASES, PhaseEvent, PhaseMeter
@@ -396,7 +395,7 @@ def test_chart_of_any_number_of_phases(tmp_path, count):
     assert draw(timeline.path, tmp_path / "memory.png") is True
 
 
-def test_without_matplotlib_the_log_says_how_to_get_it(tmp_path, monkeypatch, caplog):
+def test_without_matplotlib_the_log_says_how_to_get_it(tmp_path, monkeypatch, log):
     class Absent:
         @staticmethod
         def find_spec(name, *ignored):
@@ -407,10 +406,8 @@ def test_without_matplotlib_the_log_says_how_to_get_it(tmp_path, monkeypatch, ca
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Absent, *sys.meta_path])
     write(tmp_path / "memory.jsonl", [1])
-    logging.enable_propagation()
     assert draw(tmp_path / "memory.jsonl", tmp_path / "memory.png") is False
-    logging.disable_propagation()
-    assert "pip install 'trl[quickstart]'" in caplog.text
+    assert "pip install 'trl[quickstart]'" in log.text
     assert not (tmp_path / "memory.png").exists()
 
 

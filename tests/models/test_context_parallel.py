@@ -1,11 +1,12 @@
 import pytest
 import torch
 from distributed.engines import call
+from rollouts import visible
 from tiny import in_double, tiny_model
 from transformers import Lfm2Config, Lfm2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from trl.models.context_parallel import ContextParallel, SlicedPacking, _spans, check_divisible
-from trl.models.packed_attention import Rules, visible
+from trl.models.packed_attention import Rules
 from trl.models.packed_places import Packing, Window
 from trl.models.scorer import Scorer
 from trl.types import TokenRows

@@ -16,6 +16,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -27,7 +29,6 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-from transformers.utils import logging
 
 from trl.models.layout_check import disagreement, two_longest, why_not_shared
 from trl.models.packed_attention import KEYWORD
@@ -35,13 +36,6 @@ from trl.models.scorer import Scorer
 from trl.types import Rollout
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def log(caplog):
-    logging.enable_propagation()
-    yield caplog
-    logging.disable_propagation()
 
 
 def build(config_class, model_class, **changes):
@@ -71,6 +65,12 @@ def eager():
 
 def dropout():
     return tiny_model(attention_dropout=0.1).train()
+
+
+def gpt2(**dropouts):
+    """Its layers hold a module that drops weights of attention, and one behind it."""
+    sizes = {"vocab_size": 95, "n_embd": 32, "n_layer": 1, "n_head": 4}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts)).train()
 
 
 def adapter(config):
@@ -121,6 +121,7 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers
 REFUSED = {
     "flex": (flex, "attention implementation is 'flex_attention'"),
     "dropout": (dropout, "its attention has dropout"),
+    "dropout of a module": (lambda: gpt2(resid_pdrop=0.0), "its attention has dropout"),
     "longrope": (lambda: rotating("longrope", 20), "depends on the longest row from 20 tokens"),
     "dynamic": (lambda: rotating("dynamic", 20), "depends on the longest row from 20 tokens"),
     "prompt": (
@@ -148,6 +149,7 @@ ALLOWED = {
     "longrope": lambda: rotating("longrope", 21),
     "dynamic": lambda: rotating("dynamic", 21),
     "dropout off": lambda: dropout().eval(),
+    "dropout behind attention": lambda: gpt2(attn_pdrop=0.0),
 }
 
 

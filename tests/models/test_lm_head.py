@@ -20,7 +20,6 @@ from transformers import (
     GraniteForCausalLM,
     LlamaForCausalLM,
 )
-from transformers.utils import logging
 
 from trl.models.lm_head import (
     Float32Linear,
@@ -194,16 +193,14 @@ def test_a_scale_that_is_off_by_five_percent_has_no_head(dtype):
 @pytest.mark.parametrize(
     "error", [KeyError("position"), AttributeError("no cache"), ZeroDivisionError()]
 )
-def test_a_search_that_fails_in_any_way_finds_no_head(caplog, error):
+def test_a_search_that_fails_in_any_way_finds_no_head(log, error):
     class Fails(LlamaForCausalLM):
         def forward(self, *args, **kwargs):
             raise error
 
     model, finder = Fails(tiny_model().config), HeadFinder(1.0)
-    logging.enable_propagation()
     assert finder.find(model) is None and finder.find(model) is None
-    logging.disable_propagation()
-    found = [r.getMessage() for r in caplog.records if "Fails" in r.getMessage()]
+    found = [r.getMessage() for r in log.records if "Fails" in r.getMessage()]
     assert len(found) == 1 and f"search for its output projection failed ({error})" in found[0]
 
 

@@ -7,6 +7,8 @@ from transformers import (
     BloomConfig,
     BloomForCausalLM,
     LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen3ForCausalLM,
     XLNetConfig,
 )
@@ -151,10 +153,22 @@ def test_stop_tokens_without_generation_config():
     assert stop_token_ids(model, tiny_tokenizer()) == (1,)
 
 
-def test_dropout_ends():
-    torch.manual_seed(0)
-    model = tiny_model(attention_dropout=0.5).train()
+def with_a_module():
+    model = tiny_model(attention_dropout=0.5)
     model.model.norm = nn.Sequential(model.model.norm, nn.Dropout(0.5))
+    return model
+
+
+def with_numbers():
+    sizes = {"ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 95, "hidden_size": 32, "word_embed_proj_dim": 32}
+    return OPTForCausalLM(OPTConfig(**sizes, dropout=0.5, attention_dropout=0.5))
+
+
+@pytest.mark.parametrize("build", [with_a_module, with_numbers])
+def test_dropout_ends(build):
+    torch.manual_seed(0)
+    model = build().train()
     ids = torch.tensor([[8, 9, 10, 11]])
     assert not torch.equal(model(ids).logits, model(ids).logits)
     disable_dropout_in_model(model)

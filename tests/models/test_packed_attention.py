@@ -5,30 +5,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from faulty_kernels import FAULTS, break_kernels
-from rollouts import rollout_of
+from faulty_kernels import break_kernels
+from rollouts import rollout_of, visible
 from tiny import lora_model, tiny_model, with_autocast
 from torch import nn
 from transformers import AttentionInterface
-from transformers.utils import logging
 
-from trl.models import layout_check
+from trl.models import packed_attention as shared_attention
 from trl.models.layout_check import precisions_to_check
 from trl.models.packed_attention import (
     KEYWORD,
     Decoding,
-    Heads,
     Rules,
-    check_kernels,
+    checked_kernels,
     install,
-    noted_heads,
     packed_attention,
-    visible,
 )
 from trl.models.packed_layout import packed_layout
 from trl.models.packed_places import Layers, Packing, Window
 from trl.models.scorer import Scorer
-from trl.ops.attention_kernels import Tiles
+from trl.ops.attention_kernels import Heads, Tiles, choose_kernel
 from trl.types import Rollout
 
 CPU = torch.device("cpu")
@@ -402,46 +398,9 @@ def test_masks_that_layers_make_are_not_dropped():
             attention(module, query, key, value, *mask, **named, **layout)
 
 
-# --- The check of a kernel: a small example tells right ones from wrong ones ---
-
+# --- Kernels are checked before they are relied on ---
 
 HALF = torch.bfloat16
-WIDTHS = [(4, 2, 8), (6, 1, 64), (2, 2, 12)]
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-def heads(dtype, queries=4, keys=2, size=8) -> Heads:
-    return Heads(queries, keys, size, size, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernel_of_this_machine_is_right(dtype):
-    """Whatever the precision of autocast is around the check."""
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        check_kernels(CPU, {heads(dtype, *widths) for widths in WIDTHS})
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_wrong_kernel_is_found(monkeypatch, fault, dtype):
-    break_kernels(monkeypatch, fault, dtype)
-    with pytest.raises(RuntimeError, match=r"off by .* for 4 heads on 2, of size 8 in \w+\d+,"):
-        check_kernels(CPU, {heads(dtype)})
-
-
-def test_each_kind_of_layer_is_checked(monkeypatch):
-    break_kernels(monkeypatch, "key", torch.bfloat16)
-    check_kernels(CPU, {heads(torch.float32)})
-    with pytest.raises(RuntimeError, match="in bfloat16"):
-        check_kernels(CPU, {heads(torch.float32), heads(torch.bfloat16)})
-
-
-def test_what_cannot_be_checked_is_an_error(monkeypatch):
-    with pytest.raises(RuntimeError, match="did not ask for attention"):
-        check_kernels(CPU, set())
-    break_kernels(monkeypatch, "error", torch.float32)
-    with pytest.raises(RuntimeError, match="no kernel image"):
-        check_kernels(CPU, {heads(torch.float32)})
 
 
 def packed(model):
@@ -451,28 +410,20 @@ def packed(model):
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_what_layers_work_on_is_noted(autocast):
-    model = tiny_model("qwen3", num_key_value_heads=1, head_dim=16)
-    with torch.autocast("cpu", autocast, autocast is not None):
-        with noted_heads(model) as found:
-            noted = packed(model)
-        assert torch.equal(packed(model), noted), "noting changes nothing"
-    assert found == {Heads(4, 1, 16, 16, autocast or torch.float32)}
+def test_what_layers_work_on_is_checked(monkeypatch, autocast):
+    model, checked = tiny_model("qwen3", num_key_value_heads=1, head_dim=16), []
+    monkeypatch.setattr(shared_attention, "check_kernel", lambda *given: checked.append(given))
+    for _ in range(2):
+        with torch.autocast("cpu", autocast, autocast is not None), checked_kernels(model):
+            packed(model)
+    kind = Heads(CPU, autocast or torch.float32, 4, 1, 16)
+    assert checked == 2 * [(choose_kernel(torch.empty(0, 16)), kind)], "once for all layers"
 
 
-def test_nothing_is_noted_after_an_error():
-    model = tiny_model()
-    with pytest.raises(ValueError, match="of a test"), noted_heads(model) as found:
-        raise ValueError("of a test")
-    packed(model)
-    assert not found
-
-
-@pytest.fixture
-def log(caplog):
-    logging.enable_propagation()
-    yield caplog
-    logging.disable_propagation()
+def test_layers_that_do_not_ask_for_attention_are_an_error():
+    packed(tiny_model())
+    with pytest.raises(RuntimeError, match="did not ask"), checked_kernels(tiny_model()):
+        pass
 
 
 def warnings(log):
@@ -517,18 +468,13 @@ def test_what_is_tried(weights, autocast, tried):
 def test_full_precision_is_tried_first_and_then_what_trains(monkeypatch):
     """Two rows alone and the same packed, each time; kernels with the heads of the model."""
     checked = []
-    check = layout_check.check_kernels
-    monkeypatch.setattr(
-        layout_check,
-        "check_kernels",
-        lambda device, layers: (checked.append(layers), check(device, layers)),
-    )
+    monkeypatch.setattr(shared_attention, "check_kernel", lambda _, heads: checked.append(heads))
     model = with_autocast(tiny_model())
     calls = layouts(model)
     scorer()(model, batch())
     trial = [(False, None)] * 2 + [(True, None)] + [(False, HALF)] * 2 + [(True, HALF)]
     assert calls[-7:] == [*trial, (True, HALF)]
-    assert checked == [{Heads(4, 2, 8, 8, torch.float32)}, {Heads(4, 2, 8, 8, HALF)}]
+    assert checked == [Heads(CPU, dtype, 4, 2, 8) for dtype in (torch.float32, HALF)]
 
 
 @pytest.mark.parametrize(

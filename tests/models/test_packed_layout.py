@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollouts import visible
 from tensor_bytes import TensorBytes
 from tiny import tiny_model
 
 from trl.models import packed_layout as passes
-from trl.models.packed_attention import KEYWORD, visible
+from trl.models.packed_attention import KEYWORD
 from trl.models.packed_layout import common_prefix, packed_layout, plain_layout
 from trl.models.scorer import Scorer
 from trl.types import Rollout, TokenRows

@@ -17,7 +17,6 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
-from transformers.utils import logging
 
 from trl.generation.transformers.shared_decoding import SharedDecoder
 from trl.models import packed_layout
@@ -48,13 +47,6 @@ BATCH = rollout_of(
         for n in lengths
     ]
 )
-
-
-@pytest.fixture
-def log(caplog):
-    logging.enable_propagation()
-    yield caplog
-    logging.disable_propagation()
 
 
 def build(kind):

@@ -16,7 +16,6 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
 )
-from transformers.utils import logging
 
 from trl.models import packed_layout as passes
 from trl.models.lm_head import cast_head_to_float32
@@ -331,13 +330,11 @@ def opt(**changes):
     return OPTForCausalLM(OPTConfig(**sizes | changes)).eval()
 
 
-def test_a_decoder_whose_hidden_states_cannot_be_seen_is_scored_by_its_logits(caplog):
+def test_a_decoder_whose_hidden_states_cannot_be_seen_is_scored_by_its_logits(log):
     model, score = opt(), scorer(temperature=0.7)
-    logging.enable_propagation()
     check_scores(model, score)
     check_scores(model, score)
-    logging.disable_propagation()
-    found = [r.getMessage() for r in caplog.records if "OPTForCausalLM" in r.getMessage()]
+    found = [r.getMessage() for r in log.records if "OPTForCausalLM" in r.getMessage()]
     assert len(found) == 1 and "hidden states" in found[0]
 
 

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from faulty_kernels import FAULTS, Faulty
 
 from trl.ops import attention_kernels as flash
 from trl.ops.attention_kernels import (
     CpuFlash,
     CudaEfficient,
     CudaFlash,
+    Heads,
+    check_kernel,
     choose_kernel,
     expanded,
     merge,
@@ -226,3 +229,36 @@ def test_what_torch_says_of_a_gpu_decides(monkeypatch, size, has_flash, has_effi
 def test_other_devices_have_none():
     with pytest.raises(NotImplementedError, match="devices of type meta"):
         choose_kernel(torch.empty(1, 1, 1, 8, device="meta"))
+
+
+# --- The check of a kernel: a small example tells right ones from wrong ones ---
+
+WIDTHS = [(4, 2, 8), (6, 1, 64), (2, 2, 12)]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def heads(dtype, queries=4, keys=2, size=8) -> Heads:
+    return Heads(torch.device("cpu"), dtype, queries, keys, size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_of_this_machine_is_right(dtype):
+    """Whatever the precision of autocast is around the check."""
+    with torch.autocast("cpu", torch.bfloat16):
+        for widths in WIDTHS:
+            check_kernel(CpuFlash(), heads(dtype, *widths))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_wrong_kernel_is_found(fault, dtype):
+    kernel = Faulty(fault, [dtype])
+    with pytest.raises(RuntimeError, match=r"off by .* for 4 heads on 2, of size 8 in \w+\d+,"):
+        check_kernel(kernel, heads(dtype))
+    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    check_kernel(kernel, heads(other))
+
+
+def test_a_kernel_that_cannot_run_is_an_error():
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        check_kernel(Faulty("error", [torch.float32]), heads(torch.float32))

@@ -26,7 +26,7 @@ class Layer:
     """What a token costs in one decoder layer, in bytes."""
 
     def __init__(self, model: ModelSize, run: RunSettings):
-        product, hidden, heads = run.product_bytes, model.hidden, model.queries + model.keys
+        product, hidden = run.product_bytes, model.hidden
         every = run.sharding.per_row * model.keys  # of the ranks that divide a row
         factors = (2 if model.gated else 1) * product * model.intermediate  # of the MLP
         self.stream = run.weight_bytes * hidden  # what a checkpoint keeps of the layer
@@ -34,7 +34,7 @@ class Layer:
         wide = product if run.shared_prefix else max(run.weight_bytes, product)
         self.cache = (wide + product) * model.keys
         # Where ranks divide rows: keys and values as they came, and in the order of the row.
-        gathered = 3 * product * every * (run.sharding.per_row > 1)
+        gathered = 3 * product * every if run.sharding.per_row > 1 else 0
         # The largest working set of a forward without gradient: the result of attention, its norm
         # and the input; factors of the MLP, their product.
         working = 3 * self.stream + factors + product * model.intermediate
@@ -46,15 +46,21 @@ class Layer:
         # the result of attention.
         self.saved = 2 * FLOAT32 * hidden + 2 * product * (model.queries + every) + factors
         self.saved += product * model.intermediate if model.gated else 0
-        if model.norms_heads:
-            self.saved += (FLOAT32 + product * (not model.frozen)) * heads
+        self.saved += self._saved_by_weights(model, run)
+
+    def _saved_by_weights(self, model: ModelSize, run: RunSettings) -> int:
+        """What norms of heads keep, and what weights that are trained, or their adapters, do."""
+        product, hidden = run.product_bytes, model.hidden
+        heads = model.queries + model.keys if model.norms_heads else 0
         if model.frozen:  # inputs of adapted linear layers, and masks of dropout
             widths = {"o_proj": model.queries, "down_proj": model.intermediate}
-            mask = (run.weight_bytes if run.on_cpu else 1) * model.dropout
-            self.saved += (product + mask) * sum(widths.get(x, hidden) for x in model.adapted)
-        else:  # what both norms multiply; inputs of linear layers, each with a cast of its own
-            casts = 5 if run.autocast else 2
-            self.saved += 2 * self.stream + product * (casts * hidden + model.intermediate)
+            mask = run.weight_bytes if run.on_cpu else 1
+            entry = product + mask if model.dropout else product
+            return FLOAT32 * heads + entry * sum(widths.get(x, hidden) for x in model.adapted)
+        # What all norms multiply; inputs of linear layers, each with a cast of its own.
+        casts = 5 if run.autocast else 2
+        inputs = product * (heads + casts * hidden + model.intermediate)
+        return FLOAT32 * heads + 2 * self.stream + inputs
 
 
 class Head:
@@ -121,7 +127,8 @@ class Head:
 
 def _blocks(logits: int) -> int:
     """Bytes of two tensors of a block of logits, and of one of the block before."""
-    return (2 + (logits > BLOCK_ELEMENTS)) * FLOAT32 * min(logits, BLOCK_ELEMENTS)
+    count = 3 if logits > BLOCK_ELEMENTS else 2
+    return count * FLOAT32 * min(logits, BLOCK_ELEMENTS)
 
 
 class Estimate:
@@ -133,9 +140,9 @@ class Estimate:
         # Gradients that are there already when the next round of an update is generated.
         several = run.accumulation > run.slices * run.passes
         self._waiting = self.shares.waiting if several else 0.0
-        # Copies of the layers' weights that autocast keeps until a forward ends.
-        matrices = model.largest_matrix if model.frozen else model.layer_matrices
-        self._casts = run.product_bytes * matrices if run.autocast else 0.0
+        # Copies of the layers' weights that autocast keeps until a forward ends, if they train.
+        casts = run.autocast and not model.frozen
+        self._casts = run.product_bytes * model.layer_matrices if casts else 0.0
         # A classifier reads the last token of each row.
         read = run.micro_batch * (run.completion if model.vocabulary else 1)
         self._read = -(-read // run.sharding.per_row)
@@ -223,8 +230,7 @@ class Estimate:
         held_by_layer = [x.stream if checkpoints else x.saved for x in kinds]
         of_layer, again = held_by_layer[0], self.layer.backward
         again += self.layer.saved if checkpoints else 0
-        # Copies of weights for autocast. A quantized weight has none that could be kept.
-        casts = self._casts / (layers if checkpoints else 1) * (run.matrix_bytes is None)
+        casts = self._casts / layers if checkpoints else self._casts
         keys = casts + 2 * self._kept_keys(passes)  # and their gradients
         counts = zip(models, held_by_layer, strict=True)
         kept = keys + sum(passes) * sum(model.layers * each for model, each in counts)

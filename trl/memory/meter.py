@@ -267,16 +267,6 @@ def _heap_in_use() -> int:
     return int((account := mallinfo()).used + account.mapped)
 
 
-def _heap_holds_tensors() -> bool:
-    """Whether tensors show in the account of the C library, tried on one of 16 MiB."""
-    try:
-        before = _heap_in_use()
-        sample = torch.empty(1 << 24, dtype=torch.uint8, device="cpu")
-        return abs(_heap_in_use() - before - sample.nbytes) < sample.nbytes // 4
-    except (AttributeError, OSError, TypeError):
-        return False
-
-
 class HeapProbe:
     """Estimates the bytes of live CPU tensors: those that Python saw at the first call.
 
@@ -285,7 +275,15 @@ class HeapProbe:
 
     @cached_property
     def _others(self) -> int | None:
-        return _heap_in_use() - visible_tensor_bytes() if _heap_holds_tensors() else None
+        """Bytes of the heap that are not tensors; None if it does not show one of 16 MiB."""
+        try:
+            before = _heap_in_use()
+            sample = torch.empty(1 << 24, dtype=torch.uint8, device="cpu")
+            after = _heap_in_use()
+        except (AttributeError, OSError, TypeError):
+            return None
+        is_shown = abs(after - before - sample.nbytes) < sample.nbytes // 4
+        return after - visible_tensor_bytes() if is_shown else None
 
     def __call__(self) -> dict[str, float]:
         others = self._others

@@ -30,7 +30,6 @@ class ModelSize:
     head: int  # entries of the output projection
     tied: bool  # the output projection is the embedding
     adapter: int
-    largest_matrix: int  # of the decoder layers
     factored: int  # rows + columns of the trainable matrices, and entries of trainable vectors
     layers: int
     hidden: int
@@ -110,23 +109,23 @@ def _empty_model(
 
 
 def _shape(config: Any, model: nn.Module) -> dict[str, Any]:
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    ends = {id(module.weight) for module in (head, embedding) if module is not None}
+    embedding = model.get_input_embeddings().weight
+    head = getattr(model.get_output_embeddings(), "weight", None)
     named = dict(model.named_parameters())
+    ends = {id(head), id(embedding)}
     matrices = [p.numel() for p in named.values() if p.dim() > 1 and id(p) not in ends]
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return {
         "layer_matrices": sum(matrices),
-        "largest_matrix": max(matrices, default=0),
-        "head": 0 if head is None else head.weight.numel(),
-        "tied": head is not None and head.weight is embedding.weight,
+        "head": 0 if head is None else head.numel(),
+        "tied": head is embedding,
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,
         "intermediate": _intermediate(config),
         "queries": heads * head_dim,
         "keys": (getattr(config, "num_key_value_heads", None) or heads) * head_dim,
-        "vocabulary": config.vocab_size * (head is not None),
+        "vocabulary": 0 if head is None else config.vocab_size,
         "context": getattr(config, "max_position_embeddings", None),
         "gated": any("gate" in name for name in named),
         "norms_heads": any("q_norm" in name for name in named),

@@ -82,38 +82,40 @@ class Plan:
         bound = "no limit" if self.model.context is None else "the model's context"
         # Divisors of the round leave the gradient as it is.
         each = 1 if run.generates else run.group_size  # rows of an example
-        parts = [count for count in range(each, run.rows + 1, each) if run.rows % count == 0]
-        rows = ("per_device_train_batch_size", "micro_batch", parts)
+        rows = self._limit(
+            "per_device_train_batch_size",
+            run.micro_batch // each,
+            [n for n in range(1, run.rows // each + 1) if run.rows % (n * each) == 0],
+            "the whole round" if run.generates else "all rows of an update",
+            lambda n: resized(run, micro_batch=n * each),
+        )
         if not run.generates:
-            lengths = range(2, max(2, context - run.prompt) + 1)
-            return [
-                self._limit("max_length", "completion", lengths, bound, lambda n: n + run.prompt),
-                self._limit(*rows, "all rows of an update", lambda n: n // each),
-            ]
+            now, lengths = run.prompt + run.completion, range(2, max(2, context) + 1)
+            return [self._limit("max_length", now, lengths, bound, run.of_length), rows]
+
+        def by(field: str) -> Callable[[int], RunSettings]:
+            return lambda n: resized(run, **{field: n})
+
         lengths, others = (range(1, max(1, context - n) + 1) for n in (run.completion, run.prompt))
         groups = group_sizes(run.micro_batch, max(1, run.rows // run.group_size))
         return [
-            self._limit("num_generations", "group_size", groups, "no limit"),
-            self._limit("tokens of a prompt", "prompt", lengths, bound),
-            self._limit("max_completion_length", "completion", others, bound),
-            self._limit(*rows, "the whole round"),
+            self._limit("num_generations", run.group_size, groups, "no limit", by("group_size")),
+            self._limit("tokens of a prompt", run.prompt, lengths, bound, by("prompt")),
+            self._limit("max_completion_length", run.completion, others, bound, by("completion")),
+            rows,
         ]
 
     def _limit(
         self,
         option: str,
-        field: str,
+        now: int,
         values: Sequence[int],
         words: str,
-        shown: Callable[[int], int] = int,
+        changed: Callable[[int], RunSettings],
     ) -> Limit:
-        """The largest of some rising values of a field with which the run fits, as it is shown."""
-        now = getattr(self.run, field)
-        found = largest_fitting(
-            lambda value: self.fits(resized(self.run, **{field: value})), values, now
-        )
-        note = f" ({words})" if found == values[-1] else ""
-        return Limit(option, shown(now), None if found is None else shown(found), note)
+        """The largest of some rising values of an option with which the run fits."""
+        found = largest_fitting(lambda value: self.fits(changed(value)), values, now)
+        return Limit(option, now, found, f" ({words})" if found == values[-1] else "")
 
     def changes(self) -> list[Change]:
         """What other values of the options that save memory would make of each phase."""
@@ -250,9 +252,8 @@ def _header(plan: Plan) -> str:
             f"Round on a rank: {run.rows} completions of up to {run.completion} tokens, "
             f"{run.group_size} for each prompt of up to {run.prompt} tokens"
         )
-    what = "completions"
-    if not run.generates:
-        what = f"rows of up to {run.prompt + run.completion} tokens"
+    longest = run.prompt + run.completion
+    what = "completions" if run.generates else f"rows of up to {longest} tokens"
     tokens, every = sum(run.forward_passes(cuts=False)), run.sharding.per_row
     each = "" if every == 1 else " of each rank"
     lines.append(f"Micro-batch: {run.micro_batch} {what}, {tokens} tokens{each} in one forward")

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils.constants import FSDP_SHARDING_STRATEGY
+
 from ..models.packed_layout import SHORTEST_PASS, tails_of_passes
 from .model_size import ModelSize
 
@@ -20,10 +22,7 @@ ASSUMED_PROMPT = 512  # tokens, where nothing says how long prompts are
 WHOLE, OPTIMIZER, GRADIENTS, WEIGHTS = range(4)  # what is divided: that, and all before it
 
 # fsdp_sharding_strategy by number or name, and fsdp_reshard_after_forward.
-STRATEGIES = (
-    *("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"),
-    *("true", "false"),
-)
+STRATEGIES = (*map(str.lower, FSDP_SHARDING_STRATEGY), "true", "false")
 
 
 @dataclass(frozen=True)
@@ -111,10 +110,9 @@ class RunSettings:
     # policy itself generates.
     engine_bytes: float | None = None
     engine_sleeps: bool = False  # it gives them back outside generation
-    # Examples of a micro-batch, and micro-batches of a step, before they are cut into pieces of so
-    # many tokens; None: they are rows of a round.
+    # Examples of a micro-batch, micro-batches of a step, before cuts; None: rows of a round.
     examples: tuple[int, int] | None = field(default=None, compare=False)
-    piece: int = field(default=0, compare=False)
+    piece: int = field(default=0, compare=False)  # tokens of each cut; 0: none
 
     @classmethod
     def of(cls, args: OnlineConfig, **facts: Any) -> RunSettings:
@@ -290,20 +288,18 @@ def _fsdp(options: Mapping[str, Any]) -> Sharding:
     )
 
 
-_OF_DEEPSPEED = ("zero_stage", "offload_optimizer_device", "offload_param_device")
-_OF_FSDP = (
+_IN_ENVIRONMENT = (
+    *("zero_stage", "offload_optimizer_device", "offload_param_device", "deepspeed_config_file"),
     *("fsdp_version", "fsdp_sharding_strategy", "fsdp_reshard_after_forward"),
     *("fsdp_offload_params", "parallelism_config_cp_size", "parallelism_config_dp_replicate_size"),
 )
+_PREFIXES = ("", "ACCELERATE_", "ACCELERATE_DEEPSPEED_")
 
 
 def options_of_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """The options of `read_sharding`, in a process that `accelerate launch` has started."""
-    names = {name: name for name in _OF_FSDP}
-    names |= {name: f"accelerate_deepspeed_{name}" for name in _OF_DEEPSPEED}
-    names |= {"deepspeed_config_file": "accelerate_deepspeed_config_file"}
-    given = {name: environment.get(variable.upper()) for name, variable in names.items()}
-    found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    names = [(name, prefix + name.upper()) for name in _IN_ENVIRONMENT for prefix in _PREFIXES]
+    found: dict[str, Any] = {k: environment[name] for k, name in names if name in environment}
     for name in ("use_deepspeed", "use_fsdp"):
         found[name] = environment.get(f"ACCELERATE_{name.upper()}", "").lower() == "true"
     ranks = int(environment.get("WORLD_SIZE", "1"))

@@ -154,7 +154,8 @@ def check_divisible(model: nn.Module, count: int, longest: int | None) -> None:
         for size in windows(model)
         if longest is None or longest > size
     ]
-    found += ["recurrent layers"] * bool(recurrent_layers(model))
+    if recurrent_layers(model):
+        found.append("recurrent layers")
     if found:
         words = f"This model has {found[0]}. Set cp_size=1, or choose another model."
         raise ValueError(f"cp_size={count}: context parallelism cannot divide its rows. {words}")

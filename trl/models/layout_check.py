@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..distributed import RankError
 from ..ops.oom import is_out_of_memory
 from ..types import Rows
-from .packed_attention import check_kernels, noted_heads
+from .packed_attention import checked_kernels
 from .packed_layout import Layout, packed_layout, plain_layout
 from .readers import Hidden, Reader
 from .recurrent import all_forked, recurrent_layers
@@ -30,6 +30,7 @@ logger = logging.get_logger(__name__)
 FULL_ATTENTION = ("full_attention", "attention")
 WINDOWED = ("sliding_attention", "chunked_attention")
 LENGTH_DEPENDENT = ("longrope", "dynamic")
+DROPOUTS = ("attention_dropout", "attn_dropout", "dropout")
 # Largest difference of log-probabilities, in nats, that rounding explains; measured on models of
 # 135M parameters and on random ones, with a margin of ten.
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3}
@@ -46,7 +47,8 @@ def why_not_shared(model: nn.Module, longest: int, device: str | None = None) ->
     keep_states = bool(recurrent_layers(causal))
     others = set() if keep_states else {*_kinds(config)} - {*FULL_ATTENTION, *WINDOWED}
     border = _rotary_border(config)
-    dropout = any(getattr(module, "attention_dropout", 0.0) for module in causal.modules())
+    # Those that take their attention from a table, where it can be replaced.
+    attentions = [m for m in causal.modules() if mentions(m, "ALL_ATTENTION_FUNCTIONS")]
     device = device or next(causal.parameters()).device.type
     configs = getattr(model, "peft_config", None) or {}
     virtual = any(getattr(config, "is_prompt_learning", False) for config in configs.values())
@@ -54,7 +56,7 @@ def why_not_shared(model: nn.Module, longest: int, device: str | None = None) ->
         f"its attention implementation is {config._attn_implementation!r}, not 'sdpa'": (
             config._attn_implementation not in ("sdpa", "eager")
         ),
-        "its attention cannot be replaced": not any(map(_looks_attention_up, causal.modules())),
+        "its attention cannot be replaced": not attentions,
         "it is an encoder-decoder": causal.config.is_encoder_decoder,
         "it reads images": hasattr(causal.config, "vision_config"),
         f"it has layers of other kinds: {', '.join(sorted(others))}": bool(others),
@@ -62,7 +64,7 @@ def why_not_shared(model: nn.Module, longest: int, device: str | None = None) ->
         f"its rotary embedding depends on the longest row from {border} tokens on": (
             border is not None and longest >= border
         ),
-        "its attention has dropout": bool(dropout) and model.training,
+        "its attention has dropout": model.training and any(map(_drops_weights, attentions)),
         "its adapter adds virtual tokens": virtual,
         f"devices of type {device} have no kernel for it": device not in ("cpu", "cuda"),
     }
@@ -83,9 +85,10 @@ def _kinds(config: Any) -> Sequence[str]:
     return getattr(config, "layer_types", None) or ()
 
 
-def _looks_attention_up(module: nn.Module) -> bool:
-    """Whether a layer takes its attention from a table, where it can be replaced."""
-    return mentions(module, "ALL_ATTENTION_FUNCTIONS")
+def _drops_weights(attention: nn.Module) -> bool:
+    """Whether weights of attention are dropped, with a probability or by a module that has one."""
+    found = (getattr(attention, name, None) for name in DROPOUTS)
+    return any(getattr(dropout, "p", dropout) for dropout in found)
 
 
 def _rotary_border(config: Any) -> int | None:
@@ -182,12 +185,10 @@ class LayoutCheck:
 
     def _compare(self, model: nn.Module, comparison: Comparison) -> tuple[float, str | None]:
         """The difference, 0 if rounding explains it, and else what is wrong."""
-        device = next(model.parameters()).device
         try:
             for precision in precisions_to_check(model, comparison.autocast()):
-                with noted_heads(model) as layers, all_forked(model):
+                with checked_kernels(model), all_forked(model):
                     found = comparison.compute(precision)
-                check_kernels(device, layers)
                 difference = disagreement(found)
                 if difference is not None:
                     return difference, f"{comparison.what} differed by {difference:.2g} in a check"

@@ -107,12 +107,13 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 
 def disable_dropout_in_model(model: nn.Module) -> None:
-    """Set the probability of every dropout to zero: of modules, and of attention weights."""
+    """Set the probability of every dropout to zero: of modules, and those that layers hold."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                vars(module)[name] = 0.0
 
 
 def context_length(model: PreTrainedModel) -> int | None:

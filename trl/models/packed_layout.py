@@ -154,7 +154,9 @@ class _GroupRows:
         completions = [list(batch.completion_ids[row]) for row in rows]
         can_share = bool(prompt) and shares_more
         shared = common_prefix([ids[:-1] for ids in completions if ids]) if can_share else []
-        tails = [ids[len(shared) : len(ids) - (not with_ends)] for ids in completions]
+        tails = [ids[len(shared) :] for ids in completions]
+        if not with_ends:
+            tails = [tail[:-1] for tail in tails]
         return cls(prompt, shared, completions, tails)
 
     @property

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -38,8 +38,14 @@ def causal_model(model: nn.Module) -> Any:
 
 def mentions(module: nn.Module, *names: str) -> bool:
     """Whether the forward of a module's class calls or reads something of these names."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and not set(names).isdisjoint(code.co_names)
+    kind: Any = type(module)
+    return not _names_in(kind).isdisjoint(names)
+
+
+@cache
+def _names_in(kind: Any) -> frozenset[str]:
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return frozenset(getattr(code, "co_names", ()))
 
 
 def run_inside(

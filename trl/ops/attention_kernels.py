@@ -11,8 +11,9 @@ Shapes: B rows, N query heads, K key heads (N is a multiple of K), Q queries, S 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -258,3 +259,78 @@ def merge(first: Tensors, second: Tensors) -> Tensors:
         )
         output[:, :, at] = one.add_(other)
     return output, total
+
+
+# --- The check of a kernel, on a small example ---
+
+# Queries and keys: longer than the blocks of 32 and 64 tokens that kernels work in.
+EXAMPLES = ((70, 70, True), (43, 70, False))
+FACTOR = 3.0  # times the error of rounding results once
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Heads(NamedTuple):
+    """What a layer attends with."""
+
+    device: torch.device
+    dtype: torch.dtype
+    queries: int
+    keys: int
+    size: int
+
+
+@cache
+@torch.no_grad()
+def check_kernel(kernel: Kernel, heads: Heads) -> None:
+    """Compare a kernel with attention written out; what was right is not checked again.
+
+    Raises:
+        RuntimeError: if it is further from full precision than rounding explains.
+    """
+    scale, precision = heads.size**-0.5, torch.finfo(heads.dtype).eps
+    slack = precision if heads.dtype in HALF else 64 * precision
+    for queries, keys, causal in EXAMPLES:
+        grad, *part = _example(heads, queries, keys)
+        with torch.autocast(heads.device.type, enabled=False):
+            exact = _written_out([x.double() for x in (grad, *part)], causal, scale)
+            wide = torch.promote_types(heads.dtype, torch.float32)
+            plain = _written_out([x.to(wide) for x in (grad, *part)], causal, scale)
+            found = kernel.forward(tuple(part), causal, scale)
+            found += kernel.backward(grad, (*part, *found), causal, scale)
+        for ours, rounded, right in zip(found, plain, exact, strict=True):
+            pair = ours, rounded.to(heads.dtype)
+            error, usual = (float((x - right).norm() / right.norm()) for x in pair)
+            if not error <= FACTOR * usual + slack:
+                dtype = str(heads.dtype).removeprefix("torch.")
+                raise RuntimeError(
+                    f"the attention kernel of this device is off by {error:.2g} for "
+                    f"{heads.queries} heads on {heads.keys}, of size {heads.size} in {dtype}, "
+                    f"where rounding is off by {usual:.2g}"
+                )
+
+
+def _example(heads: Heads, queries: int, keys: int) -> list[Tensor]:
+    """A gradient, queries, keys and values, as the views of (B, T, N, D) that layers make."""
+    generator = torch.Generator().manual_seed(0)
+    of_queries, of_keys = (queries, heads.queries), (keys, heads.keys)
+    return [
+        torch.randn(2, *shape, heads.size, generator=generator)
+        .to(heads.device, heads.dtype)
+        .transpose(1, 2)
+        for shape in (of_queries, of_queries, of_keys, of_keys)
+    ]
+
+
+def _written_out(given: Sequence[Tensor], causal: bool, scale: float) -> Tensors:
+    """Output, log-normalizer, and gradients of query, key and value."""
+    grad, query, shared, _ = given
+    _, key, value = expanded(tuple(given[1:]))
+    logits = query @ key.mT * scale
+    if causal:
+        logits = logits + torch.full_like(logits, -torch.inf).triu(1)
+    weights = logits.softmax(-1)
+    output = weights @ value
+    mean = (grad * output).sum(-1, keepdim=True)
+    of_logits = weights * (grad @ value.mT - mean) * scale
+    of_key, of_value = (merge_heads(x, shared) for x in (of_logits.mT @ query, weights.mT @ grad))
+    return output, logits.logsumexp(-1), of_logits @ key, of_key, of_value

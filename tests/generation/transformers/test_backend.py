@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from tensor_bytes import TensorBytes
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache, GitConfig, RwkvConfig
-from transformers.utils import logging
 
 from trl.generation.transformers.backend import (
     BatchLimits,
@@ -57,11 +56,10 @@ def test_rows_do_not_depend_on_their_batch():
         (GitConfig(**SIZES, num_attention_heads=4), "prompts of one length"),
     ],
 )
-def test_rows_do_not_depend_on_their_batch_in_classes_that_take_no_padding(config, alike, caplog):
+def test_rows_do_not_depend_on_their_batch_in_classes_that_take_no_padding(config, alike, log):
     config.initializer_range, config.use_cache = 0.5, True
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
-    logging.enable_propagation()
     engine, ids = backend(model), [*PROMPTS.token_ids[:3], [30, 20]]
     prompts = Prompts(messages=["x"] * 4, token_ids=ids)
     together = engine.generate(prompts, sampling(), 2).completion_ids
@@ -69,7 +67,7 @@ def test_rows_do_not_depend_on_their_batch_in_classes_that_take_no_padding(confi
         assert backend(model).generate(*one_row(prompt, (row + 1,)), 1).completion_ids == [
             together[row]
         ]
-    assert f"it completes {alike} at a time" in caplog.text
+    assert f"it completes {alike} at a time" in log.text
 
 
 def test_same_seeds_same_completions_whatever_torch_drew_before():

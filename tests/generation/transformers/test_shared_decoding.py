@@ -14,7 +14,6 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
 )
-from transformers.utils import logging
 
 from trl.generation.transformers import shared_decoding
 from trl.generation.transformers.backend import BatchLimits, TransformersBackend
@@ -335,13 +334,6 @@ def test_keys_take_the_dtype_of_the_values():
 # --- The check, before it is relied on ---
 
 PROMPTS = [[20, 21, 22]] * 2 + [[30, 31]] * 2
-
-
-@pytest.fixture
-def log(caplog):
-    logging.enable_propagation()
-    yield caplog
-    logging.disable_propagation()
 
 
 def said(log):

@@ -9,7 +9,6 @@ from mixtures import mixture
 from online_runs import config, dataset, make_trainer, relative, token_sum, weights
 from tiny import tiny_model, tiny_tokenizer
 from torch import nn
-from transformers.utils import logging
 
 from trl.memory.adaptive_batch import RowTooLargeError
 from trl.models.packed_attention import KEYWORD
@@ -32,13 +31,6 @@ def little_garbage():
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@pytest.fixture
-def log(caplog):
-    logging.enable_propagation()
-    yield caplog
-    logging.disable_propagation()
 
 
 class Shortage:

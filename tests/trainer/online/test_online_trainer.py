@@ -21,7 +21,6 @@ from online_runs import (
     weights,
 )
 from tiny import save_tiny, tiny_model, tiny_tokenizer
-from transformers.utils import logging
 
 from trl.online.guard import NonFiniteError
 from trl.ops.masking import masked_sum
@@ -409,17 +408,13 @@ def test_the_first_row_is_tried_before_training(tmp_path):
         make_trainer(tmp_path, reward=needs, data=data, remove_unused_columns=True)
 
 
-def test_an_earlier_run_in_the_same_folder_is_said(tmp_path, caplog):
+def test_an_earlier_run_in_the_same_folder_is_said(tmp_path, log):
     trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1)
     trainer.train()
-    logging.enable_propagation()
-    try:
-        make_trainer(tmp_path).train(resume_from_checkpoint=True)
-        assert "of an earlier run" not in caplog.text
-        make_trainer(tmp_path).train()
-    finally:
-        logging.disable_propagation()
-    assert "has checkpoint-1 of an earlier run" in caplog.text
+    make_trainer(tmp_path).train(resume_from_checkpoint=True)
+    assert "of an earlier run" not in log.text
+    make_trainer(tmp_path).train()
+    assert "has checkpoint-1 of an earlier run" in log.text
 
 
 def token_credit(reward, row, place):

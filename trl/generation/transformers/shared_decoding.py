@@ -134,7 +134,9 @@ class _Rows:
         is_penalized: bool,  # whether tokens seen before become less likely
         device: torch.device,  # of the model
     ):
-        self.prompts = [tuple(ids) for ids in prompts]
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        # Equal prompts are one object, so that every step need not compare their tokens.
+        self.prompts = [known.setdefault(ids, ids) for ids in map(tuple, prompts)]
         self.numbers = list(range(len(prompts)))  # of the unfinished rows
         self.written: list[list[int]] = [[] for _ in prompts]
         self.logps: list[list[float]] = [[] for _ in prompts]
