@@ -412,7 +412,7 @@ TRAINERS = [
     ("SFT", {"args": {"dataset_text_field": "txt"}}, "The examples have the columns ['text']. Supervised fine-tuning takes 'txt' (dataset_text_field), 'messages', 'conversations',"),
     ("SFT", {"args": {"eos_token": "<nope>"}}, "eos_token='<nope>' is not in the tokenizer's vocabulary. Its own is '<eos>'."),
     ("SFT", {"processing_class": without("eos_token")}, "Row 0 of the dataset: The tokenizer has no EOS token, so the end of plain text cannot be learned. Set tokenizer.eos_token, or the option eos_token."),
-    ("SFT", {"train_dataset": rows(text="abcdef"), "args": {"max_length": 4, "long_rows": "error"}}, "4 of 4 rows with more than max_length=4 tokens, among them 0, 1, 2. Raise max_length, or choose long_rows='cut', 'drop' or 'split'."),
+    ("SFT", {"train_dataset": rows(text="abcdef"), "args": {"max_length": 4, "long_rows": "error"}}, "More than max_length=4 tokens in 4 of 4 rows, among them 0, 1, 2. Raise max_length, or choose long_rows='cut', 'drop' or 'split'."),
     ("SFT", {"train_dataset": rows(prompt="abcdef", completion="g"), "args": {"max_length": 4}}, "None of the 4 rows has a token to train on with max_length=4. Raise max_length, or look at the masks of the dataset."),
     ("SFT", {"data_collator": list}, "data_collator cannot be used: rows are laid out by the trainer, without padding. To choose the tokens in the loss, give `input_ids` with `labels`."),
     ("SFT", {"compute_metrics": print}, "compute_metrics cannot be used: logits are never held as a whole, and rows are not padded. Metrics are in the log; others can be added in `loss_of`."),

@@ -118,7 +118,7 @@ def test_entries_may_be_made_already(tmp_path):
         ([{"path": "a", "weight": 2}], {"streaming": True}, "streaming must be false"),
         ([{"path": "a", "weight": 0}], {}, r"datasets\[0\]: weight must be above 0, not 0"),
         ([{"path": "a", "limit": 0}], {}, r"datasets\[0\]: limit must be above 0, not 0"),
-        ([{"path": "a", "fraction": 0.0}], {}, "at least one above 0"),
+        ([{"path": "a", "fraction": 0.0}], {}, "nor all of them 0"),
         ([{"path": "a", "fraction": 2}, {"path": "b", "fraction": -1}], {}, "not be negative"),
     ],
 )

@@ -9,6 +9,7 @@ from tiny import tiny_tokenizer
 
 from trl.data.encode import TextEncoder
 from trl.data.prepare import (
+    CutReport,
     LazySupervisedDataset,
     SupervisedDataset,
     column,
@@ -71,7 +72,9 @@ def test_cutting_agrees_with_cutting_by_hand(masks, size, long_rows):
 
 
 def test_a_long_row_is_an_error_if_asked_for():
-    with pytest.raises(ValueError, match=r"2 of 3 rows .* max_length=2 tokens, among them 0, 2"):
+    with pytest.raises(
+        ValueError, match=r"than max_length=2 tokens in 2 of 3 rows, among them 0, 2"
+    ):
         SupervisedDataset(table_of([[1] * 3, [1] * 2, [1] * 4]), 2, "error")
 
 
@@ -84,6 +87,9 @@ def test_what_was_cut_is_said():
         "4 of 6 rows left with nothing to train on: 0, 2, 4, ....",
     ]
     assert found.report.untrained == (0, 2, 4, 5)
+    many = CutReport(9_000, 1_200, 5_000, 4_000, tuple(range(3_000)), 2_000)
+    assert [line.split(" of 9,000")[0] for line in many.lines("x")] == ["1,200", "3,000", "2,000"]
+    assert many.lines("x")[0].endswith("5,000 tokens left out, 4,000 of them trained.")
 
 
 def test_prepared_columns_and_labels():

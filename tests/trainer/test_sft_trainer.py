@@ -374,7 +374,7 @@ def test_long_rows_of_streams(tmp_path):
     stream = make_trainer(
         tmp_path, pairs(rows).to_iterable_dataset(), max_length=10, long_rows="error"
     ).train_dataset
-    with pytest.raises(ValueError, match="1 of 1 row with more than max_length=10 tokens, among"):
+    with pytest.raises(ValueError, match="More than max_length=10 tokens in 1 of 1 row, among"):
         list(stream)
 
 

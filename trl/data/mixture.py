@@ -87,7 +87,7 @@ def _check_shares(shares: list[float], count: int) -> None:
     if len(shares) < count:
         raise ValueError("datasets: give a fraction to all of them or to none.")
     if min(shares) < 0 or max(shares) == 0:
-        raise ValueError("datasets: fractions must not be negative, and at least one above 0.")
+        raise ValueError("datasets: fractions must not be negative, nor all of them 0.")
 
 
 def _entry(place: int, entry: Any) -> DatasetConfig:

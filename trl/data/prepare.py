@@ -181,11 +181,11 @@ class CutReport:
         """Say it in sentences; none if there is nothing to say."""
         rows, gone = count(self.rows, "row"), self.untrained
         named = ", ".join(map(str, gone[:3])) + ", ..." * (len(gone) > 3)
+        lost = f"{count(self.tokens_lost, 'token')} left out, {self.trained_lost:,} of them trained"
         said = {
-            f"{self.long} of {rows} longer than {limits}: {count(self.tokens_lost, 'token')} left "
-            f"out, {self.trained_lost} of them trained.": self.long,
-            f"{len(gone)} of {rows} left with nothing to train on: {named}.": gone,
-            f"{self.merged} of {rows} with a token that stands for characters of both the prompt "
+            f"{self.long:,} of {rows} longer than {limits}: {lost}.": self.long,
+            f"{len(gone):,} of {rows} left with nothing to train on: {named}.": gone,
+            f"{self.merged:,} of {rows} with a token that stands for characters of both the prompt "
             "and what is trained on; it is trained on.": self.merged,
         }
         return [line for line, number in said.items() if number]
@@ -343,9 +343,8 @@ def pieces(
     if long_rows == "error" and over.any():
         named = ", ".join(map(str, source[over][:3]))
         raise ValueError(
-            f"{over.sum()} of {count(len(whole), 'row')} with more than max_length={size} "
-            f"tokens, among them {named}. Raise max_length, or choose long_rows='cut', 'drop' or "
-            "'split'."
+            f"More than max_length={size} tokens in {over.sum():,} of {count(len(whole), 'row')}, "
+            f"among them {named}. Raise max_length, or choose long_rows='cut', 'drop' or 'split'."
         )
     rows = np.flatnonzero(~over) if long_rows == "drop" else np.arange(len(whole))
     length = np.minimum(whole[rows], size)
