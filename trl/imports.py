@@ -114,6 +114,6 @@ def refuse(name: str, known: Iterable[str]) -> NoReturn:
         hint = did_you_mean(name, known)
     message = f"module 'trl' has no attribute {name!r}.{hint}"
     from_trl_import = sys._getframe(2).f_code.co_name == "_handle_fromlist"
-    if from_trl_import and not name.startswith("__") and not is_available(f"trl.{name}"):
+    if from_trl_import and not is_available(f"trl.{name}"):
         raise ImportError(message.replace("has no attribute", "has no name"), name="trl")
     raise AttributeError(message)

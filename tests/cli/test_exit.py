@@ -61,6 +61,15 @@ def train(folder, error, step, **changes):
     return trainer
 
 
+def test_a_process_that_is_not_the_main_one_names_itself(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr("trl.cli.exit.MAIN_RANK_FIRST", 0.0)
+    with pytest.raises(SystemExit) as end, one_line_errors(PARSER):
+        raise ValueError("the file is empty")
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "trl rloo: error: the file is empty (process 3)\n"
+
+
 def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         train(tmp_path, KeyboardInterrupt(), 2)

@@ -84,6 +84,7 @@ def test_rows_are_cut_by_prompts_and_flat_for_a_scorer():
     assert rows.flat.row_ids == [0, 0, 1, 1] and rows.lengths == [6, 4, 3, 3]
     assert rows.values["lengths"].tolist() == [[3, 1], [2, 2]]
     assert rows.weight().tolist() == [1] and rows.tokens() == 7
+    assert rows.token_mask().sum(1).tolist() == [3, 1, 0, 0]
     rows = rows.of_step(torch.tensor([5]), 3, "eval").with_values(x=torch.tensor([[1.0], [2.0]]))
     part = rows.select(range(1, 2))
     assert (len(part), part.share_of_micro_batch, part.mode, part.num_micro_batches) == (
@@ -94,6 +95,11 @@ def test_rows_are_cut_by_prompts_and_flat_for_a_scorer():
     )
     assert part.flat.completion_ids == [[9, 10], [11, 12]] and part.values["x"].tolist() == [[2.0]]
     assert part.to(torch.device("cpu")).totals.tolist() == [5]
+
+
+def test_nothing_predicts_the_first_token_behind_an_empty_prompt():
+    rows = AnswerRows.of([AnswerGroup([], [[4, 5, 6], [7]], 0), AnswerGroup([8], [[9], [10]], 1)])
+    assert rows.values["lengths"].tolist() == [[2, 0], [1, 1]]
 
 
 def test_answers_of_different_numbers_are_brought_to_their_prompts():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trl.distributed import Ranks
+from trl.distributed import RankError, Ranks
 from trl.generation.function_backend import FunctionBackend
 from trl.types import Prompts, Sampling
 
@@ -18,7 +18,7 @@ GOOD = {
 
 def generate(found):
     backend = FunctionBackend(SimpleNamespace(), lambda prompts: found, Ranks())
-    return backend.generate(PROMPTS, Sampling(max_tokens=4, stop_ids=(1,)), 2)
+    return backend.generate(PROMPTS, Sampling(max_tokens=4, stop_ids=(2, 1)), 2)
 
 
 def test_the_function_gets_prompts():
@@ -31,7 +31,7 @@ def test_the_function_gets_prompts():
     engine = SimpleNamespace(sync_weights=lambda step: seen.append(step))
     backend = FunctionBackend(engine, function, Ranks())
     backend.sync_weights(7)
-    found = backend.generate(PROMPTS, Sampling(max_tokens=4, stop_ids=(1,)), 2)
+    found = backend.generate(PROMPTS, Sampling(max_tokens=4, stop_ids=(2, 1)), 2)
     assert seen == [7, ["a", "b"]]
     assert (found.prompt_ids, found.completion_ids) == (GOOD["prompt_ids"], GOOD["completion_ids"])
     assert found.sampling_logps == GOOD["logprobs"] and found.trainable is None
@@ -73,6 +73,7 @@ def test_arrays_and_tensors_are_lists():
         ({"prompt_ids": [[20], []]}, "prompt_ids of row 1 is empty"),
         ({"completion_ids": [[30, 31, 1], ["x"]]}, "completion_ids of row 1 holds 'x'"),
         ({"completion_ids": [[30, 31, 1], [-1]]}, "completion_ids of row 1 holds -1"),
+        ({"completion_ids": [[30, 31, 1], [True]]}, "completion_ids of row 1 holds True"),
         ({"completion_ids": [[30, 31, 1], 4]}, "completion_ids of row 1 is 4; it must be a list"),
         ({"logprobs": [[-0.1, -0.2], [-0.4]]}, "logprobs of row 0 has 2 entries for 3"),
         ({"logprobs": [[-0.1, -0.2, [-0.3]], [-0.4]]}, "logprobs of row 0 holds \\[-0.3\\]"),
@@ -94,4 +95,19 @@ def test_the_result_must_be_a_dictionary():
 def test_its_own_errors_pass_through():
     backend = FunctionBackend(SimpleNamespace(), lambda prompts: 1 / 0, Ranks())
     with pytest.raises(ZeroDivisionError):
+        backend.generate(PROMPTS, Sampling(max_tokens=4), 2)
+
+
+def test_what_all_ranks_know_is_not_told_again():
+    """The engine that a function uses has told them: none of them meets this one once more."""
+
+    class Parted(Ranks):
+        def gather_objects(self, value):
+            raise AssertionError("no other rank is here")
+
+    def function(prompts):
+        raise RankError("Rank 1 failed in generation")
+
+    backend = FunctionBackend(SimpleNamespace(), function, Parted())
+    with pytest.raises(RankError, match="Rank 1 failed in generation"):
         backend.generate(PROMPTS, Sampling(max_tokens=4), 2)

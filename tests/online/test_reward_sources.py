@@ -196,6 +196,14 @@ def test_a_model_without_tokenizer():
         resolve_rewards(classifier())
 
 
+def test_an_end_that_is_also_padding_is_read():
+    model, tokenizer = classifier(), tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    (source,) = resolve_rewards(model, tokenizer)
+    found = source.score(["1+2=", "long prompt "], ["3<eos>", "x"])
+    assert found == pytest.approx(by_hand(model, ["1+2=3<eos>", "long prompt x"]), abs=1e-6)
+
+
 def test_padding_with_the_end_token_leaves_the_users_tokenizer_alone():
     tokenizer, model = tiny_tokenizer(), classifier()
     tokenizer.pad_token = None

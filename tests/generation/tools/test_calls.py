@@ -50,6 +50,7 @@ def test_tagged_calls(text, content, calls):
     [
         ('{"name": "add", "arguments": {"a": 1', "it is not JSON"),
         ("add(1, 2)", "it is not JSON"),
+        ("[" * 100_000, "it is not JSON"),
         ("[1]", "an object with a name"),
         ('{"arguments": {}}', "an object with a name"),
         ('{"name": "add", "arguments": [1, 2]}', "arguments must be an object"),
@@ -193,6 +194,14 @@ def test_results_stand_in_the_order_of_the_calls(timeout):
         ("spell", "a-b", False), ("add", "5", False), ("spell", "c", False),
     ]  # fmt: skip
     assert found[1].as_message() == {"role": "tool", "name": "add", "content": "5"}
+
+
+def test_functions_of_its_own_are_all_that_a_call_may_name():
+    own = {"spell": lambda word: word.upper()}
+    calls = [ToolCall("spell", {"word": "ab"}), SUM, SUM]
+    found = ToolRunner(TOOLS, None)(calls, [own, own, None])
+    assert [result.content for result in found if not result.failed] == ["AB", "5"]
+    assert errors(found) == ["there is no tool 'add'. There are: spell."]
 
 
 @pytest.mark.parametrize("timeout", [20.0, None])

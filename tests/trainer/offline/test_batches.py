@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 from datasets import Dataset, IterableDataset
 from hypothesis import given, settings
@@ -51,6 +53,16 @@ def test_every_document_of_a_stream_is_trained_on_by_one_rank(sizes, rows, ranks
             assert most is None or taken <= most or len(batch) == 1
         seen += [d.source for batch in batches for d in batch if d.counts]
     assert sorted(seen) == list(range(len(sizes))) and len(counts) == 1
+
+
+@settings(deadline=None, max_examples=40)
+@given(lengths, st.integers(1, 4))
+def test_a_micro_batch_of_a_stream_is_full_unless_it_is_the_last(sizes, rows):
+    """Wherever reading stops for a while, what is read next may still go into it."""
+    batches = list(StreamBatches(documents_of(sizes), rows, 24, None, (0, 1)))
+    for batch, later in pairwise(batches):
+        taken = sum(sizes[d.source] for d in batch)
+        assert len(batch) == rows or taken + sizes[later[0].source] > 24
 
 
 def test_a_stream_is_read_as_it_is_needed():
@@ -165,6 +177,13 @@ def test_answers_are_cut_to_the_room_behind_the_prompt(tmp_path):
         for item in items_of(tmp_path, labelled(), stream, max_length=34):
             assert all(ids for ids in item.answer_ids)
             assert len(item.prompt_ids) + max(map(len, item.answer_ids)) <= 34
+
+
+def test_a_partner_in_a_stream_is_the_last_one_before(tmp_path):
+    rows = [{"prompt": f"{i}? ", "completion": "x" * (i + 1), "label": True} for i in range(4)]
+    items = items_of(tmp_path, Dataset.from_list(rows), stream=True)
+    longer = {i.source: len(i.answer_ids[1]) - len(i.answer_ids[0]) for i in items}
+    assert longer == {0: 1, 1: -1, 2: -1, 3: -1}  # the first one waits for the second
 
 
 @pytest.mark.parametrize("stream", [False, True])

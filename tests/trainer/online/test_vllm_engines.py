@@ -4,14 +4,24 @@ import pytest
 import torch
 from online_runs import config, make_trainer
 from reward_runs import classifier
-from shared_vllm import four_bits, policy_model
+from shared_vllm import four_bits, model_policy, policy_model
 from tiny import tiny_model
 
+from trl.distributed import Ranks
 from trl.generation.vllm import engine as vllm_engine
 from trl.imports import is_available
+from trl.memory.meter import DeviceMemory
+from trl.memory.plan import EngineMemory
 from trl.models.value_model import add_value_model
 from trl.trainer.online import vllm_engines
-from trl.trainer.online.vllm_engines import check_options, engine_memory, rows_of, server_urls
+from trl.trainer.online.vllm_engines import (
+    check_options,
+    engine_memory,
+    engine_settings,
+    rows_of,
+    server_urls,
+)
+from trl.types import Sampling
 
 needs_vllm = pytest.mark.skipif(
     not is_available("vllm"), reason="vLLM is not installed: make test installs its CPU build"
@@ -112,6 +122,7 @@ def test_a_quantized_policy_needs_an_engine_with_whole_weights(tmp_path, monkeyp
     pytest.importorskip("bitsandbytes")
     options = four_bits(tmp_path / "base")
     trainer = make_trainer(tmp_path, **options)
+    trainer.model.active_peft_config.inference_mode = True  # as peft stores it
     engine_memory(vllm_config(tmp_path), trainer.model, torch.bfloat16, 256)
     (engine,) = seen
     factors = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
@@ -119,6 +130,26 @@ def test_a_quantized_policy_needs_an_engine_with_whole_weights(tmp_path, monkeyp
     assert engine.weights == 2 * (whole + 2 * factors)
     assert engine.plan.model.trainable == factors
     assert engine.plan.run.matrix_bytes == 0.5 + 4 / 64  # bits, and a float32 scale for 64 of them
+
+
+def test_engines_of_all_ranks_have_the_size_of_the_smallest(tmp_path, monkeypatch):
+    class Other(Ranks):
+        """Another rank has half of everything."""
+
+        def largest(self, value):
+            return max(value, value / 2)
+
+    def memory(engine, shortest, measured):
+        seen.append(measured)
+        return EngineMemory(2**24, 256, 2**25)
+
+    seen, here = [], DeviceMemory(free=5e9, held=3e9)
+    monkeypatch.setattr(vllm_engines.DeviceMemory, "of", lambda device: here)
+    monkeypatch.setattr(vllm_engines.Engine, "memory", memory)
+    handle = model_policy(tiny_model(), ranks=Other())
+    found = engine_settings(handle, vllm_config(tmp_path), Sampling(max_tokens=4))
+    assert seen == [DeviceMemory(free=2.5e9, held=1.5e9)]
+    assert (found.context, found.cache_bytes) == (256, 2**24)
 
 
 def test_the_module_says_which_releases_it_is_for():
