@@ -87,6 +87,16 @@ def test_lengths_end_with_the_context():
     assert completion.largest == 4096 - RUN.prompt
 
 
+def test_fewer_of_longer_documents_are_in_a_piece():
+    """So the same memory holds documents as long as a whole piece."""
+    pieces = {"examples": (8, 1), "piece": 800}
+    run = RunSettings(1, 0, 100, 8, accumulation=1, generates=False, on_cpu=True, **pieces)
+    found = Plan(SIZE, run, Estimate(SIZE, run).peak / (1 - HEADROOM) + 1)
+    length = largest(found, "max_length")
+    assert length > 600 and found.fits(run.of_length(length))
+    assert not found.fits(run.of_length(length + 1))
+
+
 @pytest.mark.parametrize("share", [0.9, 1.0, 2.0, 3.0])
 def test_largest_group(share):
     found = plan(share)

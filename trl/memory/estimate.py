@@ -72,8 +72,8 @@ class Head:
 
     def __init__(self, model: ModelSize, run: RunSettings):
         self._model, self._run, product = model, run, run.product_bytes
-        default = CHUNK_ON_CPU if run.on_cpu else CHUNK_ON_ACCELERATOR
-        self._chunk = default if run.logits_chunk is None else run.logits_chunk
+        self._default = CHUNK_ON_CPU if run.on_cpu else CHUNK_ON_ACCELERATOR
+        self._chunk = self._default if run.logits_chunk is None else run.logits_chunk
         self._narrow = product if product < FLOAT32 else 0  # products widened to float32
         self._cast = product if run.autocast else 0
         self.whole_cast = self._cast * model.head  # made by autocast when the module is called
@@ -104,7 +104,7 @@ class Head:
     def sampling(self, rows: int) -> float:
         """Bytes of drawing one token for each of so many rows."""
         if self._run.shared_prefix:  # some rows at a time
-            rows = min(rows, max(1, (self._chunk or CHUNK_ON_CPU) // self._model.vocabulary))
+            rows = min(rows, max(1, (self._chunk or self._default) // self._model.vocabulary))
         return rows * self._model.vocabulary * SAMPLING
 
     def _hidden(self, tokens: int) -> float:

@@ -157,22 +157,16 @@ class Scorer:
     def _states(
         self, model: nn.Module, layout: Layout, run: Forward, inputs: Any, in_passes: bool
     ) -> tuple[Hidden, Tensor | None]:
-        """Last hidden states, in passes if they may be and save memory; and the loss of one."""
+        """Last hidden states, in passes if they may be and save memory; the loss if wanted."""
+        output = None
         # In passes, ranks would gather weights at different times.
-        if not in_passes or is_sharded(model) or not wants_passes(model, layout):
-            return self._at_once(model, layout, run, inputs)
-        self._kept.add(kept := Layers())
-        capture = run_passes(model, layout, partial(run, use_cache=False), kept)
-        states = torch.as_tensor(capture.hidden).flatten(0, 1)
-        return Hidden(layout, states, capture.autocast), None
-
-    def _at_once(
-        self, model: nn.Module, layout: Layout, run: Forward, inputs: Any
-    ) -> tuple[Hidden, Tensor | None]:
-        """Last hidden states of one forward, and its load-balancing loss if it is wanted."""
-        inputs = inputs | {"output_router_logits": self.router_logits or None}
-        with capture_hidden(model) as capture:
-            output = run(**{name: value for name, value in inputs.items() if value is not None})
+        if in_passes and not is_sharded(model) and wants_passes(model, layout):
+            self._kept.add(kept := Layers())
+            capture = run_passes(model, layout, partial(run, use_cache=False), kept)
+        else:
+            inputs = inputs | {"output_router_logits": self.router_logits or None}
+            with capture_hidden(model) as capture:
+                output = run(**{name: value for name, value in inputs.items() if value is not None})
         states = capture.hidden
         if states is not None:
             width = layout.inputs["input_ids"].shape[1]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .layout_check import why_not_shared
 from .loading import context_length
+from .packed_attention import install
 from .readers import Hidden, Reader, ValueReader, score_layer
 from .unwrap import VALUE_MODEL, causal_model
 
@@ -55,8 +56,10 @@ def value_reader(policy: nn.Module) -> Reader:
         return ValueReader(found)
     # Both see the same layout, which is compared with plain rows for the policy alone.
     alike = type(found.base_model) is type(causal.base_model)
-    longest = context_length(found) or 0
-    return DecoderValues(found, alike and why_not_shared(found, longest) is None)
+    packs = alike and why_not_shared(found, context_length(found) or 0) is None
+    if packs:
+        install(found)  # its attention need not be implemented as that of the policy is
+    return DecoderValues(found, packs)
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class TransformersBackend(GenerationBackend):
     tokenizer: Any = None  # the policy's; needed for `stop_strings`
     cache_implementation: str | None = None  # kind of key-value cache of padded rows
     shared_prefix: bool = True  # False: padded rows
-    chunk: int | None = None  # logits held at once. None: a measured default; 0: all rows'
+    chunk: int | None = None  # logits held at once. None and 0: a measured default
     limits: BatchLimits = BatchLimits()  # rows and cache bytes held at once
     ranks: Ranks = field(default_factory=Ranks)  # all processes, which then fail together
     in_step: bool = False  # whether all ranks must run the policy's layers equally often
