@@ -15,7 +15,7 @@ from datasets import Dataset, Features, List, Value
 from ..text import count
 from .encode import Ids, Masked, TextEncoder, template_options
 from .formats import common_prefix_length, maybe_extract_prompt
-from .prepare import CutReport, D, RowMaker, first_row, list_column, prepared, row_lengths
+from .prepare import CutReport, D, first_row, list_column, prepared, row_lengths
 from .rows import AnswerGroup, uncounted
 from .supervised import Row, answer_starts, as_messages
 
@@ -161,7 +161,7 @@ def prepare_preferences(
     kind = kind_of_preferences(first_row(dataset))
     encode = partial(encode_preferences, kind=kind, encoder=encoder, unpaired=unpaired)
     key = [kind, unpaired, encoder.digest]
-    return prepared(dataset, RowMaker(encode, FEATURES), key, num_proc)
+    return prepared(dataset, encode, FEATURES, key, num_proc)
 
 
 @dataclass(frozen=True, kw_only=True)

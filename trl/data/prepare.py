@@ -21,7 +21,7 @@ from ..text import count
 from .encode import TextEncoder
 from .packing import windows, wrapped
 from .rows import Document, uncounted
-from .supervised import Kind, SupervisedOptions, encode_supervised
+from .supervised import SupervisedOptions, encode_supervised
 
 logger = logging.get_logger(__name__)
 
@@ -38,6 +38,9 @@ SUPERVISED = Features(
     origin=Value("string"),
 )
 D = TypeVar("D", Dataset, IterableDataset)
+Example = dict[str, Any]
+Encoded = Sequence[tuple[Any, ...]]  # values by row
+Encode = Callable[[list[Example]], Encoded]
 
 
 def column(values: Sequence[Any], feature: Any) -> pa.Array:
@@ -54,56 +57,46 @@ def column(values: Sequence[Any], feature: Any) -> pa.Array:
     return pa.ListArray.from_arrays(bounds, inner)
 
 
-@dataclass
-class RowMaker:
-    """Makes prepared rows of a batch of a dataset.
+def make_rows(batch: Any, index: list[int], encode: Encode, features: Features) -> pa.Table:
+    """Make prepared rows of a batch of a dataset, whose rows have the numbers `index`.
 
-    `encode` gives the values of `features` of each row, and as `source` which example it is of.
+    `encode` gives the values of `features` of each, and as `source` which of the examples it is of.
     """
+    if isinstance(batch, pa.Table):
+        examples = batch.to_pylist()
+    else:  # of a transform
+        examples = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+    is_collecting = gc.isenabled()
+    # Rows are in no cycles, but so many new objects would have Python look for some among all
+    # that the imported libraries hold, for a third of the time of preparing 2,000 rows.
+    gc.disable()
+    try:
+        found = _encoded(examples, index, encode)
+    finally:
+        if is_collecting:
+            gc.enable()
+    values = list(zip(*found, strict=True)) or [()] * len(features)
+    columns: dict[str, Any] = dict(zip(features, values, strict=True))
+    columns["source"] = [index[i] for i in columns["source"]]
+    return pa.table({name: column(columns[name], feature) for name, feature in features.items()})
 
-    encode: Callable[[list[dict[str, Any]]], Sequence[tuple[Any, ...]]]
-    features: Features
 
-    def __call__(self, batch: Any, index: list[int]) -> pa.Table:
-        if isinstance(batch, pa.Table):
-            rows = batch.to_pylist()
-        else:  # of a transform
-            rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
-        is_collecting = gc.isenabled()
-        # Rows are in no cycles, but so many new objects would have Python look for some among all
-        # that the imported libraries hold, for a third of the time of preparing 2,000 rows.
-        gc.disable()
-        try:
-            found = self._encoded(rows, index)
-        finally:
-            if is_collecting:
-                gc.enable()
-        values = list(zip(*found, strict=True)) or [()] * len(self.features)
-        columns: dict[str, Any] = dict(zip(self.features, values, strict=True))
-        columns["source"] = [index[i] for i in columns["source"]]
-        return pa.table(
-            {name: column(columns[name], feature) for name, feature in self.features.items()}
-        )
-
-    def _encoded(self, rows: list[dict[str, Any]], index: list[int]) -> Sequence[tuple[Any, ...]]:
-        """Encode examples; an error names the row of the dataset that has it alone."""
-        try:
-            return self.encode(rows)
-        except Exception:
-            for place, row in zip(index, rows, strict=True):
-                try:
-                    self.encode([row])
-                except Exception as error:
-                    kind = TypeError if isinstance(error, TypeError) else ValueError
-                    raise kind(f"Row {place} of the dataset: {error}") from error
-            raise
+def _encoded(examples: list[Example], index: list[int], encode: Encode) -> Encoded:
+    """Encode examples; an error names the row of the dataset that has it alone."""
+    try:
+        return encode(examples)
+    except Exception:
+        for place, example in zip(index, examples, strict=True):
+            try:
+                encode([example])
+            except Exception as error:
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                raise kind(f"Row {place} of the dataset: {error}") from error
+        raise
 
 
 def prepared(
-    dataset: D,
-    make: RowMaker,
-    key: Sequence[Any],
-    num_proc: int | None = None,
+    dataset: D, encode: Encode, features: Features, key: Sequence[Any], num_proc: int | None = None
 ) -> D:
     """Encode all rows of a dataset.
 
@@ -112,7 +105,7 @@ def prepared(
     chooses by rows and cores.
     """
     options: dict[str, Any] = {"with_indices": True, "batched": True, "batch_size": BATCH}
-    options["features"] = make.features
+    options |= {"features": features, "fn_kwargs": {"encode": encode, "features": features}}
     if isinstance(dataset, Dataset):
         options |= {
             "remove_columns": dataset.column_names,
@@ -120,7 +113,7 @@ def prepared(
             "num_proc": num_proc or default_processes(len(dataset)),
             "desc": "Tokenizing",
         }
-    return readable(dataset).map(make, **options).with_format(None)
+    return readable(dataset).map(make_rows, **options).with_format(None)
 
 
 def readable(dataset: D) -> D:
@@ -143,11 +136,6 @@ def default_processes(rows: int) -> int | None:
     return count if count > 1 else None
 
 
-def _supervised(kind: Kind, encoder: TextEncoder, options: SupervisedOptions) -> RowMaker:
-    encode = partial(encode_supervised, kind=kind, encoder=encoder, options=options)
-    return RowMaker(encode, SUPERVISED)
-
-
 def prepare_supervised(
     dataset: D, encoder: TextEncoder, options: SupervisedOptions, num_proc: int | None = None
 ) -> D:
@@ -163,7 +151,8 @@ def prepare_supervised(
     """
     kind = options.kind(first_row(dataset))
     key = [kind, encoder.digest, vars(options)]
-    return prepared(dataset, _supervised(kind, encoder, options), key, num_proc)
+    encode = partial(encode_supervised, kind=kind, encoder=encoder, options=options)
+    return prepared(dataset, encode, SUPERVISED, key, num_proc)
 
 
 @dataclass(frozen=True)
@@ -288,7 +277,8 @@ class LazySupervisedDataset:
         self.rows = dataset
         self.lengths = np.zeros(len(dataset), dtype=np.int64)  # nobody knows them before
         self._readable = readable(dataset)
-        self._make = _supervised(options.kind(first_row(dataset)), encoder, options)
+        kind = options.kind(first_row(dataset))
+        self._encode = partial(encode_supervised, kind=kind, encoder=encoder, options=options)
         self._limits, self._losses = (max_length, long_rows), Counter[str]()
 
     def __len__(self) -> int:
@@ -298,7 +288,7 @@ class LazySupervisedDataset:
         """The documents of some rows that have a token to train on, or one that does not count."""
         at = [place if place >= 0 else ~place for place in places]
         found: list[Document] = []
-        for row in self._make(self._readable[at], at).to_pylist():
+        for row in make_rows(self._readable[at], at, self._encode, SUPERVISED).to_pylist():
             some = documents(row, *self._limits)
             count_loss(row, sum(len(one.ids) for one in some), self._losses)
             found += some
