@@ -24,8 +24,8 @@ BRANCHES = (
 # the second, which must hold, is lowered as they get there.
 FOLDERS = {
     "ops": (1750, 1750),
-    "data": (2000, 3100),
-    "models": (3500, 3965),
+    "data": (2000, 3094),
+    "models": (3500, 3960),
     "memory": (2000, 2047),
     "generation": (4500, 4500),
     "online": (1350, 1350),
@@ -33,9 +33,9 @@ FOLDERS = {
     "trainer/base": (1700, 2124),
     "trainer/online": (2000, 2000),
     "cli, scripts": (2700, 2700),
-    "rest": (1100, 1253),
+    "rest": (1100, 1231),
 }
-ALL = (25_000, 28_117)
+ALL = (25_000, 28_081)
 LOADED = (75, 71)  # modules that `from trl import RLOOTrainer` may load
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trl.types import Generations, Prompts, RewardTable, Rollout, TokenRows, TokenScores
+from trl.types import Generations, Prompts, RewardTable, Rollout, Rows, TokenScores
 
 
 def make() -> Rollout:
@@ -88,7 +88,7 @@ def test_reward_table_without_rows():
 
 
 def test_rows_that_are_token_ids_alone():
-    rows = TokenRows.of([([1], [2, 3]), ([], [4]), ([1], [])])
+    rows = Rows.of([([1], [2, 3]), ([], [4]), ([1], [])])
     assert len(rows) == 3 and list(rows.row_ids) == [0, 1, 2]
     part = rows.select([2, 0])
     assert part.prompt_ids == [[1], [1]] and part.completion_ids == [[], [2, 3]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -104,46 +104,21 @@ class Generations:
         return cls(**joined)
 
 
-class Rows(Protocol):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
     """What a model is to score: rows of token ids, those that share a prompt next to each other.
 
     A row with an empty prompt is a document, whose first token nothing predicts.
     """
 
-    @property
-    def prompt_ids(self) -> Sequence[Sequence[int]]:
-        """B ragged: what comes before the scored tokens."""
-        ...
+    prompt_ids: Sequence[Sequence[int]]  # B ragged: what comes before the scored tokens
+    completion_ids: Sequence[Sequence[int]]  # B ragged: the scored tokens
+    row_ids: Sequence[int]  # B: index of the row in this rank's round or dataset, for messages
 
-    @property
-    def completion_ids(self) -> Sequence[Sequence[int]]:
-        """B ragged: the scored tokens."""
-        ...
-
-    @property
-    def row_ids(self) -> Sequence[int]:
-        """B: names the rows in messages."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def select(self, index: Sequence[int]) -> Rows:
-        """Return the given rows."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenRows:
-    """`Rows` that are nothing but token ids."""
-
-    prompt_ids: Sequence[Sequence[int]]  # B ragged
-    completion_ids: Sequence[Sequence[int]]  # B ragged
-    row_ids: Sequence[int]  # B
-
-    @classmethod
-    def of(cls, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> TokenRows:
+    @staticmethod
+    def of(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Rows:
         """Number rows of (prompt, completion)."""
-        return cls(
+        return Rows(
             prompt_ids=[prompt for prompt, _ in rows],
             completion_ids=[completion for _, completion in rows],
             row_ids=range(len(rows)),
@@ -152,9 +127,15 @@ class TokenRows:
     def __len__(self) -> int:
         return len(self.completion_ids)
 
-    def select(self, index: Sequence[int]) -> TokenRows:
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
+        return [len(prompt) + len(completion) for prompt, completion in pairs]
+
+    def select(self, index: Sequence[int]) -> Rows:
         """Return the given rows."""
-        return TokenRows(
+        return Rows(
             prompt_ids=[self.prompt_ids[i] for i in index],
             completion_ids=[self.completion_ids[i] for i in index],
             row_ids=[self.row_ids[i] for i in index],
@@ -162,7 +143,7 @@ class TokenRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rollout:
+class Rollout(Rows):
     """Completions with everything the loss needs. Rows of one prompt stay next to each other.
 
     `loss_mask` says which tokens are trained on; which tokens exist follows from the lengths of
@@ -170,9 +151,9 @@ class Rollout:
     gradient does not depend on how the rows are cut into micro-batches.
     """
 
-    prompt_ids: list[list[int]]  # B ragged
-    completion_ids: list[list[int]]  # B ragged
-    row_ids: list[int]  # B: index of the row in this rank's round, to name it in messages
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    row_ids: list[int]
     loss_mask: Tensor  # (B, C) bool
     num_loss_tokens: Tensor  # () trained-on tokens of the round, all ranks
     num_loss_rows: Tensor  # () rows with at least one trained-on token, all ranks
@@ -191,9 +172,6 @@ class Rollout:
     num_micro_batch_tokens: Tensor | None = None  # () trained-on tokens of the micro-batch
     num_micro_batch_rows: int | None = None  # rows of the micro-batch
     has_gradient: list[bool] | None = None  # B; False: the row's gradient is exactly zero
-
-    def __len__(self) -> int:
-        return len(self.completion_ids)
 
     def replace(self, **changes: Any) -> Rollout:
         return dataclasses.replace(self, **changes)

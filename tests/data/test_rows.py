@@ -40,7 +40,7 @@ def test_select_cuts_to_the_longest_completion():
 
 def test_documents_that_only_keep_a_rank_busy_count_nothing():
     rows = SupervisedRows.of([uncounted(document([0, 1, 1])), Document.filler(3)])
-    assert rows.weight() == 0 and rows.tokens() == 0 and rows.lengths == [3, 2]
+    assert rows.weight() == 0 and rows.tokens() == 0 and rows.flat.lengths == [3, 2]
     assert SupervisedRows.of([document([0, 1, 1])]).tokens() == 3
 
 
@@ -81,7 +81,7 @@ def test_rows_are_cut_by_prompts_and_flat_for_a_scorer():
     assert len(rows) == 2 and len(rows.flat) == 4
     assert rows.flat.prompt_ids == [[1, 2, 3], [1, 2, 3], [8], [8]]
     assert rows.flat.completion_ids == [[4, 5, 6], [7], [9, 10], [11, 12]]
-    assert rows.flat.row_ids == [0, 0, 1, 1] and rows.lengths == [6, 4, 3, 3]
+    assert rows.flat.row_ids == [0, 0, 1, 1] and rows.flat.lengths == [6, 4, 3, 3]
     assert rows.values["lengths"].tolist() == [[3, 1], [2, 2]]
     assert rows.weight().tolist() == [1] and rows.tokens() == 7
     assert rows.token_mask().sum(1).tolist() == [3, 1, 0, 0]

@@ -9,7 +9,7 @@ from trl.models.context_parallel import ContextParallel, SlicedPacking, _spans, 
 from trl.models.packed_attention import Rules
 from trl.models.packed_places import Packing, Window
 from trl.models.scorer import Scorer
-from trl.types import TokenRows
+from trl.types import Rows
 
 # Two groups that share a prompt, and documents; the longest is longer than a run of tokens.
 ROWS = [
@@ -69,7 +69,7 @@ def scores_of_rank() -> dict[str, torch.Tensor]:
     hook = model.model.register_forward_pre_hook(
         lambda module, args, given: computed.append(given["input_ids"].shape[1]), with_kwargs=True
     )
-    batch = TokenRows.of(ROWS)
+    batch = Rows.of(ROWS)
     scorer.logps(model, batch)  # the check of the layout is on whole rows
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         scorer.context = ContextParallel(torch.distributed.group.WORLD)

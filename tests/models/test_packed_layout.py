@@ -14,7 +14,7 @@ from trl.models import packed_layout as passes
 from trl.models.packed_attention import KEYWORD
 from trl.models.packed_layout import common_prefix, packed_layout, plain_layout
 from trl.models.scorer import Scorer
-from trl.types import Rollout, TokenRows
+from trl.types import Rollout, Rows
 
 CPU = torch.device("cpu")
 PAD = 99
@@ -65,7 +65,7 @@ def seen_by(layout, mask):
 @given(rounds)
 def test_packed_tokens_are_predicted_from_exactly_what_stands_before(groups):
     rows = flat(groups)
-    layout = packed_layout(TokenRows.of(rows), CPU)
+    layout = packed_layout(Rows.of(rows), CPU)
     ids = layout.inputs["input_ids"]
     context = seen_by(layout, visible(layout.inputs[KEYWORD], ids.shape[1]))
     slots, exists = slots_of(layout)
@@ -98,7 +98,7 @@ def test_packed_rows_hold_no_token_twice(groups):
             shared += 1
         count += len(prompt) + shared + sum(len(ids) - shared for ids in used)
         start = stop
-    layout = packed_layout(TokenRows.of(rows), CPU)
+    layout = packed_layout(Rows.of(rows), CPU)
     assert layout.inputs["input_ids"].shape == (1, max(1, count)), "one token at least"
     assert layout.inputs["attention_mask"].shape == (1, 1, 1, 1), "handed on as it is"
     assert KEYWORD in layout.inputs
@@ -110,12 +110,12 @@ def test_the_last_token_of_each_row(groups, packed):
     """With all that stands before it; rows without tokens have none, and count as 0."""
     rows = flat(groups)
     if packed:
-        layout = packed_layout(TokenRows.of(rows), CPU, with_ends=True)
+        layout = packed_layout(Rows.of(rows), CPU, with_ends=True)
         context = seen_by(
             layout, visible(layout.inputs[KEYWORD], layout.inputs["input_ids"].numel())
         )
     else:
-        layout = plain_layout(TokenRows.of(rows), PAD, CPU)
+        layout = plain_layout(Rows.of(rows), PAD, CPU)
         ids = layout.inputs["input_ids"]
         mask = layout.inputs.get("attention_mask", torch.ones_like(ids)).bool()
         context = [
@@ -135,7 +135,7 @@ def test_the_last_token_of_each_row(groups, packed):
 @given(rounds, st.sampled_from([None, 4, 7]))
 def test_plain_rows(groups, multiple):
     rows = flat(groups)
-    layout = plain_layout(TokenRows.of(rows), PAD, CPU, multiple)
+    layout = plain_layout(Rows.of(rows), PAD, CPU, multiple)
     ids = layout.inputs["input_ids"]
     mask = layout.inputs.get("attention_mask", torch.ones_like(ids))
     width = max(1, max(len(prompt + completion) for prompt, completion in rows))
@@ -166,7 +166,7 @@ def test_plain_rows(groups, multiple):
 def test_an_example():
     """One prompt (5, 6); completions 1 2 3 4, 1 2 7, empty, 1 2 3."""
     rows = [([5, 6], ids) for ids in ([1, 2, 3, 4], [1, 2, 7], [], [1, 2, 3])]
-    layout = packed_layout(TokenRows.of(rows), CPU)
+    layout = packed_layout(Rows.of(rows), CPU)
     assert layout.inputs["input_ids"].tolist() == [[5, 6, 1, 2, 3]]
     assert layout.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4]]
     packing = layout.inputs[KEYWORD]
@@ -186,26 +186,26 @@ def test_an_example():
 
 def test_prefixes_stand_before_all_tails():
     rows = [([5], [1, 2]), ([5], [3, 4]), ([6, 7], [1, 2]), ([6, 7], [8, 9])]
-    layout = packed_layout(TokenRows.of(rows), CPU)
+    layout = packed_layout(Rows.of(rows), CPU)
     assert layout.inputs["input_ids"].tolist() == [[5, 6, 7, 1, 3, 1, 8]]
     assert layout.inputs["position_ids"].tolist() == [[0, 0, 1, 1, 1, 2, 2]]
 
 
 def test_equal_prompts_that_are_apart_are_two_groups():
     rows = [([5], [1, 2]), ([6], [1, 2]), ([5], [1, 3])]
-    layout = packed_layout(TokenRows.of(rows), CPU)
+    layout = packed_layout(Rows.of(rows), CPU)
     assert len(layout.inputs[KEYWORD].groups) == 3
 
 
 def test_nothing_but_empty_completions():
-    layout = packed_layout(TokenRows.of([([5, 6], []), ([7], [])]), CPU)
+    layout = packed_layout(Rows.of([([5, 6], []), ([7], [])]), CPU)
     assert layout.inputs["input_ids"].tolist() == [[5, 6, 7]]
     assert layout.scatter(torch.ones(1)).shape == (2, 0)
 
 
 def test_values_beyond_the_end_are_zero_and_take_no_gradient():
     """NaN among the values reaches its own tokens alone."""
-    layout = packed_layout(TokenRows.of([([5], [1, 2]), ([5], [3])]), CPU)
+    layout = packed_layout(Rows.of([([5], [1, 2]), ([5], [3])]), CPU)
     values = torch.tensor([torch.nan, 2.0, 3.0], requires_grad=True)
     found = layout.scatter(values)
     assert found[0].isnan().tolist() == [True, False]

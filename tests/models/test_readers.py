@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from trl.models.packed_attention import KEYWORD
 from trl.models.readers import Hidden, ValueReader
 from trl.models.scorer import Scorer
-from trl.types import TokenRows
+from trl.types import Rows
 
 ROWS = [
     *(([8, 9, 10], ids) for ids in ([20, 21, 22, 1], [20, 21, 23], [20], [])),
@@ -77,7 +77,7 @@ def test_policy_and_values_from_one_forward(shared, dtype, bounds):
     """Both heads have gradients, and the decoder runs once."""
     model = tiny_model()
     model = with_value_head(model if dtype is None else in_double(model))
-    rows, score = TokenRows.of(ROWS), scorer(shared_prefix=shared)
+    rows, score = Rows.of(ROWS), scorer(shared_prefix=shared)
     calls = []
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: calls.append(KEYWORD in kwargs), with_kwargs=True
@@ -105,7 +105,7 @@ def test_a_reward_model_scores_the_last_tokens(shared):
     model = LlamaForSequenceClassification(config)
     score = scorer(shared_prefix=shared)
     reader = ValueReader(model.score, at_end=True)
-    ((found,),), _ = score.read(model, TokenRows.of(ROWS), [reader])
+    ((found,),), _ = score.read(model, Rows.of(ROWS), [reader])
     ends = [
         model(torch.tensor([prompt + ids])).logits[0, 0] if prompt + ids else torch.zeros(())
         for prompt, ids in ROWS
@@ -119,7 +119,7 @@ def test_values_do_not_share_the_rounding_of_autocast():
     model = with_value_head(tiny_model(), bias=False)
     with torch.autocast("cpu", torch.bfloat16):
         ((found,),), _ = scorer().read(
-            model, TokenRows.of(ROWS[:1]), [ValueReader(model.value_head, at_end=True)]
+            model, Rows.of(ROWS[:1]), [ValueReader(model.value_head, at_end=True)]
         )
     _, _, ends = alone(model, model.value_head)
     assert found.dtype == torch.float32 and not torch.equal(found, found.bfloat16().float())
@@ -135,7 +135,7 @@ def test_values_beside_logits_that_cannot_be_reproduced():
 
     torch.manual_seed(0)
     model = with_value_head(Unusual(tiny_model().config))
-    score, rows = scorer(), TokenRows.of(ROWS)
+    score, rows = scorer(), Rows.of(ROWS)
     readers = [score.token_reader(model), ValueReader(model.value_head)]
     ((logps, *_), (values,)), _ = score.read(model, rows, readers)
     assert torch.equal(logps, score(model, rows).logps)
@@ -166,7 +166,7 @@ def test_values_of_a_model_that_ignores_the_layout_are_found_out(caplog):
             with_kwargs=True,
         )
     score = scorer()
-    rows = TokenRows.of([([8, 9, 10], [20, 21, 22]), ([8, 9, 10], [23, 24, 25])])
+    rows = Rows.of([([8, 9, 10], [20, 21, 22]), ([8, 9, 10], [23, 24, 25])])
     score.read(model, rows, [ValueReader(model.value_head)])
     assert not score.check.enabled
 
@@ -176,7 +176,7 @@ def test_rollouts_are_rows_too():
     rows = [row for row in ROWS if row[0]]
     readers = [ValueReader(model.value_head)]
     ((values,),), _ = scorer().read(model, rollout_of(rows), readers)
-    ((expected,),), _ = scorer().read(model, TokenRows.of(rows), readers)
+    ((expected,),), _ = scorer().read(model, Rows.of(rows), readers)
     assert torch.equal(values, expected)
 
 
@@ -197,8 +197,8 @@ def behind_scorer(**options) -> Scorer:
     return Scorer(pad_id=0, temperature=0.8, device=torch.device("cpu"), **options)
 
 
-def answers(completions) -> TokenRows:
-    return TokenRows.of(list(zip(BEHIND, completions, strict=True)))
+def answers(completions) -> Rows:
+    return Rows.of(list(zip(BEHIND, completions, strict=True)))
 
 
 @pytest.mark.parametrize("changes", [{}, {"kind": "qwen3"}])

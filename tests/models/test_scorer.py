@@ -22,7 +22,7 @@ from trl.models.lm_head import cast_head_to_float32
 from trl.models.packed_attention import KEYWORD
 from trl.models.scorer import Scorer
 from trl.ops.support import Support
-from trl.types import Rollout, TokenRows
+from trl.types import Rollout, Rows
 
 PROMPTS = [[8, 9, 10], [11, 12], [13, 14, 15, 16, 17]]
 COMPLETIONS = [[20, 21, 1], [22], [23, 24, 25, 26, 1]]
@@ -360,7 +360,7 @@ NOTHING = {"single": [([], [20]), ([], [21])], "empty": [([], []), ([], [])]}
 @pytest.mark.parametrize("options", [{}, {"chunk": 300}, {"chunk": 0}, {"shared_prefix": False}])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_documents_equal_single_rows(kind, options, dtype):
-    model, batch = tiny_model(), TokenRows.of(DOCUMENTS[kind])
+    model, batch = tiny_model(), Rows.of(DOCUMENTS[kind])
     model = in_double(model) if dtype == torch.float64 else model
     score, calls = scorer(temperature=0.7, **options), packed_forwards(model)
     scores = score(model, batch, with_entropy=True)
@@ -384,7 +384,7 @@ def test_documents_equal_single_rows(kind, options, dtype):
 @pytest.mark.parametrize("shared", [True, False])
 def test_documents_in_which_nothing_is_predicted(kind, shared):
     """Every rank makes its forward, and the gradient is zero, not absent."""
-    model, batch = tiny_model(), TokenRows.of(NOTHING[kind])
+    model, batch = tiny_model(), Rows.of(NOTHING[kind])
     scores = scorer(shared_prefix=shared)(model, batch)
     assert scores.logps.shape == (2, 1 if kind == "single" else 0)
     assert (scores.logps == 0).all()
@@ -395,7 +395,7 @@ def test_documents_in_which_nothing_is_predicted(kind, shared):
 def test_documents_never_see_each_other(shared):
     """The gradient of one row stays within its own tokens."""
     model, rows = tiny_model(), DOCUMENTS["with prompts"]
-    score, batch = scorer(shared_prefix=shared), TokenRows.of(rows)
+    score, batch = scorer(shared_prefix=shared), Rows.of(rows)
     score(model, batch)
     seen = []
     model.model.embed_tokens.register_forward_hook(
@@ -415,7 +415,7 @@ def test_documents_in_passes(monkeypatch, kind):
     """Rows with prompts are cut; documents among them are tails that no prefix belongs to."""
     monkeypatch.setattr(passes, "SHORTEST_PASS", 3)
     monkeypatch.setattr(passes, "SHORTEST_TAIL_PASS", 3)
-    model, plain, batch = tiny_model().train(), tiny_model(), TokenRows.of(DOCUMENTS[kind])
+    model, plain, batch = tiny_model().train(), tiny_model(), Rows.of(DOCUMENTS[kind])
     model.gradient_checkpointing_enable({"use_reentrant": False})
     expected, _ = row_by_row(plain, batch)
     found = scorer()(model, batch).logps
@@ -426,7 +426,7 @@ def test_documents_in_passes(monkeypatch, kind):
 
 
 def test_documents_of_models_with_unusual_logits():
-    model, batch = Unusual(tiny_model().config), TokenRows.of(DOCUMENTS["short"])
+    model, batch = Unusual(tiny_model().config), Rows.of(DOCUMENTS["short"])
     expected, entropies = row_by_row(model, batch)
     scores = scorer()(model, batch, with_entropy=True, support=Support(top_p=0.8))
     assert (scores.logps - expected).abs().max() < 1e-5
@@ -440,7 +440,7 @@ def test_documents_of_models_with_unusual_logits():
 def test_answers_to_one_prompt_and_pairs_of_others_have_no_padding(rows):
     """Chosen and rejected, K answers: the tokens of a forward are counted."""
     answers = [[30 + i, 40, *range(50, 50 + i)] for i in range(rows)]
-    batch = TokenRows.of(
+    batch = Rows.of(
         [*(([8, 9, 10, 11], ids) for ids in answers), ([12], [20, 21]), ([12], [22, 23, 24])]
     )
     model = tiny_model()

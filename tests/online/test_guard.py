@@ -3,7 +3,7 @@ import torch
 from rollouts import small_rollout
 
 from trl.online.guard import FiniteGuard, NonFiniteError, bad_rows
-from trl.types import TokenRows
+from trl.types import Rows
 
 
 def guard(rank=0, gather=lambda value: [value]) -> FiniteGuard:
@@ -26,7 +26,7 @@ def test_message_names_step_rank_row_and_value():
 
 
 def test_only_entries_of_the_mask_count():
-    watcher, rows = guard(), TokenRows.of([([1], [2, 3]), ([1], [4])])
+    watcher, rows = guard(), Rows.of([([1], [2, 3]), ([1], [4])])
     values = torch.tensor([[0.0, 0.0], [0.0, torch.nan]])
     watcher.watch("value", values, rows, torch.tensor([[True, True], [True, False]]))
     assert watcher.findings() == ""

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from ..ops.masking import pad_ragged
-from ..types import Mode, TokenRows
+from ..types import Mode, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +105,9 @@ class StepRows:
         return len(self.items)
 
     @cached_property
-    def flat(self) -> TokenRows:
+    def flat(self) -> Rows:
         """The rows a scorer reads."""
         raise NotImplementedError
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each row that a scorer reads."""
-        pairs = zip(self.flat.prompt_ids, self.flat.completion_ids, strict=True)
-        return [len(prompt) + len(completion) for prompt, completion in pairs]
 
     def tokens(self) -> int:
         """Tokens of the items that count, prompts once."""
@@ -152,10 +146,10 @@ class SupervisedRows(StepRows):
         return cls(items=list(documents), values=values)
 
     @cached_property
-    def flat(self) -> TokenRows:
+    def flat(self) -> Rows:
         """The rows a scorer reads."""
         pairs = [(document.ids, document.completion()) for document in self.items]
-        return TokenRows(
+        return Rows(
             prompt_ids=[ids[: part.start].tolist() for ids, part in pairs],
             completion_ids=[ids[part].tolist() for ids, part in pairs],
             row_ids=[document.source for document in self.items],
@@ -196,10 +190,10 @@ class AnswerRows(StepRows):
         return cls(items=list(groups), values=values)
 
     @cached_property
-    def flat(self) -> TokenRows:
+    def flat(self) -> Rows:
         """The rows a scorer reads: the answers of a prompt next to each other."""
         pairs = [(group, ids) for group in self.items for ids in group.answer_ids]
-        return TokenRows(
+        return Rows(
             prompt_ids=[group.prompt_ids for group, _ in pairs],
             completion_ids=[ids for _, ids in pairs],
             row_ids=[group.source for group, _ in pairs],

@@ -234,7 +234,7 @@ def disagreement(found: Results) -> float | None:
 
 def scoring_comparison(model: nn.Module, reader: Reader, batch: Rows, pad_id: int) -> Comparison:
     """Compare what a reader finds first in the two longest rows, which share a prompt if any do."""
-    length = max(_lengths(batch), default=0)
+    length = max(batch.lengths, default=0)
     device = next(model.parameters()).device
 
     def compute(autocast: torch.dtype | None) -> Results:
@@ -293,14 +293,9 @@ def read_plain_rows(
 
 def two_longest(batch: Rows) -> list[int]:
     """The longest row, and its longest sibling or else any other row, in the order of the batch."""
-    lengths = _lengths(batch)
+    lengths = batch.lengths
     first = max(range(len(batch)), key=lengths.__getitem__)
     prompts = list(map(list, batch.prompt_ids))
     others = (i for i in range(len(batch)) if i != first)
     second = max(others, key=lambda i: (prompts[i] == prompts[first], lengths[i]), default=first)
     return sorted({first, second})
-
-
-def _lengths(batch: Rows) -> list[int]:
-    pairs = zip(batch.prompt_ids, batch.completion_ids, strict=True)
-    return [len(prompt) + len(completion) for prompt, completion in pairs]

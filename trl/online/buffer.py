@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -40,13 +41,14 @@ class Buffer:
 
     def longest(self) -> Rollout:
         """Return the micro-batch with the longest row."""
-        return max(self._chunks, key=_longest_row)
+        return max(self._chunks, key=lambda rollout: max(rollout.lengths))
 
     def state(self, step: int) -> list[dict[str, Any]] | None:
         """The fields of the micro-batches that `step` needs; None if it begins a round."""
         if self.is_stale(step):
             return None
-        return [{name: getattr(x, name) for name in Rollout.__slots__} for x in self._chunks]
+        names = [field.name for field in dataclasses.fields(Rollout)]
+        return [{name: getattr(chunk, name) for name in names} for chunk in self._chunks]
 
     def restore(self, step: int, state: list[dict[str, Any]] | None, device: torch.device) -> None:
         """Hold what `state` returned when micro-step `step` was the next one."""
@@ -58,8 +60,3 @@ class Buffer:
                 Rollout(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in x.items()})
                 for x in state
             ]
-
-
-def _longest_row(rollout: Rollout) -> int:
-    rows = zip(rollout.prompt_ids, rollout.completion_ids, strict=True)
-    return max(len(prompt) + len(completion) for prompt, completion in rows)

@@ -17,7 +17,7 @@ from ..models.readers import Reader, ValueReader, score_layer
 from ..models.unwrap import causal_model
 from ..ops.masking import masked_sum
 from ..ops.preference_losses import ranking_loss
-from ..types import Mode, TokenRows
+from ..types import Mode, Rows
 from .base.model_card import Method
 from .offline.batches import prepare_answers
 from .offline.offline_trainer import OfflineTrainer
@@ -90,7 +90,7 @@ class RewardTrainer(OfflineTrainer):
         self.guard.watch("score", scores, flat)
         return scores
 
-    def _by_own_forward(self, model: nn.Module, rows: TokenRows) -> Tensor:
+    def _by_own_forward(self, model: nn.Module, rows: Rows) -> Tensor:
         """Scores (F,) of a classifier that reads all tokens of a prompt with its answer."""
         pad_id, args = self.processing_class.pad_token_id, self.args
         layout = plain_layout(rows, pad_id, args.device, args.pad_to_multiple_of)

@@ -21,7 +21,7 @@ from trl.trainer.base.base_config import BaseConfig
 from trl.trainer.base.base_trainer import BaseTrainer
 from trl.trainer.base.model_card import Method
 from trl.trainer.base.policy import Policy
-from trl.types import TokenRows
+from trl.types import Rows
 
 
 def mean_reward(prompts, group_size=4):
@@ -143,9 +143,7 @@ class Documents(BaseTrainer):
 
     def prepare(self, inputs, mode):
         self.seen = [*getattr(self, "seen", []), mode]
-        return TokenRows.of(
-            [([], self.processing_class(row["text"])["input_ids"]) for row in inputs]
-        )
+        return Rows.of([([], self.processing_class(row["text"])["input_ids"]) for row in inputs])
 
     def compute_loss(self, model, inputs, return_outputs=False, **others):
         with self.phases("forward"):

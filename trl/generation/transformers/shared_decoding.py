@@ -30,7 +30,7 @@ from ...models.unwrap import autocast_to, causal_model, current_autocast, evalua
 from ...models.weights import working_precision
 from ...ops.linear_logprobs import default_chunk
 from ...progress import finish
-from ...types import Prompts, Sampling, TokenRows
+from ...types import Prompts, Rows, Sampling
 from .sampler import NonFiniteLogitsError, pick, uniforms, warpers
 
 PREFILL_TOKENS = 4096  # of the prompts that are computed in one forward
@@ -353,7 +353,7 @@ def _results(
     with evaluating(causal), autocast_to(next(causal.parameters()).device, autocast):
         # Different streams, so that the rows part.
         ids, logps = SharedDecoder(causal, head, few)([prompt] * 2, (0, 1))
-    rows = TokenRows.of([(prompt, written) for written in ids])
+    rows = Rows.of([(prompt, written) for written in ids])
     plain = read_plain_rows(causal, TokenReader(head), rows, pad_id, autocast)
     found: list[Tensor] = [torch.tensor(row, dtype=plain.dtype) for row in logps]
     packed = nn.utils.rnn.pad_sequence(found, batch_first=True).to(plain.device)

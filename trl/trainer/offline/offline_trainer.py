@@ -231,7 +231,7 @@ class OfflineTrainer(BaseTrainer):
         counts = [torch.cat([self.weigh(each), torch.tensor([each.tokens()])]) for each in batches]
         sums = self.ranks.sum(torch.stack(counts).sum(0).to(device))
         totals, self._tokens = sums[:-1], sums[-1] // self.ranks.per_row
-        self._agree_on(max(batches, key=lambda rows: max(rows.lengths)))
+        self._agree_on(max(batches, key=lambda rows: max(rows.flat.lengths)))
         known = [each.of_step(totals, len(batches), "train").to(device) for each in batches]
         return self.before_step(known), None
 

@@ -21,7 +21,7 @@ from ...online.guard import FiniteGuard, NonFiniteError
 from ...online.metrics import MetricStore, record_entropy
 from ...ops.masking import length_mask, pad_ragged
 from ...ops.support import Support
-from ...types import Generations, Mode, Prompts, RewardTable, Rollout, Rows, TokenRows, TokenScores
+from ...types import Generations, Mode, Prompts, RewardTable, Rollout, Rows, TokenScores
 from .online_config import OnlineConfig
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Scoring:
 
     def row_logps(self, prompt: list[int], completion: list[int]) -> list[float]:
         """Log-probabilities of a completion under the policy; all ranks ask together."""
-        batch = TokenRows.of([(prompt, completion)])
+        batch = Rows.of([(prompt, completion)])
         self.agree_on(batch)
         with self.autocast():
             return self.scorer.logps(self.policy.model, batch)[0].tolist()
