@@ -51,6 +51,8 @@ def test_one_screen_and_files(folder, capsys, tmp_path):
     words = ["--html", str(tmp_path / "a.html"), "--png", str(tmp_path / "a.png")]
     shown = profiled(folder, capsys, folder / "pairs.jsonl", *words)
     lines = shown.splitlines()
+    assert lines[0].startswith("32 rows, ") and lines[0].count("row ") == 3
+    assert [line.split()[:2] for line in lines if "rows cut" in line] == [["max_length", "rows"]]
     assert len(lines) <= 45 and max(map(len, lines)) <= 120
     assert lines[-1].startswith("Options to paste: --max_length ")
     assert (tmp_path / "a.html").stat().st_size and (tmp_path / "a.png").stat().st_size

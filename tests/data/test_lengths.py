@@ -57,9 +57,6 @@ def test_parts_and_longest(table):
     assert profile.parts["row"]["p50"] == np.percentile(lengths, 50, method="higher")
     assert profile.longest[0] == (int(np.argmax(lengths)), max(lengths))
     assert json.loads(json.dumps(vars(profile)))["rows"] == 60
-    lines = profile.lines()
-    assert f"60 rows, {sum(lengths)} tokens." in lines[0]
-    assert any(line.split()[:2] == ["max_length", "rows"] for line in lines)
 
 
 def test_warnings_name_what_is_wrong():

@@ -13,6 +13,7 @@ from typing import Any
 from ..data.lengths import LengthProfile
 from ..imports import require
 from ..memory.estimate import Estimate
+from ..memory.plan import table
 from ..trainer.base.options import option
 from ..trainer.length_profile import profile_rows
 from ..trainer.model_config import ModelConfig
@@ -69,18 +70,32 @@ def profiled(
 def _show(own: LengthsArguments, profile: LengthProfile, training: Any) -> None:
     size = profile.enough(profile.largest_that_fits)
     packs = isinstance(training, SFTConfig) and profile.parts["row"]["p50"] <= size / 2
-    line = (
-        "--max_length" if isinstance(training, OfflineConfig) else "--max_prompt_length"
-    ) + f" {size}"
-    line += " --packing" * packs
+    name = "max_length" if isinstance(training, OfflineConfig) else "max_prompt_length"
+    line = f"--{name} {size}" + " --packing" * packs
     if own.json:
         print(json.dumps(vars(profile) | {"options": line}, indent=1))
     else:
-        print("\n".join([*profile.lines(), "", f"Options to paste: {line}"]))
+        print(f"{described(profile)}\n\nOptions to paste: {line}")
     if own.html:
         Path(own.html).write_text(page(profile, line), encoding="utf-8")
     if own.png:
         draw(profile, own.png)
+
+
+def described(profile: LengthProfile) -> str:
+    """All facts of a profile, as one screen of text."""
+    longest = ", ".join(f"row {row} ({size})" for row, size in profile.longest)
+    parts = [{"part": name} | row for name, row in profile.parts.items()]
+    tables = [
+        [list(rows[0]), *([*map(str, row.values())] for row in rows)]
+        for rows in (parts, profile.limits, profile.padding)
+    ]
+    facts = profile.packing | profile.repeated
+    if profile.largest_that_fits is not None:
+        facts["largest limit that fits the device"] = profile.largest_that_fits
+    said = [f"{name}: {value:.6g}" for name, value in facts.items()] + profile.warnings
+    head = f"{profile.rows:,} rows, {profile.tokens:,} tokens. Longest: {longest}."
+    return "\n\n".join([head, *map(table, tables), "\n".join(said)])
 
 
 WIDTH, HEIGHT, MARGIN = 720, 240, 44
@@ -89,7 +104,7 @@ MARKED = ("p50", "p95", "p99")
 
 def page(profile: LengthProfile, options: str) -> str:
     """A page with the chart and the tables of a profile, and the options that are proposed."""
-    text = escape("\n".join(profile.lines()))
+    text = escape(described(profile))
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><title>Lengths</title>"
         "<style>body{font:15px sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
@@ -117,7 +132,8 @@ def _svg(profile: LengthProfile) -> str:
             f'height="{y(0) - up:.1f}" fill="#8fb4d9"><title>{start} to {stop - 1} tokens: '
             f"{count} rows</title></rect>"
         )
-    line = [f"{x(edge):.1f},{y(n / total):.1f}" for edge, n in zip(edges, _sums(rows), strict=True)]
+    sums = accumulate(rows, initial=0)
+    line = [f"{x(edge):.1f},{y(n / total):.1f}" for edge, n in zip(edges, sums, strict=True)]
     found.append(f'<polyline points="{" ".join(line)}" fill="none" stroke="#b5482a" />')
     part = profile.parts[next(reversed(profile.parts))]
     for place, name in enumerate(MARKED):
@@ -131,11 +147,6 @@ def _svg(profile: LengthProfile) -> str:
     return "".join(found) + "</svg>"
 
 
-def _sums(rows: list[int]) -> list[int]:
-    """Rows shorter than each edge."""
-    return [0, *accumulate(rows)]
-
-
 def draw(profile: LengthProfile, png: str) -> None:
     """Write the same chart as a picture, for which matplotlib is needed."""
     library = require("matplotlib.figure", "A chart of lengths as PNG")
@@ -145,6 +156,6 @@ def draw(profile: LengthProfile, png: str) -> None:
     axes.stairs(rows, edges, fill=True, alpha=0.5)
     axes.set(xlabel="tokens of a row", ylabel="rows", xlim=(0, edges[-1]))
     shares = axes.twinx()
-    shares.plot(edges, [n / max(sum(rows), 1) for n in _sums(rows)], color="C3")
+    shares.plot(edges, [n / max(sum(rows), 1) for n in accumulate(rows, initial=0)], color="C3")
     shares.set(ylabel="share of rows as long at most", ylim=(0, 1.02))
     figure.savefig(png, dpi=120)

@@ -23,7 +23,7 @@ Table = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class LengthProfile:
-    """Facts on the lengths of a prepared dataset, which `--json` prints."""
+    """Facts on the lengths of a prepared dataset, as `--json` prints them."""
 
     rows: int
     tokens: int
@@ -36,19 +36,6 @@ class LengthProfile:
     packing: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     largest_that_fits: int | None = None  # limit that the memory of the device allows, if known
-
-    def lines(self) -> list[str]:
-        """All facts as one screen of text."""
-        names = [f"p{p:g}" for p in PERCENTILES[1:-1]]
-        head = ["min", *names, "max", "mean", "tokens"]
-        parts = [{"part": name} | {k: row[k] for k in head} for name, row in self.parts.items()]
-        longest = ", ".join(f"row {row} ({size})" for row, size in self.longest)
-        said = [f"{self.rows} rows, {self.tokens} tokens. Longest: {longest}.", ""]
-        said += [*_aligned(parts), "", *_aligned(self.limits), "", *_aligned(self.padding), ""]
-        facts = {**self.packing, **self.repeated}
-        if self.largest_that_fits is not None:
-            facts["largest limit that fits the device"] = self.largest_that_fits
-        return said + [f"{name}: {value:.6g}" for name, value in facts.items()] + self.warnings
 
     def enough(self, most: int | None = None, share: float = 0.001) -> int:
         """The shortest judged limit, up to `most`, that loses at most this share of the tokens."""
@@ -222,15 +209,3 @@ def _summary(values: np.ndarray) -> dict[str, float]:
 
 def _warned(count: Any, what: str, rows: int) -> list[str]:
     return [f"Warning: {what} in {int(count)} of {rows} rows."] if count else []
-
-
-def _aligned(rows: Table) -> list[str]:
-    """Lay rows with equal keys out as a table."""
-    if not rows:
-        return []
-    cells = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in cells
-    ]
