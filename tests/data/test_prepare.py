@@ -1,5 +1,7 @@
 import gc
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from bpe import bpe_tokenizer
 from datasets import Dataset, List, Value
@@ -16,6 +18,7 @@ from trl.data.prepare import (
     default_processes,
     documents,
     prepare_supervised,
+    row_lengths,
 )
 from trl.data.supervised import SupervisedOptions
 
@@ -217,6 +220,14 @@ def test_few_rows_start_no_processes():
 def test_ragged_columns(rows):
     assert column(rows, List(Value("int32"))).to_pylist() == rows
     assert column([rows], List(List(Value("int32")))).to_pylist() == [rows]
+
+
+def test_a_column_may_have_more_items_than_an_array_holds():
+    size = 3 << 29
+    bits = pa.Array.from_buffers(pa.bool_(), size, [None, pa.py_buffer(np.zeros(size // 8, "u1"))])
+    chunk = pa.ListArray.from_arrays(pa.array([0, size], pa.int32()), bits)
+    table = pa.table({"trained": pa.chunked_array([chunk, chunk])})
+    assert row_lengths(Dataset(table, fingerprint="long"), "trained").tolist() == [size, size]
 
 
 @settings(deadline=None, max_examples=40)

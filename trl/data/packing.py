@@ -128,11 +128,8 @@ class MicroBatchSampler(Sampler[list[int]]):
         place: tuple[int, int] = (0, 1),
     ):
         self._lengths = np.asarray(lengths, dtype=np.int64)
-        self._rows = rows
-        self._max_tokens = max_tokens
-        self._pack_size = pack_size
-        self._seed = seed
-        self._place = place
+        self._rows, self._max_tokens, self._pack_size = rows, max_tokens, pack_size
+        self._seed, self._place = seed, place
         self._epoch = 0
         self._made: tuple[int, list[list[int]]] | None = None
 

@@ -10,12 +10,13 @@ from operator import add
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 from datasets import Dataset, Features, List, Value
 
 from ..text import count
 from .encode import Ids, Masked, TextEncoder, template_options
 from .formats import common_prefix_length, maybe_extract_prompt
-from .prepare import CutReport, D, first_row, list_column, prepared, row_lengths
+from .prepare import CutReport, D, first_row, items, list_column, prepared, row_lengths
 from .rows import AnswerGroup, uncounted
 from .supervised import Row, answer_starts, as_messages
 
@@ -279,8 +280,7 @@ def kept_preferences(table: Dataset, limits: PreferenceLimits) -> tuple[np.ndarr
 def preference_lengths(table: Dataset) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of prompts (rows,) and answers (rows, K), the first one's for any that is missing."""
     groups = list_column(table, "answers_ids")
-    counts = groups.value_lengths().to_numpy().astype(np.int64)
-    sizes = groups.flatten().value_lengths().to_numpy().astype(np.int64)
+    counts, sizes = items(groups), items(pc.list_flatten(groups))
     column = np.arange(counts.max(initial=0))
     at = (np.cumsum(counts) - counts)[:, None] + np.where(column < counts[:, None], column, 0)
     return row_lengths(table, "prompt_ids"), sizes[at]

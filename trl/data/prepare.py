@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.fingerprint import update_fingerprint
 from transformers.utils import logging
@@ -344,7 +345,7 @@ def pieces(
 
 def row_lengths(table: Dataset, column: str) -> np.ndarray:
     """Items of each list of a column, (rows,) int64."""
-    return list_column(table, column).value_lengths().to_numpy().astype(np.int64)
+    return items(list_column(table, column))
 
 
 def trained_in(
@@ -352,8 +353,7 @@ def trained_in(
 ) -> np.ndarray:
     """Count the trained tokens of pieces, (pieces,), but for the `first` ones of each."""
     masks = list_column(table, "trained")
-    ends = np.cumsum(masks.value_lengths().to_numpy().astype(np.int64))
-    flat = np.append(masks.flatten().to_numpy(zero_copy_only=False), False)
+    ends, flat = np.cumsum(items(masks)), np.append(pc.list_flatten(masks).to_numpy(), False)
     begin = np.where(row > 0, ends[row - 1], 0)
     edges = np.stack([begin + start + first, begin + stop], axis=1)
     edges[:, 0] = np.minimum(edges[:, 0], len(flat) - 1)
@@ -367,9 +367,12 @@ def whole_rows(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return np.arange(len(lengths)), np.zeros_like(lengths), lengths
 
 
-def list_column(table: Dataset, column: str) -> pa.ListArray:
-    """All rows of a column of lists."""
+def list_column(table: Dataset, column: str) -> pa.ChunkedArray:
+    """All rows of a column of lists, in chunks: one array holds no more than 2**31 items."""
     found = table.data.column(column)
-    if table._indices is not None:
-        found = found.take(table._indices.column(0))
-    return found.combine_chunks()
+    return found if table._indices is None else found.take(table._indices.column(0))
+
+
+def items(lists: pa.ChunkedArray) -> np.ndarray:
+    """Count the items of each list, (rows,) int64."""
+    return pc.list_value_length(lists).to_numpy().astype(np.int64)
