@@ -7,7 +7,6 @@ from tiny import tiny_model
 from trl.models.reference import (
     AdapterOff,
     FrozenCopy,
-    copy_weights,
     create_reference_model,
     is_peft_model,
     load_weights,
@@ -167,7 +166,7 @@ def test_other_weights_are_refused():
 
 def test_a_copy_is_its_own():
     model = tiny_model(tie_word_embeddings=True)
-    copied = copy_weights(model)
+    copied = create_reference_model(model)
     assert copied.lm_head.weight is copied.model.embed_tokens.weight
     assert torch.equal(copied.lm_head.weight, model.lm_head.weight)
     assert copied.lm_head.weight.data_ptr() != model.lm_head.weight.data_ptr()

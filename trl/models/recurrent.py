@@ -67,8 +67,8 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in causal_model(model).modules() if mentions(module, *names)]
 
 
-# Called with each layer that is given a layout, how to run it, and what it found.
-_watchers: list[Callable[[nn.Module, Run, Packing, Tensor, Tensor], None]] = []
+# Where layers that are given a layout are noted, and checked; nowhere but inside `all_forked`.
+_noted: list[set[nn.Module]] = []
 
 
 @contextmanager
@@ -82,16 +82,11 @@ def all_forked(model: nn.Module) -> Iterator[None]:
         kind: Any = type(layer)
         if not hasattr(kind.forward, "trl_original"):
             kind.forward = _aware(kind.forward)
-
-    def watch(layer: nn.Module, run: Run, layout: Packing, hidden: Tensor, found: Tensor) -> None:
-        seen.add(layer)
-        _check_state(run, layout, hidden, found)
-
-    _watchers.append(watch)
+    _noted.append(seen)
     try:
         yield
     finally:
-        _watchers.remove(watch)
+        _noted.remove(seen)
     if len(seen) < len(layers):
         raise RuntimeError("its recurrent layers are not told where prompts end")
 
@@ -127,8 +122,9 @@ def _aware(original: Any) -> Any:
             return found, fork.states
 
         found = _run_packed(run, layout, hidden_states, getattr(self, "layer_idx", id(self)))
-        for watch in _watchers:
-            watch(self, run, layout, hidden_states, found)
+        for seen in _noted:
+            seen.add(self)
+            _check_state(run, layout, hidden_states, found)
         return found
 
     forward.trl_original = original  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import deepspeed_config
 
 from ..imports import require
-from .sharded import gather_fsdp1, gather_of, gathered_parameters, whole
+from .sharded import gather_fsdp1, gather_of, gather_zero3, gathered_parameters, whole
 from .unwrap import is_peft_model
 
 REFERENCE_ADAPTER = "ref"
@@ -33,7 +33,23 @@ def create_reference_model(model: PreTrainedModel) -> PreTrainedModel:
 
     Weights that ZeRO-3 has partitioned stay so, and every process must call this.
     """
-    return copy_weights(model).requires_grad_(False).eval()
+    found = copy.deepcopy(model)
+    if gather_of(model) is gather_zero3:
+        # Children first, because `Init` looks at a module with all that is below it.
+        for source, module in reversed([*zip(model.modules(), found.modules(), strict=True)]):
+            _copy_partitioned(source, module)
+    return found.requires_grad_(False).eval()
+
+
+def _copy_partitioned(source: nn.Module, module: nn.Module) -> None:
+    """Give a module a partitioned copy of the parameters of another one, without its children."""
+    own = {name: p for name, p in module.named_parameters(recurse=False) if not hasattr(p, "ds_id")}
+    with gathered_parameters(source.parameters(recurse=False)):
+        for name, parameter in own.items():
+            parameter.data = source.get_parameter(name).data.clone()
+    if own:
+        zero = require("deepspeed", "ZeRO-3").zero
+        zero.Init(module=module, config_dict_or_path=deepspeed_config())
 
 
 class FrozenCopy:
@@ -146,26 +162,6 @@ def frozen_pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]
 
 
 # --- A frozen copy, spread over ranks as the policy is ---
-
-
-def copy_weights(model: nn.Module) -> Any:
-    """Copy a model; one whose weights ZeRO-3 has partitioned is copied module by module."""
-    found = copy.deepcopy(model)
-    if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        return found
-    zero = require("deepspeed", "ZeRO-3").zero
-    sources = dict(model.named_modules())
-    # Children first, because `Init` looks at a module with all that is below it.
-    for name, module in reversed(list(found.named_modules())):
-        own = dict(module.named_parameters(recurse=False))
-        own = {key: value for key, value in own.items() if not hasattr(value, "ds_id")}
-        known = dict(sources[name].named_parameters(recurse=False))
-        with gathered_parameters(known.values()):
-            for key, parameter in own.items():
-                parameter.data = known[key].data.clone()
-        if own:
-            zero.Init(module=module, config_dict_or_path=deepspeed_config())
-    return found
 
 
 def spread(model: nn.Module, accelerator: Accelerator) -> nn.Module:
