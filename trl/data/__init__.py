@@ -1,1 +1,1 @@
-"""Prompts: their order, formats and files."""
+"""Datasets: their files and formats, their rows as token ids, and what goes into a micro-batch."""

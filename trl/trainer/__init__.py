@@ -1,4 +1,4 @@
-"""The online skeleton and the algorithms on it."""
+"""The algorithms, and the skeletons on which they are built."""
 
 from ..imports import public_names
 
