@@ -28,6 +28,20 @@ def test_one_process_gets_back_what_it_gave():
     assert torch.equal(ranks.local(rows), rows)
 
 
+def gather_and_fail():
+    """What is raised while a collective fails says nothing of the rank that is gone."""
+    try:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+    finally:
+        raise KeyError("what was to be gathered")
+
+
+def test_an_error_while_a_collective_fails_is_that_of_another_rank():
+    words = "Rank 0 lost contact with a rank: it ended without a word"
+    with pytest.raises(RankError, match=words), Ranks(Place(0, 2)).propagate_failures():
+        gather_and_fail()
+
+
 def test_one_process_fails_as_it_would_alone():
     ranks = Ranks()
     assert (ranks.rank, ranks.count, ranks.share_weights) == (0, 1, False)

@@ -203,3 +203,11 @@ def test_mistakes_are_told(words, message, capsys, tmp_path, monkeypatch):
 def test_tokens_are_not_written(tmp_path):
     make_trainer(tmp_path, hub_token="hf_secret").train()
     assert "hf_secret" not in (tmp_path / "run.json").read_text()
+
+
+def test_a_new_run_begins_new_metrics(tmp_path):
+    old = [{"step": 0, "eval_reward": 5.0}, {"step": 1, "loss": 5.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in old))
+    make_trainer(tmp_path).train()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows and all(row["step"] == 1 and row.get("loss") != 5.0 for row in rows)

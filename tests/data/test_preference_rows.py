@@ -132,6 +132,10 @@ PROMPT, CHOSEN, REJECTED = [1, 2, 3, 4], [5, 6, 7], [8, 9]
         ({"max_length": 5, "truncation_mode": "keep_end"}, ([3, 4], CHOSEN, REJECTED)),
         ({"max_length": 3, "truncation_mode": "keep_end"}, ([4], [6, 7], [8, 9])),
         ({"max_length": 4, "max_prompt_length": 2}, ([3, 4], [5, 6], [8, 9])),
+        (
+            {"max_length": 2, "max_completion_length": 2, "truncation_mode": "keep_end"},
+            ([4], [6], [9]),
+        ),
     ],
 )
 def test_limits(limits, expected):
@@ -152,6 +156,7 @@ def test_what_was_cut_is_counted_and_empty_rows_are_named():
         "2 of 3 rows left with nothing to train on: 1, 2.",
     ]
     assert len(AnswerDataset(prepare(*rows), PreferenceLimits(drops_over=7))) == 1
+    assert AnswerDataset(prepare(*rows), PreferenceLimits(max_prompt_length=4)).report.long == 1
     with pytest.raises(ValueError, match=r"None of the 3 rows .*max_length=2\)"):
         AnswerDataset(prepare(*rows), PreferenceLimits(max_length=2))
 

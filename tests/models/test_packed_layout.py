@@ -145,6 +145,7 @@ def test_plain_rows(groups, multiple):
     slots, exists = slots_of(layout)
     assert torch.equal(exists, predicted(rows, layout.shape[1]))
     assert KEYWORD not in layout.inputs
+    assert ("attention_mask" in layout.inputs) == bool((mask == 0).any())
     for row, (prompt, completion) in enumerate(rows):
         right = width - len(prompt) - len(completion)
         assert ids[row].tolist() == [*prompt, *completion] + [PAD] * right

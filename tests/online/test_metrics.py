@@ -9,6 +9,7 @@ from trl.online.metrics import (
     record_clipping,
     record_entropy,
     record_lengths,
+    record_pairs,
     record_ratio,
     record_rewards,
     record_sampling,
@@ -33,6 +34,23 @@ def test_weighted_mean_over_micro_batches_and_ranks():
     ranks[1].flush(lambda value: held.append(value) or [value])
     found = ranks[0].flush(lambda value: [value, *held])
     assert found == {"x": 20 / 5, "low": 1.0, "high": 5.0}
+
+
+def test_a_sum_of_means_of_which_one_has_nothing_is_not_measured():
+    store = MetricStore()
+    store.mean("x", torch.tensor([2.0, 0.0]), torch.tensor([4.0, 0.0]))
+    store.mean("y", torch.tensor([2.0, 3.0]), torch.tensor([4.0, 2.0]))
+    assert store.flush(alone) == {"x": None, "y": 2.0}
+
+
+def test_the_reward_of_pairs_is_that_of_completions_that_could_be_scored():
+    store = MetricStore()
+    log_ratios = torch.tensor([[0.5, -0.5], [1.0, 0.0]])
+    rewards = torch.tensor([1.0, math.nan, 2.0, 3.0])
+    record_pairs(store, torch.full((2, 2), -1.0), log_ratios, rewards, 2.0)
+    found = store.flush(alone)
+    assert found["objective/rlhf_reward"] == pytest.approx(2.0 - 2.0 * 0.25)
+    assert found["rewards/margins"] == pytest.approx(2.0)
 
 
 def test_values_skip_nan_and_all_nan_is_none():
