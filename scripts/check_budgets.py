@@ -24,7 +24,7 @@ BRANCHES = (
 # the second, which must hold, is lowered as they get there.
 FOLDERS = {
     "ops": (1750, 1750),
-    "data": (2000, 3068),
+    "data": (2000, 3065),
     "models": (3500, 3952),
     "memory": (2000, 2047),
     "generation": (4500, 4500),
@@ -35,7 +35,7 @@ FOLDERS = {
     "cli, scripts": (2700, 2700),
     "rest": (1100, 1231),
 }
-ALL = (25_000, 28_058)
+ALL = (25_000, 28_055)
 LOADED = (75, 71)  # modules that `from trl import RLOOTrainer` may load
 
 

@@ -41,7 +41,7 @@ class LengthProfile:
         """The shortest judged limit, up to `most`, that loses at most this share of the tokens."""
         total = self.parts.get("trained", self.parts[next(reversed(self.parts))])["tokens"]
         for row in self.limits:
-            if row.get("trained lost", row["tokens lost"]) <= share * total:
+            if row["trained lost" if "trained lost" in row else "tokens lost"] <= share * total:
                 break
         return min(row["max_length"], most or row["max_length"])
 

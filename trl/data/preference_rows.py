@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from operator import add
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from .encode import Ids, Masked, TextEncoder, template_options
 from .formats import common_prefix_length, maybe_extract_prompt
 from .prepare import CutReport, D, first_row, items, list_column, prepared, row_lengths
 from .rows import AnswerGroup, uncounted
-from .supervised import Row, answer_starts, as_messages
+from .supervised import Row, as_messages, rendered_prompts
 
 FEATURES = Features(
     prompt_ids=List(Value("int32")),
@@ -65,22 +64,17 @@ def encode_answers(rows: Sequence[Row], encoder: TextEncoder) -> list[Answers]:
     Raises:
         TypeError: if prompts and answers are not all strings, or all lists of messages.
     """
-    flat = [row | {"answer": answer} for row in rows for answer in row["answers"]]
-    are_texts = _are_texts(flat)
-    texts, starts = _texts(flat) if are_texts else _chats(flat, encoder)
-    spans = [[(start, len(text))] for start, text in zip(starts, texts, strict=True)]
-    each = iter(encoder.masked(texts, spans))
+    kinds = {isinstance(value, str) for row in rows for value in (row["prompt"], *row["answers"])}
+    if len(kinds) > 1:
+        raise TypeError("Prompts and answers must all be strings, or all be messages.")
+    are_texts = True in kinds
+    targets = _texts(rows) if are_texts else _chats(rows, encoder)
+    spans = [[(start, len(text))] for text, start in targets]
+    each = iter(encoder.masked([text for text, _ in targets], spans))
     found = [_apart(list(islice(each, len(row["answers"])))) for row in rows]
     if not are_texts:
         return found
     return [(encoder.begun(ids), list(map(encoder.ended, own)), some) for ids, own, some in found]
-
-
-def _are_texts(flat: Sequence[Row]) -> bool:
-    kinds = {isinstance(row[name], str) for row in flat for name in ("prompt", "answer")}
-    if len(kinds) > 1:
-        raise TypeError("Prompts and answers must all be strings, or all be messages.")
-    return True in kinds
 
 
 def _apart(found: Sequence[Masked]) -> Answers:
@@ -91,16 +85,21 @@ def _apart(found: Sequence[Masked]) -> Answers:
     return whole[0][:split], [ids[split:] for ids in whole], any(merged)
 
 
-def _texts(flat: Sequence[Row]) -> tuple[list[str], list[int]]:
-    return [row["prompt"] + row["answer"] for row in flat], [len(row["prompt"]) for row in flat]
-
-
-def _chats(flat: Sequence[Row], encoder: TextEncoder) -> tuple[list[str], list[int]]:
+def _texts(rows: Sequence[Row]) -> list[tuple[str, int]]:
     """Prompts with each of their answers, and the characters with which answers begin."""
-    prompts, answers = ([as_messages(row[name]) for row in flat] for name in ("prompt", "answer"))
-    options = list(map(template_options, flat))
-    texts = encoder.render_all(list(map(add, prompts, answers)), options)
-    return texts, answer_starts(texts, prompts, options, encoder)
+    pairs = [(row["prompt"], answer) for row in rows for answer in row["answers"]]
+    return [(prompt + answer, len(prompt)) for prompt, answer in pairs]
+
+
+def _chats(rows: Sequence[Row], encoder: TextEncoder) -> list[tuple[str, int]]:
+    prompts = [as_messages(row["prompt"]) for row in rows]
+    options = list(map(template_options, rows))
+    heads = rendered_prompts(prompts, options, encoder)
+    pairs = [(i, as_messages(answer)) for i, row in enumerate(rows) for answer in row["answers"]]
+    chats = [prompts[i] + answer for i, answer in pairs]
+    texts = encoder.render_all(chats, [options[i] for i, _ in pairs])
+    found = zip(texts, pairs, strict=True)
+    return [(text, common_prefix_length(heads[i], text)) for text, (i, _) in found]
 
 
 def _with_answers(row: dict[str, Any], kind: str) -> dict[str, Any]:

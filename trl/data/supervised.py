@@ -193,8 +193,8 @@ def _chats(
         texts = encoder.render_all(chats, settings)
         spans = list(map(without_added_thinking, texts, chats, whole_texts(texts)))
     if skips:
-        starts = answer_starts(texts, prompts, settings, encoder)
-        spans = list(map(_behind, spans, starts))
+        heads = rendered_prompts(prompts, settings, encoder)
+        spans = list(map(_behind, spans, map(common_prefix_length, heads, texts)))
     return list(zip(texts, spans, range(len(texts)), strict=True))
 
 
@@ -215,16 +215,14 @@ def _behind(spans: Sequence[Span], start: int) -> list[Span]:
     return [(max(first, start), stop) for first, stop in spans if stop > start]
 
 
-def answer_starts(
-    texts: Sequence[str],
-    prompts: Sequence[Chat],
-    options: Sequence[Mapping[str, Any]],
-    encoder: TextEncoder,
-) -> list[int]:
-    """The characters with which answers begin in rendered prompts with answers."""
-    heads = encoder.render_all(prompts, list(map(_with_ending, prompts, options)))
-    # A template may render the end of a prompt differently once something follows it.
-    return list(map(common_prefix_length, heads, texts))
+def rendered_prompts(
+    prompts: Sequence[Chat], options: Sequence[Mapping[str, Any]], encoder: TextEncoder
+) -> list[str]:
+    """Render prompts up to where answers begin.
+
+    A template may render the end differently once an answer follows: then they begin before it.
+    """
+    return encoder.render_all(prompts, list(map(_with_ending, prompts, options)))
 
 
 def _with_ending(prompt: Chat, options: Mapping[str, Any]) -> dict[str, Any]:
