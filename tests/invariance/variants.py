@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerCallback
 
 from trl.models.packed_attention import KEYWORD
+from trl.models.reference import load_weights, whole_weights
 from trl.models.unwrap import causal_model
 from trl.models.value_model import add_value_model
 from trl.trainer.ppo_trainer import PPOTrainer
@@ -211,9 +212,9 @@ def make_trainer(variant: Variant, folder: str, **changes: Any) -> Any:
         lambda count: trainer.ranks.rank * count,
     )
     if trainer.reference is not None:
-        state = trainer.reference.state_dict()
-        scaled = {name: weight * cases.REFERENCE_SCALE for name, weight in state.items()}
-        trainer.reference.load_state_dict(scaled)
+        state = whole_weights(trainer.reference.model)
+        scaled = {name: weight * cases.REFERENCE_SCALE for name, weight in state}
+        load_weights(trainer.reference.model, scaled)
     return trainer
 
 

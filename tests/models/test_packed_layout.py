@@ -12,7 +12,7 @@ from tiny import tiny_model
 
 from trl.models import packed_layout as passes
 from trl.models.packed_attention import KEYWORD
-from trl.models.packed_layout import common_prefix, packed_layout, plain_layout
+from trl.models.packed_layout import packed_layout, plain_layout
 from trl.models.scorer import Scorer
 from trl.types import Rollout, Rows
 
@@ -213,16 +213,6 @@ def test_values_beyond_the_end_are_zero_and_take_no_gradient():
     assert found[1].tolist() == [3.0, 0.0]
     found[1].sum().backward()
     assert values.grad.tolist() == [0.0, 0.0, 1.0]
-
-
-@settings(deadline=None)
-@given(completions)
-def test_common_prefix(rows):
-    length = 0
-    while all(len(row) > length and row[length] == rows[0][length] for row in rows):
-        length += 1
-    assert common_prefix(rows) == rows[0][:length]
-    assert common_prefix([]) == []
 
 
 # --- Passes: the same numbers, fewer tokens at once ---

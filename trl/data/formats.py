@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
 from datasets import Dataset, DatasetDict
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from ..ops.masking import common_prefix_length
 
 D = TypeVar("D", Dataset, DatasetDict)
 COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
@@ -223,19 +225,6 @@ def extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
         "chosen": chosen[shared:],
         "rejected": rejected[shared:],
     }
-
-
-def common_prefix_length(ids: Sequence[Any], other: Sequence[Any]) -> int:
-    """Count the items that two sequences of one type begin with alike."""
-    low, high = 0, min(len(ids), len(other))
-    # By halves: slices are compared many times faster than single items.
-    while low < high:
-        middle = (low + high + 1) // 2
-        if ids[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:

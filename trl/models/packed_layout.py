@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, islice, takewhile
+from itertools import chain, groupby, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..ops.masking import length_mask, pad_ragged
+from ..ops.masking import common_prefix_length, length_mask, pad_ragged
 from ..types import Rows
 from .packed_attention import KEYWORD
 from .packed_places import Group, Layers, Packing, Tail
@@ -153,7 +153,10 @@ class _GroupRows:
         prompt = list(batch.prompt_ids[rows[0]])
         completions = [list(batch.completion_ids[row]) for row in rows]
         can_share = bool(prompt) and shares_more
-        shared = common_prefix([ids[:-1] for ids in completions if ids]) if can_share else []
+        starts = [ids[:-1] for ids in completions if ids] if can_share else [[]]
+        # Between the first and the last in order lie all others.
+        first, last = min(starts, default=[]), max(starts, default=[])
+        shared = first[: common_prefix_length(first, last)]
         tails = [ids[len(shared) :] for ids in completions]
         if not with_ends:
             tails = [tail[:-1] for tail in tails]
@@ -194,15 +197,6 @@ def _predictions(
             end = start if ids else places.prefix.start + len(group.prompt)
             ends.append(end - 1 if ids or group.prompt else -1)
     return sources, targets, slots, ends
-
-
-def common_prefix(rows: Sequence[list[int]]) -> list[int]:
-    """The longest beginning that all rows share."""
-    if not rows:
-        return []
-    # Between the first and the last row in order lie all others.
-    pairs = zip(min(rows), max(rows), strict=False)
-    return [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
 def _width(batch: Rows) -> int:

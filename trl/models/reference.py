@@ -63,14 +63,6 @@ class FrozenCopy:
         self.model = spread(self.model, accelerator)
         return self
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return all weights in main memory, on the main process at least; all must call it."""
-        return dict(whole_weights(self.model))
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state_dict` returned; every process has it."""
-        load_weights(self.model, state)
-
     @contextmanager
     def active(self, policy: nn.Module | None = None) -> Iterator[nn.Module]:
         """Yield the model to score with, whatever the policy is wrapped in."""

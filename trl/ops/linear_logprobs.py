@@ -250,7 +250,7 @@ class _Sums:
             self._store()
             self._entries = tile.entries
             self._tile = [
-                None if total is None else torch.zeros_like(total[tile.entries], dtype=self._wide)
+                None if total is None else self._sum_for(total[tile.entries])
                 for total in self._totals
             ]
         of_weight, of_bias = self._tile
@@ -262,9 +262,13 @@ class _Sums:
         if of_weight is not None:
             _add_product(of_weight, grad.t(), tile.hidden)
 
+    def _sum_for(self, part: Tensor) -> Tensor:
+        """What is as precise as the sums is added to without another matrix."""
+        return part if part.dtype == self._wide else torch.zeros_like(part, dtype=self._wide)
+
     def _store(self) -> None:
         for total, part in zip(self._totals, self._tile, strict=True):
-            if total is not None and part is not None:
+            if total is not None and part is not None and total.dtype != part.dtype:
                 total[self._entries] += part
 
     def results(self) -> tuple[Tensor | None, ...]:

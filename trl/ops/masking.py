@@ -1,12 +1,25 @@
-"""Masks from lengths, padding of ragged rows, and statistics of what is marked or not NaN."""
+"""Beginnings, masks and padding of ragged rows, and statistics of what is marked or not NaN."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 Dim = int | tuple[int, ...] | None
+
+
+def common_prefix_length(ids: Sequence[Any], other: Sequence[Any]) -> int:
+    """Count the items that two sequences of one type begin with alike."""
+    low, high = 0, min(len(ids), len(other))
+    # By halves: slices are compared many times faster than single items.
+    while low < high:
+        middle = (low + high + 1) // 2
+        if ids[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def length_mask(lengths: Tensor, width: int) -> Tensor:

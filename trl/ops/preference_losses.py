@@ -102,21 +102,15 @@ def _sppo_hard(s: PairScores, o: PairOptions) -> Tensor:
 
 
 def _aot(s: PairScores, o: PairOptions) -> Tensor:
-    return _smoothed(o.beta * (s.chosen - s.rejected - _known(s.chosen_partners)), o)
+    return _smoothed(o.beta * (s.chosen - s.rejected - torch.as_tensor(s.chosen_partners)), o)
 
 
 def _aot_unpaired(s: PairScores, o: PairOptions) -> Tensor:
     # Partners are constants, so each side brings the gradient of its own half of a difference;
     # the value is counted once.
-    ours = _smoothed(o.beta * (s.chosen - _known(s.chosen_partners)), o)
-    theirs = _smoothed(o.beta * (_known(s.rejected_partners) - s.rejected), o)
+    ours = _smoothed(o.beta * (s.chosen - torch.as_tensor(s.chosen_partners)), o)
+    theirs = _smoothed(o.beta * (torch.as_tensor(s.rejected_partners) - s.rejected), o)
     return ours + theirs - theirs.detach()
-
-
-def _known(partners: Tensor | None) -> Tensor:
-    if partners is None:
-        raise ValueError("The aot losses need the partners that rank_partners makes.")
-    return partners
 
 
 def _apo_down(s: PairScores, o: PairOptions) -> Tensor:
@@ -132,6 +126,7 @@ def _discopop(s: PairScores, o: PairOptions) -> Tensor:
 # Papers: sigmoid DPO 2305.18290 (smoothed: cDPO), hinge SLiC 2305.10425, ipo 2310.12036, exo_pair
 # 2402.00856, nca_pair 2402.05369, robust 2403.00409, bco_pair 2404.04656, sppo_hard 2405.00675,
 # aot 2406.05882, apo 2408.06266, discopop 2406.08414, sigmoid_norm Tulu 3 2411.15124.
+# Each gives the loss of each pair (B,).
 PAIR_LOSSES: dict[str, Callable[[PairScores, PairOptions], Tensor]] = {
     "sigmoid": lambda s, o: _smoothed(_margin(s, o), o),
     "hinge": lambda s, o: torch.relu(1 - _margin(s, o)),
@@ -152,11 +147,6 @@ WITHOUT_DIVERGENCE = (
     *("nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down"),
 )
 RANKED = ("aot", "aot_unpaired")  # these compare with partners
-
-
-def pair_loss(name: str, scores: PairScores, options: PairOptions) -> Tensor:
-    """Loss of each pair (B,); `name` is a key of `PAIR_LOSSES`."""
-    return PAIR_LOSSES[name](scores, options)
 
 
 def rank_partners(values: Tensor, others: Tensor) -> Tensor:

@@ -23,10 +23,8 @@ class BEMACallback(TrainerCallback):
 
         average + (lag + multiplier t)^-bias_power (weights - first weights)
 
-    Weights that are not trained stay as they are. A resumed run begins a new average.
-
-    Raises:
-        ValueError: when training begins with weights that are sharded over ranks.
+    Weights that are not trained stay as they are. A resumed run begins a new average. Weights that
+    are sharded over ranks are refused when training begins.
     """
 
     update_freq: int = 400  # steps between two updates

@@ -216,10 +216,7 @@ class RichProgressCallback(_ProgressCallback):
 
     The line is drawn anew for the width that the terminal has: step and remaining time first, then
     phase, metrics and a bar where there is room. `close` must be called before anything else is
-    shown after an error; the trainers of this package do so.
-
-    Raises:
-        ImportError: if rich is not installed.
+    shown after an error; the trainers of this package do so. It needs rich.
     """
 
     def __init__(self) -> None:
@@ -275,7 +272,9 @@ class RichProgressCallback(_ProgressCallback):
             parts.pop()
         room = width - len("  ".join(parts)) - 2
         if state is not None and room >= NARROWEST_BAR:
-            parts.insert(1, _bar(state, min(room, WIDEST_BAR)))
+            width = min(room, WIDEST_BAR)
+            full = round(width * state.global_step / max(1, state.max_steps))
+            parts.insert(1, "━" * full + "─" * (width - full))
         return "  ".join(parts)
 
     def _say(self, words: Iterable[str]) -> None:
@@ -311,11 +310,6 @@ def close_progress(callbacks: Iterable[TrainerCallback]) -> None:
 
 def _phase(activity: Activity) -> str:
     return DOING.get(activity.name, activity.name)
-
-
-def _bar(state: TrainerState, width: int) -> str:
-    full = round(width * state.global_step / max(1, state.max_steps))
-    return "━" * full + "─" * (width - full)
 
 
 def _shown(metrics: dict[str, Any], prefix: str = "") -> list[str]:

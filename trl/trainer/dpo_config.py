@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ..ops.preference_losses import PAIR_LOSSES, RANKED, WITHOUT_DIVERGENCE
 from ..text import did_you_mean
-from .base.options import PREFERENCE_OPTIONS, option
+from .base.options import option
 from .offline.offline_config import PreferenceConfig
 
 LOSSES = (*PAIR_LOSSES, "sft")
@@ -21,7 +21,6 @@ DIVIDED = ("ipo", "sppo_hard")  # by beta
 class DPOConfig(PreferenceConfig):
     """Configuration of `DPOTrainer`."""
 
-    legacy_options = PREFERENCE_OPTIONS
     piece_on_cpu: ClassVar[int] = 1024  # one pair of usual length, as more of them peak higher
 
     loss_type: list[str] | str = option(

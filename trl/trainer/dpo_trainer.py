@@ -11,11 +11,11 @@ from ..data.rows import AnswerRows
 from ..online.metrics import record_accuracy, record_entropy
 from ..ops.masking import masked_sum
 from ..ops.preference_losses import (
+    PAIR_LOSSES,
     RANKED,
     PairOptions,
     PairScores,
     aot_partners,
-    pair_loss,
     shared_length_weights,
 )
 from ..ops.support import Collision, Support
@@ -36,12 +36,8 @@ class DPOTrainer(PreferenceTrainer):
     or another one that `loss_type` names. It is averaged over all pairs of an optimizer step. The
     prompt of a pair is computed once.
 
-    Args:
-        args (`DPOConfig`, *optional*): options.
-        train_dataset (`Dataset` or `IterableDataset`): `chosen` and `rejected`, with `prompt` or
-            with a common beginning; strings, messages, or ids.
-
-    The other arguments are those of `PreferenceTrainer`.
+    Datasets have `chosen` and `rejected`, with `prompt` or with a common beginning: strings,
+    messages, or ids. Arguments are those of `PreferenceTrainer`.
     """
 
     config_class = DPOConfig
@@ -101,7 +97,7 @@ class DPOTrainer(PreferenceTrainer):
         options = PairOptions(**{name: getattr(self.args, name) for name in names})
         total = torch.zeros_like(ratios[:, 0])
         for name, weight in losses.items():
-            total = total + weight * pair_loss(name, _pairs(ratios, rows, name), options)
+            total = total + weight * PAIR_LOSSES[name](_pairs(ratios, rows, name), options)
         if self.args.use_weighting:
             total = total * self._pair_weights(scores, rows)
         self._record(logps.detach(), ratios.detach(), scores, rows)

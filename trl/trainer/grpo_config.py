@@ -6,7 +6,8 @@ import warnings
 from dataclasses import dataclass
 
 from ..text import did_you_mean
-from .base.options import COMMON_OPTIONS, option
+from .attributes import COMMON_OPTIONS
+from .base.options import option
 from .online.online_config import OnlineConfig
 
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")

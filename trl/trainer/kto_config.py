@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base.options import PREFERENCE_OPTIONS, option
+from .base.options import option
 from .offline.offline_config import PreferenceConfig
 
 
 @dataclass
 class KTOConfig(PreferenceConfig):
     """Configuration of `KTOTrainer`."""
-
-    legacy_options = PREFERENCE_OPTIONS
 
     loss_type: str = option(
         "kto",

@@ -51,12 +51,8 @@ class KTOTrainer(PreferenceTrainer):
     the KL estimate z: the mean, over the step, of log-ratios of answers that belong to other
     prompts, at least 0 and without gradient.
 
-    Args:
-        args (`KTOConfig`, *optional*): options.
-        train_dataset (`Dataset` or `IterableDataset`): `prompt`, `completion` and `label`; or
-            pairs (`chosen`, `rejected`), which become two answers each.
-
-    The other arguments are those of `PreferenceTrainer`.
+    Datasets have `prompt`, `completion` and `label`, or pairs (`chosen`, `rejected`), which become
+    two answers each. Arguments are those of `PreferenceTrainer`.
     """
 
     config_class = KTOConfig

@@ -59,11 +59,7 @@ class ModelConfig(Named):
 
 
 def get_peft_config(model_args: ModelConfig) -> Any:
-    """Describe the LoRA adapter of the options, or return None without `use_peft`.
-
-    Raises:
-        ImportError: if peft is not installed.
-    """
+    """Describe the LoRA adapter of the options, for which peft must be installed, if any."""
     if not model_args.use_peft:
         _warn_unused(model_args)
         return None
@@ -87,11 +83,7 @@ def _warn_unused(model_args: ModelConfig) -> None:
 
 
 def get_quantization_config(model_args: ModelConfig) -> Any:
-    """Describe the quantization of the options, or return None.
-
-    Raises:
-        ImportError: if bitsandbytes is not installed.
-    """
+    """Describe the quantization of the options, which takes bitsandbytes; None without any."""
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
     require("bitsandbytes", "load_in_4bit and load_in_8bit")

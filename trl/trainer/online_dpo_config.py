@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base.options import COMMON_OPTIONS, ignored, option, refused
+from .attributes import COMMON_OPTIONS
+from .base.options import ignored, option, refused
 from .online.online_config import OnlineConfig
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..online.metrics import record_pairs
 from ..online.reward_sources import JudgeReward, PairwiseJudge
 from ..ops.masking import masked_sum, nan_mean
-from ..ops.preference_losses import PairOptions, PairScores, pair_loss
+from ..ops.preference_losses import PAIR_LOSSES, PairOptions, PairScores
 from ..types import RewardTable, Rollout, TokenScores
 from .base.model_card import Method
 from .base.options import ignored
@@ -28,12 +28,8 @@ class OnlineDPOTrainer(OnlineTrainer):
 
     Log-probabilities are summed over the tokens of a completion, at the sampling temperature.
 
-    Args:
-        model, args, train_dataset, ...: those of `OnlineTrainer`.
-        ref_model (`str` or `PreTrainedModel`, *optional*): None: the policy as it is now.
-        reward_funcs: functions or models; None with a judge.
-        judge (`PairwiseJudge`, *optional*): says which completion is better, instead of rewards.
-        options: further arguments of `OnlineTrainer`.
+    A `judge` says which completion is better, instead of `reward_funcs`; without a `ref_model` the
+    reference is the policy as it is now. The rest is as for `OnlineTrainer`.
     """
 
     config_class = OnlineDPOConfig
@@ -88,5 +84,5 @@ class OnlineDPOTrainer(OnlineTrainer):
         once = torch.ones_like(log_ratios[:, 0])
         lengths = {"chosen_lengths": once, "rejected_lengths": once}
         sums = PairScores(chosen=log_ratios[:, 0], rejected=log_ratios[:, 1], **lengths)
-        losses = pair_loss(self.args.loss_type, sums, PairOptions(beta=beta))
+        losses = PAIR_LOSSES[self.args.loss_type](sums, PairOptions(beta=beta))
         return (losses * credit[:, 0].abs()).mean() * batch.share_of_micro_batch

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base.options import FIRST_OPTIONS, ignored, option
+from .attributes import FIRST_OPTIONS
+from .base.options import ignored, option
 from .online.online_config import OnlineConfig
 
 

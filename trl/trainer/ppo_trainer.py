@@ -24,8 +24,8 @@ from ..ops.kl import k1, k3
 from ..ops.masking import masked_sum, nan_mean
 from ..ops.policy_losses import clip_flags, clipped_surrogate, log_ratio, sum_over
 from ..types import RewardTable, Rollout, TokenScores
+from .attributes import FIRST_ARGUMENTS
 from .base.model_card import Method
-from .base.options import FIRST_ARGUMENTS
 from .online.online_trainer import OnlineTrainer
 from .ppo_config import PPOConfig
 
@@ -43,12 +43,8 @@ class PPOTrainer(OnlineTrainer):
 
     In the loss, advantages have mean 0 and variance 1 over all tokens of the round.
 
-    Args:
-        model, args, train_dataset, ...: those of `OnlineTrainer`.
-        reward_funcs: functions or models.
-        value_model (`str` or `PreTrainedModel`, *optional*): a sequence classifier with one label,
-            which is trained. None: a layer on the hidden states of the policy.
-        options: further arguments of `OnlineTrainer`.
+    `value_model`, by name or loaded, is a sequence classifier with one label, which is trained.
+    None: a layer on the hidden states of the policy. The rest is as for `OnlineTrainer`.
     """
 
     config_class = PPOConfig

@@ -30,15 +30,10 @@ class RewardTrainer(OfflineTrainer):
     The loss of an optimizer step is the mean of -log sigmoid(better - worse - margin) over all its
     pairs of answers. The score is read at the last token of a row, whatever fills the padding.
 
-    Args:
-        model (`str` or `PreTrainedModel`): a sequence classifier with one label; a name is loaded
-            as one.
-        args (`RewardConfig`, *optional*): options.
-        train_dataset (`Dataset` or `IterableDataset`): `chosen` and `rejected`, with `prompt` and
-            `margin` if there are any; or `prompt` with `answers` and their `ranks` (1 is best).
-        peft_config (`peft.PeftConfig`, *optional*): train an adapter and the layer of the score.
-
-    The other arguments are those of `OfflineTrainer`.
+    The model is a sequence classifier with one label; a name is loaded as one. Datasets have
+    `chosen` and `rejected`, with `prompt` and `margin` if there are any; or `prompt` with `answers`
+    and their `ranks` (1 is best). With `peft_config` an adapter and the layer of the score are
+    trained. Arguments are those of `OfflineTrainer`.
     """
 
     config_class = RewardConfig

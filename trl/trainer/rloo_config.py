@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base.options import FIRST_OPTIONS, ignored, option, refused
+from .attributes import FIRST_OPTIONS
+from .base.options import ignored, option, refused
 from .online.online_config import OnlineConfig
 
 

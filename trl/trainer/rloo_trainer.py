@@ -12,8 +12,9 @@ from ..ops.policy_losses import clip_flags, clipped_surrogate
 from ..types import RewardFunc as RewardFunc
 from ..types import RewardTable, Rollout, TokenScores
 from ..types import RolloutFunc as RolloutFunc
+from .attributes import FIRST_ARGUMENTS
 from .base.model_card import Method
-from .base.options import FIRST_ARGUMENTS, ignored
+from .base.options import ignored
 from .online.online_trainer import OnlineTrainer
 from .rloo_config import RLOOConfig
 

@@ -1,8 +1,12 @@
 """Declaring configuration fields, and old names of them."""
 
+import copy
 import dataclasses
+import inspect
+import pickle
 import re
 import warnings
+from abc import ABC
 from dataclasses import dataclass
 
 import pytest
@@ -11,9 +15,16 @@ from online_runs import config, token_sum
 from tiny import tiny_model, tiny_tokenizer
 
 from trl.trainer.base.options import Gone, check_options, option
+from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.kto_config import KTOConfig
+from trl.trainer.kto_trainer import KTOTrainer
+from trl.trainer.online_dpo_trainer import OnlineDPOTrainer
+from trl.trainer.ppo_trainer import PPOTrainer
 from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
 
 WORDS = ["a"]
 
@@ -208,3 +219,53 @@ def test_old_names_of_trainer_arguments(tmp_path):
             processing_class=tiny_tokenizer(),
         )
     assert trainer.args.num_generations == 4
+
+
+# --- Names that a constructor does not have ---
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        (
+            SFTConfig,
+            "max_lenght",
+            "SFTConfig has no argument 'max_lenght'. Did you mean max_length",
+        ),
+        (KTOConfig, "max_seq_length", "KTOConfig has no argument 'max_seq_length'. Did you mean"),
+        (RLOOTrainer, "tokenizer", "RLOOTrainer has no argument 'tokenizer'. Did you mean proc"),
+        # These hand on what they do not name.
+        (DPOTrainer, "train_datset", "DPOTrainer has no argument 'train_datset'. Did you mean"),
+        (KTOTrainer, "refmodel", "KTOTrainer has no argument 'refmodel'. Did you mean ref_model"),
+        (PPOTrainer, "valuemodel", "PPOTrainer has no argument 'valuemodel'. Did you mean value"),
+        (OnlineDPOTrainer, "judges", "OnlineDPOTrainer has no argument 'judges'. Did you mean jud"),
+    ],
+)
+def test_mistyped_names_are_told_with_the_one_that_is_meant(kind, name, words):
+    with pytest.raises(TypeError, match=re.escape(words)):
+        kind("model", **{name: None})
+
+
+def test_a_subclass_may_take_keywords_that_it_does_not_name():
+    class Mine(SFTTrainer, ABC):
+        def __init__(self, model, **options):
+            self.mine = options.pop("mine")
+            super().__init__(model, **options)
+
+    with pytest.raises(ValueError, match="train_dataset is required"):
+        Mine("model", mine=1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'train_datset'"):
+        Mine("model", mine=1, train_datset=None)
+
+
+def test_constructors_show_their_arguments():
+    assert list(inspect.signature(DPOTrainer).parameters)[:3] == ["model", "ref_model", "args"]
+    names = [field.name for field in dataclasses.fields(SFTConfig) if field.init]
+    assert list(inspect.signature(SFTConfig).parameters) == names
+
+
+def test_configurations_are_copied():
+    config = make(SFTConfig, max_length=7)
+    for found in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert found.to_dict() == config.to_dict()
+    assert dataclasses.replace(config, max_length=8).max_length == 8

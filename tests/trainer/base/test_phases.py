@@ -12,9 +12,10 @@ from torch import nn
 
 from trl.memory.adaptive_batch import RowTooLargeError
 from trl.models.packed_attention import KEYWORD
+from trl.models.packed_layout import runs_within
 from trl.online.metrics import MetricStore
 from trl.online.rewards import RewardError
-from trl.trainer.base.phases import Phases, pieces, row_tokens
+from trl.trainer.base.phases import Phases, row_tokens
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
@@ -372,8 +373,8 @@ def test_pieces_give_the_same_update(tmp_path, kind):
 
 def test_runs_of_rows_hold_at_most_so_many_tokens():
     sizes = [3, 4, 9, 1, 1, 2, 30]
-    assert pieces(sizes, 8) == [range(0, 2), range(2, 3), range(3, 6), range(6, 7)]
-    assert pieces(sizes, 10**6) == [range(7)]
+    assert runs_within(8, sizes) == [2, 1, 3, 1]
+    assert runs_within(10**6, sizes) == [7]
     rows = SimpleNamespace(prompt_ids=[[1, 2]] * 2 + [[3]], completion_ids=[[4], [5, 6], [7]])
     assert row_tokens(rows) == [3, 2, 2]
 

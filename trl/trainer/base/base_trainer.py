@@ -319,8 +319,10 @@ class BaseTrainer(Named, Publishing, Trainer):
     @cached_property
     def run_settings(self) -> dict[str, Any]:
         """What the outcome of the run depends on, by name: JSON values, read before training."""
-        facts = resuming.describe_run(self.args, self.train_dataset, self.model)
-        return {"trainer": type(self).__name__} | facts | self.run_facts
+        # Nothing wraps the model yet.
+        facts = resuming.describe_options(self.args) | resuming.describe_model(self.model)
+        facts |= resuming.describe_dataset(self.train_dataset) | self.run_facts
+        return {"trainer": type(self).__name__, resuming.PROCESSES: self.args.world_size} | facts
 
     # --- What computes log-probabilities ---
 

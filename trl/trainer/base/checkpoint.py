@@ -181,7 +181,8 @@ def seal(folder: Path, facts: dict[str, Any], whole: bool = True) -> None:
     found = (path for path in sorted(folder.rglob("*")) if path.name not in _FREE)
     files = {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}
     with ThreadPoolExecutor(4) as pool:
-        described = pool.map(lambda path: _flushed(path, whole), files.values())
+        list(pool.map(_flush, files.values()))
+        described = pool.map(lambda path: _described(path, whole), files.values())
         content = {"facts": facts, "files": dict(zip(files, described, strict=True))}
     text = json.dumps({"content": content, "sha256": _text_sum(content)}, indent=1)
     (folder / MANIFEST).write_text(text, encoding="utf-8")
@@ -264,7 +265,7 @@ def _fault_of(path: Path, expected: dict[str, Any]) -> str | None:
     size = path.stat().st_size
     if size != expected["bytes"]:
         return f"{path.name} has {size} bytes, not {expected['bytes']}"
-    if {"bytes": size} | _sum(path, whole="sha256" in expected) != expected:
+    if _described(path, whole="sha256" in expected) != expected:
         return f"{path.name} is not what was written: its checksum differs"
     return None
 
@@ -273,22 +274,16 @@ def _text_sum(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _sum(path: Path, whole: bool) -> dict[str, str]:
-    """The checksum of a file, under a name that says of what of it."""
+def _described(path: Path, whole: bool) -> dict[str, Any]:
+    """Size and checksum of a file; the checksum under a name that says of what of it."""
     size, found = path.stat().st_size, hashlib.sha256()
     with path.open("rb") as file:
         if whole or size <= _SAMPLES * _SAMPLE:
-            return {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+            return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
         for sample in range(_SAMPLES):  # the first begins the file, the last ends it
             file.seek((size - _SAMPLE) * sample // (_SAMPLES - 1))
             found.update(file.read(_SAMPLE))
-    return {"sampled_sha256": found.hexdigest()}
-
-
-def _flushed(path: Path, whole: bool) -> dict[str, Any]:
-    """Size and checksum of a file whose bytes are on the disk, not only on their way to it."""
-    _flush(path)
-    return {"bytes": path.stat().st_size} | _sum(path, whole)
+    return {"bytes": size, "sampled_sha256": found.hexdigest()}
 
 
 def _flush(path: Path) -> None:

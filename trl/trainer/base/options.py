@@ -13,17 +13,18 @@ import math
 import operator
 import typing
 import warnings
+from abc import ABCMeta
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from types import UnionType
+from types import MethodType, UnionType
 from typing import Any, ClassVar
 
 from ...text import did_you_mean
 
-HOLDS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
+HOLDS = {name: getattr(operator, name) for name in ("ge", "gt", "le", "lt")}
 WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 KINDS = {int: "an integer", float: "a number", bool: "True or False"}
 KINDS |= {str: "text", list: "a list"}
@@ -158,70 +159,19 @@ def refused(advice: str, *names: str) -> dict[str, str | Gone]:
     return dict.fromkeys(names, Gone(advice, is_error=True))
 
 
-# Options of all trainers that generate.
-COMMON_OPTIONS: dict[str, str | Gone] = {
-    "vllm_sleep_enabled": "vllm_enable_sleep_mode",
-    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
-    "wandb_log_unique_prompts": "log_unique_prompts",
-    "use_transformers_paged": "use_transformers_continuous_batching",
-    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
-    **ignored("logits never exist at once, see logits_chunk_size", "use_liger_loss"),
-}
-# What the first trainers that generate had in common.
-FIRST_OPTIONS: dict[str, str | Gone] = {
-    **COMMON_OPTIONS,
-    "cliprange": "epsilon",
-    "kl_coef": "beta",
-    "exp_name": "run_name",
-    "total_episodes": "max_steps",
-    "response_length": "max_completion_length",
-    **ignored("prompts are tokenized batch by batch", "dataset_num_proc"),
-    **refused("pass the model to reward_funcs", "reward_model_path"),
-    **ignored(
-        "scoring uses per_device_train_batch_size and per_device_eval_batch_size",
-        "local_rollout_forward_batch_size",
-    ),
-    **ignored("use log_completions and logging_steps", "num_sample_generations"),
-    **ignored("completions stop at every end token of the model", "stop_token", "stop_token_id"),
-    **refused("pass the model to the trainer", "sft_model_path"),
-    **refused(
-        "use per_device_train_batch_size",
-        *("local_batch_size", "micro_batch_size", "mini_batch_size", "local_mini_batch_size"),
-    ),
-    **refused("use generation_batch_size", "batch_size"),
-    **refused("use max_steps", "num_total_batches"),
-}
-PREFERENCE_OPTIONS: dict[str, str | Gone] = {
-    **ignored("rows are not padded", "label_pad_token_id", "padding_value"),
-    **ignored("the model says what it is", "is_encoder_decoder"),
-    **ignored("a ref_model that is passed is used", "force_use_ref_model"),
-    **ignored("the head is found without it", "base_model_attribute_name"),
-    **ignored("generate with the saved model", "generate_during_eval"),
-    **ignored("the active adapter is trained", "model_adapter_name"),
-    **refused(
-        "the reference is a frozen copy of the adapter that a model brings", "ref_adapter_name"
-    ),
-    **refused("write them into the column 'tools' of the dataset", "tools"),
-}
-
-
-# Arguments of the first trainers that generate.
-FIRST_ARGUMENTS: dict[str, str | Gone] = {
-    "config": "args",
-    "reward_model": "reward_funcs",
-    "policy": "model",
-    **ignored("", "data_collator"),
-}
-
-
-class _Construction(type):
+class _Construction(ABCMeta):  # a subclass may have abstract classes as bases, too
     """What happens to keyword arguments before a constructor is called."""
 
     legacy_options: dict[str, Any]
 
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """That of the constructor, where inspection would find `__call__`."""
+        return inspect.signature(MethodType(cls.__init__, cls))
+
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         known, table = _arguments_of(cls), cls.legacy_options
-        for name in kwargs.keys() - known - table.keys():
+        for name in () if _takes_more(cls) else kwargs.keys() - known - table.keys():
             meant = MEANT.get(name)
             hint = f" Did you mean {meant}?" if meant in known else did_you_mean(name, known)
             raise TypeError(f"{cls.__name__} has no argument {name!r}.{hint}")
@@ -261,6 +211,12 @@ def _arguments_of(kind: type) -> dict[str, None]:
             if not others:
                 break
     return found
+
+
+def _takes_more(kind: Any) -> bool:
+    """Whether the constructor of a user's subclass may take keywords that it does not name."""
+    is_users = not kind.__init__.__module__.startswith("trl.")
+    return is_users and inspect.getfullargspec(kind.__init__).varkw is not None
 
 
 def _translate(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import pairwise
-from typing import Any, TypeVar
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...distributed import Ranks
 from ...memory.adaptive_batch import AdaptiveBatch
 from ...memory.meter import PhaseMeter, release_cached_blocks
+from ...models.packed_layout import runs_within
 from ...online.metrics import MetricStore
 from ...ops.in_place import several_passes
 from ...progress import begin
@@ -21,19 +22,13 @@ from ...types import Rows
 from .base_config import BaseConfig
 from .policy import router_coefficient
 
-AnyRows = TypeVar("AnyRows", bound=Rows)
-
 
 class Phases:
-    """Wraps what a step of training `model` does in its phases; peaks go to `store`.
-
-    Attributes:
-        batches (`dict[str, AdaptiveBatch]`): how many rows each phase works on at once.
-    """
+    """Wraps what a step of training `model` does in its phases; peaks go to `store`."""
 
     def __init__(self, args: BaseConfig, ranks: Ranks, store: MetricStore, model: nn.Module):
         self.meter = PhaseMeter(args.device, enabled=args.log_memory)
-        self.batches: dict[str, AdaptiveBatch] = {}
+        self.batches: dict[str, AdaptiveBatch] = {}  # how many rows each works on at once
         self._fixed = not args.recover_from_oom
         # A process cannot go back alone while others wait for the gradient of a failed pass.
         self._training = self.adaptive("training", alone=ranks.count > 1)
@@ -82,8 +77,8 @@ class Phases:
 
     def train(
         self,
-        batch: AnyRows,
-        step: Callable[[AnyRows], Tensor],
+        batch: Any,
+        step: Callable[[Any], Tensor],
         quiet: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Tensor:
         """Run forward and backward on a micro-batch, in pieces if it does not fit.
@@ -127,8 +122,8 @@ class Phases:
 
     def _in_pieces(
         self,
-        batch: AnyRows,
-        step: Callable[[AnyRows], Tensor],
+        batch: Any,
+        step: Callable[[Any], Tensor],
         quiet: Callable[[], AbstractContextManager[Any]],
     ) -> Tensor:
         """One step, or several whose gradients add up; ranks exchange them in the last one."""
@@ -142,8 +137,9 @@ class Phases:
 
     def pieces(self, batch: Any) -> list[Any]:
         """Cut rows into what is computed at once, with gradient or without."""
-        cuts = pieces(row_tokens(batch), self._most) if self._most else []
-        return list(map(batch.select, cuts)) if len(cuts) > 1 else [batch]
+        counts = runs_within(self._most, row_tokens(batch)) if self._most else []
+        cuts = pairwise(accumulate(counts, initial=0))
+        return [batch.select(range(*cut)) for cut in cuts] if len(counts) > 1 else [batch]
 
     def _located(self, rows: range) -> Iterator[tuple[Any, Any]]:
         """Each micro-batch of the update that has some of the rows, and those rows."""
@@ -178,14 +174,3 @@ def row_tokens(batch: Any) -> list[int]:
     before = [None, *batch.prompt_ids[:-1]]
     rows = zip(batch.prompt_ids, before, batch.completion_ids, strict=True)
     return [len(ids) + len(prompt) * (prompt != other) for prompt, other, ids in rows]
-
-
-def pieces(sizes: Sequence[int], most: int) -> list[range]:
-    """Cut rows into runs of at most so many tokens; a longer row is alone."""
-    starts, tokens = [0], 0
-    for row, size in enumerate(sizes):
-        if row > starts[-1] and tokens + size > most:
-            starts.append(row)
-            tokens = 0
-        tokens += size
-    return [range(*pair) for pair in pairwise([*starts, len(sizes)])]

@@ -23,7 +23,14 @@ from ...models.loading import (
     load_tokenizer,
     settle_pad_token,
 )
-from ...models.reference import AdapterOff, FrozenCopy, ReferencePolicy, frozen_pairs
+from ...models.reference import (
+    AdapterOff,
+    FrozenCopy,
+    ReferencePolicy,
+    frozen_pairs,
+    load_weights,
+    whole_weights,
+)
 from ...models.unwrap import is_peft_model
 from ...models.weights import is_quantized, keep_trainable
 from ...text import did_you_mean
@@ -290,7 +297,7 @@ class MovingReference(SyncRefModelCallback):
         """Write its weights to a checkpoint; every rank calls this, for all take part."""
         if self._copy is None:
             return
-        weights = self._copy.state_dict()  # of shards, which all ranks put together
+        weights = dict(whole_weights(self._copy.model))  # which all ranks put together
         if writes:
             torch.save(weights, Path(folder) / REFERENCE_FILE)
 
@@ -300,7 +307,7 @@ class MovingReference(SyncRefModelCallback):
         if self._copy is None:
             return
         if ranks.all(path.exists()):
-            self._copy.load_state_dict(load(path))
+            load_weights(self._copy.model, load(path))
         elif ranks.rank == 0:
             logger.warning(
                 f"{folder} has no {REFERENCE_FILE}: the reference starts from the policy."

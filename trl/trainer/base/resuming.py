@@ -170,12 +170,6 @@ def _compare(checkpoint: Path, args: Any, settings: dict[str, Any]) -> None:
 # --- Settings ---
 
 
-def describe_run(args: Any, dataset: Any, model: nn.Module) -> dict[str, Any]:
-    """The settings that a resumed run must share; nothing wraps the `model` yet."""
-    described = describe_options(args) | describe_dataset(dataset) | describe_model(model)
-    return {PROCESSES: args.world_size} | described
-
-
 def describe_options(args: Any) -> dict[str, Any]:
     """Those of all options that matter, as JSON values by name."""
     return {

@@ -11,7 +11,7 @@ import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -47,9 +47,7 @@ Item = TypeVar("Item")
 class ItemStream(TorchIterableDataset):  # type: ignore[type-arg]
     """Prepared items of a stream of rows, which is read anew for each epoch.
 
-    Args:
-        unpack: makes the items of a row, such as documents; none, to leave it out.
-        size: tokens of an item.
+    `unpack` makes the items of a row, or none, to leave it out; `size` says their tokens.
     """
 
     def __init__(
@@ -82,11 +80,7 @@ class ItemStream(TorchIterableDataset):  # type: ignore[type-arg]
 class StreamBatches(TorchIterableDataset):  # type: ignore[type-arg]
     """The micro-batches of one rank of a stream, which every rank reads.
 
-    Args:
-        items (`ItemStream`): what is trained on.
-        rows (`int`): items of a micro-batch, or packs of them.
-        max_tokens, pack_size (`int`, *optional*): as for `MicroBatchSampler`.
-        place: rank of this process, and how many there are.
+    A micro-batch has so many `rows`, items or packs of them; the rest is as for `RankBatches`.
     """
 
     def __init__(
@@ -134,10 +128,7 @@ def prepare_answers(
 ) -> AnswerDataset | ItemStream:
     """Encode preferences and cut them to length, and say what was cut.
 
-    With `unpaired`, each pair becomes two items with a label.
-
-    Raises:
-        ValueError: if no example is left, or examples cannot be read.
+    With `unpaired`, each pair becomes two items with a label. It is an error if none is left.
     """
     old = sorted(set(dataset.column_names or ()) & set(OLD_NAMES))
     if old:
@@ -235,9 +226,7 @@ class Predictions:
     def table(self, ranks: Ranks, rows: int | None) -> dict[str, np.ndarray]:
         """All values (rows, K) by name; NaN for rows that were left out, and missing answers.
 
-        Args:
-            ranks (`Ranks`): all processes; each has a share.
-            rows (`int`, *optional*): of the dataset. None: as far as there are values.
+        Each of the `ranks` has a share. `rows` are those of the dataset; None: all that are known.
         """
         shares = ranks.gather_objects(self._found)[:: ranks.per_row]
         columns: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -249,8 +238,5 @@ class Predictions:
 
 
 def _table(by_row: dict[int, list[float]], rows: int | None) -> np.ndarray:
-    count = max(by_row) + 1 if rows is None else rows
-    table = np.full((count, max(map(len, by_row.values()))), np.nan, dtype=np.float32)
-    for row, values in by_row.items():
-        table[row, : len(values)] = values
-    return table
+    found = [by_row.get(row, []) for row in range(max(by_row) + 1 if rows is None else rows)]
+    return np.array([*zip_longest(*found, fillvalue=np.nan)], dtype=np.float32).T

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ...data.preference_rows import PreferenceLimits
 from ...data.templates import clone_chat_template, take_template
 from ..base.base_config import BaseConfig, ReferenceOptions
-from ..base.options import option
+from ..base.options import ignored, option, refused
 
 PIECE_ON_ACCELERATOR = 8192  # tokens; not measured
 NO_LOGITS = "logits are never held as a whole, and rows are not padded"
@@ -104,6 +104,19 @@ class OfflineConfig(BaseConfig):
 class PreferenceConfig(ReferenceOptions, OfflineConfig):
     """Options of trainers that compare a policy with a reference on answers of prompts."""
 
+    legacy_options = {
+        **ignored("rows are not padded", "label_pad_token_id", "padding_value"),
+        **ignored("the model says what it is", "is_encoder_decoder"),
+        **ignored("a ref_model that is passed is used", "force_use_ref_model"),
+        **ignored("the head is found without it", "base_model_attribute_name"),
+        **ignored("generate with the saved model", "generate_during_eval"),
+        **ignored("the active adapter is trained", "model_adapter_name"),
+        **refused(
+            "the reference is a frozen copy of the adapter that a model brings", "ref_adapter_name"
+        ),
+        **refused("write them into the column 'tools' of the dataset", "tools"),
+    }
+
     learning_rate: float = option(1e-6, "Initial learning rate.", ge=0)
     disable_dropout: bool = option(True, "Set the probability of every dropout layer to zero.")
     beta: float = option(
@@ -162,10 +175,7 @@ def set_template(
 ) -> None:
     """Give model and tokenizer what `chat_template_path`, `eos_token` and `pad_token` ask for.
 
-    Without a model, it is only for a tokenizer.
-
-    Raises:
-        ValueError: for a token that the tokenizer does not know.
+    Without a model, it is only for a tokenizer. A token that it does not know is an error.
     """
     if args.chat_template_path is not None:
         _read_template(model, tokenizer, args.chat_template_path)

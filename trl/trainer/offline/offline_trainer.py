@@ -34,19 +34,10 @@ class OfflineTrainer(BaseTrainer):
     An algorithm is a subclass that says how a dataset becomes items (`prepare_dataset`), items
     the rows of a micro-batch (`collate`), and scores of rows a loss (`loss_of`).
 
-    Args:
-        model (`str` or `PreTrainedModel`): what is trained, by name or already loaded.
-        args (`OfflineConfig`, *optional*): options.
-        data_collator: refused, as are `compute_metrics`, `preprocess_logits_for_metrics` and
-            `compute_loss_func`.
-        train_dataset (`Dataset` or `IterableDataset`): examples.
-        eval_dataset (*optional*): the same for evaluation, or a dictionary of datasets.
-        processing_class (*optional*): the tokenizer. None: loaded with the model.
-        callbacks (`list[TrainerCallback]`, *optional*): additional callbacks.
-        optimizers (`tuple`): optimizer and scheduler, as in `transformers.Trainer`.
-        optimizer_cls_and_kwargs (*optional*): an optimizer class and its arguments.
-        quantization_config (*optional*): how to quantize a model given by name.
-        peft_config (`peft.PeftConfig`, *optional*): train an adapter instead of all weights.
+    Arguments are those of `transformers.Trainer`; `eval_dataset` may be a dictionary of datasets,
+    the tokenizer is by default that of the model, and `data_collator`, `compute_metrics`,
+    `preprocess_logits_for_metrics` and `compute_loss_func` are refused. A model that is given by
+    name is quantized by `quantization_config`; with `peft_config` an adapter is trained.
     """
 
     config_class: ClassVar[type[OfflineConfig]]

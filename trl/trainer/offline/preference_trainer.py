@@ -38,11 +38,8 @@ Sides = Mapping[str, tuple[int, Tensor]]
 class PreferenceTrainer(OfflineTrainer):
     """The skeleton of DPO and KTO: answers to prompts, scored by the reference before each step.
 
-    Args:
-        ref_model (*optional*): the reference, by name or loaded. None: a frozen copy of the model,
-            or the model without its adapter.
-        args (`PreferenceConfig`, *optional*): options.
-        others, options: further arguments of `OfflineTrainer`, in its order.
+    `ref_model` is the reference, by name or loaded. None: a frozen copy of the model, or the model
+    without its adapter. The other arguments are those of `OfflineTrainer`, in its order.
     """
 
     args: PreferenceConfig
@@ -72,8 +69,7 @@ class PreferenceTrainer(OfflineTrainer):
     def prepare_dataset(self, dataset: Any, encoder: TextEncoder, args: Any, mode: Mode) -> Any:
         """Tokenize prompts with their answers, and cut them to length.
 
-        Raises:
-            ValueError: for a dataset for which nothing can be computed beforehand, as was asked.
+        A dataset for which nothing can be computed beforehand is refused if that was asked for.
         """
         option = "precompute_ref_log_probs=True"
         if args.precompute_ref_log_probs and self._has_let_go:
