@@ -10,6 +10,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from tiny import lora_model, tiny_model, tiny_tokenizer
 from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration
 
 from trl import GRPOConfig
 
@@ -323,6 +324,11 @@ def lora(**options):
     return LoraConfig(**({"r": 2, "target_modules": ["v_proj"]} | options))
 
 
+def encoder_decoder():
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(vocab_size=100, **sizes))
+
+
 TRAINERS = [
     # Names and kinds of arguments.
     ("RLOO", {"tokenizer": 1}, "RLOOTrainer has no argument 'tokenizer'. Did you mean processing_class?"),
@@ -332,6 +338,7 @@ TRAINERS = [
     ("RLOO", {"args": GRPOConfig}, "args must be an instance of RLOOConfig, not of GRPOConfig."),
     ("RLOO", {"model": 3}, "model must be a name or a transformers model, not int."),
     ("RLOO", {"model": nn.Linear(2, 2)}, "model must be a name or a transformers model, not Linear."),
+    ("SFT", {"model": encoder_decoder}, "T5ForConditionalGeneration is an encoder-decoder. Only models that continue their prompt can be trained here, such as those of AutoModelForCausalLM."),
     ("RLOO", {"model": "./absent"}, "model='./absent': there is no such folder."),
     ("RLOO", {"processing_class": {}}, "processing_class must be a tokenizer, not dict."),
     ("RLOO", {"processing_class": None}, "The model does not say where it was loaded from: pass its tokenizer as processing_class."),

@@ -19,6 +19,7 @@ from bad_inputs import (
     WARNED_TRAINERS,
     WORDS,
     constant,
+    encoder_decoder,
     rows,
 )
 from reward_runs import classifier
@@ -82,7 +83,9 @@ def trainer_of(name, changes, folder):
         "train_dataset": DATA.get(name, PROMPTS),
         "reward_funcs": None if name in DATA else constant,
     }
-    made = {n: v() if v in (lora_model, tiny_model) else v for n, v in changes.items()}
+    made = {
+        n: v() if v in (lora_model, tiny_model, encoder_decoder) else v for n, v in changes.items()
+    }
     given |= {n: v(str(folder), **QUIET) if v is trl.GRPOConfig else v for n, v in made.items()}
     if isinstance(options := given.get("args", {}), dict):
         options = TINY | ({} if name in DATA else ONLINE) | options

@@ -8,7 +8,9 @@ from typing import ClassVar
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from transformers import HfArgumentParser
 
+import trl
 from trl.cli.parser import TrlParser, as_words, describe_unknown, launch_option_names, option_name
 from trl.cli.values import members
 from trl.trainer.grpo_config import GRPOConfig
@@ -49,6 +51,19 @@ def sample(option, annotation):
         return str, names[-1:], names[-1]
     kinds = [dict if typing.get_origin(m) is dict else m for m in members(annotation)]
     return next(((kind, *SAMPLES[kind]) for kind in SAMPLES if kind in kinds), None)
+
+
+METHODS = ("SFT", "DPO", "KTO", "Reward", "RLOO", "GRPO", "OnlineDPO", "PPO")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_parser_of_transformers_reads_all_options(method):
+    """Scripts of users have it, with a configuration and arguments of their own."""
+    kind = getattr(trl, f"{method}Config")
+    parser = HfArgumentParser((kind, ModelConfig))
+    config, model = parser.parse_args_into_dataclasses([*BASE, "--seed", "7", "--lora_r", "3"])
+    assert type(config) is kind and (config.seed, model.lora_r) == (7, 3)
+    assert parser.format_help()
 
 
 @pytest.mark.parametrize("config_class", [RLOOConfig, GRPOConfig, ModelConfig])

@@ -37,6 +37,7 @@ def test_beta_of_an_epoch(beta, expected):
         ({"beta": []}, "beta"),
         ({"beta": [0.1, 0.0]}, "beta"),
         ({"beta": -1.0}, "beta"),
+        ({"beta": "0.1"}, "beta"),
         ({"loss_type": "hinge"}, "loss_type"),
         ({"num_generations": 4}, "num_generations"),
         ({"num_generations_eval": 1}, "num_generations_eval"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -47,7 +46,7 @@ class OnlineDPOConfig(OnlineConfig):
     )
 
     # --- Loss ---
-    beta: float | list[float] = option(  # type: ignore[assignment]
+    beta: list[float] = option(  # type: ignore[assignment]
         [0.1], "How closely the policy is held to the reference; several: one for each epoch."
     )
     loss_type: str = option("sigmoid", "Loss of a pair.", choices=("sigmoid", "ipo"))
@@ -56,20 +55,18 @@ class OnlineDPOConfig(OnlineConfig):
     )
 
     def __post_init__(self) -> None:
-        self._resolve_beta()
+        self.beta = list(self.beta) if isinstance(self.beta, (list, tuple)) else [self.beta]
         super().__post_init__()
+        legal = [isinstance(value, (int, float)) and value > 0 for value in self.beta]
+        if not legal or not all(legal):
+            raise ValueError(f"beta={self.beta} must be above 0, or a list of such numbers.")
+        if len(self.beta) == 1:
+            (self.beta,) = self.beta  # type: ignore[assignment]
         if self.num_generations != 2 or self.eval_group_size != 2:
             raise ValueError(
                 "num_generations and num_generations_eval must be 2: the two completions of a "
                 "prompt are compared. Leave them out."
             )
-
-    def _resolve_beta(self) -> None:
-        """Take a list of one for its number."""
-        values = list(self.beta) if isinstance(self.beta, Sequence) else [self.beta]
-        if not values or not all(value > 0 for value in values):
-            raise ValueError(f"beta={self.beta} must be above 0, or a list of such numbers.")
-        self.beta = values if len(values) > 1 else values[0]
 
     def beta_in(self, epoch: int) -> float:
         """The strength in an epoch; the last one stays."""

@@ -30,6 +30,19 @@ from trl.trainer.online.online_config import OnlineConfig
 from trl.trainer.online.online_trainer import OnlineTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
+
+class Mine(RLOOTrainer):
+    """As users override it, with the arguments of `transformers.Trainer` by place."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return 2 * super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def test_the_loss_can_be_changed_by_a_subclass(tmp_path):
+    plain, double = (make_trainer(tmp_path, kind) for kind in (RLOOTrainer, Mine))
+    assert relative(step_direction(double), 2 * step_direction(plain)) < 1e-6
+
+
 MANY = [f"{chr(97 + i)}{i}" for i in range(12)]
 
 

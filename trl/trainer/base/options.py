@@ -32,6 +32,13 @@ MEANT = {"tokenizer": "processing_class", "max_seq_length": "max_length"}
 MAPPING = "a dictionary, or a JSON object such as '{\"a\": 1}'"
 
 
+class _Metadata(dict[str, Any]):
+    """What is known of an option, of which `HfArgumentParser` sees what it hands to argparse."""
+
+    def keys(self) -> Any:
+        return [name for name in ("help", "choices") if name in self]
+
+
 def option(
     default: Any,
     help_text: str,
@@ -44,14 +51,15 @@ def option(
     `hint` is what else a message about a value out of range says; `bounds` are those of a number:
     `ge`, `gt`, `le`, `lt`, such as `gt=0, le=1`.
     """
-    metadata: dict[str, Any] = {"help": help_text}
+    metadata = _Metadata(help=help_text)
     if choices is not None:
         metadata["choices"] = list(choices)
     if unknown := set(bounds) - set(HOLDS):
         raise TypeError(f"Unknown bounds: {', '.join(unknown)}.")
     if bounds:
         metadata["bounds"] = {kind: bounds[kind] for kind in HOLDS if kind in bounds}
-    metadata |= {"hint": hint} if hint else {}
+    if hint:
+        metadata["hint"] = hint
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

@@ -71,7 +71,7 @@ def prepare_policy(
         model = _load(name, args, init_kwargs, quantization_config, peft_config)
     else:
         name = _check_instance(model, init_kwargs, quantization_config)
-    _check_precision(model)
+    _check_model(model)
     tokenizer = _resolve_tokenizer(tokenizer, name, args, init_kwargs)
     settle_pad_token(model, tokenizer)
     if change is not None:
@@ -152,8 +152,13 @@ def _check_kind(name: str, model: Any) -> None:
         raise TypeError(f"{name} must be a name or a transformers model, not {kind}.")
 
 
-def _check_precision(model: PreTrainedModel) -> None:
-    """Eager attention softmaxes in float32, where the mask value of float64 becomes -inf."""
+def _check_model(model: PreTrainedModel) -> None:
+    if model.config.is_encoder_decoder and model.get_output_embeddings() is not None:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder. Only models that continue their prompt "
+            "can be trained here, such as those of AutoModelForCausalLM."
+        )
+    # Eager attention softmaxes in float32, where the mask value of float64 becomes -inf.
     if model.dtype == torch.float64 and model.config._attn_implementation == "eager":
         raise ValueError(
             "A float64 model with attn_implementation='eager' gives NaN for padded rows; use "

@@ -295,7 +295,11 @@ class OnlineTrainer(BaseTrainer):
         return self.finish(batch, advantages, healthy)
 
     def compute_loss(
-        self, model: nn.Module, inputs: Rollout, return_outputs: bool = False, **others: Any
+        self,
+        model: nn.Module,
+        inputs: Rollout,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Tensor:
         """Return the loss of one micro-batch of a rollout."""
         if return_outputs:
