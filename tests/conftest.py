@@ -37,12 +37,12 @@ FOLDERS = ("vllm_cpu", "distributed", "invariance", "docs", "adapters", "example
 LONG = (*FOLDERS, "cli", "trainer")  # begun first, so that two workers end at the same time
 
 
-def _folder(item) -> str:
-    return item.path.relative_to(Path(__file__).parent).parts[0]
+def _folder(path: Path) -> str:
+    return path.relative_to(Path(__file__).parent).parts[0]
 
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: (*LONG, _folder(item)).index(_folder(item)))
+    items.sort(key=lambda item: (*LONG, _folder(item.path)).index(_folder(item.path)))
     if config.getoption("--fast"):
         _leave_out(config, items)
 
@@ -88,12 +88,22 @@ def _skip_what_starts_a_process(event, arguments):
             pytest.skip(f"starts {program}")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Some of these modules cannot be imported without vLLM."""
+    if config.getoption("--fast") and collection_path != Path(__file__).parent:
+        return True if _folder(collection_path) in FOLDERS else None
+    return None
+
+
 def _leave_out(config, items):
-    left_out = [
-        item
-        for item in items
-        if _folder(item) in FOLDERS or any(item.get_closest_marker(name) for name in MARKED)
-    ]
+    """What is marked, and of each test of whole runs all but one set of parameters."""
+    left_out, seen = [], set()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        is_again = _folder(item.path) in ("trainer", "memory") and function in seen
+        if is_again or any(item.get_closest_marker(name) for name in MARKED):
+            left_out.append(item)
+        seen.add(function)
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
 

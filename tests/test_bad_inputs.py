@@ -162,6 +162,7 @@ def test_runs(inside, monkeypatch, capsys, changes, expected):
     assert expected in ending_of(run, capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", TRAINING.values(), ids=TRAINING)
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_late_errors(inside, tmp_path, monkeypatch, capsys, command, debug):

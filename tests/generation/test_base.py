@@ -30,6 +30,7 @@ class TestTransformers(ModelContract):
         )
 
 
+@pytest.mark.slow
 class TestContinuous(ModelContract):
     @pytest.fixture
     def backend(self):

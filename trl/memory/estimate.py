@@ -97,9 +97,12 @@ class Head:
             # Their gradient, made in blocks; then those of the products and of the weight.
             made = FLOAT32 * logits + _blocks(logits)
             return self._all_logits(tokens, max(made, self._narrow * logits + self.gradient))
-        entries = 0 if self._model.frozen else self._tile_shape(tokens)[1]
-        sums = FLOAT32 * (tokens + entries) * self._model.hidden
-        return self._hidden(tokens) + self.new_gradient + sums + self._tile(tokens, 3)
+        shape = self._tile_shape(tokens)
+        # A gradient in float32 is added to as it is, any other by way of sums for a tile.
+        has_sums = not self._model.frozen and self._run.weight_bytes < FLOAT32
+        sums = FLOAT32 * (tokens + (shape[1] if has_sums else 0)) * self._model.hidden
+        count = 2 if shape == (tokens, self._model.vocabulary) else 3  # with one of the tile before
+        return self._hidden(tokens) + self.new_gradient + sums + self._tile(tokens, count)
 
     def sampling(self, rows: int) -> float:
         """Bytes of drawing one token for each of so many rows."""

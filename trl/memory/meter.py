@@ -169,10 +169,7 @@ def cuda_figures(device: torch.device) -> dict[str, float]:
 
 
 def should_empty_cache(policy: str, allocated: int, reserved: int) -> bool:
-    """Whether the allocator should give back what it has reserved beyond what tensors use.
-
-    Policies: "never"; "always" (arXiv 2410.15651); "auto", above `THRESHOLD` and `FLOOR`.
-    """
+    """Whether to give back what no tensor uses: "always" (arXiv 2410.15651), "never", "auto"."""
     unused = reserved - allocated
     if policy == "auto":
         return unused >= FLOOR and unused > THRESHOLD * reserved

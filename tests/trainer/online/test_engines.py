@@ -53,6 +53,7 @@ def run(folder, **changes):
     return trainer, written
 
 
+@pytest.mark.slow
 def test_continuous_batching_trains_and_evaluates_as_the_default_does(tmp_path):
     usual, expected = run(tmp_path / "usual", script=None)
     found, written = run(tmp_path / "continuous", **CONTINUOUS)
@@ -64,6 +65,7 @@ def test_continuous_batching_trains_and_evaluates_as_the_default_does(tmp_path):
     assert names == {name for row in usual.state.log_history for name in row}
 
 
+@pytest.mark.slow
 def test_continuous_batching_casts_nothing(tmp_path):
     trainer, written = run(tmp_path, bf16=True, **CONTINUOUS)
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
