@@ -22,7 +22,12 @@ ROWS = 8  # of a micro-batch, over all processes
 def run(engine: str, moment: str, folder: Path, processes: int, **changes: Any) -> Any:
     """Weights and rows of a run; the message if it is refused."""
     use(engine)
-    options = {"use_cpu": False, "per_device_train_batch_size": ROWS // processes, "max_steps": 2}
+    options = {
+        "use_cpu": False,
+        "per_device_train_batch_size": ROWS // processes,
+        "max_steps": 2,
+        "saves": processes > 1,
+    }
     try:
         found = train("none", folder, folder, **OFF | options | MOMENTS[moment] | changes)
     except ValueError as error:

@@ -28,11 +28,13 @@ import gc
 import importlib
 import inspect
 import os
+import random
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -201,9 +203,11 @@ def python_path() -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """Not one of those that the system gives to connections, of other tests perhaps, meanwhile."""
+    while True:
+        with socket.socket() as found, suppress(OSError):
+            found.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 30_000)))
+            return int(found.getsockname()[1])
 
 
 # Lets accelerate and DeepSpeed shard weights on a CPU.

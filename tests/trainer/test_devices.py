@@ -31,7 +31,7 @@ ROUND = {
     "trainer/online/scoring.py credited": 1,
 }
 MICRO_BATCH = {
-    "models/scorer.py _at_once": 2,  # transformers asks of plain rows whether a mask is all ones
+    "models/scorer.py _states": 2,  # transformers asks of plain rows whether a mask is all ones
 }
 UPDATE = {
     "trainer/base/base_trainer.py train": 2,  # loss and norm of the gradient, for the log
@@ -84,4 +84,4 @@ def test_the_host_waits_for_little(found, case):
         assert count <= sum(table.get(place, 0) * n for table, n in times), place
     if case == "shared prompts":
         assert waits["generation/transformers/shared_decoding.py _advance"] == tokens
-        assert "models/scorer.py _at_once" not in waits
+        assert "models/scorer.py _states" not in waits

@@ -130,9 +130,9 @@ class StepRows:
 
     def select(self, index: Sequence[int]) -> Self:
         """Return the given items."""
-        items = [self.items[i] for i in index]
-        values = {name: x[list(index)] for name, x in self.values.items()}
-        return dataclasses.replace(self, items=items, values=values)
+        rows = torch.tensor(list(index), dtype=torch.long)
+        values = {name: x[rows.to(x.device)] for name, x in self.values.items()}
+        return dataclasses.replace(self, items=[self.items[i] for i in index], values=values)
 
 
 class SupervisedRows(StepRows):

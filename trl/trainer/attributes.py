@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from transformers import GenerationConfig
-
-from ..types import Sampling
 from .base.options import Gone, ignored, refused
+
+if TYPE_CHECKING:  # the command line reads the tables of this module before torch is loaded
+    from ..types import Sampling
 
 Trainer = TypeVar("Trainer", bound=type)
 
@@ -72,10 +72,12 @@ def _own_model(reference: Any) -> Any:
     return None if reference is None or hasattr(reference, "adapter") else reference.model
 
 
-def _generation_config(use_vllm: bool, sampling: Sampling) -> GenerationConfig | None:
+def _generation_config(use_vllm: bool, sampling: Sampling) -> Any:
     """How transformers would generate; None with vLLM."""
     if use_vllm:
         return None
+    from transformers import GenerationConfig
+
     same = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return GenerationConfig(
         max_new_tokens=sampling.max_tokens,
@@ -85,9 +87,8 @@ def _generation_config(use_vllm: bool, sampling: Sampling) -> GenerationConfig |
     )
 
 
-# --- Names of options and arguments of earlier releases ---
+# --- Options and arguments of earlier releases, of trainers that generate ---
 
-# Options of all trainers that generate.
 COMMON_OPTIONS: dict[str, str | Gone] = {
     "vllm_sleep_enabled": "vllm_enable_sleep_mode",
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
@@ -96,7 +97,7 @@ COMMON_OPTIONS: dict[str, str | Gone] = {
     "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
     **ignored("logits never exist at once, see logits_chunk_size", "use_liger_loss"),
 }
-# What the first trainers that generate had in common.
+# What the first ones had in common.
 FIRST_OPTIONS: dict[str, str | Gone] = {
     **COMMON_OPTIONS,
     "cliprange": "epsilon",
@@ -120,7 +121,6 @@ FIRST_OPTIONS: dict[str, str | Gone] = {
     **refused("use generation_batch_size", "batch_size"),
     **refused("use max_steps", "num_total_batches"),
 }
-# Arguments of the first trainers that generate.
 FIRST_ARGUMENTS: dict[str, str | Gone] = {
     "config": "args",
     "reward_model": "reward_funcs",
