@@ -95,7 +95,7 @@ def measure(root: Path) -> list[Bar]:
         Bar("longest function, lines", longest.lines, 60, longest.place),
         Bar("function p90, lines", lengths[int(0.9 * (len(lengths) - 1))], 25),
         Bar("highest complexity", branched.complexity, 10, branched.place),
-        Bar("mean complexity", sum(f.complexity for f in functions) / len(functions), 3.25),
+        Bar("mean complexity", sum(f.complexity for f in functions) / len(functions), 3.6),
         Bar("most parameters", wide.parameters, 6, wide.place),
         Bar("mean parameters", sum(f.parameters for f in functions) / len(functions), 2.2),
         Bar("longest file, lines", len(texts[file].splitlines()), 400, str(file)),
