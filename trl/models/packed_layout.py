@@ -7,9 +7,10 @@ pass at a time, the working memory is that of the longest, whatever the number o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -63,37 +64,18 @@ def plain_layout(
 
     Padding is masked, so its value does not matter; the width becomes a multiple of `multiple`.
     """
-    pairs = list(zip(batch.prompt_ids, batch.completion_ids, strict=True))
+    pairs = zip(batch.prompt_ids, batch.completion_ids, strict=True)
     rows = [[*prompt, *completion] for prompt, completion in pairs]
     # One column at least, so that rows of nothing make a valid input.
     ids = pad_ragged(rows, pad_id, width=max([1, *map(len, rows)]), multiple=multiple)
     count, width = ids.shape
-    before, lengths = (torch.tensor([len(pair[part]) for pair in pairs]) for part in (0, 1))
-    exists = length_mask(before + lengths, width)
-    predicted = _predicted(batch, _width(batch))
-    # Column j of the completions lies behind the prompt of its row.
-    row, column = predicted.nonzero(as_tuple=True)
-    places = row * width + before[row] + column
-    first = int((places % width).min()) if len(places) else 1
-    has_tokens = before + lengths > 0
     inputs = {"input_ids": ids, "position_ids": torch.arange(width).expand(count, width)}
+    exists = length_mask(torch.tensor(list(map(len, rows))), width)
     if not exists.all():  # a mask without zeros says nothing of rows, but is taken at its word
         inputs["attention_mask"] = exists.long()
-    return _on_device(
-        Layout(
-            inputs=inputs,
-            shape=(count, _width(batch)),
-            # One prediction at least, as above.
-            sources=places - 1 if len(places) else torch.zeros(1, dtype=torch.long),
-            targets=ids.flatten()[places if len(places) else [0]],
-            slots=torch.arange(len(places)),
-            places=_marked(predicted),
-            ends=(torch.arange(count) * width + before + lengths - 1)[has_tokens],
-            rows=_marked(has_tokens),
-            last=width - first + 1,
-        ),
-        device,
-    )
+    first = [max(0, len(prompt) - 1) for prompt in batch.prompt_ids]
+    places = [range(row * width + first[row], (row + 1) * width) for row in range(count)]
+    return _layout(inputs, batch, places, device, with_ends=True)
 
 
 def packed_layout(
@@ -105,27 +87,80 @@ def packed_layout(
     `shares_more` is False. The last token of a completion predicts nothing, so it is left out, or
     else `with_ends` its place is known. Documents share nothing with each other.
     """
-    # Neighboring rows with the same prompt.
-    runs = groupby(range(len(batch)), key=lambda row: list(batch.prompt_ids[row]))
-    groups = [_GroupRows.of(batch, list(rows), with_ends, shares_more) for _, rows in runs]
-    lengths = [(len(group.prefix), list(map(len, group.tails))) for group in groups]
-    packing = Packing.of(lengths, device)
-    ids, positions = _tokens(groups)
-    sources, targets, slots, last = _predictions(groups, packing)
-    ends = torch.tensor(last if with_ends else [], dtype=torch.long)
-    width = _width(batch)
-    layout = Layout(
-        inputs=packed_inputs(torch.tensor([ids]), torch.tensor([positions]), packing),
-        shape=(len(batch), width),
-        # One prediction at least, so that rows of nothing make a valid input.
-        sources=torch.tensor(sources or [0]),
-        targets=torch.tensor(targets or [0]),
-        slots=torch.tensor(slots, dtype=torch.long),
-        places=_marked(_predicted(batch, width)),
-        ends=ends[ends >= 0],
-        rows=_marked(ends >= 0),
-    )
-    return _on_device(layout, device)
+    groups = list(_groups(batch, with_ends, shares_more))
+    packing = Packing.of([(len(prefix), [*map(len, tails)]) for _, prefix, tails in groups], device)
+    places = list[list[int]]()
+    for (prompt, _, tails), group in zip(groups, packing.groups, strict=True):
+        known = range(group.prefix.start + max(0, prompt - 1), group.prefix.stop)
+        start = group.tails.start
+        for tail in tails:
+            places.append([*known, *range(start, start + len(tail))])
+            start += len(tail)
+    runs = [(prefix, 0) for _, prefix, _ in groups]
+    runs += [(tail, len(prefix)) for _, prefix, tails in groups for tail in tails]
+    ids, positions = list[int](), list[int]()
+    for run, first in runs:
+        ids += run
+        positions += range(first, first + len(run))
+    # One token at least, as above.
+    row = torch.tensor([ids or [0]]), torch.tensor([positions or [0]])
+    return _layout(packed_inputs(*row, packing), batch, places, device, with_ends)
+
+
+def _groups(
+    batch: Rows, with_ends: bool, shares_more: bool
+) -> Iterator[tuple[int, list[int], list[list[int]]]]:
+    """Tokens of each prompt, prefix of its completions, and what each of these goes on with."""
+    pairs = zip(map(list, batch.prompt_ids), map(list, batch.completion_ids), strict=True)
+    for prompt, rows in groupby(pairs, key=itemgetter(0)):
+        completions = [ids for _, ids in rows]
+        starts = [ids[:-1] for ids in completions if ids] if prompt and shares_more else [[]]
+        # Between the first and the last in order lie all others.
+        first, last = min(starts, default=[]), max(starts, default=[])
+        shared = common_prefix_length(first, last)
+        stop = None if with_ends else -1
+        yield len(prompt), prompt + first[:shared], [ids[shared:stop] for ids in completions]
+
+
+def _layout(
+    inputs: dict[str, Any],
+    batch: Rows,
+    places: Sequence[Sequence[int]],
+    device: torch.device,
+    with_ends: bool,
+) -> Layout:
+    """Lay out predictions; `places` of a row's tokens begin with the first one that predicts."""
+    sources, targets, cells, ends, rows = (list[int]() for _ in range(5))
+    width = max(map(len, batch.completion_ids), default=0)
+    pairs = zip(batch.prompt_ids, batch.completion_ids, strict=True)
+    for row, (prompt, ids) in enumerate(pairs):
+        first = 0 if len(prompt) else 1  # nothing predicts the first token of a document
+        count = max(0, len(ids) - first)
+        sources += places[row][:count]
+        targets += ids[first:]
+        cells += range(row * width + first, row * width + first + count)
+        if with_ends and len(prompt) + len(ids):
+            rows.append(row)
+            ends.append(places[row][count])
+    # One prediction at least, so that rows of nothing make a valid input. Those of the same token
+    # after the same place, of completions that begin alike, are one.
+    size = max(targets, default=0) + 1
+    pair = torch.tensor(sources or [0]) * size + torch.tensor(targets or [0])
+    pair, predictions = pair.unique(return_inverse=True)
+    columns = inputs["input_ids"].shape[1]
+    found = {
+        "inputs": inputs,
+        "sources": pair // size,
+        "targets": pair % size,
+        "slots": predictions[: len(cells)],
+        "places": torch.tensor(cells, dtype=torch.long),
+        "ends": torch.tensor(ends, dtype=torch.long),
+        "rows": torch.tensor(rows, dtype=torch.long),
+    }
+    # Made in main memory, and read on the device alone, so that copies need not be waited for.
+    moved = tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), found)
+    last = columns - int((found["sources"] % columns).min())
+    return Layout(shape=(len(batch), width), last=last, **moved)
 
 
 def packed_inputs(ids: Tensor, positions: Tensor, layout: Any) -> dict[str, Any]:
@@ -137,89 +172,6 @@ def packed_inputs(ids: Tensor, positions: Tensor, layout: Any) -> dict[str, Any]
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device),
         KEYWORD: layout,
     }
-
-
-@dataclass(frozen=True)
-class _GroupRows:
-    """What completions of one prompt share, and what each goes on with."""
-
-    prompt: list[int]
-    shared: list[int]
-    completions: list[list[int]]
-    tails: list[list[int]]
-
-    @classmethod
-    def of(cls, batch: Rows, rows: Sequence[int], with_ends: bool, shares_more: bool) -> _GroupRows:
-        prompt = list(batch.prompt_ids[rows[0]])
-        completions = [list(batch.completion_ids[row]) for row in rows]
-        can_share = bool(prompt) and shares_more
-        starts = [ids[:-1] for ids in completions if ids] if can_share else [[]]
-        # Between the first and the last in order lie all others.
-        first, last = min(starts, default=[]), max(starts, default=[])
-        shared = first[: common_prefix_length(first, last)]
-        tails = [ids[len(shared) :] for ids in completions]
-        if not with_ends:
-            tails = [tail[:-1] for tail in tails]
-        return cls(prompt, shared, completions, tails)
-
-    @property
-    def prefix(self) -> list[int]:
-        return self.prompt + self.shared
-
-
-def _tokens(groups: Sequence[_GroupRows]) -> tuple[list[int], list[int]]:
-    """Ids and positions of all prefixes, then of all tails; one token if there is none."""
-    runs = [(group.prefix, 0) for group in groups]
-    runs += [(tail, len(group.prefix)) for group in groups for tail in group.tails]
-    ids = chain.from_iterable(run for run, _ in runs)
-    positions = chain.from_iterable(range(first, first + len(run)) for run, first in runs)
-    return list(ids) or [0], list(positions) or [0]
-
-
-def _predictions(
-    groups: Sequence[_GroupRows], packing: Packing
-) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Sources, targets, slots, and the place of the last token of each row; -1 without any."""
-    sources, targets, slots, ends = list[int](), list[int](), list[int](), list[int]()
-    for group, places in zip(groups, packing.groups, strict=True):
-        last, count = places.prefix.stop - 1, len(group.shared)
-        common = range(len(sources), len(sources) + count)
-        sources += range(last - count, last)
-        targets += group.shared
-        start = places.tails.start
-        first = 0 if group.prompt else 1  # nothing predicts the first token of a document
-        for ids, tail in zip(group.completions, group.tails, strict=True):
-            own = ids[count:][first:]
-            slots += [*common[: len(ids)], *range(len(sources), len(sources) + len(own))]
-            sources += [last, *range(start, start + len(tail))][first:][: len(own)]
-            targets += own
-            start += len(tail)
-            end = start if ids else places.prefix.start + len(group.prompt)
-            ends.append(end - 1 if ids or group.prompt else -1)
-    return sources, targets, slots, ends
-
-
-def _width(batch: Rows) -> int:
-    """Columns C: tokens of the longest completion."""
-    return max(map(len, batch.completion_ids), default=0)
-
-
-def _predicted(batch: Rows, width: int) -> Tensor:
-    """Mark the completion tokens (B, C) that have something before them."""
-    found = length_mask(torch.tensor(list(map(len, batch.completion_ids))), width)
-    found[:, :1] &= torch.tensor([len(prompt) > 0 for prompt in batch.prompt_ids])[:, None]
-    return found
-
-
-def _marked(mask: Tensor) -> Tensor:
-    """Places of the marked entries in a flattened mask."""
-    return mask.flatten().nonzero()[:, 0]
-
-
-def _on_device(layout: Layout, device: torch.device) -> Layout:
-    """Copy what was made in main memory, and is read on the device alone, without waiting."""
-    move = tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), vars(layout))
-    return Layout(**move)
 
 
 # --- Passes ---
