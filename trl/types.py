@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +34,10 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def select(self, rows: range) -> Prompts:
-        """Return the messages and token ids of consecutive rows."""
-        at = slice(rows.start, rows.stop)
-        return Prompts(messages=self.messages[at], token_ids=self.token_ids[at])
+    def select(self, index: Sequence[int]) -> Prompts:
+        """Return the given rows, without tools."""
+        columns = {name: getattr(self, name) for name in ("messages", "token_ids", "rows")}
+        return Prompts(**{name: x and [x[i] for i in index] for name, x in columns.items()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,13 +133,25 @@ class Rows:
         pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
         return [len(prompt) + len(completion) for prompt, completion in pairs]
 
-    def select(self, index: Sequence[int]) -> Rows:
-        """Return the given rows."""
-        return Rows(
-            prompt_ids=[self.prompt_ids[i] for i in index],
-            completion_ids=[self.completion_ids[i] for i in index],
-            row_ids=[self.row_ids[i] for i in index],
-        )
+    def unit_tokens(self) -> list[int]:
+        """Tokens of each row, by which rows are cut; those of a shared prompt count once."""
+        before = [None, *self.prompt_ids[:-1]]
+        rows = zip(self.prompt_ids, before, self.completion_ids, strict=True)
+        return [len(ids) + len(prompt) * (prompt != other) for prompt, other, ids in rows]
+
+    def select(self, index: Sequence[int]) -> Self:
+        """Return the given rows, with (B, C) fields cut to the longest completion left."""
+        width = max((len(self.completion_ids[i]) for i in index), default=0)
+        changes: dict[str, Any] = {}
+        rows = torch.tensor(list(index), dtype=torch.long)
+        for field_ in dataclasses.fields(self):
+            name, value = field_.name, getattr(self, field_.name)
+            if isinstance(value, (list, tuple, range)):
+                changes[name] = [value[i] for i in index]
+            elif isinstance(value, Tensor) and value.dim():  # totals have no rows
+                rows = rows.to(value.device, non_blocking=True)
+                changes[name] = value[rows] if value.dim() == 1 else value[rows, :width]
+        return dataclasses.replace(self, **changes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,21 +187,6 @@ class Rollout(Rows):
 
     def replace(self, **changes: Any) -> Rollout:
         return dataclasses.replace(self, **changes)
-
-    def select(self, index: Sequence[int]) -> Rollout:
-        """Return the given rows, with (B, C) fields cut to the longest completion left."""
-        width = max((len(self.completion_ids[i]) for i in index), default=0)
-        changes: dict[str, Any] = {}
-        rows = torch.tensor(list(index), dtype=torch.long)
-        rows = rows.to(self.loss_mask.device, non_blocking=True)
-        for field_ in dataclasses.fields(self):
-            name, value = field_.name, getattr(self, field_.name)
-            if isinstance(value, list):
-                changes[name] = [value[i] for i in index]
-            elif isinstance(value, Tensor) and value.dim():  # totals have no rows
-                value = value[rows]
-                changes[name] = value[:, :width] if value.dim() > 1 else value
-        return self.replace(**changes)
 
     @property
     def has_foreign_logps(self) -> bool:

@@ -4,7 +4,7 @@ from scripted import ScriptedBackend
 from tiny import tiny_tokenizer
 from tool_chat import END, STOPS, add, call, ids, tool_tokenizer, user
 
-from trl.data.tool_template import ToolTurns
+from trl.data.templates import ToolTurns
 from trl.distributed import Ranks
 from trl.generation.environments import EnvironmentBackend, Environments
 from trl.generation.tools.calls import CallParser, ToolRunner

@@ -109,6 +109,10 @@ class StepRows:
         """The rows a scorer reads."""
         raise NotImplementedError
 
+    def unit_tokens(self) -> list[int]:
+        """Tokens of what is never cut: of each document, or of each prompt with its answers."""
+        return self.flat.unit_tokens()
+
     def tokens(self) -> int:
         """Tokens of the items that count, prompts once."""
         return sum(item.tokens() for item in self.items if item.counts)
@@ -199,8 +203,8 @@ class AnswerRows(StepRows):
             row_ids=[group.source for group, _ in pairs],
         )
 
-    def group_tokens(self) -> list[int]:
-        """Tokens of each prompt with its answers, which stay together."""
+    def unit_tokens(self) -> list[int]:
+        """See `StepRows`."""
         return [group.tokens() for group in self.items]
 
     def weight(self) -> Tensor:

@@ -1,18 +1,59 @@
-"""Chat templates: markers around what the assistant writes, and copies from other tokenizers."""
+"""Chat templates: markers, copies, and what they write around tool calls and their results."""
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from .tool_template import ASSISTANTS, CALL, NAME, RESULT, USER, render_probe, tool_message
+from .formats import common_prefix_length
 
+T = TypeVar("T")
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+TRAINING = Path(__file__).parents[1] / "templates" / "training_chat_template.jinja"
+NAME, ARGUMENT, RESULT = "look_up", "needle", "found42"
+USER = {"role": "user", "content": "ask"}
+# Some templates refuse calls without an id, or with one that has not nine letters.
+CALL = {
+    "type": "function",
+    "id": "call00000",
+    "function": {"name": NAME, "arguments": {"word": ARGUMENT}},
+}
+# Templates that drop the reasoning of earlier turns keep a turn that states its own.
+ASSISTANTS: tuple[dict[str, Any], ...] = (
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "assistant", "content": "", "reasoning_content": "so", "tool_calls": [CALL]},
+)
+
+# Ways in which templates write calls, as fields of a `response_template`.
+TAGGED = {
+    "open_pattern": r"\s*<tool_call>\s*(?=\{)",
+    "close": "</tool_call>",
+    "content": "json",
+    "transform": {"type": "function", "function": "{content}"},
+}
+NESTED = {
+    "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+    "close_pattern": r"</function>\s*</tool_call>",
+    "content": "xml-inline",
+    "content_args": {
+        "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+    },
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+}
+BARE = {
+    "open_pattern": r"\s*(?:<\|python_tag\|>)?\s*(?=\{\s*\"name\")",
+    "content": "json",
+    "transform": {
+        "type": "function",
+        "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
+    },
+}
 
 
 def has_generation_markers(template: str | Mapping[str, str]) -> bool:
@@ -37,9 +78,6 @@ def is_chat_template_prefix_preserving(processing_class: Any) -> bool:
     before = render_probe(processing_class, call, **options)["input_ids"]
     after = render_probe(processing_class, result, add_generation_prompt=True, **options)
     return after["input_ids"][: len(before)] == before
-
-
-TRAINING = Path(__file__).parents[1] / "templates" / "training_chat_template.jinja"
 
 
 def get_training_chat_template(
@@ -124,3 +162,208 @@ def take_template(tokenizer: PreTrainedTokenizerBase, path: str) -> list[str]:
     tokenizer.add_tokens(missing)
     tokenizer.eos_token = source.eos_token
     return [token.content for token in missing]
+
+
+# --- Tool calls ---
+
+
+def tool_message(name: str, content: str) -> dict[str, Any]:
+    """The message that carries the result of a tool."""
+    return {"role": "tool", "name": name, "content": content}
+
+
+def supports_tool_calling(processing_class: PreTrainedTokenizerBase | ProcessorMixin) -> bool:
+    """Whether the chat template shows a call's name and argument, and a tool's result."""
+    try:
+        messages = [USER, ASSISTANTS[0], _sent(tool_message(NAME, RESULT))]
+        text = render_probe(processing_class, messages)
+    except Exception:  # a template may refuse by any error of its own
+        return False
+    return all(word in text for word in (NAME, ARGUMENT, RESULT))
+
+
+def rendered_call(tokenizer: PreTrainedTokenizerBase, **template_kwargs: Any) -> str:
+    """Return the text of an assistant turn that calls `NAME` with `word=ARGUMENT`."""
+    before = render_probe(tokenizer, [USER], add_generation_prompt=True, **template_kwargs)
+    whole = render_probe(tokenizer, [USER, ASSISTANTS[0]], **template_kwargs)
+    return whole.removeprefix(before)
+
+
+def render_probe(
+    processing_class: Any, messages: list[dict[str, Any]], tokenize: bool = False, **options: Any
+) -> Any:
+    """Render a conversation, as text or as token ids, without changing the messages."""
+    # Templates may change what they are given.
+    return processing_class.apply_chat_template(
+        copy.deepcopy(messages), tokenize=tokenize, **options
+    )
+
+
+def _sent(message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"tool_call_id": CALL["id"]}
+
+
+def reads_responses(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer knows how its model writes reasoning, content and tool calls."""
+    return getattr(tokenizer, "response_template", None) is not None
+
+
+def read_response(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[int],
+    ids: Sequence[int],
+    schemas: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    """Read one turn, without the token that ended it, with the tokenizer's `response_template`.
+
+    The message has a `content`, empty if there is none. Text that the parser of transformers does
+    not understand raises whatever it raises.
+    """
+    text = tokenizer.decode(list(ids), skip_special_tokens=False)
+    before = tokenizer.decode(list(prompt))
+    message = dict(tokenizer.parse_response(text, prefix=before, tools=list(schemas) or None))
+    return {"role": "assistant"} | message | {"content": message.get("content") or ""}
+
+
+def as_message(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int]
+) -> dict[str, Any]:
+    """Read one turn as far as that is possible; otherwise all of its text is the content."""
+    if reads_responses(tokenizer):
+        ended = bool(ids) and ids[-1] in tokenizer.all_special_ids
+        try:
+            return read_response(tokenizer, prompt, ids[:-1] if ended else ids)
+        except Exception:  # a policy in training may write anything
+            pass
+    content = tokenizer.decode(list(ids), skip_special_tokens=True)
+    return {"role": "assistant", "content": content}
+
+
+def add_response_schema(processing_class: T) -> T:
+    """Let a tokenizer, or that of a processor, parse what its model writes: `parse_response`.
+
+    Its `response_template` is made of what the chat template writes around an answer, a tool call
+    and, in `<think>` tags, reasoning; one that is there stays.
+
+    Raises:
+        ValueError: if the chat template is not one text, or does not show calls and their results,
+            or writes them in a way that is not known.
+    """
+    tokenizer: Any = getattr(processing_class, "tokenizer", processing_class)
+    if reads_responses(tokenizer):
+        return processing_class
+    template = getattr(processing_class, "chat_template", None)
+    if not isinstance(template, str):
+        raise ValueError("The chat template must be one text, not several by name.")
+    if not supports_tool_calling(processing_class):  # type: ignore[arg-type]
+        raise ValueError(
+            "The chat template does not show tool calls and their results, so they cannot be read."
+        )
+    begun = render_probe(processing_class, [USER], add_generation_prompt=True)
+    written = rendered_call(processing_class).rstrip()  # type: ignore[arg-type]
+    before = render_probe(processing_class, [USER])
+    # Without a beginning of its own, the answer follows the end of the question.
+    anchor = begun.removeprefix(before).split("<think>")[0] or begun.split(USER["content"])[-1]
+    fields = _fields(template, written, tokenizer)
+    for calls in (TAGGED, NESTED, BARE | fields["content"]):
+        made = {
+            "start_anchor": anchor,
+            "fields": fields | {"tool_calls": calls | {"repeats": True}},
+        }
+        tokenizer.response_template = made | {"defaults": {"role": "assistant"}}
+        if _finds_call(tokenizer, begun, written):
+            return processing_class
+    tokenizer.response_template = None
+    raise ValueError(
+        f"The chat template writes a tool call in a way that is not known here: {written!r:.200}. "
+        "Set tokenizer.response_template, which says how to parse it."
+    )
+
+
+def _fields(template: str, written: str, tokenizer: Any) -> dict[str, dict[str, Any]]:
+    """The content, which ends with a special token, and reasoning, if it is written in tags."""
+    ends = {tokenizer.eos_token, *filter(written.endswith, tokenizer.all_special_tokens)} - {None}
+    content = {"close_pattern": rf"\s*(?:{'|'.join(map(re.escape, sorted(ends)))})"}
+    thinking = {"reasoning_content": {"open": "<think>", "close": "</think>"}}
+    return {"content": content} | (thinking if "<think>" in template else {})
+
+
+def _finds_call(tokenizer: Any, begun: str, written: str) -> bool:
+    try:
+        found = tokenizer.parse_response(written, prefix=begun)
+    except (KeyError, ValueError):  # calls are written in another way
+        return False
+    call = {"type": "function", "function": {"name": NAME, "arguments": {"word": ARGUMENT}}}
+    return found.get("tool_calls") == [call]
+
+
+class ToolTurns:
+    """The tokens that stand between a turn with tool calls and the next turn of the model.
+
+    What the model wrote is never rendered again: the tokens are those that the template puts behind
+    the end of an assistant turn in a conversation of its own. `stop_ids` end a turn, and
+    `template_kwargs` are extra arguments of every chat-template call.
+
+    Raises:
+        ValueError: if the template cannot show tool calls, or changes earlier turns when a tool's
+            result follows.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: Sequence[int],
+        template_kwargs: dict[str, Any] | None = None,
+    ):
+        self._tokenizer = tokenizer
+        self._stop_ids = frozenset(stop_ids)
+        self._options = template_kwargs or {}
+        if not tokenizer.chat_template:
+            raise ValueError("tools need a chat template; the tokenizer has none.")
+        if not supports_tool_calling(tokenizer):
+            raise ValueError(
+                "tools: the chat template of the tokenizer does not show tool calls and their "
+                "results. Use a model whose template does, or set tokenizer.chat_template."
+            )
+        self._assistant, self._length = self._find_assistant()
+
+    def after(self, results: Sequence[dict[str, Any]]) -> list[int]:
+        """Return the tokens of messages as of `tool_message`, and of how the next turn begins."""
+        return self._ids(self._assistant, results)[self._length :]
+
+    def _find_assistant(self) -> tuple[dict[str, Any], int]:
+        """Choose an assistant turn that stays as it is, and say where it ends."""
+        for assistant in ASSISTANTS:
+            alone = self._ids(assistant, [])
+            user = self._ids(None, [])
+            length = self._end(alone, len(user))
+            followed = self._ids(assistant, [tool_message(NAME, RESULT)])
+            if followed[:length] == alone[:length]:
+                return assistant, length
+        place = common_prefix_length(alone, followed)
+        raise ValueError(
+            "tools: the chat template is not prefix-preserving: a tool's result changes the turns "
+            f"before it, from token {place} of {alone!r:.200}: "
+            f"{self._tokenizer.decode(alone[place:])!r:.80} becomes "
+            f"{self._tokenizer.decode(followed[place:])!r:.80}. Change tokenizer.chat_template so "
+            "that a turn is rendered alike whatever follows it."
+        )
+
+    def _end(self, ids: list[int], least: int) -> int:
+        """Where the last turn ends: behind its stop token, or at the end of the text."""
+        stops = [place for place, token in enumerate(ids) if token in self._stop_ids]
+        return stops[-1] + 1 if stops and stops[-1] >= least else len(ids)
+
+    def _ids(
+        self, assistant: dict[str, Any] | None, results: Sequence[dict[str, Any]]
+    ) -> list[int]:
+        messages = [USER, *([assistant] if assistant else []), *map(_sent, results)]
+        found = render_probe(
+            self._tokenizer,
+            messages,
+            tokenize=True,
+            return_dict=True,
+            add_generation_prompt=bool(results),
+            **self._options,
+        )
+        return list(found["input_ids"])

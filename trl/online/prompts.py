@@ -137,7 +137,7 @@ class PromptEncoder:
         A tokenizer with a `response_template` parses messages: reasoning and tool calls are then
         apart from the content.
         """
-        from ..data.tool_template import as_message  # which conversations alone need
+        from ..data.templates import as_message  # which conversations alone need
 
         tokenizer = self._tokenizer
         rows = zip(prompts.messages, prompts.token_ids, completion_ids, strict=True)

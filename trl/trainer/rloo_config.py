@@ -40,6 +40,9 @@ class RLOOConfig(OnlineConfig):
     )
 
     def __post_init__(self) -> None:
+        if "num_mini_batches" in self.given_by_old_names:  # updates of several micro-batches
+            updates = self.steps_per_generation or 1
+            self.steps_per_generation = updates * self.gradient_accumulation_steps
         super().__post_init__()
         if self.reward_clip_range is None:
             return

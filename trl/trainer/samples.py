@@ -74,7 +74,7 @@ class Samples:
         step, count = trainer.state.global_step, -(-most // ranks.count)
         first = ranks.rank * count
         # Ranks work in step, so the last ones repeat a prompt where there is none left.
-        prompts = _pick(self._prompts, [min(first + row, most - 1) for row in range(count)])
+        prompts = self._prompts.select([min(first + row, most - 1) for row in range(count)])
         seeds = row_seeds(("samples", trainer.args.seed, step), first, count)
         engine = getattr(trainer, "backend", None) or self._transformers
         with random_numbers_kept(), trainer.phases.inference("generation", count):
@@ -103,11 +103,6 @@ class Samples:
             limits=BatchLimits(trainer.args.per_device_eval_batch_size),
             ranks=trainer.ranks,
         )
-
-
-def _pick(prompts: Prompts, places: list[int]) -> Prompts:
-    columns = {name: getattr(prompts, name) for name in ("messages", "token_ids", "rows")}
-    return Prompts(**{name: x and [x[i] for i in places] for name, x in columns.items()})
 
 
 def _prompts(trainer: BaseTrainer, tokenizer: Any, most: int | None) -> Prompts:

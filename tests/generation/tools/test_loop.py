@@ -8,7 +8,7 @@ from scripted import ScriptedBackend
 from tiny import tiny_model, tiny_tokenizer
 from tool_chat import END, STOPS, add, call, fail, ids, spell, tool_tokenizer, user
 
-from trl.data.tool_template import ToolTurns
+from trl.data.templates import ToolTurns
 from trl.distributed import Ranks
 from trl.generation.base import GenerationBackend
 from trl.generation.function_backend import FunctionBackend

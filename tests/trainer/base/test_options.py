@@ -254,7 +254,7 @@ def test_a_subclass_may_take_keywords_that_it_does_not_name():
 
     with pytest.raises(ValueError, match="train_dataset is required"):
         Mine("model", mine=1)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'train_datset'"):
+    with pytest.raises(TypeError, match="'train_datset'. Did you mean train_dataset"):
         Mine("model", mine=1, train_datset=None)
 
 

@@ -15,9 +15,10 @@ from trl.models.packed_attention import KEYWORD
 from trl.models.packed_layout import runs_within
 from trl.online.metrics import MetricStore
 from trl.online.rewards import RewardError
-from trl.trainer.base.phases import Phases, row_tokens
+from trl.trainer.base.phases import Phases
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
+from trl.types import Rows
 
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
 # The script makes completions of 1, 2, 3 and 4 tokens for each prompt of 6 tokens: packed, the last
@@ -375,8 +376,8 @@ def test_runs_of_rows_hold_at_most_so_many_tokens():
     sizes = [3, 4, 9, 1, 1, 2, 30]
     assert runs_within(8, sizes) == [2, 1, 3, 1]
     assert runs_within(10**6, sizes) == [7]
-    rows = SimpleNamespace(prompt_ids=[[1, 2]] * 2 + [[3]], completion_ids=[[4], [5, 6], [7]])
-    assert row_tokens(rows) == [3, 2, 2]
+    rows = Rows.of([([1, 2], [4]), ([1, 2], [5, 6]), ([3], [7])])
+    assert rows.unit_tokens() == [3, 2, 2]
 
 
 def test_each_phase_is_measured_and_logged(tmp_path):

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
-from ...data.tool_template import (
+from ...data.templates import (
     ARGUMENT,
     NAME,
     read_response,

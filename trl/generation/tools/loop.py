@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from ...data.tool_template import ToolTurns
+from ...data.templates import ToolTurns
 from ...distributed import Ranks
 from ...types import FinishReason, Generations, Prompts, Sampling
 from ..base import AroundEngine, row_seeds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -172,13 +171,9 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
         if self.bf16 is None:
             # On a machine without a fitting GPU, transformers refuses bf16 unless told use_cpu.
             self.bf16 = not self.fp16 and (self.use_cpu or is_torch_bf16_gpu_available())
-        # Newer releases of transformers read the option under another name.
-        names = {field.name for field in dataclasses.fields(self)}
-        new: str = "activation_checkpointing"
-        if new in names and getattr(self, new) is None:
-            setattr(self, new, self.gradient_checkpointing)
-        self._check_packages()
-        self.selective_checkpointing = self._take_selective()
+        if self.deepspeed is not None:
+            require("deepspeed", "deepspeed")
+        self.selective_checkpointing = self._resolve_checkpointing()
         kind: Any = type(self)  # transformers reads JSON text of the options that it finds here
         self._VALID_DICT_FIELDS = [name for name, kinds in kinds_of(kind).items() if dict in kinds]
         super().__post_init__()
@@ -193,11 +188,13 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
     @property
     def init_options(self) -> dict[str, Any]:
         """A copy of `model_init_kwargs`."""
-        return dict(from_json(self.model_init_kwargs) or {})
+        return dict(self.model_init_kwargs or {})  # type: ignore[arg-type]
 
-    def _take_selective(self) -> bool:
-        """Take the key that is for this package out of the options of checkpointing."""
-        chosen = False
+    def _resolve_checkpointing(self) -> bool:
+        """Whether it is selective: a key that is taken out of what transformers reads."""
+        new, chosen = "activation_checkpointing", False  # how newer releases call the option
+        if getattr(self, new, True) is None:
+            setattr(self, new, self.gradient_checkpointing)
         for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
             given = dict(from_json(getattr(self, name, None)) or {})
             if given.get("selective") and (
@@ -220,6 +217,7 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
                 )
         self._check_parallelism()
         if self.use_liger_kernel:
+            require("liger_kernel", "use_liger_kernel=True")
             kernels: str = "liger_kernel_config"  # declared without a type that is known
             setattr(self, kernels, _layers_only(getattr(self, kernels) or {}))
 
@@ -236,12 +234,6 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
                 f"cp_size={known.cp_size}: context parallelism is for trainers that learn from the "
                 "rows of a dataset: SFT, DPO, KTO, reward models. Leave it out."
             )
-
-    def _check_packages(self) -> None:
-        if self.use_liger_kernel:
-            require("liger_kernel", "use_liger_kernel=True")
-        if self.deepspeed is not None:
-            require("deepspeed", "deepspeed")
 
     def _check_trackers(self) -> None:
         """Without this, what is missing would be said after the model has been loaded."""

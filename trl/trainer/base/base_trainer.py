@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants as hub
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
@@ -374,7 +375,7 @@ class BaseTrainer(Named, Publishing, Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         # A checkpoint that is being written will move; it is uploaded afterwards.
-        if not self._is_saving:
+        if not self._is_saving and not hub.HF_HUB_OFFLINE:
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _get_output_dir(self, trial: Any) -> str:

@@ -110,7 +110,3 @@ class Publishing:
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Upload model and card, unless the hub is switched off."""
         return None if hub.HF_HUB_OFFLINE else super().push_to_hub(*args, **kwargs)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not hub.HF_HUB_OFFLINE:
-            super()._push_from_checkpoint(checkpoint_folder)

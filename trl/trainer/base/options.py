@@ -11,6 +11,7 @@ import inspect
 import json
 import math
 import operator
+import re
 import typing
 import warnings
 from abc import ABCMeta
@@ -179,22 +180,22 @@ class _Construction(ABCMeta):  # a subclass may have abstract classes as bases, 
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         known, table = _arguments_of(cls), cls.legacy_options
-        for name in () if _takes_more(cls) else kwargs.keys() - known - table.keys():
-            meant = MEANT.get(name)
-            hint = f" Did you mean {meant}?" if meant in known else did_you_mean(name, known)
-            raise TypeError(f"{cls.__name__} has no argument {name!r}.{hint}")
         old = {name: kwargs.pop(name) for name in list(kwargs) if name in table}
         old = {name: value for name, value in old.items() if value is not None}
         given = dict(zip(known, args, strict=False)) | kwargs
-        changes = _translate(cls.__name__, table, old, given)
-        if "num_mini_batches" in old:
-            changes["steps_per_generation"] *= kwargs.get("gradient_accumulation_steps", 1)
-        episodes = changes.pop("max_steps") if "total_episodes" in old else None
-        made = super().__call__(*args, **kwargs, **changes)
-        if episodes is not None:  # completions that are generated and trained on
-            plan = made.batch_plan
-            rows = plan.micro_batch * plan.num_processes * plan.accumulation
-            made.max_steps = math.ceil(episodes * plan.iterations / rows)
+        made: Any = cls.__new__(cls)  # type: ignore[arg-type,call-arg]
+        made.given_by_old_names = frozenset(old)
+        try:
+            made.__init__(*args, **kwargs, **_translate(cls.__name__, table, old, given))
+        except TypeError as error:
+            # Python alone knows what the constructors of users' subclasses take out of keywords.
+            found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            name = found[1] if found else ""
+            if name in known or name not in kwargs:
+                raise
+            meant = MEANT.get(name)
+            hint = f" Did you mean {meant}?" if meant in known else did_you_mean(name, known)
+            raise TypeError(f"{cls.__name__} has no argument {name!r}.{hint}") from error
         return made
 
 
@@ -206,6 +207,7 @@ class Named(metaclass=_Construction):
     """
 
     legacy_options: ClassVar[dict[str, Any]] = {}
+    given_by_old_names = frozenset[str]()  # which of them were
 
 
 def _arguments_of(kind: type) -> dict[str, None]:
@@ -219,12 +221,6 @@ def _arguments_of(kind: type) -> dict[str, None]:
             if not others:
                 break
     return found
-
-
-def _takes_more(kind: Any) -> bool:
-    """Whether the constructor of a user's subclass may take keywords that it does not name."""
-    is_users = not kind.__init__.__module__.startswith("trl.")
-    return is_users and inspect.getfullargspec(kind.__init__).varkw is not None
 
 
 def _translate(

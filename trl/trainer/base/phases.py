@@ -137,7 +137,7 @@ class Phases:
 
     def pieces(self, batch: Any) -> list[Any]:
         """Cut rows into what is computed at once, with gradient or without."""
-        counts = runs_within(self._most, row_tokens(batch)) if self._most else []
+        counts = runs_within(self._most, batch.unit_tokens()) if self._most else []
         cuts = pairwise(accumulate(counts, initial=0))
         return [batch.select(range(*cut)) for cut in cuts] if len(counts) > 1 else [batch]
 
@@ -164,13 +164,3 @@ class Phases:
         self._done.clear()
         for name, value in self.meter.take().items():
             self._store.maximum(name, torch.tensor(value))
-
-
-def row_tokens(batch: Any) -> list[int]:
-    """Tokens of what a micro-batch is cut by: groups, or rows; a shared prompt counts once."""
-    if hasattr(batch, "group_tokens"):
-        return list(batch.group_tokens())
-    batch = getattr(batch, "flat", batch)
-    before = [None, *batch.prompt_ids[:-1]]
-    rows = zip(batch.prompt_ids, before, batch.completion_ids, strict=True)
-    return [len(ids) + len(prompt) * (prompt != other) for prompt, other, ids in rows]

@@ -32,6 +32,10 @@ class BatchPlan:
         return self.rows_per_rank * self.num_processes
 
     @property
+    def update_rows(self) -> int:
+        return self.micro_batch * self.num_processes * self.accumulation
+
+    @property
     def micro_steps_per_round(self) -> int:
         return self.micro_batches * self.iterations
 
@@ -42,7 +46,7 @@ class BatchPlan:
 
     def describe(self) -> str:
         """Say in one sentence what an update consists of."""
-        rows, group = self.micro_batch * self.num_processes * self.accumulation, self.group_size
+        rows, group = self.update_rows, self.group_size
         prompts = f"{rows / group:.2f} prompts" if rows % group else count(rows // group, "prompt")
         words = (
             f"each update: {prompts} x {group} completions = {rows} sequences, in "

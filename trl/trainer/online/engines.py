@@ -225,7 +225,7 @@ class Agents:
 
             return FunctionBackend(engine, call, policy.ranks)
         if self.tools is not None:
-            from ...data.tool_template import ToolTurns
+            from ...data.templates import ToolTurns
             from ...generation.tools.calls import CallParser
             from ...generation.tools.loop import ToolLoop
 
