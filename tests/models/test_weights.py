@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.models.unwrap import policy_for_inference
 from trl.models.weights import (
     base_stamp,
-    base_weights,
     full_weights,
     is_quantized,
     keep_trainable,
@@ -228,7 +227,7 @@ def adapted(**options):
 def test_factors_on_base_weights_are_the_merged_weights(options):
     model = adapted(**options)
     assert why_not_low_rank(model) is None
-    found = {name: weight.clone() for name, weight in base_weights(model)}
+    found = {name: weight.clone() for name, weight in full_weights(model, with_adapter=False)}
     plain = tiny_model().state_dict()
     assert found.keys() == plain.keys()
     assert all(torch.equal(found[name], value) for name, value in plain.items())
@@ -244,8 +243,8 @@ def test_reading_base_weights_leaves_the_adapter_on():
     model, ids = adapted(), torch.arange(5, 15)[None]
     before = model(ids).logits
     trained = [p for p in model.parameters() if p.requires_grad]
-    next(base_weights(model))
-    list(base_weights(model))
+    next(full_weights(model, with_adapter=False))
+    list(full_weights(model, with_adapter=False))
     assert torch.equal(model(ids).logits, before)
     assert all(p.requires_grad for p in trained)
 

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from ..distributed import undivided_models
-from ..models.adapters import add_adapter
 from ..models.layout_check import why_not_shared
+from ..models.loading import add_adapter
 from ..models.loading import load_config as load_config
 
 FLOAT32 = 4
@@ -64,7 +64,7 @@ def model_size(
         base = sum(p.numel() for p in model.parameters())
         shape = _shape(config.get_text_config(), model)
         if peft_config is not None:
-            model = add_adapter(model, peft_config, checkpointing=False)
+            model = add_adapter(model, peft_config)
     parameters = sum(p.numel() for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad]
     return ModelSize(

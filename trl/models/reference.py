@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from accelerate.utils.fsdp_utils import ensure_weights_retied, fsdp2_prepare_model
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import distribute_tensor
@@ -165,7 +165,12 @@ def spread(model: nn.Module, accelerator: Accelerator) -> nn.Module:
         return model.to(accelerator.device)
     if accelerator.is_fsdp2:
         return fsdp2_prepare_model(accelerator, model)
-    return _fsdp1(model, accelerator)
+    plugin = accelerator.state.fsdp_plugin
+    start = plugin.param_init_fn  # accelerate would keep one that ties the weights of this model
+    found = accelerator.prepare_model(model)
+    plugin.param_init_fn = start
+    accelerator._models.pop()  # it is not to be saved with the policy
+    return found
 
 
 def _deepspeed(model: nn.Module, plugin: Any) -> nn.Module:
@@ -179,23 +184,6 @@ def _deepspeed(model: nn.Module, plugin: Any) -> nn.Module:
     config["train_micro_batch_size_per_gpu"] = 1
     engine, *_ = require("deepspeed", "DeepSpeed").initialize(model=model, config=config)
     return engine.module
-
-
-def _fsdp1(model: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """Wrap as accelerate wraps the policy; it would also save what it prepares itself."""
-    plugin = accelerator.state.fsdp_plugin
-    plugin.set_auto_wrap_policy(model)
-    return FullyShardedDataParallel(
-        model,
-        sharding_strategy=plugin.sharding_strategy or plugin.reshard_after_forward,
-        auto_wrap_policy=plugin.auto_wrap_policy,
-        mixed_precision=plugin.mixed_precision_policy,
-        sync_module_states=plugin.sync_module_states,
-        use_orig_params=plugin.use_orig_params,
-        param_init_fn=ensure_weights_retied(plugin.param_init_fn, model, accelerator.device),
-        limit_all_gathers=plugin.limit_all_gathers,
-        device_id=accelerator.device,
-    )
 
 
 @torch.no_grad()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from ..distributed import fsdp_version
-from ..imports import is_available, require
-from .sharded import fsdp1_units, gather_fsdp1, gather_of, gather_zero3, whole
+from ..imports import require
+from .sharded import fsdp1_units, gather_fsdp1, gather_of, gather_zero3, unwrapped, whole
 from .unwrap import VALUE_MODEL, causal_model, is_peft_model
 
 # Modules that only hold another one, by the attribute in which they do.
@@ -21,20 +22,21 @@ WRAPPING = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "
 Weights = Iterator[tuple[str, Tensor]]
 
 
-def full_weights(model: nn.Module) -> Weights:
+def full_weights(model: nn.Module, with_adapter: bool = True) -> Weights:
     """Yield each weight of the policy as it computes: name and whole tensor.
 
     Names are those of the base model's state dict, persistent buffers included; of tied weights the
     first is yielded. Active adapters are merged into copies of one layer at a time, so the policy
-    never changes, whenever iteration ends. An adapter that is switched off is left out. Weights
-    that bitsandbytes holds in 4 bits are dequantized, and merged in float32.
+    never changes, whenever iteration ends. An adapter that is switched off is left out, and all are
+    without `with_adapter`. Weights that bitsandbytes holds in 4 bits are dequantized, and merged in
+    float32.
 
     Sharded weights are gathered module by module (FSDP1: unit by unit), so all ranks must go
     through all of them; a rank that stops early leaves the others waiting. A tensor is valid until
     the next one is asked for; do not write to it. `check_weights` is called at once.
     """
     check_weights(model)
-    return _stream(model, causal_model(model))
+    return _stream(model, [*_blocks(causal_model(model), "", with_adapter)])
 
 
 def check_weights(model: nn.Module) -> None:
@@ -48,8 +50,8 @@ def check_weights(model: nn.Module) -> None:
             f"The base model is {kind}, so that whole weights cannot stand for it. Load it "
             "in 4 bits (--load_in_4bit), or without quantization."
         )
-    wrapper: Any = next((m for m in model.modules() if is_peft_model(m)), None)
-    if wrapper is None:
+    wrapper = unwrapped(model)
+    if not is_peft_model(wrapper):
         return
     config = wrapper.active_peft_config
     if config.is_prompt_learning:
@@ -64,152 +66,116 @@ def check_weights(model: nn.Module) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Block:
+class _Block(NamedTuple):
     """A module with its own weights, or a layer with an adapter and all that is in it."""
 
-    name: str  # in the base model; ends with a dot, or is empty
-    module: nn.Module
-    adapted: bool = False
+    name: str  # in the base model
+    module: Any
+    adapted: bool
 
+    @property
     def modules(self) -> list[nn.Module]:
-        return list(self.module.modules()) if self.adapted else [self.module]
+        return [*self.module.modules()] if self.adapted else [self.module]
+
+
+def _blocks(module: Any, name: str, with_adapter: bool = True) -> Iterator[_Block]:
+    module = _chosen(module, with_adapter)
+    adapted = _is_adapted(module)
+    # The first of tied layers brings the adapter of all.
+    if not adapted or getattr(module, "tied_adapter", None) is None:
+        yield _Block(name, module, adapted)
+    for child_name, child in () if adapted else module.named_children():
+        if child_name != VALUE_MODEL:
+            path = name if child_name in WRAPPING else f"{name}.{child_name}".removeprefix(".")
+            yield from _blocks(child, path, with_adapter)
+
+
+def _chosen(module: Any, with_adapter: bool) -> Any:
+    """What computes in the place of a module that an adapter wraps, if one thing does."""
+    if _is_adapted(module) and (module.disable_adapters or not with_adapter):
+        return _chosen(module.get_base_layer(), with_adapter)
+    # With `modules_to_save` an adapter trains copies of the whole module.
+    if "modules_to_save" not in module._modules:
+        return module
+    active = [name for name in module.active_adapters if name in module.modules_to_save]
+    if module.disable_adapters or not active:
+        return _chosen(module.original_module, with_adapter)
+    return module.modules_to_save[active[0]]
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    return hasattr(type(module), "get_base_layer")  # a `BaseTunerLayer` of peft
 
 
 def adapted_layers(causal: nn.Module) -> Iterator[tuple[str, Any]]:
     """Each layer with an adapter that is switched on, and its name in the base model."""
     for block in _blocks(causal, ""):
         if block.adapted:
-            yield block.name.removesuffix("."), block.module
+            yield block.name, block.module
 
 
-def _stream(model: nn.Module, causal: nn.Module) -> Weights:
-    seen: set[int] = set()
-    for gathered, blocks in _spans(model, list(_blocks(causal, ""))):
-        with gathered:
-            for block in blocks:
+def _stream(model: nn.Module, blocks: list[_Block]) -> Weights:
+    gather, seen = gather_of(model), set[int]()
+    # For each module, the innermost unit of FSDP1 it belongs to: inner units come later.
+    owners = {m: unit for unit in fsdp1_units(model.modules()) for m in unit.modules()}
+    for owner, run in groupby(blocks, lambda block: owners.get(block.module, block.module)):
+        span = list(run)
+        modules = dict.fromkeys([owner, *(m for block in span for m in block.modules)])
+        # `whole` gathers the parameters of FSDP2 one by one.
+        together = gather in (gather_zero3, gather_fsdp1)
+        with gather([*modules]) if gather and together else nullcontext():
+            for block in span:
                 yield from _merged(block) if block.adapted else _own(block, seen)
 
 
-def _spans(
-    model: nn.Module, blocks: list[_Block]
-) -> Iterator[tuple[AbstractContextManager[Any], list[_Block]]]:
-    """Blocks whose weights are gathered together, and what gathers them."""
-    gather = gather_of(model)
-    if gather is gather_fsdp1:
-        # For each module, the innermost unit it belongs to: inner units come later.
-        owners = {m: unit for unit in fsdp1_units(model.modules()) for m in unit.modules()}
-        for owner, run in groupby(blocks, lambda block: owners[block.module]):
-            span = list(run)
-            inner = [m for block in span if block.adapted for m in block.modules()]
-            yield gather([owner, *inner]), span
-        return
-    for block in blocks:
-        # `whole` gathers the parameters of FSDP2 one by one.
-        yield gather(block.modules()) if gather is gather_zero3 else nullcontext(), [block]
-
-
-def _blocks(module: nn.Module, name: str) -> Iterator[_Block]:
-    module = _chosen(module)
-    if _is_adapted(module):
-        # The first of tied layers brings the adapter of all.
-        if getattr(module, "tied_adapter", None) is None:
-            yield _Block(name, module, adapted=True)
-        return
-    yield _Block(name, module)
-    for child_name, child in module.named_children():
-        if child_name == VALUE_MODEL:
-            continue
-        yield from _blocks(child, name if child_name in WRAPPING else f"{name}{child_name}.")
-
-
-def _chosen(module: nn.Module) -> nn.Module:
-    """What computes in the place of a module that an adapter wraps, if one thing does."""
-    wrapper: Any = module
-    if _is_adapted(module) and wrapper.disable_adapters:
-        return _chosen(wrapper.get_base_layer())
-    # With `modules_to_save` an adapter trains copies of the whole module.
-    if not _is_of(module, "peft.utils", "ModulesToSaveWrapper"):
-        return module
-    active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
-    if wrapper.disable_adapters or not active:
-        return _chosen(wrapper.original_module)
-    chosen: nn.Module = wrapper.modules_to_save[active[0]]
-    return chosen
-
-
-def _is_adapted(module: nn.Module) -> bool:
-    return _is_of(module, "peft.tuners.tuners_utils", "BaseTunerLayer")
-
-
-def _is_of(module: nn.Module, package: str, kind: str) -> bool:
-    """Whether a module is of a class of peft, which need not be installed."""
-    return is_available("peft") and isinstance(module, getattr(require(package, "adapters"), kind))
-
-
 def _own(block: _Block, seen: set[int]) -> Weights:
-    for name, parameter in block.module.named_parameters(recurse=False):
+    for path, parameter in block.module.named_parameters(block.name, recurse=False):
         if id(parameter) not in seen:
             seen.add(id(parameter))
-            yield block.name + name, _dense(block.module, name, parameter)
-    yield from _buffers(block.module, block.name)
+            yield path, _dense(block.module, path, parameter)
+    yield from _buffers(block.name, block.module)
 
 
-def _dense(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
-    state = quantization_of(module) if name == "weight" else None
-    return whole(parameter) if state is None else dequantized(whole(parameter), state)
+def _buffers(name: str, module: nn.Module) -> Weights:
+    for path, buffer in module.named_buffers(name, recurse=False):
+        if path.rpartition(".")[2] not in module._non_persistent_buffers_set:
+            yield path, buffer
 
 
-def _buffers(module: nn.Module, name: str) -> Weights:
-    for own_name, buffer in module.named_buffers(recurse=False):
-        if own_name not in module._non_persistent_buffers_set:
-            yield name + own_name, buffer
+def _dense(module: nn.Module, path: str, parameter: Tensor, copied: bool = False) -> Tensor:
+    """A whole weight of a module; to be changed if it is `copied`, with more digits than 4 bits."""
+    state = quantization_of(module) if path.rpartition(".")[2] == "weight" else None
+    if state is None:
+        return whole(parameter).clone() if copied else whole(parameter)
+    dense = dequantized(whole(parameter), state)
+    return dense.float() if copied else dense
 
 
 @torch.no_grad()
 def _merged(block: _Block) -> Weights:
-    layers: list[Any] = [m for m in block.module.modules() if _is_adapted(m)]
-    base: nn.Module = layers[0].get_base_layer()
+    layers = [m for m in block.module.modules() if _is_adapted(m)]
+    base = layers[0].get_base_layer()
     states = [(layer, list(layer.merged_adapters)) for layer in layers]
     # What bitsandbytes' own layers merge they quantize again.
     requantizes = quantization_of(base) is not None
     merge = require("peft.tuners.lora.layer", "adapters").Linear.merge
-    with _copies(block.module):
+    copies: dict[str, Tensor] = {}
+    for path, parameter in block.module.named_parameters():
+        owner = block.module.get_submodule(path.rpartition(".")[0])
+        dense = _dense(owner, path, parameter, copied=True)
+        copies[path] = nn.Parameter(dense, requires_grad=False)
+    with _reparametrize_module(block.module, copies, tie_weights=True):
         try:
             for layer in reversed(layers):  # the innermost holds the weights
                 merge(layer) if requantizes else layer.merge()
-            found = [(block.name + n, p.detach()) for n, p in base.named_parameters()]
+            found = [(path, p.detach()) for path, p in base.named_parameters(block.name)]
         finally:
             for layer, merged in states:
                 layer.merged_adapters[:] = merged
+    del copies
     yield from found
-    for name, module in base.named_modules():
-        yield from _buffers(module, block.name + (f"{name}." if name else ""))
-
-
-@contextmanager
-def _copies(module: nn.Module) -> Iterator[None]:
-    """Whole copies of all weights in the place of the weights themselves, for `merge` to change."""
-    places = [
-        (owner, name, parameter)
-        for owner in module.modules()
-        for name, parameter in list(owner._parameters.items())
-        if parameter is not None
-    ]
-    copies = {id(p): nn.Parameter(_copy(owner, n, p), False) for owner, n, p in places}
-    try:
-        for owner, name, parameter in places:
-            owner._parameters[name] = copies[id(parameter)]
-        yield
-    finally:
-        for owner, name, parameter in places:
-            owner._parameters[name] = parameter
-
-
-def _copy(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
-    dense = _dense(module, name, parameter)
-    quantized = name == "weight" and quantization_of(module) is not None
-    return dense.float() if quantized else dense.clone()
+    for name, module in base.named_modules(prefix=block.name):
+        yield from _buffers(name, module)
 
 
 # --- Engines that hold the base model and a LoRA adapter apart ---
@@ -269,19 +235,6 @@ def low_rank_factors(model: nn.Module) -> Iterator[Factors]:
         with nullcontext() if gather is None else gather(pair):
             first, second = (whole(m.weight).float().clone() for m in pair)
             yield Factors(name, first, second * layer.scaling[adapter])
-
-
-def base_weights(model: nn.Module) -> Weights:
-    """Yield each weight below the adapter of a policy; see `full_weights`."""
-    layers = [layer for _, layer in adapted_layers(causal_model(model))]
-    states = [layer._disable_adapters for layer in layers]
-    try:
-        for layer in layers:
-            layer._disable_adapters = True
-        yield from full_weights(model)
-    finally:
-        for layer, state in zip(layers, states, strict=True):
-            layer._disable_adapters = state
 
 
 def base_stamp(model: nn.Module) -> int:

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ...imports import require
 from ...models.unwrap import PolicyHandle
-from ...models.weights import Factors, base_stamp, base_weights, low_rank_factors, why_not_low_rank
+from ...models.weights import Factors, base_stamp, full_weights, low_rank_factors, why_not_low_rank
 from .backend import VLLMColocateBackend
 from .engine import EngineSettings, VLLMEngine
 
@@ -128,7 +129,8 @@ class AdapterBackend(VLLMColocateBackend):
     """Sends base weights once and then the adapter alone, and proves that both arrived."""
 
     def __init__(self, engine: AdapterEngine, policy: PolicyHandle, **options: Any):
-        super().__init__(engine, policy, weights=base_weights, **options)
+        weights = partial(full_weights, with_adapter=False)
+        super().__init__(engine, policy, weights=weights, **options)
         self._adapted = engine
         self._base: object = None  # stamp of the base weights it holds
         layers = [pair.layer for pair in low_rank_factors(policy.model)]

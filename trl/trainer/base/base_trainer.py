@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from ...distributed import Ranks
+from ...models.loading import check_adapters
 from ...models.reference import FrozenCopy, ReferencePolicy, make_reference
 from ...models.scorer import Scorer
 from ...models.weights import check_sharding
@@ -389,8 +390,6 @@ class BaseTrainer(Named, Publishing, Trainer):
         self.create_model_card(folder=output_dir)  # in place of that of peft
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        from ...models.adapters import check_adapters
-
         bare = self.accelerator.unwrap_model(self.model if model is None else model)
         check_adapters(bare, resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)

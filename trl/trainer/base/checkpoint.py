@@ -159,7 +159,7 @@ def publish_together(
 @contextmanager
 def saving_model(model: Any, each_node: bool) -> Iterator[None]:
     """Save adapters alone where there are any; on every node that is told to write, if asked to."""
-    from ...models.adapters import storing_adapters_only
+    from ...models.loading import storing_adapters_only
 
     name = "should_save_on_this_rank"  # of newer releases of transformers
     overrides = each_node and hasattr(model, name)  # it would write on rank 0 of all nodes alone

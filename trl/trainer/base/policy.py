@@ -18,7 +18,12 @@ from ...distributed import Ranks, fsdp_version
 from ...imports import beyond_tested
 from ...models.lm_head import cast_head_to_float32
 from ...models.loading import (
+    adapter_base,
+    add_adapter,
+    check_trainable,
     disable_dropout_in_model,
+    is_adapter,
+    load_adapter,
     load_policy,
     load_tokenizer,
     settle_pad_token,
@@ -92,8 +97,6 @@ def _load(
     name: str, args: BaseConfig, init_kwargs: dict[str, Any], quantization: Any, peft_config: Any
 ) -> nn.Module:
     """Load a model, or an adapter and the model below it."""
-    from ...models.adapters import adapter_base, is_adapter, load_adapter
-
     revision = init_kwargs.get("revision")
     adapter = name if is_adapter(name, revision) else None
     if adapter is not None:
@@ -121,13 +124,11 @@ def _load(
 
 
 def _with_adapter(model: nn.Module, peft_config: Any, args: BaseConfig) -> nn.Module:
-    """Add an adapter to a model, or make ready the one that it came with."""
-    from ...models.adapters import add_adapter, continue_adapter
-
+    """Add an adapter to a model, or check the one that it came with."""
     if peft_config is not None:
-        model = add_adapter(model, peft_config, bool(args.gradient_checkpointing))
+        model = add_adapter(model, peft_config)
     else:
-        continue_adapter(model, bool(args.gradient_checkpointing))
+        check_trainable(model)
     default = type(args).__dataclass_fields__["learning_rate"].default
     if args.learning_rate == default:
         logger.warning(
