@@ -7,7 +7,7 @@ from transformers import Lfm2Config, Lfm2ForCausalLM, MistralConfig, MistralForC
 
 from trl.models.context_parallel import ContextParallel, SlicedPacking, _spans, check_divisible
 from trl.models.packed_attention import Rules
-from trl.models.packed_places import Packing, Window
+from trl.models.packed_places import Packing, Places, Window
 from trl.models.scorer import Scorer
 from trl.types import Rows
 
@@ -41,7 +41,7 @@ def test_ranks_see_together_what_the_row_sees(ranks):
 
 
 def test_windows_that_rows_outgrow_are_refused():
-    places, states = SlicedPacking((), None, longest=9), torch.ones(1, 2, 3, 8)
+    places, states = SlicedPacking(Places(), None, longest=9), torch.ones(1, 2, 3, 8)
     with pytest.raises(NotImplementedError, match="does not know attention windows"):
         places.attend(states, (states, states), Rules(0, 1.0, Window(8)))
 

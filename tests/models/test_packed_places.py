@@ -1,18 +1,15 @@
 """Where the tokens of a packed row lie, and which others they see."""
 
-import torch
-
 from trl.models.packed_places import Packing, Window
-
-CPU = torch.device("cpu")
 
 
 def test_tails_of_similar_length_are_computed_together():
     """Lengths between two powers of two, so that less than half of a bucket is repeats."""
     packing = Packing.of([(4, [1, 2, 3, 7, 0, 4]), (2, [5, 8, 15])], "cpu")
-    lengths = [sorted(bucket.exists.sum(1).tolist()) for bucket in packing.buckets]
+    buckets = packing.places().buckets
+    lengths = [sorted(bucket.exists.sum(1).tolist()) for bucket in buckets]
     assert sorted(lengths) == [[1], [2, 3], [4, 5, 7], [8, 15]]
-    for bucket in packing.buckets:
+    for bucket in buckets:
         index, exists, own = bucket.index, bucket.exists, []
         assert index.shape == exists.shape == (len(index), int(exists.sum(1).max()))
         assert exists.float().mean() > 0.5
@@ -25,8 +22,8 @@ def test_tails_of_similar_length_are_computed_together():
 
 def test_keys_seen_by_all_tails_are_read_once():
     """Of the prefix; only those that some tokens of a tail see and others do not are copied."""
-    packing = Packing.of([(100, [5, 6, 7, 8, 8, 9])], "cpu").within(Window(64), CPU)
-    tails = [bucket for bucket in packing.buckets if bucket.index[0, 0] >= 100]
+    places = Packing.of([(100, [5, 6, 7, 8, 8, 9])], "cpu").places(Window(64))
+    tails = [bucket for bucket in places.buckets if bucket.index[0, 0] >= 100]
     assert [len(bucket.index) for bucket in tails] == [3, 3]
     for bucket in tails:
         own, fading, everything = bucket.sights
@@ -37,5 +34,5 @@ def test_keys_seen_by_all_tails_are_read_once():
 
 def test_a_window_that_no_row_outgrows_changes_nothing():
     packing = Packing.of([(5, [3, 4]), (2, [9])], "cpu")
-    assert packing.within(Window(11), CPU) is packing and packing.within(None, CPU) is packing
-    assert packing.within(Window(10), CPU) is packing.within(Window(10), CPU) is not packing
+    assert packing.places(Window(11)) is packing.places()
+    assert packing.places(Window(10)) is packing.places(Window(10)) is not packing.places()

@@ -12,7 +12,7 @@ many runs as there are ranks, and rank r of n takes runs r and 2n - 1 - r (arXiv
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from .layout_check import windows
 from .packed_attention import KEYWORD, Rules, attend_to_places
 from .packed_layout import Layout, packed_inputs
-from .packed_places import Packing, Span
+from .packed_places import Packing, Places, Span
 from .recurrent import recurrent_layers
 
 
@@ -44,39 +44,20 @@ class _Gather(torch.autograd.Function):
         return None, mine
 
 
-class _Sum(torch.autograd.Function):
-    """Add a tensor up over ranks; all of them use the sum, so gradients are added up as well."""
-
-    @staticmethod
-    def forward(ctx: Any, group: Any, mine: Tensor) -> Tensor:
-        ctx.group = group
-        total = mine.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        total = grad.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return None, total
-
-
 @dataclass(frozen=True)
 class SlicedPacking:
     """What the queries of one rank see of a packed row."""
 
-    spans: tuple[Span, ...]
+    places: Places
     context: ContextParallel
     longest: int  # tokens of the longest document
-    buckets = ()
-    is_one_prefix = False
 
     def attend(self, query: Tensor, own: tuple[Tensor, Tensor], rules: Rules) -> Tensor:
         """Attend from this rank's tokens (1, N, t, D), with keys and values of the same tokens."""
         if rules.window is not None and rules.window.size < self.longest:
             raise NotImplementedError("Context parallelism does not know attention windows.")
         keys, values = map(self.context.gather, own)
-        return attend_to_places(query, (keys, values), self, rules)
+        return attend_to_places(query, (keys, values), self.places, rules)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +100,7 @@ class ContextParallel:
         """Put together values (m,) of all ranks: (count,). An entry beyond the last is dropped."""
         numbers = values.float() if values.dtype == torch.bool else values
         mine = numbers.new_zeros(count + 1).index_copy(0, where, numbers)
-        return _Sum.apply(self.group, mine)[:count].to(values.dtype)
+        return _Gather.apply(self.group, mine[None]).sum(0)[:count].to(values.dtype)
 
     def slice(self, layout: Layout) -> SlicedLayout:
         """Cut a packed layout to what this rank computes."""
@@ -129,22 +110,21 @@ class ContextParallel:
         starts = [self.rank * length, (2 * self.count - 1 - self.rank) * length]
         tokens = torch.cat([torch.arange(start, start + length) for start in starts]).to(ids.device)
         more = 2 * self.count * length - width
-        spans = _spans(layout.inputs[KEYWORD], starts, length)
+        places = Places(tuple(_spans(layout.inputs[KEYWORD], starts, length)))
         inputs = packed_inputs(
             pad(ids, (0, more))[:, tokens],
             pad(positions, (0, more))[:, tokens],
-            SlicedPacking(tuple(spans), self, layout.inputs[KEYWORD].longest),
+            SlicedPacking(places, self, layout.inputs[KEYWORD].longest),
         )
         here = torch.full((width + more,), -1, device=ids.device)
         here[tokens] = torch.arange(2 * length, device=ids.device)
         sources, predictions = _of_rank(here[layout.sources])
         ends, last_tokens = _of_rank(here[layout.ends])
-        known = {field.name: getattr(layout, field.name) for field in fields(Layout)}
-        changed = {"inputs": inputs, "sources": sources, "ends": ends}
-        # Without any prediction here, some token is read, and dropped by `put`.
-        changed["targets"] = pad(layout.targets, (0, 1))[predictions]
+        # The last is dropped by `put`: where this rank predicts nothing, some token is read.
+        targets = pad(layout.targets, (0, 1))[predictions]
+        changed = {"inputs": inputs, "sources": sources, "targets": targets, "ends": ends}
         others = {"predictions": predictions, "last_tokens": last_tokens}
-        return SlicedLayout(**(known | changed | others), context=self, whole=layout)
+        return SlicedLayout(**(vars(layout) | changed | others), context=self, whole=layout)
 
 
 def check_divisible(model: nn.Module, count: int, longest: int | None) -> None:
@@ -162,11 +142,9 @@ def check_divisible(model: nn.Module, count: int, longest: int | None) -> None:
 
 
 def _of_rank(places: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of places that are not -1, and their entries; if none is, 0 and the entry beyond."""
+    """Those of places that are not -1, and their entries; and one more, whose entry is beyond."""
     entries = (places >= 0).nonzero()[:, 0]
-    if len(entries):
-        return places[entries], entries
-    return places.new_zeros(1), entries.new_full((1,), len(places))
+    return pad(places[entries], (0, 1)), pad(entries, (0, 1), value=len(places))
 
 
 def _spans(packing: Packing, starts: list[int], length: int) -> Iterator[Span]:

@@ -27,7 +27,7 @@ from ..ops.attention_kernels import (
     merge,
     same_size,
 )
-from .packed_places import Packing, Window
+from .packed_places import Packing, Places, Window, gather
 from .unwrap import causal_model
 
 KEYWORD = "trl_shared_prefix"
@@ -95,14 +95,14 @@ class Decoding:
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, layout: Packing, rules: Rules, sink: Tensor | None, *inputs: Tensor
+        ctx: Any, places: Places, rules: Rules, sink: Tensor | None, *inputs: Tensor
     ) -> Tensor:
-        ctx.layout, ctx.rules = layout, rules
+        ctx.places, ctx.rules = places, rules
         kernel = choose_kernel(inputs[0], rules.cap)
-        if layout.is_one_prefix:
-            output, normalizer = kernel.forward(tuple(inputs), True, rules.scale)
+        if places.is_causal(inputs[0].shape[2]):
+            output, normalizer = kernel.forward(inputs, True, rules.scale)
         else:
-            output, normalizer = _attend(kernel, layout, rules.scale, *inputs)
+            output, normalizer = _attend(kernel, places, rules.scale, *inputs)
         if sink is not None:
             output, normalizer = drain(output, normalizer, sink)
         ctx.save_for_backward(sink, *inputs, output, normalizer)
@@ -117,31 +117,31 @@ class _PackedAttention(torch.autograd.Function):
             grad = grad.contiguous()
         output, normalizer = saved[-2:]
         of_sink = None if sink is None else drain_backward(grad, output, normalizer, sink)
-        if ctx.layout.is_one_prefix:
+        if ctx.places.is_causal(grad.shape[2]):
             found = kernel.backward(grad, tuple(saved), True, scale)
         else:
-            found = _attend_backward(kernel, ctx.layout, scale, (grad, *saved))
+            found = _attend_backward(kernel, ctx.places, scale, (grad, *saved))
         return None, None, of_sink, *found
 
 
 def _attend(
-    kernel: Kernel, layout: Packing, scale: float, query: Tensor, key: Tensor, value: Tensor
+    kernel: Kernel, places: Places, scale: float, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
     # What has no prefix has attended to nothing before it attends to itself.
     output, normalizer = torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf)
     normalizer = normalizer.to(torch.promote_types(query.dtype, torch.float32))
-    for span in layout.spans:
+    for span in places.spans:
         at = span.queries
         part = query[:, :, at], key[:, :, span.keys], value[:, :, span.keys]
         found = kernel.forward(part, span.causal, scale)
         if span.again:
             found = merge((output[:, :, at], normalizer[:, :, at]), found)
         output[:, :, at], normalizer[:, :, at] = found
-    for bucket in layout.buckets:
-        tokens = bucket.gather(query)
-        total = bucket.gather(output), bucket.gather(normalizer)
+    for bucket in places.buckets:
+        tokens = gather(query, bucket.index)
+        total = gather(output, bucket.index), gather(normalizer, bucket.index)
         for sight in bucket.sights:
-            part = sight.turn(tokens), sight.gather(key), sight.gather(value)
+            part = sight.turn(tokens), gather(key, sight.index), gather(value, sight.index)
             one, other = kernel.forward(part, sight.causal, scale)
             rows = len(tokens)
             total = merge(total, (sight.turn_back(one, rows), sight.turn_back(other, rows)))
@@ -151,23 +151,23 @@ def _attend(
 
 
 def _attend_backward(
-    kernel: Kernel, layout: Packing, scale: float, saved: tuple[Tensor, ...]
+    kernel: Kernel, places: Places, scale: float, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, query, key, value, output, normalizer = saved
     of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))
-    for span in layout.spans:
+    for span in places.spans:
         upstream, *part = (x[:, :, span.queries] for x in (grad, query, output, normalizer))
         part[1:1] = key[:, :, span.keys], value[:, :, span.keys]
         found = kernel.backward(upstream, tuple(part), span.causal, scale)
         of_query[:, :, span.queries] += found[0]
         of_key[:, :, span.keys] += found[1]
         of_value[:, :, span.keys] += found[2]
-    for bucket in layout.buckets:
-        tokens = list(map(bucket.gather, (grad, query, output, normalizer)))
+    for bucket in places.buckets:
+        tokens = [gather(x, bucket.index) for x in (grad, query, output, normalizer)]
         tokens[0] = tokens[0] * bucket.exists[:, None, :, None]  # a repeat must add nothing
         for sight in bucket.sights:
             upstream, *part = map(sight.turn, tokens)
-            part[1:1] = sight.gather(key), sight.gather(value)
+            part[1:1] = gather(key, sight.index), gather(value, sight.index)
             found = kernel.backward(upstream, tuple(part), sight.causal, scale)
             mine = bucket.tokens(sight.turn_back(found[0], len(tokens[0])))
             of_query[0].index_add_(1, bucket.places, mine)
@@ -189,9 +189,8 @@ def packed_attention(
         layout.kept.windows[rules.layer] = rules.window
         if layout.tails_alone:
             own = torch.cat([own[0], _apart(known[0])], 2), torch.cat([own[1], _apart(known[1])], 2)
-    # A graph that held `kept` would hold itself, since the kept tensors hold the graph.
-    places = replace(layout.within(rules.window, query.device), kept=None)
-    return attend_to_places(query, own, places, rules)
+    # The graph is not given `kept`: it would hold itself, since the kept tensors hold the graph.
+    return attend_to_places(query, own, layout.places(rules.window), rules)
 
 
 def _apart(known: Tensor) -> Tensor:
@@ -202,9 +201,9 @@ def _apart(known: Tensor) -> Tensor:
 
 
 def attend_to_places(
-    query: Tensor, keys: tuple[Tensor, Tensor], places: Any, rules: Rules
+    query: Tensor, keys: tuple[Tensor, Tensor], places: Places, rules: Rules
 ) -> Tensor:
-    """Attend to keys and values as `places.spans` and `places.buckets` say."""
+    """Attend to keys and values as `places` say."""
     size = keys[1].shape[-1]
     tensors = same_size(query, *keys)
     # The sink has a gradient, so the graph is given it apart.

@@ -182,14 +182,13 @@ def wants_passes(model: nn.Module, layout: Layout) -> bool:
 
     There must be prefixes and tails, and layers that are not kept.
     """
-    packing: Packing | None = layout.inputs.get(KEYWORD)
-    tokens = layout.inputs["input_ids"].shape[1]
-    if packing is None or not packing.buckets or tokens <= SHORTEST_PASS:
+    packing, tokens = layout.inputs.get(KEYWORD), layout.inputs["input_ids"].shape[1]
+    if not isinstance(packing, Packing) or tokens <= SHORTEST_PASS:
         return False
     causal, prefixes = causal_model(model), packing.groups[-1].prefix.stop
     rest = min(tokens - prefixes, tokens // 2)
     saves = recomputes(causal) and rest * working_bytes(causal) >= gradient_bytes(causal)
-    return prefixes > 0 and (saves or not torch.is_grad_enabled())
+    return 0 < prefixes < tokens and (saves or not torch.is_grad_enabled())
 
 
 def gradient_bytes(causal: Any) -> int:
@@ -231,8 +230,8 @@ def run_passes(model: nn.Module, layout: Layout, run: Callable[..., Any], kept: 
     """
     packing: Packing = layout.inputs[KEYWORD]
     prefix = slice(0, packing.groups[-1].prefix.stop)
-    none = slice(prefix.stop, prefix.stop)
-    alone = Packing(tuple(Group(group.prefix, none) for group in packing.groups), (), kept)
+    groups = tuple(Group(group.prefix) for group in packing.groups)
+    alone = Packing(groups, packing.device, kept)
     with capture_hidden(model) as capture:
         run(**cut_inputs(layout, prefix, alone))
     parts = [torch.as_tensor(capture.hidden)]

@@ -11,10 +11,12 @@ attention read from behind.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +29,12 @@ class Group:
     """Places of one group in the row: its prefix, and its tails one after the other."""
 
     prefix: slice
-    tails: slice
     cuts: tuple[tuple[int, int], ...] = ()  # where each tail that has tokens starts and stops
+
+    @property
+    def tails(self) -> slice:
+        """All of them."""
+        return slice(self.cuts[0][0], self.cuts[-1][1]) if self.cuts else slice(0, 0)
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ class Sight:
 
     index: Tensor  # (n, s) places; (1, s): the same for all rows of the bucket
     causal: bool = False  # token i sees the first i + 1 of them
-    fading: bool = False  # token i sees all but the first i of them
+    fading: bool = False  # the last token sees the first of them, and each before it one more
 
     def turn(self, tokens: Tensor) -> Tensor:
         """Bring what belongs to tokens (n, N, w, ...) to the shape in which a kernel looks."""
@@ -116,14 +122,8 @@ class Sight:
             return found
         return found[0].unflatten(1, (rows, -1)).transpose(0, 1)
 
-    def gather(self, packed: Tensor) -> Tensor:
-        """Take the keys or values from (1, K, T, D)."""
-        found = packed[0][:, self.index].transpose(0, 1)
-        return found.flip(2) if self.fading else found
-
     def add(self, total: Tensor, grad: Tensor) -> None:
         """Add a gradient of what was gathered to (1, K, T, D)."""
-        grad = grad.flip(2) if self.fading else grad
         total[0].index_add_(1, self.index.flatten(), grad.transpose(0, 1).flatten(1, 2))
 
 
@@ -137,10 +137,6 @@ class Bucket:
     places: Tensor  # (e,) their places in the row, each once
     sights: tuple[Sight, ...]  # of themselves first
     starts: tuple[int, ...]  # the first places, as the host knows them
-
-    def gather(self, packed: Tensor) -> Tensor:
-        """Take the places of (1, N, T, ...): (n, N, w, ...)."""
-        return packed[0][:, self.index].transpose(0, 1)
 
     def tokens(self, values: Tensor) -> Tensor:
         """Drop the repeats of (n, N, w, ...): (N, e, ...)."""
@@ -157,34 +153,53 @@ class Span:
     again: bool = False  # a span before this has the same queries
 
 
+class Places(NamedTuple):
+    """Which queries of a row see which of its keys."""
+
+    spans: tuple[Span, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
+
+    def is_causal(self, length: int) -> bool:
+        """Whether it is causal attention of a row of this length, which needs no places."""
+        row = slice(0, length)
+        return self == Places((Span(row, row, causal=True),))
+
+
+def gather(packed: Tensor, index: Tensor) -> Tensor:
+    """Take places (n, w) of (1, N, T, ...): (n, N, w, ...)."""
+    return packed[0][:, index].transpose(0, 1)
+
+
 @dataclass(frozen=True)
 class Packing:
     """Where the groups of a packed forward are.
 
-    `buckets` hold the tails of similar length. Repeats stand behind a tail, where causality hides
-    them. Keys and values of every layer are put into `kept`, if there is one; those of the prefixes
-    stand behind a row of tails alone.
+    Keys and values of every layer are put into `kept`, if there is one; those of the prefixes stand
+    behind a row of tails alone.
     """
 
     groups: tuple[Group, ...]
-    buckets: tuple[Bucket, ...]
+    device: torch.device | str  # where the forward is computed
     kept: Layers | None = None
     tails_alone: bool = False
-    windowed: dict[Window, Packing] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[Window | None, Places] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str) -> Packing:
+    def of(
+        cls,
+        groups: Sequence[tuple[int, Sequence[int]]],
+        device: torch.device | str,
+        kept: Layers | None = None,
+    ) -> Packing:
         """Lay out groups given as (prefix length, tail lengths)."""
         places: list[Group] = []
         prefix_start, tail_start = 0, sum(prefix for prefix, _ in groups)
         for prefix, tails in groups:
             ends = list(accumulate(tails, initial=tail_start))
-            at = slice(prefix_start, prefix_start + prefix)
             cuts = tuple((start, stop) for start, stop in pairwise(ends) if start < stop)
-            places.append(Group(at, slice(tail_start, ends[-1]), cuts))
+            places.append(Group(slice(prefix_start, prefix_start + prefix), cuts))
             prefix_start, tail_start = prefix_start + prefix, ends[-1]
-        every = (cut for group in places for cut in group.cuts)
-        return cls(tuple(places), make_buckets(every, device))
+        return cls(tuple(places), device, kept)
 
     @classmethod
     def of_tails(
@@ -193,81 +208,71 @@ class Packing:
         """Lay out neighboring tails alone, and say where they were."""
         first, last = tails[0][1], tails[-1][2]
         groups: list[Group] = []
-        for prefix, parts in groupby(tails, key=lambda tail: tail[0]):
+        for prefix, parts in groupby(tails, key=itemgetter(0)):
             cuts = tuple((start - first, stop - first) for _, start, stop in parts)
             behind = slice(prefix.start + last - first, prefix.stop + last - first)
-            groups.append(Group(behind, slice(cuts[0][0], cuts[-1][1]), cuts))
-        buckets = make_buckets((cut for group in groups for cut in group.cuts), device)
-        return slice(first, last), cls(tuple(groups), buckets, kept, tails_alone=True)
+            groups.append(Group(behind, cuts))
+        return slice(first, last), cls(tuple(groups), device, kept, tails_alone=True)
 
     @property
-    def spans(self) -> Iterator[Span]:
+    def longest(self) -> int:
+        """Tokens of the longest prefix with a tail."""
+        return max((end for *_, end in self._rows(True)), default=0)
+
+    def _rows(self, with_prefixes: bool) -> Iterator[tuple[int, int, int, int, int]]:
+        """Group, start of its prefix, positions before a row, where it begins, and positions."""
+        for number, group in enumerate(self.groups):
+            at, prefix = group.prefix.start, group.prefix.stop - group.prefix.start
+            if prefix and with_prefixes:
+                yield number, at, 0, at, prefix
+            for start, stop in group.cuts:
+                yield number, at, prefix, start, prefix + stop - start
+
+    def places(self, window: Window | None = None) -> Places:
+        """What a layer sees that has this window: all of it in buckets, if the window matters."""
+        if window is not None and self.longest <= window.size:
+            window = None
+        if window not in self.known:
+            alike = defaultdict[_Kind, list[_Block]](list)
+            for kind, block in self._blocks(window):
+                alike[kind].append(block)
+            buckets = [_bucket(blocks, self.device, window) for blocks in alike.values()]
+            spans = self._spans() if window is None else ()
+            self.known[window] = Places(tuple(spans), tuple(buckets))
+        return self.known[window]
+
+    def _spans(self) -> Iterator[Span]:
         """Prefixes, which see themselves, and all tails of a group, which see its prefix."""
         for group in self.groups:
             if group.prefix.start == group.prefix.stop:
                 continue
             if not self.tails_alone:
                 yield Span(group.prefix, group.prefix, causal=True)
-            if group.tails.stop > group.tails.start:
+            if group.cuts:
                 yield Span(group.tails, group.prefix)
 
-    @property
-    def is_one_prefix(self) -> bool:
-        """Whether it is plain causal attention, which needs no places."""
-        return len(self.groups) == 1 and not self.buckets
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prefix with a tail."""
-        rows = (
-            group.prefix.stop - group.prefix.start + stop - start
-            for group in self.groups
-            for start, stop in ((0, 0), *group.cuts)
-        )
-        return max(rows, default=0)
-
-    def within(self, window: Window | None, device: torch.device) -> Packing:
-        """What a layer sees that has this window: all of it in buckets, if the window matters."""
-        if window is None or self.longest <= window.size:
-            return self
-        if window not in self.windowed:
-            self.windowed[window] = Packing((), tuple(self._buckets(window, device)))
-        return self.windowed[window]
-
-    def _buckets(self, window: Window, device: torch.device) -> Iterator[Bucket]:
-        alike: dict[tuple[int, int, int], list[_Block]] = {}
-        for number, group in enumerate(self.groups):
-            at, prefix = group.prefix.start, group.prefix.stop - group.prefix.start
-            rows = [] if self.tails_alone else [(0, at, prefix)]
-            rows += [(prefix, start, prefix + stop - start) for start, stop in group.cuts]
-            for before, own, end in rows:
-                for start, stop in window.blocks(before, end):
-                    # Only what begins right behind one prefix sees the same keys of it.
-                    shared = number if start == before else -1
-                    kind = (stop - start).bit_length(), window.reach(start), shared
-                    alike.setdefault(kind, []).append((start, stop - start, before, at, own))
-        for (width, _, _), blocks in alike.items():
-            if width:
-                yield _bucket(blocks, device, window)
+    def _blocks(self, window: Window | None) -> Iterator[tuple[_Kind, _Block]]:
+        """Tails, or with a window pieces of all rows; those of a kind may be in one bucket."""
+        for number, at, before, own, end in self._rows(bool(window) and not self.tails_alone):
+            for start, stop in window.blocks(before, end) if window else [(before, end)]:
+                # Only what begins right behind one prefix sees the same keys of it.
+                shared = number if start == before else -1
+                kind = (stop - start).bit_length(), window and (window.reach(start), shared)
+                yield kind, (start, stop - start, before, at, own)
 
 
+# A length between two powers of two, and in a window how much stands before it, and of what.
+_Kind = tuple[int, tuple[int, int] | None]
 # First position, tokens, positions of the prefix; where in the row the prefix and the rest begin.
 _Block = tuple[int, int, int, int, int]
 
 
-def make_buckets(cuts: Iterable[tuple[int, int]], device: torch.device | str) -> tuple[Bucket, ...]:
-    """Put tails (start, stop) together whose lengths lie between two powers of two."""
-    by_size: dict[int, list[_Block]] = {}
-    for start, stop in cuts:
-        by_size.setdefault((stop - start).bit_length(), []).append((0, stop - start, 0, 0, start))
-    return tuple(_bucket(blocks, device) for blocks in by_size.values())
-
-
-def _bucket(
-    blocks: Sequence[_Block], device: torch.device | str, window: Window | None = None
-) -> Bucket:
+def _bucket(blocks: Sequence[_Block], device: torch.device | str, window: Window | None) -> Bucket:
     """Blocks of similar length that have as much before them."""
     first, count, before, prefix, own = torch.tensor(blocks).t()[..., None]
+    width = int(count.max())
+    offsets = torch.arange(width)
+    exists = offsets < count
 
     def places(start: Tensor, length: int) -> Tensor:
         at = start + torch.arange(length)
@@ -277,9 +282,7 @@ def _bucket(
     def move(values: Tensor) -> Tensor:
         return values.to(device, non_blocking=True)
 
-    width = int(count.max())
-    offsets = torch.arange(width)
-    exists = offsets < count
+    # Repeats stand behind a tail, where causality hides them.
     index = own + first - before + torch.minimum(offsets, count - 1)
     sights = [Sight(move(index), causal=True)]
     if window is not None:
@@ -288,7 +291,8 @@ def _bucket(
         if (everything == everything[:1]).all():
             everything = everything[:1]
         if lost:
-            sights.append(Sight(move(places(first - reach, lost)), causal=True, fading=True))
+            before_all = places(first - reach, lost).flip(1)
+            sights.append(Sight(move(before_all), causal=True, fading=True))
         if reach > lost:
             sights.append(Sight(move(everything)))
     cells = exists.flatten().nonzero()[:, 0]

@@ -151,7 +151,7 @@ def _run_packed(run: Run, layout: Packing, hidden: Tensor, layer: int) -> Tensor
             kept.setdefault((layer, start), ends[start])  # not again when this is recomputed
             parts.append(found[0])
             places.append(torch.arange(start, group.prefix.stop, device=hidden.device))
-    for bucket in layout.buckets:
+    for bucket in layout.places().buckets:
         tokens, width = hidden[0][bucket.index], bucket.index.shape[1]
         if width == 1:  # one token alone is computed in another way, in place
             tokens = tokens.expand(-1, 2, -1)

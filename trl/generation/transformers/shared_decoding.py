@@ -250,11 +250,11 @@ class SharedDecoder:
 
     def _prefill_packed(self, prompts: Sequence[tuple[int, ...]]) -> None:
         kept = Layers()
-        packing = Packing.of([(len(prompt), []) for prompt in prompts], self._device)
+        packing = Packing.of([(len(prompt), []) for prompt in prompts], self._device, kept)
         ids = self._tensor([[token for prompt in prompts for token in prompt]])
         positions = self._tensor([[i for prompt in prompts for i in range(len(prompt))]])
         hidden = self._decoder(
-            **packed_inputs(ids, positions, replace(packing, kept=kept)),
+            **packed_inputs(ids, positions, packing),
             past_key_values=GrowingCache(),
             use_cache=True,
         )[0][0]
