@@ -56,7 +56,13 @@ class BEMACallback(TrainerCallback):
         if past == 0:
             self._begin(kwargs["model"])
         elif past > 0 and past % self.update_freq == 0:
-            self._update(kwargs["model"], self.lag + self.multiplier * state.global_step)
+            time = self.lag + self.multiplier * state.global_step
+            beta = max(time**-self.ema_power, self.min_ema_multiplier)
+            alpha = time**-self.bias_power
+            running = dict(self.running_model.named_parameters())
+            for name, weight in self._weights(kwargs["model"]).items():
+                average = self._average[name].lerp_(weight, beta)
+                running[name].copy_(average + alpha * (weight - self._first[name]))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the corrected average."""
@@ -66,14 +72,6 @@ class BEMACallback(TrainerCallback):
     def _begin(self, model: nn.Module) -> None:
         self._first = self._weights(model)
         self._average = {name: weight.clone() for name, weight in self._first.items()}
-
-    def _update(self, model: nn.Module, time: float) -> None:
-        beta = max(time**-self.ema_power, self.min_ema_multiplier)
-        alpha = time**-self.bias_power
-        running = dict(self.running_model.named_parameters())
-        for name, weight in self._weights(model).items():
-            average = self._average[name].lerp_(weight, beta)
-            running[name].copy_(average + alpha * (weight - self._first[name]))
 
     def _weights(self, model: nn.Module) -> dict[str, Tensor]:
         """Copies of the trained weights, in float32 at least."""

@@ -128,7 +128,12 @@ class _ProgressCallback(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self._say(_evaluated(state, kwargs["metrics"]))
+            metrics = kwargs["metrics"]
+            # Those of one of several datasets are called `eval_NAME_...`.
+            (prefix,) = [x.removesuffix("runtime") for x in metrics if x.endswith("_runtime")]
+            name = prefix.removeprefix("eval").strip("_")
+            title = f"evaluation of {name}:" if name else "evaluation:"
+            self._say([_step(state), title, *_shown(metrics, prefix)])
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Show reward, KL and length, or the loss, of the steps since the last log."""
@@ -320,14 +325,6 @@ def _shown(metrics: dict[str, Any], prefix: str = "") -> list[str]:
         f"{word} {'-' if value is None or math.isnan(value) else f'{value:.3g}'}"
         for word, value in found.items()
     ]
-
-
-def _evaluated(state: TrainerState, metrics: dict[str, float]) -> list[str]:
-    """What an evaluation of a dataset, or of one of several (`eval_name_...`), found."""
-    (prefix,) = [x.removesuffix("runtime") for x in metrics if x.endswith("_runtime")]
-    name = prefix.removeprefix("eval").strip("_")
-    title = f"evaluation of {name}:" if name else "evaluation:"
-    return [_step(state), title, *_shown(metrics, prefix)]
 
 
 def _step(state: TrainerState, later: int = 0) -> str:

@@ -77,8 +77,12 @@ class GRPOConfig(OnlineConfig):
             hint = did_you_mean(scale, SCALES)
             raise ValueError(f"scale_rewards={scale!r} must be one of {', '.join(SCALES)}.{hint}")
         super().__post_init__()
+        if self.entropy_coef_min > self.entropy_coef_max:
+            raise ValueError(
+                f"entropy_coef_min={self.entropy_coef_min} must not exceed "
+                f"entropy_coef_max={self.entropy_coef_max}."
+            )
         self._warn_unusual_levels()
-        self._check_entropy()
         self._check_vespo()
 
     def _warn_unusual_levels(self) -> None:
@@ -91,13 +95,6 @@ class GRPOConfig(OnlineConfig):
                 f"loss_type={kind!r} was published with importance_sampling_level={usual!r}, not "
                 f"{level!r}.",
                 stacklevel=5,
-            )
-
-    def _check_entropy(self) -> None:
-        if self.entropy_coef_min > self.entropy_coef_max:
-            raise ValueError(
-                f"entropy_coef_min={self.entropy_coef_min} must not exceed "
-                f"entropy_coef_max={self.entropy_coef_max}."
             )
 
     def _check_vespo(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..online.metrics import MetricStore, record_clipping
+from ..online.metrics import record_clipping
 from ..ops.advantages import group_relative, normalize_then_sum
 from ..ops.entropy import entropy_threshold, high_entropy_mask
 from ..ops.kl import k3
@@ -134,7 +134,11 @@ class GRPOTrainer(OnlineTrainer):
         if not self.entropy.is_used:
             return loss
         store.value("policy_loss", loss)
-        return loss - self.entropy.active * self._mean_entropy(scores, batch)
+        total = masked_sum(scores.entropies, mask)
+        if batch.mode == "train":
+            self._entropy_seen.append((total.detach(), mask.sum()))
+        entropy = total / self.per_micro_batch(batch.num_loss_tokens, batch)
+        return loss - self.entropy.active * entropy
 
     def _objective(self, scores: TokenScores, ratio: Tensor, batch: Rollout) -> Tensor:
         args, advantages, logps = self.args, batch.advantages, scores.logps
@@ -148,7 +152,9 @@ class GRPOTrainer(OnlineTrainer):
             return batch.weighted(losses)
         if args.loss_type == "cispo":
             high = 1 + args.epsilon if args.epsilon_high is None else args.epsilon_high
-            _record_cispo(store, ratio, batch, high)
+            credit = torch.as_tensor(advantages).view(len(batch), -1)
+            clipped, mask = torch.broadcast_tensors((ratio > high) & (credit > 0), batch.loss_mask)
+            store.mean("cispo_clip_ratio", (clipped & mask).sum(), mask.sum())
             return batch.weighted(cispo(ratio, logps, advantages, high))
         if args.loss_type == "sapo":
             high, low = args.sapo_temperature_pos, args.sapo_temperature_neg
@@ -193,16 +199,3 @@ class GRPOTrainer(OnlineTrainer):
         }
         tokens = self.per_micro_batch(batch.num_loss_tokens, batch)
         return sum_over(losses, mask, denominators.get(kind, tokens))
-
-    def _mean_entropy(self, scores: TokenScores, batch: Rollout) -> Tensor:
-        total = masked_sum(scores.entropies, batch.loss_mask)
-        if batch.mode == "train":
-            self._entropy_seen.append((total.detach(), batch.loss_mask.sum()))
-        return total / self.per_micro_batch(batch.num_loss_tokens, batch)
-
-
-def _record_cispo(store: MetricStore, ratio: Tensor, batch: Rollout, high: float) -> None:
-    advantages = torch.as_tensor(batch.advantages).view(len(batch), -1)
-    clipped = (ratio > high) & (advantages > 0)
-    clipped, mask = torch.broadcast_tensors(clipped, batch.loss_mask)
-    store.mean("cispo_clip_ratio", (clipped & mask).sum(), mask.sum())

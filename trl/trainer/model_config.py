@@ -61,7 +61,11 @@ class ModelConfig(Named):
 def get_peft_config(model_args: ModelConfig) -> Any:
     """Describe the LoRA adapter of the options, for which peft must be installed, if any."""
     if not model_args.use_peft:
-        _warn_unused(model_args)
+        names = [field.name for field in dataclasses.fields(model_args)]
+        names = [name for name in names if name.startswith(("lora_", "use_rslora", "use_dora"))]
+        if found := changed(model_args, names):
+            words = "without use_peft there is no adapter, and all weights are trained."
+            warnings.warn(f"{found}: {words}", stacklevel=2)
         return None
     same = ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")
     return require("peft", "use_peft").LoraConfig(
@@ -72,14 +76,6 @@ def get_peft_config(model_args: ModelConfig) -> Any:
         modules_to_save=model_args.lora_modules_to_save,
         **{name: getattr(model_args, name) for name in same},
     )
-
-
-def _warn_unused(model_args: ModelConfig) -> None:
-    names = [field.name for field in dataclasses.fields(model_args)]
-    names = [name for name in names if name.startswith(("lora_", "use_rslora", "use_dora"))]
-    if found := changed(model_args, names):
-        words = "without use_peft there is no adapter, and all weights are trained."
-        warnings.warn(f"{found}: {words}", stacklevel=3)
 
 
 def get_quantization_config(model_args: ModelConfig) -> Any:

@@ -17,7 +17,7 @@ from ..models.readers import Reader, ValueReader, score_layer
 from ..models.unwrap import causal_model
 from ..ops.masking import masked_sum
 from ..ops.preference_losses import ranking_loss
-from ..types import Mode, Rows
+from ..types import Mode
 from .base.model_card import Method
 from .offline.batches import prepare_answers
 from .offline.offline_trainer import OfflineTrainer
@@ -80,17 +80,13 @@ class RewardTrainer(OfflineTrainer):
         if reader.can_pack:
             ((found, *_),), _ = self.scorer.read(model, flat, [reader])
             scores = torch.as_tensor(found)
-        else:
-            scores = self._by_own_forward(model, flat)
+        else:  # a classifier that reads all tokens of a prompt with its answer
+            pad_id, args = self.processing_class.pad_token_id, self.args
+            layout = plain_layout(flat, pad_id, args.device, args.pad_to_multiple_of)
+            inputs = {name: layout.inputs[name] for name in ("input_ids", "attention_mask")}
+            scores = model(**inputs).logits[:, 0].float()
         self.guard.watch("score", scores, flat)
         return scores
-
-    def _by_own_forward(self, model: nn.Module, rows: Rows) -> Tensor:
-        """Scores (F,) of a classifier that reads all tokens of a prompt with its answer."""
-        pad_id, args = self.processing_class.pad_token_id, self.args
-        layout = plain_layout(rows, pad_id, args.device, args.pad_to_multiple_of)
-        names = ("input_ids", "attention_mask")
-        return model(**{name: layout.inputs[name] for name in names}).logits[:, 0].float()
 
     def loss_of(self, scores: Tensor, rows: AnswerRows) -> Tensor:
         """Return the sum of the losses of all pairs (1,)."""

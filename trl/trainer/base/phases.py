@@ -29,13 +29,12 @@ class Phases:
     def __init__(self, args: BaseConfig, ranks: Ranks, store: MetricStore, model: nn.Module):
         self.meter = PhaseMeter(args.device, enabled=args.log_memory)
         self.batches: dict[str, AdaptiveBatch] = {}  # how many rows each works on at once
-        self._fixed = not args.recover_from_oom
+        self._args = args
         # A process cannot go back alone while others wait for the gradient of a failed pass.
         self._training = self.adaptive("training", alone=ranks.count > 1)
         self._training.unit = args.unit
         self._store = store
-        self._empty_cache, self._device = args.empty_cache, args.device
-        self._model, self._is_selective = model, args.selective_checkpointing
+        self._model = model
         self._most = args.piece_tokens if ranks.pass_alone else 0
         if self._most and args.max_tokens_per_piece is None and router_coefficient(model, args):
             self._most = 0  # the load of experts is balanced over all rows of a pass
@@ -58,7 +57,7 @@ class Phases:
 
         It is not where a failed process would go back `alone`, while others wait for it.
         """
-        self.batches[name] = AdaptiveBatch(name, disabled=self._fixed or alone)
+        self.batches[name] = AdaptiveBatch(name, disabled=alone or not self._args.recover_from_oom)
         return self.batches[name]
 
     @contextmanager
@@ -67,7 +66,7 @@ class Phases:
         begin(name, rows)
         with self.meter.phase(name):
             yield
-        release_cached_blocks(self._empty_cache, self._device)
+        release_cached_blocks(self._args.empty_cache, self._args.device)
 
     # --- Training ---
 
@@ -90,7 +89,7 @@ class Phases:
         """
         if not self._done:
             self._random = RandomState()
-            if self._is_selective:
+            if self._args.selective_checkpointing:
                 from ...models.activations import keep_attention
 
                 keep_attention(self._model)
@@ -99,7 +98,7 @@ class Phases:
         metrics = self._store.state()
 
         def work(rows: range) -> Tensor:
-            loss = torch.zeros((), device=self._device)
+            loss = torch.zeros((), device=self._args.device)
             for micro_batch, part in self._located(rows):
                 known = self._store.state()
                 begin("backward")

@@ -75,7 +75,11 @@ def prepare_policy(
         name = model
         model = _load(name, args, init_kwargs, quantization_config, peft_config)
     else:
-        name = _check_instance(model, init_kwargs, quantization_config)
+        _check_kind("model", model)
+        given = {"model_init_kwargs": init_kwargs, "quantization_config": quantization_config}
+        if ignored := [name for name, value in given.items() if value]:
+            logger.warning(f"{' and '.join(ignored)} ignored: the given model is already loaded.")
+        name = model.config._name_or_path
     _check_model(model)
     tokenizer = _resolve_tokenizer(tokenizer, name, args, init_kwargs)
     settle_pad_token(model, tokenizer)
@@ -136,15 +140,6 @@ def _with_adapter(model: nn.Module, peft_config: Any, args: BaseConfig) -> nn.Mo
             "Adapters usually learn with ten times as much or more."
         )
     return model
-
-
-def _check_instance(model: Any, init_kwargs: dict[str, Any], quantization_config: Any) -> str:
-    _check_kind("model", model)
-    given = {"model_init_kwargs": init_kwargs, "quantization_config": quantization_config}
-    ignored = [name for name, value in given.items() if value]
-    if ignored:
-        logger.warning(f"{' and '.join(ignored)} ignored: the given model is already loaded.")
-    return model.config._name_or_path
 
 
 def _check_kind(name: str, model: Any) -> None:

@@ -159,12 +159,8 @@ class PreferenceConfig(ReferenceOptions, OfflineConfig):
     @property
     def limits(self) -> PreferenceLimits:
         """How long prompts and answers may be."""
-        return PreferenceLimits(
-            max_length=self.max_length,
-            max_prompt_length=self.max_prompt_length,
-            max_completion_length=self.max_completion_length,
-            truncation_mode=self.truncation_mode,
-        )
+        names = ("max_length", "max_prompt_length", "max_completion_length", "truncation_mode")
+        return PreferenceLimits(**{name: getattr(self, name) for name in names})
 
 
 # --- The chat template and the special tokens that options choose ---
@@ -177,8 +173,13 @@ def set_template(
 
     Without a model, it is only for a tokenizer. A token that it does not know is an error.
     """
-    if args.chat_template_path is not None:
-        _read_template(model, tokenizer, args.chat_template_path)
+    if (path := args.chat_template_path) is not None:
+        if Path(path).suffix in (".jinja", ".j2"):
+            tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+        elif model is None:
+            take_template(tokenizer, path)
+        else:
+            clone_chat_template(model, tokenizer, path)
     for name, token in (("eos_token", args.eos_token), ("pad_token", args.pad_token)):
         if token is None:
             continue
@@ -190,15 +191,6 @@ def set_template(
         setattr(tokenizer, name, token)
     if args.eos_token is not None and model is not None:
         _end_with(model, tokenizer.eos_token_id)
-
-
-def _read_template(model: nn.Module | None, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    if Path(path).suffix in (".jinja", ".j2"):
-        tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
-    elif model is None:
-        take_template(tokenizer, path)
-    else:
-        clone_chat_template(model, tokenizer, path)
 
 
 def _end_with(model: nn.Module, eos: int) -> None:

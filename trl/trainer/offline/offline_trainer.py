@@ -64,12 +64,11 @@ class OfflineTrainer(BaseTrainer):
         *,
         compute_loss_func: Any = None,
     ):
-        _refuse(
-            data_collator=data_collator,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
+        refused = {"data_collator": data_collator, "compute_loss_func": compute_loss_func}
+        refused |= {"compute_metrics": compute_metrics}
+        refused |= {"preprocess_logits_for_metrics": preprocess_logits_for_metrics}
+        if found := [name for name, value in refused.items() if value is not None]:
+            raise ValueError(f"{found[0]} cannot be used: {UNSUPPORTED[found[0]]}. Leave it out.")
         args = checked_args(model, args, self.config_class, self.method.name)
         if train_dataset is None:
             raise ValueError("train_dataset is required.")
@@ -297,10 +296,3 @@ class OfflineTrainer(BaseTrainer):
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Any) -> Any:
         """Rows are divided by the scorer, not by torch: it knows of documents and prompts."""
         return nullcontext, inputs
-
-
-def _refuse(**given: Any) -> None:
-    """Refuse arguments that are accepted by name alone."""
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(f"{name} cannot be used: {UNSUPPORTED[name]}. Leave it out.")

@@ -13,7 +13,7 @@ from transformers.utils import logging
 from ...data.sampler import RepeatIterableDataset, RepeatSampler
 from ...online.prompts import PromptEncoder, PromptLimit, check_forms
 from ...text import count
-from ...types import Mode, Sampling
+from ...types import Mode
 from ..base.policy import check_dataset
 from .batch_math import check_eval_groups, smaller_round
 from .online_config import OnlineConfig
@@ -63,17 +63,6 @@ def prompt_limit(args: OnlineConfig, context: int | None) -> PromptLimit:
     if args.use_vllm and args.vllm_max_model_length is not None:
         context = min(context or args.vllm_max_model_length, args.vllm_max_model_length)
     return PromptLimit.of(args.max_prompt_length, args.long_prompts, context, completion)
-
-
-def warn_if_endless(sampling: Sampling) -> None:
-    """Say so if no token ends a completion."""
-    if not sampling.stop_ids:
-        warnings.warn(
-            "Neither the tokenizer nor the generation config of the model has an EOS token: "
-            f"no completion ends before it has {sampling.max_tokens} tokens "
-            "(max_completion_length). Set tokenizer.eos_token.",
-            stacklevel=2,
-        )
 
 
 # --- Datasets ---

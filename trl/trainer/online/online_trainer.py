@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -44,24 +45,13 @@ class OnlineTrainer(BaseTrainer):
     An algorithm is a subclass that says how rewards become advantages and advantages a loss, by
     `shape_rewards`, `compute_advantages`, `policy_loss` and `ratio_level`.
 
-    Args:
-        model (`str` or `PreTrainedModel`): policy to train, by name or already loaded.
-        reward_funcs: a callable, a coroutine function, a sequence classifier, the name of one, or
-            a list of these.
-        args (`OnlineConfig`, *optional*): options.
-        train_dataset (`Dataset` or `IterableDataset`): rows with a `prompt`; the other columns
-            are passed to the reward functions.
-        eval_dataset (*optional*): the same for evaluation, or a dictionary of datasets.
-        processing_class (*optional*): the policy's tokenizer. None: loaded with the model.
-        reward_processing_classes (*optional*): tokenizers of reward models.
-        callbacks (`list[TrainerCallback]`, *optional*): additional callbacks.
-        optimizers (`tuple`): optimizer and scheduler, as in `transformers.Trainer`.
-        quantization_config (*optional*): how to quantize a model given by name.
-        peft_config (`peft.PeftConfig`, *optional*): train an adapter instead of all weights.
-        tools (`list`, *optional*): functions the policy may call, see `ToolRunner`.
-        rollout_func (*optional*): makes the completions itself, see `FunctionBackend`.
-        environment_factory (*optional*): what each row acts in, see `Environments`.
-        ref_model (*optional*): reference policy, or its name. None: the policy as it is now.
+    Datasets have rows with a `prompt`; their other columns are passed to the reward functions.
+    `eval_dataset` may be a dictionary of datasets. `reward_funcs` are callables, coroutine
+    functions, sequence classifiers with their `reward_processing_classes`, or names of such; one or
+    a list. A model that is given by name is quantized by `quantization_config`; with `peft_config`
+    an adapter is trained. The policy may call `tools` (`ToolRunner`), a `rollout_func` makes the
+    completions itself (`FunctionBackend`), an `environment_factory` what each row acts in
+    (`Environments`). The reference is `ref_model`, or the policy as it is now.
     """
 
     config_class: ClassVar[type[OnlineConfig]]
@@ -130,7 +120,13 @@ class OnlineTrainer(BaseTrainer):
     def _build_policy(self, model: Any, ref_model: Any, brought_adapter: bool) -> None:
         args, tokenizer = self.args, self.processing_class
         self.sampling = sampling_for(args, stop_token_ids(self.model, tokenizer))
-        setup.warn_if_endless(self.sampling)
+        if not self.sampling.stop_ids:
+            warnings.warn(
+                "Neither the tokenizer nor the generation config of the model has an EOS token: "
+                f"no completion ends before it has {self.sampling.max_tokens} tokens "
+                "(max_completion_length). Set tokenizer.eos_token.",
+                stacklevel=2,
+            )
         self._make_scorer(self.sampling.temperature)
         self.policy = handle_of(
             lambda: self.model,
