@@ -5,9 +5,9 @@ from rollouts import visible
 from tiny import in_double, tiny_model
 from transformers import Lfm2Config, Lfm2ForCausalLM, MistralConfig, MistralForCausalLM
 
-from trl.models.context_parallel import ContextParallel, SlicedPacking, _spans, check_divisible
+from trl.models.context_parallel import ContextParallel, SlicedPacking, _parts, check_divisible
 from trl.models.packed_attention import Rules
-from trl.models.packed_places import Packing, Places, Window
+from trl.models.packed_places import Packing, Window
 from trl.models.scorer import Scorer
 from trl.types import Rows
 
@@ -27,11 +27,11 @@ def test_ranks_see_together_what_the_row_sees(ranks):
     for rank in range(ranks):
         starts = [rank * length, (2 * ranks - 1 - rank) * length]
         tokens = [start + i for start in starts for i in range(length)]
-        for span in _spans(packing, starts, length):
-            queries = tokens[span.queries]
-            keys = torch.arange(total)[span.keys]
+        for part in _parts(packing, starts, length):
+            queries = tokens[part.queries]
+            keys = torch.arange(total)[part.keys]
             allowed = torch.ones(len(queries), len(keys), dtype=torch.int)
-            if span.causal:
+            if part.causal:
                 assert queries == keys.tolist()
                 allowed = allowed.tril()
             for query, row in zip(queries, allowed, strict=True):
@@ -41,7 +41,7 @@ def test_ranks_see_together_what_the_row_sees(ranks):
 
 
 def test_windows_that_rows_outgrow_are_refused():
-    places, states = SlicedPacking(Places(), None, longest=9), torch.ones(1, 2, 3, 8)
+    places, states = SlicedPacking((), None, longest=9), torch.ones(1, 2, 3, 8)
     with pytest.raises(NotImplementedError, match="does not know attention windows"):
         places.attend(states, (states, states), Rules(0, 1.0, Window(8)))
 

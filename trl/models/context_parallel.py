@@ -21,9 +21,9 @@ from torch import distributed as dist
 from torch.nn.functional import pad
 
 from .layout_check import windows
-from .packed_attention import KEYWORD, Rules, attend_to_places
+from .packed_attention import KEYWORD, Rules, attend_to
 from .packed_layout import Layout, packed_inputs
-from .packed_places import Packing, Places, Span
+from .packed_places import Packing, Part, Parts
 from .recurrent import recurrent_layers
 
 
@@ -48,7 +48,7 @@ class _Gather(torch.autograd.Function):
 class SlicedPacking:
     """What the queries of one rank see of a packed row."""
 
-    places: Places
+    parts: Parts
     context: ContextParallel
     longest: int  # tokens of the longest document
 
@@ -57,7 +57,7 @@ class SlicedPacking:
         if rules.window is not None and rules.window.size < self.longest:
             raise NotImplementedError("Context parallelism does not know attention windows.")
         keys, values = map(self.context.gather, own)
-        return attend_to_places(query, (keys, values), self.places, rules)
+        return attend_to(self.parts, query, (keys, values), rules)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +110,11 @@ class ContextParallel:
         starts = [self.rank * length, (2 * self.count - 1 - self.rank) * length]
         tokens = torch.cat([torch.arange(start, start + length) for start in starts]).to(ids.device)
         more = 2 * self.count * length - width
-        places = Places(tuple(_spans(layout.inputs[KEYWORD], starts, length)))
+        parts = tuple(_parts(layout.inputs[KEYWORD], starts, length))
         inputs = packed_inputs(
             pad(ids, (0, more))[:, tokens],
             pad(positions, (0, more))[:, tokens],
-            SlicedPacking(places, self, layout.inputs[KEYWORD].longest),
+            SlicedPacking(parts, self, layout.inputs[KEYWORD].longest),
         )
         here = torch.full((width + more,), -1, device=ids.device)
         here[tokens] = torch.arange(2 * length, device=ids.device)
@@ -147,7 +147,7 @@ def _of_rank(places: Tensor) -> tuple[Tensor, Tensor]:
     return pad(places[entries], (0, 1)), pad(entries, (0, 1), value=len(places))
 
 
-def _spans(packing: Packing, starts: list[int], length: int) -> Iterator[Span]:
+def _parts(packing: Packing, starts: list[int], length: int) -> Iterator[Part]:
     """What queries of the runs that begin at `starts` see: themselves first, causally."""
     documents = [(group.prefix, slice(0, 0)) for group in packing.groups]
     documents += [(slice(*cut), group.prefix) for group in packing.groups for cut in group.cuts]
@@ -158,7 +158,7 @@ def _spans(packing: Packing, starts: list[int], length: int) -> Iterator[Span]:
             if first >= last:
                 continue
             queries = slice(first + shift, last + shift)
-            yield Span(queries, slice(first, last), causal=True)
+            yield Part(queries, slice(first, last), causal=True)
             for keys in (prefix, slice(own.start, first)):
                 if keys.start < keys.stop:
-                    yield Span(queries, keys, again=True)
+                    yield Part(queries, keys, again=True)

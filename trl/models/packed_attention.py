@@ -27,7 +27,7 @@ from ..ops.attention_kernels import (
     merge,
     same_size,
 )
-from .packed_places import Packing, Places, Window, gather
+from .packed_places import Packing, Part, Parts, Window, add, take
 from .unwrap import causal_model
 
 KEYWORD = "trl_shared_prefix"
@@ -95,14 +95,14 @@ class Decoding:
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, places: Places, rules: Rules, sink: Tensor | None, *inputs: Tensor
+        ctx: Any, parts: Parts, rules: Rules, sink: Tensor | None, *inputs: Tensor
     ) -> Tensor:
-        ctx.places, ctx.rules = places, rules
+        ctx.parts, ctx.rules = parts, rules
         kernel = choose_kernel(inputs[0], rules.cap)
-        if places.is_causal(inputs[0].shape[2]):
+        if _is_causal(parts, inputs[0]):
             output, normalizer = kernel.forward(inputs, True, rules.scale)
         else:
-            output, normalizer = _attend(kernel, places, rules.scale, *inputs)
+            output, normalizer = _attend(kernel, parts, rules.scale, *inputs)
         if sink is not None:
             output, normalizer = drain(output, normalizer, sink)
         ctx.save_for_backward(sink, *inputs, output, normalizer)
@@ -117,62 +117,50 @@ class _PackedAttention(torch.autograd.Function):
             grad = grad.contiguous()
         output, normalizer = saved[-2:]
         of_sink = None if sink is None else drain_backward(grad, output, normalizer, sink)
-        if ctx.places.is_causal(grad.shape[2]):
+        if _is_causal(ctx.parts, grad):
             found = kernel.backward(grad, tuple(saved), True, scale)
         else:
-            found = _attend_backward(kernel, ctx.places, scale, (grad, *saved))
+            found = _attend_backward(kernel, ctx.parts, scale, (grad, *saved))
         return None, None, of_sink, *found
 
 
+def _is_causal(parts: Parts, query: Tensor) -> bool:
+    """Whether it is causal attention of one row, which needs no places."""
+    row = slice(0, query.shape[2])
+    return len(parts) == 1 and parts[0].ragged is None and parts[0] == Part(row, row, causal=True)
+
+
 def _attend(
-    kernel: Kernel, places: Places, scale: float, query: Tensor, key: Tensor, value: Tensor
+    kernel: Kernel, parts: Parts, scale: float, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
     # What has no prefix has attended to nothing before it attends to itself.
     output, normalizer = torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf)
     normalizer = normalizer.to(torch.promote_types(query.dtype, torch.float32))
-    for span in places.spans:
-        at = span.queries
-        part = query[:, :, at], key[:, :, span.keys], value[:, :, span.keys]
-        found = kernel.forward(part, span.causal, scale)
-        if span.again:
-            found = merge((output[:, :, at], normalizer[:, :, at]), found)
-        output[:, :, at], normalizer[:, :, at] = found
-    for bucket in places.buckets:
-        tokens = gather(query, bucket.index)
-        total = gather(output, bucket.index), gather(normalizer, bucket.index)
-        for sight in bucket.sights:
-            part = sight.turn(tokens), gather(key, sight.index), gather(value, sight.index)
-            one, other = kernel.forward(part, sight.causal, scale)
-            rows = len(tokens)
-            total = merge(total, (sight.turn_back(one, rows), sight.turn_back(other, rows)))
-        for place, found in zip((output, normalizer), total, strict=True):
-            place[0].index_copy_(1, bucket.places, bucket.tokens(found).to(place.dtype))
+    for part in parts:
+        tensors = take(query, part.queries), take(key, part.keys), take(value, part.keys)
+        found = kernel.forward(tensors, part.causal, scale)
+        if part.again:
+            before = take(output, part.queries), take(normalizer, part.queries)
+            found = merge(before, found)
+        part.put(output, found[0])
+        part.put(normalizer, found[1])
     return output, normalizer
 
 
 def _attend_backward(
-    kernel: Kernel, places: Places, scale: float, saved: tuple[Tensor, ...]
+    kernel: Kernel, parts: Parts, scale: float, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, query, key, value, output, normalizer = saved
     of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))
-    for span in places.spans:
-        upstream, *part = (x[:, :, span.queries] for x in (grad, query, output, normalizer))
-        part[1:1] = key[:, :, span.keys], value[:, :, span.keys]
-        found = kernel.backward(upstream, tuple(part), span.causal, scale)
-        of_query[:, :, span.queries] += found[0]
-        of_key[:, :, span.keys] += found[1]
-        of_value[:, :, span.keys] += found[2]
-    for bucket in places.buckets:
-        tokens = [gather(x, bucket.index) for x in (grad, query, output, normalizer)]
-        tokens[0] = tokens[0] * bucket.exists[:, None, :, None]  # a repeat must add nothing
-        for sight in bucket.sights:
-            upstream, *part = map(sight.turn, tokens)
-            part[1:1] = gather(key, sight.index), gather(value, sight.index)
-            found = kernel.backward(upstream, tuple(part), sight.causal, scale)
-            mine = bucket.tokens(sight.turn_back(found[0], len(tokens[0])))
-            of_query[0].index_add_(1, bucket.places, mine)
-            sight.add(of_key, found[1])
-            sight.add(of_value, found[2])
+    for part in parts:
+        upstream, *tensors = (take(x, part.queries) for x in (grad, query, output, normalizer))
+        if part.ragged is not None:  # a repeat must add nothing
+            upstream = upstream * part.ragged.exists[:, None, :, None]
+        tensors[1:1] = take(key, part.keys), take(value, part.keys)
+        found = kernel.backward(upstream, tuple(tensors), part.causal, scale)
+        add(of_query, part.queries, found[0])
+        add(of_key, part.keys, found[1])
+        add(of_value, part.keys, found[2])
     return of_query, of_key, of_value
 
 
@@ -190,7 +178,7 @@ def packed_attention(
         if layout.tails_alone:
             own = torch.cat([own[0], _apart(known[0])], 2), torch.cat([own[1], _apart(known[1])], 2)
     # The graph is not given `kept`: it would hold itself, since the kept tensors hold the graph.
-    return attend_to_places(query, own, layout.places(rules.window), rules)
+    return attend_to(layout.parts(rules.window), query, own, rules)
 
 
 def _apart(known: Tensor) -> Tensor:
@@ -200,15 +188,13 @@ def _apart(known: Tensor) -> Tensor:
     return known
 
 
-def attend_to_places(
-    query: Tensor, keys: tuple[Tensor, Tensor], places: Places, rules: Rules
-) -> Tensor:
-    """Attend to keys and values as `places` say."""
+def attend_to(parts: Parts, query: Tensor, keys: tuple[Tensor, Tensor], rules: Rules) -> Tensor:
+    """Attend to keys and values as `parts` say."""
     size = keys[1].shape[-1]
     tensors = same_size(query, *keys)
     # The sink has a gradient, so the graph is given it apart.
     given, sink = replace(rules, sink=None), rules.sink
-    return _PackedAttention.apply(places, given, sink, *tensors)[..., :size]
+    return _PackedAttention.apply(parts, given, sink, *tensors)[..., :size]
 
 
 _attended: set[Heads] = set()  # with what layers have attended by a layout

@@ -4,8 +4,8 @@ Tokens of a forward lie in one row without padding: first the prefixes of all gr
 of their completions. A prefix attends to itself, causally; a tail to the prefix of its group and,
 causally, to itself. In a layer with a window both look back no further than that.
 
-No mask says so. Tails of similar length are gathered into buckets, and each further set of keys
-that a bucket sees is one that kernels know: all keys, or fewer with every token, which is causal
+No mask says so. Tails of similar length are gathered and computed together, and each further set of
+keys that they see is one that kernels know: all keys, or fewer with every token, which is causal
 attention read from behind.
 """
 
@@ -98,76 +98,51 @@ class Layers(dict[int, tuple[Tensor, Tensor]]):
         self.states.clear()
 
 
-@dataclass(frozen=True)
-class Sight:
-    """Keys that the tokens of a bucket see."""
+class Ragged(NamedTuple):
+    """Of places (n, w) of rows that repeat their last one: which are none of those repeats.
 
-    index: Tensor  # (n, s) places; (1, s): the same for all rows of the bucket
-    causal: bool = False  # token i sees the first i + 1 of them
-    fading: bool = False  # the last token sees the first of them, and each before it one more
+    A boolean index would make the host wait, in every layer.
+    """
 
-    def turn(self, tokens: Tensor) -> Tensor:
-        """Bring what belongs to tokens (n, N, w, ...) to the shape in which a kernel looks."""
-        if self.fading:
-            return tokens.flip(2)
-        if len(self.index) == len(tokens):
-            return tokens
-        return tokens.transpose(0, 1).flatten(1, 2)[None]
-
-    def turn_back(self, found: Tensor, rows: int) -> Tensor:
-        """Undo `turn` for n rows."""
-        if self.fading:
-            return found.flip(2)
-        if len(self.index) == rows:
-            return found
-        return found[0].unflatten(1, (rows, -1)).transpose(0, 1)
-
-    def add(self, total: Tensor, grad: Tensor) -> None:
-        """Add a gradient of what was gathered to (1, K, T, D)."""
-        total[0].index_add_(1, self.index.flatten(), grad.transpose(0, 1).flatten(1, 2))
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Tails of similar length; a boolean index would make the host wait, in every layer."""
-
-    index: Tensor  # (n, w) places in the row; a shorter tail repeats its last one
-    exists: Tensor  # (n, w) bool: False at the repeats
-    cells: Tensor  # (e,) places in the flattened (n, w), repeats left out
-    places: Tensor  # (e,) their places in the row, each once
-    sights: tuple[Sight, ...]  # of themselves first
+    exists: Tensor  # (n, w) bool
+    cells: Tensor  # (e,) where they are in the flattened (n, w)
+    places: Tensor  # (e,) their places, each once
     starts: tuple[int, ...]  # the first places, as the host knows them
 
-    def tokens(self, values: Tensor) -> Tensor:
-        """Drop the repeats of (n, N, w, ...): (N, e, ...)."""
-        return values.transpose(0, 1).flatten(1, 2).index_select(1, self.cells)
-
 
 @dataclass(frozen=True)
-class Span:
-    """Neighboring queries of a row, and keys that all of them see."""
+class Part:
+    """Queries of a row, and keys that they see."""
 
-    queries: slice
-    keys: slice
-    causal: bool = False  # queries and keys are the same tokens
-    again: bool = False  # a span before this has the same queries
+    queries: Any  # a slice, or a tensor (n, w) of places
+    keys: Any  # a slice, or a tensor (n, s) of places
+    causal: bool = False  # query i sees the first i + 1 of the keys
+    again: bool = False  # a part before this may have had the same queries
+    ragged: Ragged | None = None  # None: queries are a slice
 
-
-class Places(NamedTuple):
-    """Which queries of a row see which of its keys."""
-
-    spans: tuple[Span, ...] = ()
-    buckets: tuple[Bucket, ...] = ()
-
-    def is_causal(self, length: int) -> bool:
-        """Whether it is causal attention of a row of this length, which needs no places."""
-        row = slice(0, length)
-        return self == Places((Span(row, row, causal=True),))
+    def put(self, row: Tensor, found: Tensor) -> None:
+        """Write what belongs to the queries (n, N, w, ...) to their places in (1, N, T, ...)."""
+        if self.ragged is None:
+            row[:, :, self.queries] = found
+        else:
+            flat = found.transpose(0, 1).flatten(1, 2).index_select(1, self.ragged.cells)
+            row[0].index_copy_(1, self.ragged.places, flat.to(row.dtype))
 
 
-def gather(packed: Tensor, index: Tensor) -> Tensor:
-    """Take places (n, w) of (1, N, T, ...): (n, N, w, ...)."""
-    return packed[0][:, index].transpose(0, 1)
+Parts = tuple[Part, ...]
+
+
+def take(row: Tensor, at: slice | Tensor) -> Tensor:
+    """What stands at places (n, w) of (1, N, T, ...): (n, N, w, ...)."""
+    return row[:, :, at] if isinstance(at, slice) else row[0][:, at].transpose(0, 1)
+
+
+def add(row: Tensor, at: slice | Tensor, values: Tensor) -> None:
+    """Add values (n, N, w, ...) to places (n, w) of (1, N, T, ...)."""
+    if isinstance(at, slice):
+        row[:, :, at] += values
+    else:
+        row[0].index_add_(1, at.flatten(), values.transpose(0, 1).flatten(1, 2))
 
 
 @dataclass(frozen=True)
@@ -182,7 +157,7 @@ class Packing:
     device: torch.device | str  # where the forward is computed
     kept: Layers | None = None
     tails_alone: bool = False
-    known: dict[Window | None, Places] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[Window | None, Parts] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -215,6 +190,11 @@ class Packing:
         return slice(first, last), cls(tuple(groups), device, kept, tails_alone=True)
 
     @property
+    def with_prefix(self) -> list[Group]:
+        """Groups of which a prefix has tokens."""
+        return [group for group in self.groups if group.prefix.start < group.prefix.stop]
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest prefix with a tail."""
         return max((end for *_, end in self._rows(True)), default=0)
@@ -228,31 +208,30 @@ class Packing:
             for start, stop in group.cuts:
                 yield number, at, prefix, start, prefix + stop - start
 
-    def places(self, window: Window | None = None) -> Places:
-        """What a layer sees that has this window: all of it in buckets, if the window matters."""
+    def parts(self, window: Window | None = None) -> Parts:
+        """What a layer sees that has this window: no slices of the row if the window matters."""
         if window is not None and self.longest <= window.size:
             window = None
         if window not in self.known:
             alike = defaultdict[_Kind, list[_Block]](list)
             for kind, block in self._blocks(window):
                 alike[kind].append(block)
-            buckets = [_bucket(blocks, self.device, window) for blocks in alike.values()]
-            spans = self._spans() if window is None else ()
-            self.known[window] = Places(tuple(spans), tuple(buckets))
+            found = list(self._slices()) if window is None else []
+            for blocks in alike.values():
+                found += _gathered(blocks, self.device, window)
+            self.known[window] = tuple(found)
         return self.known[window]
 
-    def _spans(self) -> Iterator[Span]:
+    def _slices(self) -> Iterator[Part]:
         """Prefixes, which see themselves, and all tails of a group, which see its prefix."""
-        for group in self.groups:
-            if group.prefix.start == group.prefix.stop:
-                continue
+        for group in self.with_prefix:
             if not self.tails_alone:
-                yield Span(group.prefix, group.prefix, causal=True)
+                yield Part(group.prefix, group.prefix, causal=True)
             if group.cuts:
-                yield Span(group.tails, group.prefix)
+                yield Part(group.tails, group.prefix)
 
     def _blocks(self, window: Window | None) -> Iterator[tuple[_Kind, _Block]]:
-        """Tails, or with a window pieces of all rows; those of a kind may be in one bucket."""
+        """Tails, or with a window pieces of all rows; those of a kind are computed together."""
         for number, at, before, own, end in self._rows(bool(window) and not self.tails_alone):
             for start, stop in window.blocks(before, end) if window else [(before, end)]:
                 # Only what begins right behind one prefix sees the same keys of it.
@@ -267,34 +246,38 @@ _Kind = tuple[int, tuple[int, int] | None]
 _Block = tuple[int, int, int, int, int]
 
 
-def _bucket(blocks: Sequence[_Block], device: torch.device | str, window: Window | None) -> Bucket:
-    """Blocks of similar length that have as much before them."""
+def _gathered(
+    blocks: Sequence[_Block], device: torch.device | str, window: Window | None
+) -> Iterator[Part]:
+    """What blocks of similar length see that have as much before them: themselves first."""
     first, count, before, prefix, own = torch.tensor(blocks).t()[..., None]
     width = int(count.max())
     offsets = torch.arange(width)
     exists = offsets < count
+    # Repeats stand behind a tail, where causality hides them.
+    index = own + first - before + torch.minimum(offsets, count - 1)
+    starts = tuple(index[:, 0].tolist())
 
-    def places(start: Tensor, length: int) -> Tensor:
+    def keys(start: Tensor, length: int) -> Tensor:
         at = start + torch.arange(length)
         return torch.where(at < before, prefix + at, own + at - before)
 
     # Made here and read on the device alone, so the host need not wait for the copies.
-    def move(values: Tensor) -> Tensor:
-        return values.to(device, non_blocking=True)
+    def part(queries: Tensor, keys: Tensor, exists: Tensor, causal: bool, again: bool) -> Part:
+        tensors = queries, keys, exists, exists.flatten().nonzero()[:, 0], queries[exists]
+        queries, keys, exists, cells, places = (x.to(device, non_blocking=True) for x in tensors)
+        return Part(queries, keys, causal, again, Ragged(exists, cells, places, starts))
 
-    # Repeats stand behind a tail, where causality hides them.
-    index = own + first - before + torch.minimum(offsets, count - 1)
-    sights = [Sight(move(index), causal=True)]
-    if window is not None:
-        reach, lost = window.reach(blocks[0][0]), window.lost(blocks[0][0], width)
-        everything = places(first - reach + lost, reach - lost)
-        if (everything == everything[:1]).all():
-            everything = everything[:1]
-        if lost:
-            before_all = places(first - reach, lost).flip(1)
-            sights.append(Sight(move(before_all), causal=True, fading=True))
-        if reach > lost:
-            sights.append(Sight(move(everything)))
-    cells = exists.flatten().nonzero()[:, 0]
-    seen, starts = tuple(sights), tuple(index[:, 0].tolist())
-    return Bucket(sights[0].index, move(exists), move(cells), move(index[exists]), seen, starts)
+    yield part(index, index, exists, causal=True, again=window is None)
+    if window is None:
+        return
+    reach, lost = window.reach(blocks[0][0]), window.lost(blocks[0][0], width)
+    if lost:
+        fading = keys(first - reach, lost).flip(1)
+        yield part(index.flip(1), fading, exists.flip(1), causal=True, again=True)
+    if reach > lost:
+        everything = keys(first - reach + lost, reach - lost)
+        if (everything == everything[:1]).all():  # they are queries of one attention
+            index, everything = index[exists][None], everything[:1]
+            exists = torch.ones_like(index, dtype=torch.bool)
+        yield part(index, everything, exists, causal=False, again=True)

@@ -139,9 +139,7 @@ def _run_packed(run: Run, layout: Packing, hidden: Tensor, layer: int) -> Tensor
     shift = hidden.shape[1] if layout.tails_alone else 0
     kept = {} if layout.kept is None else layout.kept.states
     owners: dict[int, int] = {}  # of tails, by where they begin
-    for group in layout.groups:
-        if group.prefix.start == group.prefix.stop:
-            continue
+    for group in layout.with_prefix:
         start = group.prefix.start - shift
         owners |= {cut[0]: start for cut in group.cuts}
         if layout.tails_alone:
@@ -151,13 +149,15 @@ def _run_packed(run: Run, layout: Packing, hidden: Tensor, layer: int) -> Tensor
             kept.setdefault((layer, start), ends[start])  # not again when this is recomputed
             parts.append(found[0])
             places.append(torch.arange(start, group.prefix.stop, device=hidden.device))
-    for bucket in layout.places().buckets:
-        tokens, width = hidden[0][bucket.index], bucket.index.shape[1]
+    for part in layout.parts():
+        if part.ragged is None:
+            continue
+        tokens, width = hidden[0][part.queries], part.queries.shape[1]
         if width == 1:  # one token alone is computed in another way, in place
             tokens = tokens.expand(-1, 2, -1)
-        found, _ = run(tokens, _selected(ends, [owners.get(start, -1) for start in bucket.starts]))
-        parts.append(found[:, :width].flatten(0, 1)[bucket.cells])
-        places.append(bucket.places)
+        states = _selected(ends, [owners.get(start, -1) for start in part.ragged.starts])
+        parts.append(run(tokens, states)[0][:, :width].flatten(0, 1)[part.ragged.cells])
+        places.append(part.ragged.places)
     outputs = torch.cat(parts)[None]
     return outputs.new_zeros(hidden.shape).index_copy(1, torch.cat(places), outputs)
 
