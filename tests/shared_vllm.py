@@ -10,10 +10,10 @@ from tiny import tiny_model, tiny_tokenizer
 from transformers import BitsAndBytesConfig
 
 from trl.distributed import Ranks
+from trl.generation.base import PolicyHandle
 from trl.generation.vllm.backend import VLLMColocateBackend
 from trl.generation.vllm.engine import EngineSettings, VLLMEngine, start_engine
 from trl.imports import is_available
-from trl.models.unwrap import PolicyHandle
 
 needs_vllm = pytest.mark.skipif(
     not is_available("vllm"), reason="vLLM is not installed: make test installs its CPU build"

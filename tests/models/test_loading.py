@@ -29,7 +29,6 @@ from trl.models.loading import (
     adapter_base,
     add_adapter,
     check_adapters,
-    check_trainable,
     context_length,
     disable_dropout_in_model,
     is_adapter,
@@ -40,6 +39,7 @@ from trl.models.loading import (
     settle_pad_token,
     stop_token_ids,
     storing_adapters_only,
+    trainable,
 )
 from trl.models.reference import make_reference
 
@@ -248,7 +248,7 @@ def test_a_second_adapter_is_refused():
 def test_a_frozen_adapter_is_refused():
     model = peft.get_peft_model(tiny_model(), lora(inference_mode=True))
     with pytest.raises(ValueError, match="loaded for inference. .* is_trainable=True"):
-        check_trainable(model)
+        trainable(model)
 
 
 def test_a_stored_adapter_is_found_with_its_model(tmp_path):

@@ -11,7 +11,6 @@ from trl.models.reference import (
     is_peft_model,
     load_weights,
     make_reference,
-    spread,
     whole_weights,
 )
 
@@ -174,4 +173,4 @@ def test_a_copy_is_its_own():
 
 def test_one_process_keeps_the_model_as_it_is():
     model = tiny_model()
-    assert spread(model, Accelerator(cpu=True)) is model
+    assert FrozenCopy(model).prepare(Accelerator(cpu=True)).model is model

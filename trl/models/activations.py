@@ -40,11 +40,8 @@ class ActivationOffloading:
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self._held: list[Tensor] = []
+        self._held: list[Tensor] = []  # by the model
         self._stream: Any = None
-
-    def _begin(self) -> None:
-        self._staying: set[int] = set()
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_Moved]]] = {}
         self._order: list[weakref.ref[_Moved]] = []
         self._leaving: deque[tuple[Tensor, Any]] = deque()
@@ -52,14 +49,14 @@ class ActivationOffloading:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Move what forward passes inside save; backward passes must end inside, too."""
-        self._begin()
         self._held = self._held or [*self._model.parameters(), *self._model.buffers()]
         self._staying = {tensor.untyped_storage().data_ptr() for tensor in self._held}
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
-            self._begin()
+            for passing in (self._known, self._order, self._leaving):
+                passing.clear()
 
     def _pack(self, tensor: Tensor) -> Tensor | _Moved:
         if tensor.device.type == "cpu" or tensor.nbytes < SMALLEST:

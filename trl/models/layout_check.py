@@ -48,7 +48,7 @@ def why_not_shared(model: nn.Module, longest: int, device: str | None = None) ->
     others = set() if keep_states else {*_kinds(config)} - {*FULL_ATTENTION, *WINDOWED}
     border = _rotary_border(config)
     # Those that take their attention from a table, where it can be replaced.
-    attentions = [m for m in causal.modules() if mentions(m, "ALL_ATTENTION_FUNCTIONS")]
+    attentions = [m for m in causal.modules() if mentions(m.__class__, "ALL_ATTENTION_FUNCTIONS")]
     device = device or next(causal.parameters()).device.type
     configs = getattr(model, "peft_config", None) or {}
     virtual = any(getattr(config, "is_prompt_learning", False) for config in configs.values())

@@ -168,13 +168,14 @@ def add_adapter(model: PreTrainedModel, peft_config: Any) -> nn.Module:
     return peft.get_peft_model(_prepare_base(model), peft_config)
 
 
-def check_trainable(model: nn.Module) -> None:
-    """Refuse a model that came with an adapter which was loaded for inference."""
+def trainable(model: nn.Module) -> nn.Module:
+    """Return a model that came with an adapter, unless that was loaded for inference."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             "Nothing in the model can be trained: its adapter was loaded for inference. Load it "
             "with PeftModel.from_pretrained(model, folder, is_trainable=True)."
         )
+    return model
 
 
 def _prepare_base(model: PreTrainedModel) -> PreTrainedModel:

@@ -34,22 +34,18 @@ def create_reference_model(model: PreTrainedModel) -> PreTrainedModel:
     Weights that ZeRO-3 has partitioned stay so, and every process must call this.
     """
     found = copy.deepcopy(model)
-    if gather_of(model) is gather_zero3:
-        # Children first, because `Init` looks at a module with all that is below it.
-        for source, module in reversed([*zip(model.modules(), found.modules(), strict=True)]):
-            _copy_partitioned(source, module)
+    modules = zip(model.modules(), found.modules(), strict=True)
+    # Children first, because `Init` looks at a module with all that is below it.
+    for source, module in reversed([*modules] if gather_of(model) is gather_zero3 else []):
+        own = module.named_parameters(recurse=False)
+        missing = [(name, parameter) for name, parameter in own if not hasattr(parameter, "ds_id")]
+        with gathered_parameters(source.parameters(recurse=False)):
+            for name, parameter in missing:
+                parameter.data = source.get_parameter(name).data.clone()
+        if missing:
+            zero = require("deepspeed", "ZeRO-3").zero
+            zero.Init(module=module, config_dict_or_path=deepspeed_config())
     return found.requires_grad_(False).eval()
-
-
-def _copy_partitioned(source: nn.Module, module: nn.Module) -> None:
-    """Give a module a partitioned copy of the parameters of another one, without its children."""
-    own = {name: p for name, p in module.named_parameters(recurse=False) if not hasattr(p, "ds_id")}
-    with gathered_parameters(source.parameters(recurse=False)):
-        for name, parameter in own.items():
-            parameter.data = source.get_parameter(name).data.clone()
-    if own:
-        zero = require("deepspeed", "ZeRO-3").zero
-        zero.Init(module=module, config_dict_or_path=deepspeed_config())
 
 
 class FrozenCopy:
@@ -60,7 +56,19 @@ class FrozenCopy:
 
     def prepare(self, accelerator: Accelerator) -> FrozenCopy:
         """Move the copy to where the policy will train, sharded as the policy will be."""
-        self.model = spread(self.model, accelerator)
+        kind, state = accelerator.distributed_type, accelerator.state
+        if kind == DistributedType.DEEPSPEED:
+            self.model = _deepspeed(self.model, state.deepspeed_plugin)
+        elif kind != DistributedType.FSDP:
+            self.model = self.model.to(accelerator.device)
+        elif accelerator.is_fsdp2:
+            self.model = fsdp2_prepare_model(accelerator, self.model)
+        else:
+            # Accelerate would save it with the policy, and later tie weights as they are tied here.
+            start = state.fsdp_plugin.param_init_fn
+            self.model = accelerator.prepare_model(self.model)
+            state.fsdp_plugin.param_init_fn = start
+            accelerator._models.pop()
         return self
 
     @contextmanager
@@ -118,13 +126,14 @@ def make_reference(
         return FrozenCopy(given)
     if not is_peft_model(model):
         return FrozenCopy(create_reference_model(model))
-    bias = getattr(model.peft_config[model.active_adapter], "bias", "none")
+    config = copy.copy(model.peft_config[model.active_adapter])
+    bias = getattr(config, "bias", "none")
     if bias != "none":
         raise ValueError(
             f"bias={bias!r} trains biases of the base model, so no reference is left for the KL "
             "penalty: use bias='none' in the adapter's configuration, or beta=0."
         )
-    start = getattr(model.peft_config[model.active_adapter], "init_lora_weights", True)
+    start = getattr(config, "init_lora_weights", True)
     if not brought_adapter and not str(start).startswith(CHANGING_STARTS):
         return AdapterOff(model)
     if REFERENCE_ADAPTER in model.peft_config:
@@ -132,7 +141,6 @@ def make_reference(
             f"The model has an adapter named {REFERENCE_ADAPTER!r}, the name of the frozen copy "
             "that is the reference: remove it with model.delete_adapter, or give it another name."
         )
-    config = copy.copy(model.peft_config[model.active_adapter])
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # not one that changes the base weights once more
     with _same_trainable(model):
@@ -153,24 +161,7 @@ def frozen_pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]
             yield parameter, states[".".join(own)]
 
 
-# --- A frozen copy, spread over ranks as the policy is ---
-
-
-def spread(model: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """Put a frozen model where the policy is going to be, sharded if the policy will be."""
-    kind = accelerator.distributed_type
-    if kind == DistributedType.DEEPSPEED:
-        return _deepspeed(model, accelerator.state.deepspeed_plugin)
-    if kind != DistributedType.FSDP:
-        return model.to(accelerator.device)
-    if accelerator.is_fsdp2:
-        return fsdp2_prepare_model(accelerator, model)
-    plugin = accelerator.state.fsdp_plugin
-    start = plugin.param_init_fn  # accelerate would keep one that ties the weights of this model
-    found = accelerator.prepare_model(model)
-    plugin.param_init_fn = start
-    accelerator._models.pop()  # it is not to be saved with the policy
-    return found
+# --- Weights that ranks divide ---
 
 
 def _deepspeed(model: nn.Module, plugin: Any) -> nn.Module:

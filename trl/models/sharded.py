@@ -175,17 +175,13 @@ def unwrapped(model: nn.Module) -> Any:
     What accelerate has for this reads the metadata of packages at each call, which takes as long as
     the forward of a small model.
     """
-    around: tuple[type, ...] = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    found: Any = model
+    around: Any = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
     if "deepspeed" in sys.modules:  # otherwise nothing can be wrapped by it
         around += (require("deepspeed", "DeepSpeed").DeepSpeedEngine,)
-    found: Any = model
-    while True:
-        if isinstance(found, around) or fsdp1_units([found]):
-            found = found.module
-        elif hasattr(found, "_orig_mod"):
-            found = found._orig_mod
-        else:
-            return found
+    while isinstance(found, around) or hasattr(found, "_orig_mod"):
+        found = found.module if isinstance(found, around) else found._orig_mod
+    return found
 
 
 def original_class(kind: type) -> type:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
-from ..distributed import Ranks
 from ..imports import is_available, require
 from ..ops.in_place import look_up
 from .sharded import gathered, replaced_forward, unwrapped
@@ -36,16 +34,11 @@ def causal_model(model: nn.Module) -> Any:
     return bare.get_base_model() if is_peft_model(bare) else bare
 
 
-def mentions(module: nn.Module, *names: str) -> bool:
-    """Whether the forward of a module's class calls or reads something of these names."""
-    kind: Any = type(module)
-    return not _names_in(kind).isdisjoint(names)
-
-
 @cache
-def _names_in(kind: Any) -> frozenset[str]:
+def mentions(kind: Any, *names: str) -> bool:
+    """Whether the forward of a class of modules calls or reads something of these names."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    return frozenset(getattr(code, "co_names", ()))
+    return not set(names).isdisjoint(getattr(code, "co_names", ()))
 
 
 def run_inside(
@@ -182,28 +175,3 @@ def policy_for_inference(
     bare = accelerator.unwrap_model(model)
     with gathered(model, at_once), evaluating(bare), accelerator.autocast():
         yield bare
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyHandle:
-    """What engines that generate may know of the policy, whatever wraps it when it is read."""
-
-    # The policy as it was prepared for training. Engines that shard weights replace it when
-    # training begins, so nobody keeps what this returns.
-    current: Callable[[], nn.Module]
-    tokenizer: PreTrainedTokenizerBase
-    ranks: Ranks  # all processes
-    device: torch.device  # of the policy on this rank
-    dtype: torch.dtype  # in which it computes
-    # Log-probabilities, at the sampling temperature, of a completion after a prompt, both in token
-    # ids; all ranks ask for them together.
-    logps: Callable[[list[int], list[int]], list[float]]
-    # Yields the bare policy in evaluation mode; all ranks enter and leave together.
-    inference: Callable[[], AbstractContextManager[Any]]
-    # Whether it is gathered layer by layer, so that all ranks must run layers equally often.
-    layers_in_step: bool = False
-
-    @property
-    def model(self) -> nn.Module:
-        """The policy as it is now."""
-        return self.current()

@@ -5,25 +5,95 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...imports import require
-from ...models.unwrap import PolicyHandle
-from ...models.weights import Factors, base_stamp, full_weights, low_rank_factors, why_not_low_rank
+from ...models.sharded import gather_of, whole
+from ...models.unwrap import causal_model, is_peft_model
+from ...models.weights import adapted_layers, full_weights
+from ..base import PolicyHandle
 from .backend import VLLMColocateBackend
 from .engine import EngineSettings, VLLMEngine
 
 ADAPTER = 1  # vLLM's number of the one adapter
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 SHARED_MEMORY = Path("/dev/shm")  # vLLM takes adapters from folders alone
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The change of one linear layer, whose weight becomes `weight + second @ first`."""
+
+    layer: str  # its name in the base model
+    first: Tensor  # (rank, inputs)
+    second: Tensor  # (outputs, rank), times the scale of the adapter
+
+
+def why_not_low_rank(model: nn.Module) -> str | None:
+    """What makes a policy more than a frozen model with two factors for some of its layers.
+
+    In words that follow "it has"; None if nothing does. Asked before it is wrapped for training.
+    """
+    if not is_peft_model(model):
+        return "no adapter"
+    peft: Any = model
+    config = peft.active_peft_config
+    if config.peft_type.value != "LORA":
+        return f"an adapter of type {config.peft_type.value}, not LoRA"
+    parts = {
+        "modules_to_save": config.modules_to_save,
+        "target_parameters": getattr(config, "target_parameters", None),
+        "trainable_token_indices": getattr(config, "trainable_token_indices", None),
+        "use_dora": config.use_dora,
+        "lora_bias": config.lora_bias,
+        "bias": config.bias != "none",
+    }
+    set_ones = [name for name, value in parts.items() if value]
+    if set_ones:
+        return f"an adapter with {', '.join(set_ones)}"
+    causal = causal_model(model)
+    ends = {id(causal.get_input_embeddings()), id(causal.get_output_embeddings())}
+    for name, layer in adapted_layers(causal):
+        if id(layer) in ends or not isinstance(layer.get_base_layer(), nn.Linear):
+            return f"an adapter on {name}, which is not a linear layer inside the model"
+        if layer.lora_variant or len(layer.active_adapters) != 1:
+            return f"more than one pair of factors on {name}"
+    return None
+
+
+@torch.no_grad()
+def low_rank_factors(model: nn.Module) -> Iterator[Factors]:
+    """Yield the factors of each layer of a policy for which `why_not_low_rank` found no reason.
+
+    Sharded factors are gathered layer by layer, so all ranks must go through all of them.
+    """
+    gather = gather_of(model)
+    for name, layer in adapted_layers(causal_model(model)):
+        adapter = layer.active_adapters[0]
+        pair = [layer.lora_A[adapter], layer.lora_B[adapter]]
+        with nullcontext() if gather is None else gather(pair):
+            first, second = (whole(m.weight).float().clone() for m in pair)
+            yield Factors(name, first, second * layer.scaling[adapter])
+
+
+def base_stamp(model: nn.Module) -> int:
+    """A number that changes when a weight below the adapter does."""
+    causal = causal_model(model)
+    layers = [layer for _, layer in adapted_layers(causal)]
+    factors = {id(p) for layer in layers for p in layer.parameters()}
+    factors -= {id(p) for layer in layers for p in layer.get_base_layer().parameters()}
+    return sum(p._version for p in causal.parameters() if id(p) not in factors)
+
+
+# --- The engine ---
 
 
 def adapter_settings(policy: PolicyHandle, settings: EngineSettings) -> EngineSettings:

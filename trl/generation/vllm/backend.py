@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ...models.unwrap import PolicyHandle
 from ...models.weights import full_weights
 from ...types import Generations, Prompts, Sampling
-from ..base import GenerationBackend
+from ..base import GenerationBackend, PolicyHandle
 from .engine import VLLMEngine, gather_over_tensor_group
 from .sampling import SEEDS, Request, make_requests, read_outputs
 from .weight_proof import WeightProof, WeightSyncError

@@ -20,13 +20,13 @@ from ...models.lm_head import cast_head_to_float32
 from ...models.loading import (
     adapter_base,
     add_adapter,
-    check_trainable,
     disable_dropout_in_model,
     is_adapter,
     load_adapter,
     load_policy,
     load_tokenizer,
     settle_pad_token,
+    trainable,
 )
 from ...models.reference import (
     AdapterOff,
@@ -129,10 +129,7 @@ def _load(
 
 def _with_adapter(model: nn.Module, peft_config: Any, args: BaseConfig) -> nn.Module:
     """Add an adapter to a model, or check the one that it came with."""
-    if peft_config is not None:
-        model = add_adapter(model, peft_config)
-    else:
-        check_trainable(model)
+    model = trainable(model) if peft_config is None else add_adapter(model, peft_config)
     default = type(args).__dataclass_fields__["learning_rate"].default
     if args.learning_rate == default:
         logger.warning(

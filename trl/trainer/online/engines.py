@@ -14,14 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from ...data.formats import is_conversational
 from ...distributed import Ranks
 from ...models.loading import context_length
-from ...models.unwrap import PolicyHandle, causal_model, policy_for_inference
+from ...models.unwrap import causal_model, policy_for_inference
 from ...models.weights import working_precision
 from ...types import Prompts, Sampling
 from .online_config import OnlineConfig
 from .online_setup import check_datasets
 
 if TYPE_CHECKING:
-    from ...generation.base import GenerationBackend
+    from ...generation.base import GenerationBackend, PolicyHandle
     from ...generation.environments import Environments
     from ...generation.function_backend import RolloutFunction
     from ...generation.tools.calls import ToolRunner
@@ -60,6 +60,8 @@ def handle_of(
     logps: Callable[[list[int], list[int]], list[float]],
 ) -> PolicyHandle:
     """Describe a policy to engines; see `PolicyHandle` for the arguments."""
+    from ...generation.base import PolicyHandle
+
     ranks = Ranks(accelerator)
     dtype = torch.bfloat16 if args.bf16 else torch.float16
     if not (args.bf16 or args.fp16):

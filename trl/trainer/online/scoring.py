@@ -16,7 +16,6 @@ from ...distributed import Ranks
 from ...memory.adaptive_batch import AdaptiveBatch
 from ...models.readers import Reader
 from ...models.scorer import Scorer
-from ...models.unwrap import PolicyHandle
 from ...online.guard import FiniteGuard, NonFiniteError
 from ...online.metrics import MetricStore, record_entropy
 from ...ops.masking import length_mask, pad_ragged
@@ -25,6 +24,7 @@ from ...types import Generations, Mode, Prompts, RewardTable, Rollout, Rows, Tok
 from .online_config import OnlineConfig
 
 if TYPE_CHECKING:
+    from ...generation.base import PolicyHandle
     from ...models.reference import ReferencePolicy
 
 logger = logging.get_logger(__name__)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from ...generation.base import PolicyHandle
 from ...generation.vllm.adapter_engine import AdapterBackend, AdapterEngine, adapter_settings
 from ...generation.vllm.backend import VLLMBackend, VLLMColocateBackend
 from ...generation.vllm.engine import (
@@ -28,7 +29,7 @@ from ...memory.model_size import model_size
 from ...memory.plan import BATCHED_TOKENS, Engine, EngineMemory, Plan
 from ...memory.settings import ASSUMED_PROMPT, RunSettings, options_of_environment, read_sharding
 from ...models.loading import context_length
-from ...models.unwrap import VALUE_MODEL, PolicyHandle, causal_model, is_peft_model
+from ...models.unwrap import VALUE_MODEL, causal_model, is_peft_model
 from ...models.weights import bytes_of_weight, check_weights
 from ...types import Sampling
 from ..base.options import changed

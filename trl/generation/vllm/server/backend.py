@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from ....models.unwrap import PolicyHandle
 from ....text import did_you_mean
 from ....types import Generations, Sampling
+from ...base import PolicyHandle
 from ..backend import VLLMBackend
 from ..sampling import Request, completion_body, read_answers
 from ..weight_proof import WeightSyncError
