@@ -24,7 +24,7 @@ BRANCHES = (
 # the second, which must hold, is lowered as they get there.
 FOLDERS = {
     "ops": (1750, 1750),
-    "data": (2000, 3047),
+    "data": (2000, 3046),
     "models": (3500, 3639),
     "memory": (2000, 2047),
     "generation": (4500, 4500),
@@ -35,7 +35,7 @@ FOLDERS = {
     "cli, scripts": (2700, 2700),
     "rest": (1100, 1228),
 }
-ALL = (25_000, 27_683)
+ALL = (25_000, 27_682)
 LOADED = (75, 70)  # modules that `from trl import RLOOTrainer` may load
 
 

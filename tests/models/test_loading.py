@@ -58,6 +58,7 @@ def test_dtypes(tmp_path, dtype, expected):
     name = str(tmp_path / "model")
     tiny_model("qwen3").to(torch.bfloat16).save_pretrained(name)
     assert load_policy(name, {"dtype": dtype}).dtype == expected
+    assert load_policy(name, {"torch_dtype": dtype}).dtype == expected, "as it was called"
 
 
 def test_unknown_dtypes_are_refused(tmp_path):

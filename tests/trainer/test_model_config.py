@@ -135,3 +135,8 @@ def test_adapter_options_without_an_adapter_are_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert get_peft_config(ModelConfig()) is None
+
+
+def test_the_older_name_of_the_precision():
+    with pytest.warns(FutureWarning, match="torch_dtype is now dtype"):
+        assert ModelConfig(torch_dtype="bfloat16").dtype == "bfloat16"

@@ -237,9 +237,12 @@ def _token_at(encoding: Any, place: int) -> int:
 
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
     """Read a row's tools (a list, or JSON) and `chat_template_kwargs`; None means none."""
-    tools, kwargs = _read(row.get("tools")), _read(row.get("chat_template_kwargs")) or {}
-    return {"tools": tools or None} | {k: v for k, v in kwargs.items() if v is not None}
-
-
-def _read(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) else value
+    found = {}
+    for name in ("tools", "chat_template_kwargs"):
+        value = row.get(name)
+        try:
+            found[name] = json.loads(value) if isinstance(value, str) else value
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{name} is not valid JSON: {error}.") from None
+    kwargs = found["chat_template_kwargs"] or {}
+    return {"tools": found["tools"] or None} | {k: v for k, v in kwargs.items() if v is not None}

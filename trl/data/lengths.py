@@ -169,7 +169,9 @@ def _profile(
 ) -> LengthProfile:
     """Put the facts together; the last of the parts is the whole row."""
     lengths = parts[next(reversed(parts))]
-    longest = np.argsort(-lengths, kind="stable")[:3]
+    longest, top = np.argsort(-lengths, kind="stable")[:3], int(lengths.max(initial=1))
+    edges = np.unique(np.linspace(0, top + 1, min(BINS, top + 1) + 1).astype(int))
+    histogram = {"edges": edges.tolist(), "rows": np.histogram(lengths, edges)[0].tolist()}
     return LengthProfile(
         rows=len(lengths),
         tokens=int(lengths.sum()),
@@ -178,7 +180,7 @@ def _profile(
         limits=limits,
         padding=padding_table(lengths),
         repeated=repeated,
-        histogram=_histogram(lengths),
+        histogram=histogram,
         **facts,
     )
 
@@ -191,12 +193,6 @@ def _packing(lengths: np.ndarray, size: int) -> dict[str, float]:
         "packing efficiency": float(lengths.sum()) / (len(packs) * size) if packs else 1.0,
         "documents in a pack": int((lengths > 0).sum()) / max(len(packs), 1),
     }
-
-
-def _histogram(lengths: np.ndarray) -> dict[str, list[int]]:
-    top = int(lengths.max(initial=1))
-    edges = np.unique(np.linspace(0, top + 1, min(BINS, top + 1) + 1).astype(int))
-    return {"edges": edges.tolist(), "rows": np.histogram(lengths, edges)[0].tolist()}
 
 
 def _summary(values: np.ndarray) -> dict[str, float]:

@@ -51,8 +51,8 @@ def load_policy(
     Or a sequence classifier with one label, if it `gives_rewards`. `init_kwargs` are those of
     `from_pretrained`, less a `device_map` where each of several processes has its own device.
     """
-    kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": "float32"}
-    kwargs |= init_kwargs or {}
+    kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code} | (init_kwargs or {})
+    kwargs["dtype"] = kwargs.pop("torch_dtype", kwargs.get("dtype", "float32"))
     if isinstance(kwargs["dtype"], str) and kwargs["dtype"] not in DTYPES:
         raise ValueError(
             f"dtype={kwargs['dtype']!r} in model_init_kwargs must be one of {', '.join(DTYPES)}."

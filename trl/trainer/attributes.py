@@ -39,7 +39,9 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "generation_config": lambda found: _generation_config(found.args.use_vllm, found.sampling),
     "router_aux_loss_coef": attrgetter("router_coefficient"),
     "aux_loss_enabled": lambda found: found.router_coefficient != 0.0,
-    "ref_model": lambda found: _own_model(found.reference),
+    "ref_model": lambda found: (  # None if it is the policy's, with another adapter or none
+        None if hasattr(found.reference, "adapter") else getattr(found.reference, "model", None)
+    ),
     "reward_funcs": lambda found: [
         getattr(source, "function", None) or source.model for source in found.rewards.sources
     ],
@@ -67,13 +69,7 @@ def readable(kind: Trainer) -> Trainer:
     return kind
 
 
-def _own_model(reference: Any) -> Any:
-    """The model of a reference; None if it is the policy's, with another adapter or none."""
-    return None if reference is None or hasattr(reference, "adapter") else reference.model
-
-
 def _generation_config(use_vllm: bool, sampling: Sampling) -> Any:
-    """How transformers would generate; None with vLLM."""
     if use_vllm:
         return None
     from transformers import GenerationConfig

@@ -68,7 +68,6 @@ class SyncRefModelCallback(TrainerCallback):
             target.lerp_(wanted.to(target.device, target.dtype), args.ref_model_mixup_alpha)
 
     def _pairs(self, policy: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Each weight of the reference, with that of the policy."""
         weights = dict(policy.named_parameters())
         for name, parameter in self.accelerator.unwrap_model(self.ref_model).named_parameters():
             yield parameter, weights[name]

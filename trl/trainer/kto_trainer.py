@@ -156,7 +156,6 @@ class KTOTrainer(PreferenceTrainer):
         return output
 
     def _record(self, scores: TokenScores, logps: Tensor, ratios: Tensor, rows: Any) -> None:
-        """Record metrics of own answers (B, 1)."""
         store, counts, label = self.metrics[rows.mode], rows.values["counts"], rows.values["label"]
         values = {"rewards": self.args.beta * ratios, "logps": logps}
         masks = [label & counts, ~label & counts]

@@ -18,6 +18,8 @@ from .base.options import Named, changed, check_options, option
 class ModelConfig(Named):
     """Which model is trained, in which precision, with which adapter."""
 
+    legacy_options = {"torch_dtype": "dtype"}
+
     model_name_or_path: str | None = option(None, "Folder or hub id of the model.")
     model_revision: str = option("main", "Branch, tag or commit of the model.")
     dtype: str | None = option(

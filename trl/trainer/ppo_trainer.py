@@ -122,7 +122,6 @@ class PPOTrainer(OnlineTrainer):
         return batch.replace(returns=advantages + batch.values, advantages=scaled)
 
     def _scored(self, batch: Rollout) -> Tensor:
-        """Mark the tokens (B, C) of completions with a reward."""
         return batch.loss_mask & ~torch.as_tensor(batch.rewards).isnan()[:, None]
 
     def _record_objective(self, batch: Rollout, penalty: Tensor) -> None:

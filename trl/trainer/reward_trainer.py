@@ -101,7 +101,6 @@ class RewardTrainer(OfflineTrainer):
         return masked_sum(losses, counted)[None]
 
     def _record(self, values: Tensor, counted: Tensor, rows: AnswerRows) -> None:
-        """Record metrics of scores (B, K) and pairs (B, K, K)."""
         store, pairs = self.metrics[rows.mode], counted.sum()
         difference = values[:, :, None] - values[:, None, :]
         store.mean("accuracy", ((difference > 0) & counted).sum(), pairs)

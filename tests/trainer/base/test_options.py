@@ -232,6 +232,11 @@ def test_old_names_of_trainer_arguments(tmp_path):
             "max_lenght",
             "SFTConfig has no argument 'max_lenght'. Did you mean max_length",
         ),
+        (
+            SFTConfig,
+            "group_by_length",
+            "no argument 'group_by_length'. Did you mean train_sampling",
+        ),
         (KTOConfig, "max_seq_length", "KTOConfig has no argument 'max_seq_length'. Did you mean"),
         (RLOOTrainer, "tokenizer", "RLOOTrainer has no argument 'tokenizer'. Did you mean proc"),
         # These hand on what they do not name.

@@ -26,6 +26,13 @@ def test_what_would_mean_nothing_is_refused(changes, words):
         make(**changes)
 
 
+def test_tokens_are_no_secrets():
+    """Else another eos_token would go unnoticed when a run is resumed."""
+    found = make(eos_token="<end>", hub_token="secret").to_dict()
+    assert (found["eos_token"], found["pad_token"]) == ("<end>", None)
+    assert found["hub_token"] == "<HUB_TOKEN>"
+
+
 def test_padding():
     assert make(pad_to_multiple_of="8").pad_to_multiple_of == 8
     assert make(pad_to_multiple_of=16).pad_to_multiple_of == 16

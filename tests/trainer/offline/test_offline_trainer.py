@@ -114,3 +114,8 @@ def test_a_loss_of_nan(tmp_path, non_finite):
         trainer.train()
         assert logged(trainer, "frac_skipped_updates") == [1.0]
     assert torch.equal(weights(trainer.model), before)
+
+
+def test_evaluating_takes_a_dataset(tmp_path):
+    with pytest.raises(ValueError, match="There is no eval_dataset: pass one here"):
+        make_trainer(tmp_path, texts(4)).evaluate()

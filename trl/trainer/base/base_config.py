@@ -210,6 +210,8 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
         return chosen
 
     def _refuse_unsupported(self) -> None:
+        if self.max_steps == 0:  # transformers would take one step
+            raise ValueError("max_steps=0 must be above 0, or -1 to train for num_train_epochs.")
         for name, reason in self.without_meaning.items():
             if getattr(self, name):
                 raise ValueError(

@@ -174,7 +174,6 @@ class BaseTrainer(Named, Publishing, Trainer):
         return 0
 
     def _end_epoch(self) -> None:
-        """Turn to the next epoch, unless training ends within this one."""
         if self.place.substep:
             logger.warning(
                 f"The last {self.place.substep} micro-batches of the stream are not trained on: an "
@@ -241,7 +240,6 @@ class BaseTrainer(Named, Publishing, Trainer):
         self.show(mode)
 
     def _add_collected(self, logs: dict[str, float]) -> Mode:
-        """Move what was collected in the current mode into `logs`; returns the mode."""
         mode: Mode = "eval" if self._prefix else "train"
         collected = self.metrics[mode].flush(self.ranks.gather_objects)
         if collected:

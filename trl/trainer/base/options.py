@@ -30,6 +30,7 @@ WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 KINDS = {int: "an integer", float: "a number", bool: "True or False"}
 KINDS |= {str: "text", list: "a list"}
 MEANT = {"tokenizer": "processing_class", "max_seq_length": "max_length"}
+MEANT |= {"group_by_length": "train_sampling_strategy", "use_liger": "use_liger_kernel"}
 MAPPING = "a dictionary, or a JSON object such as '{\"a\": 1}'"
 
 
@@ -77,9 +78,8 @@ def check_options(config: Any, inherited: Mapping[str, Mapping[str, float]] | No
         value, known = getattr(config, field.name, None), field.metadata
         if value is None and (type(None) in kinds[field.name] or "bounds" not in known):
             continue
-        problem = _not_whole(value, known, kinds[field.name])
-        problem = problem or _problem(value, known, others.get(field.name), kinds[field.name])
-        if problem is not None:
+        bounds, legal = others.get(field.name), kinds[field.name]
+        if problem := _not_whole(value, known, legal) or _problem(value, known, bounds, legal):
             raise ValueError(f"{field.name}={value!r} must be {problem}")
 
 
@@ -131,7 +131,8 @@ def _wrong_kind(value: Any, kinds: list[Any]) -> str | None:
     if dict in kinds:
         no_mapping = isinstance(from_json(value), str | list | int | float)
         is_legal = not no_mapping or Path(str(value)).is_file()
-        return None if is_legal else f"{MAPPING}."
+        missing = " There is no such file." * str(value).endswith(".json")
+        return None if is_legal else f"{MAPPING}.{missing}"
     is_number = isinstance(value, (int, float)) and value is not False
     legal = {str} if isinstance(value, str) else {int, float, bool} if is_number else {*kinds}
     is_legal = not legal.isdisjoint(kinds)

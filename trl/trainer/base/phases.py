@@ -141,7 +141,6 @@ class Phases:
         return [batch.select(range(*cut)) for cut in cuts] if len(counts) > 1 else [batch]
 
     def _located(self, rows: range) -> Iterator[tuple[Any, Any]]:
-        """Each micro-batch of the update that has some of the rows, and those rows."""
         first = 0
         for micro_batch in self._done:
             start, stop = max(rows.start - first, 0), min(rows.stop - first, len(micro_batch))

@@ -100,7 +100,6 @@ def prepare_policy(
 def _load(
     name: str, args: BaseConfig, init_kwargs: dict[str, Any], quantization: Any, peft_config: Any
 ) -> nn.Module:
-    """Load a model, or an adapter and the model below it."""
     revision = init_kwargs.get("revision")
     adapter = name if is_adapter(name, revision) else None
     if adapter is not None:
@@ -128,7 +127,6 @@ def _load(
 
 
 def _with_adapter(model: nn.Module, peft_config: Any, args: BaseConfig) -> nn.Module:
-    """Add an adapter to a model, or check the one that it came with."""
     model = trainable(model) if peft_config is None else add_adapter(model, peft_config)
     default = type(args).__dataclass_fields__["learning_rate"].default
     if args.learning_rate == default:
@@ -199,6 +197,8 @@ def check_dataset(name: str, dataset: Any) -> None:
         kind = type(dataset).__name__
         one = f" Choose one of {', '.join(dataset)}." if isinstance(dataset, Mapping) else ""
         raise TypeError(f"{name} must be a datasets.Dataset or IterableDataset, not {kind}.{one}")
+    if isinstance(dataset, Dataset) and not len(dataset):
+        raise ValueError(f"{name} has no rows.")
     images = {"image", "images"} & set(dataset.column_names or ())
     if images:
         raise NotImplementedError(

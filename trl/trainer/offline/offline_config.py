@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -85,6 +85,10 @@ class OfflineConfig(BaseConfig):
                 "train_sampling_strategy='group_by_length' is not needed: rows are not padded. To "
                 "bound the tokens of a micro-batch, use max_tokens_per_micro_batch."
             )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options, where transformers would hide what ends in _token as if it were a secret."""
+        return super().to_dict() | {"eos_token": self.eos_token, "pad_token": self.pad_token}
 
     @property
     def piece_tokens(self) -> int:
@@ -175,6 +179,8 @@ def set_template(
     """
     if (path := args.chat_template_path) is not None:
         if Path(path).suffix in (".jinja", ".j2"):
+            if not Path(path).is_file():
+                raise FileNotFoundError(f"chat_template_path={path!r}: there is no such file.")
             tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
         elif model is None:
             take_template(tokenizer, path)

@@ -172,7 +172,6 @@ class OfflineTrainer(BaseTrainer):
         return found
 
     def _loader(self, dataset: Any, mode: Mode) -> tuple[DataLoader[Any], Any]:
-        """A loader of this rank's micro-batches, and what decides their order."""
         args, place = self.args, self.ranks.place
         is_training = mode == "train"
         rows = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
@@ -200,6 +199,8 @@ class OfflineTrainer(BaseTrainer):
             eval_dataset = self.eval_dataset[eval_dataset]
         elif eval_dataset is None:
             eval_dataset = self.eval_dataset
+        if eval_dataset is None:
+            raise ValueError("There is no eval_dataset: pass one here, or to the trainer.")
         return self._loader(self._prepared(eval_dataset, self.args), "eval")[0]
 
     get_test_dataloader = get_eval_dataloader  # of `predict`

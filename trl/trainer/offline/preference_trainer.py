@@ -95,7 +95,6 @@ class PreferenceTrainer(OfflineTrainer):
             self.reference, self._has_let_go = None, True
 
     def _precompute(self, kind: type[ReferencePolicy]) -> None:
-        """Score all datasets with a reference of some kind, if that is wanted."""
         args, others, reference = self.args, self.eval_dataset, self.reference
         if not args.precompute_ref_log_probs or not isinstance(reference, kind):
             return

@@ -137,8 +137,9 @@ def _check_size(size: int, args: OnlineConfig) -> None:
     needed = plan.round_rows // plan.group_size
     if size < needed:
         raise ValueError(
-            f"train_dataset has {count(size, 'row')}, but one generation round takes {needed} "
-            f"prompts x {plan.group_size} completions. Add rows{smaller_round(plan, size)}."
+            f"train_dataset has {count(size, 'row')}, but one generation round takes "
+            f"{count(needed, 'prompt')} x {count(plan.group_size, 'completion')}. "
+            f"Add rows{smaller_round(plan, size)}."
         )
 
 

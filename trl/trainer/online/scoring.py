@@ -172,7 +172,6 @@ class Scoring:
         support: Support | None = None,
         values: Reader | None = None,
     ) -> TokenScores:
-        """Score without gradient, a few rows at a time."""
         args = self.args
         size = args.eval_rows if batch.mode == "eval" else args.batch_plan.micro_batch
         wanted = {"logps": True, "log_mass": support is not None, "values": values is not None}
