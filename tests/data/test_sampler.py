@@ -59,7 +59,7 @@ def test_stream_has_the_order_of_the_sampler():
 
 def test_a_stream_shorter_than_a_round_says_so():
     stream = RepeatIterableDataset([{"prompt": "a"}] * 3, 2, batch_size=4)
-    with pytest.raises(ValueError, match="The stream has 3 rows, but one round takes 4 prompts"):
+    with pytest.raises(ValueError, match="fewer rows than the 4 prompts that one round takes"):
         list(stream)
 
 

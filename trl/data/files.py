@@ -21,10 +21,8 @@ def load_dataset_source(name: str, config: str | None = None, streaming: bool = 
     `name` is a json, jsonl, csv or parquet file, a folder of such files (their names are the
     splits; names that cannot be are treated as those of a hub dataset), a folder with such files in
     `data/`, a folder written by `save_to_disk`, or a hub id, which may have a `config`. A stream
-    reads rows as they are needed.
-
-    Raises:
-        ValueError: if there is no such file, its kind is unknown, or it cannot be read.
+    reads rows as they are needed. ValueError: there is no such file, its kind is unknown, or it
+    cannot be read.
     """
     path = Path(name).expanduser()
     if path.is_file():

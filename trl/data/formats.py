@@ -73,15 +73,12 @@ def apply_chat_template(
     """Render a conversational example as strings.
 
     Its fields are one of the sets of `SUPPORTED`; others are dropped. A `chat_template_kwargs`
-    field is merged into `template_kwargs`, further arguments of the template.
+    field is merged into `template_kwargs`, further arguments of the template. Messages become
+    `text`, other fields strings; a completion is what its rendered conversation has beyond the
+    rendered prompt.
 
-    Returns:
-        `dict`: `text` for messages; else the same fields as strings. A completion is what its
-        rendered conversation has beyond the rendered prompt.
-
-    Raises:
-        KeyError: if the fields are not one of the supported sets.
-        ValueError: if a prompt has no messages, or its last one a role that cannot end a prompt.
+    KeyError: the fields are not one of the supported sets. ValueError: a prompt has no messages, or
+    its last one has a role that cannot end a prompt.
     """
     fields = {name for name in (*FIELDS, "label") if name in example}
     if fields not in SUPPORTED:
@@ -139,10 +136,7 @@ def prepare_multimodal_messages(
     """Turn string contents into blocks and put images where they belong, in a copy of messages.
 
     Images fill the empty image blocks in order; without such blocks they stand before the text of
-    the first user message.
-
-    Raises:
-        ValueError: for an unknown role, or if images and image blocks differ in number.
+    the first user message. ValueError: a role is unknown, or images and blocks differ in number.
     """
     images = list(images or [])
     found = [_with_blocks(message) for message in messages]

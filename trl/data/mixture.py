@@ -7,13 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from datasets import (
-    Dataset,
-    DatasetDict,
-    IterableDatasetDict,
-    concatenate_datasets,
-    load_dataset,
-)
+from datasets import DatasetDict, IterableDatasetDict, concatenate_datasets, load_dataset
 
 # All processes of a run, and a continued run, must keep the same rows for evaluation.
 SPLIT_SEED = 0
@@ -22,43 +16,28 @@ SOURCE_COLUMN = "dataset_source"
 
 @dataclass
 class DatasetConfig:
-    """One dataset of a mixture; the first fields are those of `datasets.load_dataset`.
-
-    Args:
-        columns (`list[str]`, *optional*): that are kept; all without it.
-        fraction (`float`, *optional*): its share of the mixture.
-        limit (`int`, *optional*): rows that are taken at most, the first ones.
-        weight (`float`): how often an epoch has each row: 2 is twice, 0.5 has half of the rows,
-            chosen at random and the same in every run.
-        source (`str`, *optional*): its name in the log, as in `loss/NAME`; it is written to the
-            column `dataset_source` of the mixture.
-    """
+    """One dataset of a mixture; the first fields are those of `datasets.load_dataset`."""
 
     path: str
     name: str | None = None
     data_dir: str | None = None
     data_files: str | list[str] | dict[str, str] | None = None
     split: str = "train"
-    columns: list[str] | None = None
-    fraction: float | None = None
-    limit: int | None = None
+    columns: list[str] | None = None  # that are kept; None: all
+    fraction: float | None = None  # its share of the mixture
+    limit: int | None = None  # most rows that are taken, the first ones
+    # How often an epoch has each row: 0.5 has half of them, at random, the same in every run.
     weight: float = 1.0
-    source: str | None = None
+    source: str | None = None  # its name in the log (`loss/NAME`) and the column `dataset_source`
 
 
 @dataclass
 class DatasetMixtureConfig:
     """Datasets to concatenate, with their shares, weights and limits.
 
-    Args:
-        datasets (`list`): mappings with the fields of `DatasetConfig`.
-        streaming (`bool`): read rows as they are needed.
-        test_split_size (`float`, *optional*): share of rows to keep for evaluation; they are
-            chosen at random, and are the same in every run.
-
-    Raises:
-        ValueError: if only some datasets have a fraction, if fractions, weights or limits are not
-            positive, or if fractions, weights or a test split meet streaming.
+    `datasets` are mappings with the fields of `DatasetConfig`. The rows of the test split are
+    chosen at random, and are the same in every run. ValueError: only some datasets have a fraction,
+    fractions, weights or limits are not positive, or one of them or a test split meets streaming.
     """
 
     datasets: list[Any] = field(
@@ -109,13 +88,8 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
     """Load and concatenate the datasets of a mixture.
 
     With fractions, as many rows are taken as the scarcest dataset allows, the first ones of each.
-    Limits come before fractions, and weights after them.
-
-    Returns:
-        "train", and "test" if `test_split_size` is set.
-
-    Raises:
-        ValueError: if the mixture is empty.
+    Limits come before fractions, and weights after them. There is a split "train", and "test" if
+    `test_split_size` is set. ValueError: the mixture is empty.
     """
     entries = mixture_config.datasets
     if not entries:
@@ -151,7 +125,7 @@ def _changed(dataset: Any, entry: DatasetConfig, names: bool) -> Any:
     return dataset.map(lambda row: {SOURCE_COLUMN: name}) if names else dataset
 
 
-def _take_fractions(datasets: list[Dataset], fractions: list[float]) -> list[Dataset]:
+def _take_fractions(datasets: list[Any], fractions: list[float]) -> list[Any]:
     weights = [fraction / sum(fractions) for fraction in fractions]
     pairs = list(zip(datasets, weights, strict=True))
     total = min(len(dataset) / weight for dataset, weight in pairs if weight > 0)

@@ -20,10 +20,7 @@ def best_fit(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
     """Put documents together, longest first, each where the least room is left over.
 
     Returns the indices of the documents of each pack; equal input gives equal packs. Documents of
-    no tokens are left out.
-
-    Raises:
-        ValueError: if a document is longer than `size`.
+    no tokens are left out, and those longer than `size` are a ValueError.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if len(lengths) and lengths.max() > size:
@@ -60,10 +57,9 @@ def best_fit(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
 def windows(
     lengths: Sequence[int] | np.ndarray, size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut documents into pieces of at most `size` tokens.
+    """Cut documents into pieces of at most `size` tokens: document, first token and end of each.
 
-    Returns:
-        Document, first token and end of each piece, in order; a document of no tokens has none.
+    They are in order; a document of no tokens has none.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     counts = -(-lengths // size)
@@ -81,11 +77,10 @@ def ragged_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def wrapped(
     lengths: Sequence[int] | np.ndarray, size: int, across: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Lay documents end to end and cut every `size` tokens, and where documents end.
+    """Lay documents end to end, cut every `size` tokens and where documents end, as `windows` does.
 
-    Returns:
-        As of `windows`. With `across`, ends of documents are no cuts: the end of a piece may lie in
-        a later document than its beginning.
+    With `across`, ends of documents are no cuts: the end of a piece may lie in a later document
+    than its beginning.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     ends = np.cumsum(lengths)
@@ -146,16 +141,14 @@ class MicroBatchSampler(Sampler[list[int]]):
     def batches(self) -> list[list[int]]:
         """The micro-batches of the epoch, of all ranks."""
         if self._made is None or self._made[0] != self._epoch:
-            self._made = self._epoch, self._in_order()
+            if self._seed is None or self._max_tokens is None:
+                found = self._gathered(self._units(self._epoch))
+            else:  # Each epoch must have as many, which documents in another order would not fill.
+                rng = np.random.default_rng([self._seed, self._epoch, 1])
+                same = self._gathered(self._units(0))
+                found = [same[i] for i in rng.permutation(len(same))]
+            self._made = self._epoch, found
         return self._made[1]
-
-    def _in_order(self) -> list[list[int]]:
-        if self._seed is None or self._max_tokens is None:
-            return self._gathered(self._units(self._epoch))
-        # Each epoch must have as many, which documents in another order would not fill.
-        found = self._gathered(self._units(0))
-        rng = np.random.default_rng([self._seed, self._epoch, 1])
-        return [found[i] for i in rng.permutation(len(found))]
 
     def _units(self, epoch: int) -> list[list[int]]:
         """Documents, or packs of them, in the order of an epoch."""
@@ -199,9 +192,7 @@ def pack_dataset(
     `seq_lengths` with the lengths of the rows in a pack. `map_kwargs` are arguments of
     `Dataset.map`: without `batch_size` the whole dataset is packed at once, a stream by the batch.
 
-    Raises:
-        TypeError: if a column does not consist of lists.
-        ValueError: if the lists of a row differ in length, or the strategy is unknown.
+    TypeError: a column does not consist of lists. ValueError: the lists of a row differ in length.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is unknown; choose {', '.join(STRATEGIES)}.")
@@ -281,11 +272,7 @@ def _rows(bounds: np.ndarray, values: pa.Array) -> pa.Array:
 
 
 def remove_none_values(example: Any) -> Any:
-    """Leave out all that is None in nested lists and dictionaries.
-
-    Raises:
-        TypeError: if `example` is neither.
-    """
+    """Leave out all that is None in nested lists and dictionaries; others are a TypeError."""
     if isinstance(example, list):
         return [_bare(item) for item in example if item is not None]
     if isinstance(example, dict):

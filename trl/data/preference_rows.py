@@ -22,11 +22,11 @@ from .supervised import Row, as_messages, rendered_prompts
 FEATURES = Features(
     prompt_ids=List(Value("int32")),
     answers_ids=List(List(Value("int32"))),
-    ranks=List(Value("int32")),
-    label=Value("bool"),
+    ranks=List(Value("int32")),  # of the answers: the lowest is the best
+    label=Value("bool"),  # None without
     margin=Value("float64"),
-    source=Value("int64"),
-    merged=Value("int32"),
+    source=Value("int64"),  # row of the dataset
+    merged=Value("int32"),  # 1 where a token stands for characters of prompt and answer
 )
 OLD_NAMES = {
     **{"prompt_input_ids": "prompt_ids", "completion_input_ids": "completion_ids"},
@@ -59,11 +59,7 @@ def _plain(name: str) -> str:
 
 
 def encode_answers(rows: Sequence[Row], encoder: TextEncoder) -> list[Answers]:
-    """Encode prompts with their answers, so that the answers share the prompt's tokens.
-
-    Raises:
-        TypeError: if prompts and answers are not all strings, or all lists of messages.
-    """
+    """Encode prompts with their answers, so that the answers share the prompt's tokens."""
     kinds = {isinstance(value, str) for row in rows for value in (row["prompt"], *row["answers"])}
     if len(kinds) > 1:
         raise TypeError("Prompts and answers must all be strings, or all be messages.")
@@ -148,15 +144,8 @@ def prepare_preferences(
     """Encode pairs, labelled or ranked answers, of strings, messages or ids, in full length.
 
     The first row decides what all are. With `unpaired`, each pair becomes two labelled rows next to
-    each other.
-
-    Returns:
-        `prompt_ids`, `answers_ids`, their `ranks` (the lowest is the best), `label` (None without),
-        `margin`, `source` (row of the dataset) and `merged` (1 where a token stands for characters
-        of prompt and answer). What the answers of a prompt have in common is in the prompt.
-
-    Raises:
-        ValueError: if the dataset is empty, or its rows cannot be read.
+    each other. What the answers of a prompt have in common is in the prompt. A dataset that is
+    empty, or whose rows cannot be read, is a ValueError.
     """
     kind = kind_of_preferences(first_row(dataset))
     encode = partial(encode_preferences, kind=kind, encoder=encoder, unpaired=unpaired)
@@ -214,16 +203,8 @@ class PreferenceLimits:
 class AnswerDataset:
     """Prepared preferences, cut to length; tokens stay on disk until they are asked for.
 
-    Examples of which not all answers are left something are left out.
-
-    Attributes:
-        lengths: (items,) tokens a model sees of each, the prompt's once.
-        report (`CutReport`): counts.
-        rows (`Dataset`): what is left of `table`.
-        values: (items, ...) arrays by name, that items get besides what their rows know.
-
-    Raises:
-        ValueError: if no example is left.
+    Examples of which not all answers are left something are left out; having no others is a
+    ValueError.
     """
 
     def __init__(self, table: Dataset, limits: PreferenceLimits):
@@ -233,11 +214,11 @@ class AnswerDataset:
                 f"None of the {len(table)} rows is left with tokens in every answer ({limits}). "
                 "Raise the limits."
             )
-        self.rows = table if good.all() else table.select(np.flatnonzero(good))
+        self.rows = table if good.all() else table.select(np.flatnonzero(good))  # that are left
         self.report.warn(str(limits))
         prompts, answers = limits.lengths(*preference_lengths(self.rows))
-        self.lengths = prompts + answers.sum(axis=1)
-        self.values: dict[str, np.ndarray] = {}
+        self.lengths = prompts + answers.sum(axis=1)  # tokens a model sees, the prompt's once
+        self.values: dict[str, np.ndarray] = {}  # (items, ...), besides what rows know
         self.limits = limits
 
     def __len__(self) -> int:
@@ -289,10 +270,7 @@ def mismatched(sources: Sequence[Any], answers: Sequence[Sequence[int]], seed: i
     """Choose for each row another row (rows,) whose answer is scored under its prompt.
 
     The partner has another answer and comes from another example; it follows from the data and
-    the seed alone, whatever the order, the batches or the ranks.
-
-    Raises:
-        ValueError: if a row has no partner.
+    the seed alone, whatever the order, the batches or the ranks. A row without one is a ValueError.
     """
     names = {answer: i for i, answer in enumerate(dict.fromkeys(map(tuple, answers)))}
     answer = np.array([names[tuple(ids)] for ids in answers])

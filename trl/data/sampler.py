@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
-from itertools import chain, islice, repeat
+import math
+from collections.abc import Iterable, Iterator, Sized
+from itertools import islice, repeat
 from typing import Any
 
 import torch
@@ -28,10 +29,7 @@ class RepeatSampler(Sampler[int]):
         shuffle: bool = True,
         seed: int | None = None,
     ):
-        self._size, self._rounds = len(data_source), len(data_source) // batch_size
-        self._mini_repeat_count = mini_repeat_count
-        self._batch_size = batch_size
-        self._repeat_count = repeat_count
+        self._size, self._repeats = len(data_source), (mini_repeat_count, batch_size, repeat_count)
         self._shuffle = shuffle
         self._seed = torch.seed() % 2**32 if seed is None else seed
         self._epoch = 0
@@ -43,14 +41,10 @@ class RepeatSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed + 1_000_003 * self._epoch)
         drawn = torch.randperm(self._size, generator=generator).tolist()
-        order = drawn if self._shuffle else range(self._size)
-        for start in range(0, self._rounds * self._batch_size, self._batch_size):
-            chosen = order[start : start + self._batch_size]
-            yield from _repeated(chosen, self._mini_repeat_count, self._repeat_count)
+        yield from _rounds(drawn if self._shuffle else range(self._size), *self._repeats)
 
     def __len__(self) -> int:
-        rows = self._batch_size * self._mini_repeat_count * self._repeat_count
-        return self._rounds * rows
+        return self._size // self._repeats[1] * math.prod(self._repeats)
 
 
 class RepeatIterableDataset(IterableDataset):
@@ -66,10 +60,7 @@ class RepeatIterableDataset(IterableDataset):
         batch_size: int = 1,
         repeat_count: int = 1,
     ):
-        self._source = source
-        self._mini_repeat_count = mini_repeat_count
-        self._batch_size = batch_size
-        self._repeat_count = repeat_count
+        self._source, self._repeats = source, (mini_repeat_count, batch_size, repeat_count)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the stream which epoch's order comes next, if it wants to know."""
@@ -77,17 +68,19 @@ class RepeatIterableDataset(IterableDataset):
             self._source.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        rows = iter(self._source)
-        chosen = list(islice(rows, self._batch_size))
-        if len(chosen) < self._batch_size:
+        is_empty = True
+        for row in _rounds(self._source, *self._repeats):
+            is_empty = False
+            yield row
+        if is_empty:
             raise ValueError(
-                f"The stream has {len(chosen)} rows, but one round takes {self._batch_size} "
-                "prompts. Add rows, or lower generation_batch_size."
+                f"The stream has fewer rows than the {self._repeats[1]} prompts that one round "
+                "takes. Add rows, or lower generation_batch_size."
             )
-        while len(chosen) == self._batch_size:
-            yield from _repeated(chosen, self._mini_repeat_count, self._repeat_count)
-            chosen = list(islice(rows, self._batch_size))
 
 
-def _repeated(items: Sequence[Any], inner: int, outer: int) -> Iterator[Any]:
-    return chain.from_iterable(repeat(item, inner) for _ in range(outer) for item in items)
+def _rounds(rows: Iterable[Any], inner: int, size: int, outer: int) -> Iterator[Any]:
+    left = iter(rows)
+    while len(chosen := list(islice(left, size))) == size:
+        for row in chosen * outer:
+            yield from repeat(row, inner)

@@ -86,14 +86,9 @@ def get_training_chat_template(
     """Make a chat template that renders as the tokenizer's does, with generation markers.
 
     `assistant_only_loss` does not need it: turns are found with any template. The tokenizer, or
-    processor, is left as it is; `tokenizer` is an older name of it.
-
-    Returns:
-        The template; None if that of the tokenizer has markers already.
-
-    Raises:
-        TypeError: if there is no template, or both names are used.
-        ValueError: if later messages change how a turn is rendered.
+    processor, is left as it is; `tokenizer` is an older name of it. None: its template has markers
+    already. TypeError: it has no template. ValueError: later messages change how a turn is
+    rendered.
     """
     if processing_class is not None and tokenizer is not None:
         raise TypeError("Give processing_class alone; tokenizer is an older name of it.")
@@ -123,14 +118,8 @@ def clone_chat_template(
 
     The tokenizer is changed in place; the model's embeddings are resized, and its configurations
     get the new EOS token. The vocabulary is rounded up to a multiple, if there is one, with tokens
-    called `<extra_id_0>` and so on.
-
-    Returns:
-        Model, tokenizer, and the ids of the tokens that are new.
-
-    Raises:
-        ValueError: if the other tokenizer has no chat template.
-        RuntimeError: if the vocabulary and the embeddings end up with different sizes.
+    called `<extra_id_0>` and so on. Returns model, tokenizer, and the ids of the tokens that are
+    new. ValueError: the other tokenizer has no chat template.
     """
     known = tokenizer.get_vocab()
     missing = take_template(tokenizer, source_tokenizer_path)
@@ -243,11 +232,8 @@ def add_response_schema(processing_class: T) -> T:
     """Let a tokenizer, or that of a processor, parse what its model writes: `parse_response`.
 
     Its `response_template` is made of what the chat template writes around an answer, a tool call
-    and, in `<think>` tags, reasoning; one that is there stays.
-
-    Raises:
-        ValueError: if the chat template is not one text, or does not show calls and their results,
-            or writes them in a way that is not known.
+    and, in `<think>` tags, reasoning; one that is there stays. ValueError: the chat template is not
+    one text, does not show calls and their results, or writes them in a way that is not known.
     """
     tokenizer: Any = getattr(processing_class, "tokenizer", processing_class)
     if reads_responses(tokenizer):
@@ -264,7 +250,11 @@ def add_response_schema(processing_class: T) -> T:
     before = render_probe(processing_class, [USER])
     # Without a beginning of its own, the answer follows the end of the question.
     anchor = begun.removeprefix(before).split("<think>")[0] or begun.split(USER["content"])[-1]
-    fields = _fields(template, written, tokenizer)
+    ends = {tokenizer.eos_token, *filter(written.endswith, tokenizer.all_special_tokens)} - {None}
+    end = rf"\s*(?:{'|'.join(map(re.escape, sorted(ends)))})"
+    fields: dict[str, dict[str, Any]] = {"content": {"close_pattern": end}}
+    if "<think>" in template:
+        fields["reasoning_content"] = {"open": "<think>", "close": "</think>"}
     for calls in (TAGGED, NESTED, BARE | fields["content"]):
         made = {
             "start_anchor": anchor,
@@ -278,14 +268,6 @@ def add_response_schema(processing_class: T) -> T:
         f"The chat template writes a tool call in a way that is not known here: {written!r:.200}. "
         "Set tokenizer.response_template, which says how to parse it."
     )
-
-
-def _fields(template: str, written: str, tokenizer: Any) -> dict[str, dict[str, Any]]:
-    """The content, which ends with a special token, and reasoning, if it is written in tags."""
-    ends = {tokenizer.eos_token, *filter(written.endswith, tokenizer.all_special_tokens)} - {None}
-    content = {"close_pattern": rf"\s*(?:{'|'.join(map(re.escape, sorted(ends)))})"}
-    thinking = {"reasoning_content": {"open": "<think>", "close": "</think>"}}
-    return {"content": content} | (thinking if "<think>" in template else {})
 
 
 def _finds_call(tokenizer: Any, begun: str, written: str) -> bool:
@@ -302,11 +284,8 @@ class ToolTurns:
 
     What the model wrote is never rendered again: the tokens are those that the template puts behind
     the end of an assistant turn in a conversation of its own. `stop_ids` end a turn, and
-    `template_kwargs` are extra arguments of every chat-template call.
-
-    Raises:
-        ValueError: if the template cannot show tool calls, or changes earlier turns when a tool's
-            result follows.
+    `template_kwargs` are extra arguments of every chat-template call. ValueError: the template
+    cannot show tool calls, or changes earlier turns when a tool's result follows.
     """
 
     def __init__(
@@ -336,7 +315,9 @@ class ToolTurns:
         for assistant in ASSISTANTS:
             alone = self._ids(assistant, [])
             user = self._ids(None, [])
-            length = self._end(alone, len(user))
+            # A turn ends behind its stop token, or with the text.
+            stops = [place for place, token in enumerate(alone) if token in self._stop_ids]
+            length = stops[-1] + 1 if stops and stops[-1] >= len(user) else len(alone)
             followed = self._ids(assistant, [tool_message(NAME, RESULT)])
             if followed[:length] == alone[:length]:
                 return assistant, length
@@ -348,11 +329,6 @@ class ToolTurns:
             f"{self._tokenizer.decode(followed[place:])!r:.80}. Change tokenizer.chat_template so "
             "that a turn is rendered alike whatever follows it."
         )
-
-    def _end(self, ids: list[int], least: int) -> int:
-        """Where the last turn ends: behind its stop token, or at the end of the text."""
-        stops = [place for place, token in enumerate(ids) if token in self._stop_ids]
-        return stops[-1] + 1 if stops and stops[-1] >= least else len(ids)
 
     def _ids(
         self, assistant: dict[str, Any] | None, results: Sequence[dict[str, Any]]

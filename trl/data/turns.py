@@ -21,14 +21,9 @@ def assistant_spans(
     """Render conversations and find the characters that the assistant writes in them.
 
     A turn ends with its end-of-turn token; white space the template puts behind it, and an empty
-    thinking block that no message has, are not the assistant's.
-
-    Returns:
-        The texts, and (start, stop) of each turn: by the template's generation markers, or by
-        rendering again without and with the turn.
-
-    Raises:
-        ValueError: if neither is exact for this template.
+    thinking block that no message has, are not the assistant's. Turns (start, stop) are found by
+    the template's generation markers, or by rendering again without and with them. ValueError:
+    neither is exact for this template.
     """
     if all(encoder.marks_turns(option) for option, _ in groupby(options)):
         texts, found = encoder.render_marked(chats, options)
@@ -116,14 +111,9 @@ def expanded_turns(
 ) -> list[tuple[str, list[Span]]]:
     """Make one target for each turn of the assistant, in the context it has when it is written.
 
-    Messages before `first` are no targets.
-
-    Returns:
-        Text of each target, and the characters to train on. A target that the next one continues
-        unchanged is part of that one, so a template that keeps all turns gives one row.
-
-    Raises:
-        ValueError: as `assistant_spans`.
+    Messages before `first` are no targets. Returns the text of each target, and the characters to
+    train on. A target that the next one continues unchanged is part of that one, so a template that
+    keeps all turns gives one row.
     """
     targets: list[tuple[str, list[Span]]] = []
     for k in _said(messages, first):

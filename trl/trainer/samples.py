@@ -39,11 +39,8 @@ class Samples:
     """Completes the first `most` prompts of a trainer's evaluation dataset with its policy.
 
     Trainers that generate do it with their own engine and options, for the others transformers
-    generates; `config` says how tokens are drawn instead.
-
-    Raises:
-        TypeError: if the model writes no text.
-        ValueError: if there is no such dataset, or its rows have no prompt.
+    generates; `config` says how tokens are drawn instead. TypeError: the model writes no text.
+    ValueError: there is no such dataset, or its rows have no prompt.
     """
 
     def __init__(self, trainer: BaseTrainer, config: GenerationConfig | None, most: int | None):
@@ -138,15 +135,9 @@ class LogCompletionsCallback(TrainerCallback):
     Comet as `completions.csv`, and as `completions/samples.jsonl` into the output folder, for
     `trl completions --split samples` and `trl report`.
 
-    Args:
-        trainer: any but that of reward models.
-        generation_config (`GenerationConfig`, *optional*): how tokens are drawn; by default as in
-            training, or as the model's own configuration says.
-        num_prompts (`int`, *optional*): the first ones; by default all.
-
-    Raises:
-        TypeError: if the model writes no text.
-        ValueError: if there are no prompts, or neither `freq` nor `eval_steps` is set.
+    The `trainer` is any but that of reward models. Tokens are drawn as `generation_config` says, by
+    default as in training, or as the model's own configuration says; for the first `num_prompts`,
+    by default for all. ValueError: there are none, or neither `freq` nor `eval_steps` is set.
     """
 
     def __init__(
@@ -189,11 +180,8 @@ class WeaveCallback(TrainerCallback):
 
     They go to `project_name`, or where the client or the W&B run that is there belongs, with what
     `scorers`, functions of a prompt and a completion, say of them. The other arguments are those of
-    `LogCompletionsCallback`, and what Weave is to call the prompts and the policy.
-
-    Raises:
-        ImportError: if weave is not installed.
-        ValueError: if there are no prompts; at the beginning of training, if there is no project.
+    `LogCompletionsCallback`, and what Weave is to call the prompts and the policy. ValueError:
+    there are no prompts, or, when training begins, no project.
     """
 
     def __init__(

@@ -33,13 +33,9 @@ class SFTTrainer(OfflineTrainer):
     ranks, of -log p(token); with `loss_type="dft"` each term is multiplied by p(token), without
     gradient. Rows lie behind each other without padding and never see each other.
 
-    Args:
-        train_dataset (`Dataset` or `IterableDataset`): `text`, `messages`, `conversations`,
-            `prompt` with `completion`, or `input_ids`.
-        optimizer_cls_and_kwargs (*optional*): an optimizer class and its arguments.
-        formatting_func (*optional*): makes a text of an example.
-        others: those of `OfflineTrainer`; `data_collator`, `compute_loss_func`, `compute_metrics`
-            and `preprocess_logits_for_metrics` are refused.
+    Datasets have `text`, `messages`, `conversations`, `prompt` with `completion`, or `input_ids`;
+    a `formatting_func` makes a text of an example. The other arguments are those of
+    `OfflineTrainer`.
     """
 
     config_class = SFTConfig
