@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
 from ..distributed import RankError
@@ -242,12 +243,13 @@ def scoring_comparison(model: nn.Module, reader: Reader, batch: Rows, pad_id: in
         plain = read_plain_rows(model, reader, two, pad_id, autocast)
         layout = packed_layout(two, device, reader.at_end)
         packed, dtype = _read(model, reader, layout, autocast)
-        # Log-probabilities are compared as they are, values by their size.
-        scale = reader.scale(plain)
-        return packed / scale, plain / scale, dtype
+        if reader.has_unit or not plain.numel():
+            return packed, plain, dtype
+        size = plain.abs().amax().clamp(min=torch.finfo(plain.dtype).tiny)
+        return packed / size, plain / size, dtype
 
+    # Sharded weights are put together by wrappers, which bring their autocast with them.
     def autocast() -> torch.dtype | None:
-        # Sharded weights are put together by wrappers, which bring their autocast with them.
         return None if is_sharded(model) else autocast_of(model)
 
     return Comparison(reader.what, length, length, autocast, compute)
@@ -282,13 +284,10 @@ def read_plain_rows(
     Rows of sharded weights are padded and read at once, for every rank to do the same.
     """
     device = next(model.parameters()).device
-    if is_sharded(model):
-        return _read(model, reader, plain_layout(batch, pad_id, device), autocast)[0]
-    layouts = [plain_layout(batch.select([row]), pad_id, device) for row in range(len(batch))]
-    found = [_read(model, reader, layout, autocast)[0][0] for layout in layouts]
-    if reader.at_end:
-        return torch.stack(found)
-    return nn.utils.rnn.pad_sequence(found, batch_first=True)
+    alone = [batch.select([row]) for row in range(len(batch))]
+    layouts = [plain_layout(x, pad_id, device) for x in ([batch] if is_sharded(model) else alone)]
+    found = [row for layout in layouts for row in _read(model, reader, layout, autocast)[0]]
+    return torch.stack(found) if reader.at_end else pad_sequence(found, batch_first=True)
 
 
 def two_longest(batch: Rows) -> list[int]:

@@ -53,15 +53,13 @@ class OutputHead:
         return self._kind in (nn.Linear, Float32Linear) and (self.sharded or not hooks)
 
     @property
-    def _kind(self) -> type:
-        """The class of the module, before `fully_shard` put one of its own in front."""
-        kind = type(self._inner)
-        return original_class(kind) if self.sharded else kind
+    def _inner(self) -> Any:
+        """The module below a wrapper of its own."""
+        return unwrapped(self.module)
 
     @property
-    def _inner(self) -> nn.Module:
-        """The module below a wrapper of its own."""
-        return unwrapped(self.module) if self.sharded else self.module
+    def _kind(self) -> type:
+        return original_class(type(self._inner))
 
     def logits(
         self, hidden: Tensor, autocast: torch.dtype | None, project: Run | None = None
@@ -71,8 +69,7 @@ class OutputHead:
         `autocast` is that of the model's forward; `project` is called in place of the module.
         """
         if self._kind is nn.Linear and autocast is None:  # other modules convert by themselves
-            weight: Any = self._inner.weight
-            hidden = hidden.to(weight.dtype)
+            hidden = hidden.to(self._inner.weight.dtype)
         with autocast_to(hidden.device, autocast):
             products = (project or self.module)(hidden)
         wide = products.to(torch.promote_types(products.dtype, torch.float32))
@@ -91,46 +88,39 @@ class OutputHead:
         With entropies (M,) and which ids are likeliest (M,) if asked, and log-masses (M,) of a
         support if one is given.
         """
-        project = self._inner.forward if self.sharded and self.chunk != 0 else self.module
-        run = partial(self.logits, autocast=autocast, project=project)
-
-        def read(hidden: Tensor) -> tuple[Tensor | None, ...]:
-            mass = self._log_mass(run, hidden, ids, support)
-            if self.is_plain:
-                return *self._tiled(hidden, ids, autocast, with_entropy), mass
-            call = run if self.sharded else partial(run, project=summing_in_float32(self.module))
-            return *chunked_log_probs(call, hidden, ids, self._step(hidden), with_entropy), mass
-
         if self.chunk == 0:
-            logits = run(hidden)
+            logits = self.logits(hidden, autocast)
             mass = None if support is None else support.log_mass(logits.detach(), ids)
             return *token_scores(logits, ids, with_entropy=with_entropy), mass
+        step = max(1, (self.chunk or default_chunk(hidden.device)) // self.vocabulary)
+        inner = self._inner
+        # The weight is whole inside of a call, which the wrapper makes once for all tokens.
+        project = inner.forward if self.sharded else self.module
+
+        def read(hidden: Tensor) -> tuple[Tensor | None, ...]:
+            run = partial(self.logits, autocast=autocast, project=project)
+            mass = None if support is None else _log_mass(support, run, hidden, ids, step)
+            if self.is_plain:
+                weight, bias = inner.weight, inner.bias
+                dtype = torch.float32 if self._kind is Float32Linear else autocast or weight.dtype
+                in_place = self.in_place and not self.sharded
+                tiling = Tiling(self.transform, self.chunk, dtype, in_place)
+                found = linear_log_probs(hidden, weight, ids, bias, tiling, with_entropy)
+            else:
+                run = run if self.sharded else partial(run, project=summing_in_float32(self.module))
+                found = chunked_log_probs(run, hidden, ids, step, with_entropy)
+            return *found, mass
+
         if not self.sharded:
             return read(hidden)
-        # One call of the module, which makes its weight whole meanwhile.
-        return called_inside(self._inner, read, lambda: self.module(hidden))
+        return called_inside(inner, read, lambda: self.module(hidden))
 
-    @torch.no_grad()
-    def _log_mass(
-        self, run: Run, hidden: Tensor, ids: Tensor, support: Support | None
-    ) -> Tensor | None:
-        """Filters look at the whole vocabulary at once, so this is by tokens, not by tiles."""
-        if support is None:
-            return None
-        pieces = zip(hidden.split(step := self._step(hidden)), ids.split(step), strict=True)
-        return torch.cat([support.log_mass(run(part), places) for part, places in pieces])
 
-    def _step(self, hidden: Tensor) -> int:
-        return max(1, (self.chunk or default_chunk(hidden.device)) // self.vocabulary)
-
-    def _tiled(
-        self, hidden: Tensor, ids: Tensor, autocast: torch.dtype | None, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Read the weight, which must be whole, in tiles."""
-        inner: Any = self._inner
-        dtype = torch.float32 if self._kind is Float32Linear else autocast or inner.weight.dtype
-        tiling = Tiling(self.transform, self.chunk, dtype, self.in_place and not self.sharded)
-        return linear_log_probs(hidden, inner.weight, ids, inner.bias, tiling, with_entropy)
+@torch.no_grad()
+def _log_mass(support: Support, run: Run, hidden: Tensor, ids: Tensor, step: int) -> Tensor:
+    # Filters look at the whole vocabulary at once, so this is by tokens, not by tiles.
+    pieces = zip(hidden.split(step), ids.split(step), strict=True)
+    return torch.cat([support.log_mass(run(part), places) for part, places in pieces])
 
 
 # --- Projections that must be called: adapters, quantized weights, hooks ---
@@ -269,33 +259,27 @@ class HeadFinder:
         module, size = causal.get_output_embeddings(), causal.config.get_text_config().vocab_size
         return OutputHead(module, transform, size, self.chunk, is_sharded(model), self.in_place)
 
+    @torch.no_grad()
     def _search(self, model: nn.Module, causal: Any) -> LogitTransform | None:
+        """Compare the logits of a few tokens with what each candidate makes of their products."""
         reason = "its logits cannot be reproduced from its last hidden states"
         try:
-            found = self._matching(model, causal)
+            module = causal.get_output_embeddings()
+            if module is not None and causal.base_model is not causal:
+                products, logits = _sample(model, module)
+                for transform in candidate_transforms(causal.config, self.temperature):
+                    if _agree(transform.forward(products.clone()) * self.temperature, logits):
+                        return transform
         # Whatever a model that nobody has seen before may raise: it can be scored all the same.
         except Exception as error:
             if isinstance(error, RankError | NotCausalError) or is_out_of_memory(error):
                 raise
-            found, reason = None, f"the search for its output projection failed ({error})"
-        if found is None:
-            logger.warning(
-                f"{type(causal).__name__} holds all logits of its completions at once, and each "
-                f"completion carries its own copy of the prompt, because {reason}. Results are "
-                "the same, memory and time are not."
-            )
-        return found
-
-    @torch.no_grad()
-    def _matching(self, model: nn.Module, causal: Any) -> LogitTransform | None:
-        """Compare the logits of a few tokens with what each candidate makes of their products."""
-        module = causal.get_output_embeddings()
-        if module is None or causal.base_model is causal:
-            return None
-        products, logits = _sample(model, module)
-        for transform in candidate_transforms(causal.config, self.temperature):
-            if _agree(transform.forward(products.clone()) * self.temperature, logits):
-                return transform
+            reason = f"the search for its output projection failed ({error})"
+        logger.warning(
+            f"{type(causal).__name__} holds all logits of its completions at once, and each "
+            f"completion carries its own copy of the prompt, because {reason}. Results are "
+            "the same, memory and time are not."
+        )
         return None
 
 

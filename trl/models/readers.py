@@ -36,17 +36,13 @@ class Reader:
     """Turns hidden states into what it is asked for; one forward serves several readers."""
 
     what = ""  # is read first, in plural
-    count = 1  # things that are read
     can_pack = True  # whether rows may lie behind one copy of their prompt
+    has_unit = True  # False: differences of two readings are compared by the size of these
     at_end = False  # whether the last token of each row is read, which predicts nothing
 
     def __call__(self, hidden: Hidden) -> tuple[Tensor | None, ...]:
         """What was read, in the shape of the rows: (B, C) or (B,)."""
         raise NotImplementedError
-
-    def scale(self, found: Tensor) -> float:
-        """What differences of two readings are divided by before they are called rounding."""
-        return 1.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,6 @@ class TokenReader(Reader):
     with_entropy: bool = False  # of each next-token distribution, and if the token is the likeliest
     support: Support | None = None  # also the mass that these filters leave of it
     what = "log-probabilities"
-    count = 4
 
     @property
     def can_pack(self) -> bool:  # type: ignore[override]
@@ -112,6 +107,7 @@ class ValueReader(Reader):
     # before each completion token, 0 beyond a completion's end.
     at_end: bool = False
     what = "values"
+    has_unit = False
 
     def __call__(self, hidden: Hidden) -> tuple[Tensor]:
         """Read (values,)."""
@@ -122,8 +118,3 @@ class ValueReader(Reader):
             values = self.module(states.to(parameter.dtype)).squeeze(-1)
         values = values.to(torch.promote_types(values.dtype, torch.float32))
         return (layout.by_row(values) if self.at_end else layout.scatter(values),)
-
-    def scale(self, found: Tensor) -> float:
-        """Values are compared by their size; see `Reader`."""
-        smallest = torch.finfo(found.dtype).tiny
-        return max(float(found.abs().amax()), smallest) if found.numel() else 1.0

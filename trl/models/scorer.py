@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,21 +115,20 @@ class Scorer:
         if others is not None:
             layout.inputs[KEYWORD] = replace(layout.inputs[KEYWORD], kept=Layers())
 
-        def work(forward: Forward, inputs: dict[str, Any]) -> tuple[Tensor | None, ...]:
+        def work(forward: Forward, inputs: dict[str, Any]) -> tuple[Any, Tensor | None]:
             run = self._decoder(model, forward, layout, readers)
             hidden, aux_loss = self._states(model, layout, run, inputs, others is None)
-            found = [value for reader in readers for value in reader(hidden)]
+            found = [reader(hidden) for reader in readers]
             if others is not None:
-                found += self._behind(model, others, hidden, readers[0])
-            return *found, aux_loss
+                found.append(self._behind(model, others, hidden, readers[0]))
+            return found, aux_loss
 
         with embeddings_in_place(model, self.in_place and not sharded):
             # What hooks of wrappers must see of the graph is what comes out here.
-            *flat, aux_loss = run_inside(model, layout.inputs | {"use_cache": False}, work)
+            found, aux_loss = run_inside(model, layout.inputs | {"use_cache": False}, work)
         if sharded and not torch.is_grad_enabled():
             release(model)
-        rest, asked = iter(flat), readers if others is None else [*readers, readers[0]]
-        return [tuple(islice(rest, reader.count)) for reader in asked], aux_loss
+        return found, aux_loss
 
     @torch.no_grad()
     def _behind(

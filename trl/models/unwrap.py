@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ..imports import is_available, require
 from ..ops.in_place import look_up
@@ -48,16 +49,14 @@ def run_inside(
 
     The wrappers of distributed training and of adapters do their part before and after, on the
     result of `work` instead of the model's own. It is given the forward that it replaces, and the
-    inputs as the wrappers hand them on, and returns a tuple.
+    inputs as the wrappers hand them on, and returns tensors in lists, tuples or dictionaries.
     """
     causal = causal_model(model)
     forward = causal.forward
     return called_inside(causal, lambda **given: work(forward, given), lambda: model(**inputs))
 
 
-def called_inside(
-    module: nn.Module, work: Callable[..., Any], call: Callable[[], Any]
-) -> Sequence[Any]:
+def called_inside(module: nn.Module, work: Callable[..., Any], call: Callable[[], Any]) -> Any:
     """What `work` made in place of the forward of a module, between its hooks, during `call`.
 
     Mixed precision of FSDP casts results, but log-probabilities need their digits. Its hooks hang
@@ -71,8 +70,11 @@ def called_inside(
 
     with replaced_forward(module, inside):
         returned = call()
-    pairs = zip(made[-1], returned, strict=True)
-    return [one if isinstance(one, Tensor) and one.dtype != x.dtype else x for one, x in pairs]
+
+    def as_made(one: Any, other: Any) -> Any:
+        return one if isinstance(one, Tensor) and one.dtype != other.dtype else other
+
+    return tree_map(as_made, made[-1], returned)
 
 
 @contextmanager
