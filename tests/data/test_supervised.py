@@ -28,7 +28,8 @@ def encode(row, encoder=ENCODER, **options):
     found = encode_supervised([row], chosen.kind(row), encoder, chosen)
     decode = encoder.tokenizer.decode
     return [
-        (decode(row.ids), [decode(row.ids[a:b]) for a, b in spans_of(row.trained)]) for row in found
+        (decode(ids), [decode(ids[a:b]) for a, b in spans_of(trained)])
+        for ids, trained, *_ in found
     ]
 
 
@@ -94,8 +95,8 @@ IDS = {"input_ids": [7, 8, 9]}
 )
 def test_masks_of_tokenized_examples_are_used(row, options, trained):
     chosen = SupervisedOptions(**options)
-    (found,) = encode_supervised([row], chosen.kind(row), ENCODER, chosen)
-    assert found.ids == [7, 8, 9] and found.trained.tolist() == trained
+    ((ids, mask, *_),) = encode_supervised([row], chosen.kind(row), ENCODER, chosen)
+    assert ids == [7, 8, 9] and mask.tolist() == trained
 
 
 @pytest.mark.parametrize(
@@ -133,10 +134,11 @@ def test_merges_over_the_boundary_are_counted_and_trained():
     pairs = (("tell me hel", "lo"), ("tell me", " hello"))
     rows = [{"prompt": prompt, "completion": answer} for prompt, answer in pairs]
     found = encode_supervised(rows, "completion", encoder, options)
-    assert [row.merged for row in found] == [1, 0]
+    ids, masks, _, merged, _ = zip(*found, strict=True)
+    assert merged == (1, 0)
     whole = encoder.ids(["tell me hello"])[0]
-    assert [row.ids[:-1] for row in found] == [whole, whole]
-    assert encoder.tokenizer.decode(whole[found[0].trained.argmax() :]) == " hello"
+    assert [found[:-1] for found in ids] == [whole, whole]
+    assert encoder.tokenizer.decode(whole[masks[0].argmax() :]) == " hello"
 
 
 @pytest.mark.parametrize("pad", ["<pad>", "<eos>", "<|im_end|>"])

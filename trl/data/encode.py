@@ -28,6 +28,8 @@ Masked = tuple[Ids, np.ndarray, int]  # ids, a mask (tokens,), tokens over the e
 # Characters that a text shares with the one before it, and that are encoded again, and of these,
 # tokens that must come out as they stand there.
 TAIL, AGREEING = 32, 4
+# Words whose tokens a tokenizer remembers. With 10,000, its default, encoding takes a sixth longer.
+CACHED_WORDS = 100_000
 WORD_END = re.compile(r".*[^\W\d_](?= [^\W\d_])", re.DOTALL)
 
 
@@ -145,6 +147,8 @@ class TextEncoder:
         core = self.tokenizer.backend_tokenizer
         core.no_truncation()
         core.no_padding()
+        if hasattr(core.model, "_resize_cache"):  # not all kinds of models remember words
+            core.model._resize_cache(CACHED_WORDS)
         return encode(list(texts), add_special_tokens=False)
 
     def begun(self, ids: Ids) -> Ids:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from operator import add, itemgetter
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -91,26 +91,19 @@ class SupervisedOptions:
         )
 
 
-class EncodedRow(NamedTuple):
-    """A row of tokens."""
-
-    ids: Ids
-    trained: np.ndarray  # (tokens,) bool
-    source: int  # which of the examples it is made from
-    merged: int  # tokens over the edge of what is trained
-    origin: str  # the dataset of a mixture that it is from
-
-
 Target = tuple[str, list[Span], int]  # a text, what is trained of it, and which example it is of
 
 
 def encode_supervised(
     rows: Sequence[Row], kind: Kind, encoder: TextEncoder, options: SupervisedOptions
-) -> list[EncodedRow]:
-    """Encode examples, all of one kind."""
+) -> list[tuple[Ids, np.ndarray, int, int, str]]:
+    """Rows of examples of one kind: ids, mask (tokens,), source, merged and origin.
+
+    They are the columns of `prepare_supervised`.
+    """
     origins = [str(row.get(options.source_column, "")) for row in rows]
     return [
-        EncodedRow(ids, trained, source, merged, origins[source])
+        (ids, trained, source, merged, origins[source])
         for (ids, trained, merged), source in _encoded(rows, kind, encoder, options)
     ]
 
