@@ -62,26 +62,17 @@ class SlicedPacking:
 
 @dataclass(frozen=True, kw_only=True)
 class SlicedLayout(Layout):
-    """The part of a layout that one rank computes; what it predicts is shared with the others.
-
-    `sources` and `ends` are places among the tokens of this rank, and stand for the entries
-    `predictions` and `last_tokens` of those of the whole layout.
-    """
+    """The part of a layout that one rank computes; what it predicts is shared with the others."""
 
     context: ContextParallel
-    whole: Layout
-    predictions: Tensor
-    last_tokens: Tensor
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Bring the predictions (m,) of all ranks to completions (B, C), on every rank."""
-        count = len(self.whole.sources)
-        return self.whole.scatter(self.context.put(values, self.predictions, count))
+        """Bring the predictions of all ranks to completions (B, C), on every rank."""
+        return self.context.sum(super().scatter(values))
 
     def by_row(self, values: Tensor) -> Tensor:
         """Bring what belongs to last tokens of all ranks to the rows (B,), on every rank."""
-        count = len(self.whole.ends)
-        return self.whole.by_row(self.context.put(values, self.last_tokens, count))
+        return self.context.sum(super().by_row(values))
 
 
 class ContextParallel:
@@ -96,11 +87,10 @@ class ContextParallel:
         early, late = _Gather.apply(self.group, states).chunk(2, dim=2)
         return torch.cat([*early, *late.flip(0)], dim=1)[None]
 
-    def put(self, values: Tensor, where: Tensor, count: int) -> Tensor:
-        """Put together values (m,) of all ranks: (count,). An entry beyond the last is dropped."""
-        numbers = values.float() if values.dtype == torch.bool else values
-        mine = numbers.new_zeros(count + 1).index_copy(0, where, numbers)
-        return _Gather.apply(self.group, mine[None]).sum(0)[:count].to(values.dtype)
+    def sum(self, mine: Tensor) -> Tensor:
+        """Add up what each rank has; each entry is that of one rank, and 0 elsewhere."""
+        numbers = mine.float() if mine.dtype == torch.bool else mine
+        return _Gather.apply(self.group, numbers[None]).sum(0).to(mine.dtype)
 
     def slice(self, layout: Layout) -> SlicedLayout:
         """Cut a packed layout to what this rank computes."""
@@ -118,13 +108,20 @@ class ContextParallel:
         )
         here = torch.full((width + more,), -1, device=ids.device)
         here[tokens] = torch.arange(2 * length, device=ids.device)
-        sources, predictions = _of_rank(here[layout.sources])
-        ends, last_tokens = _of_rank(here[layout.ends])
-        # The last is dropped by `put`: where this rank predicts nothing, some token is read.
-        targets = pad(layout.targets, (0, 1))[predictions]
-        changed = {"inputs": inputs, "sources": sources, "targets": targets, "ends": ends}
-        others = {"predictions": predictions, "last_tokens": last_tokens}
-        return SlicedLayout(**(vars(layout) | changed | others), context=self, whole=layout)
+        sources, ends = here[layout.sources], here[layout.ends]
+        predicted, ended = sources >= 0, ends >= 0
+        cells = predicted[layout.slots]
+        changed = {
+            "inputs": inputs,
+            # The last stands for nothing: where this rank predicts nothing, some token is read.
+            "sources": pad(sources[predicted], (0, 1)),
+            "targets": pad(layout.targets[predicted], (0, 1)),
+            "slots": (predicted.cumsum(0) - 1)[layout.slots[cells]],
+            "places": layout.places[cells],
+            "ends": ends[ended],
+            "rows": layout.rows[ended],
+        }
+        return SlicedLayout(**(vars(layout) | changed), context=self)
 
 
 def check_divisible(model: nn.Module, count: int, longest: int | None) -> None:
@@ -139,12 +136,6 @@ def check_divisible(model: nn.Module, count: int, longest: int | None) -> None:
     if found:
         words = f"This model has {found[0]}. Set cp_size=1, or choose another model."
         raise ValueError(f"cp_size={count}: context parallelism cannot divide its rows. {words}")
-
-
-def _of_rank(places: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of places that are not -1, and their entries; and one more, whose entry is beyond."""
-    entries = (places >= 0).nonzero()[:, 0]
-    return pad(places[entries], (0, 1)), pad(entries, (0, 1), value=len(places))
 
 
 def _parts(packing: Packing, starts: list[int], length: int) -> Iterator[Part]:

@@ -131,37 +131,31 @@ class LayoutCheck:
     _checked_length: int = field(default=0, init=False)
     _warned: set[str] = field(default_factory=set, init=False)
 
-    def allows(self, model: nn.Module, comparison: Comparison) -> bool:
+    def allows(
+        self,
+        model: nn.Module,
+        comparison: Comparison,
+        largest: Callable[[float], float] | None = None,
+    ) -> bool:
         """Whether rows may lie behind one copy of their prompt.
 
         Compares at the first use, and whenever rows are twice as long as what was compared or the
-        first to be longer than a window. Ranks that decide together, as others must where weights
-        are sharded, do that in `agree` alone.
+        first to be longer than a window; then it warns once for each reason against it.
+
+        Ranks decide together, as they must where weights are sharded, when all of them call this
+        with `largest`, which returns the largest of the values that the ranks give it. From then
+        on, only rows up to twice the length of those that some rank has shown that way may.
         """
         if not self.enabled:
             return False
-        if self.has_agreed or (not self.alone and is_sharded(model)):
+        if largest is None and (self.has_agreed or (not self.alone and is_sharded(model))):
             outgrown = self._has_outgrown(model, comparison.length)
             return not outgrown and why_not_shared(model, comparison.longest) is None
-        return self._decide(model, comparison, lambda mine: mine)
-
-    def agree(
-        self, model: nn.Module, comparison: Comparison, largest: Callable[[float], float]
-    ) -> None:
-        """Decide together with the other ranks, which must call this as well.
-
-        From then on only rows up to twice the length of those that some rank has shown to this
-        method lie behind one copy of their prompt. `largest` returns the largest of the values
-        that the ranks give it.
-        """
-        self.has_agreed = True
-        if self.enabled:
-            self._decide(model, comparison, largest)
+        return self._decide(model, comparison, largest or float)
 
     def _decide(
         self, model: nn.Module, comparison: Comparison, largest: Callable[[float], float]
     ) -> bool:
-        """Compare if rows have outgrown the last time; warn once for each reason against it."""
         length = int(largest(comparison.length))
         reason = why_not_shared(model, max(length, comparison.longest))
         if reason is None and self._has_outgrown(model, length):

@@ -107,7 +107,7 @@ class Ragged(NamedTuple):
     exists: Tensor  # (n, w) bool
     cells: Tensor  # (e,) where they are in the flattened (n, w)
     places: Tensor  # (e,) their places, each once
-    starts: tuple[int, ...]  # the first places, as the host knows them
+    prefixes: tuple[int, ...]  # where prefixes of rows begin, -1 without, as the host knows it
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ def _gathered(
     exists = offsets < count
     # Repeats stand behind a tail, where causality hides them.
     index = own + first - before + torch.minimum(offsets, count - 1)
-    starts = tuple(index[:, 0].tolist())
+    prefixes = tuple(torch.where(before > 0, prefix, -1)[:, 0].tolist())
 
     def keys(start: Tensor, length: int) -> Tensor:
         at = start + torch.arange(length)
@@ -266,7 +266,7 @@ def _gathered(
     def part(queries: Tensor, keys: Tensor, exists: Tensor, causal: bool, again: bool) -> Part:
         tensors = queries, keys, exists, exists.flatten().nonzero()[:, 0], queries[exists]
         queries, keys, exists, cells, places = (x.to(device, non_blocking=True) for x in tensors)
-        return Part(queries, keys, causal, again, Ragged(exists, cells, places, starts))
+        return Part(queries, keys, causal, again, Ragged(exists, cells, places, prefixes))
 
     yield part(index, index, exists, causal=True, again=window is None)
     if window is None:

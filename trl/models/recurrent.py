@@ -136,19 +136,17 @@ def _aware(original: Any) -> Any:
 def _run_packed(run: Run, layout: Packing, hidden: Tensor, layer: int) -> Tensor:
     """Outputs (1, T, H) of a layer: prefixes one by one, then tails from the states behind them."""
     parts, places = list[Tensor](), list[Tensor]()
-    ends: dict[int, States] = {}
+    ends: dict[int, States] = {}  # behind prefixes, by where these begin
     # Prefixes stand behind tails that are computed alone.
     shift = hidden.shape[1] if layout.tails_alone else 0
     kept = {} if layout.kept is None else layout.kept.states
-    owners: dict[int, int] = {}  # of tails, by where they begin
     for group in layout.with_prefix:
-        start = group.prefix.start - shift
-        owners |= {cut[0]: start for cut in group.cuts}
+        start, name = group.prefix.start, (layer, group.prefix.start - shift)
         if layout.tails_alone:
-            ends[start] = kept[layer, start]
+            ends[start] = kept[name]
         else:
             found, ends[start] = run(hidden[:, group.prefix])
-            kept.setdefault((layer, start), ends[start])  # not again when this is recomputed
+            kept.setdefault(name, ends[start])  # not again when this is recomputed
             parts.append(found[0])
             places.append(torch.arange(start, group.prefix.stop, device=hidden.device))
     for part in layout.parts():
@@ -157,8 +155,8 @@ def _run_packed(run: Run, layout: Packing, hidden: Tensor, layer: int) -> Tensor
         tokens, width = hidden[0][part.queries], part.queries.shape[1]
         if width == 1:  # one token alone is computed in another way, in place
             tokens = tokens.expand(-1, 2, -1)
-        states = _selected(ends, [owners.get(start, -1) for start in part.ragged.starts])
-        parts.append(run(tokens, states)[0][:, :width].flatten(0, 1)[part.ragged.cells])
+        found, _ = run(tokens, _selected(ends, part.ragged.prefixes))
+        parts.append(found[:, :width].flatten(0, 1)[part.ragged.cells])
         places.append(part.ragged.places)
     outputs = torch.cat(parts)[None]
     return outputs.new_zeros(hidden.shape).index_copy(1, torch.cat(places), outputs)

@@ -199,13 +199,18 @@ class Scorer:
         with evaluating(model):
             return self(model, batch, False, support, values)
 
-    # --- Layouts ---
-
-    def packs(self, model: nn.Module, batch: Rows, readers: Sequence[Reader]) -> bool:
-        """Whether rows are scored behind one copy of their prompt."""
+    def packs(
+        self,
+        model: nn.Module,
+        batch: Rows,
+        readers: Sequence[Reader],
+        largest: Callable[[float], float] | None = None,
+    ) -> bool:
+        """Whether rows are scored behind one copy of their prompt; see `LayoutCheck.allows`."""
         if not all(reader.can_pack for reader in readers):
             return False
-        return self.check.allows(model, scoring_comparison(model, readers[0], batch, self.pad_id))
+        comparison = scoring_comparison(model, readers[0], batch, self.pad_id)
+        return self.check.allows(model, comparison, largest)
 
     def agree(
         self,
@@ -214,12 +219,9 @@ class Scorer:
         largest: Callable[[float], float],
         reader: Reader | None = None,
     ) -> None:
-        """Let ranks decide together how `batch` is read; see `LayoutCheck.agree`."""
-        reader = reader or self.token_reader(model)
+        """Let ranks decide together how `batch` is read; see `LayoutCheck.allows`."""
         self.check.has_agreed = True
-        if reader.can_pack:
-            comparison = scoring_comparison(model, reader, batch, self.pad_id)
-            self.check.agree(model, comparison, largest)
+        self.packs(model, batch, [reader or self.token_reader(model)], largest)
 
     def forget(self) -> None:
         """Let go of forwards whose backward pass failed: they hold what they kept, and it them."""
