@@ -34,6 +34,11 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"{trl.__version__}\n"
 
 
+def test_names_may_have_underscores(capsys):
+    main(["online_dpo", "--help"])
+    assert "usage: trl online-dpo [options]" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("command", "hint"),
     [

@@ -12,7 +12,6 @@ from trl import rewards
 from trl.cli.arguments import OnlineScriptArguments, ScriptArguments
 from trl.cli.exit import MAIN_RANK_FIRST
 from trl.cli.train import (
-    _resume,
     find_reward,
     known_rewards,
     load_data,
@@ -86,17 +85,6 @@ def test_splits():
         take_split(splits, "test", "--dataset_test_split")
     message = "--dataset_test_split test: the dataset has the splits train, validation."
     assert str(error.value) == message
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        *((None, None), ("true", True), ("True", True), (True, True), ("false", None)),
-        *((False, None), ("out/checkpoint-3", "out/checkpoint-3")),
-    ],
-)
-def test_resume(given, expected):
-    assert _resume(given) == expected
 
 
 def test_options_in_order():

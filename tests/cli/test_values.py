@@ -107,17 +107,23 @@ def test_names_have_underscores_and_the_environment_is_set(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("beta: 1\nseed: 2\nbeta: 1\n", "the key beta is given twice, in lines 1 and 3."),
-        ("{beta: 1, beta: 2}", "the key beta is given twice, in lines 1 and 1."),
-        ("seed: 1\nenv:\n  A: 1\n  A: 2\n", "the key A is given twice, in lines 3 and 4."),
-        ("max_steps: 1\nmax-steps: 2\n", "the key max_steps is given twice, once with hyphens."),
+        (
+            "beta: 1\nseed: 2\nbeta: 1\n",
+            "is not valid YAML: the key beta is given twice, in lines 1 and 3.",
+        ),
+        ("{beta: 1, beta: 2}", "is not valid YAML: the key beta is given twice, in lines 1 and 1."),
+        (
+            "seed: 1\nenv:\n  A: 1\n  A: 2\n",
+            "is not valid YAML: the key A is given twice, in lines 3 and 4.",
+        ),
+        ("max_steps: 1\nmax-steps: 2\n", "has the key max_steps twice, once with hyphens."),
     ],
 )
 def test_a_key_that_stands_twice_is_an_error(tmp_path, text, problem):
     path = write(tmp_path, text)
     with pytest.raises(ValueError) as error:
         read_config(path)
-    assert str(error.value) == f"{path}: {problem}"
+    assert str(error.value) == f"{path} {problem}"
 
 
 def test_a_merged_mapping_may_be_overruled(tmp_path):

@@ -27,12 +27,16 @@ def main(words: list[str] | None = None) -> None:
 
 def report() -> dict[str, str]:
     """What is installed, in the order it is printed."""
+    import torch
+
+    cuda, mps = torch.cuda, torch.backends.mps
+    names = [cuda.get_device_name(i) for i in range(cuda.device_count())]
     return {
         "Platform": platform.platform(),
         "Python version": platform.python_version(),
         "TRL version": version("trl") + _commit(),
         "PyTorch version": version("torch"),
-        "accelerator(s)": _devices(),
+        "accelerator(s)": ", ".join(names) or ("MPS" if mps.is_available() else "cpu"),
         "Transformers version": version("transformers"),
         "Accelerate version": version("accelerate"),
         "Accelerate config": _accelerate_config(),
@@ -55,14 +59,6 @@ def _commit() -> str:
     words = ["git", "rev-parse", "--short=7", "HEAD"]
     found = subprocess.run(words, cwd=root, capture_output=True, text=True)
     return f"+{found.stdout.strip()}" if found.returncode == 0 else ""
-
-
-def _devices() -> str:
-    import torch
-
-    if torch.cuda.is_available():
-        return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    return "MPS" if torch.backends.mps.is_available() else "cpu"
 
 
 def _accelerate_config() -> str:

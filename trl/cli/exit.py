@@ -58,7 +58,11 @@ def one_line_errors(parser: TrlParser, trainer: Trainer | None = None) -> Iterat
         words = [as_command_line(describe(error), parser.names)]
         if trainer is not None:
             words += [f"This was {_place(trainer)}"] if trainer.state.global_step else []
-            words += [_keep_trace(Path(str(trainer.args.output_dir)))]
+            name = f"error-{rank()}.txt" if rank() else "error.txt"
+            file = Path(str(trainer.args.output_dir), name)
+            with suppress(OSError):
+                file.write_text(traceback.format_exc(), encoding="utf-8")
+                words += [f"The trace is in {file}."]
         if rank() > 0:  # the main process tells of it, and its end is the end of the others
             time.sleep(MAIN_RANK_FIRST)
             words += [f"(process {rank()})"]
@@ -80,20 +84,10 @@ def as_command_line(text: str, names: Iterable[str]) -> str:
     values = r"""('[^']*'|"[^"]*"|\{[^}]*\}|\([^)]*\)|\[[^\]]*\]|[-+\w/]+(?:\.\w+)*)"""
 
     def spelled(found: re.Match[str]) -> str:
-        value = {"True": "true", "False": "false", "None": "none"}.get(found[2], found[2])
+        value = found[2].lower() if found[2] in ("True", "False", "None") else found[2]
         return f"--{found[1]} {value}"
 
     return re.sub(rf"(?<![\w.-])({known})={values}", spelled, text) if known else text
-
-
-def _keep_trace(folder: Path) -> str:
-    """Write the trace of the error that is being handled; say where."""
-    file = folder / (f"error-{rank()}.txt" if rank() else "error.txt")
-    try:
-        file.write_text(traceback.format_exc(), encoding="utf-8")
-    except OSError:
-        return ""
-    return f"The trace is in {file}."
 
 
 def _place(trainer: Trainer | None) -> str:

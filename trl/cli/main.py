@@ -26,9 +26,13 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> None:
-    command, rest = (words[0], words[1:]) if words else ("--help", [])
+    command, rest = (words[0].replace("_", "-"), words[1:]) if words else ("--help", [])
     if command in ("-h", "--help"):
-        print(_help())
+        print("usage: trl COMMAND [options]\n\ncommands:")
+        for known in COMMANDS.values():
+            print(f"  {known.name:<12} {known.summary}")
+        print("\noptions:\n  --version    print the version\n")
+        print("`trl COMMAND --help` lists the options of a command.")
     elif command == "--version":
         print(import_module("trl").__version__)
     elif command in COMMANDS:
@@ -36,11 +40,3 @@ def _run(words: list[str]) -> None:
     else:
         print(f"trl: error: {unknown_command(command)}", file=sys.stderr)
         raise SystemExit(2)
-
-
-def _help() -> str:
-    lines = ["usage: trl COMMAND [options]", "", "commands:"]
-    lines += [f"  {command.name:<12} {command.summary}" for command in COMMANDS.values()]
-    lines += ["", "options:", "  --version    print the version"]
-    lines += ["", "`trl COMMAND --help` lists the options of a command."]
-    return "\n".join(lines)

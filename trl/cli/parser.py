@@ -70,7 +70,11 @@ class TrlParser(OneLineParser):
             group = self.add_argument_group(title)
             for option in options:
                 self._add(group, option)
-        self._add_opposites()
+        hidden: dict[str, Any] = {"action": "store_false"}
+        hidden |= dict.fromkeys(("default", "help"), argparse.SUPPRESS)
+        for option in self._options.values():
+            if is_flag(option.annotation) and f"no_{option.name}" not in self._options:
+                self.add_argument(*_spellings(f"no_{option.name}"), dest=option.name, **hidden)
         for kind in self.dataclass_types:
             self._add_legacy(_legacy_names(kind))
 
@@ -206,13 +210,6 @@ class TrlParser(OneLineParser):
         if option.choices:
             details["metavar"] = f"{{{','.join(map(str, option.choices))}}}"
         group.add_argument(*_spellings(option.name), **details)
-
-    def _add_opposites(self) -> None:
-        hidden: dict[str, Any] = {"action": "store_false"}
-        hidden |= dict.fromkeys(("default", "help"), argparse.SUPPRESS)
-        for option in self._options.values():
-            if is_flag(option.annotation) and f"no_{option.name}" not in self._options:
-                self.add_argument(*_spellings(f"no_{option.name}"), dest=option.name, **hidden)
 
     def _add_legacy(self, names: dict[str, Any]) -> None:
         """Old names take the type of what replaces them, or else what YAML makes of a value."""

@@ -18,6 +18,7 @@ from transformers.utils import logging
 from .. import rewards
 from ..data.files import load_dataset_source
 from ..data.mixture import DatasetMixtureConfig, get_dataset
+from ..memory.settings import options_of_environment
 from ..text import did_you_mean
 from ..trainer.model_config import get_peft_config, get_quantization_config
 from .arguments import OnlineScriptArguments, PPOScriptArguments, ScriptArguments
@@ -37,12 +38,19 @@ def run_training(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
         warn_of_missing_ranks()
         values, from_file, words = parser.read()
         if values.get("plan"):
-            _show_plan(parser, values)
+            from .memory_plan import plan_of, render
+
+            # Configurations find the other workers, so that all of them make the plan.
+            plan = plan_of(parser, values, options_of_environment(os.environ))
+            if rank() == 0:
+                print(render(plan))
             return
         parser.check(words)
         parser.check(as_words(from_file), launch_option_names())
         trainer, script, training = _prepare(parser, values, trainer_class)
-        checkpoint = trainer.find_checkpoint(_resume(training.resume_from_checkpoint))
+        wanted = training.resume_from_checkpoint  # a path, or a word
+        wanted = {"true": True, "false": None}.get(str(wanted).lower(), wanted)
+        checkpoint = trainer.find_checkpoint(wanted)
     with one_line_errors(parser, trainer):
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model(training.output_dir)
@@ -50,18 +58,6 @@ def run_training(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
         if training.push_to_hub:
             trainer.push_to_hub(dataset_name=script.dataset_name)
         trainer.accelerator.end_training()
-
-
-def _show_plan(parser: TrlParser, values: dict[str, Any]) -> None:
-    """Print the memory plan, where workers are told so by `--plan`."""
-    from ..memory.plan import render
-    from ..memory.settings import options_of_environment
-    from .memory_plan import plan_of
-
-    # Configurations find the other workers, so that all of them make the plan.
-    plan = plan_of(parser, values, options_of_environment(os.environ))
-    if rank() == 0:
-        print(render(plan))
 
 
 def _prepare(
@@ -127,11 +123,6 @@ def take_split(dataset: Any, split: str, option: str) -> Any:
     if split not in dataset:
         raise ValueError(f"{option} {split}: the dataset has the splits {', '.join(dataset)}.")
     return dataset[split]
-
-
-def _resume(value: Any) -> Any:
-    """A path stays a path; true and false become booleans."""
-    return {"true": True, "false": None, None: None}.get(str(value).lower(), value)
 
 
 OVERLONG = {"max_completion_len": 1280, "soft_punish_cache": 256}

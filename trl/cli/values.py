@@ -50,8 +50,10 @@ def convert(value: Any, annotation: Any) -> Any:
     That is a type, or a union of types, tried in the order that loses the least. A
     `ConversionError` says what was expected.
     """
-    choices = members(annotation)
-    if type(None) in choices and _means_none(_alone(value), choices):
+    choices, alone = members(annotation), _alone(value)
+    # Where text is allowed, the word "none" is text.
+    is_none = str(alone).lower() in NONE and str not in choices
+    if type(None) in choices and (alone is None or is_none):
         return None
     errors = []
     for member in sorted(choices, key=lambda m: _rank(m, value)):
@@ -64,12 +66,6 @@ def convert(value: Any, annotation: Any) -> Any:
         except ConversionError as error:
             errors.append(error)
     raise errors[0]
-
-
-def _means_none(value: Any, choices: tuple[Any, ...]) -> bool:
-    """Where text is allowed, the word "none" is text."""
-    is_word = isinstance(value, str) and value.lower() in NONE
-    return value is None or (is_word and str not in choices)
 
 
 def _alone(value: Any) -> Any:
@@ -183,8 +179,6 @@ def read_config(path: str) -> dict[str, Any]:
     text = Path(path).read_text(encoding="utf-8")
     try:
         config = yaml.load(text, _Loader) or {}
-    except _TwiceError as error:
-        raise ValueError(f"{path}: {error}.") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(config, dict):
@@ -193,11 +187,11 @@ def read_config(path: str) -> dict[str, Any]:
     if not isinstance(environment, dict):
         raise ValueError(f"env in {path} must be a mapping of names to values.")
     os.environ.update({str(name): str(value) for name, value in environment.items()})
-    return _with_underscores(config, path)
-
-
-class _TwiceError(yaml.YAMLError):
-    """A key stands twice in a mapping."""
+    names = [str(key).replace("-", "_") for key in config]
+    twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+    if twice is not None:
+        raise ValueError(f"{path} has the key {twice} twice, once with hyphens.")
+    return dict(zip(names, config.values(), strict=True))
 
 
 class _Loader(yaml.SafeLoader):
@@ -210,16 +204,6 @@ class _Loader(yaml.SafeLoader):
             name, line = (key.tag, str(key.value)), key.start_mark.line + 1
             if name in lines:
                 where = f"in lines {lines[name]} and {line}"
-                raise _TwiceError(f"the key {name[1]} is given twice, {where}")
+                raise yaml.YAMLError(f"the key {name[1]} is given twice, {where}")
             lines[name] = line
         return node
-
-
-def _with_underscores(config: dict[Any, Any], path: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        name = str(key).replace("-", "_")
-        if name in found:
-            raise ValueError(f"{path}: the key {name} is given twice, once with hyphens.")
-        found[name] = value
-    return found
