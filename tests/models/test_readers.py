@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from trl.models.packed_attention import KEYWORD
 from trl.models.readers import Hidden, ValueReader
 from trl.models.scorer import Scorer
+from trl.models.unwrap import Capture
 from trl.types import Rows
 
 ROWS = [
@@ -181,7 +182,7 @@ def test_rollouts_are_rows_too():
 
 
 def test_a_decoder_without_hidden_states_says_so():
-    hidden = Hidden(layout=None, states=None)
+    hidden = Hidden(layout=None, capture=Capture())
     with pytest.raises(RuntimeError, match="returned no hidden states"):
         hidden.at(torch.tensor([0]))
 

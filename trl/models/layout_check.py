@@ -23,7 +23,15 @@ from .packed_layout import Layout, packed_layout, plain_layout
 from .readers import Hidden, Reader
 from .recurrent import all_forked, recurrent_layers
 from .sharded import is_sharded
-from .unwrap import autocast_of, autocast_to, causal_model, evaluating, mentions, run_inside
+from .unwrap import (
+    Capture,
+    autocast_of,
+    autocast_to,
+    causal_model,
+    evaluating,
+    mentions,
+    run_inside,
+)
 from .weights import working_precision
 
 logger = logging.get_logger(__name__)
@@ -261,7 +269,7 @@ def _read(
 
     def work(*_: Any) -> tuple[Tensor, Tensor]:
         states = causal.base_model(**layout.inputs, use_cache=False)[0]
-        found = reader(Hidden(layout, states.flatten(0, 1), autocast))[0]
+        found = reader(Hidden(layout, Capture(states, autocast)))[0]
         return torch.as_tensor(found), states
 
     outer = model if is_sharded(model) else causal

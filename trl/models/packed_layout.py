@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from ..ops.masking import common_prefix_length, length_mask, pad_ragged
 from ..types import Rows
 from .packed_attention import KEYWORD
-from .packed_places import Group, Layers, Packing, Tail
+from .packed_places import Group, Layers, Packing
 from .unwrap import Capture, autocast_to, capture_hidden, causal_model, evaluating
 
 # Tokens; below these, passes cost more time than they save memory.
@@ -216,7 +216,7 @@ def working_bytes(causal: Any) -> int:
 def recomputes(causal: Any) -> bool:
     """Whether layers are recomputed, in the way that lets gradients reach captured tensors."""
     layers = [m for m in causal.modules() if getattr(m, "gradient_checkpointing", False)]
-    functions = [getattr(layer, "_gradient_checkpointing_func", None) for layer in layers]
+    functions = (getattr(layer, "_gradient_checkpointing_func", None) for layer in layers)
     options = [getattr(function, "keywords", {}) for function in functions]
     reentrant = any(option.get("use_reentrant") is not False for option in options)
     return bool(layers) and causal.training and not reentrant
@@ -229,40 +229,33 @@ def run_passes(model: nn.Module, layout: Layout, run: Callable[..., Any], kept: 
     stay in `kept`, which is empty, until the backward pass is done.
     """
     packing: Packing = layout.inputs[KEYWORD]
-    prefix = slice(0, packing.groups[-1].prefix.stop)
-    groups = tuple(Group(group.prefix) for group in packing.groups)
-    alone = Packing(groups, packing.device, kept)
+    prefixes = [group.prefix for group in packing.groups]
+    alone = Packing(tuple(map(Group, prefixes)), packing.device, kept)
     with capture_hidden(model) as capture:
-        run(**cut_inputs(layout, prefix, alone))
-    parts = [torch.as_tensor(capture.hidden)]
-    tails = [(group.prefix, *cut) for group in packing.groups for cut in group.cuts]
-    lengths, rest = [stop - start for _, start, stop in tails], iter(tails)
-    for count in tails_of_passes(lengths, prefix.stop):
-        some = list(islice(rest, count))
-        parts.append(_run_tails(model, layout, some, kept, capture.autocast))
-    return Capture(torch.cat(parts, 1), capture.autocast)
+        run(**cut_inputs(layout, slice(0, prefixes[-1].stop), alone))
+    return _run_tails(model, layout, prefixes, capture, kept)
 
 
 def _run_tails(
-    model: nn.Module,
-    layout: Layout,
-    tails: Sequence[Tail],
-    kept: Layers,
-    autocast: torch.dtype | None,
-) -> Tensor:
-    """Hidden states (1, t, H) of neighboring tails behind kept prefixes."""
-    at, packing = Packing.of_tails(tails, kept, layout.sources.device)
-    with autocast_to(layout.sources.device, autocast):
-        decoder = causal_model(model).base_model
-        return decoder(**cut_inputs(layout, at, packing), use_cache=False)[0]
+    model: nn.Module, layout: Layout, prefixes: Sequence[slice], ahead: Capture, kept: Layers
+) -> Capture:
+    """Hidden states of all that a layout has, of which prefixes are known, and kept at places."""
+    parts = [torch.as_tensor(ahead.hidden)]
+    pairs = zip(prefixes, layout.inputs[KEYWORD].groups, strict=True)
+    tails = [(prefix, *cut) for prefix, group in pairs for cut in group.cuts]
+    lengths, rest = [stop - start for _, start, stop in tails], iter(tails)
+    for count in tails_of_passes(lengths, parts[0].shape[1]):
+        at, packing = Packing.of_tails(list(islice(rest, count)), kept, layout.sources.device)
+        with autocast_to(layout.sources.device, ahead.autocast):
+            decoder = causal_model(model).base_model
+            parts.append(decoder(**cut_inputs(layout, at, packing), use_cache=False)[0])
+    return Capture(torch.cat(parts, 1), ahead.autocast)
 
 
-def run_behind(
-    model: nn.Module, layout: Layout, ahead: Layout, states: Tensor, autocast: torch.dtype | None
-) -> Tensor:
-    """Hidden states (T, H) of completions of which a layout shares the prompts, and no more.
+def run_behind(model: nn.Module, layout: Layout, ahead: Layout, capture: Capture) -> Capture:
+    """Hidden states (1, T, H) of completions of which a layout shares the prompts, and no more.
 
-    Those of `ahead`, which are `states`, have the same prompts in the same order, and keep keys
+    Those of `ahead` have been computed, with the same prompts in the same order, and have kept keys
     and values.
     """
     groups, before = layout.inputs[KEYWORD].groups, ahead.inputs[KEYWORD]
@@ -270,13 +263,10 @@ def run_behind(
         slice(other.prefix.start, other.prefix.start + group.prefix.stop - group.prefix.start)
         for group, other in zip(groups, before.groups, strict=True)
     ]
-    parts = [states[prompt].detach() for prompt in prompts]
-    pairs = zip(prompts, groups, strict=True)
-    tails = [(prompt, *cut) for prompt, group in pairs for cut in group.cuts]
-    if tails:
-        with evaluating(model):
-            parts.append(_run_tails(model, layout, tails, before.kept, autocast)[0])
-    return torch.cat(parts)
+    states = torch.as_tensor(capture.hidden).detach()
+    known = Capture(torch.cat([states[:, prompt] for prompt in prompts], 1), capture.autocast)
+    with evaluating(model):
+        return _run_tails(model, layout, prompts, known, before.kept)
 
 
 def cut_inputs(layout: Layout, at: slice, attention: Packing) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ..ops.logprobs import token_scores
 from ..ops.support import Support
 from .lm_head import OutputHead
 from .packed_layout import Layout
-from .unwrap import causal_model
+from .unwrap import Capture, causal_model
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,15 @@ class Hidden:
     """Last hidden states of the tokens of a layout."""
 
     layout: Layout
-    states: Tensor | None  # (T, H)
-    autocast: torch.dtype | None = None  # in the forward
+    capture: Capture
     logits: Tensor | None = None  # (B, c, V) of the last c tokens of plain rows, without a head
 
-    def at(self, places: Tensor | slice) -> Tensor:
+    def at(self, places: Tensor) -> Tensor:
         """States (n, H) of tokens (n,)."""
-        if self.states is None:
+        if self.capture.hidden is None:
             raise RuntimeError("The decoder of the model returned no hidden states to read.")
-        return self.states[places]
+        width = self.layout.inputs["input_ids"].shape[1]
+        return self.capture.hidden[:, -width:].flatten(0, 1)[places]  # without virtual tokens
 
 
 class Reader:
@@ -68,7 +68,7 @@ class TokenReader(Reader):
             found: Sequence[Tensor | None] = [*self._of_logits(logits, layout)]
         else:
             states, options = hidden.at(layout.sources), (self.with_entropy, self.support)
-            found = self.head.scores(states, layout.targets, hidden.autocast, *options)
+            found = self.head.scores(states, layout.targets, hidden.capture.autocast, *options)
         return tuple(None if values is None else layout.scatter(values) for values in found)
 
     def _of_logits(self, logits: Tensor, layout: Layout) -> Iterator[Tensor | None]:

@@ -136,9 +136,9 @@ class Scorer:
     ) -> tuple[Tensor | None, ...]:
         """Read `others` behind the prompts of a forward that kept them."""
         layout = packed_layout(others, self.device, shares_more=False)
-        states = run_behind(model, layout, ahead.layout, ahead.at(slice(None)), ahead.autocast)
+        found = Hidden(layout, run_behind(model, layout, ahead.layout, ahead.capture))
         ahead.layout.inputs[KEYWORD].kept.close()
-        return reader(Hidden(layout, states, ahead.autocast))
+        return reader(found)
 
     def _decoder(
         self, model: nn.Module, forward: Forward, layout: Layout, readers: Sequence[Reader]
@@ -165,11 +165,7 @@ class Scorer:
             inputs = inputs | {"output_router_logits": self.router_logits or None}
             with capture_hidden(model) as capture:
                 output = run(**{name: value for name, value in inputs.items() if value is not None})
-        states = capture.hidden
-        if states is not None:
-            width = layout.inputs["input_ids"].shape[1]
-            states = states[:, -width:].flatten(0, 1)  # without virtual tokens
-        hidden = Hidden(layout, states, capture.autocast, getattr(output, "logits", None))
+        hidden = Hidden(layout, capture, getattr(output, "logits", None))
         return hidden, getattr(output, "aux_loss", None) if self.router_logits else None
 
     def _layout(self, model: nn.Module, batch: Rows, readers: Sequence[Reader]) -> Layout:

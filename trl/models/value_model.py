@@ -21,7 +21,7 @@ from .layout_check import why_not_shared
 from .loading import context_length
 from .packed_attention import install
 from .readers import Hidden, Reader, ValueReader, score_layer
-from .unwrap import VALUE_MODEL, causal_model
+from .unwrap import VALUE_MODEL, Capture, causal_model
 
 WEIGHTS = "model.safetensors"
 
@@ -73,8 +73,7 @@ class DecoderValues(Reader):
     def __call__(self, hidden: Hidden) -> tuple[Tensor]:
         """Read (values,)."""
         states = self.model.base_model(**hidden.layout.inputs, use_cache=False)[0]
-        own = Hidden(hidden.layout, states.flatten(0, 1), hidden.autocast)
-        return ValueReader(self.model.score)(own)
+        return ValueReader(self.model.score)(Hidden(hidden.layout, Capture(states)))
 
 
 # --- On disk ---
