@@ -1,5 +1,6 @@
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def train(size, most, seed=7):
 
     losses = []
     for _ in range(3):
-        losses.append(batch.retry_all(8, model.zero_grad, limited(work, most)))
+        losses.append(batch.run(8, limited(work, most), reset=model.zero_grad))
         optimizer.step()
         optimizer.zero_grad()
     return torch.cat([p.detach().flatten() for p in model.parameters()]), losses
@@ -109,10 +110,10 @@ def test_training_ends_with_the_weights_of_a_start_at_the_small_size():
 def test_training_starts_over_even_if_the_last_rows_fail():
     calls, resets = [], []
     batch = AdaptiveBatch("training", 4)
-    rows = batch.retry_all(
+    rows = batch.run(
         8,
-        lambda: resets.append(len(calls)),
         lambda rows: limited(list, 4 if rows.start < 4 else 2, calls)(rows),
+        reset=lambda: resets.append(len(calls)),
     )
     assert calls == [(0, 4), (4, 8), (0, 2), (2, 4), (4, 6), (6, 8)]
     assert resets == [2]
@@ -131,14 +132,14 @@ def test_a_failure_takes_back_what_earlier_calls_did():
     beginning = RandomState()
     expected = torch.rand(10).tolist()
     beginning.restore()
-    batch.retry_all(4, pytest.fail, work)
+    batch.run(4, work, reset=pytest.fail)
 
     def reset():
         drawn.clear()
         beginning.restore()
 
     fails = limited(work, 3, calls)
-    results = batch.retry_all(10, reset, fails, start=4)
+    results = batch.run(10, fails, reset=reset, start=4)
     assert calls == [(4, 10), (0, 3), (3, 6), (6, 9), (9, 10)]
     assert [row for rows in results for row in rows] == list(range(10))
     assert [number for _, some in drawn for number in some] == expected
@@ -147,7 +148,7 @@ def test_a_failure_takes_back_what_earlier_calls_did():
 def test_memory_is_given_back_after_gradients_are_dropped(monkeypatch):
     order = []
     monkeypatch.setattr(gc, "collect", lambda: order.append("free"))
-    AdaptiveBatch("training").retry_all(2, lambda: order.append("reset"), limited(list, 1))
+    AdaptiveBatch("training").run(2, limited(list, 1), reset=lambda: order.append("reset"))
     assert order == ["reset", "free"]
 
 
@@ -160,7 +161,7 @@ def test_a_call_may_have_a_bound_of_its_own():
 
 
 def test_nothing_to_train_on():
-    assert AdaptiveBatch("training").retry_all(0, pytest.fail, pytest.fail) == []
+    assert AdaptiveBatch("training").run(0, pytest.fail, reset=pytest.fail) == []
 
 
 @pytest.mark.parametrize("retry", [False, True])
@@ -187,7 +188,7 @@ def test_tensors_of_the_failed_attempt_are_gone_before_the_next(retry):
     gc.disable()
     try:
         batch = AdaptiveBatch("scoring", 8)
-        batch.retry_all(8, list, work) if retry else batch.run(8, work)
+        batch.run(8, work, reset=list if retry else None)
     finally:
         gc.enable()
     assert len(seen) == 6
@@ -203,8 +204,8 @@ def test_one_row_that_does_not_fit_is_an_error_that_says_what_to_do():
     assert "Tried to allocate 2.00 GiB" in words
     assert is_out_of_memory(caught.value)
     with pytest.raises(RowTooLargeError, match=r"in reading with a single row \(number 2\)\."):
-        AdaptiveBatch("reading", 1).retry_all(
-            3, list, lambda rows: limited(list, 0 if rows.start == 2 else 1)(rows)
+        AdaptiveBatch("reading", 1).run(
+            3, lambda rows: limited(list, 0 if rows.start == 2 else 1)(rows), reset=list
         )
 
 
@@ -230,7 +231,7 @@ def test_other_errors_and_a_disabled_batch_let_errors_through():
     with pytest.raises(RuntimeError, match="shapes do not match"):
         AdaptiveBatch("scoring", 4).run(8, broken)
     batch = AdaptiveBatch("scoring", 4, disabled=True)
-    for attempt in (batch.run, lambda total, work: batch.retry_all(total, pytest.fail, work)):
+    for attempt in (batch.run, partial(batch.run, reset=pytest.fail)):
         with pytest.raises(torch.OutOfMemoryError, match="2.00 GiB"):
             attempt(8, limited(list, 2, calls))
     assert len(calls) == 3

@@ -20,7 +20,6 @@ from trl.memory.meter import (
     device_bytes,
     merge_peaks,
     release_cached_blocks,
-    should_empty_cache,
     storage_of,
     visible_tensor_bytes,
 )
@@ -411,24 +410,16 @@ def test_cuda_peaks_of_real_tensors():
         ("auto", 0, 0, False),
     ],
 )
-def test_decision(policy, allocated, reserved, expected):
-    assert should_empty_cache(policy, allocated, reserved) is expected
-
-
-def test_nothing_is_done_on_the_cpu():
-    assert [release_cached_blocks(policy, "cpu") for policy in ("never", "auto", "always")] == [
-        False
-    ] * 3
-
-
-@pytest.mark.parametrize(("policy", "expected"), [("never", 0), ("auto", 1), ("always", 1)])
-def test_cuda_blocks_are_returned_when_decided(monkeypatch, policy, expected):
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_cuda_blocks_are_returned_when_decided(
+    monkeypatch, policy, allocated, reserved, expected, device
+):
     emptied = []
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GIB)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
-    assert release_cached_blocks(policy, torch.device("cuda", 0)) is bool(expected)
-    assert len(emptied) == expected
+    release_cached_blocks(policy, device)
+    assert emptied == [1] * (expected and device != "cpu")
 
 
 @pytest.mark.gpu
@@ -438,9 +429,9 @@ def test_a_gpu_gets_its_memory_back():
     torch.ones(GIB // 4, device="cuda")
     held = torch.cuda.memory_reserved()
     assert held >= GIB
-    assert not release_cached_blocks("never", "cuda")
+    release_cached_blocks("never", "cuda")
     assert torch.cuda.memory_reserved() == held
-    assert release_cached_blocks("auto", "cuda")
+    release_cached_blocks("auto", "cuda")
     assert torch.cuda.memory_reserved() <= held - GIB
     assert kept.sum() == 10
 

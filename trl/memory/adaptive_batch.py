@@ -57,44 +57,39 @@ class AdaptiveBatch:
         self.unit = 1
         self.failures = 0
 
-    def run(self, total: int, work: Callable[[range], T], most: int | None = None) -> list[T]:
-        """Work on all rows, at most `size` at once; after a failure go on from the failed rows.
-
-        `work` does some consecutive rows, `most` of them in this call; it must leave nothing behind
-        when it fails. A row that does not fit alone is a `RowTooLargeError`.
-        """
-        results: list[T] = []
-        start = 0
-        while start < total:
-            size = min(total, self.size or total, most or total)
-            rows, random = range(total)[start : start + size], RandomState()
-            if self._attempt(rows, work, results):
-                start = rows.stop
-            else:
-                _free()
-                random.restore()
-        return results
-
-    def retry_all(
-        self, total: int, reset: Callable[[], None], work: Callable[[range], T], start: int = 0
+    def run(
+        self,
+        total: int,
+        work: Callable[[range], T],
+        most: int | None = None,
+        reset: Callable[[], None] | None = None,
+        start: int = 0,
     ) -> list[T]:
-        """Work on all rows, at most `size` at once; after a failure begin again at row 0.
+        """Work on all rows, at most `size` at once, and `most` in this call.
 
-        For training: a backward pass that fails leaves gradients half added, so all of them go:
-        `reset` undoes everything so far, earlier calls included, which did the rows before `start`.
+        `work` does some consecutive rows, and after a failure goes on from those that failed. If it
+        leaves something behind then, as a backward pass its half added gradients, `reset` undoes
+        all so far, also the rows before `start`, which earlier calls did, and work begins again at
+        row 0. A row that does not fit alone is a `RowTooLargeError`.
         """
         results: list[T] = []
         random = RandomState()
-        while True:
-            step = self.size or max(total, 1)
-            parts = [range(total)[first : first + step] for first in range(start, total, step)]
-            if all(self._attempt(rows, work, results) for rows in parts):
-                return results
-            results.clear()
-            start = 0
+        while start < total:
+            size = min(total, self.size or total, most or total)
+            rows = range(total)[start : start + size]
+            if self._attempt(rows, work, results):
+                start = rows.stop
+                random = random if reset else RandomState()
+                continue
             random.restore()  # before `reset`, which may know of an earlier point
-            reset()
-            _free()
+            if reset is not None:
+                results.clear()
+                start = 0
+                reset()
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+        return results
 
     def _attempt(self, rows: range, work: Callable[[range], T], results: list[T]) -> bool:
         """Add what `work` returns to `results`; False if it ran out of memory."""
@@ -121,12 +116,6 @@ class AdaptiveBatch:
             f"{self.size} at once on the same data.{known}"
         )
         return False
-
-
-def _free() -> None:
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def drop_frames(error: BaseException) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ class MemoryCallback(TrainerCallback):
     ):
         self.meter = meter
         self._finds_passes, self._logs, self._draws = passes, metrics, chart
-        self._hooks: list[Any] = []
+        self._listening = ExitStack()
         self._in_step = False
         self._metrics: dict[str, dict[str, float]] = {}  # "" or "eval_" -> metrics not yet logged
 
@@ -76,9 +77,11 @@ class MemoryCallback(TrainerCallback):
         path = Path(args.output_dir or ".") / "memory.jsonl"
         self._timeline = Timeline(path, state.is_world_process_zero, state.global_step)
         self.meter.on_phase_end.append(self._record)
+        self._listening.callback(self.meter.on_phase_end.remove, self._record)
         if self._finds_passes and args.n_gpu <= 1:
-            before = kwargs["model"].register_forward_pre_hook(self._before_forward)
-            self._hooks = [before, kwargs["model"].register_forward_hook(self._after_forward)]
+            model, enter = kwargs["model"], self._listening.enter_context
+            enter(model.register_forward_pre_hook(self._before_forward))
+            enter(model.register_forward_hook(self._after_forward))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop listening, and draw the chart."""
@@ -88,11 +91,7 @@ class MemoryCallback(TrainerCallback):
 
     def _detach(self) -> None:
         self._stop("forward", "backward", "optimizer")
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        if self.meter is not None and self._record in self.meter.on_phase_end:
-            self.meter.on_phase_end.remove(self._record)
+        self._listening.close()
 
     # --- Phases ---
 
@@ -122,8 +121,7 @@ class MemoryCallback(TrainerCallback):
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not _trains(module):
             return
-        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-        outputs = [tensor for tensor in tensors if tensor.requires_grad]
+        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
         for tensor in outputs:
             tensor.register_hook(self._gradient_arrives)
         if not outputs:
@@ -153,10 +151,9 @@ class MemoryCallback(TrainerCallback):
         """Tell an evaluation that may follow from the step."""
         self._in_step = False
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the metrics to the logs and to the trainer's history."""
+        logs: dict[str, Any] | None = kwargs.get("logs")
         if logs is None or not self._logs:
             return
         prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
@@ -192,10 +189,9 @@ class Timeline:
         if self._shift is None:
             ends = (line["end"] for line in self._lines.read())
             self._shift = max(ends, default=0.0) - event.start
-        times = {"start": event.start, "end": event.end}
-        times = {name: round(time + self._shift, 6) for name, time in times.items()}
-        line = {"step": self.step, "phase": event.phase}
-        self._lines.add([line | times | event.readable()])
+        start, end = (round(time + self._shift, 6) for time in (event.start, event.end))
+        line = {"step": self.step, "phase": event.phase, "start": start, "end": end}
+        self._lines.add([line | event.readable()])
 
 
 def draw(jsonl: Path, png: Path) -> bool:

@@ -157,7 +157,7 @@ class Estimate:
         if self.run.reference or self.run.scores_policy:
             found["scoring"] = self._scoring()
         found["forward + backward"] = self._training()
-        found["optimizer"] = self._held(self.shares.gradients, buffers=self.shares.update)
+        found["optimizer"] = self.shares.held(self.shares.gradients, buffers=self.shares.update)
         return found
 
     @property
@@ -170,16 +170,12 @@ class Estimate:
         """Bytes of the largest phase."""
         return max(self.totals.values())
 
-    def _held(self, gradients: float = 0.0, gathered: float = 0.0, buffers: float = 0.0) -> Parts:
-        held = self.shares.held(gradients, gathered, buffers)
-        return held if self.run.engine_sleeps else held.plus(vllm=self.run.engine_bytes or 0.0)
-
     # --- Generation ---
 
     def _generation(self) -> Parts:
         run, shares = self.run, self.shares
         if run.engine_bytes is not None:
-            sent = self._held(self._waiting, shares.layerwise)  # weights reach it one at a time
+            sent = shares.held(self._waiting, shares.layerwise)  # weights reach it one at a time
             return replace(sent, vllm=run.engine_bytes)
         rows, prompts = self.in_flight()
         token = self.layer.cache * self.model.layers
@@ -190,7 +186,7 @@ class Estimate:
         if run.shared_prefix:
             together = min(together, max(run.prompt, PREFILL_TOKENS))
         inference = self.layer.inference + self.layer.stream
-        held = self._held(self._waiting, shares.whole if run.gathers else shares.layerwise)
+        held = shares.held(self._waiting, shares.whole if run.gathers else shares.layerwise)
         held = held.plus(activations=self._casts + self.head.whole_cast, kv_cache=cache)
         return _largest(
             held.plus(activations=inference * together),
@@ -214,7 +210,7 @@ class Estimate:
 
     def _scoring(self) -> Parts:
         passes = self.run.forward_passes(cuts=True)
-        held = self._held(self._waiting, self.shares.layerwise).plus(activations=self._casts)
+        held = self.shares.held(self._waiting, self.shares.layerwise).plus(activations=self._casts)
         hidden = self.layer.stream * sum(passes)
         body = hidden + self.layer.inference * max(passes) + self._kept_keys(passes)
         head = max(self.head.whole_cast, self.head.forward(self._read))
@@ -240,7 +236,7 @@ class Estimate:
         # Shares of gradients fill up while the first micro-batch runs already.
         before = shares.gradients if run.sharding.stage else 0.0
         before = shares.waiting if run.accumulation > 1 else before
-        held = self._held(before, shares.training, shares.first_buckets)
+        held = shares.held(before, shares.training, shares.first_buckets)
         # Behind the last layer: its result, and what the last norm keeps.
         result = kept + 3 * self.layer.stream * sum(passes)
         # Backward goes through the passes from the last to the first, which frees them.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -26,7 +26,6 @@ THRESHOLD = 0.25  # of what is reserved
 FLOOR = 256 * 2**20  # bytes worth waiting for the device and allocating again
 
 _STATUS = Path("/proc/self/status")
-_MEMINFO = Path("/proc/meminfo")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 # Returns the figures of the stretch of time that ends with the call, in bytes, and begins the next
@@ -70,7 +69,11 @@ class PhaseMeter:
         self.enabled = enabled
         self.on_phase_end: list[Callable[[PhaseEvent], None]] = []
         self.peak = 0.0
-        self._probes = _probes(torch.device(device), tensors) if enabled else []
+        self._probes: list[Probe] = []
+        if enabled and torch.device(device).type == "cuda":
+            self._probes = [partial(cuda_figures, torch.device(device)), *filter(None, [tensors])]
+        elif enabled:
+            self._probes = [ProcessProbe(), tensors or HeapProbe()]
         self._open: list[PhaseEvent] = []  # the innermost one last; none has its end yet
         self._metrics: dict[str, float] = {}
         self._born = time.perf_counter()
@@ -144,12 +147,6 @@ def merge_peaks(metrics: dict[str, float], event: PhaseEvent) -> None:
         metrics[key] = max(metrics.get(key, value), value)
 
 
-def _probes(device: torch.device, tensors: Probe | None) -> list[Probe]:
-    if device.type == "cuda":
-        return [partial(cuda_figures, device), *filter(None, [tensors])]
-    return [ProcessProbe(), tensors or HeapProbe()]
-
-
 # --- Devices and processes ---
 
 
@@ -168,29 +165,20 @@ def cuda_figures(device: torch.device) -> dict[str, float]:
     return {"peak": allocated["peak"], "reserved": reserved["peak"], "fragmentation": share}
 
 
-def should_empty_cache(policy: str, allocated: int, reserved: int) -> bool:
-    """Whether to give back what no tensor uses: "always" (arXiv 2410.15651), "never", "auto"."""
-    unused = reserved - allocated
-    if policy == "auto":
-        return unused >= FLOOR and unused > THRESHOLD * reserved
-    return policy == "always" and unused > 0
-
-
-def release_cached_blocks(policy: str, device: torch.device | str) -> bool:
-    """Return unused blocks of a CUDA device to it if the policy says so, and whether it did."""
-    if torch.device(device).type != "cuda":
-        return False
-    sizes = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    if decided := should_empty_cache(policy, *sizes):
-        torch.cuda.empty_cache()
-    return decided
+def release_cached_blocks(policy: str, device: torch.device | str) -> None:
+    """Return unused blocks of a CUDA device to it: "always" (arXiv 2410.15651), "never", "auto"."""
+    if torch.device(device).type == "cuda":
+        reserved = torch.cuda.memory_reserved(device)
+        enough = {"always": 0, "auto": max(FLOOR - 1, THRESHOLD * reserved), "never": reserved}
+        if reserved - torch.cuda.memory_allocated(device) > enough[policy]:
+            torch.cuda.empty_cache()
 
 
 def device_bytes(device: torch.device) -> float:
     """Memory of a GPU, or of the machine for a CPU."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return float(psutil.virtual_memory().total)
 
 
 @dataclass(frozen=True)
@@ -202,29 +190,27 @@ class DeviceMemory:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceMemory:
-        """Measure a GPU, or the machine for a CPU, where free memory is known from Linux alone."""
+        """Measure a GPU, or the machine for a CPU."""
         if device.type == "cuda":
             held = torch.cuda.memory_allocated(device)
             unused = torch.cuda.memory_reserved(device) - held
             return cls(float(torch.cuda.mem_get_info(device)[0] + unused), float(held))
-        free, held = _kilobytes(_MEMINFO, "MemAvailable"), visible_tensor_bytes()
-        return cls(device_bytes(device) - held if free is None else float(free), float(held))
+        return cls(float(psutil.virtual_memory().available), float(visible_tensor_bytes()))
 
 
 class ProcessProbe:
-    """Reads the peak of resident memory of this process from Linux; elsewhere there is no figure.
+    """The peak of resident memory of this process on Linux: the kernel's high-water mark.
 
-    Where `/proc/self/clear_refs` can be written, it is the kernel's own high-water mark, which each
-    boundary resets (so `/usr/bin/time` sees the last stretch only); else the larger of the resident
-    sizes at the start and the end, which misses what was freed in between.
+    Each boundary resets it, so `/usr/bin/time` sees the last stretch only. Where that cannot be, it
+    is the larger of the sizes at the start and the end, which misses what was freed in between.
     """
 
     def __init__(self) -> None:
-        self._before = _kilobytes(_STATUS, "VmRSS")
+        self._before = _bytes_of("VmRSS")
         self.is_exact = self._before is not None and _reset_high_water()
 
     def __call__(self) -> dict[str, float]:
-        mark = _kilobytes(_STATUS, "VmHWM" if self.is_exact else "VmRSS")
+        mark = _bytes_of("VmHWM" if self.is_exact else "VmRSS")
         if mark is None or self._before is None:
             return {}
         if self.is_exact:
@@ -234,10 +220,10 @@ class ProcessProbe:
         return {"peak": max(before, mark)}
 
 
-def _kilobytes(path: Path, field: str) -> int | None:
-    """A field of one of Linux' files, in bytes."""
+def _bytes_of(field: str) -> int | None:
+    """What Linux says of this process."""
     try:
-        text = path.read_text(encoding="ascii", errors="replace")
+        text = _STATUS.read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
     _, found, rest = text.partition(f"{field}:")
@@ -245,11 +231,10 @@ def _kilobytes(path: Path, field: str) -> int | None:
 
 
 def _reset_high_water() -> bool:
-    try:
+    with suppress(OSError):
         _CLEAR_REFS.write_text("5", encoding="ascii")
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 class _HeapAccount(ctypes.Structure):
@@ -265,10 +250,7 @@ def _heap_in_use() -> int:
 
 
 class HeapProbe:
-    """Estimates the bytes of live CPU tensors: those that Python saw at the first call.
-
-    What malloc has handed out since is added; without glibc there is no figure.
-    """
+    """Bytes of live CPU tensors: those seen at first, and what glibc has handed out since."""
 
     @cached_property
     def _others(self) -> int | None:
@@ -300,10 +282,7 @@ def visible_tensor_bytes() -> int:
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return the storage of a tensor; None if it only has a shape, or tensors inside it."""
-    if is_traceable_wrapper_subclass(tensor):
-        return None
-    try:
-        storage = tensor.untyped_storage()
-    except (RuntimeError, ValueError):  # sparse, or not initialized yet
-        return None
-    return None if storage.device.type == "meta" else storage
+    with suppress(RuntimeError, ValueError):  # sparse, or not initialized yet
+        if not is_traceable_wrapper_subclass(tensor) and tensor.device.type != "meta":
+            return tensor.untyped_storage()
+    return None

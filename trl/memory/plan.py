@@ -135,10 +135,9 @@ class Plan:
 
 def _savings(run: RunSettings) -> Iterator[Other]:
     """Changes after which the same is computed."""
-    recomputes, least = run.gradient_checkpointing, 1 if run.generates else run.group_size
-    slower = "" if recomputes else "about a third more time"
-    others = {"gradient_checkpointing": not recomputes}
-    yield "gradient_checkpointing", not recomputes, others, slower
+    other, least = not run.gradient_checkpointing, 1 if run.generates else run.group_size
+    slower = "about a third more time" if other else ""
+    yield "gradient_checkpointing", other, {"gradient_checkpointing": other}, slower
     if run.group_size > 1:
         yield "shared_prefix", not run.shared_prefix, {"shared_prefix": not run.shared_prefix}, ""
     value, chunk = ("none", None) if run.logits_chunk == 0 else ("0", 0)
@@ -252,8 +251,7 @@ def _header(plan: Plan) -> str:
             f"Round on a rank: {run.rows} completions of up to {run.completion} tokens, "
             f"{run.group_size} for each prompt of up to {run.prompt} tokens"
         )
-    longest = run.prompt + run.completion
-    what = "completions" if run.generates else f"rows of up to {longest} tokens"
+    what = "completions" if run.generates else f"rows of up to {run.prompt + run.completion} tokens"
     tokens, every = sum(run.forward_passes(cuts=False)), run.sharding.per_row
     each = "" if every == 1 else " of each rank"
     lines.append(f"Micro-batch: {run.micro_batch} {what}, {tokens} tokens{each} in one forward")

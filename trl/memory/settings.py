@@ -257,8 +257,8 @@ def _zero(options: Mapping[str, Any]) -> Sharding:
         return (chosen or options.get(f"offload_{what}_device") or "none") != "none"
 
     ranks, to_host = options.get("num_processes", 1), stage == WEIGHTS and offloads("param")
-    held = Sharding("zero", stage, ranks, False, offloads("optimizer"), to_host, syncs=True)
-    return replace(held, **entries)
+    places = {"offloads_optimizer": offloads("optimizer"), "offloads_weights": to_host}
+    return Sharding("zero", stage, ranks, syncs=True, **places, **entries)
 
 
 def _fsdp(options: Mapping[str, Any]) -> Sharding:
@@ -288,18 +288,12 @@ def _fsdp(options: Mapping[str, Any]) -> Sharding:
     )
 
 
-_IN_ENVIRONMENT = (
-    *("zero_stage", "offload_optimizer_device", "offload_param_device", "deepspeed_config_file"),
-    *("fsdp_version", "fsdp_sharding_strategy", "fsdp_reshard_after_forward"),
-    *("fsdp_offload_params", "parallelism_config_cp_size", "parallelism_config_dp_replicate_size"),
-)
-_PREFIXES = ("", "ACCELERATE_", "ACCELERATE_DEEPSPEED_")
-
-
 def options_of_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """The options of `read_sharding`, in a process that `accelerate launch` has started."""
-    names = [(name, prefix + name.upper()) for name in _IN_ENVIRONMENT for prefix in _PREFIXES]
-    found: dict[str, Any] = {k: environment[name] for k, name in names if name in environment}
+    found: dict[str, Any] = {}
+    for prefix in ("", "ACCELERATE_", "ACCELERATE_DEEPSPEED_"):
+        names = (name for name in environment if name.startswith(prefix))
+        found |= {name.removeprefix(prefix).lower(): environment[name] for name in names}
     for name in ("use_deepspeed", "use_fsdp"):
         found[name] = environment.get(f"ACCELERATE_{name.upper()}", "").lower() == "true"
     ranks = int(environment.get("WORLD_SIZE", "1"))

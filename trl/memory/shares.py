@@ -56,7 +56,7 @@ class Shares:
 
     def held(self, gradients: float = 0.0, gathered: float = 0.0, buffers: float = 0.0) -> Parts:
         """What is on the device outside of any forward; the engine may keep more gradients."""
-        sharding = self.sharding
+        sharding, run = self.sharding, self.run
         # ZeRO-3 makes them at the start; FSDP1 forgets them when it needs new ones.
         is_third = sharding.is_zero and sharding.divides_weights
         stay = self.gradients if is_third or sharding.engine == "fsdp1" else 0.0
@@ -67,6 +67,7 @@ class Shares:
             gradients=max(gradients, stay),
             buffers=buffers + (self._bucket if is_third else 0.0),
             optimizer=0.0 if sharding.offloads_optimizer else self.optimizer,
+            vllm=0.0 if run.engine_sleeps else run.engine_bytes or 0.0,
         )
 
     @property

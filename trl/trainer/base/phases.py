@@ -117,7 +117,7 @@ class Phases:
                 self._random.restore()
 
         total = earlier + len(batch)
-        return torch.stack(self._training.retry_all(total, reset, work, start=earlier)).sum()
+        return torch.stack(self._training.run(total, work, None, reset, earlier)).sum()
 
     def _in_pieces(
         self,
