@@ -12,7 +12,6 @@ from threading import Timer
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..distributed import Ranks
 from ..text import count
@@ -40,14 +39,27 @@ class RewardInputs:
         """Return a column of the dataset; what a row lacks is None."""
         return [row.get(name) for row in self.rows]
 
-    def keywords(self) -> dict[str, Any]:
-        """The keyword arguments of one reward function, which may change its lists."""
+    def keywords(self, columns: dict[str, list[Any]], log_metric: LogMetric) -> dict[str, Any]:
+        """The keyword arguments of one reward function, which may change its lists.
+
+        What it adds by `log_extra` goes to `columns`.
+        """
+
+        def log_extra(column: str, values: Sequence[Any]) -> None:
+            found, rows = list(values), len(self.completions)
+            if len(found) != rows:
+                words = f"got {count(len(found), 'value')} for {count(rows, 'completion')}"
+                raise ValueError(f"log_extra({column!r}) {words}")
+            columns[column] = found
+
         names = dict.fromkeys(name for row in self.rows for name in row if name not in RESERVED)
         return {name: self.column(name) for name in names} | {
             "prompts": self.column("prompt"),
             "completions": list(self.completions),
             "completion_ids": list(self.completion_ids),
             "trainer_state": self.trainer_state,
+            "log_extra": log_extra,
+            "log_metric": log_metric,
         }
 
 
@@ -105,7 +117,13 @@ class RewardSuite:
         rewards = [[math.nan if x is None else x for x in column] for column in columns]
         local = torch.tensor(rewards, dtype=torch.float32).T
         values = self._ranks.gather(local)
-        self._warn_unscored(local, inputs)
+        if rows := local.isnan().all(1).nonzero().flatten().tolist():
+            warnings.warn(
+                f"No reward function scored {count(len(rows), 'completion')}; the first is row "
+                f"{rows[0]} of rank {self._ranks.rank}: {inputs.completions[rows[0]]!r:.80}. Such "
+                "rows do not train.",
+                stacklevel=2,
+            )
         weights = self.weights.to(values.device)
         total = (values * weights).nansum(1)
         table = RewardTable(
@@ -163,7 +181,7 @@ class RewardSuite:
             if isinstance(source, ModelReward):
                 outcome = Outcome.of(partial(self._scored, source, inputs))
             else:
-                keywords = _keywords(inputs, added[source.name], log_metric)
+                keywords = inputs.keywords(added[source.name], log_metric)
                 call = partial(source.function, **keywords)
                 if source.is_async:
                     waiting[source.name] = call
@@ -187,29 +205,6 @@ class RewardSuite:
             return source.score(prompts[part], inputs.completions[part], options[part])
 
         return [reward for piece in self._in_pieces(count, score) for reward in piece]
-
-    def _warn_unscored(self, local: Tensor, inputs: RewardInputs) -> None:
-        rows = local.isnan().all(1).nonzero().flatten().tolist()
-        if rows:
-            warnings.warn(
-                f"No reward function scored {count(len(rows), 'completion')}; the first is row "
-                f"{rows[0]} of rank {self._ranks.rank}: {inputs.completions[rows[0]]!r:.80}. Such "
-                "rows do not train.",
-                stacklevel=3,
-            )
-
-
-def _keywords(
-    inputs: RewardInputs, columns: dict[str, list[Any]], log_metric: LogMetric
-) -> dict[str, Any]:
-    def log_extra(column: str, values: Sequence[Any]) -> None:
-        found, rows = list(values), len(inputs.completions)
-        if len(found) != rows:
-            words = f"got {count(len(found), 'value')} for {count(rows, 'completion')}"
-            raise ValueError(f"log_extra({column!r}) {words}")
-        columns[column] = found
-
-    return inputs.keywords() | {"log_extra": log_extra, "log_metric": log_metric}
 
 
 def _rewards(name: str, outcome: Outcome, rows: int) -> list[float | None]:

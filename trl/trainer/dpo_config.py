@@ -64,7 +64,6 @@ class DPOConfig(PreferenceConfig):
         self.loss_type = ["aot_unpaired" if name == "aot_pair" else name for name in names]
         self._check_losses(self.loss_type)
         super().__post_init__()
-        self._check_combinations()
 
     @property
     def losses(self) -> dict[str, float]:
@@ -90,35 +89,28 @@ class DPOConfig(PreferenceConfig):
         if not names or (weights is not None and len(weights) != len(names)):
             raise ValueError(f"loss_type={names} and loss_weights={weights} must be equally long.")
 
-    def _check_combinations(self) -> None:
+    def _problems(self) -> dict[str, Any]:
         names, smoothing, divergence = set(self.losses), self.label_smoothing, "f_divergence_type"
         plain, divided, ranked = (
             ", ".join(sorted(names & {*group})) for group in (WITHOUT_DIVERGENCE, DIVIDED, RANKED)
         )
         has_divergence = self.f_divergence_type != "reverse_kl"
-        mistakes = {
+        return super()._problems() | {
             f"{divergence}={self.f_divergence_type!r} cannot be used with loss_type={plain}, which "
-            "has no place for it.": (plain, has_divergence),
+            "has no place for it": plain and has_divergence,
             f"label_smoothing={smoothing} has no effect on loss_type={', '.join(self.losses)}; it "
-            f"is for {', '.join(SMOOTHED)}.": (smoothing, not names & {*SMOOTHED}),
-            "loss_type=exo_pair needs label_smoothing above 0, such as 0.001.": (
-                "exo_pair" in names,
-                not smoothing,
+            f"is for {', '.join(SMOOTHED)}": smoothing and not names & {*SMOOTHED},
+            "loss_type=exo_pair needs label_smoothing above 0, such as 0.001": (
+                "exo_pair" in names and not smoothing
             ),
-            f"loss_type=robust needs label_smoothing below 0.5, not {smoothing}.": (
-                "robust" in names,
-                smoothing >= 0.5,
+            f"loss_type=robust needs label_smoothing below 0.5, not {smoothing}": (
+                "robust" in names and smoothing >= 0.5
             ),
-            f"loss_type={divided} divides by beta, which must be above 0.": (
-                divided,
-                not self.beta,
-            ),
+            f"loss_type={divided} divides by beta, which must be above 0": divided
+            and not self.beta,
             f"use_weighting=True cannot be used with loss_type={ranked}: what these compare is not "
-            "the answers of one pair.": (self.use_weighting, ranked),
-            "sync_ref_model=True has no reference to move, because of reference_free=True.": (
-                self.sync_ref_model,
-                self.reference_free,
+            "the answers of one pair": self.use_weighting and ranked,
+            "sync_ref_model=True has no reference to move, because of reference_free=True": (
+                self.sync_ref_model and self.reference_free
             ),
         }
-        if found := next((words for words, reasons in mistakes.items() if all(reasons)), None):
-            raise ValueError(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 from ..text import did_you_mean
 from .attributes import COMMON_OPTIONS
@@ -77,13 +78,7 @@ class GRPOConfig(OnlineConfig):
             hint = did_you_mean(scale, SCALES)
             raise ValueError(f"scale_rewards={scale!r} must be one of {', '.join(SCALES)}.{hint}")
         super().__post_init__()
-        if self.entropy_coef_min > self.entropy_coef_max:
-            raise ValueError(
-                f"entropy_coef_min={self.entropy_coef_min} must not exceed "
-                f"entropy_coef_max={self.entropy_coef_max}."
-            )
         self._warn_unusual_levels()
-        self._check_vespo()
 
     def _warn_unusual_levels(self) -> None:
         """The level of the ratio that each loss was published with."""
@@ -97,13 +92,18 @@ class GRPOConfig(OnlineConfig):
                 stacklevel=5,
             )
 
-    def _check_vespo(self) -> None:
-        """Its weight of a completion is made of the ratios of tokens, those of the engine too."""
-        by_sequence = self.vllm_importance_sampling_mode.startswith("sequence")
+    def _problems(self) -> dict[str, Any]:
+        mode, low, high = (
+            self.vllm_importance_sampling_mode,
+            self.entropy_coef_min,
+            self.entropy_coef_max,
+        )
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        if self.loss_type == "vespo" and corrects and by_sequence:
-            mode = self.vllm_importance_sampling_mode
-            raise ValueError(
-                f"loss_type='vespo' cannot be used with vllm_importance_sampling_mode={mode!r}: "
-                f"set it to {mode.replace('sequence', 'token')!r}."
-            )
+        return super()._problems() | {
+            f"entropy_coef_min={low} must not exceed entropy_coef_max={high}": low > high,
+            # Its weight of a completion is made of the ratios of tokens, those of the engine too.
+            f"loss_type='vespo' cannot be used with vllm_importance_sampling_mode={mode!r}: set it "
+            f"to {mode.replace('sequence', 'token')!r}": (
+                self.loss_type == "vespo" and corrects and mode.startswith("sequence")
+            ),
+        }

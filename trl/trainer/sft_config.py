@@ -67,15 +67,12 @@ class SFTConfig(OfflineConfig):
                 warnings.warn(f"{name}={old!r} is called {new!r}.", FutureWarning, stacklevel=4)
                 setattr(self, name, new)
         super().__post_init__()
-        for problem, is_there in self._problems().items():
-            if is_there:
-                raise ValueError(f"{problem}.")
 
     def _problems(self) -> dict[str, Any]:
         packs, given = self.packing or self.eval_packing, self.long_rows
         by_length = "packing" if packs else "max_tokens_per_micro_batch"
         across = self.wrapped_attends_across and self.row_limit != "wrapped_across"
-        return {
+        return super()._problems() | {
             "packing=True needs max_length, the size of a pack": packs and not self.max_length,
             f"{by_length} needs the lengths of all rows: leave out lazy_tokenization=True": (
                 self.lazy_tokenization and (packs or self.max_tokens_per_micro_batch)

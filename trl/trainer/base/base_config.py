@@ -177,8 +177,10 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
         kind: Any = type(self)  # transformers reads JSON text of the options that it finds here
         self._VALID_DICT_FIELDS = [name for name, kinds in kinds_of(kind).items() if dict in kinds]
         super().__post_init__()
-        self._check_trackers()
-        self._refuse_unsupported()
+        self._check_packages()
+        for problem, is_there in self._problems().items():
+            if is_there:
+                raise ValueError(f"{problem}.")
 
     @property
     def piece_tokens(self) -> int:
@@ -209,36 +211,34 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
                 setattr(self, name, {"use_reentrant": False} | given)
         return chosen
 
-    def _refuse_unsupported(self) -> None:
-        if self.max_steps == 0:  # transformers would take one step
-            raise ValueError("max_steps=0 must be above 0, or -1 to train for num_train_epochs.")
-        for name, reason in self.without_meaning.items():
-            if getattr(self, name):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} cannot be used: {reason}. Leave it out."
+    def _problems(self) -> dict[str, Any]:
+        """What is said of options that cannot be as they are, and whether that is so."""
+        known = self.parallelism_config or ParallelismConfig()  # which reads the environment
+        return {
+            # transformers would take one step.
+            "max_steps=0 must be above 0, or -1 to train for num_train_epochs": self.max_steps == 0,
+            **{
+                f"{name}={getattr(self, name)!r} cannot be used: {reason}. Leave it out": (
+                    getattr(self, name)
                 )
-        self._check_parallelism()
+                for name, reason in self.without_meaning.items()
+            },
+            f"sp_size={known.sp_size}: the sequence parallelism of DeepSpeed drops the masks that "
+            "keep the documents of a row apart. Use cp_size, which divides rows too": (
+                known.sp_size > 1
+            ),
+            f"cp_size={known.cp_size}: context parallelism is for trainers that learn from the "
+            "rows of a dataset: SFT, DPO, KTO, reward models. Leave it out": (
+                known.cp_size > 1 and not self.divides_rows
+            ),
+        }
+
+    def _check_packages(self) -> None:
+        """Without this, what is missing would be said after the model has been loaded."""
         if self.use_liger_kernel:
             require("liger_kernel", "use_liger_kernel=True")
             kernels: str = "liger_kernel_config"  # declared without a type that is known
             setattr(self, kernels, _layers_only(getattr(self, kernels) or {}))
-
-    def _check_parallelism(self) -> None:
-        """Whether given here or to `accelerate launch`, for which it stands in the environment."""
-        known = self.parallelism_config or ParallelismConfig()  # which reads the environment
-        if known.sp_size > 1:
-            raise ValueError(
-                f"sp_size={known.sp_size}: the sequence parallelism of DeepSpeed drops the masks "
-                "that keep the documents of a row apart. Use cp_size, which divides rows too."
-            )
-        if known.cp_size > 1 and not self.divides_rows:
-            raise ValueError(
-                f"cp_size={known.cp_size}: context parallelism is for trainers that learn from the "
-                "rows of a dataset: SFT, DPO, KTO, reward models. Leave it out."
-            )
-
-    def _check_trackers(self) -> None:
-        """Without this, what is missing would be said after the model has been loaded."""
         chosen: Any = self.report_to  # a list by now
         known = [*INTEGRATION_TO_CALLBACK, "flyte"]
         for name in chosen:

@@ -78,13 +78,13 @@ class OfflineConfig(BaseConfig):
         False, "Accepted: logits are never held as a whole, with this option or without."
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.train_sampling_strategy == "group_by_length":
-            raise ValueError(
-                "train_sampling_strategy='group_by_length' is not needed: rows are not padded. To "
-                "bound the tokens of a micro-batch, use max_tokens_per_micro_batch."
-            )
+    def _problems(self) -> dict[str, Any]:
+        return super()._problems() | {
+            "train_sampling_strategy='group_by_length' is not needed: rows are not padded. To "
+            "bound the tokens of a micro-batch, use max_tokens_per_micro_batch": (
+                self.train_sampling_strategy == "group_by_length"
+            ),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """All options, where transformers would hide what ends in _token as if it were a secret."""
@@ -147,13 +147,11 @@ class PreferenceConfig(ReferenceOptions, OfflineConfig):
         None, "Prompts scored at once for that. None: per_device_train_batch_size.", ge=1
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.precompute_ref_log_probs and self.sync_ref_model:
-            raise ValueError(
-                "precompute_ref_log_probs=True cannot be used with sync_ref_model=True: the "
-                "reference moves."
-            )
+    def _problems(self) -> dict[str, Any]:
+        return super()._problems() | {
+            "precompute_ref_log_probs=True cannot be used with sync_ref_model=True: the reference "
+            "moves": self.precompute_ref_log_probs and self.sync_ref_model,
+        }
 
     @property
     def needs_reference(self) -> bool:

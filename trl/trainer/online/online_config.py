@@ -6,7 +6,7 @@ import dataclasses
 import math
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ...ops.policy_losses import MODES, RatioBounds
 from ...types import Mode
@@ -263,8 +263,6 @@ class OnlineConfig(
     def __post_init__(self) -> None:
         super().__post_init__()
         self.top_k = self.top_k or 0
-        self._check_ratio_bounds()
-        self._refuse_contradictions()
         names = [field.name for field in dataclasses.fields(VLLMOptions)]
         if not self.use_vllm and (found := changed(self, names)):
             words = "without use_vllm=True no vLLM engine generates, so they have no effect."
@@ -323,47 +321,40 @@ class OnlineConfig(
         is_known = own_engine and self.reuse_sampling_logps
         return not self.batch_plan.is_on_policy or (self.penalizes_rewards and not is_known)
 
-    def _check_ratio_bounds(self) -> None:
-        low = self.vllm_importance_sampling_clip_min
-        high = self.vllm_importance_sampling_clip_max
-        if low is not None and high is not None and low >= high:
-            raise ValueError(
-                f"vllm_importance_sampling_clip_min={low} must be below "
-                f"vllm_importance_sampling_clip_max={high}."
-            )
-        truncates = self.vllm_importance_sampling_mode.endswith("_truncate")
-        if self.vllm_importance_sampling_correction and truncates and low is high is None:
-            raise ValueError(
-                "vllm_importance_sampling_mode="
-                f"{self.vllm_importance_sampling_mode!r} needs a bound: set "
-                "vllm_importance_sampling_clip_max, such as 3.0."
-            )
-
-    def _refuse_contradictions(self) -> None:
-        others = {"ds3_gather_for_generation": False, "use_transformers_continuous_batching": True}
-        for name, value in others.items():
-            if self.use_vllm and getattr(self, name) == value:
-                raise ValueError(
-                    f"{name}={value} cannot be used with use_vllm=True: it says how transformers "
-                    "generates. Leave one of them out."
-                )
-        if self.train_sampling_strategy == "group_by_length":
-            raise ValueError(
-                "train_sampling_strategy='group_by_length' cannot be used: the lengths of "
-                "completions are not known before they are generated. Leave it out."
-            )
-        if self.sync_ref_model and self.beta == 0.0:
-            raise ValueError("sync_ref_model=True needs a reference policy: set beta above 0.")
-        self._check_adapter_sync()
-
-    def _check_adapter_sync(self) -> None:
-        reason = None
-        if self.vllm_enable_sleep_mode:
-            reason = "vllm_enable_sleep_mode=True: base weights that sleep would be sent each time"
-        elif self.vllm_tensor_parallel_size > 1:
-            reason = "vllm_tensor_parallel_size above 1"
-        if self.use_vllm and self.vllm_sync_adapter_only and reason is not None:
-            raise ValueError(f"vllm_sync_adapter_only=True cannot be used with {reason}.")
+    def _problems(self) -> dict[str, Any]:
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        mode = self.vllm_importance_sampling_mode
+        truncates = self.vllm_importance_sampling_correction and mode.endswith("_truncate")
+        other = "cannot be used with use_vllm=True: it says how transformers generates. Leave one"
+        by_adapter = self.use_vllm and self.vllm_sync_adapter_only
+        return super()._problems() | {
+            f"vllm_importance_sampling_clip_min={low} must be below "
+            f"vllm_importance_sampling_clip_max={high}": (
+                low is not None and low >= (high or math.inf)
+            ),
+            f"vllm_importance_sampling_mode={mode!r} needs a bound: set "
+            "vllm_importance_sampling_clip_max, such as 3.0": truncates and low is high is None,
+            f"ds3_gather_for_generation=False {other} of them out": (
+                self.use_vllm and not self.ds3_gather_for_generation
+            ),
+            f"use_transformers_continuous_batching=True {other} of them out": (
+                self.use_vllm and self.use_transformers_continuous_batching
+            ),
+            "train_sampling_strategy='group_by_length' cannot be used: the lengths of completions "
+            "are not known before they are generated. Leave it out": (
+                self.train_sampling_strategy == "group_by_length"
+            ),
+            "sync_ref_model=True needs a reference policy: set beta above 0": (
+                self.sync_ref_model > bool(self.beta)
+            ),
+            "vllm_sync_adapter_only=True cannot be used with vllm_enable_sleep_mode=True: base "
+            "weights that sleep would be sent each time": (
+                by_adapter and self.vllm_enable_sleep_mode
+            ),
+            "vllm_sync_adapter_only=True cannot be used with vllm_tensor_parallel_size above 1": (
+                by_adapter and self.vllm_tensor_parallel_size > 1
+            ),
+        }
 
     def _resolve_batches(self) -> None:
         rows = self.per_device_train_batch_size * self.unit * self.world_size
