@@ -214,11 +214,7 @@ def extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
         shared -= 1
     if isinstance(chosen, str) and shared and chosen[shared - 1] == " ":
         shared -= 1
-    return {
-        "prompt": chosen[:shared],
-        "chosen": chosen[shared:],
-        "rejected": rejected[shared:],
-    }
+    return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
 
 
 def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:

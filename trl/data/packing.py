@@ -180,10 +180,7 @@ class MicroBatchSampler(Sampler[list[int]]):
 
 
 def pack_dataset(
-    dataset: D,
-    seq_length: int,
-    strategy: str = "bfd",
-    map_kwargs: dict[str, Any] | None = None,
+    dataset: D, seq_length: int, strategy: str = "bfd", map_kwargs: dict[str, Any] | None = None
 ) -> D:
     """Pack the rows of a dataset, lists of equal lengths, into rows of at most `seq_length` tokens.
 

@@ -28,18 +28,14 @@ class DPOConfig(PreferenceConfig):
         "One or several of sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, "
         "aot, aot_unpaired, apo_zero, apo_down, discopop, sigmoid_norm, sft; they are added up.",
     )
-    loss_weights: list[float] | None = option(
-        None, "Weight of each loss in loss_type. None: all 1."
-    )
+    loss_weights: list[float] | None = option(None, "Weight of each loss in loss_type. None: 1.")
     rpo_alpha: float | None = option(
         None, "Weight of the mean negative log-likelihood of chosen answers, added to the losses."
     )
     label_smoothing: float = option(
         0.0, "Probability that a label is wrong, for losses that know of it.", ge=0, lt=1
     )
-    reference_free: bool = option(
-        False, "Compare with a reference that gives all answers the same probability."
-    )
+    reference_free: bool = option(False, "The reference gives all answers the same probability.")
     f_divergence_type: str = option(
         "reverse_kl",
         "The divergence that holds the policy back.",
@@ -49,9 +45,7 @@ class DPOConfig(PreferenceConfig):
     ld_alpha: float | None = option(
         None, "Weight of tokens beyond the length that both answers have. None: 1.", ge=0, le=1
     )
-    use_weighting: bool = option(
-        False, "Weigh pairs by how likely the policy finds their answers (WPO)."
-    )
+    use_weighting: bool = option(False, "Weigh pairs by how likely their answers are (WPO).")
     discopop_tau: float = option(0.05, "Temperature of the discopop loss.", gt=0)
 
     def __post_init__(self) -> None:

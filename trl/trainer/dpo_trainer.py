@@ -99,14 +99,12 @@ class DPOTrainer(PreferenceTrainer):
         for name, weight in losses.items():
             total = total + weight * PAIR_LOSSES[name](_pairs(ratios, rows, name), options)
         if self.args.use_weighting:
-            total = total * self._pair_weights(scores, rows)
+            # How likely answers are next to tokens drawn from the policy (WPO, 2406.11827).
+            known = scores.logps.detach() - torch.as_tensor(scores.log_mass)
+            lengths = rows.values["lengths"].clamp(min=1)
+            total = total * (rows.by_group(known.sum(1)) / lengths).sum(1).exp()
         self._record(logps.detach(), ratios.detach(), scores, rows)
         return torch.stack([masked_sum(total, counts), -masked_sum(likelihood, counts)])
-
-    def _pair_weights(self, scores: TokenScores, rows: AnswerRows) -> Tensor:
-        """How likely answers are next to tokens drawn from the policy, (B,) (WPO, 2406.11827)."""
-        known = scores.logps.detach() - torch.as_tensor(scores.log_mass)
-        return (rows.by_group(known.sum(1)) / rows.values["lengths"].clamp(min=1)).sum(1).exp()
 
     def _record(self, logps: Tensor, ratios: Tensor, scores: TokenScores, rows: AnswerRows) -> None:
         store, counts, mask = self.metrics[rows.mode], rows.values["counts"], rows.token_mask()

@@ -28,8 +28,7 @@ class GRPOConfig(OnlineConfig):
 
     # --- Advantages ---
     scale_rewards: str = option(
-        "group",
-        "Divide advantages by the standard deviation of these; True is group, False none.",
+        "group", "Divide advantages by the standard deviation of these; True is group, False none."
     )
     multi_objective_aggregation: str = option(
         "sum_then_normalize",
@@ -67,9 +66,7 @@ class GRPOConfig(OnlineConfig):
     entropy_coef_delta: float = option(0.005, "Change of entropy_coef at each update.")
     entropy_target: float = option(0.2, "Entropy, in nats a token, to hold.")
 
-    log_completions_hub_repo: str | None = option(
-        None, "Hub dataset to which completions are uploaded."
-    )
+    log_completions_hub_repo: str | None = option(None, "Hub dataset that gets the completions.")
 
     def __post_init__(self) -> None:
         scale = str(self.scale_rewards).lower()
@@ -93,11 +90,8 @@ class GRPOConfig(OnlineConfig):
             )
 
     def _problems(self) -> dict[str, Any]:
-        mode, low, high = (
-            self.vllm_importance_sampling_mode,
-            self.entropy_coef_min,
-            self.entropy_coef_max,
-        )
+        mode = self.vllm_importance_sampling_mode
+        low, high = self.entropy_coef_min, self.entropy_coef_max
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         return super()._problems() | {
             f"entropy_coef_min={low} must not exceed entropy_coef_max={high}": low > high,

@@ -38,9 +38,7 @@ class OnlineDPOConfig(OnlineConfig):
 
     # --- Generation ---
     max_completion_length: int = option(64, "Most tokens of a completion.", ge=1)
-    temperature: float = option(
-        0.9, "Sampling temperature; also divides the logits in training.", gt=0
-    )
+    temperature: float = option(0.9, "Sampling temperature; divides the logits in training.", gt=0)
     vllm_importance_sampling_correction: bool = option(
         False, "Cannot be used: the loss is one of the completions, whoever wrote them."
     )

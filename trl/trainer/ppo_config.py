@@ -37,21 +37,15 @@ class PPOConfig(OnlineConfig):
     # --- Generation ---
     num_generations: int | None = option(1, "Completions for each prompt.")
     max_completion_length: int = option(53, "Most tokens of a completion.", ge=1)
-    temperature: float = option(
-        0.7, "Sampling temperature; also divides the logits in training.", gt=0
-    )
+    temperature: float = option(0.7, "Sampling temperature; divides the logits in training.", gt=0)
 
     # --- Rewards of tokens ---
-    beta: float = option(
-        0.05, "Coefficient of the KL penalty of each token; 0 needs no reference policy.", ge=0
-    )
+    beta: float = option(0.05, "Weight of the KL penalty of tokens; 0: no reference policy.", ge=0)
     kl_estimator: str = option("k1", "Estimator of the KL penalty.", choices=("k1", "k3"))
     missing_eos_penalty: float | None = option(
         None, "Subtracted from the reward of a completion that was cut off.", ge=0
     )
-    whiten_rewards: bool = option(
-        False, "Scale rewards of tokens to variance 1 over the round; their mean stays."
-    )
+    whiten_rewards: bool = option(False, "Scale rewards of tokens to variance 1; their mean stays.")
     gamma: float = option(1.0, "Discount of a token.", ge=0, le=1)
     lam: float = option(0.95, "Weight of later surprises in the advantage.", ge=0, le=1)
 

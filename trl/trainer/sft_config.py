@@ -47,9 +47,7 @@ class SFTConfig(OfflineConfig):
     )
 
     # --- Packing ---
-    packing: bool = option(
-        False, "A row of a micro-batch is a pack of documents with at most max_length tokens."
-    )
+    packing: bool = option(False, "A row is a pack of documents with at most max_length tokens.")
     packing_strategy: str = option(
         "bfd",
         "bfd cuts long documents, bfd_split keeps their rest; wrapped lays all end to end and "

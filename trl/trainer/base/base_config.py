@@ -59,9 +59,7 @@ class PolicyOptions:
     model_init_kwargs: dict | str | None = option(
         None, "Keyword arguments of from_pretrained when the model is given by name (JSON)."
     )
-    trust_remote_code: bool = option(
-        False, "Whether code shipped with a model or tokenizer may be executed."
-    )
+    trust_remote_code: bool = option(False, "Execute code shipped with a model or tokenizer.")
     disable_dropout: bool = option(False, "Set the probability of every dropout layer to zero.")
     router_aux_loss_coef: float | None = option(
         None, "Weight of the load-balancing loss of mixture-of-experts models. None: its config's."
@@ -82,9 +80,7 @@ class ReferenceOptions:
         hint="0: no KL penalty",
     )
     sync_ref_model: bool = option(False, "Move the reference policy towards the policy.")
-    ref_model_mixup_alpha: float = option(
-        0.6, "Share of the policy in each reference update.", ge=0, le=1
-    )
+    ref_model_mixup_alpha: float = option(0.6, "Share of the policy in each update.", ge=0, le=1)
     ref_model_sync_steps: int = option(512, "Optimizer steps between two reference updates.", ge=1)
     ref_model_init_kwargs: dict | str | None = option(
         None, "Arguments of from_pretrained for a ref_model given by name. None: model_init_kwargs."
@@ -98,13 +94,9 @@ class MemoryOptions:
     pad_to_multiple_of: int | str | None = option(
         "auto", "Pad rows to a multiple of this; only rows of few models are padded at all."
     )
-    shared_prefix: bool = option(
-        True, "Compute a prompt once for all its completions that are in one forward."
-    )
+    shared_prefix: bool = option(True, "Compute a prompt once for its completions in one forward.")
     logits_chunk_size: int | None = option(
-        None,
-        "Logits (tokens x vocabulary) held at once. None: the device's default; 0: all.",
-        ge=0,
+        None, "Logits (tokens x vocabulary) held at once. None: the device's default; 0: all.", ge=0
     )
     activation_offloading: bool = option(
         False, "Keep activations in the memory of the host until the backward pass needs them."
@@ -121,9 +113,7 @@ class MemoryOptions:
         "Return cached blocks to the device after inference; auto: when they are fragmented.",
         choices=("never", "auto", "always"),
     )
-    log_memory: bool = option(
-        True, "Log the peak memory of each phase, also to memory.jsonl in output_dir."
-    )
+    log_memory: bool = option(True, "Log the peak memory of each phase, also to memory.jsonl.")
     recover_from_oom: bool = option(
         True, "After running out of memory, go on with smaller pieces of the same data."
     )
@@ -146,18 +136,14 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
         ),
     }
 
-    logging_steps: float = option(
-        10, "Log every this many optimizer steps; a ratio of all steps if below 1."
-    )
+    logging_steps: float = option(10, "Log every this many updates; below 1, a share of all.")
     gradient_checkpointing: bool | None = option(
         True, "Recompute activations in backward: less memory, about a third more time."
     )
     bf16: bool | None = option(
         None, "Train in bfloat16 autocast. None: yes where it is supported, unless fp16 is chosen."
     )
-    lr_scheduler_kwargs: dict | str | None = option(
-        None, "Extra arguments of the learning-rate scheduler (JSON)."
-    )
+    lr_scheduler_kwargs: dict | str | None = option(None, "Arguments of the scheduler (JSON).")
 
     logging_nan_inf_filter: bool = option(
         False, "No effect: see non_finite. As transformers filters, each micro-batch is waited for."

@@ -73,7 +73,17 @@ class BaseTrainer(Named, Publishing, Trainer):
         self.run_facts: dict[str, Any] = {}  # that a resumed run must share, besides options
         self.place = Place()
         self.rank_state = RankState(self.ranks)
-        self._register_state()
+
+        def restore_loss(loss: Tensor) -> None:
+            self._tr_loss += loss.to(self.args.device)
+            # The average that `train` returns is over the steps of its own call.
+            self._total_loss_scalar -= float(self.ranks.sum(self._tr_loss)) / self.ranks.count
+
+        keep, last = self.rank_state.register, "_globalstep_last_logged"
+        for mode, store in self.metrics.items():
+            keep(f"{mode} metrics", store.state, store.restore)
+        keep("loss", lambda: self._tr_loss, restore_loss)
+        keep("last_logged", partial(getattr, self, last), partial(setattr, self, last))
         events = {"on_train_begin": self._begin_training, "on_epoch_begin": self.begin_epoch}
         events |= {"on_epoch_end": self._end_epoch, "on_step_end": self._end_update}
         self.add_callback(_Events(**events))
@@ -257,18 +267,6 @@ class BaseTrainer(Named, Publishing, Trainer):
         return self.args.logging_strategy == "steps" and (is_due or is_first)
 
     # --- State and resuming ---
-
-    def _register_state(self) -> None:
-        def restore_loss(loss: Tensor) -> None:
-            self._tr_loss += loss.to(self.args.device)
-            # The average that `train` returns is over the steps of its own call.
-            self._total_loss_scalar -= float(self.ranks.sum(self._tr_loss)) / self.ranks.count
-
-        keep, last = self.rank_state.register, "_globalstep_last_logged"
-        for mode, store in self.metrics.items():
-            keep(f"{mode} metrics", store.state, store.restore)
-        keep("loss", lambda: self._tr_loss, restore_loss)
-        keep("last_logged", partial(getattr, self, last), partial(setattr, self, last))
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         epochs, micro_steps = super()._init_training_state(*args)

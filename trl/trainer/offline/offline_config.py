@@ -58,9 +58,7 @@ class OfflineConfig(BaseConfig):
     max_tokens_per_micro_batch: int | None = option(
         None, "Most tokens of a micro-batch, besides its rows; a longer row is alone.", ge=1
     )
-    remove_unused_columns: bool | None = option(
-        True, "Accepted: only the columns that make rows are read."
-    )
+    remove_unused_columns: bool | None = option(True, "Accepted: other columns are never read.")
     dataloader_pin_memory: bool = option(False, "Pin memory; rows are lists, so there is no need.")
 
     # --- Model ---
@@ -71,12 +69,8 @@ class OfflineConfig(BaseConfig):
     pad_token: str | None = option(
         None, "The token that fills padding, if not the tokenizer's; no result depends on it."
     )
-    padding_free: bool = option(
-        False, "Accepted: rows are never padded, with this option or without."
-    )
-    use_liger_loss: bool = option(
-        False, "Accepted: logits are never held as a whole, with this option or without."
-    )
+    padding_free: bool = option(False, "Accepted: rows are never padded.")
+    use_liger_loss: bool = option(False, "Accepted: logits are never held as a whole.")
 
     def _problems(self) -> dict[str, Any]:
         return super()._problems() | {
@@ -123,9 +117,7 @@ class PreferenceConfig(ReferenceOptions, OfflineConfig):
 
     learning_rate: float = option(1e-6, "Initial learning rate.", ge=0)
     disable_dropout: bool = option(True, "Set the probability of every dropout layer to zero.")
-    beta: float = option(
-        0.1, "How strongly the policy is held near the reference; higher is nearer.", ge=0
-    )
+    beta: float = option(0.1, "How strongly the policy is held near the reference.", ge=0)
     max_prompt_length: int | None = option(
         None, "Most tokens of a prompt, of which the last are kept. None: no limit.", ge=1
     )
@@ -137,9 +129,7 @@ class PreferenceConfig(ReferenceOptions, OfflineConfig):
         "Which end of a prompt with an answer over max_length is kept.",
         choices=("keep_start", "keep_end"),
     )
-    use_logits_to_keep: bool = option(
-        False, "Accepted: logits of prompts are never computed, with this option or without."
-    )
+    use_logits_to_keep: bool = option(False, "Accepted: logits of prompts are never computed.")
     precompute_ref_log_probs: bool = option(
         False, "Score all answers with the reference beforehand, once; the result is kept on disk."
     )

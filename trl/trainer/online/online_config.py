@@ -34,24 +34,18 @@ class SamplingOptions:
         gt=0,
         hint="for greedy decoding: generation_kwargs={'do_sample': False}",
     )
-    top_p: float = option(
-        1.0, "Sample from the smallest set of tokens with this probability.", gt=0, le=1
-    )
+    top_p: float = option(1.0, "Sample from the fewest tokens with this probability.", gt=0, le=1)
     top_k: int | None = option(
         0, "Sample from this many most likely tokens; 0 or None: all.", ge=0, hint="0: off"
     )
     min_p: float | None = option(
         None, "Drop tokens less likely than this share of the most likely one.", ge=0, le=1
     )
-    repetition_penalty: float = option(
-        1.0, "Above 1, tokens already present become less likely.", gt=0
-    )
+    repetition_penalty: float = option(1.0, "Above 1, present tokens become less likely.", gt=0)
     generation_kwargs: dict | str | None = option(
         None, "More options of the generation engine (JSON); they win over the named ones."
     )
-    chat_template_kwargs: dict | str | None = option(
-        None, "Extra arguments of the chat template (JSON)."
-    )
+    chat_template_kwargs: dict | str | None = option(None, "Arguments of the chat template (JSON).")
 
 
 @dataclass
@@ -84,15 +78,11 @@ class VLLMOptions:
     vllm_mode: str = option(
         "colocate", "Run vLLM in this process or on a server.", choices=("colocate", "server")
     )
-    vllm_model_impl: str = option(
-        "vllm", "Model implementation that vLLM uses.", choices=("vllm", "transformers")
-    )
+    vllm_model_impl: str = option("vllm", "Model implementation.", choices=("vllm", "transformers"))
     vllm_enable_sleep_mode: bool = option(
         False, "Free the memory of the vLLM engine outside generation."
     )
-    vllm_structured_outputs_regex: str | None = option(
-        None, "Regular expression that completions must match."
-    )
+    vllm_structured_outputs_regex: str | None = option(None, "Regular expression of completions.")
     vllm_server_base_url: str | None = option(None, "Address of the vLLM server.")
     vllm_server_host: str = option("0.0.0.0", "Host of the vLLM server.")
     vllm_server_port: int = option(8000, "Port of the vLLM server.", ge=1)
@@ -235,9 +225,7 @@ class OnlineConfig(
     )
 
     # --- Rewards ---
-    reward_weights: list[float] | None = option(
-        None, "One weight for each reward function. None: all 1."
-    )
+    reward_weights: list[float] | None = option(None, "Weight of each reward function. None: 1.")
     reward_timeout: float | None = option(
         None, "Seconds a call of a reward function may take. None: no limit.", gt=0
     )
@@ -253,9 +241,7 @@ class OnlineConfig(
     num_completions_to_print: int | None = option(
         None, "How many completions to show, drawn at random. None: all.", ge=0
     )
-    log_unique_prompts: bool = option(
-        False, "Send each prompt once to the trackers' completions table."
-    )
+    log_unique_prompts: bool = option(False, "Send each prompt once to the completions table.")
     log_token_logps: bool = option(
         False, "Record each token's log-probability, by which trl report colours completions."
     )
