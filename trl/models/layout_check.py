@@ -54,13 +54,14 @@ def why_not_shared(model: nn.Module, longest: int, device: str | None = None) ->
     causal = causal_model(model)
     config = causal.config.get_text_config()
     keep_states = bool(recurrent_layers(causal))
-    others = set() if keep_states else {*_kinds(config)} - {*FULL_ATTENTION, *WINDOWED}
+    kinds = set(getattr(config, "layer_types", None) or ())
+    others = set() if keep_states else kinds - {*FULL_ATTENTION, *WINDOWED}
     border = _rotary_border(config)
     # Those that take their attention from a table, where it can be replaced.
     attentions = [m for m in causal.modules() if mentions(m.__class__, "ALL_ATTENTION_FUNCTIONS")]
     device = device or next(causal.parameters()).device.type
-    configs = getattr(model, "peft_config", None) or {}
-    virtual = any(getattr(config, "is_prompt_learning", False) for config in configs.values())
+    adapters = getattr(model, "peft_config", {}).values()
+    virtual = any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters)
     findings = {
         f"its attention implementation is {config._attn_implementation!r}, not 'sdpa'": (
             config._attn_implementation not in ("sdpa", "eager")
@@ -83,15 +84,11 @@ def why_not_shared(model: nn.Module, longest: int, device: str | None = None) ->
 def windows(model: nn.Module) -> list[int]:
     """Tokens that layers look back at most, as a model's configuration has them."""
     config = causal_model(model).config.get_text_config()
-    if _kinds(config) and set(_kinds(config)).isdisjoint(WINDOWED):
+    kinds = getattr(config, "layer_types", None)
+    if kinds and set(kinds).isdisjoint(WINDOWED):
         return []
     found = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     return [size for size in found if isinstance(size, int)]
-
-
-def _kinds(config: Any) -> Sequence[str]:
-    """Of the layers, where a configuration names them."""
-    return getattr(config, "layer_types", None) or ()
 
 
 def _drops_weights(attention: nn.Module) -> bool:
@@ -228,11 +225,8 @@ def disagreement(found: Results) -> float | None:
     difference = (packed - plain).abs()
     if not difference.numel():
         return None
-    if dtype in TOLERANCES:
-        size, bound = float(difference.max()), TOLERANCES[dtype]
-    else:
-        size, bound = float(difference.mean()), HALF_PRECISION_TOLERANCE
-    return None if size <= bound else size
+    size = float(difference.max() if dtype in TOLERANCES else difference.mean())
+    return None if size <= TOLERANCES.get(dtype, HALF_PRECISION_TOLERANCE) else size
 
 
 def scoring_comparison(model: nn.Module, reader: Reader, batch: Rows, pad_id: int) -> Comparison:
@@ -294,9 +288,8 @@ def read_plain_rows(
 
 def two_longest(batch: Rows) -> list[int]:
     """The longest row, and its longest sibling or else any other row, in the order of the batch."""
-    lengths = batch.lengths
-    first = max(range(len(batch)), key=lengths.__getitem__)
-    prompts = list(map(list, batch.prompt_ids))
-    others = (i for i in range(len(batch)) if i != first)
-    second = max(others, key=lambda i: (prompts[i] == prompts[first], lengths[i]), default=first)
+    lengths, prompts = batch.lengths, list(map(list, batch.prompt_ids))
+    rows = range(len(batch))
+    first = max(rows, key=lengths.__getitem__)
+    second = max(rows, key=lambda i: (i != first, prompts[i] == prompts[first], lengths[i]))
     return sorted({first, second})

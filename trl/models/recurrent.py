@@ -64,9 +64,8 @@ class Fork:
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     """The modules of a model that ask a cache for a state."""
     names = ("update_conv_state", "update_recurrent_state")
-    return [
-        module for module in causal_model(model).modules() if mentions(module.__class__, *names)
-    ]
+    modules = causal_model(model).modules()
+    return [module for module in modules if mentions(module.__class__, *names)]
 
 
 # Where layers that are given a layout are noted, and checked; nowhere but inside `all_forked`.
