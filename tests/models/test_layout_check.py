@@ -30,9 +30,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from trl.models.layout_check import disagreement, two_longest, why_not_shared
+from trl.models.layout_check import disagreement, why_not_shared
 from trl.models.packed_attention import KEYWORD
-from trl.models.scorer import Scorer
+from trl.models.scorer import Scorer, two_longest
 from trl.types import Rollout
 
 CPU = torch.device("cpu")

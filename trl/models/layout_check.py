@@ -12,26 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
 from ..distributed import RankError
 from ..ops.oom import is_out_of_memory
-from ..types import Rows
 from .packed_attention import checked_kernels
-from .packed_layout import Layout, packed_layout, plain_layout
-from .readers import Hidden, Reader
 from .recurrent import all_forked, recurrent_layers
 from .sharded import is_sharded
-from .unwrap import (
-    Capture,
-    autocast_of,
-    autocast_to,
-    causal_model,
-    evaluating,
-    mentions,
-    run_inside,
-)
+from .unwrap import causal_model, mentions
 from .weights import working_precision
 
 logger = logging.get_logger(__name__)
@@ -227,69 +215,3 @@ def disagreement(found: Results) -> float | None:
         return None
     size = float(difference.max() if dtype in TOLERANCES else difference.mean())
     return None if size <= TOLERANCES.get(dtype, HALF_PRECISION_TOLERANCE) else size
-
-
-def scoring_comparison(model: nn.Module, reader: Reader, batch: Rows, pad_id: int) -> Comparison:
-    """Compare what a reader finds first in the two longest rows, which share a prompt if any do."""
-    length = max(batch.lengths, default=0)
-    device = next(model.parameters()).device
-
-    def compute(autocast: torch.dtype | None) -> Results:
-        two = batch.select(two_longest(batch))
-        plain = read_plain_rows(model, reader, two, pad_id, autocast)
-        layout = packed_layout(two, device, reader.at_end)
-        packed, dtype = _read(model, reader, layout, autocast)
-        if reader.has_unit or not plain.numel():
-            return packed, plain, dtype
-        size = plain.abs().amax().clamp(min=torch.finfo(plain.dtype).tiny)
-        return packed / size, plain / size, dtype
-
-    # Sharded weights are put together by wrappers, which bring their autocast with them.
-    def autocast() -> torch.dtype | None:
-        return None if is_sharded(model) else autocast_of(model)
-
-    return Comparison(reader.what, length, length, autocast, compute)
-
-
-@torch.no_grad()
-def _read(
-    model: nn.Module, reader: Reader, layout: Layout, autocast: torch.dtype | None
-) -> tuple[Tensor, torch.dtype]:
-    """Read a layout by the decoder itself, without dropout: what was found first, its precision.
-
-    Wrappers take part only if they have to, to put sharded weights together.
-    """
-    causal = causal_model(model)
-
-    def work(*_: Any) -> tuple[Tensor, Tensor]:
-        states = causal.base_model(**layout.inputs, use_cache=False)[0]
-        found = reader(Hidden(layout, Capture(states, autocast)))[0]
-        return torch.as_tensor(found), states
-
-    outer = model if is_sharded(model) else causal
-    with evaluating(outer), autocast_to(layout.sources.device, autocast):
-        found, states = run_inside(outer, layout.inputs, work)
-    return found, coarsest(states.dtype, working_precision(causal), autocast)
-
-
-def read_plain_rows(
-    model: nn.Module, reader: Reader, batch: Rows, pad_id: int, autocast: torch.dtype | None
-) -> Tensor:
-    """Read rows alone, which takes no padding, no mask and little memory: (B, C) or (B,).
-
-    Rows of sharded weights are padded and read at once, for every rank to do the same.
-    """
-    device = next(model.parameters()).device
-    alone = [batch.select([row]) for row in range(len(batch))]
-    layouts = [plain_layout(x, pad_id, device) for x in ([batch] if is_sharded(model) else alone)]
-    found = [row for layout in layouts for row in _read(model, reader, layout, autocast)[0]]
-    return torch.stack(found) if reader.at_end else pad_sequence(found, batch_first=True)
-
-
-def two_longest(batch: Rows) -> list[int]:
-    """The longest row, and its longest sibling or else any other row, in the order of the batch."""
-    lengths, prompts = batch.lengths, list(map(list, batch.prompt_ids))
-    rows = range(len(batch))
-    first = max(rows, key=lengths.__getitem__)
-    second = max(rows, key=lambda i: (i != first, prompts[i] == prompts[first], lengths[i]))
-    return sorted({first, second})

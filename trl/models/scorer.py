@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
+from ..ops.logprobs import token_scores
 from ..ops.support import Support
 from ..types import Rows, TokenScores
-from .layout_check import LayoutCheck, scoring_comparison
-from .lm_head import HeadFinder
+from .layout_check import Comparison, LayoutCheck, Results, coarsest
+from .lm_head import HeadFinder, OutputHead
 from .packed_attention import KEYWORD
 from .packed_layout import (
     Layout,
@@ -25,15 +27,99 @@ from .packed_layout import (
     wants_passes,
 )
 from .packed_places import Layers
-from .readers import Hidden, Reader, TokenReader
 from .recurrent import recurrent_layers
 from .sharded import is_sharded, release
-from .unwrap import capture_hidden, causal_model, embeddings_in_place, evaluating, run_inside
+from .unwrap import (
+    Capture,
+    autocast_of,
+    autocast_to,
+    capture_hidden,
+    causal_model,
+    embeddings_in_place,
+    evaluating,
+    run_inside,
+)
+from .weights import working_precision
 
 if TYPE_CHECKING:
     from .context_parallel import ContextParallel
 
 Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Last hidden states of the tokens of a layout."""
+
+    layout: Layout
+    capture: Capture
+    logits: Tensor | None = None  # (B, c, V) of the last c tokens of plain rows, without a head
+
+    def at(self, places: Tensor) -> Tensor:
+        """States (n, H) of tokens (n,)."""
+        if self.capture.hidden is None:
+            raise RuntimeError("The decoder of the model returned no hidden states to read.")
+        width = self.layout.inputs["input_ids"].shape[1]
+        return self.capture.hidden[:, -width:].flatten(0, 1)[places]  # without virtual tokens
+
+
+class Reader:
+    """Turns hidden states into what it is asked for; one forward serves several readers."""
+
+    what = ""  # is read first, in plural
+    can_pack = True  # whether rows may lie behind one copy of their prompt
+    has_unit = True  # False: differences of two readings are compared by the size of these
+    at_end = False  # whether the last token of each row is read, which predicts nothing
+
+    def __call__(self, hidden: Hidden) -> tuple[Tensor | None, ...]:
+        """What was read, in the shape of the rows: (B, C) or (B,)."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TokenReader(Reader):
+    """Log-probabilities (B, C) of completion tokens, 0 beyond their end, and what else is asked."""
+
+    head: OutputHead | None  # None: the model's own logits are read, which takes plain rows
+    temperature: float = 1.0  # of those logits; a head knows its own
+    with_entropy: bool = False  # of each next-token distribution, and if the token is the likeliest
+    support: Support | None = None  # also the mass that these filters leave of it
+    what = "log-probabilities"
+
+    @property
+    def can_pack(self) -> bool:  # type: ignore[override]
+        """The model's own logits are read of plain rows."""
+        return self.head is not None
+
+    def __call__(self, hidden: Hidden) -> tuple[Tensor | None, ...]:
+        """Read (log-probabilities, entropies, hits, log-masses)."""
+        layout = hidden.layout
+        if self.head is None:
+            logits = torch.as_tensor(hidden.logits)
+            found: Sequence[Tensor | None] = [*self._of_logits(logits, layout)]
+        else:
+            states, options = hidden.at(layout.sources), (self.with_entropy, self.support)
+            found = self.head.scores(states, layout.targets, hidden.capture.autocast, *options)
+        return tuple(None if values is None else layout.scatter(values) for values in found)
+
+    def _of_logits(self, logits: Tensor, layout: Layout) -> Iterator[Tensor | None]:
+        """Predictions (M,) of plain rows, from logits of their last tokens."""
+        ids, logits = layout.inputs["input_ids"], logits[:, -layout.last :]
+        width, first = ids.shape[1], ids.shape[1] - logits.shape[1]
+        row, column = layout.sources // width, layout.sources % width - first
+        targets = ids[:, first:].roll(-1, 1)  # the last token of a row predicts nothing
+        statistics = token_scores(logits, targets, self.temperature, self.with_entropy)
+        for values in (*statistics, self._log_mass(logits.detach(), targets)):
+            yield None if values is None else values[row, column]
+
+    def _log_mass(self, logits: Tensor, targets: Tensor) -> Tensor | None:
+        """Mass of the support (B, c), a row's logits in float32 at a time."""
+        if self.support is None:
+            return None
+        rows = zip(logits, targets, strict=True)
+        return torch.stack(
+            [self.support.log_mass(row.float() / self.temperature, ids) for row, ids in rows]
+        )
 
 
 @dataclass(eq=False, kw_only=True)
@@ -224,3 +310,72 @@ class Scorer:
         for kept in self._kept:
             kept.close()
         self._kept.clear()
+
+
+# --- Rows that are read in two layouts, and compared ---
+
+
+def scoring_comparison(model: nn.Module, reader: Reader, batch: Rows, pad_id: int) -> Comparison:
+    """Compare what a reader finds first in the two longest rows, which share a prompt if any do."""
+    length = max(batch.lengths, default=0)
+    device = next(model.parameters()).device
+
+    def compute(autocast: torch.dtype | None) -> Results:
+        two = batch.select(two_longest(batch))
+        plain = read_plain_rows(model, reader, two, pad_id, autocast)
+        layout = packed_layout(two, device, reader.at_end)
+        packed, dtype = _read(model, reader, layout, autocast)
+        if reader.has_unit or not plain.numel():
+            return packed, plain, dtype
+        size = plain.abs().amax().clamp(min=torch.finfo(plain.dtype).tiny)
+        return packed / size, plain / size, dtype
+
+    # Sharded weights are put together by wrappers, which bring their autocast with them.
+    def autocast() -> torch.dtype | None:
+        return None if is_sharded(model) else autocast_of(model)
+
+    return Comparison(reader.what, length, length, autocast, compute)
+
+
+@torch.no_grad()
+def _read(
+    model: nn.Module, reader: Reader, layout: Layout, autocast: torch.dtype | None
+) -> tuple[Tensor, torch.dtype]:
+    """Read a layout by the decoder itself, without dropout: what was found first, its precision.
+
+    Wrappers take part only if they have to, to put sharded weights together.
+    """
+    causal = causal_model(model)
+
+    def work(*_: Any) -> tuple[Tensor, Tensor]:
+        states = causal.base_model(**layout.inputs, use_cache=False)[0]
+        found = reader(Hidden(layout, Capture(states, autocast)))[0]
+        return torch.as_tensor(found), states
+
+    outer = model if is_sharded(model) else causal
+    with evaluating(outer), autocast_to(layout.sources.device, autocast):
+        found, states = run_inside(outer, layout.inputs, work)
+    return found, coarsest(states.dtype, working_precision(causal), autocast)
+
+
+def read_plain_rows(
+    model: nn.Module, reader: Reader, batch: Rows, pad_id: int, autocast: torch.dtype | None
+) -> Tensor:
+    """Read rows alone, which takes no padding, no mask and little memory: (B, C) or (B,).
+
+    Rows of sharded weights are padded and read at once, for every rank to do the same.
+    """
+    device = next(model.parameters()).device
+    alone = [batch.select([row]) for row in range(len(batch))]
+    layouts = [plain_layout(x, pad_id, device) for x in ([batch] if is_sharded(model) else alone)]
+    found = [row for layout in layouts for row in _read(model, reader, layout, autocast)[0]]
+    return torch.stack(found) if reader.at_end else pad_sequence(found, batch_first=True)
+
+
+def two_longest(batch: Rows) -> list[int]:
+    """The longest row, and its longest sibling or else any other row, in the order of the batch."""
+    lengths, prompts = batch.lengths, list(map(list, batch.prompt_ids))
+    rows = range(len(batch))
+    first = max(rows, key=lengths.__getitem__)
+    second = max(rows, key=lambda i: (i != first, prompts[i] == prompts[first], lengths[i]))
+    return sorted({first, second})

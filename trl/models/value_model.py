@@ -16,14 +16,44 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .layout_check import why_not_shared
 from .loading import context_length
 from .packed_attention import install
-from .readers import Hidden, Reader, ValueReader, score_layer
+from .scorer import Hidden, Reader
 from .unwrap import VALUE_MODEL, Capture, causal_model
 
 WEIGHTS = "model.safetensors"
+
+
+def score_layer(model: nn.Module) -> nn.Module | None:
+    """The layer by which a classifier scores the last token; None if it scores all, as encoders."""
+    causal = causal_model(model)
+    has_one = isinstance(causal, PreTrainedModel) and not causal.config.is_encoder_decoder
+    return getattr(causal, "score", None) if has_one else None
+
+
+@dataclass(frozen=True)
+class ValueReader(Reader):
+    """Values by a linear layer from H to 1, in its own precision whatever autocast says."""
+
+    module: nn.Module  # a part of the model that is scored
+    # (B,) at the last token of each row, 0 for rows without tokens; else (B, C), at the place
+    # before each completion token, 0 beyond a completion's end.
+    at_end: bool = False
+    what = "values"
+    has_unit = False
+
+    def __call__(self, hidden: Hidden) -> tuple[Tensor]:
+        """Read (values,)."""
+        layout = hidden.layout
+        states = hidden.at(layout.ends if self.at_end else layout.sources)
+        parameter = next(self.module.parameters(), states)
+        with torch.autocast(states.device.type, enabled=False):
+            values = self.module(states.to(parameter.dtype)).squeeze(-1)
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        return (layout.by_row(values) if self.at_end else layout.scatter(values),)
 
 
 def add_value_model(policy: nn.Module, given: nn.Module | None, device: torch.device) -> None:

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from ..distributed import undivided_models
-from ..models.readers import score_layer
 from ..models.unwrap import causal_model
+from ..models.value_model import score_layer
 from ..text import did_you_mean
 
 TRAINED = (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.loading import disable_dropout_in_model, load_policy
-from ..models.readers import Reader
+from ..models.scorer import Reader
 from ..models.value_model import (
     add_value_model,
     load_values,

@@ -13,8 +13,9 @@ from ..data.preference_rows import PreferenceLimits, kind_of_preferences
 from ..data.prepare import first_row
 from ..data.rows import AnswerRows
 from ..models.packed_layout import plain_layout
-from ..models.readers import Reader, ValueReader, score_layer
+from ..models.scorer import Reader
 from ..models.unwrap import causal_model
+from ..models.value_model import ValueReader, score_layer
 from ..ops.masking import masked_sum
 from ..ops.preference_losses import ranking_loss
 from ..types import Mode

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, RepetitionPenaltyLogitsProcessor
 
-from ...models.layout_check import Comparison, Results, coarsest, read_plain_rows, windows
+from ...models.layout_check import Comparison, Results, coarsest, windows
 from ...models.lm_head import HeadFinder, OutputHead
 from ...models.packed_attention import Decoding
 from ...models.packed_layout import packed_inputs, runs_within
 from ...models.packed_places import Layers, Packing, States, Window
-from ...models.readers import TokenReader
 from ...models.recurrent import Fork
+from ...models.scorer import TokenReader, read_plain_rows
 from ...models.unwrap import autocast_to, causal_model, current_autocast, evaluating
 from ...models.weights import working_precision
 from ...ops.linear_logprobs import default_chunk

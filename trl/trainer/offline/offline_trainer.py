@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from ...data.encode import TextEncoder
 from ...data.packing import MicroBatchSampler
 from ...data.rows import AnswerRows
-from ...models.readers import Reader
+from ...models.scorer import Reader
 from ...ops.support import Support
 from ...types import Mode
 from ..attributes import readable

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from ...models.loading import context_length, stop_token_ids
-from ...models.readers import Reader
+from ...models.scorer import Reader
 from ...online.buffer import Buffer
 from ...online.prompts import COLUMNS, PromptEncoder
 from ...online.reports import Reports, Round, log_table, print_table, tracker_rows

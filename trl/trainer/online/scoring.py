@@ -14,8 +14,7 @@ from transformers.utils import logging
 
 from ...distributed import Ranks
 from ...memory.adaptive_batch import AdaptiveBatch
-from ...models.readers import Reader
-from ...models.scorer import Scorer
+from ...models.scorer import Reader, Scorer
 from ...online.guard import FiniteGuard, NonFiniteError
 from ...online.metrics import MetricStore, record_entropy
 from ...ops.masking import length_mask, pad_ragged
