@@ -170,19 +170,14 @@ class PromptEncoder:
     def _encode(self, rows: dict[int, Row], name: str) -> dict[int, list[int]]:
         """Token ids of numbered rows, in few calls of the tokenizer; errors name the number."""
         _refuse_malformed(rows, name)
-        alike: dict[str, dict[int, Row]] = {}
-        for number, row in rows.items():
-            alike.setdefault(_kind(row), {})[number] = row
-        found: dict[int, list[int]] = {}
-        for some in alike.values():
-            found |= self._tokenize(some, name)
+        found = self._tokenize(rows, name)
         for number, row in rows.items():
             if (problem := self._limit.problem(found[number])) is not None:
                 raise _unusable(name, number, row, problem)
         return found
 
     def _tokenize(self, rows: dict[int, Row], name: str) -> dict[int, list[int]]:
-        """Token ids of rows of a kind, in one call unless one of them is refused."""
+        """Token ids of rows, all at once unless one of them is refused."""
         try:
             return dict(zip(rows, self._token_ids([*rows.values()]), strict=True))
         except Exception as error:  # chat templates raise anything
@@ -193,18 +188,17 @@ class PromptEncoder:
         return {number: self._tokenize({number: rows[number]}, name)[number] for number in rows}
 
     def _token_ids(self, rows: list[Row]) -> list[list[int]]:
-        prompts = [row["prompt"] for row in rows]
-        if isinstance(prompts[0], str):
-            return list(self._tokenizer(prompts)["input_ids"])
-        continues = prompts[0][-1]["role"] == "assistant"
-        return self._tokenizer.apply_chat_template(
-            prompts,
-            tokenize=True,
-            return_dict=True,
-            add_generation_prompt=not continues,
-            continue_final_message=continues,
-            **(self._template_kwargs | (rows[0].get("chat_template_kwargs") or {})),
-        )["input_ids"]
+        from ..data.encode import TextEncoder  # which starting a trainer does not wait for
+        from ..data.supervised import rendered_prompts
+
+        texts = [row["prompt"] for row in rows if isinstance(row["prompt"], str)]
+        chats = [row for row in rows if not isinstance(row["prompt"], str)]
+        options = [self._template_kwargs | (row.get("chat_template_kwargs") or {}) for row in chats]
+        encoder = TextEncoder(self._tokenizer)
+        heads = rendered_prompts([row["prompt"] for row in chats], options, encoder)
+        plain = iter(self._tokenizer(texts)["input_ids"] if texts else [])
+        rendered = iter(encoder.ids(heads))
+        return [next(plain if isinstance(row["prompt"], str) else rendered) for row in rows]
 
 
 def check_forms(name: str, dataset: Dataset) -> None:
@@ -227,14 +221,6 @@ def _refuse_malformed(rows: dict[int, Row], name: str) -> None:
     for number, row in rows.items():
         if (problem := malformed_prompt(row["prompt"])) is not None:
             raise _unusable(name, number, row, problem)
-
-
-def _kind(row: Row) -> str:
-    """The same for rows that one call of the tokenizer can take."""
-    prompt = row["prompt"]
-    if isinstance(prompt, str):
-        return "text"
-    return repr((prompt[-1]["role"] == "assistant", row.get("chat_template_kwargs")))
 
 
 def _unusable(name: str, number: int, row: Row, problem: str) -> ValueError:
