@@ -12,7 +12,7 @@ many runs as there are ranks, and rank r of n takes runs r and 2n - 1 - r (arXiv
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,21 +60,6 @@ class SlicedPacking:
         return attend_to(self.parts, query, (keys, values), rules)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlicedLayout(Layout):
-    """The part of a layout that one rank computes; what it predicts is shared with the others."""
-
-    context: ContextParallel
-
-    def scatter(self, values: Tensor) -> Tensor:
-        """Bring the predictions of all ranks to completions (B, C), on every rank."""
-        return self.context.sum(super().scatter(values))
-
-    def by_row(self, values: Tensor) -> Tensor:
-        """Bring what belongs to last tokens of all ranks to the rows (B,), on every rank."""
-        return self.context.sum(super().by_row(values))
-
-
 class ContextParallel:
     """The ranks of a process group, which divide the tokens of the same rows among them."""
 
@@ -92,8 +77,8 @@ class ContextParallel:
         numbers = mine.float() if mine.dtype == torch.bool else mine
         return _Gather.apply(self.group, numbers[None]).sum(0).to(mine.dtype)
 
-    def slice(self, layout: Layout) -> SlicedLayout:
-        """Cut a packed layout to what this rank computes."""
+    def slice(self, layout: Layout) -> Layout:
+        """Cut a packed layout to what this rank computes; what is predicted all ranks know."""
         ids, positions = layout.inputs["input_ids"], layout.inputs["position_ids"]
         width = ids.shape[1]
         length = -(-width // (2 * self.count))
@@ -111,17 +96,18 @@ class ContextParallel:
         sources, ends = here[layout.sources], here[layout.ends]
         predicted, ended = sources >= 0, ends >= 0
         cells = predicted[layout.slots]
-        changed = {
-            "inputs": inputs,
+        return replace(
+            layout,
+            inputs=inputs,
             # The last stands for nothing: where this rank predicts nothing, some token is read.
-            "sources": pad(sources[predicted], (0, 1)),
-            "targets": pad(layout.targets[predicted], (0, 1)),
-            "slots": (predicted.cumsum(0) - 1)[layout.slots[cells]],
-            "places": layout.places[cells],
-            "ends": ends[ended],
-            "rows": layout.rows[ended],
-        }
-        return SlicedLayout(**(vars(layout) | changed), context=self)
+            sources=pad(sources[predicted], (0, 1)),
+            targets=pad(layout.targets[predicted], (0, 1)),
+            slots=(predicted.cumsum(0) - 1)[layout.slots[cells]],
+            places=layout.places[cells],
+            ends=ends[ended],
+            rows=layout.rows[ended],
+            join=self.sum,
+        )
 
 
 def check_divisible(model: nn.Module, count: int, longest: int | None) -> None:

@@ -221,19 +221,15 @@ def install(model: nn.Module) -> None:
 
     Without the keyword of a layout it does exactly what it did before.
     """
-    implementation = causal_model(model).config.get_text_config()._attn_implementation
-    if implementation == "eager":  # in no table: each file of models has its own
-        tables = [
-            getattr(inspect.unwrap(type(module).forward), "__globals__", {})
-            for module in model.modules()
-        ]
-        implementation = "eager_attention_forward"
-    else:
-        tables = [AttentionInterface._global_mapping]
+    name = causal_model(model).config.get_text_config()._attn_implementation
+    tables = [AttentionInterface._global_mapping]
+    if name == "eager":  # in no table: each file of models has its own
+        name, forwards = "eager_attention_forward", [type(m).forward for m in model.modules()]
+        tables = [getattr(inspect.unwrap(forward), "__globals__", {}) for forward in forwards]
     for table in tables:
-        original = table.get(implementation)
+        original = table.get(name)
         if original is not None and not hasattr(original, "trl_original"):
-            table[implementation] = _aware(original)
+            table[name] = _aware(original)
 
 
 def _aware(original: Any) -> Any:

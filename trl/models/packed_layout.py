@@ -45,16 +45,18 @@ class Layout:
     ends: Tensor  # (e,) places of last tokens, of rows that have any and if they were asked for
     rows: Tensor  # (e,) which rows those are
     last: int = 1  # tokens at the end of plain rows of which some predict, and the very last
+    # Adds what other ranks found, where they divide the tokens of rows.
+    join: Callable[[Tensor], Tensor] = lambda found: found
 
     def scatter(self, values: Tensor) -> Tensor:
         """Bring predictions (M,) to completions (B, C); 0 where nothing is predicted."""
         # Padding is not read: the gradient of a place read so often would be a long serial sum.
         flat = values.new_zeros(self.shape[0] * self.shape[1])
-        return flat.index_copy(0, self.places, values[self.slots]).view(self.shape)
+        return self.join(flat.index_copy(0, self.places, values[self.slots]).view(self.shape))
 
     def by_row(self, values: Tensor) -> Tensor:
         """Bring what belongs to `ends` (e,) to the rows (B,); 0 for rows without any token."""
-        return values.new_zeros(self.shape[0]).index_copy(0, self.rows, values)
+        return self.join(values.new_zeros(self.shape[0]).index_copy(0, self.rows, values))
 
 
 def plain_layout(

@@ -108,18 +108,14 @@ class TokenReader(Reader):
         width, first = ids.shape[1], ids.shape[1] - logits.shape[1]
         row, column = layout.sources // width, layout.sources % width - first
         targets = ids[:, first:].roll(-1, 1)  # the last token of a row predicts nothing
+        mass = None
+        if self.support is not None:  # a row's logits in float32 at a time
+            rows = zip(logits.detach(), targets, strict=True)
+            log_mass = self.support.log_mass
+            mass = torch.stack([log_mass(x.float() / self.temperature, ids) for x, ids in rows])
         statistics = token_scores(logits, targets, self.temperature, self.with_entropy)
-        for values in (*statistics, self._log_mass(logits.detach(), targets)):
+        for values in (*statistics, mass):
             yield None if values is None else values[row, column]
-
-    def _log_mass(self, logits: Tensor, targets: Tensor) -> Tensor | None:
-        """Mass of the support (B, c), a row's logits in float32 at a time."""
-        if self.support is None:
-            return None
-        rows = zip(logits, targets, strict=True)
-        return torch.stack(
-            [self.support.log_mass(row.float() / self.temperature, ids) for row, ids in rows]
-        )
 
 
 @dataclass(eq=False, kw_only=True)
