@@ -6,7 +6,7 @@ import copy
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,10 +190,9 @@ def is_adapter(name: str, revision: str | None = None) -> bool:
     """Whether a folder or hub id holds an adapter rather than a model."""
     if (Path(name) / "config.json").exists() or not is_available("peft"):
         return False
-    try:
+    with suppress(OSError):  # neither a folder nor reachable, which loading says better
         return find_adapter_config_file(name, revision=revision) is not None
-    except OSError:  # neither a folder nor reachable, which loading says better
-        return False
+    return False
 
 
 def adapter_base(name: str, revision: str | None = None) -> tuple[str, str | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import distribute_tensor
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import deepspeed_config
@@ -167,11 +166,10 @@ def frozen_pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]
 def _deepspeed(model: nn.Module, plugin: Any) -> nn.Module:
     """An engine for inference, partitioned only where the policy is."""
     config = copy.deepcopy(plugin.deepspeed_config)
-    zero = config.get("zero_optimization", {})
-    stage = 3 if plugin.zero_stage == 3 else 0
-    zero = {k: v for k, v in zero.items() if not k.startswith("offload_") and v != "auto"}
+    zero = config.get("zero_optimization", {}).items()
     config = {k: v for k, v in config.items() if k not in TRAINING and v != "auto"}
-    config["zero_optimization"] = zero | {"stage": stage}
+    kept = {k: v for k, v in zero if not k.startswith("offload_") and v != "auto"}
+    config["zero_optimization"] = kept | {"stage": 3 if plugin.zero_stage == 3 else 0}
     config["train_micro_batch_size_per_gpu"] = 1
     engine, *_ = require("deepspeed", "DeepSpeed").initialize(model=model, config=config)
     return engine.module
@@ -180,18 +178,16 @@ def _deepspeed(model: nn.Module, plugin: Any) -> nn.Module:
 @torch.no_grad()
 def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Names and full tensors in main memory, one gathered at a time; all ranks must go on alike."""
-    with _named_as_trained(model):
-        for name, value in model.state_dict(keep_vars=True).items():
-            with gathered_parameters([value]):
-                yield name, whole(value).cpu().clone()
+    for name, value in model.state_dict(keep_vars=True).items():
+        with gathered_parameters([value]):
+            yield name, whole(value).cpu().clone()
 
 
 @torch.no_grad()
 def load_weights(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Put in what `whole_weights` gave; every rank has all of it."""
     if gather_of(model) in (None, gather_fsdp1):
-        with _named_as_trained(model):
-            model.load_state_dict(state)
+        model.load_state_dict(state)
         return
     targets: dict[str, Any] = model.state_dict(keep_vars=True)
     if targets.keys() != state.keys():
@@ -203,10 +199,3 @@ def load_weights(model: nn.Module, state: dict[str, Tensor]) -> None:
             value = distribute_tensor(value.to(mesh.device_type), mesh, target.placements)
         with gathered_parameters([target], 0):
             target.data.copy_(value)
-
-
-def _named_as_trained(model: nn.Module) -> AbstractContextManager[Any]:
-    """Let states of the old FSDP be full tensors under the names of the model itself."""
-    if gather_of(model) is not gather_fsdp1:
-        return nullcontext()
-    return FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT)

@@ -49,14 +49,11 @@ def gathered_parameters(
 @contextmanager
 def gather_fsdp2(modules: Sequence[nn.Module]) -> Iterator[None]:
     """`fully_shard` of torch: the parameters of a unit are DTensors."""
-    units = [module for module in modules if isinstance(module, FSDPModule)]
-    try:
-        for unit in units:
+    with ExitStack() as stack:
+        for unit in (module for module in modules if isinstance(module, FSDPModule)):
+            stack.callback(unit.reshard)
             unit.unshard()
         yield
-    finally:
-        for unit in units:
-            unit.reshard()
 
 
 @contextmanager

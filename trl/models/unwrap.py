@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..imports import is_available, require
 from ..ops.in_place import look_up
 from .sharded import gathered, replaced_forward, unwrapped
 
@@ -24,9 +24,8 @@ VALUE_MODEL = "value_model"
 
 def is_peft_model(model: nn.Module) -> bool:
     """Whether `model` is wrapped by peft, without importing peft when nothing else did."""
-    if not is_available("peft"):
-        return False
-    return isinstance(model, require("peft", "adapters").PeftModel)
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def causal_model(model: nn.Module) -> Any:
@@ -132,9 +131,8 @@ def embeddings_in_place(model: nn.Module, wanted: bool = True) -> Iterator[None]
     """
     with ExitStack() as stack:
         for module in model.modules() if wanted and torch.is_grad_enabled() else ():
-            if type(module) is not nn.Embedding or "forward" in vars(module):
-                continue
-            if not (module.sparse or module.scale_grad_by_freq or module.max_norm):
+            plain = type(module) is nn.Embedding and "forward" not in vars(module)
+            if plain and not (module.sparse or module.scale_grad_by_freq or module.max_norm):
                 found = partial(look_up, weight=module.weight, padding=module.padding_idx)
                 stack.enter_context(replaced_forward(module, found))
         yield

@@ -42,12 +42,16 @@ class ValueReader(Reader):
     # (B,) at the last token of each row, 0 for rows without tokens; else (B, C), at the place
     # before each completion token, 0 beyond a completion's end.
     at_end: bool = False
+    decoder: Any = None  # which reads the same tokens; None: that of the policy
+    can_pack: bool = True
     what = "values"
     has_unit = False
 
     def __call__(self, hidden: Hidden) -> tuple[Tensor]:
         """Read (values,)."""
         layout = hidden.layout
+        if self.decoder is not None:
+            hidden = Hidden(layout, Capture(self.decoder(**layout.inputs, use_cache=False)[0]))
         states = hidden.at(layout.ends if self.at_end else layout.sources)
         parameter = next(self.module.parameters(), states)
         with torch.autocast(states.device.type, enabled=False):
@@ -68,13 +72,11 @@ def add_value_model(policy: nn.Module, given: nn.Module | None, device: torch.de
         given = nn.Linear(causal.config.get_text_config().hidden_size, 1, dtype=dtype)
         for parameter in given.parameters():
             nn.init.zeros_(parameter)
-    else:
-        layer = score_layer(given) if isinstance(given, nn.Module) else None
-        if layer is None or getattr(layer, "out_features", 1) != 1:
-            raise TypeError(
-                "value_model must be a sequence classifier with one label (AutoModelForSequence"
-                f"Classification, num_labels=1), not {type(given).__name__}."
-            )
+    elif (layer := score_layer(given)) is None or getattr(layer, "out_features", 1) != 1:
+        raise TypeError(
+            "value_model must be a sequence classifier with one label (AutoModelForSequence"
+            f"Classification, num_labels=1), not {type(given).__name__}."
+        )
     causal.add_module(VALUE_MODEL, given.to(device).train())
 
 
@@ -89,21 +91,7 @@ def value_reader(policy: nn.Module) -> Reader:
     packs = alike and why_not_shared(found, context_length(found) or 0) is None
     if packs:
         install(found)  # its attention need not be implemented as that of the policy is
-    return DecoderValues(found, packs)
-
-
-@dataclass(frozen=True)
-class DecoderValues(Reader):
-    """Values (B, C) by a classifier that reads the same tokens as the policy."""
-
-    model: Any  # a part of the policy
-    can_pack: bool = False
-    what = "values"
-
-    def __call__(self, hidden: Hidden) -> tuple[Tensor]:
-        """Read (values,)."""
-        states = self.model.base_model(**hidden.layout.inputs, use_cache=False)[0]
-        return ValueReader(self.model.score)(Hidden(hidden.layout, Capture(states)))
+    return ValueReader(found.score, decoder=found.base_model, can_pack=packs)
 
 
 # --- On disk ---

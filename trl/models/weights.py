@@ -146,7 +146,9 @@ def _dense(module: nn.Module, path: str, parameter: Tensor, copied: bool = False
     state = quantization_of(module) if path.rpartition(".")[2] == "weight" else None
     if state is None:
         return whole(parameter).clone() if copied else whole(parameter)
-    dense = dequantized(whole(parameter), state)
+    packed = whole(parameter).contiguous().view(torch.uint8).reshape(-1, 1)
+    functional = require("bitsandbytes", "a quantized model").functional
+    dense: Tensor = functional.dequantize_4bit(packed, state)
     return dense.float() if copied else dense
 
 
@@ -235,22 +237,12 @@ def quantization_of(module: nn.Module) -> Any:
     return held if held is not None else getattr(module, "quant_state", None)
 
 
-def dequantized(values: Tensor, state: Any) -> Tensor:
-    """The weight that layers multiply with, of packed values and what `quantization_of` found."""
-    if values.dtype != torch.uint8:
-        values = values.contiguous().view(torch.uint8)
-    bitsandbytes = require("bitsandbytes", "a quantized model")
-    dense: Tensor = bitsandbytes.functional.dequantize_4bit(values.reshape(-1, 1), state)
-    return dense
-
-
 def bytes_of_weight(causal: nn.Module) -> float | None:
-    """Mean bytes of a weight in 4 bits with its share of the scales; None if there is none."""
-    held = entries = 0
+    """Bytes of a weight in 4 bits with its share of the scales; None if there is none."""
     for module in causal.modules():
         state = quantization_of(module)
         if state is not None:
             nested = state.state2.absmax.nbytes if state.nested else 0
-            held += module.weight.nbytes + state.absmax.nbytes + nested  # type: ignore[operator]
-            entries += state.shape.numel()
-    return held / entries if entries else None
+            held = module.weight.nbytes + state.absmax.nbytes + nested  # type: ignore[operator]
+            return held / state.shape.numel()
+    return None
