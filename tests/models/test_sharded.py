@@ -1,14 +1,14 @@
 """Finding layers, and taking hooks of engines away; the engines are in tests/distributed."""
 
-import functools
+from contextlib import contextmanager
 
 import pytest
 import torch
 from tiny import tiny_model
 from torch import nn
 
+from trl.models import sharded
 from trl.models.sharded import (
-    _gathering,
     _without_hooks,
     gather_of,
     gathered,
@@ -17,27 +17,6 @@ from trl.models.sharded import (
     unwrapped,
     whole,
 )
-
-
-class Recorder:
-    """An engine that notes what it gathers."""
-
-    def __init__(self):
-        self.held = []
-
-    def __call__(self, modules):
-        return functools.partial(_Held, self)(modules)
-
-
-class _Held:
-    def __init__(self, engine, modules):
-        self.engine, self.modules = engine, modules
-
-    def __enter__(self):
-        self.engine.held.append(self.modules)
-
-    def __exit__(self, *exc):
-        self.engine.held.pop()
 
 
 def test_layers_are_the_members_of_outermost_lists():
@@ -58,16 +37,29 @@ def test_whole_weights_have_no_engine():
     assert not whole(parameter).requires_grad
 
 
-def test_a_layer_is_gathered_while_it_runs_even_if_it_fails():
-    engine, layer = Recorder(), nn.Sequential(nn.Linear(2, 2))
-    seen = []
-    layer[0].register_forward_hook(lambda *args: seen.append(engine.held[-1]))
-    with replaced_forward(layer, _gathering(layer, engine)):
+def test_a_layer_is_gathered_while_it_runs_even_if_it_fails(monkeypatch):
+    held, seen = [], []
+
+    @contextmanager
+    def engine(modules):
+        held.append(modules)
+        try:
+            yield
+        finally:
+            held.pop()
+
+    layer = nn.Sequential(nn.Linear(2, 2))
+    model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
+    layer[0].register_forward_hook(lambda *args: seen.append(held[-1]))
+    monkeypatch.setattr(sharded, "gather_of", lambda model: engine)
+    with gathered(model, at_once=False):
+        assert held == [[model, model["layers"]]]
         layer(torch.zeros(1, 2))
         with pytest.raises(RuntimeError):
             layer(torch.zeros(1, 3))
-    assert seen == [[layer, layer[0]]]
-    assert engine.held == []
+        layer(torch.zeros(1, 2))
+    assert seen == [[layer, layer[0]]] * 2
+    assert held == []
     assert "forward" not in layer.__dict__
 
 

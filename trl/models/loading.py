@@ -186,17 +186,14 @@ def _prepare_base(model: PreTrainedModel) -> PreTrainedModel:
     return prepare(model, use_gradient_checkpointing=False)
 
 
-def is_adapter(name: str, revision: str | None = None) -> bool:
-    """Whether a folder or hub id holds an adapter rather than a model."""
-    if (Path(name) / "config.json").exists() or not is_available("peft"):
-        return False
-    with suppress(OSError):  # neither a folder nor reachable, which loading says better
-        return find_adapter_config_file(name, revision=revision) is not None
-    return False
-
-
-def adapter_base(name: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Name and revision of the model that a stored adapter was trained on, which it must say."""
+def adapter_base(name: str, revision: str | None = None) -> tuple[str, str | None] | None:
+    """Name and revision of the model that a stored adapter was trained on; None: it is a model."""
+    found = None
+    if not (Path(name) / "config.json").exists() and is_available("peft"):
+        with suppress(OSError):  # neither a folder nor reachable, which loading says better
+            found = find_adapter_config_file(name, revision=revision)
+    if found is None:
+        return None
     config = require("peft", "the adapter").PeftConfig.from_pretrained(name, revision=revision)
     if not config.base_model_name_or_path:
         raise ValueError(

@@ -18,15 +18,18 @@ from torch.distributed.fsdp._runtime_utils import _reshard
 
 from ..imports import require
 
-# Holds the whole weights that belong to modules themselves, not to their children.
-Gather = Callable[[Sequence[nn.Module]], AbstractContextManager[Any]]
+# Holds the whole weights that belong to modules themselves, not to their children: in a block, or
+# in each call of a function that it decorates.
+Gather = Callable[[Sequence[nn.Module]], Any]
 # Their hooks around forwards communicate.
 PACKAGES = ("deepspeed", "torch.distributed.fsdp")
 
 
-def gather_zero3(modules: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+@contextmanager
+def gather_zero3(modules: Sequence[nn.Module]) -> Iterator[None]:
     """DeepSpeed ZeRO-3: each parameter is partitioned."""
-    return gathered_parameters(p for m in modules for p in m.parameters(recurse=False))
+    with gathered_parameters(p for m in modules for p in m.parameters(recurse=False)):
+        yield
 
 
 def gathered_parameters(
@@ -108,7 +111,8 @@ def gathered(model: nn.Module, at_once: bool = True) -> Iterator[None]:
             stack.enter_context(replaced_forward(unit, unit.module.__call__))
         stack.enter_context(gather([m for m in model.modules() if m not in inside]))
         for layer in layers:
-            stack.enter_context(replaced_forward(layer, _gathering(layer, gather)))
+            forward = gather([*layer.modules()])(layer.forward)
+            stack.enter_context(replaced_forward(layer, forward))
         yield
 
 
@@ -116,16 +120,6 @@ def layers_of(model: nn.Module) -> Iterator[nn.Module]:
     """The modules that run one after the other: members of lists that are in no other list."""
     for child in model.children():
         yield from child if isinstance(child, nn.ModuleList) else layers_of(child)
-
-
-def _gathering(layer: nn.Module, gather: Gather) -> Callable[..., Any]:
-    modules, compute = list(layer.modules()), layer.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with gather(modules):
-            return compute(*args, **kwargs)
-
-    return forward
 
 
 @contextmanager

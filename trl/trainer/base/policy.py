@@ -21,7 +21,6 @@ from ...models.loading import (
     adapter_base,
     add_adapter,
     disable_dropout_in_model,
-    is_adapter,
     load_adapter,
     load_policy,
     load_tokenizer,
@@ -101,16 +100,16 @@ def _load(
     name: str, args: BaseConfig, init_kwargs: dict[str, Any], quantization: Any, peft_config: Any
 ) -> nn.Module:
     revision = init_kwargs.get("revision")
-    adapter = name if is_adapter(name, revision) else None
-    if adapter is not None:
+    adapter, base = name, adapter_base(name, revision)
+    if base is not None:
         if peft_config is not None:
             raise ValueError(
                 f"{name!r} is an adapter, which will be trained further: leave out peft_config "
                 "(--use_peft), or give the model below it."
             )
-        name, init_kwargs["revision"] = adapter_base(name, revision)
+        name, init_kwargs["revision"] = base
     is_quantized = quantization or init_kwargs.get("quantization_config")
-    if is_quantized and peft_config is None and adapter is None:
+    if is_quantized and peft_config is None and base is None:
         raise ValueError(
             "Quantized weights cannot be trained: add an adapter with peft_config (--use_peft), "
             "or leave the quantization out."
@@ -123,7 +122,7 @@ def _load(
         distributed=args.world_size > 1,
         gives_rewards=args.trains_reward_model,
     )
-    return model if adapter is None else load_adapter(model, adapter, revision)
+    return model if base is None else load_adapter(model, adapter, revision)
 
 
 def _with_adapter(model: nn.Module, peft_config: Any, args: BaseConfig) -> nn.Module:
