@@ -42,9 +42,8 @@ def check_weights(model: nn.Module) -> None:
     """Refuse policies for which whole weights cannot stand."""
     causal = causal_model(model)
     if is_quantized(causal) and not getattr(causal, "is_loaded_in_4bit", False):
-        kind = "quantized"
-        if getattr(causal, "is_loaded_in_8bit", False):
-            kind = "in 8 bits, which round the inputs of its layers as well"
+        rounds = "in 8 bits, which round the inputs of its layers as well"
+        kind = rounds if getattr(causal, "is_loaded_in_8bit", False) else "quantized"
         raise ValueError(
             f"The base model is {kind}, so that whole weights cannot stand for it. Load it "
             "in 4 bits (--load_in_4bit), or without quantization."
@@ -108,9 +107,7 @@ def _is_adapted(module: nn.Module) -> bool:
 
 def adapted_layers(causal: nn.Module) -> Iterator[tuple[str, Any]]:
     """Each layer with an adapter that is switched on, and its name in the base model."""
-    for block in _blocks(causal, ""):
-        if block.adapted:
-            yield block.name, block.module
+    return ((block.name, block.module) for block in _blocks(causal, "") if block.adapted)
 
 
 def _stream(model: nn.Module, blocks: list[_Block]) -> Weights:
@@ -209,8 +206,7 @@ def keep_trainable(model: nn.Module) -> None:
     converted before are refused: it cannot be undone exactly.
     """
     for name, module in model.named_modules():
-        state = getattr(getattr(module, "weight", None), "quant_state", None)
-        if getattr(state, "packing_format_for_cpu", False):
+        if getattr(quantization_of(module), "packing_format_for_cpu", False):
             raise ValueError(
                 f"bitsandbytes has converted the 4-bit weights of {name} for inference, which "
                 "rounds them and stops gradients: a forward was made in evaluation mode. Load the "
