@@ -131,8 +131,8 @@ OPTIONS = [
     ("DPO", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "loss_type=['sigmoid', 'sft'] and loss_weights=[1.0] must be equally long."),
     ("DPO", {"tools": []}, "DPOConfig has no option 'tools' any more: write them into the column 'tools' of the dataset."),
     ("GRPO", {"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_mode": "sequence_mask"}, "loss_type='vespo' cannot be used with vllm_importance_sampling_mode='sequence_mask': set it to 'token_mask'."),
-    ("RLOO", {"parallelism_config": ParallelismConfig(cp_size=2)}, "cp_size=2: context parallelism is for trainers that learn from the"),
-    ("SFT", {"parallelism_config": ParallelismConfig(sp_backend="deepspeed", sp_size=2)}, "sp_size=2: the sequence parallelism of DeepSpeed drops the masks that keep the documents of a row apart."),
+    ("RLOO", {"parallelism_config": ParallelismConfig(cp_size=2)}, "cp_size=2 (or sp_size): context parallelism is for trainers that learn from the"),
+    ("GRPO", {"parallelism_config": ParallelismConfig(sp_backend="deepspeed", sp_size=2)}, "cp_size=2 (or sp_size): context parallelism is for trainers that learn from the"),
     ("Model", {"load_in_4bit": True, "load_in_8bit": True}, "load_in_8bit and load_in_4bit exclude each other; choose one."),
     ("Model", {"lora_target_parameters": ["w"]}, "lora_target_parameters cannot be used with lora_dropout=0.05: what enters a parameter cannot be dropped. Set lora_dropout=0."),
 ]

@@ -69,6 +69,11 @@ def test_engines_that_share_weights(kind, stage, shared):
     assert Ranks(place).share_weights is shared
 
 
+def test_rows_are_divided_by_groups_of_equal_size():
+    with pytest.raises(ValueError, match=r"2 ranks .* \(cp_size, sp_size\), but .* processes, 3,"):
+        Ranks(Place(0, 3), per_row=2).row_group()
+
+
 @pytest.mark.parametrize(("rank", "rows"), [(0, [0, 1]), (1, [2, 3]), (2, [4, 5])])
 def test_local_is_the_share_of_the_rank(rank, rows):
     gathered = torch.arange(6)[:, None] * torch.ones(1, 3, dtype=torch.long)

@@ -32,8 +32,9 @@ class Ranks:
     Processes are those of the trainer's accelerator; without one there is one process.
     """
 
-    def __init__(self, accelerator: Accelerator | None = None):
+    def __init__(self, accelerator: Accelerator | None = None, per_row: int = 1):
         self._accelerator: Any = accelerator
+        self.per_row = per_row  # neighboring ranks that divide the tokens of each row among them
         self.rank: int = 0 if accelerator is None else accelerator.process_index
         self.count: int = 1 if accelerator is None else accelerator.num_processes
         self._kind = getattr(accelerator, "distributed_type", DistributedType.NO)
@@ -62,20 +63,18 @@ class Ranks:
         return None if self._accelerator is None else fsdp_version(self._accelerator)
 
     @property
-    def per_row(self) -> int:
-        """How many neighboring ranks divide the tokens of each row (context parallelism)."""
-        known = getattr(self._accelerator, "parallelism_config", None)
-        return 1 if known is None else int(known.cp_size)
-
-    @property
     def place(self) -> tuple[int, int]:
         """Which share of the rows is this rank's, and of how many: (share, shares)."""
         return self.rank // self.per_row, self.count // self.per_row
 
-    @property
     def row_group(self) -> Any:
-        """The process group of the ranks that have the same rows as this one."""
-        return self._accelerator.torch_device_mesh["cp"].get_group()
+        """Make the process group of the ranks that have the same rows as this one."""
+        if self.count % self.per_row:
+            raise ValueError(
+                f"{self.per_row} ranks are to divide each row (cp_size, sp_size), but the number "
+                f"of processes, {self.count}, is not a multiple of that."
+            )
+        return torch.distributed.new_subgroups(self.per_row)[0]
 
     def wait(self) -> None:
         """Wait until every rank is here."""

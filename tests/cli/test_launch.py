@@ -171,11 +171,13 @@ def test_one_process_on_cpu_whatever_gpus_there_are(words, monkeypatch, tmp_path
     assert not theirs.multi_gpu
 
 
-def test_cpu_with_several_processes():
-    ours, theirs = split("--cpu", "--num_processes", "2")
+@pytest.mark.parametrize("config", ["", "zero2"])
+def test_cpu_with_several_processes(config):
+    chosen = ["--accelerate_config", config] * bool(config)
+    ours, theirs = split(*chosen, "--cpu", "--num_processes", "2")
     assert ours == ["--use_cpu"]
-    assert theirs.multi_gpu
-    assert not theirs.cpu
+    assert theirs.multi_gpu or config
+    assert not theirs.cpu  # accelerate would start one process
     assert theirs.num_processes == 2
 
 

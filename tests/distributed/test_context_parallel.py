@@ -17,17 +17,25 @@ from trl.memory.settings import RunSettings, Sharding
 
 SCRIPT = Path(__file__).with_name("context_step.py")
 LEFT_OUT = ("time", "runtime", "per_second", "epoch", "train_loss", "flos")
-FOUR = ("sft, packs",)  # cells of two pairs of ranks
+# What two ranks, or two pairs of them, make of rows: by FSDP2 with cp_size, DeepSpeed with sp_size.
+CASES: dict[tuple[str, int], tuple[str, ...]] = {
+    ("fsdp2", 2): (*CELLS, "peak"),
+    ("fsdp2", 4): ("sft, packs",),
+    ("zero2", 2): ("sft", "dpo"),
+    ("zero3", 4): ("sft, packs",),
+}
 pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory):
-    """What two ranks made of each cell, and four of some."""
-    two, four = (tmp_path_factory.mktemp(name) for name in ("two", "four"))
-    on_two = launch(SCRIPT, "fsdp2", two, 1, *CELLS, "peak")[0]
-    on_four = launch(SCRIPT, "fsdp2", four, 2, *FOUR, processes=4)[0]
-    return {(2, cell): x for cell, x in on_two.items()} | {(4, c): x for c, x in on_four.items()}
+    """What the ranks of each case made of its cells."""
+    found = {}
+    for (engine, ranks), cells in CASES.items():
+        folder = tmp_path_factory.mktemp(f"{engine}-{ranks}")
+        each = launch(SCRIPT, engine, folder, engine, ranks // 2, *cells, processes=ranks)[0]
+        found |= {(engine, ranks, cell): x for cell, x in each.items()}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +45,10 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cell"), [*((2, cell) for cell in CELLS), *((4, cell) for cell in FOUR)]
+    "case", [(*key, cell) for key, cells in CASES.items() for cell in cells if cell in CELLS]
 )
-def test_dividing_rows_changes_nothing(alone, divided, ranks, cell):
-    one, many = alone[cell], divided[ranks, cell]
+def test_dividing_rows_changes_nothing(alone, divided, case):
+    one, many, cell = alone[case[-1]], divided[case], case[-1]
     assert (one["weights"] - many["weights"]).norm() <= 1e-6 * one["weights"].norm()
     assert len(one["history"]) == len(many["history"]) > 3
     for a, b in zip(one["history"], many["history"], strict=True):
@@ -55,4 +63,4 @@ def test_the_memory_plan_counts_a_share_of_the_tokens(divided):
     run = RunSettings(1, 0, LENGTH, ROWS, generates=False, processes=2, sharding=sharding)
     run = run.replace(gradient_checkpointing=False, optimizer="adamw_torch", on_cpu=True)
     found = Estimate(model_size(tiny_model(**LONG).config), run)
-    assert found.peak == pytest.approx(divided[2, "peak"]["peak"], rel=0.1)
+    assert found.peak == pytest.approx(divided["fsdp2", 2, "peak"]["peak"], rel=0.1)

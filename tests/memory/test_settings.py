@@ -184,6 +184,10 @@ FSDP = {"use_fsdp": True}
             Sharding("fsdp2", 3, 8, per_row=2),
         ),
         (
+            {"use_deepspeed": True, "zero_stage": 3, "parallelism_config_sp_size": "2"},
+            Sharding("zero", 3, 8, per_row=2, syncs=True),
+        ),
+        (
             FSDP | {"fsdp_version": 2, "parallelism_config_dp_replicate_size": "4"},
             Sharding("fsdp2", 3, 2),
         ),

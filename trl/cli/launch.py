@@ -155,15 +155,17 @@ def _one_precision(given: dict[str, Any], precision: str | None) -> list[str]:
 
 def _with_defaults(words: list[str], found: argparse.Namespace, on_cpu: bool) -> list[str]:
     """Say what a single machine without a configuration means, so that nothing is guessed."""
+    # With --cpu, accelerate would start one process, whatever a configuration says.
+    portable = [word for word in words if word != "--cpu"]
     if found.config_file or os.path.isfile(default_config_file):
-        return words
+        return portable
     processes = found.num_processes or (1 if on_cpu else max(1, torch.cuda.device_count()))
     default = SINGLE_MACHINE | {"num_processes": processes} | _threads(processes)
-    words = [*as_words(default), *words]
-    if processes == 1 or any(getattr(found, strategy) for strategy in STRATEGIES):
-        return words
-    # accelerate starts several processes on CPUs only under the name of several GPUs.
-    return ["--multi_gpu", *(word for word in words if word != "--cpu")]
+    if processes == 1:
+        return [*as_words(default), *words]
+    # It starts several processes on CPUs only under the name of several GPUs.
+    has_strategy = any(getattr(found, strategy) for strategy in STRATEGIES)
+    return [*["--multi_gpu"] * (not has_strategy), *as_words(default), *portable]
 
 
 def _threads(processes: int) -> dict[str, int]:

@@ -234,11 +234,11 @@ def read_sharding(options: Mapping[str, Any]) -> Sharding:
     Those of the `fsdp_config` and the `deepspeed_config` of a configuration file are among them. A
     sharding strategy that is not known is a ValueError.
     """
-    if options.get("use_deepspeed"):
-        return _zero(options)
-    if options.get("use_fsdp"):
-        return _fsdp(options)
-    return Sharding(ranks=options.get("num_processes", 1))
+    found = Sharding(ranks=options.get("num_processes", 1))
+    if options.get("use_deepspeed") or options.get("use_fsdp"):
+        found = _zero(options) if options.get("use_deepspeed") else _fsdp(options)
+    sizes = [options.get(f"parallelism_config_{name}_size") or 1 for name in ("cp", "sp")]
+    return replace(found, per_row=max(map(int, sizes)))
 
 
 def _zero(options: Mapping[str, Any]) -> Sharding:
@@ -281,7 +281,6 @@ def _fsdp(options: Mapping[str, Any]) -> Sharding:
         engine=f"fsdp{version}",
         stage=WHOLE if word == "no_shard" else WEIGHTS,
         ranks=max(1, number("num_processes") // copies),
-        per_row=number("parallelism_config_cp_size"),
         keeps_weights=word not in ("full_shard", "hybrid_shard", "true"),
         offloads_optimizer=offloads,
         offloads_weights=offloads,

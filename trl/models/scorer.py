@@ -256,8 +256,8 @@ class Scorer:
             return layout if self.context is None else self.context.slice(layout)
         if self.context is not None:
             raise ValueError(
-                "cp_size: context parallelism divides packed rows. This model computes plain ones: "
-                "a warning says why, or shared_prefix=False or a load-balancing loss asks for it."
+                "cp_size (or sp_size) divides packed rows. This model computes plain ones: a "
+                "warning says why, or shared_prefix=False or a load-balancing loss asks for it."
             )
         return plain_layout(batch, self.pad_id, self.device, self.pad_multiple)
 

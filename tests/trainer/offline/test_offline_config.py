@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 from accelerate.parallelism_config import ParallelismConfig
 from sft_runs import make_trainer
@@ -50,9 +52,11 @@ def test_the_order_of_rows(changes, seed):
     assert make(**changes).order_seed == seed
 
 
-def test_ulysses_is_refused_when_the_options_are_made():
-    with pytest.raises(ValueError, match="sp_size=2: .* drops the masks .* Use cp_size"):
-        make(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="deepspeed"))
+@pytest.mark.parametrize("name", ["cp_size", "sp_size"])
+def test_ranks_that_divide_rows(name):
+    made = make(parallelism_config=ParallelismConfig(**{name: 2}))
+    assert made.ranks_per_row == 2 and dataclasses.replace(made).ranks_per_row == 2
+    assert make().ranks_per_row == 1
 
 
 def test_tokens_are_set_on_tokenizer_and_model():

@@ -11,8 +11,6 @@ from peft import LoraConfig
 from sft_runs import encoded, logged, relative
 from tiny import tiny_model
 
-from trl.trainer.offline.preference_trainer import in_order
-
 MAKERS = {"DPO": dpo_runs.make_trainer, "KTO": kto_runs.make_trainer}
 both = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
@@ -233,8 +231,3 @@ def test_what_cannot_be_precomputed(tmp_path):
         make(tmp_path, data=pairs().to_iterable_dataset())
     with pytest.raises(ValueError, match="cannot be used with sync_ref_model=True: the ref"):
         make(tmp_path, sync_ref_model=True)
-
-
-def test_shares_of_ranks_are_joined_in_order():
-    first, second = [[torch.tensor([1]), torch.tensor([3])], [torch.tensor([2]), torch.tensor([])]]
-    assert in_order([first, second]).tolist() == [1, 2, 3]

@@ -119,11 +119,11 @@ def test_mappings_may_be_json(name):
 
 
 def test_split_sequences_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match="cp_size=2: context parallelism is for"):
+    with pytest.raises(ValueError, match=r"cp_size=2 \(or sp_size\): context parallelism is for"):
         make(parallelism_config=ParallelismConfig(cp_size=2))
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")  # by `accelerate launch`
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
-    with pytest.raises(ValueError, match="cp_size=2: context parallelism is for"):
+    with pytest.raises(ValueError, match=r"cp_size=2 \(or sp_size\): context parallelism is for"):
         make()
 
 

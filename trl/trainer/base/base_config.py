@@ -174,6 +174,12 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
         return self.max_tokens_per_piece or 0
 
     @property
+    def ranks_per_row(self) -> int:
+        """Ranks that divide the tokens of each row: `cp_size`, or `sp_size` under DeepSpeed."""
+        known = self.parallelism_config or ParallelismConfig()  # which reads the environment
+        return int(max(known.cp_size, known.sp_size))
+
+    @property
     def init_options(self) -> dict[str, Any]:
         """A copy of `model_init_kwargs`."""
         return dict(self.model_init_kwargs or {})  # type: ignore[arg-type]
@@ -199,7 +205,6 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
 
     def _problems(self) -> dict[str, Any]:
         """What is said of options that cannot be as they are, and whether that is so."""
-        known = self.parallelism_config or ParallelismConfig()  # which reads the environment
         return {
             # transformers would take one step.
             "max_steps=0 must be above 0, or -1 to train for num_train_epochs": self.max_steps == 0,
@@ -209,13 +214,9 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
                 )
                 for name, reason in self.without_meaning.items()
             },
-            f"sp_size={known.sp_size}: the sequence parallelism of DeepSpeed drops the masks that "
-            "keep the documents of a row apart. Use cp_size, which divides rows too": (
-                known.sp_size > 1
-            ),
-            f"cp_size={known.cp_size}: context parallelism is for trainers that learn from the "
-            "rows of a dataset: SFT, DPO, KTO, reward models. Leave it out": (
-                known.cp_size > 1 and not self.divides_rows
+            f"cp_size={self.ranks_per_row} (or sp_size): context parallelism is for trainers that "
+            "learn from the rows of a dataset: SFT, DPO, KTO, reward models. Leave it out": (
+                self.ranks_per_row > 1 and not self.divides_rows
             ),
         }
 

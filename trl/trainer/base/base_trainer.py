@@ -65,7 +65,7 @@ class BaseTrainer(Named, Publishing, Trainer):
         self.model_accepts_loss_kwargs = False
         check_sharding(self.model, self.accelerator)
         self.model.add_model_tags(["trl", self.method.tag])
-        self.ranks = Ranks(self.accelerator)
+        self.ranks = Ranks(self.accelerator, args.ranks_per_row)
         self.metrics: dict[Mode, MetricStore] = {"train": MetricStore(), "eval": MetricStore()}
         self.guard = FiniteGuard(self.ranks.rank, self.ranks.gather_objects)
         self.phases = Phases(args, self.ranks, self.metrics["train"], self.model)

@@ -234,9 +234,9 @@ class Predictions:
         for source, _, known in sorted(chain(*shares), key=itemgetter(0, 1)):
             for name, values in known.items():
                 columns[name][source] += values
-        return {name: _table(by_row, rows) for name, by_row in columns.items()}
-
-
-def _table(by_row: dict[int, list[float]], rows: int | None) -> np.ndarray:
-    found = [by_row.get(row, []) for row in range(max(by_row) + 1 if rows is None else rows)]
-    return np.array([*zip_longest(*found, fillvalue=np.nan)], dtype=np.float32).T
+        tables = {}
+        for name, by_row in columns.items():
+            places = range(max(by_row) + 1 if rows is None else rows)
+            found = zip_longest(*(by_row.get(row, []) for row in places), fillvalue=np.nan)
+            tables[name] = np.array([*found], dtype=np.float32).T
+        return tables

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any, ClassVar
 
 import torch
+from accelerate import ParallelismConfig
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -98,8 +99,24 @@ class OfflineTrainer(BaseTrainer):
             from ...models.context_parallel import ContextParallel, check_divisible
 
             check_divisible(self.model, self.ranks.per_row, args.max_length)
-            self.scorer.context = ContextParallel(self.ranks.row_group)
+            self.scorer.context = ContextParallel(self.ranks.row_group())
         self.set_up(policy, model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator; with `sp_size`, ranks of one row are ordinary ones to it.
+
+        DeepSpeed's own attention would drop the masks that keep the documents of a row apart.
+        """
+        given = self.args.parallelism_config
+        if (given or ParallelismConfig()).sp_size > 1:
+            names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+            self.args.parallelism_config = ParallelismConfig(**dict.fromkeys(names, 1))
+        super().create_accelerator_and_postprocess()
+        self.args.parallelism_config = given
+
+    def get_cp_size(self) -> int:
+        """Ranks that have the same rows, for `transformers` to count the rows of an update."""
+        return self.ranks.per_row
 
     def set_up(self, policy: Policy, model: Any) -> None:
         """Called when all is there but what a subclass adds; `model` is what was given."""

@@ -123,7 +123,8 @@ class PreferenceTrainer(OfflineTrainer):
             found = self.frozen(model, rows.to(self.args.device), self.answer_logps)
             mine.append(found.cpu()[rows.values["counts"]])
         shares = self.ranks.gather_objects(mine)[:: self.ranks.per_row]
-        return in_order(shares).numpy()
+        # Micro-batches were dealt in turn, see `share_of_rank`.
+        return torch.cat([part for turn in zip(*shares, strict=True) for part in turn]).numpy()
 
     def before_step(self, batches: list[Any]) -> list[Any]:
         """Add the `ref_logps` of answers (B, K), unless they were computed beforehand."""
@@ -220,11 +221,6 @@ def _key(weights: Any, facts: list[Any], dataset: Any) -> str:
         for ids in (item.prompt_ids, *item.answer_ids):
             key.update(np.array([len(ids), *ids], dtype=np.int32).tobytes())
     return str(key.hexdigest()[:32])
-
-
-def in_order(found: list[list[Tensor]]) -> Tensor:
-    """Join what each rank made of its micro-batches, dealt by `share_of_rank`: (items, ...)."""
-    return torch.cat([part for turn in zip(*found, strict=True) for part in turn])
 
 
 def _read(path: Path) -> np.ndarray | None:
