@@ -19,7 +19,6 @@ from transformers import AttentionInterface
 
 from ..ops.attention_kernels import (
     Heads,
-    Kernel,
     check_kernel,
     choose_kernel,
     drain,
@@ -97,14 +96,28 @@ class _PackedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, parts: Parts, rules: Rules, sink: Tensor | None, *inputs: Tensor
     ) -> Tensor:
-        ctx.parts, ctx.rules = parts, rules
-        kernel = choose_kernel(inputs[0], rules.cap)
-        if _is_causal(parts, inputs[0]):
+        query, key, value = inputs
+        kernel = choose_kernel(query, rules.cap)
+        if _is_causal(parts, query):
             output, normalizer = kernel.forward(inputs, True, rules.scale)
         else:
-            output, normalizer = _attend(kernel, parts, rules.scale, *inputs)
+            # What has no prefix has attended to nothing before it attends to itself.
+            output, normalizer = (
+                torch.zeros_like(query),
+                query.new_full(query.shape[:3], -torch.inf),
+            )
+            normalizer = normalizer.to(torch.promote_types(query.dtype, torch.float32))
+            for part in parts:
+                tensors = take(query, part.queries), take(key, part.keys), take(value, part.keys)
+                found = kernel.forward(tensors, part.causal, rules.scale)
+                if part.again:
+                    before = take(output, part.queries), take(normalizer, part.queries)
+                    found = merge(before, found)
+                part.put(output, found[0])
+                part.put(normalizer, found[1])
         if sink is not None:
             output, normalizer = drain(output, normalizer, sink)
+        ctx.parts, ctx.rules = parts, rules
         ctx.save_for_backward(sink, *inputs, output, normalizer)
         return output
 
@@ -112,56 +125,30 @@ class _PackedAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         sink, *saved = ctx.saved_tensors
-        kernel, scale = choose_kernel(saved[0], ctx.rules.cap), ctx.rules.scale
+        query, key, value, output, normalizer = saved
+        kernel, scale = choose_kernel(query, ctx.rules.cap), ctx.rules.scale
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
-        output, normalizer = saved[-2:]
         of_sink = None if sink is None else drain_backward(grad, output, normalizer, sink)
-        if _is_causal(ctx.parts, grad):
-            found = kernel.backward(grad, tuple(saved), True, scale)
-        else:
-            found = _attend_backward(kernel, ctx.parts, scale, (grad, *saved))
-        return None, None, of_sink, *found
+        if _is_causal(ctx.parts, query):
+            return None, None, of_sink, *kernel.backward(grad, tuple(saved), True, scale)
+        of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))
+        for part in ctx.parts:
+            upstream, *tensors = (take(x, part.queries) for x in (grad, query, output, normalizer))
+            if part.ragged is not None:  # a repeat must add nothing
+                upstream = upstream * part.ragged.exists[:, None, :, None]
+            tensors[1:1] = take(key, part.keys), take(value, part.keys)
+            found = kernel.backward(upstream, tuple(tensors), part.causal, scale)
+            add(of_query, part.queries, found[0])
+            add(of_key, part.keys, found[1])
+            add(of_value, part.keys, found[2])
+        return None, None, of_sink, of_query, of_key, of_value
 
 
 def _is_causal(parts: Parts, query: Tensor) -> bool:
     """Whether it is causal attention of one row, which needs no places."""
     row = slice(0, query.shape[2])
     return len(parts) == 1 and parts[0].ragged is None and parts[0] == Part(row, row, causal=True)
-
-
-def _attend(
-    kernel: Kernel, parts: Parts, scale: float, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor]:
-    # What has no prefix has attended to nothing before it attends to itself.
-    output, normalizer = torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf)
-    normalizer = normalizer.to(torch.promote_types(query.dtype, torch.float32))
-    for part in parts:
-        tensors = take(query, part.queries), take(key, part.keys), take(value, part.keys)
-        found = kernel.forward(tensors, part.causal, scale)
-        if part.again:
-            before = take(output, part.queries), take(normalizer, part.queries)
-            found = merge(before, found)
-        part.put(output, found[0])
-        part.put(normalizer, found[1])
-    return output, normalizer
-
-
-def _attend_backward(
-    kernel: Kernel, parts: Parts, scale: float, saved: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad, query, key, value, output, normalizer = saved
-    of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))
-    for part in parts:
-        upstream, *tensors = (take(x, part.queries) for x in (grad, query, output, normalizer))
-        if part.ragged is not None:  # a repeat must add nothing
-            upstream = upstream * part.ragged.exists[:, None, :, None]
-        tensors[1:1] = take(key, part.keys), take(value, part.keys)
-        found = kernel.backward(upstream, tuple(tensors), part.causal, scale)
-        add(of_query, part.queries, found[0])
-        add(of_key, part.keys, found[1])
-        add(of_value, part.keys, found[2])
-    return of_query, of_key, of_value
 
 
 def packed_attention(
