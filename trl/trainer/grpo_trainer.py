@@ -10,24 +10,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..online.metrics import record_clipping
+from ..ops import policy_losses as objectives
 from ..ops.advantages import group_relative, normalize_then_sum
 from ..ops.entropy import entropy_threshold, high_entropy_mask
 from ..ops.kl import k3
 from ..ops.masking import masked_sum
-from ..ops.policy_losses import (
-    GammaShape,
-    RatioLevel,
-    cispo,
-    clip_flags,
-    clipped_surrogate,
-    log_ratio,
-    mean_of_sequence_means,
-    off_policy_mask,
-    sapo,
-    sum_over,
-    vespo,
-    vespo_weight,
-)
 from ..types import EnvironmentFactory as EnvironmentFactory
 from ..types import RewardFunc as RewardFunc
 from ..types import RewardTable, Rollout, TokenScores
@@ -93,7 +80,7 @@ class GRPOTrainer(OnlineTrainer):
             self.entropy.restore(json.loads(state))
 
     @property
-    def ratio_level(self) -> RatioLevel:
+    def ratio_level(self) -> objectives.RatioLevel:
         """One ratio for each token, or the geometric mean of a completion's."""
         return "token" if self.args.importance_sampling_level == "token" else "sequence_mean"
 
@@ -145,30 +132,30 @@ class GRPOTrainer(OnlineTrainer):
         store = self.metrics[batch.mode]
         if args.loss_type in CLIPPED:
             low, high = args.clip_range
-            flags = clip_flags(ratio, advantages, low, high)
+            flags = objectives.clip_flags(ratio, advantages, low, high)
             mask = batch.loss_mask if ratio.shape[1] > 1 else batch.loss_mask.any(1, keepdim=True)
             record_clipping(store, *flags, mask)
-            losses = clipped_surrogate(ratio, advantages, low, high, args.delta)
+            losses = objectives.clipped_surrogate(ratio, advantages, low, high, args.delta)
             return batch.weighted(losses)
         if args.loss_type == "cispo":
             high = 1 + args.epsilon if args.epsilon_high is None else args.epsilon_high
             credit = torch.as_tensor(advantages).view(len(batch), -1)
             clipped, mask = torch.broadcast_tensors((ratio > high) & (credit > 0), batch.loss_mask)
             store.mean("cispo_clip_ratio", (clipped & mask).sum(), mask.sum())
-            return batch.weighted(cispo(ratio, logps, advantages, high))
+            return batch.weighted(objectives.cispo(ratio, logps, advantages, high))
         if args.loss_type == "sapo":
             high, low = args.sapo_temperature_pos, args.sapo_temperature_neg
-            return batch.weighted(sapo(ratio, advantages, high, low))
-        moved = log_ratio(logps, batch.old_logps, batch.loss_mask, "token")
+            return batch.weighted(objectives.sapo(ratio, advantages, high, low))
+        moved = objectives.log_ratio(logps, batch.old_logps, batch.loss_mask, "token")
         if batch.weights is not None:  # part of the ratio that the weight is a function of
             moved = moved + torch.where(batch.loss_mask, batch.weights.log(), 0.0)
         shapes = (
-            GammaShape(args.vespo_k_pos, args.vespo_lambda_pos),
-            GammaShape(args.vespo_k_neg, args.vespo_lambda_neg),
+            objectives.GammaShape(args.vespo_k_pos, args.vespo_lambda_pos),
+            objectives.GammaShape(args.vespo_k_neg, args.vespo_lambda_neg),
         )
-        weight = vespo_weight(moved, batch.loss_mask, advantages, *shapes)
+        weight = objectives.vespo_weight(moved, batch.loss_mask, advantages, *shapes)
         store.value("vespo/phi_seq_mean", weight.mean())
-        return vespo(weight, logps, advantages)
+        return objectives.vespo(weight, logps, advantages)
 
     def _kept(self, scores: TokenScores, batch: Rollout) -> Tensor:
         """Mark the tokens (B, C) whose objective counts; the KL penalty counts for all."""
@@ -177,7 +164,7 @@ class GRPOTrainer(OnlineTrainer):
             drawn = batch.sampling_logps
             old_logps = batch.old_logps if drawn is None else drawn
             known = scores.logps, old_logps, batch.advantages, batch.loss_mask
-            kept = kept & off_policy_mask(*known, args.off_policy_mask_threshold)
+            kept = kept & objectives.off_policy_mask(*known, args.off_policy_mask_threshold)
         if args.top_entropy_quantile < 1.0:
             entropies = torch.as_tensor(scores.entropies).detach()
             marked = entropies.masked_fill(~batch.loss_mask, -torch.inf)
@@ -191,11 +178,11 @@ class GRPOTrainer(OnlineTrainer):
         kind, mask = self.args.loss_type, batch.loss_mask
         rows = self.per_micro_batch(batch.num_loss_rows, batch)
         if kind in ("grpo", "sapo"):
-            return mean_of_sequence_means(losses, mask, rows)
+            return objectives.mean_of_sequence_means(losses, mask, rows)
         denominators = {
             "bnpo": batch.micro_batch_tokens.clamp(min=1),
             "dr_grpo": rows * self.args.max_completion_length,
             "luspo": rows,
         }
         tokens = self.per_micro_batch(batch.num_loss_tokens, batch)
-        return sum_over(losses, mask, denominators.get(kind, tokens))
+        return objectives.sum_over(losses, mask, denominators.get(kind, tokens))

@@ -16,17 +16,8 @@ from transformers.utils import logging
 
 from ...distributed import Ranks, fsdp_version
 from ...imports import beyond_tested
+from ...models import loading
 from ...models.lm_head import cast_head_to_float32
-from ...models.loading import (
-    adapter_base,
-    add_adapter,
-    disable_dropout_in_model,
-    load_adapter,
-    load_policy,
-    load_tokenizer,
-    settle_pad_token,
-    trainable,
-)
 from ...models.reference import (
     AdapterOff,
     FrozenCopy,
@@ -81,7 +72,7 @@ def prepare_policy(
         name = model.config._name_or_path
     _check_model(model)
     tokenizer = _resolve_tokenizer(tokenizer, name, args, init_kwargs)
-    settle_pad_token(model, tokenizer)
+    loading.settle_pad_token(model, tokenizer)
     if change is not None:
         change(model, tokenizer)
     brought_adapter = is_peft_model(model)
@@ -92,7 +83,7 @@ def prepare_policy(
     if peft_config is not None or brought_adapter:
         model = _with_adapter(model, peft_config, args)
     if args.disable_dropout:
-        disable_dropout_in_model(model)
+        loading.disable_dropout_in_model(model)
     return Policy(model, tokenizer, brought_adapter)
 
 
@@ -100,7 +91,7 @@ def _load(
     name: str, args: BaseConfig, init_kwargs: dict[str, Any], quantization: Any, peft_config: Any
 ) -> nn.Module:
     revision = init_kwargs.get("revision")
-    adapter, base = name, adapter_base(name, revision)
+    adapter, base = name, loading.adapter_base(name, revision)
     if base is not None:
         if peft_config is not None:
             raise ValueError(
@@ -114,7 +105,7 @@ def _load(
             "Quantized weights cannot be trained: add an adapter with peft_config (--use_peft), "
             "or leave the quantization out."
         )
-    model = load_policy(
+    model = loading.load_policy(
         name,
         init_kwargs,
         args.trust_remote_code,
@@ -122,11 +113,11 @@ def _load(
         distributed=args.world_size > 1,
         gives_rewards=args.trains_reward_model,
     )
-    return model if base is None else load_adapter(model, adapter, revision)
+    return model if base is None else loading.load_adapter(model, adapter, revision)
 
 
 def _with_adapter(model: nn.Module, peft_config: Any, args: BaseConfig) -> nn.Module:
-    model = trainable(model) if peft_config is None else add_adapter(model, peft_config)
+    model = loading.add_adapter(model, peft_config) if peft_config else loading.trainable(model)
     default = type(args).__dataclass_fields__["learning_rate"].default
     if args.learning_rate == default:
         logger.warning(
@@ -165,7 +156,7 @@ def _resolve_tokenizer(
                 "The model does not say where it was loaded from: pass its tokenizer as "
                 "processing_class."
             )
-        return load_tokenizer(name, init_kwargs.get("revision"), args.trust_remote_code)
+        return loading.load_tokenizer(name, init_kwargs.get("revision"), args.trust_remote_code)
     if isinstance(tokenizer, ProcessorMixin):
         raise TypeError(
             "processing_class is a processor; prompts with images are not available in this "
@@ -256,9 +247,9 @@ def load_reference(given: Any, model: Any, args: Any) -> PreTrainedModel | None:
     if isinstance(given, str):
         options = dict(args.ref_model_init_kwargs or args.init_options)
         trust, many = args.trust_remote_code, args.world_size > 1
-        given = load_policy(given, options, trust, distributed=many)
+        given = loading.load_policy(given, options, trust, distributed=many)
     _check_kind("ref_model", given)
-    disable_dropout_in_model(given)
+    loading.disable_dropout_in_model(given)
     return given
 
 

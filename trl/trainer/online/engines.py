@@ -33,16 +33,10 @@ if TYPE_CHECKING:
 def sampling_for(args: OnlineConfig, stop_ids: tuple[int, ...]) -> Sampling:
     """How the engine draws: `generation_kwargs`, which it must know, win over named options."""
     extra: Any = args.generation_kwargs or {}
-    sampling = Sampling(
-        max_tokens=args.max_completion_length or 0,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k or 0,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        stop_ids=stop_ids,
-        extra=extra,
-    )
+    same = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    options = {name: getattr(args, name) for name in same}
+    tokens = args.max_completion_length
+    sampling = Sampling(max_tokens=tokens, stop_ids=stop_ids, extra=extra, **options)
     if args.use_vllm:
         from .vllm_engines import sampling_of_engine
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from datasets import IterableDataset
@@ -31,7 +29,7 @@ def check_engine_context(
 
     `longest` are tokens and row of the longest prompt.
     """
-    completion, (length, row) = args.max_completion_length or 0, longest
+    completion, (length, row) = args.max_completion_length, longest
     if context <= completion:
         raise ValueError(
             f"The vLLM engine sees {context} tokens, but max_completion_length={completion} leaves "
@@ -54,7 +52,7 @@ def check_engine_context(
 
 def prompt_limit(args: OnlineConfig, context: int | None) -> PromptLimit:
     """How long a prompt may be in a run whose policy sees `context` tokens."""
-    completion = args.max_completion_length or 0
+    completion = args.max_completion_length
     if context is not None and completion >= context:
         raise ValueError(
             f"max_completion_length={completion} leaves no room for a prompt: the model sees "
@@ -179,16 +177,3 @@ class PromptOrder:
         """Let training go on in the order of an epoch."""
         if self._training is not None:
             self._training.set_epoch(epoch)
-
-    @contextmanager
-    def reading(self, dataset: Any) -> Iterator[None]:
-        """Make the loader of a stream without workers: each would read the whole of it."""
-        alone = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
-        chosen = {f"dataloader_{name}": value for name, value in alone.items()}
-        usual = {name: getattr(self._args, name) for name in chosen}
-        if isinstance(dataset, RepeatIterableDataset):
-            self._args.__dict__.update(chosen)
-        try:
-            yield
-        finally:
-            self._args.__dict__.update(usual)

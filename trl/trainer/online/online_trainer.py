@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
+from ...data.sampler import RepeatIterableDataset
 from ...models.loading import context_length, stop_token_ids
 from ...models.scorer import Reader
 from ...online.buffer import Buffer
@@ -383,8 +384,11 @@ class OnlineTrainer(BaseTrainer):
         is_training = kwargs.get("is_training")
         rows, kwargs["sampler_fn"] = self._order.of(dataset, "train" if is_training else "eval")
         batch_size = self.args.batch_plan.rows_per_rank if is_training else self.args.eval_rows
-        with self._order.reading(rows):
-            loader = super()._get_dataloader(rows, description, batch_size, *args, **kwargs)
+        if isinstance(rows, RepeatIterableDataset):  # of which each worker would read the whole
+            collate = self._get_collator_with_removed_columns(self.data_collator, description)
+            options = {"collate_fn": collate, "pin_memory": self.args.dataloader_pin_memory}
+            return self.accelerator.prepare(DataLoader(rows, batch_size, **options))
+        loader = super()._get_dataloader(rows, description, batch_size, *args, **kwargs)
         if not is_training and isinstance(loader.dataset, Dataset):
             # Of the last batch, accelerate gathers only rows that it takes to be in the dataset.
             loader.dataset.total_dataset_length = len(loader.dataset) * self.args.eval_group_size

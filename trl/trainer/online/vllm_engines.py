@@ -144,7 +144,7 @@ def _connect(
                 vllm=require("vllm", "use_vllm=True").__version__,
                 shape=shape_of(causal_model(handle.model).config),
                 dtype=str(handle.dtype).removeprefix("torch."),
-                context=(args.max_completion_length or 0) + 1,
+                context=args.max_completion_length + 1,
                 logprobs_mode="processed_logprobs",
                 workers=1,
                 gpu=gpu_id(handle.device),
@@ -220,7 +220,7 @@ def engine_memory(
     run = RunSettings.of(
         args,
         value_model=None if values is None else model_size(values, classifies=True),
-        prompt=max(1, min(ASSUMED_PROMPT, context - (args.max_completion_length or 1))),
+        prompt=max(1, min(ASSUMED_PROMPT, context - args.max_completion_length)),
         on_cpu=args.device.type == "cpu",
         sharding=read_sharding(options_of_environment(os.environ)),
         weight_bytes=causal.dtype.itemsize,
