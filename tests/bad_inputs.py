@@ -6,7 +6,7 @@ An answer names the option, column or row and, where there is one, the nearest l
 # fmt: off
 
 from accelerate import ParallelismConfig
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from tiny import lora_model, tiny_model, tiny_tokenizer
 from torch import nn
@@ -329,6 +329,10 @@ def encoder_decoder():
     return T5ForConditionalGeneration(T5Config(vocab_size=100, **sizes))
 
 
+def tiny_backbone():
+    return tiny_model().model
+
+
 TRAINERS = [
     # Names and kinds of arguments.
     ("RLOO", {"tokenizer": 1}, "RLOOTrainer has no argument 'tokenizer'. Did you mean processing_class?"),
@@ -338,6 +342,7 @@ TRAINERS = [
     ("RLOO", {"args": GRPOConfig}, "args must be an instance of RLOOConfig, not of GRPOConfig."),
     ("RLOO", {"model": 3}, "model must be a name or a transformers model, not int."),
     ("RLOO", {"model": nn.Linear(2, 2)}, "model must be a name or a transformers model, not Linear."),
+    ("SFT", {"model": tiny_backbone}, "LlamaModel predicts no tokens: load the model with AutoModelForCausalLM."),
     ("SFT", {"model": encoder_decoder}, "T5ForConditionalGeneration is an encoder-decoder. Only models that continue their prompt can be trained here, such as those of AutoModelForCausalLM."),
     ("RLOO", {"model": "./absent"}, "model='./absent': there is no such folder."),
     ("RLOO", {"processing_class": {}}, "processing_class must be a tokenizer, not dict."),
@@ -365,6 +370,7 @@ TRAINERS = [
     ("RLOO", {"eval_dataset": rows(0, prompt="a")}, "eval_dataset has no rows."),
     ("PPO", {"train_dataset": rows(1, prompt="ab"), "args": {"generation_batch_size": 8}}, "train_dataset has 1 row, but one generation round takes 8 prompts x 1 completion. Add rows, or lower"),
     ("RLOO", {"eval_dataset": "x"}, "eval_dataset must be a datasets.Dataset or IterableDataset, not str."),
+    ("RLOO", {"train_dataset": IterableDataset.from_generator(lambda: iter(()))}, "train_dataset has no rows."),
     ("RLOO", {"train_dataset": rows(text="a").to_iterable_dataset()}, "train_dataset has no 'prompt' column; it has text."),
     ("RLOO", {"eval_dataset": {"a": PROMPTS, "b": rows(text="a")}}, "eval_dataset['b'] has no 'prompt' column; it has text."),
     ("RLOO", {"args": {"eval_strategy": "steps", "eval_steps": 1}}, "You have set `args.eval_strategy` to IntervalStrategy.STEPS but you didn't pass an `eval_dataset` to `Trainer`."),

@@ -21,6 +21,7 @@ from bad_inputs import (
     constant,
     encoder_decoder,
     rows,
+    tiny_backbone,
 )
 from reward_runs import classifier
 from tiny import lora_model, tiny_model, tiny_tokenizer
@@ -84,7 +85,8 @@ def trainer_of(name, changes, folder):
         "reward_funcs": None if name in DATA else constant,
     }
     made = {
-        n: v() if v in (lora_model, tiny_model, encoder_decoder) else v for n, v in changes.items()
+        n: v() if v in (lora_model, tiny_model, tiny_backbone, encoder_decoder) else v
+        for n, v in changes.items()
     }
     given |= {n: v(str(folder), **QUIET) if v is trl.GRPOConfig else v for n, v in made.items()}
     if isinstance(options := given.get("args", {}), dict):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from accelerate import Accelerator
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny import tiny_model
 
 from trl.models.reference import (
@@ -13,6 +13,7 @@ from trl.models.reference import (
     make_reference,
     whole_weights,
 )
+from trl.models.unwrap import run_inside
 
 IDS = torch.tensor([[8, 9, 10, 11]])
 
@@ -71,6 +72,14 @@ def test_a_new_adapter_is_switched_off():
     with reference.active() as scored:
         assert torch.equal(logits(scored), base)
     assert not torch.equal(logits(model), base)
+
+
+def test_virtual_tokens_are_left_out_where_the_forward_is_replaced():
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    reference = make_reference(get_peft_model(tiny_model(), config), brought_adapter=False)
+    with torch.no_grad(), reference.active() as scored:
+        found = run_inside(scored, {"input_ids": IDS}, lambda forward, given: forward(**given))
+    assert torch.equal(found.logits, logits(tiny_model()))
 
 
 def test_an_adapter_that_was_brought_is_frozen():

@@ -99,6 +99,13 @@ def test_a_policy_that_moved_far_generates_anew(tmp_path):
     assert stops[1] == 1.0, "evaluations are counted as updates that did not stop"
 
 
+def test_values_and_rewards_are_of_two_models(tmp_path):
+    """Rewards would change while values are trained."""
+    model = classifier()
+    with pytest.raises(ValueError, match="value_model also gives rewards"):
+        make_trainer(tmp_path, PPOTrainer, reward=[model], **ONE_PASS, value_model=model)
+
+
 def test_a_value_model_is_loaded_by_name(tmp_path):
     classifier(seed=5).save_pretrained(tmp_path / "model")
     trainer = make_trainer(tmp_path, PPOTrainer, **ONE_PASS, value_model=str(tmp_path / "model"))

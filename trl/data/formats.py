@@ -83,7 +83,7 @@ def apply_chat_template(
     fields = {name for name in (*FIELDS, "label") if name in example}
     if fields not in SUPPORTED:
         legal = "; ".join(", ".join(sorted(names)) for names in SUPPORTED)
-        raise KeyError(f"An example has the fields {sorted(fields)}; supported are: {legal}.")
+        raise KeyError(f"An example has the fields {sorted(example)}; supported are: {legal}.")
     options = {"tools": tools or None, "tokenize": False}
     options |= template_kwargs | (example.get("chat_template_kwargs") or {})
     render = partial(processing_class.apply_chat_template, **options)

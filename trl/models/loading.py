@@ -179,7 +179,6 @@ def trainable(model: nn.Module) -> nn.Module:
 
 
 def _prepare_base(model: PreTrainedModel) -> PreTrainedModel:
-    """Freeze a quantized base model and widen what is not quantized, as peft advises."""
     if not is_quantized(model):
         return model
     prepare = require("peft", "peft_config").prepare_model_for_kbit_training

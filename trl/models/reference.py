@@ -90,7 +90,9 @@ class AdapterOff:
     def active(self, policy: nn.Module | None = None) -> Iterator[nn.Module]:
         """Yield the policy, as it was prepared for training; its adapter is back afterwards."""
         with _same_trainable(self.model), ExitStack() as stack:
-            if self.adapter is None:
+            if self.adapter is None and self.model.active_peft_config.is_prompt_learning:
+                policy = self.model.get_base_model()  # peft would call its forward of this moment
+            elif self.adapter is None:
                 stack.enter_context(self.model.disable_adapter())
             else:
                 stack.callback(self.model.set_adapter, self.model.active_adapter)
@@ -164,7 +166,6 @@ def frozen_pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]
 
 
 def _deepspeed(model: nn.Module, plugin: Any) -> nn.Module:
-    """An engine for inference, partitioned only where the policy is."""
     config = copy.deepcopy(plugin.deepspeed_config)
     zero = config.get("zero_optimization", {}).items()
     config = {k: v for k, v in config.items() if k not in TRAINING and v != "auto"}

@@ -32,13 +32,8 @@ __getattr__ = public_names("trl.trainer")  # the callbacks that are in files of 
 SHOWN = {"reward": "reward", "kl": "kl", "length": "completions/mean_length"}
 SHOWN_WITHOUT_REWARD = {"loss": "loss"}
 
-DOING = {
-    "generation": "generating",
-    "scoring": "scoring",
-    "rewards": "computing rewards",
-    "forward": "training",
-    "backward": "training",
-}
+DOING = {"generation": "generating", "rewards": "computing rewards"}
+DOING |= dict.fromkeys(("forward", "backward"), "training")
 QUIET = 60.0  # seconds after which a line says what a step is doing, where there is no terminal
 NARROWEST_BAR, WIDEST_BAR = 6, 30  # columns
 

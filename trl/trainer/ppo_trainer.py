@@ -61,6 +61,9 @@ class PPOTrainer(OnlineTrainer):
         value_model: str | nn.Module | None = None,
         **options: Any,
     ):
+        rewards = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+        if isinstance(value_model, nn.Module) and any(value_model is given for given in rewards):
+            raise ValueError("value_model also gives rewards, which would change: pass a copy.")
         self._given_values = value_model
         super().__init__(model, reward_funcs, args, **options)
 
@@ -107,8 +110,15 @@ class PPOTrainer(OnlineTrainer):
         if args.beta != 0.0:
             estimate = k1 if args.kl_estimator == "k1" else k3
             penalty = -args.beta * estimate(batch.old_logps, batch.ref_logps, mask)
-        self._record_objective(batch, penalty)
-        found = token_rewards(torch.as_tensor(batch.rewards), penalty, mask)
+        store, penalties = self.metrics[batch.mode], penalty.sum(1)
+        rewards = torch.as_tensor(batch.rewards)
+        entropies = -masked_sum(torch.as_tensor(batch.old_logps), mask, dim=1)
+        store.value("objective/entropy", entropies.mean())
+        if args.beta != 0.0:
+            store.value("objective/kl", -penalties.mean() / args.beta)
+        store.value("objective/non_score_reward", penalties.mean())
+        store.value("objective/rlhf_reward", nan_mean(rewards + penalties))
+        found = token_rewards(rewards, penalty, mask)
         counted = self._scored(batch)
         if args.whiten_rewards:
             found = whitened(found, counted, self.ranks.sum, keeps_mean=True)
@@ -124,16 +134,6 @@ class PPOTrainer(OnlineTrainer):
     def _scored(self, batch: Rollout) -> Tensor:
         return batch.loss_mask & ~torch.as_tensor(batch.rewards).isnan()[:, None]
 
-    def _record_objective(self, batch: Rollout, penalty: Tensor) -> None:
-        store = self.metrics[batch.mode]
-        penalties, rewards = penalty.sum(1), torch.as_tensor(batch.rewards)
-        entropies = -masked_sum(torch.as_tensor(batch.old_logps), batch.loss_mask, dim=1)
-        store.value("objective/entropy", entropies.mean())
-        if self.args.beta != 0.0:
-            store.value("objective/kl", -penalties.mean() / self.args.beta)
-        store.value("objective/non_score_reward", penalties.mean())
-        store.value("objective/rlhf_reward", nan_mean(rewards + penalties))
-
     # --- Loss ---
 
     def policy_loss(self, scores: TokenScores, ratio: Tensor, batch: Rollout) -> Tensor:
@@ -141,8 +141,7 @@ class PPOTrainer(OnlineTrainer):
         args, mask, store = self.args, self._scored(batch), self.metrics[batch.mode]
         total = self.per_micro_batch(batch.num_loss_tokens, batch)
         losses = batch.weighted(clipped_surrogate(ratio, batch.advantages, *args.clip_range))
-        known = scores.values, batch.values, batch.returns
-        off = clipped_value_loss(*known, args.cliprange_value)
+        off = clipped_value_loss(scores.values, batch.values, batch.returns, args.cliprange_value)
         policy, values = sum_over(losses, mask, total), sum_over(off, mask, total)
         self._record_update(scores, ratio, batch)
         store.value("loss/policy_avg", policy)

@@ -70,7 +70,7 @@ def prepare_policy(
         if ignored := [name for name, value in given.items() if value]:
             logger.warning(f"{' and '.join(ignored)} ignored: the given model is already loaded.")
         name = model.config._name_or_path
-    _check_model(model)
+    _check_model(model, args)
     tokenizer = _resolve_tokenizer(tokenizer, name, args, init_kwargs)
     loading.settle_pad_token(model, tokenizer)
     if change is not None:
@@ -133,18 +133,18 @@ def _check_kind(name: str, model: Any) -> None:
         raise TypeError(f"{name} must be a name or a transformers model, not {kind}.")
 
 
-def _check_model(model: PreTrainedModel) -> None:
-    if model.config.is_encoder_decoder and model.get_output_embeddings() is not None:
+def _check_model(model: PreTrainedModel, args: BaseConfig) -> None:
+    kind, head = type(model).__name__, model.get_output_embeddings()
+    if head is None and not args.trains_reward_model:
+        raise TypeError(f"{kind} predicts no tokens: load the model with AutoModelForCausalLM.")
+    if head is not None and model.config.is_encoder_decoder:
         raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder. Only models that continue their prompt "
+            f"{kind} is an encoder-decoder. Only models that continue their prompt "
             "can be trained here, such as those of AutoModelForCausalLM."
         )
     # Eager attention softmaxes in float32, where the mask value of float64 becomes -inf.
     if model.dtype == torch.float64 and model.config._attn_implementation == "eager":
-        raise ValueError(
-            "A float64 model with attn_implementation='eager' gives NaN for padded rows; use "
-            "attn_implementation='sdpa'."
-        )
+        raise ValueError("float64 gives NaN for padded rows here: use attn_implementation='sdpa'.")
 
 
 def _resolve_tokenizer(

@@ -111,7 +111,9 @@ class OnlineTrainer(BaseTrainer):
         self.set_up()
         # Rewards ask environments once they have begun.
         if args.reward_dry_run and self.agents.environments is None:
-            row = next(iter(self.train_dataset))
+            row = next(iter(self.train_dataset), None)
+            if row is None:
+                raise ValueError("train_dataset has no rows.")
             if args.remove_unused_columns:
                 row = {name: row[name] for name in COLUMNS if name in row}
             self.rewards.dry_run(row, self.state, args.group_size)
