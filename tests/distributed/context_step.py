@@ -1,4 +1,4 @@
-"""Updates on rows whose tokens two ranks divide: `context_step.py FOLDER ENGINE SHARES CELL...`."""
+"""Updates on rows whose tokens two ranks divide: `context_step.py FOLDER RANKS ENGINE:CELL...`."""
 
 import sys
 from functools import partial
@@ -52,17 +52,18 @@ def peak(folder: Path, rows: int, accumulation: int, **options: Any) -> dict[str
     return {"peak": tracker.peak}
 
 
-def main(folder: str, engine: str, data_ranks: str, *cells: str) -> None:
+def main(folder: str, ranks: str, *cases: str) -> None:
     found: dict[str, Any] = {}
-    ranks = int(data_ranks)
-    for cell in cells:
+    shares = int(ranks) // 2  # of the rows
+    for case in cases:
+        engine, cell = case.split(":")
         use(engine)
         divided = ParallelismConfig(sp_size=2)
         if engine == "fsdp2":
-            divided = ParallelismConfig(cp_size=2, dp_shard_size=ranks)
-        place, accumulation = Path(folder, cell), 2 // ranks
+            divided = ParallelismConfig(cp_size=2, dp_shard_size=shares)
+        place, accumulation = Path(folder, engine, cell), 2 // shares
         run = CELLS.get(cell, peak)
-        found[cell] = run(place, 2, accumulation, use_cpu=False, parallelism_config=divided)
+        found[case] = run(place, 2, accumulation, use_cpu=False, parallelism_config=divided)
     report(found)
     finish()
 
