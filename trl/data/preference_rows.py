@@ -172,10 +172,7 @@ class PreferenceLimits:
         return ", ".join(f"{name.replace('drops_over', 'max_length')}={x}" for name, x in given)
 
     def lengths(self, prompts: np.ndarray, answers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens that are kept of prompts (rows,) and of their answers (rows, K).
-
-        An answer of which nothing is kept leaves nothing to train on.
-        """
+        """Tokens that are kept of prompts (rows,) and of their answers (rows, K)."""
         if self.max_prompt_length is not None:
             prompts = np.minimum(prompts, self.max_prompt_length)
         if self.max_completion_length is not None:
@@ -201,10 +198,9 @@ class PreferenceLimits:
 
 
 class AnswerDataset:
-    """Prepared preferences, cut to length; tokens stay on disk until they are asked for.
+    """Prepared preferences, cut to length, without those with an answer of which nothing is left.
 
-    Examples of which not all answers are left something are left out; having no others is a
-    ValueError.
+    Tokens stay on disk until they are asked for. Having no row left is a ValueError.
     """
 
     def __init__(self, table: Dataset, limits: PreferenceLimits):

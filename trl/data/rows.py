@@ -89,13 +89,10 @@ def shown(document: Document, tokenizer: PreTrainedTokenizerBase, tokens: int = 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRows:
-    """A micro-batch of B items, and what it knows of the optimizer step that it is a part of.
-
-    `values` holds (B, ...) tensors.
-    """
+    """A micro-batch of B items, and what it knows of the optimizer step that it is a part of."""
 
     items: list[Any]
-    values: dict[str, Tensor]
+    values: dict[str, Tensor]  # (B, ...)
     mode: Mode = "train"
     totals: Tensor | None = None  # (k,) what the losses of the optimizer step are divided by
     num_micro_batches: int = 1  # micro-batches of the step on this rank

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..ops.masking import masked_mean, masked_sum, nan_mean, nan_std
 from ..types import RewardTable
 
-Gather = Callable[[Any], list[Any]]
+Gather = Callable[[Any], list[Any]]  # the argument of every rank in rank order, on every rank
 Value: TypeAlias = float | Tensor  # () tensors stay on their device until the log
 
 
@@ -28,10 +28,7 @@ class MetricStore:
         self._extremes: dict[str, tuple[str, Value]] = {}  # "min" or "max", and the value
 
     def mean(self, name: str, total: Value, weight: Value = 1.0) -> None:
-        """Add to a weighted mean: `total` is the weighted sum of the values added.
-
-        With (k,) tensors for both, the metric is the sum of k weighted means.
-        """
+        """Add a weighted sum to a weighted mean; with (k,) tensors, to a sum of k such means."""
         old_total, old_weight = self._means.get(name, (0.0, 0.0))
         self._means[name] = _sum(old_total, total), _sum(old_weight, weight)
 
@@ -58,10 +55,7 @@ class MetricStore:
         self._means, self._extremes = dict(state["means"]), dict(state["extremes"])
 
     def flush(self, gather: Gather) -> dict[str, float | None]:
-        """Combine over all ranks, forget everything, and return numbers; None: nothing measured.
-
-        `gather` returns the argument of every rank in rank order, on every rank.
-        """
+        """Combine over all ranks, forget everything, and return numbers; None: nothing measured."""
         means = {name: tuple(map(_number, pair)) for name, pair in self._means.items()}
         extremes = {name: (kind, _number(x)) for name, (kind, x) in self._extremes.items()}
         self.restore({"means": {}, "extremes": {}})
@@ -200,10 +194,7 @@ def record_sampling(
 
 
 def record_ratio(store: MetricStore, ratio: Tensor, beyond: Tensor, mask: Tensor) -> None:
-    """Record the ratio of the probabilities of trainer and engine, before it is bounded.
-
-    It is (B, C) or (B, 1); `beyond` marks where it is outside the bounds.
-    """
+    """Record the ratio (B, C) or (B, 1) of trainer to engine, of which some is `beyond` bounds."""
     name = "sampling/importance_sampling_ratio"
     _mean_and_largest(store, name, ratio, mask)
     store.minimum(f"{name}/min", -_largest(-ratio, mask))

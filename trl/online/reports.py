@@ -75,10 +75,7 @@ def _plain(value: float) -> float | None:
 
 
 class Reports:
-    """Collects the metrics of each mode, and appends completions to files below `folder`.
-
-    Rank 0 writes those of all ranks to `completions/<mode>.jsonl`.
-    """
+    """Collects the metrics of each mode; rank 0 appends to `folder/completions/<mode>.jsonl`."""
 
     def __init__(self, folder: str, ranks: Ranks, metrics: Mapping[Mode, MetricStore]):
         place = Path(folder, "completions")

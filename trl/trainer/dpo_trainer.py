@@ -9,15 +9,8 @@ from torch import Tensor
 
 from ..data.rows import AnswerRows
 from ..online.metrics import record_accuracy, record_entropy
+from ..ops import preference_losses as objectives
 from ..ops.masking import masked_sum
-from ..ops.preference_losses import (
-    PAIR_LOSSES,
-    RANKED,
-    PairOptions,
-    PairScores,
-    aot_partners,
-    shared_length_weights,
-)
 from ..ops.support import Collision, Support
 from ..types import TokenScores
 from .base.model_card import Method
@@ -48,7 +41,7 @@ class DPOTrainer(PreferenceTrainer):
     def before_step(self, batches: list[AnswerRows]) -> list[AnswerRows]:
         """Score the reference, and compare all pairs of the step where a loss ranks them."""
         batches = super().before_step(batches)
-        ranked = [name for name in self.args.losses if name in RANKED]
+        ranked = [name for name in self.args.losses if name in objectives.RANKED]
         return self._with_partners(batches, ranked) if ranked else batches
 
     def _with_partners(self, batches: list[AnswerRows], names: list[str]) -> list[AnswerRows]:
@@ -59,7 +52,7 @@ class DPOTrainer(PreferenceTrainer):
         ranks = self.ranks.gather_objects(torch.stack([policy, reference], 1)[counts].cpu())
         first = sum(map(len, ranks[: self.ranks.rank]))
         for name in names:
-            found = aot_partners(name, *torch.cat(ranks).unbind(1)).to(policy.device)
+            found = objectives.aot_partners(name, *torch.cat(ranks).unbind(1)).to(policy.device)
             partners = torch.zeros_like(policy)
             partners[counts] = found[first : first + len(ranks[self.ranks.rank])]
             shares = partners.split(list(map(len, batches)))
@@ -73,7 +66,7 @@ class DPOTrainer(PreferenceTrainer):
         if self.args.ld_alpha is not None:
             lengths = rows.values["lengths"]
             sizes = lengths.flatten(), lengths.flip(1).flatten(), logps.shape[1]
-            logps = logps * shared_length_weights(*sizes, self.args.ld_alpha)
+            logps = logps * objectives.shared_length_weights(*sizes, self.args.ld_alpha)
         return rows.by_group(logps.sum(1))
 
     # --- Loss ---
@@ -93,11 +86,12 @@ class DPOTrainer(PreferenceTrainer):
         logps = self.answer_logps(scores, rows)
         ratios = logps - rows.values["ref_logps"]
         likelihood = losses.pop("sft", 0.0) * rows.by_group(scores.logps.sum(1))[:, 0]
-        names = [field.name for field in dataclasses.fields(PairOptions)]
-        options = PairOptions(**{name: getattr(self.args, name) for name in names})
+        names = [field.name for field in dataclasses.fields(objectives.PairOptions)]
+        options = objectives.PairOptions(**{name: getattr(self.args, name) for name in names})
         total = torch.zeros_like(ratios[:, 0])
         for name, weight in losses.items():
-            total = total + weight * PAIR_LOSSES[name](_pairs(ratios, rows, name), options)
+            loss = objectives.PAIR_LOSSES[name]
+            total = total + weight * loss(_pairs(ratios, rows, name), options)
         if self.args.use_weighting:
             # How likely answers are next to tokens drawn from the policy (WPO, 2406.11827).
             known = scores.logps.detach() - torch.as_tensor(scores.log_mass)
@@ -119,8 +113,8 @@ class DPOTrainer(PreferenceTrainer):
             record_accuracy(store, torch.as_tensor(scores.hits)[::2], mask[::2])
 
 
-def _pairs(ratios: Tensor, rows: AnswerRows, name: str) -> PairScores:
+def _pairs(ratios: Tensor, rows: AnswerRows, name: str) -> objectives.PairScores:
     """What a loss reads of pairs with log-ratios (B, 2)."""
     partners = rows.values.get(name)
     pairs = [ratios, rows.values["lengths"], *([] if partners is None else [partners])]
-    return PairScores(*(side for pair in pairs for side in pair.unbind(1)))
+    return objectives.PairScores(*(side for pair in pairs for side in pair.unbind(1)))

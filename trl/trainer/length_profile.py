@@ -19,10 +19,7 @@ from .sft_config import SFTConfig
 def profile_rows(
     dataset: Any, model: str, args: Any, limits: Sequence[int] = (), revision: str | None = None
 ) -> LengthProfile:
-    """Profile a dataset as the trainer of the options `args` would prepare it.
-
-    `limits` are judged besides common ones; the tokenizer is that of a revision of `model`.
-    """
+    """Profile a dataset as the trainer of `args` would prepare it; `limits` are judged as well."""
     tokenizer = load_tokenizer(model, revision, args.trust_remote_code)
     if not isinstance(args, OfflineConfig):
         encode = PromptEncoder(tokenizer, args.chat_template_kwargs)

@@ -120,10 +120,7 @@ class OwnForward(Reader):
 
 
 def better_answers(rows: AnswerRows) -> Tensor:
-    """Which answer is better than which: (B, K, K) bool, for groups that count.
-
-    The lower rank is better, and equal ones are not compared.
-    """
+    """Which answer is better, of lower rank, than which: (B, K, K) bool, for groups that count."""
     lengths, ranks = rows.values["lengths"], rows.values["ranks"]
     known = (lengths > 0) & rows.values["counts"][:, None]
     return (ranks[:, :, None] < ranks[:, None, :]) & known[:, :, None] & known[:, None, :]

@@ -54,10 +54,7 @@ class Place:
 
 
 class RankState:
-    """What the next step depends on and only this process knows, in a file for each process.
-
-    transformers saves the rest: weights, optimizer, schedule, random numbers.
-    """
+    """What the next step depends on and only this process knows; transformers saves the rest."""
 
     def __init__(self, ranks: Ranks):
         self._ranks = ranks
@@ -174,10 +171,7 @@ def saving_model(model: Any, each_node: bool) -> Iterator[None]:
 
 
 def seal(folder: Path, facts: dict[str, Any], whole: bool = True) -> None:
-    """Write the manifest, when everything else in `folder` is written, and flush all to the disk.
-
-    Unless `whole`, checksums of large files are of their ends and of samples between.
-    """
+    """Write the manifest, when all else is written, with checksums of `whole` files or samples."""
     found = (path for path in sorted(folder.rglob("*")) if path.name not in _FREE)
     files = {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}
     with ThreadPoolExecutor(4) as pool:

@@ -53,10 +53,7 @@ class Phases:
         return self.meter.phase(name)
 
     def adaptive(self, name: str, alone: bool = False) -> AdaptiveBatch:
-        """Add a phase whose rows can be cut.
-
-        It is not where a failed process would go back `alone`, while others wait for it.
-        """
+        """Add a phase whose rows can be cut, unless a process would go back `alone`."""
         self.batches[name] = AdaptiveBatch(name, disabled=alone or not self._args.recover_from_oom)
         return self.batches[name]
 

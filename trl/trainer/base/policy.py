@@ -55,10 +55,7 @@ def prepare_policy(
     peft_config: Any = None,
     change: Callable[[nn.Module, PreTrainedTokenizerBase], None] | None = None,
 ) -> Policy:
-    """Load what was given by name and apply the options that change the model.
-
-    `change` changes model and tokenizer before an adapter is added.
-    """
+    """Load what was given by name, and `change` it by options, before an adapter is added."""
     init_kwargs = args.init_options
     set_seed(args.seed)  # for what is drawn: weights of a new head, factors of a new adapter
     if isinstance(model, str):

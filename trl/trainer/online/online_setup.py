@@ -25,10 +25,7 @@ logger = logging.get_logger(__name__)
 def check_engine_context(
     args: OnlineConfig, context: int, longest: tuple[int, int] = (0, 0)
 ) -> None:
-    """Check that a vLLM engine that sees `context` tokens has room for one after any prompt.
-
-    `longest` are tokens and row of the longest prompt.
-    """
+    """Check that a vLLM engine has room for a token after the `longest` prompt (tokens, row)."""
     completion, (length, row) = args.max_completion_length, longest
     if context <= completion:
         raise ValueError(

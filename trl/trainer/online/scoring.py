@@ -98,10 +98,7 @@ class Scoring:
         return mode == "eval" or self.args.batch_plan.is_on_policy
 
     def scores_policy(self, mode: Mode) -> bool:
-        """Whether log-probabilities under the policy that generated must be known beforehand.
-
-        Off-policy ratios and a KL penalty in the reward need them, and values come with them.
-        """
+        """Whether log-probabilities under the policy that generated must be known beforehand."""
         needs_values = self.values(self.policy.model) is not None
         return not self.is_on_policy(mode) or self.args.penalizes_rewards or needs_values
 
