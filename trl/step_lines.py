@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ class StepLines:
         if not self.path.exists():
             return
         with self.path.open(encoding="utf-8") as file:
-            # Iteration splits where splitlines would not: at \n alone.
-            yield from (record for line in file if (record := _parse(line)) is not None)
+            for line in file:  # splitlines would split at more than \n
+                with suppress(ValueError):
+                    if line.endswith("\n"):
+                        yield json.loads(line)
 
     def keep_until(self, step: int) -> None:
         """Drop what a run that went further than `step` wrote, and lines that a crash cut off."""
@@ -40,10 +43,3 @@ class StepLines:
         kept.path.write_text("")
         kept.add(record for record in self.read() if record["step"] <= step)
         kept.path.replace(self.path)
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        return json.loads(line) if line.endswith("\n") else None
-    except ValueError:
-        return None

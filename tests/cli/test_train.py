@@ -12,8 +12,8 @@ from trl import rewards
 from trl.cli.arguments import OnlineScriptArguments, ScriptArguments
 from trl.cli.exit import MAIN_RANK_FIRST
 from trl.cli.train import (
+    KNOWN_REWARDS,
     find_reward,
-    known_rewards,
     load_data,
     reward_functions,
     run_training,
@@ -260,7 +260,7 @@ def test_soft_overlong_punishment_has_the_lengths_of_the_paper():
 
 
 def test_known_names_are_callable():
-    assert all(callable(function) for function in known_rewards().values())
+    assert all(callable(function) for function in KNOWN_REWARDS.values())
 
 
 @pytest.mark.parametrize("name", ["my_rewards_lookup.size", "my_rewards_lookup.py:size"])

@@ -151,36 +151,33 @@ def _offline(title: str, summary: str, common: tuple[str, ...], example: str) ->
     )
 
 
-_OFFLINE = (
-    _offline(
-        "SFT",
-        "train on texts, conversations or completions",
-        ("packing", "assistant_only_loss"),
-        "Qwen/Qwen3-0.6B-Base --dataset_name trl-lib/Capybara \\\n    --packing",
-    ),
-    _offline(
-        "DPO",
-        "train on pairs of a chosen and a rejected answer",
-        ("beta", "loss_type", "max_prompt_length", "precompute_ref_log_probs"),
-        "Qwen/Qwen3-0.6B --dataset_name trl-lib/ultrafeedback_binarized \\\n   ",
-    ),
-    _offline(
-        "KTO",
-        "train on answers that are desirable or not",
-        ("beta", "loss_type"),
-        "Qwen/Qwen3-0.6B --dataset_name trl-lib/kto-mix-14k \\\n   ",
-    ),
-    _offline(
-        "Reward",
-        "train a model that scores answers, on preferences",
-        ("center_rewards_coefficient",),
-        "Qwen/Qwen3-0.6B --dataset_name trl-lib/ultrafeedback_binarized \\\n   ",
-    ),
-)
 TRAINING: dict[str, TrainingCommand] = {
     command.name: command
     for command in (
-        *_OFFLINE,
+        _offline(
+            "SFT",
+            "train on texts, conversations or completions",
+            ("packing", "assistant_only_loss"),
+            "Qwen/Qwen3-0.6B-Base --dataset_name trl-lib/Capybara \\\n    --packing",
+        ),
+        _offline(
+            "DPO",
+            "train on pairs of a chosen and a rejected answer",
+            ("beta", "loss_type", "max_prompt_length", "precompute_ref_log_probs"),
+            "Qwen/Qwen3-0.6B --dataset_name trl-lib/ultrafeedback_binarized \\\n   ",
+        ),
+        _offline(
+            "KTO",
+            "train on answers that are desirable or not",
+            ("beta", "loss_type"),
+            "Qwen/Qwen3-0.6B --dataset_name trl-lib/kto-mix-14k \\\n   ",
+        ),
+        _offline(
+            "Reward",
+            "train a model that scores answers, on preferences",
+            ("center_rewards_coefficient",),
+            "Qwen/Qwen3-0.6B --dataset_name trl-lib/ultrafeedback_binarized \\\n   ",
+        ),
         _online("rloo", "RLOO", ("num_generations", "beta")),
         _online("grpo", "GRPO", ("num_generations", "beta", "loss_type", "scale_rewards")),
         _online("online-dpo", "Online DPO", ("beta", "loss_type", "missing_eos_penalty")),

@@ -125,17 +125,13 @@ def take_split(dataset: Any, split: str, option: str) -> Any:
     return dataset[split]
 
 
-OVERLONG = {"max_completion_len": 1280, "soft_punish_cache": 256}
-
-
-def known_rewards() -> dict[str, Callable[..., Any]]:
-    """Reward functions that can be named without their module."""
-    return {
-        "accuracy_reward": rewards.accuracy_reward,
-        "reasoning_accuracy_reward": rewards.reasoning_accuracy_reward,
-        "think_format_reward": rewards.think_format_reward,
-        "get_soft_overlong_punishment": rewards.get_soft_overlong_punishment(**OVERLONG),
-    }
+# Reward functions that can be named without their module.
+KNOWN_REWARDS: dict[str, Callable[..., Any]] = {
+    "accuracy_reward": rewards.accuracy_reward,
+    "reasoning_accuracy_reward": rewards.reasoning_accuracy_reward,
+    "think_format_reward": rewards.think_format_reward,
+    "get_soft_overlong_punishment": rewards.get_soft_overlong_punishment(1280, 256),
+}
 
 
 def find_reward(name: str) -> Callable[..., Any]:
@@ -144,13 +140,13 @@ def find_reward(name: str) -> Callable[..., Any]:
     The current folder is searched first. A ValueError names the closest function if there is none,
     and the place where a module fails.
     """
-    known = known_rewards()
-    if name in known:
-        return known[name]
+    if name in KNOWN_REWARDS:
+        return KNOWN_REWARDS[name]
     is_file = ".py:" in name
     place, _, attribute = name.rpartition(":" if is_file else ".")
     if not place:
-        hint = did_you_mean(name, known, otherwise=f" Known names: {', '.join(known)}.")
+        names = f" Known names: {', '.join(KNOWN_REWARDS)}."
+        hint = did_you_mean(name, KNOWN_REWARDS, otherwise=names)
         raise ValueError(f"--reward_funcs {name}: no such reward function.{hint}")
     if is_file and not Path(place).is_file():
         raise ValueError(f"--reward_funcs {place}: there is no such file.")

@@ -19,15 +19,10 @@ def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
 
 @dataclass(frozen=True)
 class SoftOverlongPunishment:
-    """0 for short completions; falls over the last tokens of the limit (DAPO, arXiv 2503.14476).
+    """0 for short completions; falls over the last tokens of the limit (DAPO, arXiv 2503.14476)."""
 
-    Args:
-        max_completion_len (`int`): tokens at which the penalty reaches -1.
-        soft_punish_cache (`int`): tokens over which it falls.
-    """
-
-    max_completion_len: int
-    soft_punish_cache: int
+    max_completion_len: int  # tokens at which the penalty reaches -1
+    soft_punish_cache: int  # tokens over which it falls
     __name__ = "soft_overlong_punishment_reward"
 
     def __call__(self, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -39,19 +34,13 @@ class SoftOverlongPunishment:
 
 @dataclass(frozen=True)
 class CosineScaledReward:
-    """Correctness, scaled along a half cosine of the length (arXiv 2502.03373).
+    """Correctness, scaled along a half cosine of the length (arXiv 2502.03373)."""
 
-    Args:
-        max_len (`int`): tokens at which the scale ends.
-        min_value_wrong, max_value_wrong (`float`): reward of the shortest and longest wrong answer.
-        min_value_correct, max_value_correct (`float`): of the longest and shortest correct one.
-    """
-
-    max_len: int
-    min_value_wrong: float = -1.0
-    max_value_wrong: float = -0.5
-    min_value_correct: float = 0.5
-    max_value_correct: float = 1.0
+    max_len: int  # tokens at which the scale ends
+    min_value_wrong: float = -1.0  # of the shortest wrong answer
+    max_value_wrong: float = -0.5  # of the longest one
+    min_value_correct: float = 0.5  # of the longest correct answer
+    max_value_correct: float = 1.0  # of the shortest one
     __name__ = "cosine_scaled_reward"
 
     def __call__(
@@ -81,15 +70,10 @@ class CosineScaledReward:
 
 @dataclass(frozen=True)
 class RepetitionPenalty:
-    """0 without repeated n-grams, `max_penalty` where all are the same (arXiv 2502.03373).
+    """0 without repeated n-grams, `max_penalty` where all are the same (arXiv 2502.03373)."""
 
-    Args:
-        ngram_size (`int`): tokens of an n-gram.
-        max_penalty (`float`): 0 or negative; a ValueError otherwise.
-    """
-
-    ngram_size: int = 3
-    max_penalty: float = -1.0
+    ngram_size: int = 3  # in tokens
+    max_penalty: float = -1.0  # 0 or negative; a ValueError otherwise
     __name__ = "repetition_penalty_reward"
 
     def __post_init__(self) -> None:
