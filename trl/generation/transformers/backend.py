@@ -129,19 +129,15 @@ class TransformersBackend(GenerationBackend):
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
         """Complete every row; see `GenerationBackend`."""
         sampling = seeded(sampling, len(prompts))
-        with self.policy() as model, self._with_others(model):
-            complete = partial(self._complete, model)
-            run = partial(_of_rows, complete, prompts, sampling)
-            found = Generations.concatenate(self.attempt(len(prompts), run))
+        with self.policy() as model:
+            run = partial(_of_rows, partial(self._complete, model), prompts, sampling)
+            synced, decoder = self._synced, causal_model(model).base_model
+            with synced.over(decoder) if synced else self.ranks.fail_together("generation"):
+                found = Generations.concatenate(self.attempt(len(prompts), run))
         if not self.ranks.all(found.sampling_logps is not None):
             # What is computed from them is computed on all ranks or on none.
             found = replace(found, sampling_logps=None)
         return found
-
-    def _with_others(self, model: Any) -> AbstractContextManager[None]:
-        if self._synced is None:
-            return self.ranks.fail_together("generation")
-        return self._synced.over(causal_model(model).base_model)
 
     def _complete(self, model: Any, prompts: Prompts, sampling: Sampling) -> Generations:
         rest = dict(sampling.extra)

@@ -29,6 +29,7 @@ from ...models.scorer import TokenReader, read_plain_rows
 from ...models.unwrap import autocast_to, causal_model, current_autocast, evaluating
 from ...models.weights import working_precision
 from ...ops.linear_logprobs import default_chunk
+from ...ops.masking import pad_ragged
 from ...progress import finish
 from ...types import Prompts, Rows, Sampling
 from .sampler import NonFiniteLogitsError, pick, uniforms, warpers
@@ -330,31 +331,24 @@ def decoding_comparison(
 ) -> Comparison:
     """Compare log-probabilities of what two rows of the longest prompt write with plain rows."""
     causal = causal_model(model)
+    device = next(causal.parameters()).device
     longest = max(prompts.token_ids, key=len)
     ends = len(longest) + sampling.max_tokens
     for window in windows(causal):
         if len(longest) <= window < ends:  # completions will outgrow it, so the check has to
             longest = (longest * (window // len(longest) + 1))[: window + 1]
-    return Comparison(
-        "log-probabilities of decoding",
-        length=len(longest),
-        longest=max(ends, len(longest)),
-        autocast=partial(current_autocast, next(causal.parameters()).device),
-        compute=lambda autocast: _results(causal, longest, sampling, pad_id, autocast),
-    )
-
-
-def _results(
-    causal: Any, prompt: list[int], sampling: Sampling, pad_id: int, autocast: torch.dtype | None
-) -> Results:
-    head = HeadFinder(1.0).find(causal)
-    assert head is not None
     few = sampling.replace(max_tokens=min(CHECKED_TOKENS, sampling.max_tokens), temperature=1.0)
-    with evaluating(causal), autocast_to(next(causal.parameters()).device, autocast):
-        # Different streams, so that the rows part.
-        ids, logps = SharedDecoder(causal, head, few)([prompt] * 2, (0, 1))
-    rows = Rows.of([(prompt, written) for written in ids])
-    plain = read_plain_rows(causal, TokenReader(head), rows, pad_id, autocast)
-    found: list[Tensor] = [torch.tensor(row, dtype=plain.dtype) for row in logps]
-    packed = nn.utils.rnn.pad_sequence(found, batch_first=True).to(plain.device)
-    return packed, plain, coarsest(working_precision(causal), autocast)
+
+    def compute(autocast: torch.dtype | None) -> Results:
+        head = HeadFinder(1.0).find(causal)
+        assert head is not None
+        with evaluating(causal), autocast_to(device, autocast):
+            # Different streams, so that the rows part.
+            ids, logps = SharedDecoder(causal, head, few)([longest] * 2, (0, 1))
+        rows = Rows.of([(longest, written) for written in ids])
+        plain = read_plain_rows(causal, TokenReader(head), rows, pad_id, autocast)
+        packed = pad_ragged(logps, 0.0, dtype=plain.dtype).to(plain.device)
+        return packed, plain, coarsest(working_precision(causal), autocast)
+
+    what, most = "log-probabilities of decoding", max(ends, len(longest))
+    return Comparison(what, len(longest), most, partial(current_autocast, device), compute)
