@@ -17,9 +17,9 @@ from trl.memory.settings import RunSettings, Sharding
 
 SCRIPT = Path(__file__).with_name("context_step.py")
 LEFT_OUT = ("time", "runtime", "per_second", "epoch", "train_loss", "flos")
-# What two ranks, or two pairs of them, make of rows: by FSDP2 with cp_size, DeepSpeed with sp_size.
+# What two ranks, or two pairs of them, make of rows: by FSDP2 with cp_size, others with sp_size.
 CASES: dict[int, list[str]] = {
-    2: [*(f"fsdp2:{cell}" for cell in (*CELLS, "peak")), "zero2:dpo"],
+    2: [*(f"fsdp2:{cell}" for cell in (*CELLS, "peak")), "zero2:dpo", "ddp:kto"],
     4: ["fsdp2:sft, packs", "zero3:sft, packs"],
 }
 pytestmark = pytest.mark.distributed

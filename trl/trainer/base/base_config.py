@@ -175,7 +175,7 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
 
     @property
     def ranks_per_row(self) -> int:
-        """Ranks that divide the tokens of each row: `cp_size`, or `sp_size` under DeepSpeed."""
+        """Ranks that divide the tokens of each row: `cp_size`, or `sp_size` without FSDP2."""
         known = self.parallelism_config or ParallelismConfig()  # which reads the environment
         return int(max(known.cp_size, known.sp_size))
 
