@@ -39,9 +39,7 @@ class GRPOConfig(OnlineConfig):
     # --- Loss ---
     loss_type: str = option("dapo", "Objective and its denominator.", choices=LOSS_TYPES)
     importance_sampling_level: str = option(
-        "token",
-        "One probability ratio for each token, or one for each completion.",
-        choices=("token", "sequence"),
+        "token", "A ratio for each token, or for each completion.", choices=("token", "sequence")
     )
     delta: float | None = option(None, "Upper bound of the unclipped ratio.", gt=0)
     use_bias_correction_kl: bool = option(True, "Multiply the KL penalty by the probability ratio.")

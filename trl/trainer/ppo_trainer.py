@@ -8,16 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models import value_model as value_models
 from ..models.loading import disable_dropout_in_model, load_policy
 from ..models.scorer import Reader
-from ..models.value_model import (
-    add_value_model,
-    load_values,
-    save_values,
-    split_state,
-    value_reader,
-    without_values,
-)
 from ..online.metrics import record_clipping
 from ..ops.advantages import clipped_value_loss, generalized_advantages, token_rewards, whitened
 from ..ops.kl import k1, k3
@@ -75,7 +68,7 @@ class PPOTrainer(OnlineTrainer):
             given = load(given, args.init_options, args.trust_remote_code)
         if isinstance(given, nn.Module) and args.disable_dropout:
             disable_dropout_in_model(given)
-        add_value_model(self.model, given, args.device)
+        value_models.add_value_model(self.model, given, args.device)
         self._moved: list[Tensor] = []  # squared log-ratios of an update, and how many
         self.phases.on_forget(self._moved.clear)
         self._episodes = 0  # completions of all ranks so far
@@ -84,7 +77,7 @@ class PPOTrainer(OnlineTrainer):
 
     def value_reader(self, model: nn.Module) -> Reader:
         """The value model."""
-        return value_reader(model)
+        return value_models.value_reader(model)
 
     @property
     def needs_entropy(self) -> bool:
@@ -186,15 +179,16 @@ class PPOTrainer(OnlineTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         bare = self.accelerator.unwrap_model(self.model)
-        policy, values = split_state(bare.state_dict() if state_dict is None else state_dict)
+        found = bare.state_dict() if state_dict is None else state_dict
+        policy, values = value_models.split_state(found)
         super()._save(output_dir, policy)
         if values and self.args.should_save:
-            save_values(bare, values, output_dir or self.args.output_dir)
+            value_models.save_values(bare, values, output_dir or self.args.output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.is_fsdp_enabled:  # its files hold all weights
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        with without_values(self.model):
+        with value_models.without_values(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        load_values(self.model, resume_from_checkpoint)
+        value_models.load_values(self.model, resume_from_checkpoint)

@@ -74,10 +74,7 @@ class ReferenceOptions:
     """The reference policy, and whether it moves."""
 
     beta: float = option(
-        0.0,
-        "Coefficient of the KL penalty; 0 needs no reference policy.",
-        ge=0,
-        hint="0: no KL penalty",
+        0.0, "Weight of the KL penalty; 0: no reference policy.", ge=0, hint="0: no KL penalty"
     )
     sync_ref_model: bool = option(False, "Move the reference policy towards the policy.")
     ref_model_mixup_alpha: float = option(0.6, "Share of the policy in each update.", ge=0, le=1)

@@ -17,15 +17,8 @@ from transformers.utils import logging
 from ...distributed import Ranks, fsdp_version
 from ...imports import beyond_tested
 from ...models import loading
+from ...models import reference as references
 from ...models.lm_head import cast_head_to_float32
-from ...models.reference import (
-    AdapterOff,
-    FrozenCopy,
-    ReferencePolicy,
-    frozen_pairs,
-    load_weights,
-    whole_weights,
-)
 from ...models.unwrap import is_peft_model
 from ...models.weights import is_quantized, keep_trainable
 from ...text import did_you_mean
@@ -257,11 +250,11 @@ class MovingReference(SyncRefModelCallback):
     weights at different places, so the copy of an adapter cannot follow there.
     """
 
-    def __init__(self, reference: ReferencePolicy, accelerator: Accelerator):
+    def __init__(self, reference: references.ReferencePolicy, accelerator: Accelerator):
         super().__init__(reference.model, accelerator)
         # The copy of an adapter is part of the policy, and so of its checkpoints.
-        self._copy = reference if isinstance(reference, FrozenCopy) else None
-        if isinstance(reference, AdapterOff) and reference.adapter is None:
+        self._copy = reference if isinstance(reference, references.FrozenCopy) else None
+        if isinstance(reference, references.AdapterOff) and reference.adapter is None:
             raise NotImplementedError(
                 "sync_ref_model=True: the reference is the base model, which has no weights of its "
                 "own that could move. Leave the option out, or pass a model that already has an "
@@ -276,13 +269,13 @@ class MovingReference(SyncRefModelCallback):
 
     def _pairs(self, policy: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         # Of adapters the factors are blended, not the changes of weights that they stand for.
-        return frozen_pairs(policy) if self._copy is None else super()._pairs(policy)
+        return references.frozen_pairs(policy) if self._copy is None else super()._pairs(policy)
 
     def write(self, folder: str | Path, writes: bool) -> None:
         """Write its weights to a checkpoint; every rank calls this, for all take part."""
         if self._copy is None:
             return
-        weights = dict(whole_weights(self._copy.model))  # which all ranks put together
+        weights = dict(references.whole_weights(self._copy.model))  # which all ranks put together
         if writes:
             torch.save(weights, Path(folder) / REFERENCE_FILE)
 
@@ -292,7 +285,7 @@ class MovingReference(SyncRefModelCallback):
         if self._copy is None:
             return
         if ranks.all(path.exists()):
-            load_weights(self._copy.model, load(path))
+            references.load_weights(self._copy.model, load(path))
         elif ranks.rank == 0:
             logger.warning(
                 f"{folder} has no {REFERENCE_FILE}: the reference starts from the policy."

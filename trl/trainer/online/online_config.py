@@ -79,9 +79,7 @@ class VLLMOptions:
         "colocate", "Run vLLM in this process or on a server.", choices=("colocate", "server")
     )
     vllm_model_impl: str = option("vllm", "Model implementation.", choices=("vllm", "transformers"))
-    vllm_enable_sleep_mode: bool = option(
-        False, "Free the memory of the vLLM engine outside generation."
-    )
+    vllm_enable_sleep_mode: bool = option(False, "Free the memory of vLLM outside generation.")
     vllm_structured_outputs_regex: str | None = option(None, "Regular expression of completions.")
     vllm_server_base_url: str | None = option(None, "Address of the vLLM server.")
     vllm_server_host: str = option("0.0.0.0", "Host of the vLLM server.")
@@ -89,20 +87,14 @@ class VLLMOptions:
     vllm_server_timeout: float = option(240.0, "Seconds to wait for the vLLM server.", gt=0)
     vllm_group_port: int = option(51216, "Without effect: weights need no port.")
     vllm_gpu_memory_utilization: float | None = option(
-        None,
-        "Share of the GPU memory for a colocated engine. None: what training leaves of it.",
-        gt=0,
-        le=1,
+        None, "Share of GPU memory for a colocated engine. None: what training leaves.", gt=0, le=1
     )
     vllm_max_model_length: int | None = option(
         None, "Context length of a colocated engine. None: from the model.", ge=1
     )
     vllm_tensor_parallel_size: int = option(1, "Ranks that share a colocated engine.", ge=1)
     vllm_probe_syncs: int = option(
-        50,
-        "Compare log-probabilities with vLLM at one of so many weight syncs; 0: never.",
-        ge=0,
-        hint="0: never",
+        50, "Compare log-probabilities at one of so many syncs; 0: never.", ge=0, hint="0: never"
     )
     vllm_sync_adapter_only: bool = option(
         False, "Send base weights to a colocated engine once, and then only the LoRA adapter."
@@ -124,9 +116,7 @@ class MismatchOptions:
     vllm_importance_sampling_clip_max: float | None = option(
         3.0, "Upper bound of that ratio.", gt=0, hint="None: no bound"
     )
-    vllm_importance_sampling_clip_min: float | None = option(
-        None, "Lower bound of that ratio.", ge=0
-    )
+    vllm_importance_sampling_clip_min: float | None = option(None, "Its lower bound.", ge=0)
     vllm_max_logp_gap: float | None = option(
         None,
         "Most nats by which a token's log-probability may differ from the engine's on average.",
@@ -134,9 +124,7 @@ class MismatchOptions:
         hint="None: no bound",
     )
     vllm_logp_gap_action: str = option(
-        "raise",
-        "What to do when vllm_max_logp_gap is exceeded: stop, or warn.",
-        choices=("warn", "raise"),
+        "raise", "Beyond vllm_max_logp_gap: stop, or warn.", choices=("warn", "raise")
     )
 
     @property
