@@ -333,6 +333,11 @@ def tiny_backbone():
     return tiny_model().model
 
 
+def frozen():
+    return tiny_model().requires_grad_(False)
+
+
+MODELS = (lora_model, tiny_model, tiny_backbone, frozen, encoder_decoder)
 TRAINERS = [
     # Names and kinds of arguments.
     ("RLOO", {"tokenizer": 1}, "RLOOTrainer has no argument 'tokenizer'. Did you mean processing_class?"),
@@ -342,6 +347,8 @@ TRAINERS = [
     ("RLOO", {"args": GRPOConfig}, "args must be an instance of RLOOConfig, not of GRPOConfig."),
     ("RLOO", {"model": 3}, "model must be a name or a transformers model, not int."),
     ("RLOO", {"model": nn.Linear(2, 2)}, "model must be a name or a transformers model, not Linear."),
+    ("SFT", {"model": frozen}, "Nothing in the model can be trained: all its weights are frozen, as if loaded for inference. Load adapters by PeftModel.from_pretrained(..., is_trainable=True)."),
+    ("SFT", {"formatting_func": lambda row: row["b"]}, "Row 0 of the dataset: KeyError('b')"),
     ("SFT", {"model": tiny_backbone}, "LlamaModel predicts no tokens: load the model with AutoModelForCausalLM."),
     ("SFT", {"model": encoder_decoder}, "T5ForConditionalGeneration is an encoder-decoder. Only models that continue their prompt can be trained here, such as those of AutoModelForCausalLM."),
     ("RLOO", {"model": "./absent"}, "model='./absent': there is no such folder."),

@@ -9,6 +9,7 @@ import pytest
 from bad_inputs import (
     FILES,
     LABELLED,
+    MODELS,
     OPTIONS,
     PAIRS,
     PROMPTS,
@@ -19,12 +20,10 @@ from bad_inputs import (
     WARNED_TRAINERS,
     WORDS,
     constant,
-    encoder_decoder,
     rows,
-    tiny_backbone,
 )
 from reward_runs import classifier
-from tiny import lora_model, tiny_model, tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer
 from workspace import write_inputs
 
 import trl
@@ -84,10 +83,7 @@ def trainer_of(name, changes, folder):
         "train_dataset": DATA.get(name, PROMPTS),
         "reward_funcs": None if name in DATA else constant,
     }
-    made = {
-        n: v() if v in (lora_model, tiny_model, tiny_backbone, encoder_decoder) else v
-        for n, v in changes.items()
-    }
+    made = {n: v() if v in MODELS else v for n, v in changes.items()}
     given |= {n: v(str(folder), **QUIET) if v is trl.GRPOConfig else v for n, v in made.items()}
     if isinstance(options := given.get("args", {}), dict):
         options = TINY | ({} if name in DATA else ONLINE) | options

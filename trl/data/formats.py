@@ -96,7 +96,6 @@ def apply_chat_template(
 
 
 def _render_answers(example: dict[str, Any], render: Callable[..., str]) -> dict[str, str]:
-    """Render the prompt, and each answer as what follows it."""
     prompt = render(example["prompt"], **_ending(example["prompt"]))
     answers = [name for name in ("completion", "chosen", "rejected") if name in example]
     whole = {name: render(example["prompt"] + example[name]) for name in answers}

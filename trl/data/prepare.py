@@ -92,7 +92,8 @@ def _encoded(examples: list[Example], index: list[int], encode: Encode) -> Encod
                 encode([example])
             except Exception as error:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
-                raise kind(f"Row {place} of the dataset: {error}") from error
+                words = error if isinstance(error, (TypeError, ValueError)) else repr(error)
+                raise kind(f"Row {place} of the dataset: {words}") from error
         raise
 
 

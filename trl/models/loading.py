@@ -169,11 +169,11 @@ def add_adapter(model: PreTrainedModel, peft_config: Any) -> nn.Module:
 
 
 def trainable(model: nn.Module) -> nn.Module:
-    """Return a model that came with an adapter, unless that was loaded for inference."""
+    """Return the model, unless all of it is frozen."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
-            "Nothing in the model can be trained: its adapter was loaded for inference. Load it "
-            "with PeftModel.from_pretrained(model, folder, is_trainable=True)."
+            "Nothing in the model can be trained: all its weights are frozen, as if loaded for "
+            "inference. Load adapters by PeftModel.from_pretrained(..., is_trainable=True)."
         )
     return model
 

@@ -74,7 +74,7 @@ def prepare_policy(
         model = _with_adapter(model, peft_config, args)
     if args.disable_dropout:
         loading.disable_dropout_in_model(model)
-    return Policy(model, tokenizer, brought_adapter)
+    return Policy(loading.trainable(model), tokenizer, brought_adapter)
 
 
 def _load(
@@ -107,7 +107,7 @@ def _load(
 
 
 def _with_adapter(model: nn.Module, peft_config: Any, args: BaseConfig) -> nn.Module:
-    model = loading.add_adapter(model, peft_config) if peft_config else loading.trainable(model)
+    model = loading.add_adapter(model, peft_config) if peft_config else model
     default = type(args).__dataclass_fields__["learning_rate"].default
     if args.learning_rate == default:
         logger.warning(
