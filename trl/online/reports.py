@@ -143,9 +143,8 @@ def tracker_rows(
     if not records:
         return [], []
     if unique_prompts:
-        records = list({as_text(record["prompt"]): record for record in records[::-1]}.values())[
-            ::-1
-        ]
+        first = {as_text(record["prompt"]): record for record in records[::-1]}
+        records = list(first.values())[::-1]
     names = [*records[0]["rewards"], *records[0]["extra"]]
     rows = []
     for record in records:

@@ -170,7 +170,7 @@ class _ProgressCallback(TrainerCallback):
         """Such as "generating 12/64"."""
         now = self._activity
         rows = f" {now.done}/{now.rows}" if now.done else f" {count(now.rows, 'row')}"
-        return _phase(now) + (rows if now.rows else "")
+        return DOING.get(now.name, now.name) + (rows if now.rows else "")
 
 
 class PlainProgressCallback(_ProgressCallback):
@@ -194,7 +194,7 @@ class PlainProgressCallback(_ProgressCallback):
 
     def _follow(self, activity: Activity) -> None:
         super()._follow(activity)
-        state, phase = self._state, _phase(activity)
+        state, phase = self._state, DOING.get(activity.name, activity.name)
         if state is None:
             return
         is_new = state.global_step == self._first and phase not in self._told
@@ -305,10 +305,6 @@ def close_progress(callbacks: Iterable[TrainerCallback]) -> None:
     for callback in callbacks:
         if isinstance(callback, _ProgressCallback):
             callback.close()
-
-
-def _phase(activity: Activity) -> str:
-    return DOING.get(activity.name, activity.name)
 
 
 def _shown(metrics: dict[str, Any], prefix: str = "") -> list[str]:
