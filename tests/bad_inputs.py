@@ -7,7 +7,7 @@ An answer names the option, column or row and, where there is one, the nearest l
 
 from accelerate import ParallelismConfig
 from datasets import Dataset, IterableDataset
-from peft import LoraConfig
+from peft import LoraConfig, PrefixTuningConfig
 from tiny import lora_model, tiny_model, tiny_tokenizer
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
@@ -347,6 +347,7 @@ TRAINERS = [
     ("RLOO", {"args": GRPOConfig}, "args must be an instance of RLOOConfig, not of GRPOConfig."),
     ("RLOO", {"model": 3}, "model must be a name or a transformers model, not int."),
     ("RLOO", {"model": nn.Linear(2, 2)}, "model must be a name or a transformers model, not Linear."),
+    ("SFT", {"peft_config": PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")}, "Prefix tuning needs gradient_checkpointing=False: its prefix is a cache."),
     ("SFT", {"model": frozen}, "Nothing in the model can be trained: all its weights are frozen, as if loaded for inference. Load adapters by PeftModel.from_pretrained(..., is_trainable=True)."),
     ("SFT", {"formatting_func": lambda row: row["b"]}, "Row 0 of the dataset: KeyError('b')"),
     ("SFT", {"model": tiny_backbone}, "LlamaModel predicts no tokens: load the model with AutoModelForCausalLM."),

@@ -44,7 +44,19 @@ def main(words: list[str] | None = None) -> None:
         values, others, rest = parser.read(words)
         parser.check([*rest, *(f"--{name}" for name in others)])
         own, script, training, model, mixture = build_options(parser, values, 1)
-        _show(own, profiled(own, script, training, model, mixture), training)
+        profile = profiled(own, script, training, model, mixture)
+        size = profile.enough(profile.largest_that_fits)
+        packs = isinstance(training, SFTConfig) and profile.parts["row"]["p50"] <= size / 2
+        name = "max_length" if isinstance(training, OfflineConfig) else "max_prompt_length"
+        line = f"--{name} {size}" + " --packing" * packs
+        if own.json:
+            print(json.dumps(vars(profile) | {"options": line}, indent=1))
+        else:
+            print(f"{described(profile)}\n\nOptions to paste: {line}")
+        if own.html:
+            Path(own.html).write_text(page(profile, line), encoding="utf-8")
+        if own.png:
+            draw(profile, own.png)
 
 
 def profiled(
@@ -65,21 +77,6 @@ def profiled(
     option = "tokens of a prompt" if plan.run.generates else "max_length"
     largest = next(limit.largest for limit in plan.limits() if limit.option == option)
     return replace(profile, limits=limits, largest_that_fits=largest)
-
-
-def _show(own: LengthsArguments, profile: LengthProfile, training: Any) -> None:
-    size = profile.enough(profile.largest_that_fits)
-    packs = isinstance(training, SFTConfig) and profile.parts["row"]["p50"] <= size / 2
-    name = "max_length" if isinstance(training, OfflineConfig) else "max_prompt_length"
-    line = f"--{name} {size}" + " --packing" * packs
-    if own.json:
-        print(json.dumps(vars(profile) | {"options": line}, indent=1))
-    else:
-        print(f"{described(profile)}\n\nOptions to paste: {line}")
-    if own.html:
-        Path(own.html).write_text(page(profile, line), encoding="utf-8")
-    if own.png:
-        draw(profile, own.png)
 
 
 def described(profile: LengthProfile) -> str:

@@ -108,8 +108,9 @@ def _load(
 
 def _with_adapter(model: nn.Module, peft_config: Any, args: BaseConfig) -> nn.Module:
     model = loading.add_adapter(model, peft_config) if peft_config else model
-    default = type(args).__dataclass_fields__["learning_rate"].default
-    if args.learning_rate == default:
+    if args.gradient_checkpointing and model.active_peft_config.peft_type == "PREFIX_TUNING":
+        raise ValueError("Prefix tuning needs gradient_checkpointing=False: its prefix is a cache.")
+    if args.learning_rate == type(args).__dataclass_fields__["learning_rate"].default:
         logger.warning(
             f"learning_rate={args.learning_rate:g} is the default for training all weights. "
             "Adapters usually learn with ten times as much or more."
@@ -211,10 +212,8 @@ def checked_args(model: Any, args: Any, config_class: type[BaseConfig], method: 
 def _check_places(name: str, is_wanted: bool, output: str | None) -> None:
     place = Path(name).expanduser()
     if is_wanted and name.startswith((".", "/", "~")) and not place.exists():
-        beside = [path.name for path in place.parent.glob("*/")]
-        raise FileNotFoundError(
-            f"model={name!r}: there is no such folder.{did_you_mean(place.name, beside)}"
-        )
+        hint = did_you_mean(place.name, [path.name for path in place.parent.glob("*/")])
+        raise FileNotFoundError(f"model={name!r}: there is no such folder.{hint}")
     if name and output and place.is_dir() and place.resolve() == Path(output).resolve():
         raise ValueError(
             f"output_dir={output!r} is the folder of the model, which would be replaced. Choose "
