@@ -29,13 +29,13 @@ FOLDERS = {
     "memory": (2000, 2000),
     "generation": (4500, 4500),
     "online": (1350, 1350),
-    "trainer": (6300, 7542),
+    "trainer": (6300, 7679),
     "trainer/base": (1700, 1994),
     "trainer/online": (2000, 2000),
     "cli, scripts": (2700, 2700),
     "rest": (1100, 1207),
 }
-ALL = (25_000, 27_043)
+ALL = (25_000, 27_186)
 LOADED = (75, 70)  # modules that `from trl import RLOOTrainer` may load
 
 

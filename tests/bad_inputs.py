@@ -442,7 +442,7 @@ TRAINERS = [
     ("SFT", {"train_dataset": rows(text="abcdef"), "args": {"max_length": 4, "long_rows": "error"}}, "More than max_length=4 tokens in 4 of 4 rows, among them 0, 1, 2. Raise max_length, or choose long_rows='cut', 'drop' or 'split'."),
     ("SFT", {"train_dataset": rows(prompt="abcdef", completion="g"), "args": {"max_length": 4}}, "None of the 4 rows has a token to train on with max_length=4. Raise max_length, or look at the masks of the dataset."),
     ("SFT", {"data_collator": list}, "data_collator cannot be used: rows are laid out by the trainer, without padding. To choose the tokens in the loss, give `input_ids` with `labels`."),
-    ("SFT", {"compute_metrics": print}, "compute_metrics cannot be used: logits are never held as a whole, and rows are not padded. Metrics are in the log; others can be added in `loss_of`."),
+    ("DPO", {"compute_metrics": print}, "compute_metrics cannot be used: logits are never held as a whole, and rows are not padded. Metrics are in the log; others can be added in `loss_of`."),
     ("DPO", {"train_dataset": rows(prompt="a", chosen="b")}, "The examples have the columns ['chosen', 'prompt']. Preferences are 'chosen' and 'rejected' (with 'prompt', or a common beginning); 'prompt',"),
     ("DPO", {"train_dataset": rows(text="a")}, "The examples have the columns ['text']. Preferences are 'chosen' and 'rejected' (with 'prompt', or a common beginning); 'prompt',"),
     ("DPO", {"train_dataset": rows(prompt="a", chosen=REPLY, rejected="b")}, "Row 0 of the dataset: Prompts and answers must all be strings, or all be messages."),

@@ -32,7 +32,8 @@ def config(folder, kind=SFTConfig, **changes):
 
 
 def make_trainer(folder, data=None, model=None, tokenizer=None, kind=SFTTrainer, **changes):
-    names = ("callbacks", "eval_dataset", "peft_config", "formatting_func", "optimizers")
+    names = ["callbacks", "eval_dataset", "peft_config", "formatting_func", "optimizers"]
+    names += ["compute_metrics", "preprocess_logits_for_metrics"]
     others = {name: changes.pop(name) for name in names if name in changes}
     return kind(
         tiny_model() if model is None else model,

@@ -8,9 +8,17 @@ from engines import ENGINES, finish, report, use
 from same_runs import outcome
 from sft_runs import PAIRS, make_trainer, pairs
 
+
+def mean_logit(prediction: Any) -> dict[str, float]:
+    """Of what predicts a token that is trained on."""
+    return {
+        "mean_logit": float(prediction.predictions[:, :-1][prediction.label_ids[:, 1:] >= 0].mean())
+    }
+
+
 # Seven rows: in the last round one rank has fewer, or none.
 CELLS: dict[str, dict[str, Any]] = {
-    "rows": {},
+    "rows": {"compute_metrics": mean_logit},
     "packs": {"packing": True, "max_length": 40},
     "stream": {"stream": True},
 }

@@ -12,7 +12,7 @@ from same_runs import check_same
 from sft_step import CELLS, run
 
 SCRIPT = Path(__file__).with_name("sft_step.py")
-SAME = ("loss", "entropy", "num_tokens", "learning_rate")
+SAME = ("loss", "entropy", "num_tokens", "learning_rate", "mean_logit")
 pytestmark = pytest.mark.distributed
 
 

@@ -411,7 +411,6 @@ def with_argument(name):
     [
         (with_argument("data_collator"), ValueError, "data_collator cannot be used: rows are"),
         (with_argument("compute_loss_func"), ValueError, "override `loss_of`. Leave it out."),
-        (with_argument("compute_metrics"), ValueError, "compute_metrics cannot be used: logits"),
         (with_argument("preprocess_logits_for_metrics"), ValueError, "preprocess_logits_for_"),
         (one(data=[{"text": "a"}]), TypeError, "train_dataset must be a datasets.Dataset or"),
         (

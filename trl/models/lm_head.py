@@ -61,6 +61,16 @@ class OutputHead:
     def _kind(self) -> type:
         return original_class(type(self._inner))
 
+    def where_whole(self, read: Callable[[Tensor, Run], Any], hidden: Tensor) -> Any:
+        """Call `read` with hidden states, and what projects them, where the weight is whole.
+
+        A weight in shards is so inside of a call of the module, which is made once.
+        """
+        if not self.sharded:
+            return read(hidden, self.module)
+        inner, whole = self._inner, self._inner.forward
+        return called_inside(inner, lambda x: read(x, whole), lambda: self.module(hidden))
+
     def logits(
         self, hidden: Tensor, autocast: torch.dtype | None, project: Run | None = None
     ) -> Tensor:
@@ -94,10 +104,8 @@ class OutputHead:
             return *token_scores(logits, ids, with_entropy=with_entropy), mass
         step = max(1, (self.chunk or default_chunk(hidden.device)) // self.vocabulary)
         inner = self._inner
-        # The weight is whole inside of a call, which the wrapper makes once for all tokens.
-        project = inner.forward if self.sharded else self.module
 
-        def read(hidden: Tensor) -> tuple[Tensor | None, ...]:
+        def read(hidden: Tensor, project: Run) -> tuple[Tensor | None, ...]:
             run = partial(self.logits, autocast=autocast, project=project)
             mass = None if support is None else _log_mass(support, run, hidden, ids, step)
             if self.is_plain:
@@ -111,9 +119,7 @@ class OutputHead:
                 found = chunked_log_probs(run, hidden, ids, step, with_entropy)
             return *found, mass
 
-        if not self.sharded:
-            return read(hidden)
-        return called_inside(inner, read, lambda: self.module(hidden))
+        return self.where_whole(read, hidden)
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from ..ops.masking import masked_sum
 from ..types import Mode, TokenScores
 from .base.model_card import Method
 from .offline.batches import ItemStream
+from .offline.logit_metrics import LogitMetrics
 from .offline.offline_trainer import OfflineTrainer
 from .sft_config import SFTConfig
 
@@ -34,8 +35,9 @@ class SFTTrainer(OfflineTrainer):
     gradient. Rows lie behind each other without padding and never see each other.
 
     Datasets have `text`, `messages`, `conversations`, `prompt` with `completion`, or `input_ids`;
-    a `formatting_func` makes a text of an example. The other arguments are those of
-    `OfflineTrainer`.
+    a `formatting_func` makes a text of an example. `compute_metrics` and
+    `preprocess_logits_for_metrics` are called as `LogitMetrics` says. The other arguments are those
+    of `OfflineTrainer`.
     """
 
     config_class = SFTConfig
@@ -51,21 +53,24 @@ class SFTTrainer(OfflineTrainer):
         eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         compute_loss_func: None = None,
-        compute_metrics: None = None,
+        compute_metrics: Callable[..., Any] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
         quantization_config: Any = None,
         peft_config: Any = None,
         formatting_func: Callable[[dict[str, Any]], str] | None = None,
     ):
         self._formatting_func = formatting_func
+        functions = compute_metrics, preprocess_logits_for_metrics
+        metrics = None if functions == (None, None) else LogitMetrics(args, *functions)
         super().__init__(
             *(model, args, data_collator, train_dataset, eval_dataset, processing_class),
-            *(compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs),
-            *(preprocess_logits_for_metrics, quantization_config, peft_config),
+            *(None, callbacks, optimizers, optimizer_cls_and_kwargs),
+            *(None, quantization_config, peft_config),
             compute_loss_func=compute_loss_func,
+            logit_metrics=metrics,
         )
 
     def prepare_dataset(

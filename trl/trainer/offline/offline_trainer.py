@@ -25,6 +25,7 @@ from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import Policy, check_dataset, checked_args, prepare_policy
 from .batches import ItemStream, Predictions, StreamBatches
+from .logit_metrics import LogitMetrics
 from .offline_config import NO_LOGITS, UNSUPPORTED, OfflineConfig, set_template
 
 
@@ -38,7 +39,8 @@ class OfflineTrainer(BaseTrainer):
     Arguments are those of `transformers.Trainer`; `eval_dataset` may be a dictionary of datasets,
     the tokenizer is by default that of the model, and `data_collator`, `compute_metrics`,
     `preprocess_logits_for_metrics` and `compute_loss_func` are refused. A model that is given by
-    name is quantized by `quantization_config`; with `peft_config` an adapter is trained.
+    name is quantized by `quantization_config`; with `peft_config` an adapter is trained. A subclass
+    that takes functions of logits gives `logit_metrics`.
     """
 
     config_class: ClassVar[type[OfflineConfig]]
@@ -64,7 +66,9 @@ class OfflineTrainer(BaseTrainer):
         peft_config: Any = None,
         *,
         compute_loss_func: Any = None,
+        logit_metrics: LogitMetrics | None = None,
     ):
+        self._logit_metrics = logit_metrics
         refused = {"data_collator": data_collator, "compute_loss_func": compute_loss_func}
         refused |= {"compute_metrics": compute_metrics}
         refused |= {"preprocess_logits_for_metrics": preprocess_logits_for_metrics}
@@ -148,7 +152,11 @@ class OfflineTrainer(BaseTrainer):
 
     def score(self, model: nn.Module, rows: Any) -> Any:
         """Compute what the loss of the rows of a micro-batch depends on, with gradient."""
-        scores = self.scorer(model, rows.flat, self.logs_next(rows.mode), self.support(rows))
+        reader = None
+        if rows.mode == "eval" and self._logit_metrics is not None:
+            reader = self._logit_metrics.reader(self.scorer.heads.find(model), rows)
+        options = self.logs_next(rows.mode), self.support(rows), reader
+        scores = self.scorer(model, rows.flat, *options)
         self.guard.watch("log-probability", scores.logps, rows.flat)
         return scores
 
@@ -258,6 +266,14 @@ class OfflineTrainer(BaseTrainer):
         device = self.args.device
         rows = inputs.of_step(self.weigh(inputs).to(device), 1, mode).to(device)
         return self.before_step([rows])[0]
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Evaluate; metrics of `compute_metrics` are added to the others."""
+        output = super().evaluation_loop(*args, **options)
+        if self._logit_metrics is not None:
+            found, prefix = self._logit_metrics.result(self.ranks), options["metric_key_prefix"]
+            output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
+        return output
 
     def predict(self, test_dataset: Any, *args: Any, **options: Any) -> Any:
         """Evaluate another dataset; `predictions` are values (rows, K) of its answers.
