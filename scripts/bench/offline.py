@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from meter import ROOT, CpuBytes, preload
 from tables import markdown
 
 PAGE = ROOT / "docs" / "benchmarks" / "offline.md"
-VOCABULARY = 151_936
+VOCABULARY, FEW_ENTRIES = 151_936, 8192
 PIECE = "max_tokens_per_piece"
 # name: length, kind, options, megabytes of 0.22.2 and 1.16.0 (its GPU path), the goal
 CASES: dict[str, tuple[int, str, dict[str, Any], str, str, int | None]] = {
@@ -35,6 +36,27 @@ CASES: dict[str, tuple[int, str, dict[str, Any], str, str, int | None]] = {
     "1,024 tokens, pieces of 4,096": (*(1024, "fixed"), {PIECE: 4096}, "14,940", "591", None),
     "1,024 tokens, in one piece": (*(1024, "fixed"), {PIECE: 0}, "14,940", "591", None),
 }
+# What options of memory change, by the names that users know.
+FEATURES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "default": (1024, "lognormal", {}),
+    "truncation: `max_length=512`": (512, "lognormal", {}),
+    "`padding_free=True`": (1024, "lognormal", {"padding_free": True}),
+    "packing: `packing=True`": (1024, "pack", {"packing": True}),
+    "Liger loss: `use_liger_loss=True`": (1024, "lognormal", {"use_liger_loss": True}),
+    "all logits at once: `logits_chunk_size=0`": (1024, "lognormal", {"logits_chunk_size": 0}),
+    "no pieces: `max_tokens_per_piece=0`": (1024, "lognormal", {PIECE: 0}),
+    "no checkpointing: `gradient_checkpointing=False`": (
+        *(1024, "lognormal"),
+        {"gradient_checkpointing": False},
+    ),
+    'selective checkpointing: `gradient_checkpointing_kwargs={"selective": True}`': (
+        *(1024, "lognormal"),
+        {"gradient_checkpointing_kwargs": {"selective": True}},
+    ),
+}
+TINY = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+DEEP = TINY | {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 12}
 
 
 def lengths(length: int, kind: str, count: int = 8) -> list[int]:
@@ -63,16 +85,15 @@ def measure(name: str) -> dict[str, float]:
     from tests.tiny import tiny_tokenizer
     from trl import SFTConfig, SFTTrainer
 
-    length, kind, options, *_ = CASES[name]
+    length, kind, options, *_ = (CASES | FEATURES)[name]
+    vocabulary, shape = (VOCABULARY, TINY) if name in CASES else (FEW_ENTRIES, DEEP)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    model = Qwen3ForCausalLM(
-        Qwen3Config(vocab_size=VOCABULARY, **shape, **heads, tie_word_embeddings=True)
-    )
-    draw, sizes = random.Random(1), lengths(length, kind)
-    rows = [[draw.randrange(2, VOCABULARY) for _ in range(size)] for size in sizes]
+    config = Qwen3Config(vocab_size=vocabulary, **shape, tie_word_embeddings=True)
+    model = Qwen3ForCausalLM(config)
+    # What is cut is as long as elsewhere.
+    draw, sizes = random.Random(1), lengths(1024 if name in FEATURES else length, kind)
+    rows = [[draw.randrange(2, vocabulary) for _ in range(size)] for size in sizes]
     settings = {"max_steps": 1, "optim": "sgd", "report_to": "none", "save_strategy": "no"}
     settings |= {"use_cpu": True, "bf16": False, "disable_tqdm": True, "log_memory": False}
     trainer = SFTTrainer(
@@ -102,6 +123,30 @@ def row(name: str, found: dict[str, float]) -> list[str]:
     return [name, old, new, f"{peak:.0f}", verdict, fewer, f"{found['seconds']:.1f}"]
 
 
+def feature_row(name: str, found: dict[str, float], default: float) -> list[str]:
+    """A line of the table of options."""
+    peak, ratio = found["peak"] / 1e6, found["peak"] / default
+    return [name, f"{peak:.1f}", f"{ratio:.2f}", f"{found['positions']:,.0f}"]
+
+
+def divided() -> str:
+    """What one of two ranks holds that divide the tokens of rows, and one process."""
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "distributed")]
+    import context_step
+    from engines import launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(context_step.__file__)
+        many = launch(script, "fsdp2", Path(folder, "2"), 2, "fsdp2:peak", processes=2)
+        alone = context_step.peak(Path(folder, "1"), 2, 1, use_cpu=True)["peak"]
+    ours = max(found["fsdp2:peak"]["peak"] for found in many)
+    return (
+        f"Context parallelism (`cp_size=2`, FSDP2): a rank holds at most {ours / 1e6:.2f} MB in an "
+        f"update of four rows of {context_step.LENGTH} tokens of a smaller model, and one process "
+        f"alone {alone / 1e6:.2f} MB."
+    )
+
+
 def growth(peaks: dict[str, float]) -> str:
     """What rows that are four times as long cost."""
     if not {"1,024 tokens", "4,096 tokens"} <= peaks.keys():
@@ -113,14 +158,15 @@ def growth(peaks: dict[str, float]) -> str:
 def main() -> None:
     """Measure each case in its own process and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", choices=CASES)
-    parser.add_argument("--only", nargs="*", default=list(CASES), choices=CASES)
+    every = [*CASES, *FEATURES]
+    parser.add_argument("--case", choices=every)
+    parser.add_argument("--only", nargs="*", default=every, choices=every)
     options = parser.parse_args()
     if options.case:
         preload()
         print(json.dumps(measure(options.case)))
         return
-    lines, peaks = [], {}
+    lines, features, peaks = [], [], {}
     for name in options.only:
         done = subprocess.run(
             [sys.executable, __file__, "--case", name],
@@ -131,8 +177,11 @@ def main() -> None:
         )
         found = json.loads(done.stdout.splitlines()[-1])
         peaks[name] = found["peak"]
-        lines.append(row(name, found))
-        print(lines[-1], flush=True)
+        if name in CASES:
+            lines.append(row(name, found))
+        else:
+            features.append(feature_row(name, found, peaks.get("default", found["peak"])))
+        print(name, found, flush=True)
     head = ["eight rows of", "0.22.2, MB", "1.16.0, MB", "ours, MB", "goal, MB", "positions", "s"]
     text = " ".join(__doc__.split("\n\n", 1)[1].split())
     PAGE.write_text(
@@ -140,7 +189,13 @@ def main() -> None:
         f"{markdown(head, lines)}\n\nPeaks are bytes above the start of `train()`, weights not "
         "counted. The matrix of the vocabulary has one gradient, of 39 MB: those of embedding and "
         "head are added to it as they arise. The rest is a piece: 2,048 tokens by default on a "
-        f"CPU, or one longer row. {growth(peaks)}\n",
+        f"CPU, or one longer row. {growth(peaks)}\n\n"
+        "What options change: the same with 8,192 entries, 12 layers of width 128, rows of "
+        "lognormal lengths up to 1,024 tokens, or as many tokens as eight packs of that size hold."
+        f"\n\n{markdown(['option', 'MB', 'of default', 'positions'], features)}\n\n"
+        "`activation_offloading=True` moves nothing on a CPU; bytes that stay on a device are "
+        "counted by `tests/models/test_activations.py`. Liger's kernels of layers need Triton, and "
+        f"so a GPU. {divided()}\n",
         encoding="utf-8",
     )
 

@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 import torch
 from datasets import Dataset
 from tiny import tiny_tokenizer
@@ -30,6 +31,14 @@ def test_rows_hold_what_is_trained_and_what_stands_before():
     assert rows.flat.completion_ids == [[12, 13, 14], [11, 12]]
     assert rows.loss_mask.tolist() == [[True, False, True], [True, True, False]]
     assert rows.flat.row_ids == [4, 9] and rows.weight() == 4 and len(rows) == 2
+
+
+def test_documents_can_be_looked_at_by_column():
+    one = document([False, True, False])
+    assert one["input_ids"] == [10, 11, 12]
+    assert one["labels"] == [-100, 11, -100]
+    with pytest.raises(KeyError, match="pixels"):
+        one["pixels"]
 
 
 def test_select_cuts_to_the_longest_completion():

@@ -19,8 +19,13 @@ SCRIPT = Path(__file__).with_name("context_step.py")
 LEFT_OUT = ("time", "runtime", "per_second", "epoch", "train_loss", "flos")
 # What two ranks, or two pairs of them, make of rows: by FSDP2 with cp_size, others with sp_size.
 CASES: dict[int, list[str]] = {
-    2: [*(f"fsdp2:{cell}" for cell in (*CELLS, "peak")), "zero2:dpo", "ddp:kto"],
-    4: ["fsdp2:sft, packs", "zero3:sft, packs"],
+    2: [
+        *(f"fsdp2:{cell}" for cell in (*CELLS, "peak")),
+        "zero2:dpo",
+        "zero3:sft, packs",
+        "ddp:kto",
+    ],
+    4: ["fsdp2:sft, packs"],
 }
 pytestmark = pytest.mark.distributed
 

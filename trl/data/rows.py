@@ -19,6 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from ..ops.masking import pad_ragged
 from ..types import Mode, Rows
 
+IGNORED = -100  # as a label
+
 
 @dataclass(frozen=True, slots=True)
 class Document:
@@ -39,6 +41,11 @@ class Document:
         """A document that does not count."""
         ids, trained = np.zeros(2, dtype=np.int32), np.array([False, True])
         return cls(ids=ids, trained=trained, source=source, counts=False)
+
+    def __getitem__(self, name: str) -> list[int]:
+        """Its `input_ids`, or its `labels`, which are -100 where nothing is trained."""
+        columns = {"input_ids": self.ids, "labels": np.where(self.trained, self.ids, IGNORED)}
+        return list(columns[name].tolist())
 
     def completion(self) -> slice:
         """The places of its completion."""

@@ -13,13 +13,13 @@ import numpy as np
 from .encode import Ids, Masked, Span, TextEncoder, template_options, whole_texts
 from .formats import common_prefix_length, malformed_prompt, maybe_convert_to_chatml
 from .mixture import SOURCE_COLUMN
+from .rows import IGNORED
 from .turns import assistant_spans, expanded_turns, without_added_thinking
 
 Kind = Literal["tokenized", "completion", "messages", "text"]
 Row = dict[str, Any]
 Chat = list[dict[str, Any]]
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-IGNORED = -100
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -296,3 +296,14 @@ def test_a_rank_without_the_file_keeps_the_others_from_reading_it(tmp_path):
     (tmp_path / "0").mkdir()
     expected = weights(tiny_model(seed=2))
     assert all(torch.equal(found, expected) for found in call(work, tmp_path))
+
+
+def test_tokens_that_the_model_does_not_know_are_told(tmp_path, log):
+    tokenizer = tiny_tokenizer()
+    make_trainer(tmp_path, model=tiny_model(), processing_class=tokenizer)
+    assert "resize_token_embeddings" not in log.text
+    known = tiny_model().config.vocab_size
+    tokenizer.add_tokens([f"<extra {i}>" for i in range(known)])
+    make_trainer(tmp_path, model=tiny_model(), processing_class=tokenizer)
+    words = f"The tokenizer has {len(tokenizer)} tokens, and the model knows {known}: rows with"
+    assert words in log.text

@@ -65,6 +65,7 @@ def prepare_policy(
     loading.settle_pad_token(model, tokenizer)
     if change is not None:
         change(model, tokenizer)
+    _check_vocabulary(model.config.get_text_config().vocab_size, len(tokenizer))
     brought_adapter = is_peft_model(model)
     if is_quantized(model):
         keep_trainable(model)
@@ -136,6 +137,14 @@ def _check_model(model: PreTrainedModel, args: BaseConfig) -> None:
     # Eager attention softmaxes in float32, where the mask value of float64 becomes -inf.
     if model.dtype == torch.float64 and model.config._attn_implementation == "eager":
         raise ValueError("float64 gives NaN for padded rows here: use attn_implementation='sdpa'.")
+
+
+def _check_vocabulary(known: int, tokens: int) -> None:
+    if tokens > known:
+        logger.warning(
+            f"The tokenizer has {tokens:,} tokens, and the model knows {known:,}: rows with one of "
+            "the others will fail. Call model.resize_token_embeddings(len(tokenizer))."
+        )
 
 
 def _resolve_tokenizer(

@@ -14,8 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map
 from transformers import EvalPrediction
 
-from ...data.rows import SupervisedRows
-from ...data.supervised import IGNORED
+from ...data.rows import IGNORED, SupervisedRows
 from ...distributed import Ranks
 from ...models.lm_head import OutputHead
 from ...models.scorer import Hidden, Reader
@@ -90,8 +89,7 @@ class LogitMetrics:
             size, start = len(document.ids), document.completion().start
             whole = logits.new_zeros(1, size, logits.shape[1])
             whole[0, start - 1 + columns] = logits
-            ids = torch.from_numpy(document.ids).long()
-            labels = ids.where(torch.from_numpy(document.trained), IGNORED)[None].to(logits.device)
+            labels = torch.tensor([document["labels"]], device=logits.device)
             found = self._preprocess(whole, labels) if self._preprocess else whole
             self._rows.append((document.source, tree_map(_on_host, found), labels[0].cpu()))
 

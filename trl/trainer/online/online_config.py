@@ -116,7 +116,7 @@ class MismatchOptions:
     vllm_importance_sampling_clip_max: float | None = option(
         3.0, "Upper bound of that ratio.", gt=0, hint="None: no bound"
     )
-    vllm_importance_sampling_clip_min: float | None = option(None, "Its lower bound.", ge=0)
+    vllm_importance_sampling_clip_min: float | None = option(None, "The ratio's lower bound.", ge=0)
     vllm_max_logp_gap: float | None = option(
         None,
         "Most nats by which a token's log-probability may differ from the engine's on average.",
