@@ -93,6 +93,22 @@ def test_logits_can_be_made_smaller_row_by_row(tmp_path):
     assert trainer.state.best_metric == pytest.approx(max(ours))
 
 
+def test_an_evaluation_that_fails_leaves_no_rows_to_the_next(tmp_path):
+    calls, seen = [], []
+
+    def failing(logits, labels):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("planned")
+        return logits.argmax(-1)
+
+    options = {"compute_metrics": keep(seen), "preprocess_logits_for_metrics": failing}
+    trainer = evaluated(tmp_path, **options)
+    with pytest.raises(RuntimeError, match="planned"):
+        trainer.evaluate()
+    assert trainer.evaluate()["eval_rows"] == len(ROWS)
+
+
 def test_several_results_of_a_row_and_several_sets(tmp_path):
     seen = []
 

@@ -171,10 +171,14 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
         return self.max_tokens_per_piece or 0
 
     @property
+    def parallelism(self) -> ParallelismConfig:
+        """That of `parallelism_config`, or else of `accelerate launch` and the environment."""
+        return self.parallelism_config or ParallelismConfig()
+
+    @property
     def ranks_per_row(self) -> int:
         """Ranks that divide the tokens of each row: `cp_size`, or `sp_size` without FSDP2."""
-        known = self.parallelism_config or ParallelismConfig()  # which reads the environment
-        return int(max(known.cp_size, known.sp_size))
+        return int(max(self.parallelism.cp_size, self.parallelism.sp_size))
 
     @property
     def init_options(self) -> dict[str, Any]:

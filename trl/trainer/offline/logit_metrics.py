@@ -95,10 +95,14 @@ class LogitMetrics:
 
         return LogitReader(head, use)
 
+    def begin(self) -> None:
+        """Forget the rows of an evaluation before, which may have been interrupted."""
+        self._rows.clear()
+
     def result(self, ranks: Ranks) -> dict[str, Any]:
         """Metrics of the rows of all ranks, in the order of the dataset."""
         rows = sorted(chain(*ranks.gather_objects(self._rows)), key=itemgetter(0))
-        self._rows = []
+        self.begin()
         _, predictions, labels = zip(*rows, strict=True)
         return self._compute(EvalPrediction(tree_map(_joined, *predictions), _joined(*labels)))
 

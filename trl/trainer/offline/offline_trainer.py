@@ -112,7 +112,7 @@ class OfflineTrainer(BaseTrainer):
         DeepSpeed's own attention would drop the masks that keep the documents of a row apart.
         """
         given = self.args.parallelism_config
-        if (given or ParallelismConfig()).sp_size > 1:
+        if self.args.parallelism.sp_size > 1:
             names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
             self.args.parallelism_config = ParallelismConfig(**dict.fromkeys(names, 1))
         super().create_accelerator_and_postprocess()
@@ -269,10 +269,12 @@ class OfflineTrainer(BaseTrainer):
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         """Evaluate; metrics of `compute_metrics` are added to the others."""
+        if self._logit_metrics is None:
+            return super().evaluation_loop(*args, **options)
+        self._logit_metrics.begin()
         output = super().evaluation_loop(*args, **options)
-        if self._logit_metrics is not None:
-            found, prefix = self._logit_metrics.result(self.ranks), options["metric_key_prefix"]
-            output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
+        found, prefix = self._logit_metrics.result(self.ranks), options["metric_key_prefix"]
+        output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
         return output
 
     def predict(self, test_dataset: Any, *args: Any, **options: Any) -> Any:
