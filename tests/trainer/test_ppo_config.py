@@ -10,7 +10,7 @@ def make(**changes):
 def test_defaults():
     args = make()
     assert (args.learning_rate, args.beta, args.temperature) == (3e-6, 0.05, 0.7)
-    assert (args.group_size, args.max_completion_length, args.num_iterations) == (1, 53, 4)
+    assert (args.num_generations, args.max_completion_length, args.num_iterations) == (1, 53, 4)
     assert args.penalizes_rewards and args.disable_dropout
 
 

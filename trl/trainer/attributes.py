@@ -29,7 +29,7 @@ OPTIONS = (
     *("label_smoothing", "ld_alpha", "use_weighting", "desirable_weight", "undesirable_weight"),
 )
 OTHERS: dict[str, Callable[[Any], Any]] = {
-    "num_generations_eval": attrgetter("args.eval_group_size"),
+    "num_generations_eval": lambda found: found.args.group_size_in("eval"),
     "epsilon_low": lambda found: found.args.clip_range[0],
     "epsilon_high": lambda found: found.args.clip_range[1],
     "entropy_coef": attrgetter("entropy.coefficient"),

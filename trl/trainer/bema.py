@@ -1,7 +1,5 @@
 """A bias-corrected moving average of the weights (BEMA, arXiv 2508.00180)."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, field
 from pathlib import Path

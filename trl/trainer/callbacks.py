@@ -1,7 +1,5 @@
 """Callbacks for any `transformers.Trainer`."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -152,8 +150,6 @@ class _ProgressCallback(TrainerCallback):
 
     def _say(self, words: Iterable[str]) -> None:
         print("  ".join(words), flush=True)
-
-    # --- In words ---
 
     def _elapsed(self) -> str:
         return f"{_clock(time.monotonic() - self._started)} elapsed"

@@ -1,7 +1,5 @@
 """A coefficient of the entropy bonus that steers towards a target entropy."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +9,7 @@ from typing import Any
 class EntropyController:
     """Raises the coefficient while the entropy is at or below its target, lowers it above.
 
-    The bonus counts only while the last measured entropy is at or below the target, so not
-    before the first measurement.
+    Where the last measured entropy is above it, or none was measured, the bonus does not count.
     """
 
     args: Any  # a `GRPOConfig`

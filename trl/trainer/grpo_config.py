@@ -1,7 +1,5 @@
 """Options of GRPO."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +23,6 @@ class GRPOConfig(OnlineConfig):
     }
 
     num_generations: int | None = option(8, "Completions for each prompt (G).")
-
-    # --- Advantages ---
     scale_rewards: str = option(
         "group", "Divide advantages by the standard deviation of these; True is group, False none."
     )
@@ -35,8 +31,6 @@ class GRPOConfig(OnlineConfig):
         "Add reward functions up before or after normalizing them.",
         choices=("sum_then_normalize", "normalize_then_sum"),
     )
-
-    # --- Loss ---
     loss_type: str = option("dapo", "Objective and its denominator.", choices=LOSS_TYPES)
     importance_sampling_level: str = option(
         "token", "A ratio for each token, or for each completion.", choices=("token", "sequence")
@@ -52,8 +46,6 @@ class GRPOConfig(OnlineConfig):
     off_policy_mask_threshold: float | None = option(
         None, "Drop completions of negative advantage that moved further than this many nats."
     )
-
-    # --- Entropy ---
     top_entropy_quantile: float = option(
         1.0, "Train on this share of tokens, those of highest entropy.", gt=0, le=1
     )

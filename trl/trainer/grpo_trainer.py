@@ -1,7 +1,5 @@
 """GRPO: advantages relative to the group, and a per-token objective with many variants."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Options that describe the model on the command line."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from dataclasses import dataclass

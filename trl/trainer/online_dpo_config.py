@@ -1,7 +1,5 @@
 """Options of Online DPO."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -60,7 +58,7 @@ class OnlineDPOConfig(OnlineConfig):
             raise ValueError(f"beta={self.beta} must be above 0, or a list of such numbers.")
         if len(self.beta) == 1:
             (self.beta,) = self.beta  # type: ignore[assignment]
-        if self.num_generations != 2 or self.eval_group_size != 2:
+        if self.num_generations != 2 or self.group_size_in("eval") != 2:
             raise ValueError(
                 "num_generations and num_generations_eval must be 2: the two completions of a "
                 "prompt are compared. Leave them out."

@@ -1,7 +1,5 @@
 """Online DPO: two completions of each prompt, one of which is preferred."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Options of PPO."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,8 +22,6 @@ class PPOConfig(OnlineConfig):
     )
     kl_in_reward = True
     least_group: ClassVar[int] = 1
-
-    # --- Optimization ---
     learning_rate: float = option(3e-6, "Initial learning rate.", ge=0)
     disable_dropout: bool = option(True, "Set the probability of every dropout layer to zero.")
     num_ppo_epochs: int = option(4, "Passes of optimization over each round.", ge=1)
@@ -33,13 +29,9 @@ class PPOConfig(OnlineConfig):
     target_kl: float | None = option(
         None, "Generate anew once an update has moved the policy further than this, in nats.", gt=0
     )
-
-    # --- Generation ---
     num_generations: int | None = option(1, "Completions for each prompt.")
     max_completion_length: int = option(53, "Most tokens of a completion.", ge=1)
     temperature: float = option(0.7, "Sampling temperature; divides the logits in training.", gt=0)
-
-    # --- Rewards of tokens ---
     beta: float = option(0.05, "Weight of the KL penalty of tokens; 0: no reference policy.", ge=0)
     kl_estimator: str = option("k1", "Estimator of the KL penalty.", choices=("k1", "k3"))
     missing_eos_penalty: float | None = option(
@@ -48,8 +40,6 @@ class PPOConfig(OnlineConfig):
     whiten_rewards: bool = option(False, "Scale rewards of tokens to variance 1; their mean stays.")
     gamma: float = option(1.0, "Discount of a token.", ge=0, le=1)
     lam: float = option(0.95, "Weight of later surprises in the advantage.", ge=0, le=1)
-
-    # --- Loss ---
     cliprange_value: float = option(0.2, "How far a value may move from that of the rollout.", ge=0)
     vf_coef: float = option(0.1, "Weight of the value loss.", ge=0)
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.")

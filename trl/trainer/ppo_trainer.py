@@ -1,7 +1,5 @@
 """PPO: each token is credited with what turned out better than a value model expected."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -84,8 +82,6 @@ class PPOTrainer(OnlineTrainer):
         """For the bonus."""
         return self.args.entropy_coef != 0.0
 
-    # --- Credit ---
-
     def shape_rewards(self, table: RewardTable, batch: Rollout) -> Tensor:
         """Subtract the penalty of completions that were cut off: (N,)."""
         rewards, store = table.less(self.args.missing_eos_penalty), self.metrics[batch.mode]
@@ -126,8 +122,6 @@ class PPOTrainer(OnlineTrainer):
 
     def _scored(self, batch: Rollout) -> Tensor:
         return batch.loss_mask & ~torch.as_tensor(batch.rewards).isnan()[:, None]
-
-    # --- Loss ---
 
     def policy_loss(self, scores: TokenScores, ratio: Tensor, batch: Rollout) -> Tensor:
         """Return the clipped losses of policy and values, means over tokens of the round."""
@@ -172,10 +166,8 @@ class PPOTrainer(OnlineTrainer):
             stops = moved > self.args.target_kl * count
             self.metrics["train"].value("policy/early_stops", float(stops))
             if stops:
-                self.drop_round()
+                self.end_epoch()  # of what was generated
         self._moved.clear()
-
-    # --- Checkpoints ---
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         bare = self.accelerator.unwrap_model(self.model)

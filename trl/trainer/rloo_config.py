@@ -1,7 +1,5 @@
 """Options of RLOO."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .attributes import FIRST_OPTIONS
@@ -11,11 +9,7 @@ from .online.online_config import OnlineConfig
 
 @dataclass
 class RLOOConfig(OnlineConfig):
-    """Configuration of `RLOOTrainer`: the options of the online skeleton and two of its own.
-
-    The names of the first RLOO trainer (`rloo_k`, `kl_coef`, ...) are accepted as keyword
-    arguments with a `FutureWarning` that names the new option.
-    """
+    """Configuration of `RLOOTrainer`, which may use the names of the first one (`rloo_k`, ...)."""
 
     legacy_options = {
         **FIRST_OPTIONS,

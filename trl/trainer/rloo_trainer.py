@@ -1,7 +1,5 @@
 """RLOO: REINFORCE with the rewards of the sibling completions as baseline."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ..online.metrics import record_clipping

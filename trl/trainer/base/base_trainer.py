@@ -1,7 +1,5 @@
 """What every trainer of this package adds to the loop of `transformers.Trainer`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from ...distributed import Ranks
-from ...models.loading import check_adapters
+from ...models.loading import check_adapters, storing_adapters_only
 from ...models.reference import FrozenCopy, ReferencePolicy, make_reference
 from ...models.scorer import Scorer
 from ...models.weights import check_sharding
@@ -28,7 +26,7 @@ from ...types import Mode, Rows
 from ..callbacks import RunRecord, close_progress, show_progress
 from . import resuming
 from .base_config import BaseConfig
-from .checkpoint import UNFINISHED, Place, RankState, explained, publish_together, saving_model
+from .checkpoint import UNFINISHED, Place, RankState, explained, publish_together
 from .model_card import Publishing
 from .options import Named
 from .phases import Phases
@@ -381,7 +379,11 @@ class BaseTrainer(Named, Publishing, Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         bare = self.accelerator.unwrap_model(self.model)
-        with saving_model(bare, self.args.save_on_each_node):
+        if (
+            self.args.save_on_each_node
+        ):  # where newer releases of transformers write on rank 0 alone
+            bare.should_save_on_this_rank = bool
+        with storing_adapters_only(bare):
             super()._save(output_dir, state_dict)
         self.create_model_card(folder=output_dir)  # in place of that of peft
 

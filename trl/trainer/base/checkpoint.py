@@ -4,8 +4,6 @@ A checkpoint is written below `unfinished/`, sealed by a manifest with the size 
 each file, and then renamed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -33,9 +31,6 @@ _FREE = (MANIFEST, "README.md")  # files that a user may edit, and the manifest 
 _SAMPLES, _SAMPLE = 256, 2**16  # of a large file, and bytes of each: 16 MiB
 _DISK = ".disk-of-rank-0"  # shows who writes to the same disk
 _NAME = re.compile(r"checkpoint-(\d+)")
-
-
-# --- What a process adds ---
 
 
 @dataclass
@@ -101,9 +96,6 @@ def load(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-# --- Folders ---
-
-
 def checkpoints_in(folder: str | Path) -> list[Path]:
     """The checkpoints in an output folder, newest step first."""
     found = [
@@ -151,23 +143,6 @@ def publish_together(
         publish(staged, final)
         rotate(final.parent, args.save_total_limit, [final, *([Path(best)] if best else [])])
     ranks.wait()
-
-
-@contextmanager
-def saving_model(model: Any, each_node: bool) -> Iterator[None]:
-    """Save adapters alone where there are any; on every node that is told to write, if asked to."""
-    from ...models.loading import storing_adapters_only
-
-    name = "should_save_on_this_rank"  # of newer releases of transformers
-    overrides = each_node and hasattr(model, name)  # it would write on rank 0 of all nodes alone
-    if overrides:
-        setattr(model, name, bool)  # it is given what it is told
-    try:
-        with storing_adapters_only(model):
-            yield
-    finally:
-        if overrides:
-            delattr(model, name)
 
 
 def seal(folder: Path, facts: dict[str, Any], whole: bool = True) -> None:

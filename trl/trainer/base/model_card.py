@@ -1,7 +1,5 @@
 """The README of a trained model, and the hub, which is left alone when it is switched off."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from importlib import resources

@@ -1,10 +1,4 @@
-"""Configuration fields: help, choices, types and ranges stand once, for all who need them.
-
-Old names of options and arguments are accepted with one warning that says what to write now. A
-table of them stands beside what they were names of: old name -> new name, or why there is none.
-"""
-
-from __future__ import annotations
+"""Configuration fields with help, choices, types and ranges; and old names of them."""
 
 import dataclasses
 import inspect
@@ -17,7 +11,7 @@ import warnings
 from abc import ABCMeta
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import EnumType
 from functools import cache
 from pathlib import Path
 from types import MethodType, UnionType
@@ -50,43 +44,40 @@ def option(
 ) -> Any:
     """Declare a dataclass field of a configuration; a list is copied for each instance.
 
-    `hint` is what else a message about a value out of range says; `bounds` are those of a number:
-    `ge`, `gt`, `le`, `lt`, such as `gt=0, le=1`.
+    `bounds` are those of a number, such as `gt=0, le=1`; `hint` ends a message about them.
     """
-    metadata = _Metadata(help=help_text)
+    metadata = _Metadata(help=help_text, bounds=bounds, hint=f" ({hint})" if hint else "")
     if choices is not None:
         metadata["choices"] = list(choices)
     if unknown := set(bounds) - set(HOLDS):
         raise TypeError(f"Unknown bounds: {', '.join(unknown)}.")
-    if bounds:
-        metadata["bounds"] = {kind: bounds[kind] for kind in HOLDS if kind in bounds}
-    if hint:
-        metadata["hint"] = hint
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def check_options(config: Any, inherited: Mapping[str, Mapping[str, float]] | None = None) -> None:
-    """Check all values of a dataclass against types, choices and ranges of its options.
+    """Check the values of a dataclass; a ValueError names option, value and what is legal.
 
-    None is legal where the annotation of the option says so. `inherited` are bounds, by name, of
-    options that another package declares. An error names option, value and what is legal.
+    `inherited` are bounds, by name, of options that another package declares.
     """
     others, kinds = inherited or {}, kinds_of(config.__class__)
     for field in dataclasses.fields(config):
-        value, known = getattr(config, field.name, None), field.metadata
-        if value is None and (type(None) in kinds[field.name] or "bounds" not in known):
+        value, known, kind = getattr(config, field.name, None), field.metadata, kinds[field.name]
+        if value is None and (type(None) in kind or not known.get("bounds")):
             continue
-        bounds, legal = others.get(field.name), kinds[field.name]
-        if problem := _not_whole(value, known, legal) or _problem(value, known, bounds, legal):
+        bounds = known.get("bounds") or others.get(field.name, {})
+        if problem := _problem(value, known, bounds, kind):
             raise ValueError(f"{field.name}={value!r} must be {problem}")
 
 
-def _problem(value: Any, known: Mapping[str, Any], inherited: Any, kinds: list[Any]) -> str | None:
-    if "bounds" in known or inherited:
-        return _out_of_range(value, known.get("bounds", inherited), known.get("hint", ""))
-    enums = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)]
+def _problem(
+    value: Any, known: Mapping[str, Any], bounds: Mapping[str, float], kinds: list[Any]
+) -> str | None:
+    is_broken = isinstance(value, float) and {int, float}.intersection(kinds) == {int}
+    if bounds or is_broken:
+        return _out_of_range(value, bounds, known.get("hint", ""), is_broken)
+    enums: list[Any] = [kind for kind in kinds if isinstance(kind, EnumType)]
     if "choices" in known or enums:
         choices = known.get("choices") or [x.value for x in enums[0]]
         hint = did_you_mean(str(value), choices)
@@ -94,20 +85,16 @@ def _problem(value: Any, known: Mapping[str, Any], inherited: Any, kinds: list[A
     return _wrong_kind(value, kinds)
 
 
-def _out_of_range(value: Any, bounds: Mapping[str, float], hint: str = "") -> str | None:
+def _out_of_range(
+    value: Any, bounds: Mapping[str, float], hint: str, is_broken: bool
+) -> str | None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_number and all(HOLDS[kind](value, bound) for kind, bound in bounds.items()):
-        return None
+        nearest = f"; the nearest is {value:.0f}" if math.isfinite(value) else ""
+        return f"an integer{nearest}." if is_broken else None
     legal = " and ".join(f"{WORDS[kind]} {bound:g}" for kind, bound in bounds.items())
-    return f"{'' if is_number else 'a number, '}{legal}{f' ({hint})' if hint else ''}."
-
-
-def _not_whole(value: Any, known: Mapping[str, Any], kinds: list[Any]) -> str | None:
-    if not isinstance(value, float) or int not in kinds or float in kinds:
-        return None
-    beyond = _out_of_range(value, known.get("bounds", {}), known.get("hint", ""))
-    nearest = f"; the nearest is {value:.0f}" if math.isfinite(value) else ""
-    return f"an integer, {beyond}" if beyond else f"an integer{nearest}."
+    kind = "an integer, " if is_broken else "" if is_number else "a number, "
+    return f"{kind}{legal}{hint}."
 
 
 def changed(config: Any, names: Iterable[str]) -> str:
@@ -146,9 +133,6 @@ def from_json(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError:
         return value
-
-
-# --- Names of arguments ---
 
 
 @dataclass(frozen=True)
@@ -203,11 +187,11 @@ class _Construction(ABCMeta):  # a subclass may have abstract classes as bases, 
 class Named(metaclass=_Construction):
     """Refuses keyword arguments that the constructor does not have, with what may be meant.
 
-    Old names in `legacy_options` are accepted, with one warning for each construction that names
-    the new ones. Giving an old name together with its new one, or a removed name, is an error.
+    Old names are accepted, with one warning for each construction that names the new ones. Giving
+    an old name together with its new one, or a removed name, is an error.
     """
 
-    legacy_options: ClassVar[dict[str, Any]] = {}
+    legacy_options: ClassVar[dict[str, Any]] = {}  # old name -> new name, or why there is none
     given_by_old_names = frozenset[str]()  # which of them were
 
 

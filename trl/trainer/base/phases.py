@@ -1,7 +1,5 @@
 """The phases of a training step: their memory is measured, and their batches made to fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate, pairwise
@@ -65,8 +63,6 @@ class Phases:
             yield
         release_cached_blocks(self._args.empty_cache, self._args.device)
 
-    # --- Training ---
-
     def on_forget(self, forget: Callable[[], None]) -> None:
         """Register what drops something that the micro-batches of an update leave behind."""
         self._forgets.append(forget)
@@ -77,12 +73,11 @@ class Phases:
         step: Callable[[Any], Tensor],
         quiet: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Tensor:
-        """Run forward and backward on a micro-batch, in pieces if it does not fit.
+        """Run forward and backward on a micro-batch, in pieces if it does not fit: its loss ().
 
-        A failed backward pass leaves gradients half added. So after running out of memory all
-        gradients are dropped, and the update begins anew with its first micro-batch. `step` is
-        forward and backward of some rows, and returns their loss (), as this does that of the
-        `batch`; within `quiet`, ranks do not exchange gradients.
+        A failed backward pass leaves gradients half added, so the update begins anew then, with
+        its first micro-batch. `step` does both passes of some rows, and returns their loss ();
+        within `quiet`, ranks do not exchange gradients.
         """
         if not self._done:
             self._random = RandomState()
@@ -98,8 +93,7 @@ class Phases:
             loss = torch.zeros((), device=self._args.device)
             for micro_batch, part in self._located(rows):
                 known = self._store.state()
-                begin("backward")
-                with self.meter.phase("backward"):  # `step` measures its forward within it
+                with self("backward"):  # `step` measures its forward within it
                     value = self._in_pieces(part, step, quiet)
                 if micro_batch is batch:
                     loss += value

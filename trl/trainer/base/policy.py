@@ -1,7 +1,5 @@
 """The model that is trained, with tokenizer and adapter, and the reference; and their checks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,9 +226,6 @@ def _check_places(name: str, is_wanted: bool, output: str | None) -> None:
             f"output_dir={output!r} is the folder of the model, which would be replaced. Choose "
             "another one."
         )
-
-
-# --- The reference ---
 
 
 def load_reference(given: Any, model: Any, args: Any) -> PreTrainedModel | None:

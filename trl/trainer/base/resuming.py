@@ -1,7 +1,5 @@
 """Which checkpoint a run resumes from, and whether its run had the settings of this one."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -55,31 +53,23 @@ def choose_checkpoint(wanted: Any, args: Any, settings: dict[str, Any], ranks: R
     """
     # The first rank alone reads all checkpoints; what it finds, or misses, holds for all ranks.
     chosen: Any = None
-    problem: str | None = None
-    if ranks.rank == 0:
-        clean_up(args.output_dir)
-        try:
-            if wanted:
-                chosen = _newest_intact(args.output_dir) if wanted is True else _named(Path(wanted))
-                _compare(chosen, args, settings)
-        except ValueError as error:
-            problem = str(error)
-    chosen, problem = ranks.gather_objects((chosen, problem))[0]
+    with ranks.fail_together("looking for a checkpoint"):
+        if ranks.rank == 0:
+            clean_up(args.output_dir)
+        if ranks.rank == 0 and wanted:
+            chosen = _newest_intact(args.output_dir) if wanted is True else _named(Path(wanted))
+            _compare(chosen, args, settings)
+    chosen = ranks.gather_objects(chosen)[0]
     if args.local_process_index == 0:
         clean_up(args.output_dir)  # of a disk of its own; on that of rank 0 all is done
-    if problem is not None:
-        raise ValueError(problem)
-    if chosen is None:
-        return None
     # A process that finds nothing would begin anew while the others go on.
-    finds = ranks.gather_objects((chosen / "trainer_state.json").is_file())
-    lacking = [str(rank) for rank, found in enumerate(finds) if not found]
-    if lacking:
-        raise ValueError(
-            f"{chosen} cannot be resumed from: rank {', '.join(lacking)} does not find it. Put "
-            "output_dir on a disk that all nodes share, or train with save_on_each_node=True."
-        )
-    return str(chosen)
+    with ranks.fail_together("looking for the checkpoint"):
+        if chosen is not None and not (chosen / "trainer_state.json").is_file():
+            raise ValueError(
+                f"{chosen} cannot be resumed from: rank {ranks.rank} does not find it. Put "
+                "output_dir on a disk that all nodes share, or train with save_on_each_node=True."
+            )
+    return None if chosen is None else str(chosen)
 
 
 def warn_of_earlier_run(folder: str) -> None:
@@ -165,9 +155,6 @@ def _compare(checkpoint: Path, args: Any, settings: dict[str, Any]) -> None:
             f"{others}Restore them, or accept the changes with resume_with_changes=True."
         )
     logger.warning(f"{checkpoint} is resumed with other settings:{listed}")
-
-
-# --- Settings ---
 
 
 def describe_options(args: Any) -> dict[str, Any]:

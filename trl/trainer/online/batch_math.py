@@ -1,7 +1,5 @@
 """The arithmetic of batches: what the options mean in sequences, and the nearest legal numbers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -10,17 +8,13 @@ from ...text import count
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one generation round is cut into micro-batches and optimizer steps.
+    """How one generation round is cut into micro-batches and optimizer steps."""
 
-    B rows of a micro-batch on one of N ranks; S micro-batches of a round on each rank; A
-    micro-batches of an optimizer step; G completions of a prompt.
-    """
-
-    micro_batch: int  # B
-    num_processes: int  # N
-    micro_batches: int  # S
-    accumulation: int  # A
-    group_size: int  # G
+    micro_batch: int  # rows, on one rank
+    num_processes: int  # ranks
+    micro_batches: int  # of a round, on each rank
+    accumulation: int  # micro-batches of an optimizer step
+    group_size: int  # completions of a prompt
     iterations: int  # passes over each round
 
     @property
@@ -89,7 +83,7 @@ def resolve_rounds(
 ) -> tuple[int, int]:
     """Settle `generation_batch_size` (`round_rows`) and `steps_per_generation` (`micro_batches`).
 
-    They must agree; `micro_batch_rows` are those of one micro-batch over all ranks (B * N).
+    They must agree; `micro_batch_rows` are those of one micro-batch over all ranks.
     """
     if round_rows is None:
         micro_batches = accumulation if micro_batches is None else micro_batches

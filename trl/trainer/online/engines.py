@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,15 +31,19 @@ if TYPE_CHECKING:
 
 def sampling_for(args: OnlineConfig, stop_ids: tuple[int, ...]) -> Sampling:
     """How the engine draws: `generation_kwargs`, which it must know, win over named options."""
-    extra: Any = args.generation_kwargs or {}
+    given: Any = args.generation_kwargs or {}
+    extra = dict(given)
+    if args.vllm_structured_outputs_regex is not None and args.use_vllm:
+        extra["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
     same = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     options = {name: getattr(args, name) for name in same}
     tokens = args.max_completion_length
     sampling = Sampling(max_tokens=tokens, stop_ids=stop_ids, extra=extra, **options)
     if args.use_vllm:
-        from .vllm_engines import sampling_of_engine
+        from ...generation.vllm.engine import sampling_fields
+        from ...generation.vllm.sampling import merge_options as merge_options_of_vllm
 
-        return sampling_of_engine(args, sampling)
+        return merge_options_of_vllm(sampling, sampling_fields())
     from ...generation.transformers.backend import merge_options
 
     return merge_options(sampling)
@@ -91,14 +94,29 @@ def make_engine(
         from .vllm_engines import make_backend
 
         return make_backend(policy, args, sampling, report, check_context)
+    pad_id = policy.tokenizer.pad_token_id
     if args.use_transformers_continuous_batching:
-        return _make_continuous(policy, args)
+        from ...generation.transformers.continuous import ContinuousBackend
+
+        names = ("cache_implementation", "generation_max_rows", "generation_max_kv_gb")
+        refused = [name for name in names if getattr(args, name) is not None]
+        refused += ["ds3_gather_for_generation=False"] * policy.layers_in_step
+        if refused:
+            raise ValueError(
+                "use_transformers_continuous_batching=True cannot be used with "
+                f"{', '.join(refused)}; transformers_continuous_batching_config says how its cache "
+                "is bounded."
+            )
+        options: Any = args.transformers_continuous_batching_config
+        return ContinuousBackend(
+            policy.inference, pad_id=pad_id, options=options, ranks=policy.ranks
+        )
     from ...generation.transformers.backend import BatchLimits, TransformersBackend
 
     most_gb = args.generation_max_kv_gb
     return TransformersBackend(
         policy.inference,
-        pad_id=policy.tokenizer.pad_token_id,
+        pad_id=pad_id,
         device=policy.device,
         tokenizer=policy.tokenizer,
         cache_implementation=args.cache_implementation,
@@ -111,43 +129,19 @@ def make_engine(
     )
 
 
-def _make_continuous(policy: PolicyHandle, args: OnlineConfig) -> GenerationBackend:
-    from ...generation.transformers.continuous import ContinuousBackend
-
-    names = ("cache_implementation", "generation_max_rows", "generation_max_kv_gb")
-    refused = [name for name in names if getattr(args, name) is not None]
-    refused += ["ds3_gather_for_generation=False"] * policy.layers_in_step
-    if refused:
-        raise ValueError(
-            f"use_transformers_continuous_batching=True cannot be used with {', '.join(refused)}; "
-            "transformers_continuous_batching_config says how its cache is bounded."
-        )
-    options: Any = args.transformers_continuous_batching_config
-    pad_id = policy.tokenizer.pad_token_id
-    return ContinuousBackend(policy.inference, pad_id=pad_id, options=options, ranks=policy.ranks)
-
-
-# --- Completions of several turns ---
-
-
-@dataclass(frozen=True)
 class Agents:
-    """What a trainer was given besides an engine."""
+    """What a trainer was given besides an engine, checked before anything is loaded."""
 
-    args: OnlineConfig
-    tools: ToolRunner | None = None
-    rollout_func: RolloutFunction | None = None
-    environments: Environments | None = None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         args: OnlineConfig,
         tools: Sequence[Callable[..., Any]] | None,
         rollout_func: RolloutFunction | None,
         environment_factory: Any,
-    ) -> Agents:
-        """Check the arguments of a trainer, before anything is loaded."""
+    ):
+        self.args, self.rollout_func = args, rollout_func
+        self.tools: ToolRunner | None = None
+        self.environments: Environments | None = None
         if args.use_vllm:
             from .vllm_engines import check_options
 
@@ -161,18 +155,15 @@ class Agents:
                     f"{name} cannot be used with rollout_func, which makes the completions itself; "
                     "use them inside it."
                 )
-            return cls(args, rollout_func=rollout_func)
-        environments, runner = None, None
         if environment_factory is not None:
             from ...generation.environments import Environments
 
-            environments = Environments(environment_factory, tools or ())
-            tools = environments.tools
+            self.environments = Environments(environment_factory, tools or ())
+            tools = self.environments.tools
         if tools:
             from ...generation.tools.calls import ToolRunner
 
-            runner = ToolRunner(tools, args.tool_timeout)
-        return cls(args, runner, environments=environments)
+            self.tools = ToolRunner(tools, args.tool_timeout)
 
     @property
     def rewards(self) -> list[Callable[..., Any]]:

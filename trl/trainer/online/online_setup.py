@@ -1,7 +1,5 @@
 """Prompts of a run: checked before anything is loaded, and in which order they come."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -17,9 +15,6 @@ from .batch_math import check_eval_groups, smaller_round
 from .online_config import OnlineConfig
 
 logger = logging.get_logger(__name__)
-
-
-# --- Lengths ---
 
 
 def check_engine_context(
@@ -58,9 +53,6 @@ def prompt_limit(args: OnlineConfig, context: int | None) -> PromptLimit:
     if args.use_vllm and args.vllm_max_model_length is not None:
         context = min(context or args.vllm_max_model_length, args.vllm_max_model_length)
     return PromptLimit.of(args.max_prompt_length, args.long_prompts, context, completion)
-
-
-# --- Datasets ---
 
 
 def with_prompts(dataset: Any, tokenizer: Any) -> Any:
@@ -138,39 +130,21 @@ def _check_size(size: int, args: OnlineConfig) -> None:
         )
 
 
-class PromptOrder:
-    """Repeats the prompts of datasets for their groups; checks those that are only evaluated."""
+def repeated(dataset: Any, mode: Mode, args: OnlineConfig, encode: PromptEncoder) -> Any:
+    """A dataset as it is read, and what has the order of its prompts, repeated for their groups.
 
-    def __init__(self, args: OnlineConfig, encode: PromptEncoder):
-        self._args = args
-        self._encode = encode
-        self._training: RepeatSampler | RepeatIterableDataset | None = None
-
-    def of(self, dataset: Any, mode: Mode) -> tuple[Any, Any]:
-        """The dataset as it is read, and what makes the order of its rows; no stream's."""
-        args, plan, is_training = self._args, self._args.batch_plan, mode == "train"
-        prompts = plan.round_rows // plan.group_size
-        repeats = plan.group_size, prompts, plan.micro_steps_per_round
-        shuffles = bool(args.shuffle_dataset) or not is_training
-        if not is_training:
-            repeats = args.eval_group_size, 1, 1
-            check_eval_groups(args.eval_rows, args.world_size, args.eval_group_size)
-            _check_prompts("eval_dataset", dataset)
-            dataset = self._encode.check("eval_dataset", dataset)
-
-        def kept(order: Any) -> Any:
-            if is_training:
-                self._training = order
-            return order
-
-        if isinstance(dataset, IterableDataset):
-            if is_training and shuffles:
-                dataset = dataset.shuffle(seed=args.seed)
-            dataset = kept(RepeatIterableDataset(dataset, *repeats))
-        seeded = {"shuffle": shuffles, "seed": args.seed}
-        return dataset, lambda rows: kept(RepeatSampler(rows, *repeats, **seeded))
-
-    def set_epoch(self, epoch: int) -> None:
-        """Let training go on in the order of an epoch."""
-        if self._training is not None:
-            self._training.set_epoch(epoch)
+    A stream has its order itself. Prompts that are only evaluated are checked by now.
+    """
+    plan, shuffles = args.batch_plan, args.shuffle_dataset or mode == "eval"
+    repeats = plan.group_size, plan.round_rows // plan.group_size, plan.micro_steps_per_round
+    if mode == "eval":
+        repeats = args.group_size_in(mode), 1, 1
+        check_eval_groups(args.eval_rows, args.world_size, args.group_size_in(mode))
+        _check_prompts("eval_dataset", dataset)
+        dataset = encode.check("eval_dataset", dataset)
+    if not isinstance(dataset, IterableDataset):
+        return dataset, RepeatSampler(dataset, *repeats, shuffle=bool(shuffles), seed=args.seed)
+    if mode == "train" and shuffles:
+        dataset = dataset.shuffle(seed=args.seed)
+    stream = RepeatIterableDataset(dataset, *repeats)
+    return stream, stream

@@ -35,7 +35,6 @@ from .rollout_correction import RolloutCorrection
 from .scoring import Scoring, assemble, credited, rows_with_gradient
 
 if TYPE_CHECKING:
-    from ...generation.base import GenerationBackend
     from ...generation.function_backend import RolloutFunction
 
 
@@ -57,6 +56,8 @@ class OnlineTrainer(BaseTrainer):
 
     config_class: ClassVar[type[OnlineConfig]]
     ratio_level: RatioLevel = "token"
+    needs_entropy: bool = False  # whether the loss reads entropies
+    has_token_losses: bool = False  # even where a completion has one ratio
     train_dataset: Any
     eval_dataset: Any
 
@@ -79,7 +80,7 @@ class OnlineTrainer(BaseTrainer):
         ref_model: str | nn.Module | None = None,
     ):
         args = checked_args(model, args, self.config_class, self.method.name)
-        self.agents = Agents.of(args, tools, rollout_func, environment_factory)
+        self.agents = Agents(args, tools, rollout_func, environment_factory)
         train_dataset, eval_dataset = (
             setup.with_prompts(dataset, processing_class)
             for dataset in (train_dataset, eval_dataset)
@@ -104,7 +105,6 @@ class OnlineTrainer(BaseTrainer):
         self.train_dataset, self.eval_dataset = setup.checked_prompts(
             self.encode, self.train_dataset, self.eval_dataset, args
         )
-        self._order = setup.PromptOrder(args, self.encode)
         self._signature_columns = list(COLUMNS)
         self._build_policy(model, ref_model, policy.brought_adapter)
         self._build_credit(sources)
@@ -116,7 +116,7 @@ class OnlineTrainer(BaseTrainer):
                 raise ValueError("train_dataset has no rows.")
             if args.remove_unused_columns:
                 row = {name: row[name] for name in COLUMNS if name in row}
-            self.rewards.dry_run(row, self.state, args.group_size)
+            self.rewards.dry_run(row, self.state, args.batch_plan.group_size)
 
     # --- Construction ---
 
@@ -138,7 +138,19 @@ class OnlineTrainer(BaseTrainer):
             args,
             lambda *row: self.scoring.row_logps(*row),
         )
-        self.backend = self._make_backend()
+        self._engine_reports: list[tuple[str, float]] = []
+        longest = self.encode.longest.get("train_dataset", (0, 0))
+        engine = make_engine(
+            self.policy,
+            args,
+            self.sampling,
+            report=lambda name, value: self._engine_reports.append((name, value)),
+            check_context=partial(setup.check_engine_context, args, longest=longest),
+            attempt=self.phases.adaptive("generation", alone=self.policy.layers_in_step).run,
+        )
+        given, stops = self.agents.rollout_func, self.sampling.stop_ids
+        call = None if given is None else lambda prompts: given(prompts, self)
+        self.backend = self.agents.around(engine, call, self.policy, stops, self.encode)
         if args.beta != 0.0:
             self._make_reference(brought_adapter, ref_model, model)
 
@@ -173,21 +185,6 @@ class OnlineTrainer(BaseTrainer):
             lambda held: self.buffer.restore(self.place.micro_steps, held, args.device),
         )
 
-    def _make_backend(self) -> GenerationBackend:
-        args, given = self.args, self.agents.rollout_func
-        longest = self.encode.longest.get("train_dataset", (0, 0))
-        self._engine_reports: list[tuple[str, float]] = []
-        engine = make_engine(
-            self.policy,
-            args,
-            self.sampling,
-            report=lambda name, value: self._engine_reports.append((name, value)),
-            check_context=partial(setup.check_engine_context, args, longest=longest),
-            attempt=self.phases.adaptive("generation", alone=self.policy.layers_in_step).run,
-        )
-        call = None if given is None else lambda prompts: given(prompts, self)
-        return self.agents.around(engine, call, self.policy, self.sampling.stop_ids, self.encode)
-
     # --- What an algorithm says ---
 
     def set_up(self) -> None:
@@ -215,16 +212,6 @@ class OnlineTrainer(BaseTrainer):
     def value_reader(self, model: nn.Module) -> Reader | None:
         """Return what reads the values that `compute_advantages` needs in a forward of `model`."""
         return None
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether the loss reads entropies."""
-        return False
-
-    @property
-    def has_token_losses(self) -> bool:
-        """Whether each token has a loss even where a completion has one ratio."""
-        return False
 
     @property
     def skips_zero_advantages(self) -> bool:
@@ -370,11 +357,9 @@ class OnlineTrainer(BaseTrainer):
         """Read the prompts in the order of the epoch."""
         self._order.set_epoch(self.place.epoch)
 
-    def drop_round(self) -> None:
-        """Generate anew in the next step."""
+    def end_epoch(self) -> None:
+        """Drop the rest of a round, which is not trained on."""
         self.buffer.clear()
-
-    end_epoch = drop_round  # the rest of a round is not trained on
 
     def batch_layout(self) -> list[int]:
         """The numbers of `BatchPlan`."""
@@ -384,7 +369,11 @@ class OnlineTrainer(BaseTrainer):
         self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any
     ) -> DataLoader:
         is_training = kwargs.get("is_training")
-        rows, kwargs["sampler_fn"] = self._order.of(dataset, "train" if is_training else "eval")
+        mode: Mode = "train" if is_training else "eval"
+        rows, order = setup.repeated(dataset, mode, self.args, self.encode)
+        kwargs["sampler_fn"] = lambda _: order
+        if is_training:
+            self._order = order
         batch_size = self.args.batch_plan.rows_per_rank if is_training else self.args.eval_rows
         if isinstance(rows, RepeatIterableDataset):  # of which each worker would read the whole
             collate = self._get_collator_with_removed_columns(self.data_collator, description)
@@ -393,5 +382,6 @@ class OnlineTrainer(BaseTrainer):
         loader = super()._get_dataloader(rows, description, batch_size, *args, **kwargs)
         if not is_training and isinstance(loader.dataset, Dataset):
             # Of the last batch, accelerate gathers only rows that it takes to be in the dataset.
-            loader.dataset.total_dataset_length = len(loader.dataset) * self.args.eval_group_size
+            repeated = len(loader.dataset) * self.args.group_size_in("eval")
+            loader.dataset.total_dataset_length = repeated
         return loader

@@ -1,7 +1,5 @@
 """The mismatch between trainer and engine: measured, bounded, and corrected in the loss."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +10,7 @@ from ...distributed import Ranks
 from ...online.guard import FiniteGuard
 from ...online.metrics import MetricStore, record_ratio, record_sampling
 from ...ops.masking import masked_sum
-from ...ops.policy_losses import RatioLevel, scale_gradient
+from ...ops.policy_losses import RatioBounds, RatioLevel, scale_gradient
 from ...ops.support import Support
 from ...types import Rollout, Sampling, TokenScores
 from .online_config import OnlineConfig
@@ -45,9 +43,8 @@ def not_replayed(sampling: Sampling) -> list[str]:
 class RolloutCorrection:
     """Compares the log-probabilities of trainer and engine, and weights the loss by their ratio.
 
-    Those of the trainer are of the weights that generated. On-policy the forward that trains has
-    them, so there is no pass for them alone. The filters of the engine are replayed on the
-    trainer's logits, which leaves rounding and differences of implementation.
+    Those of the trainer are of the weights that generated; on-policy, of the forward that trains.
+    The filters of the engine are replayed, so rounding and differences of implementation are left.
     """
 
     args: OnlineConfig  # mode, bounds and action
@@ -60,7 +57,9 @@ class RolloutCorrection:
     def __post_init__(self) -> None:
         support = Support(self.sampling.top_p, self.sampling.top_k, self.sampling.min_p or 0.0)
         self.support = None if support.is_whole else support
-        self._bounds = self.args.ratio_bounds
+        names = ("mode", "clip_min", "clip_max")
+        bounds = [getattr(self.args, f"vllm_importance_sampling_{name}") for name in names]
+        self._bounds = RatioBounds(*bounds)
         self._corrects = self.args.vllm_importance_sampling_correction
         self._unknown = ", ".join(not_replayed(self.sampling))
         if self._unknown and self.args.vllm_max_logp_gap is not None:
@@ -72,11 +71,10 @@ class RolloutCorrection:
     def correct(
         self, scores: TokenScores, batch: Rollout, level: RatioLevel, store: MetricStore
     ) -> tuple[Rollout, Tensor]:
-        """Weight a micro-batch by what its tokens' probabilities are off.
+        """Weight a micro-batch by what its tokens' probabilities are off while it trains.
 
-        Of the `scores` of the forward that trains; `level` is that of the ratio to the policy that
-        generated. Returns the resolved batch for the loss, and log-probabilities (B, C) to form
-        the ratio of.
+        `level` is that of the ratio to the policy that generated. Returns the resolved batch for
+        the loss, and log-probabilities (B, C) to form the ratio of.
         """
         if not batch.has_foreign_logps:
             return batch.resolved(scores), scores.logps

@@ -91,8 +91,6 @@ class Scoring:
     autocast: Callable[[], AbstractContextManager[None]]  # the precision of training
     values: Callable[[nn.Module], Reader | None]  # what reads values, if credit needs them
 
-    # --- What is needed ---
-
     def is_on_policy(self, mode: Mode) -> bool:
         """Whether the weights that generated a rollout are those its loss is computed with."""
         return mode == "eval" or self.args.batch_plan.is_on_policy
@@ -101,8 +99,6 @@ class Scoring:
         """Whether log-probabilities under the policy that generated must be known beforehand."""
         needs_values = self.values(self.policy.model) is not None
         return not self.is_on_policy(mode) or self.args.penalizes_rewards or needs_values
-
-    # --- Once a round ---
 
     def score(self, batch: Rollout, step: int) -> tuple[Rollout, bool]:
         """Add old and reference log-probabilities, if something needs them.
@@ -186,8 +182,6 @@ class Scoring:
 
     def _watch(self, what: str, logps: Tensor | None, batch: Rollout) -> None:
         self.guard.watch(what, torch.as_tensor(logps), batch, batch.loss_mask)
-
-    # --- Every micro-batch ---
 
     def current(
         self, model: nn.Module, batch: Rollout, store: MetricStore, with_entropy: bool

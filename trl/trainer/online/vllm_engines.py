@@ -1,7 +1,5 @@
 """What vLLM needs of a run, wherever it runs: options, and the size of an engine in training."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,14 +11,8 @@ from transformers.utils import logging
 from ...generation.base import PolicyHandle
 from ...generation.vllm.adapter_engine import AdapterBackend, AdapterEngine, adapter_settings
 from ...generation.vllm.backend import VLLMBackend, VLLMColocateBackend
-from ...generation.vllm.engine import (
-    EngineSettings,
-    VLLMEngine,
-    check_platform,
-    sampling_fields,
-    start_engine,
-)
-from ...generation.vllm.sampling import merge_options, needs_text
+from ...generation.vllm.engine import EngineSettings, VLLMEngine, check_platform, start_engine
+from ...generation.vllm.sampling import needs_text
 from ...generation.vllm.server.backend import Server, ServerPool, VLLMServerBackend
 from ...generation.vllm.server.client import PROTOCOL, ServerFacts, VLLMClient, gpu_id, shape_of
 from ...imports import require
@@ -90,14 +82,6 @@ def server_urls(args: OnlineConfig) -> list[str]:
     return urls
 
 
-def sampling_of_engine(args: OnlineConfig, sampling: Sampling) -> Sampling:
-    """Sampling as the engine takes it, whose options in `generation_kwargs` vLLM must know."""
-    extra = dict(sampling.extra)
-    if args.vllm_structured_outputs_regex is not None:
-        extra["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
-    return merge_options(sampling.replace(extra=extra), sampling_fields())
-
-
 def make_backend(
     handle: PolicyHandle,
     args: OnlineConfig,
@@ -129,9 +113,6 @@ def make_backend(
     return kinds[1](engine, handle, **shared)
 
 
-# --- Servers ---
-
-
 def _connect(
     handle: PolicyHandle, args: OnlineConfig, sampling: Sampling
 ) -> tuple[ServerPool | None, int]:
@@ -154,9 +135,6 @@ def _connect(
                 server.check(wanted, sampling)
             pool.join(handle.device)
     return pool, ranks.gather_objects(None if pool is None else pool.context)[0]
-
-
-# --- Size ---
 
 
 def engine_settings(handle: PolicyHandle, args: OnlineConfig, sampling: Sampling) -> EngineSettings:
