@@ -39,7 +39,7 @@ def test_the_numbers_are_those_of_an_epoch(table):
         assert limit["rows untrained"] == len(table) - len(documents)
         trained = sum(int(d.trained.sum()) for d in documents)
         assert limit["trained lost"] == profile.parts["trained"]["tokens"] - trained
-        assert limit["rows cut"] == found.report.long
+        assert limit["rows cut"] == len(found.report.long)
         cut = {i for i, ids in enumerate(table["input_ids"]) if len(ids) > limit["max_length"]}
         assert limit["ends lost"] == len(cut)
         assert all((d.ids[-1] == ENCODER.eos) == (d.source not in cut) for d in documents)
@@ -88,7 +88,7 @@ def test_preferences():
     limit = next(row for row in profile.limits if row["max_length"] == 16)
     kept = AnswerDataset(table, PreferenceLimits(max_length=16))
     assert limit["rows untrained"] == 2 - len(kept) == 1
-    assert limit["rows cut"] == 2 == kept.report.long
+    assert limit["rows cut"] == 2 == len(kept.report.long)
 
 
 def test_padding_is_counted_as_a_collator_would():

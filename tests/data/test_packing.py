@@ -8,11 +8,10 @@ from trl.data.packing import (
     MicroBatchSampler,
     best_fit,
     pack_dataset,
+    pieces,
     remove_none_values,
     share_of_rank,
     truncate_dataset,
-    windows,
-    wrapped,
 )
 
 ROWS = {"input_ids": [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11], []]}
@@ -62,22 +61,33 @@ def test_a_document_longer_than_a_pack_is_refused():
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 12))
-def test_wrapped_keeps_every_token_in_order(lengths, size):
-    document, start, stop = wrapped(lengths, size)
-    tokens = [(d, t) for d, a, b in zip(document, start, stop, strict=True) for t in range(a, b)]
-    assert tokens == [(d, t) for d, n in enumerate(lengths) for t in range(n)]
-    every = np.cumsum(lengths).tolist()
-    cuts = {*every, *range(0, sum(lengths), size)} - {0}
-    assert np.cumsum(stop - start).tolist() == sorted(cuts)
+def test_rows_end_to_end_are_cut_into_pieces(lengths, size):
+    """Every token is in one piece, and pieces end where they must."""
+    every, total = np.cumsum(lengths).tolist(), sum(lengths)
+    begins = [stop - length for stop, length in zip(every, lengths, strict=True)]
+    marks = {
+        "split": {t for a, b in zip(begins, every, strict=True) for t in range(a, b, size)},
+        "wrapped": {*range(0, total, size)},
+        "wrapped_across": {*range(0, total, size)},
+    }
+    for how, inner in marks.items():
+        start, stop = pieces(lengths, size, how)
+        ends = {total} if how == "wrapped_across" else set(every)
+        assert stop.tolist() == sorted((inner | ends) - {0})
+        assert start.tolist() == [0, *stop[:-1].tolist()][: len(stop)]
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 12))
-def test_windows_cut_every_document_into_pieces(lengths, size):
-    document, start, stop = windows(lengths, size)
-    tokens = [(d, t) for d, a, b in zip(document, start, stop, strict=True) for t in range(a, b)]
-    assert tokens == [(d, t) for d, n in enumerate(lengths) for t in range(n)]
-    assert ((stop - start) <= size).all() and ((stop - start) > 0).all()
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("cut", [(0, 3), (5, 7)]),
+        ("keep_end", [(2, 5), (5, 7)]),
+        ("drop", [(0, 0), (5, 7)]),
+    ],
+)
+def test_one_piece_of_each_row(how, expected):
+    assert np.stack(pieces([5, 2], 3, how), 1).tolist() == [list(pair) for pair in expected]
+    assert np.stack(pieces([5, 2], None, how), 1).tolist() == [[0, 5], [5, 7]]
 
 
 @pytest.mark.parametrize(

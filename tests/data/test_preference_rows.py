@@ -9,8 +9,9 @@ from tiny import tiny_tokenizer
 from trl.data.encode import TextEncoder
 from trl.data.preference_rows import (
     AnswerDataset,
+    MismatchedDataset,
     PreferenceLimits,
-    mismatched,
+    partners,
     prepare_preferences,
 )
 
@@ -156,29 +157,35 @@ def test_what_was_cut_is_counted_and_empty_rows_are_named():
         "2 of 3 rows left with nothing to train on: 1, 2.",
     ]
     assert len(AnswerDataset(prepare(*rows), PreferenceLimits(drops_over=7))) == 1
-    assert AnswerDataset(prepare(*rows), PreferenceLimits(max_prompt_length=4)).report.long == 1
-    with pytest.raises(ValueError, match=r"None of the 3 rows .*max_length=2\)"):
-        AnswerDataset(prepare(*rows), PreferenceLimits(max_length=2))
+    assert AnswerDataset(prepare(*rows), PreferenceLimits(max_prompt_length=4)).report.long == (1,)
+    with pytest.raises(ValueError, match=r"None of the 3 rows .*max_length=2"):
+        AnswerDataset(prepare(*rows), PreferenceLimits(max_length=2)).checked("max_length=2")
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=30))
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=30))
 def test_a_partner_has_another_answer_and_comes_from_another_example(rows):
-    sources, answers = [s for s, _ in rows], [[a] for _, a in rows]
     possible = all(any(s != t and a != b for t, b in rows) for s, a in rows)
     if not possible:
         with pytest.raises(ValueError, match="has no partner"):
-            mismatched(sources, answers, 0)
+            list(partners((a, s, i) for i, (s, a) in enumerate(rows)))
         return
-    found = mismatched(sources, answers, 0)
-    assert all(sources[i] != sources[p] and answers[i] != answers[p] for i, p in enumerate(found))
-    assert np.array_equal(found, mismatched(sources, answers, 0))
+    found = dict(partners((a, s, i) for i, (s, a) in enumerate(rows)))
+    assert sorted(found) == list(range(len(rows)))
+    assert all(x != y for i, p in found.items() for x, y in zip(rows[i], rows[p], strict=True))
+
+
+def test_a_partner_is_the_last_one_before_or_the_first_one_after():
+    rows = [("a", 0), ("a", 1), ("b", 1), ("b", 2), ("a", 3)]
+    found = dict(partners((answer, source, i) for i, (answer, source) in enumerate(rows)))
+    assert found == {0: 2, 1: 3, 2: 0, 3: 1, 4: 3}
 
 
 def test_partners_follow_from_the_seed():
-    answers = [[i] for i in range(50)]
-    assert not np.array_equal(mismatched(range(50), answers, 0), mismatched(range(50), answers, 1))
-    counts = np.bincount(mismatched(range(50), answers, 0))
-    assert (counts == 1).all()
+    rows = [{"prompt": f"{i}?", "completion": "a" * (i + 1), "label": True} for i in range(50)]
+    answers = AnswerDataset(prepare(*rows), PreferenceLimits())
+    found = [MismatchedDataset(answers, seed).partners.tolist() for seed in (0, 1, 0)]
+    assert found[0] == found[2] != found[1]
+    assert np.bincount(found[0]).max() <= 2
 
 
 def test_equal_pairs_for_any_number_of_processes():

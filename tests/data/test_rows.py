@@ -48,7 +48,7 @@ def test_select_cuts_to_the_longest_completion():
 
 
 def test_documents_that_only_keep_a_rank_busy_count_nothing():
-    rows = SupervisedRows.of([uncounted(document([0, 1, 1])), Document.filler(3)])
+    rows = SupervisedRows.of([uncounted(document([0, 1, 1])), uncounted(document([0, 1], 3))])
     assert rows.weight() == 0 and rows.tokens() == 0 and rows.flat.lengths == [3, 2]
     assert SupervisedRows.of([document([0, 1, 1])]).tokens() == 3
 

@@ -8,12 +8,13 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 from datasets import Dataset
 
 from .formats import common_prefix_length
 from .packing import best_fit
-from .preference_rows import PreferenceLimits, kept_preferences, preference_lengths
-from .prepare import CutReport, cut_supervised, row_lengths, trained_in, whole_rows
+from .preference_rows import AnswerDataset, PreferenceLimits, preference_lengths
+from .prepare import CutReport, SupervisedDataset, arrow_column, row_lengths, trained_in
 
 PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 99.9, 100)
 BATCHES = (1, 2, 4, 8, 16)
@@ -51,19 +52,19 @@ def profile_supervised(
 ) -> LengthProfile:
     """Profile a dataset as of `prepare_supervised`; without a pack size, it is the longest row."""
     lengths, source = row_lengths(table, "input_ids"), np.asarray(table["source"][:])
-    trained = trained_in(table, *whole_rows(lengths))
+    ends = np.cumsum(lengths)
+    flags = pc.list_flatten(arrow_column(table, "trained")).to_numpy()
+    trained = trained_in(flags, ends - lengths, ends)
     parts = {"prompt": lengths - trained, "trained": trained, "row": lengths}
-    ends = trained_in(table, np.arange(len(lengths)), lengths - 1, lengths, first=0) > 0
     limits = [
         {
-            **_limit(cut_supervised(table, size)[1], size),
-            "ends lost": int(ends[lengths > size].sum()),
+            **_limit(SupervisedDataset(table, size).report, size),
+            "ends lost": int(flags[ends[lengths > size] - 1].sum()),
         }
         for size in candidates(lengths, max_lengths)
     ]
     size = pack_size or int(lengths.max(initial=1))
-    kept = np.minimum(lengths, size)
-    kept[trained_in(table, *whole_rows(kept)) == 0] = 0
+    kept = SupervisedDataset(table, size).lengths
     warnings = _warned((trained == 0).sum(), "no token to train on", len(lengths))
     merged = (np.asarray(table["merged"][:]) > 0).sum()
     warnings += _warned(merged, "a token over the edge of what is trained", len(lengths))
@@ -75,7 +76,7 @@ def profile_supervised(
 def _limit(report: CutReport, size: int) -> dict[str, Any]:
     return {
         "max_length": size,
-        "rows cut": report.long,
+        "rows cut": len(report.long),
         "tokens lost": report.tokens_lost,
         "trained lost": report.trained_lost,
         "rows untrained": len(report.untrained),
@@ -93,7 +94,7 @@ def profile_preferences(
     whole = prompts + answers.max(axis=1)
     parts = {"prompt": prompts, **dict(zip(names, answers.T, strict=True)), "row": whole}
     limits = [
-        _limit(kept_preferences(table, PreferenceLimits(max_length=size))[1], size)
+        _limit(AnswerDataset(table, PreferenceLimits(max_length=size)).report, size)
         for size in candidates(whole, max_lengths)
     ]
     separate = (prompts[:, None] + answers).sum()

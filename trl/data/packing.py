@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from torch.utils.data import Sampler
 
 D = TypeVar("D", Dataset, DatasetDict, IterableDataset)
-STRATEGIES = ("bfd", "bfd_split", "wrapped")
+STRATEGIES = {"bfd": "cut", "bfd_split": "split", "wrapped": "wrapped_across"}  # as for `pieces`
 
 
 def best_fit(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
@@ -54,41 +54,37 @@ def best_fit(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
     return packs
 
 
-def windows(
-    lengths: Sequence[int] | np.ndarray, size: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut documents into pieces of at most `size` tokens: document, first token and end of each.
+def pieces(
+    lengths: Sequence[int] | np.ndarray, size: int | None = None, how: str = "cut"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cut rows that lie end to end into pieces of at most `size` tokens: start and end of each.
 
-    They are in order; a document of no tokens has none.
+    "split" and "wrapped" cut where rows end, and every `size` tokens of a row, or of all;
+    "wrapped_across" does the latter alone. "keep_end" has the last tokens of each row, "drop" none
+    of a longer one, and others the first ones.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    counts = -(-lengths // size)
-    document = np.repeat(np.arange(len(lengths)), counts)
-    start = ragged_ranges(np.zeros(len(lengths), dtype=np.int64), counts) * size
-    return document, start, np.minimum(start + size, lengths[document])
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    if size is None:
+        return starts, ends
+    if how not in ("split", "wrapped", "wrapped_across"):
+        kept = np.where(lengths > size, 0 if how == "drop" else size, lengths)
+        starts = ends - kept if how == "keep_end" else starts
+        return starts, starts + kept
+    inner = np.arange(0, lengths.sum(), size)
+    if how == "split":
+        counts = -(-lengths // size)
+        inner = np.repeat(starts, counts) + size * ragged_ranges(np.zeros_like(counts), counts)
+    kept = ends[-1:] if how == "wrapped_across" else ends
+    cuts = np.unique(np.concatenate([[0], inner, kept]))
+    return cuts[:-1], cuts[1:]
 
 
 def ragged_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Concatenate `range(start, start + count)` of all starts and counts."""
     before = np.cumsum(counts) - counts
     return np.arange(int(counts.sum())) + np.repeat(starts - before, counts)
-
-
-def wrapped(
-    lengths: Sequence[int] | np.ndarray, size: int, across: bool = False
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Lay documents end to end, cut every `size` tokens and where documents end, as `windows` does.
-
-    With `across`, ends of documents are no cuts: the end of a piece may lie in a later document
-    than its beginning.
-    """
-    lengths = np.asarray(lengths, dtype=np.int64)
-    ends = np.cumsum(lengths)
-    kept = ends[-1:] if across else ends
-    cuts = np.unique(np.concatenate([[0], kept, np.arange(0, lengths.sum(), size)]))
-    document = np.searchsorted(ends, cuts[:-1], side="right")
-    begin = (ends - lengths)[document]
-    return document, cuts[:-1] - begin, cuts[1:] - begin
 
 
 def share_of_rank(batches: Sequence[list[int]], rank: int, ranks: int) -> Iterator[list[int]]:
@@ -226,18 +222,15 @@ def _pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
                 f"Row {row}: column {name!r} has {found[row]} items and column "
                 f"{table.column_names[0]!r} has {lengths[row]}; all lists of a row must be as long."
             )
-    begins = np.cumsum(lengths, dtype=np.int64) - lengths
+    start, stop = pieces(lengths, seq_length, STRATEGIES[strategy])
     if strategy == "wrapped":
-        document, start, stop = wrapped(lengths, seq_length, across=True)
-        packs = [[piece] for piece in range(len(document))]
+        packs = [[piece] for piece in range(len(start))]
     else:
-        kept = lengths if strategy == "bfd_split" else np.minimum(lengths, seq_length)
-        document, start, stop = windows(kept, seq_length)
         packs = best_fit(stop - start, seq_length)
     order = np.concatenate([*packs, []]).astype(np.int64)
     counts, members = (stop - start)[order], np.cumsum([0, *map(len, packs)])
     bounds = np.concatenate([[0], np.cumsum(counts)])[members]
-    chosen = pa.array(ragged_ranges((begins[document] + start)[order], counts))
+    chosen = pa.array(ragged_ranges(start[order], counts))
     found = {name: _rows(bounds, column.flatten().take(chosen)) for name, column in columns.items()}
     if strategy != "wrapped":
         found["seq_lengths"] = _rows(members, pa.array(counts))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from typing import Any
+from itertools import chain, islice
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow.compute as pc
@@ -15,8 +16,17 @@ from datasets import Dataset, Features, List, Value
 from ..text import count
 from .encode import Ids, Masked, TextEncoder, template_options
 from .formats import common_prefix_length, maybe_extract_prompt
-from .prepare import CutReport, D, first_row, items, list_column, prepared, row_lengths
-from .rows import AnswerGroup, uncounted
+from .prepare import (
+    CutReport,
+    D,
+    ItemDataset,
+    arrow_column,
+    first_row,
+    items,
+    prepared,
+    row_lengths,
+)
+from .rows import AnswerGroup
 from .supervised import Row, as_messages, rendered_prompts
 
 FEATURES = Features(
@@ -38,6 +48,8 @@ KINDS = {
     "pair": {"chosen", "rejected"},
     "labelled": {"prompt", "completion", "label"},
 }
+LOOKED_BACK = 64  # answers among which a partner is looked for
+T = TypeVar("T")
 Answers = tuple[Ids, list[Ids], bool]  # prompt, answers, whether a token stands for both
 
 
@@ -197,92 +209,113 @@ class PreferenceLimits:
         return list(prompt)[len(prompt) - int(kept[0]) :], cut
 
 
-class AnswerDataset:
-    """Prepared preferences, cut to length, without those with an answer of which nothing is left.
-
-    Tokens stay on disk until they are asked for. Having no row left is a ValueError.
-    """
+class AnswerDataset(ItemDataset):
+    """Prepared preferences; one with an answer of which nothing is left is left out."""
 
     def __init__(self, table: Dataset, limits: PreferenceLimits):
-        good, self.report = kept_preferences(table, limits)
-        if not good.any():
-            raise ValueError(
-                f"None of the {len(table)} rows is left with tokens in every answer ({limits}). "
-                "Raise the limits."
-            )
-        self.rows = table if good.all() else table.select(np.flatnonzero(good))  # that are left
-        self.report.warn(str(limits))
-        prompts, answers = limits.lengths(*preference_lengths(self.rows))
-        self.lengths = prompts + answers.sum(axis=1)  # tokens a model sees, the prompt's once
+        prompts, sizes = preference_lengths(table)
+        kept, left = limits.lengths(prompts, sizes)
+        fits = prompts + np.max(sizes, axis=1) <= (limits.drops_over or np.inf)
+        long = ~fits | (kept < prompts) | (left < sizes).any(axis=1)
+        good = fits & (np.min(left, axis=1) > 0)
+        trained_lost, source = sizes.sum() - left[good].sum(), np.asarray(table["source"][:])
+        report = CutReport(
+            rows=len(table),
+            long=tuple(source[long].tolist()),
+            tokens_lost=int(prompts.sum() - kept[good].sum() + trained_lost),
+            trained_lost=int(trained_lost),
+            untrained=tuple(source[~good].tolist()),
+            merged=int((np.asarray(table["merged"][:]) > 0).sum()),
+        )
+        rows = table if good.all() else table.select(np.flatnonzero(good))
+        # The tokens that a model sees: those of the prompt once.
+        super().__init__(rows, (kept + left.sum(axis=1))[good], report)
         self.values: dict[str, np.ndarray] = {}  # (items, ...), besides what rows know
         self.limits = limits
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, place: int) -> AnswerGroup:
-        """Make an item; a negative place gives one that does not count (see `share_of_rank`)."""
-        at = place if place >= 0 else ~place
-        found = answer_group(self.rows[at], self.limits)
-        found.values.update({name: values[at].tolist() for name, values in self.values.items()})
-        return found if place >= 0 else uncounted(found)
+    def item(self, at: int) -> AnswerGroup:
+        """Make an item."""
+        row = self.rows[at]
+        prompt, answers = self.limits.cut(row["prompt_ids"], row["answers_ids"])
+        known = {name: row[name] for name in ("margin", "label", "ranks") if row[name] is not None}
+        known |= {name: values[at].tolist() for name, values in self.values.items()}
+        return AnswerGroup(prompt, answers, row["source"], known)
 
 
-def answer_group(row: dict[str, Any], limits: PreferenceLimits) -> AnswerGroup:
-    """Make an item of a row of `prepare_preferences`."""
-    prompt, answers = limits.cut(row["prompt_ids"], row["answers_ids"])
-    known = {name: row[name] for name in ("margin", "label", "ranks") if row[name] is not None}
-    return AnswerGroup(prompt, answers, row["source"], known)
+class MismatchedDataset(ItemDataset):
+    """Answers with a label, each with another example's answer behind it (see `partners`).
+
+    The partner follows from the data and the seed alone, whatever the batches or the ranks are.
+    """
+
+    def __init__(self, answers: AnswerDataset, seed: int):
+        self._answers, self.values = answers, answers.values
+        sources, ids = answers.rows["source"][:], [own for (own,) in answers.rows["answers_ids"]]
+        order = np.random.default_rng(seed).permutation(len(ids)).tolist()
+        self.partners = np.zeros(len(ids), dtype=np.int64)
+        for place, other in partners((tuple(ids[i]), sources[i], i) for i in order):
+            self.partners[place] = other
+        lengths = answers.lengths + [len(ids[i]) for i in self.partners]
+        super().__init__(answers.rows, lengths, answers.report)
+
+    def item(self, at: int) -> AnswerGroup:
+        """Make an item."""
+        other = self._answers[int(self.partners[at])]
+        return with_mismatched(self._answers[at], other, self._answers.limits)
 
 
-def kept_preferences(table: Dataset, limits: PreferenceLimits) -> tuple[np.ndarray, CutReport]:
-    """Which prepared examples (rows,) have tokens left in all answers, and what limits cost."""
-    prompts, sizes = preference_lengths(table)
-    kept, left = limits.lengths(prompts, sizes)
-    fits = prompts + np.max(sizes, axis=1) <= (limits.drops_over or np.inf)
-    good = fits & (np.min(left, axis=1) > 0)
-    trained_lost = sizes.sum() - left[good].sum()
-    report = CutReport(
-        rows=len(table),
-        long=int((~fits | (kept < prompts) | (left < sizes).any(axis=1)).sum()),
-        tokens_lost=int(prompts.sum() - kept[good].sum() + trained_lost),
-        trained_lost=int(trained_lost),
-        untrained=tuple(np.asarray(table["source"][:])[~good].tolist()),
-        merged=int((np.asarray(table["merged"][:]) > 0).sum()),
-    )
-    return good, report
+def partners(rows: Iterable[tuple[Hashable, int, T]]) -> Iterator[tuple[T, T]]:
+    """Pair rows (answer, source, row), each with one of another answer to another example.
+
+    That is the last one before, or else the first one after. Having none is a ValueError.
+    """
+    recent: dict[Hashable, dict[int, T]] = {}  # by answer and source
+    waiting: dict[Hashable, list[tuple[int, T]]] = {}
+    for answer, source, row in rows:
+        for known in [known for known in waiting if known != answer]:
+            yield from ((one, row) for other, one in waiting[known] if other != source)
+            waiting[known] = [pair for pair in waiting[known] if pair[0] == source]
+        if (partner := _latest(recent, answer, source)) is None:
+            waiting.setdefault(answer, []).append((source, row))
+        else:
+            yield row, partner
+        # Of two sources of an answer, one is always another one.
+        recent[answer] = dict([*recent.pop(answer, {}).items()][-2:]) | {source: row}
+        if len(recent) > LOOKED_BACK:
+            del recent[next(iter(recent))]
+    if left := [source for source, _ in chain(*waiting.values())]:
+        raise ValueError(
+            f"Row {min(left)} has no partner: the KL estimate needs rows of other examples with "
+            "other completions."
+        )
+
+
+def _latest(recent: dict[Hashable, dict[int, T]], answer: Hashable, source: int) -> T | None:
+    for known, by_source in reversed(recent.items()):
+        for other, row in reversed(by_source.items()):
+            if known != answer and other != source:
+                return row
+    return None
+
+
+def with_others(items: Iterator[AnswerGroup], limits: PreferenceLimits) -> Iterator[AnswerGroup]:
+    """The items of a stream, each with the answer of its partner."""
+    for one, other in partners((tuple(x.answer_ids[0]), x.source, x) for x in items):
+        yield with_mismatched(one, other, limits)
+
+
+def with_mismatched(item: AnswerGroup, other: AnswerGroup, limits: PreferenceLimits) -> AnswerGroup:
+    """Put the answer of another item behind that of an item, cut to the room that there is."""
+    room: Any = None
+    if limits.max_length is not None:
+        room = max(limits.max_length - len(item.prompt_ids), 1)
+    return dataclasses.replace(item, answer_ids=[*item.answer_ids, other.answer_ids[0][:room]])
 
 
 def preference_lengths(table: Dataset) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of prompts (rows,) and answers (rows, K), the first one's for any that is missing."""
-    groups = list_column(table, "answers_ids")
+    groups = arrow_column(table, "answers_ids")
     counts, sizes = items(groups), items(pc.list_flatten(groups))
     column = np.arange(counts.max(initial=0))
     at = (np.cumsum(counts) - counts)[:, None] + np.where(column < counts[:, None], column, 0)
     return row_lengths(table, "prompt_ids"), sizes[at]
-
-
-def mismatched(sources: Sequence[Any], answers: Sequence[Sequence[int]], seed: int) -> np.ndarray:
-    """Choose for each row another row (rows,) whose answer is scored under its prompt.
-
-    The partner has another answer and comes from another example; it follows from the data and
-    the seed alone, whatever the order, the batches or the ranks. A row without one is a ValueError.
-    """
-    names = {answer: i for i, answer in enumerate(dict.fromkeys(map(tuple, answers)))}
-    answer = np.array([names[tuple(ids)] for ids in answers])
-    source = np.unique(np.asarray(sources), return_inverse=True)[1]
-    order = np.random.default_rng(seed).permutation(len(answer))
-    found = np.full(len(answer), -1)
-    for step in range(1, len(order)):
-        open_ = np.flatnonzero(found[order] < 0)
-        if not len(open_):
-            break
-        rows, others = order[open_], order[(open_ + step) % len(order)]
-        fits = (answer[rows] != answer[others]) & (source[rows] != source[others])
-        found[rows[fits]] = others[fits]
-    if (found < 0).any():
-        raise ValueError(
-            f"Row {int(np.flatnonzero(found < 0)[0])} has no partner: the KL estimate needs rows "
-            "of other examples with other completions."
-        )
-    return found

@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +19,7 @@ from transformers.utils import logging
 
 from ..text import count
 from .encode import TextEncoder
-from .packing import windows, wrapped
+from .packing import pieces
 from .rows import Document, uncounted
 from .supervised import SupervisedOptions, encode_supervised
 
@@ -29,7 +28,9 @@ logger = logging.get_logger(__name__)
 # Changed with everything that changes what a prepared row holds.
 VERSION = 5
 BATCH = 1000
-CUT, LEFT_OUT = "is cut to length", "has nothing to train on, or is too long, and is left out"
+# What may become of rows.
+LONG, UNTRAINED = "over a limit of length", "left out, with nothing left to train on"
+MERGED = "with a token that stands for characters of both the prompt and what is trained on"
 ROWS_PER_PROCESS = 10_000  # fewer are done before another process has started
 SUPERVISED = Features(
     input_ids=List(Value("int32")),
@@ -42,20 +43,6 @@ D = TypeVar("D", Dataset, IterableDataset)
 Example = dict[str, Any]
 Encoded = Sequence[tuple[Any, ...]]  # values by row
 Encode = Callable[[list[Example]], Encoded]
-
-
-def column(values: Sequence[Any], feature: Any) -> pa.Array:
-    """Make an Arrow column; one of lists, or of lists of lists, many times faster than Arrow."""
-    if not isinstance(feature, List):
-        return pa.array(values, feature.pa_type)
-    bounds = pa.array(np.cumsum([0, *map(len, values)], dtype=np.int32))
-    if isinstance(feature.feature, List):
-        inner = column(list(chain.from_iterable(values)), feature.feature)
-    else:
-        kind = np.dtype(feature.feature.dtype)
-        rows = [np.zeros(0, kind), *(np.asarray(row, kind) for row in values)]
-        inner = pa.array(np.concatenate(rows))
-    return pa.ListArray.from_arrays(bounds, inner)
 
 
 def make_rows(batch: Any, index: list[int], encode: Encode, features: Features) -> pa.Table:
@@ -80,10 +67,9 @@ def _table(batch: Any, index: list[int], encode: Encode, features: Features) -> 
     else:  # of a transform
         examples = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
     found = _encoded(examples, index, encode)
-    values = list(zip(*found, strict=True)) or [()] * len(features)
-    columns: dict[str, Any] = dict(zip(features, values, strict=True))
+    columns = {name: [row[i] for row in found] for i, name in enumerate(features)}
     columns["source"] = [index[i] for i in columns["source"]]
-    return pa.table({name: column(columns[name], feature) for name, feature in features.items()})
+    return pa.table(columns, schema=features.arrow_schema)
 
 
 def _encoded(examples: list[Example], index: list[int], encode: Encode) -> Encoded:
@@ -163,13 +149,13 @@ def prepare_supervised(
 
 @dataclass(frozen=True)
 class CutReport:
-    """What became of the rows of a dataset when they were cut to length."""
+    """What became of rows when they were cut to length; those of the dataset by their numbers."""
 
     rows: int
-    long: int  # rows over a limit
+    long: tuple[int, ...]  # over a limit
     tokens_lost: int
     trained_lost: int  # of these, what would have been trained on
-    untrained: tuple[int, ...]  # rows of the dataset left with nothing to train on
+    untrained: tuple[int, ...]  # left with nothing to train on
     merged: int  # rows with a token over the edge of what is trained
 
     def lines(self, limits: str) -> list[str]:
@@ -178,202 +164,169 @@ class CutReport:
         named = ", ".join(map(str, gone[:3])) + ", ..." * (len(gone) > 3)
         lost = f"{count(self.tokens_lost, 'token')} left out, {self.trained_lost:,} of them trained"
         said = {
-            f"{self.long:,} of {rows} longer than {limits}: {lost}.": self.long,
+            f"{len(self.long):,} of {rows} longer than {limits}: {lost}.": self.long,
             f"{len(gone):,} of {rows} left with nothing to train on: {named}.": gone,
             f"{self.merged:,} of {rows} with a token that stands for characters of both the prompt "
             "and what is trained on; it is trained on.": self.merged,
         }
         return [line for line, number in said.items() if number]
 
-    def warn(self, limits: str) -> None:
-        """Log it."""
-        for line in self.lines(limits):
-            logger.warning(line)
+    def add_to(self, losses: Counter[str]) -> None:
+        """Count it for rows that are read bit by bit, and log the first one of a kind."""
+        for fate, rows in {LONG: self.long, UNTRAINED: self.untrained}.items():
+            if rows and not losses[fate]:
+                logger.warning(f"Row {rows[0]} is {fate}; so are others like it.")
+            losses[fate] += len(rows)
+        losses[MERGED] += self.merged
 
 
-def cut_supervised(
-    table: Dataset, max_length: int | None = None, long_rows: str = "cut"
-) -> tuple[np.ndarray, CutReport]:
-    """Cut rows as `SupervisedDataset` does: row, start and stop (documents, 3), and what it costs.
+class ItemDataset:
+    """Items of prepared rows, cut to length, without those of which nothing is left to train on.
 
-    Only pieces with something to train on are kept.
+    Tokens stay on disk until they are asked for; `lengths` are (items,) tokens.
     """
-    whole, source = row_lengths(table, "input_ids"), np.asarray(table["source"][:])
-    found = pieces(whole, max_length, long_rows, source)
-    trained, full = trained_in(table, *found), trained_in(table, *whole_rows(whole))
-    kept = np.stack(found, axis=1)[trained > 0]
-    over = np.zeros(len(whole), dtype=bool) if max_length is None else whole > max_length
-    untrained = ~np.isin(np.arange(len(whole)), kept[:, 0])
-    if long_rows == "drop":
-        untrained &= ~over
-    elif long_rows == "wrapped_across":
-        untrained = full == 0
-    return kept, CutReport(
-        rows=len(whole),
-        long=int(over.sum()),
-        tokens_lost=int(whole.sum() - (kept[:, 2] - kept[:, 1]).sum()),
-        trained_lost=max(int(full.sum() - trained.sum()), 0),
-        untrained=tuple(source[untrained].tolist()),
-        merged=int((np.asarray(table["merged"][:]) > 0).sum()),
-    )
+
+    def __init__(self, rows: Dataset, lengths: np.ndarray, report: CutReport):
+        self.rows, self.lengths, self.report = rows, lengths, report
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.item, range(len(self)))
+
+    def item(self, at: int) -> Any:
+        """Make an item."""
+        raise NotImplementedError
+
+    def __getitem__(self, place: int) -> Any:
+        """Make an item; a negative place gives one that does not count (see `share_of_rank`)."""
+        return self.item(place) if place >= 0 else uncounted(self.item(~place))
+
+    def checked(self, limits: str) -> Self:
+        """Say what was cut; having no item left is a ValueError."""
+        if not len(self):
+            raise ValueError(
+                f"None of the {self.report.rows} rows has a token to train on"
+                + f" with {limits}." * bool(limits)
+                + " Raise the limit, or look at the masks of the dataset."
+            )
+        for line in self.report.lines(limits):
+            logger.warning(line)
+        return self
 
 
-class SupervisedDataset:
-    """Prepared documents, cut to length; tokens stay on disk until they are asked for.
+class SupervisedDataset(ItemDataset):
+    """Prepared documents.
 
     Of rows over `max_length`, "cut" and "keep_start" keep the first tokens, "keep_end" the last
     ones, "drop" leaves them out, "split" makes several documents, "error" refuses them. "wrapped"
     lays all rows end to end and cuts every `max_length` tokens and at their ends; "wrapped_across"
     cuts every `max_length` tokens alone.
 
-    Attributes:
-        lengths: (documents,) tokens.
-        rows (`Dataset`): as given.
-        report (`CutReport`): counts.
-
     Raises:
-        ValueError: if no row is left, or at a long one with `long_rows="error"`.
+        ValueError: at a long row with `long_rows="error"`.
     """
 
     def __init__(self, table: Dataset, max_length: int | None = None, long_rows: str = "cut"):
-        self.rows, self._table = table, table.with_format("numpy")
-        self._pieces, self.report = cut_supervised(table, max_length, long_rows)
-        self._bounds = np.concatenate([[0], np.cumsum(row_lengths(table, "input_ids"))])
-        self.lengths = self._pieces[:, 2] - self._pieces[:, 1]
-        if not len(self.lengths):
+        self._source = np.asarray(table["source"][:])
+        lengths = row_lengths(table, "input_ids")
+        over = lengths > (np.inf if max_length is None else max_length)
+        if long_rows == "error" and over.any():
+            named = ", ".join(map(str, self._source[over][:3]))
             raise ValueError(
-                f"None of the {len(table)} rows has a token to train on"
-                + (f" with max_length={max_length}." if max_length else ".")
-                + " Raise max_length, or look at the masks of the dataset."
+                f"More than max_length={max_length} tokens in {over.sum():,} of "
+                f"{count(len(table), 'row')}, among them {named}. Raise max_length, or choose "
+                "long_rows='cut', 'drop' or 'split'."
             )
-        self.report.warn(f"max_length={max_length} (long_rows={long_rows!r})")
+        starts, stops = pieces(lengths, max_length, long_rows)
+        self._ends, self._origin = np.cumsum(lengths), arrow_column(table, "origin")
+        self._tokens = [pc.list_flatten(arrow_column(table, x)) for x in ("input_ids", "trained")]
+        flags = self._tokens[1].to_numpy()
+        trained, full = trained_in(flags, starts, stops), trained_in(flags, *pieces(lengths))
+        self._starts, self._stops = starts[trained > 0], stops[trained > 0]
+        kept = self._stops - self._starts
+        untrained = ~np.isin(np.arange(len(table)), self._row(self._starts))
+        if long_rows == "drop":
+            untrained &= ~over
+        elif long_rows == "wrapped_across":
+            untrained = full == 0
+        report = CutReport(
+            rows=len(table),
+            long=tuple(self._source[over].tolist()),
+            tokens_lost=int(lengths.sum() - kept.sum()),
+            trained_lost=max(int(full.sum() - trained.sum()), 0),
+            untrained=tuple(self._source[untrained].tolist()),
+            merged=int((np.asarray(table["merged"][:]) > 0).sum()),
+        )
+        super().__init__(table, kept, report)
 
-    def __len__(self) -> int:
-        return len(self._pieces)
+    def _row(self, start: Any) -> Any:
+        return np.searchsorted(self._ends, start, side="right")
 
-    def __getitem__(self, place: int) -> Document:
-        at = place if place >= 0 else ~place  # see `share_of_rank`
-        row, start, stop = self._pieces[at].tolist()
-        end = int(np.searchsorted(self._bounds, self._bounds[row] + stop))
-        found = document(self._table[row:end], start, stop)
-        return found if place >= 0 else uncounted(found)
-
-
-def count_loss(row: dict[str, Any], kept: int, losses: Counter[str]) -> None:
-    """Count a prepared row of which only `kept` tokens are used, and log the first one."""
-    parts = [row["input_ids"]] if "input_ids" in row else [row["prompt_ids"], *row["answers_ids"]]
-    if kept < sum(map(len, parts)):
-        fate = CUT if kept else LEFT_OUT
-        losses[fate] += 1
-        if losses[fate] == 1:
-            logger.warning(f"Row {row['source']} {fate}; so are others like it.")
+    def item(self, at: int) -> Document:
+        """Make a document."""
+        start, stop = int(self._starts[at]), int(self._stops[at])
+        row = int(self._row(start))
+        ids, trained = (np.array(x.slice(start, stop - start)) for x in self._tokens)
+        trained[0] = False
+        source, origin = int(self._source[row]), self._origin[row].as_py()
+        return Document(ids=ids, trained=trained, source=source, origin=origin)
 
 
 class LazySupervisedDataset:
     """Documents that are encoded when they are asked for, a micro-batch at a time."""
 
     def __init__(
-        self,
-        dataset: Dataset,
-        encoder: TextEncoder,
-        options: SupervisedOptions,
-        max_length: int | None = None,
-        long_rows: str = "cut",
+        self, dataset: Dataset, encoder: TextEncoder, options: SupervisedOptions, **limits: Any
     ):
-        self.rows = dataset
+        self.rows, self._readable = dataset, readable(dataset)
         self.lengths = np.zeros(len(dataset), dtype=np.int64)  # nobody knows them before
-        self._readable = readable(dataset)
         kind = options.kind(first_row(dataset))
         self._encode = partial(encode_supervised, kind=kind, encoder=encoder, options=options)
-        self._limits, self._losses = (max_length, long_rows), Counter[str]()
+        self._limits, self._losses = limits, Counter[str]()
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitems__(self, places: list[int]) -> list[Document]:
         """The documents of some rows that have a token to train on, or one that does not count."""
-        at = [place if place >= 0 else ~place for place in places]
         found: list[Document] = []
-        for row in make_rows(self._readable[at], at, self._encode, SUPERVISED).to_pylist():
-            some = documents(row, *self._limits)
-            count_loss(row, sum(len(one.ids) for one in some), self._losses)
-            found += some
-        if not found or places[0] < 0:
-            return [Document.filler(at[0])]
-        return found
+        if places[0] >= 0:
+            table = make_rows(self._readable[places], places, self._encode, SUPERVISED)
+            some = SupervisedDataset(in_memory(table), **self._limits)
+            some.report.add_to(self._losses)
+            found = list(some)
+        ids, trained = np.zeros(2, dtype=np.int32), np.array([False, True])
+        return found or [
+            uncounted(Document(ids=ids, trained=trained, source=max(places[0], ~places[0])))
+        ]
 
 
-def document(rows: dict[str, Any], start: int = 0, stop: int | None = None) -> Document:
-    """Make a document of a piece of prepared rows (columns), laid end to end."""
-    ids = np.concatenate(rows["input_ids"])[start:stop].astype(np.int32)
-    trained = np.concatenate(rows["trained"])[start:stop].astype(bool)
-    trained[:1] = False
-    source, origin = int(rows["source"][0]), str(rows["origin"][0])
-    return Document(ids=ids, trained=trained, source=source, origin=origin)
-
-
-def documents(row: dict[str, Any], max_length: int | None, long_rows: str) -> list[Document]:
-    """Make the documents of one prepared row that have a token to train on.
-
-    As `SupervisedDataset` does of all, but "wrapped" is "split" here.
-    """
-    how = "split" if "wrapped" in long_rows else long_rows
-    whole, source = np.array([len(row["input_ids"])]), np.array([row["source"]])
-    _, starts, stops = pieces(whole, max_length, how, source)
-    pairs, columns = zip(starts, stops, strict=True), {name: [x] for name, x in row.items()}
-    found = [document(columns, start, stop) for start, stop in pairs]
-    return [one for one in found if one.trained.any()]
-
-
-def pieces(
-    whole: np.ndarray, size: int | None, long_rows: str, source: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut rows of `whole` tokens to length: row, first token and end of each piece."""
-    if size is None:
-        return whole_rows(whole)
-    if long_rows == "split":
-        return windows(whole, size)
-    if "wrapped" in long_rows:
-        return wrapped(whole, size, across=long_rows == "wrapped_across")
-    over = whole > size
-    if long_rows == "error" and over.any():
-        named = ", ".join(map(str, source[over][:3]))
-        raise ValueError(
-            f"More than max_length={size} tokens in {over.sum():,} of {count(len(whole), 'row')}, "
-            f"among them {named}. Raise max_length, or choose long_rows='cut', 'drop' or 'split'."
-        )
-    rows = np.flatnonzero(~over) if long_rows == "drop" else np.arange(len(whole))
-    length = np.minimum(whole[rows], size)
-    start = whole[rows] - length if long_rows == "keep_end" else np.zeros_like(length)
-    return rows, start, start + length
+def in_memory(table: pa.Table) -> Dataset:
+    """A dataset of prepared rows that were read bit by bit."""
+    return Dataset(table, fingerprint="")  # which would take longer than all else
 
 
 def row_lengths(table: Dataset, column: str) -> np.ndarray:
     """Items of each list of a column, (rows,) int64."""
-    return items(list_column(table, column))
+    return items(arrow_column(table, column))
 
 
-def trained_in(
-    table: Dataset, row: np.ndarray, start: np.ndarray, stop: np.ndarray, first: int = 1
-) -> np.ndarray:
-    """Count the trained tokens of pieces, (pieces,), but for the `first` ones of each."""
-    masks = list_column(table, "trained")
-    ends, flat = np.cumsum(items(masks)), np.append(pc.list_flatten(masks).to_numpy(), False)
-    begin = np.where(row > 0, ends[row - 1], 0)
-    edges = np.stack([begin + start + first, begin + stop], axis=1)
-    edges[:, 0] = np.minimum(edges[:, 0], len(flat) - 1)
+def trained_in(flags: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """Count the trained tokens of pieces of all tokens, (pieces,), but for the first one of each.
+
+    `flags` (tokens,) says which are trained.
+    """
+    starts = np.minimum(starts + 1, stops)
+    edges = np.stack([starts, stops], axis=1).ravel()
     # Sums from each edge to the next one, of which every other belongs to a piece.
-    sums = np.add.reduceat(flat, edges.ravel(), dtype=np.int64)[::2]
-    return np.where(start + first < stop, sums, 0)
+    sums = np.add.reduceat(np.append(flags, False), edges, dtype=np.int64)[::2]
+    return np.where(starts < stops, sums, 0)
 
 
-def whole_rows(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows as a whole, as `pieces` describes them."""
-    return np.arange(len(lengths)), np.zeros_like(lengths), lengths
-
-
-def list_column(table: Dataset, column: str) -> pa.ChunkedArray:
-    """All rows of a column of lists, in chunks: one array holds no more than 2**31 items."""
+def arrow_column(table: Dataset, column: str) -> pa.ChunkedArray:
+    """All rows of a column, in chunks: one array holds no more than 2**31 items of lists."""
     found = table.data.column(column)
     return found if table._indices is None else found.take(table._indices.column(0))
 

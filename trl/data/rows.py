@@ -36,12 +36,6 @@ class Document:
     counts: bool = True  # False: it only keeps a rank busy
     origin: str = ""  # the dataset of a mixture that the row is from, if it has a name
 
-    @classmethod
-    def filler(cls, source: int) -> Document:
-        """A document that does not count."""
-        ids, trained = np.zeros(2, dtype=np.int32), np.array([False, True])
-        return cls(ids=ids, trained=trained, source=source, counts=False)
-
     def __getitem__(self, name: str) -> list[int]:
         """Its `input_ids`, or its `labels`, which are -100 where nothing is trained."""
         columns = {"input_ids": self.ids, "labels": np.where(self.trained, self.ids, IGNORED)}
@@ -51,6 +45,16 @@ class Document:
         """The places of its completion."""
         trained = np.flatnonzero(self.trained)
         return slice(int(trained[0]), int(trained[-1]) + 1)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """What stands before its completion."""
+        return list(self.ids[: self.completion().start].tolist())
+
+    @property
+    def answer_ids(self) -> list[list[int]]:
+        """Its completion alone."""
+        return [self.ids[self.completion()].tolist()]
 
     def tokens(self) -> int:
         """Tokens a model sees."""
@@ -110,8 +114,13 @@ class StepRows:
 
     @cached_property
     def flat(self) -> Rows:
-        """The rows a scorer reads."""
-        raise NotImplementedError
+        """The rows a scorer reads: the answers of a prompt next to each other."""
+        pairs = [(item, ids) for item in self.items for ids in item.answer_ids]
+        return Rows(
+            prompt_ids=[item.prompt_ids for item, _ in pairs],
+            completion_ids=[ids for _, ids in pairs],
+            row_ids=[item.source for item, _ in pairs],
+        )
 
     def unit_tokens(self) -> list[int]:
         """Tokens of what is never cut: of each document, or of each prompt with its answers."""
@@ -153,16 +162,6 @@ class SupervisedRows(StepRows):
         values = {"loss_mask": pad_sequence(masks, batch_first=True)}
         return cls(items=list(documents), values=values)
 
-    @cached_property
-    def flat(self) -> Rows:
-        """The rows a scorer reads."""
-        pairs = [(document.ids, document.completion()) for document in self.items]
-        return Rows(
-            prompt_ids=[ids[: part.start].tolist() for ids, part in pairs],
-            completion_ids=[ids[part].tolist() for ids, part in pairs],
-            row_ids=[document.source for document in self.items],
-        )
-
     @property
     def loss_mask(self) -> Tensor:
         """Tokens in the loss (B, C)."""
@@ -196,16 +195,6 @@ class AnswerRows(StepRows):
         values["lengths"] = pad_ragged(lengths, 0)
         values["counts"] = torch.tensor([group.counts for group in groups])
         return cls(items=list(groups), values=values)
-
-    @cached_property
-    def flat(self) -> Rows:
-        """The rows a scorer reads: the answers of a prompt next to each other."""
-        pairs = [(group, ids) for group in self.items for ids in group.answer_ids]
-        return Rows(
-            prompt_ids=[group.prompt_ids for group, _ in pairs],
-            completion_ids=[ids for _, ids in pairs],
-            row_ids=[group.source for group, _ in pairs],
-        )
 
     def unit_tokens(self) -> list[int]:
         """See `StepRows`."""

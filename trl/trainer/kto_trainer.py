@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..data.encode import TextEncoder
+from ..data.preference_rows import MismatchedDataset, with_others
 from ..data.rows import AnswerRows
 from ..online.metrics import record_entropy
 from ..ops.masking import masked_sum
@@ -18,7 +20,7 @@ from ..ops.preference_losses import kto_loss
 from ..types import Mode, TokenScores
 from .base.model_card import Method
 from .kto_config import KTOConfig
-from .offline.batches import ItemStream, MismatchedDataset, MismatchedStream
+from .offline.batches import ItemStream
 from .offline.preference_trainer import PreferenceTrainer
 
 logger = logging.get_logger(__name__)
@@ -71,7 +73,8 @@ class KTOTrainer(PreferenceTrainer):
         """Tokenize, cut to length, and choose the answers of the KL estimate."""
         found = super().prepare_dataset(dataset, encoder, args, mode)
         if isinstance(found, ItemStream):
-            return MismatchedStream(found, args.limits) if args.estimates_kl else found
+            arrange = partial(with_others, limits=args.limits) if args.estimates_kl else iter
+            return dataclasses.replace(found, arrange=arrange)
         if mode == "train":
             advise_weights(np.asarray(found.rows["label"][:]), args)
         return MismatchedDataset(found, args.seed) if args.estimates_kl else found

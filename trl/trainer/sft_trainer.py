@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ..data.encode import TextEncoder
-from ..data.prepare import LazySupervisedDataset, SupervisedDataset, documents, prepare_supervised
+from ..data.prepare import LazySupervisedDataset, SupervisedDataset, prepare_supervised
 from ..data.rows import SupervisedRows, shown
 from ..data.supervised import SupervisedOptions
 from ..online.metrics import record_accuracy, record_entropy
@@ -83,10 +83,13 @@ class SFTTrainer(OfflineTrainer):
             return LazySupervisedDataset(dataset, encoder, options, **limits)
         table = prepare_supervised(dataset, encoder, options, args.dataset_num_proc)
         if isinstance(table, Dataset):
-            return SupervisedDataset(table, **limits)
+            words = f"max_length={args.max_length} (long_rows={args.row_limit!r})"
+            return SupervisedDataset(table, **limits).checked(words * bool(args.max_length))
         if args.wrapped_attends_across:
             raise ValueError("wrapped_attends_across=True cannot be used with a stream.")
-        return ItemStream(table, partial(documents, **limits), lambda item: len(item.ids))
+        if args.row_limit == "wrapped":
+            limits["long_rows"] = "split"  # rows follow each other as they are read
+        return ItemStream(table, partial(SupervisedDataset, **limits))
 
     def pack_size(self, mode: Mode) -> int | None:
         """`max_length`, if documents are packed."""

@@ -1,4 +1,6 @@
-from itertools import pairwise
+from dataclasses import replace
+from functools import partial
+from itertools import chain, pairwise
 
 import pytest
 from datasets import Dataset, IterableDataset
@@ -9,31 +11,22 @@ from sft_runs import config
 from tiny import tiny_tokenizer
 
 from trl.data.encode import TextEncoder
-from trl.data.preference_rows import PreferenceLimits
-from trl.data.rows import Document
-from trl.trainer.offline.batches import (
-    ItemStream,
-    MismatchedDataset,
-    MismatchedStream,
-    StreamBatches,
-    prepare_answers,
-)
+from trl.data.preference_rows import MismatchedDataset, PreferenceLimits, with_others
+from trl.data.prepare import CutReport, ItemDataset, SupervisedDataset
+from trl.data.rows import AnswerGroup
+from trl.trainer.offline.batches import ItemStream, prepare_answers
 
 lengths = st.lists(st.integers(2, 20), min_size=1, max_size=60)
 
 
-def documents_of(sizes):
-    """A stream of documents, numbered by their source."""
-    rows = [{"source": i, "input_ids": [0, 0], "merged": 0} for i in range(len(sizes))]
-
-    def unpack(row):
-        filler = Document.filler(row["source"])
-        return [Document(ids=filler.ids, trained=filler.trained, source=row["source"])]
-
+def stream_of(rows, **options):
+    """A stream of prepared rows: all their tokens are trained but the first."""
+    rows = [
+        {"source": i, "input_ids": [7] * n, "trained": [True] * n, "merged": 0, "origin": ""}
+        for i, n in enumerate(rows)
+    ]
     return ItemStream(
-        IterableDataset.from_generator(lambda: iter(rows)),
-        unpack,
-        lambda document: sizes[document.source],
+        IterableDataset.from_generator(lambda: iter(rows)), SupervisedDataset, **options
     )
 
 
@@ -42,10 +35,8 @@ def documents_of(sizes):
 def test_every_document_of_a_stream_is_trained_on_by_one_rank(sizes, rows, ranks, most, packs):
     seen, counts = [], set()
     for rank in range(ranks):
-        stream = StreamBatches(
-            documents_of(sizes), rows, most, 20 if packs else None, (rank, ranks)
-        )
-        batches = list(stream)
+        limits = rows, most, 20 if packs else None
+        batches = list(stream_of(sizes, limits=limits, place=(rank, ranks)))
         counts.add(len(batches))
         for batch in batches:
             assert packs or len(batch) <= rows
@@ -59,7 +50,7 @@ def test_every_document_of_a_stream_is_trained_on_by_one_rank(sizes, rows, ranks
 @given(lengths, st.integers(1, 4))
 def test_a_micro_batch_of_a_stream_is_full_unless_it_is_the_last(sizes, rows):
     """Wherever reading stops for a while, what is read next may still go into it."""
-    batches = list(StreamBatches(documents_of(sizes), rows, 24, None, (0, 1)))
+    batches = list(stream_of(sizes, limits=(rows, 24, None)))
     for batch, later in pairwise(batches):
         taken = sum(sizes[d.source] for d in batch)
         assert len(batch) == rows or taken + sizes[later[0].source] > 24
@@ -71,31 +62,33 @@ def test_a_stream_is_read_as_it_is_needed():
     def rows():
         for i in range(10_000):
             read.append(i)
-            yield {"source": i, "input_ids": [0, 0], "merged": 0}
+            yield {"text": "ab"}
 
-    stream = ItemStream(
-        IterableDataset.from_generator(rows),
-        lambda row: [Document.filler(row["source"])],
-        lambda document: 2,
-    )
-    next(iter(StreamBatches(stream, 4, None, None, (0, 2))))
+    stream = ItemStream(IterableDataset.from_generator(rows), Texts, limits=(4, None, None))
+    next(iter(stream))
     assert max(read) < 100
 
 
+class Texts(ItemDataset):
+    """An item of each row."""
+
+    def __init__(self, table):
+        super().__init__(table, [2] * len(table), CutReport(len(table), (), 0, 0, (), 0))
+
+    def item(self, at):
+        return AnswerGroup([1], [[2]], at)
+
+
 def test_rows_that_are_left_out_or_cut_are_named_and_counted(caplog):
-    sizes = [3, 0, 1, 0, 2]
-    rows = [{"source": i, "input_ids": [7] * 3, "merged": i % 2} for i in range(5)]
-    stream = ItemStream(
-        IterableDataset.from_generator(lambda: iter(rows)),
-        lambda row: [[7] * sizes[row["source"]]] if sizes[row["source"]] else [],
-        len,
-    )
-    assert [len(item) for item in stream] == [3, 1, 2]
+    stream = stream_of([3, 1, 4, 1, 5])
+    stream.cut = partial(SupervisedDataset, max_length=3)
+    assert [len(item.ids) for item in chain(*stream)] == [3, 3, 3]
     left_out, cut, counts = caplog.messages
-    assert left_out.startswith("Row 1 has nothing to train on, or is too long, and is left out; so")
-    assert cut == "Row 2 is cut to length; so are others like it."
-    assert "left out: 2; cut to length: 2; with a token" in counts
-    assert counts.endswith("trained on: 2.")
+    assert left_out == "Row 1 is left out, with nothing left to train on; so are others like it."
+    assert cut == "Row 2 is over a limit of length; so are others like it."
+    assert counts == (
+        "Rows of the stream: 2 over a limit of length; 2 left out, with nothing left to train on."
+    )
 
 
 ENCODER = TextEncoder(tiny_tokenizer())
@@ -115,7 +108,7 @@ def test_a_stream_has_the_items_of_the_dataset(tmp_path, caplog, unpaired, drop_
     assert "longer than max_length=6: " in caplog.text
     assert "left with nothing to train on: " in caplog.text
     stream = data.to_iterable_dataset()
-    found = list(prepare_answers(stream, ENCODER, config(tmp_path), limits, unpaired))
+    found = list(chain(*prepare_answers(stream, ENCODER, config(tmp_path), limits, unpaired)))
     assert found == [whole[i] for i in range(len(whole))]
 
 
@@ -140,7 +133,7 @@ def items_of(folder, data, stream=False, **limits):
     data = data.to_iterable_dataset() if stream else data
     answers = prepare_answers(data, ENCODER, config(folder), limits, unpaired=True)
     if stream:
-        return list(MismatchedStream(answers, limits))
+        return list(chain(*replace(answers, arrange=partial(with_others, limits=limits))))
     found = MismatchedDataset(answers, 0)
     return [found[i] for i in range(len(found))]
 

@@ -1,19 +1,15 @@
-"""Prepared items of datasets and streams, and which of them go into the micro-batches of each rank.
-
-Items of preferences are prompts with the answers that share them. For KTO's KL estimate, answers
-are also scored under the prompts of other examples.
-"""
+"""Streams of prepared items in micro-batches of a rank, preferences, and predictions by row."""
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, zip_longest
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
@@ -27,12 +23,10 @@ from ...data.preference_rows import (
     OLD_NAMES,
     AnswerDataset,
     PreferenceLimits,
-    answer_group,
-    mismatched,
     prepare_preferences,
 )
-from ...data.prepare import CUT, LEFT_OUT, count_loss
-from ...data.rows import AnswerGroup, AnswerRows, uncounted
+from ...data.prepare import ItemDataset, in_memory
+from ...data.rows import AnswerRows, uncounted
 from ...distributed import Ranks
 from .offline_config import OfflineConfig
 
@@ -40,83 +34,55 @@ logger = logging.get_logger(__name__)
 
 PACKED_AT_ONCE = 1000  # items of a stream
 BUFFERED = 10_000  # rows of a stream that is shuffled
-LOOKED_BACK = 64  # items of a stream among which a partner is looked for
-Item = TypeVar("Item")
 
 
+@dataclass(eq=False)
 class ItemStream(TorchIterableDataset):  # type: ignore[type-arg]
-    """Prepared items of a stream of rows, which is read anew for each epoch.
+    """Micro-batches of one rank, of a stream of prepared rows that every rank reads in each epoch.
 
-    `unpack` makes the items of a row, or none, to leave it out; `size` says their tokens.
+    `cut` makes items of some rows, and `arrange` others of all of these. A micro-batch has so many
+    rows, items or packs of them; `limits` and `place` are as for `MicroBatchSampler`.
     """
 
-    def __init__(
-        self,
-        rows: IterableDataset,
-        unpack: Callable[[dict[str, Any]], Sequence[Item]],
-        size: Callable[[Item], int],
-    ):
-        self.rows, self.size, self.unpack = rows, size, unpack
+    rows: IterableDataset
+    cut: Callable[[Dataset], ItemDataset]
+    arrange: Callable[[Iterator[Any]], Iterator[Any]] = iter
+    limits: tuple[int, int | None, int | None] = (1, None, None)  # rows, tokens, those of a pack
+    place: tuple[int, int] = (0, 1)
 
     def shuffle(self, seed: int) -> None:
         """Read rows in another order in each epoch, from a buffer."""
         self.rows = self.rows.shuffle(seed=seed, buffer_size=BUFFERED)
 
-    def __iter__(self) -> Iterator[Any]:
-        losses, merged = Counter[str](), 0
-        for row in self.rows:
-            items = self.unpack(row)
-            count_loss(row, sum(map(self.size, items)), losses)
-            merged += row["merged"] > 0
-            yield from items
-        if losses or merged:
-            logger.warning(
-                f"Rows of the stream that were left out: {losses[LEFT_OUT]}; cut to length: "
-                f"{losses[CUT]}; with a token that stands for characters of both the prompt and "
-                f"what is trained on: {merged}."
-            )
-
-
-class StreamBatches(TorchIterableDataset):  # type: ignore[type-arg]
-    """The micro-batches of one rank of a stream, which every rank reads.
-
-    A micro-batch has so many `rows`, items or packs of them; the rest is as for `RankBatches`.
-    """
-
-    def __init__(
-        self,
-        items: ItemStream,
-        rows: int,
-        max_tokens: int | None,
-        pack_size: int | None,
-        place: tuple[int, int],
-    ):
-        self._items, self._limits, self._place = items, (rows, max_tokens, pack_size), place
-        # Packs fit the better, the more items there are to choose from.
-        self._at_once = 2 * rows * place[1] if pack_size is None else PACKED_AT_ONCE
-
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the stream."""
-        self._items.rows.set_epoch(epoch)
+        self.rows.set_epoch(epoch)
+
+    def _items(self, at_once: int) -> Iterator[Any]:
+        losses = Counter[str]()
+        for table in self.rows.with_format("arrow").iter(at_once):
+            items = self.cut(in_memory(table))
+            items.report.add_to(losses)
+            yield from items
+        if said := "; ".join(f"{number:,} {fate}" for fate, number in losses.items() if number):
+            logger.warning(f"Rows of the stream: {said}.")
 
     def __iter__(self) -> Iterator[list[Any]]:
-        rank, ranks = self._place
+        rank, ranks = self.place
+        # Packs fit the better, the more items there are to choose from.
+        at_once = 2 * self.limits[0] * ranks if self.limits[2] is None else PACKED_AT_ONCE
         held: list[Any] = []
-        source, is_over = iter(self._items), False
+        items, is_over = self.arrange(self._items(at_once)), False
         while not is_over:
-            read = list(islice(source, self._at_once))
-            is_over = len(read) < self._at_once
+            read = list(islice(items, at_once))
+            is_over = len(read) < at_once
             held = held + read
-            sizes = list(map(self._items.size, held))
-            batches = MicroBatchSampler(sizes, *self._limits).batches()
+            batches = MicroBatchSampler([x.tokens() for x in held], *self.limits).batches()
             # The last micro-batch may still grow.
             ready = len(batches) if is_over else max(len(batches) - 1, 0) // ranks * ranks
             for batch in share_of_rank(batches[:ready], rank, ranks):
                 yield [held[i] if i >= 0 else uncounted(held[~i]) for i in batch]
             held = [held[i] for batch in batches[ready:] for i in batch]
-
-
-# --- Preferences ---
 
 
 def prepare_answers(
@@ -136,77 +102,8 @@ def prepare_answers(
         warnings.warn(f"Columns of the dataset: {words}.", FutureWarning, stacklevel=2)
     table = prepare_preferences(dataset, encoder, unpaired, args.dataset_num_proc)
     if isinstance(table, IterableDataset):
-        unpack = partial(_unpacked, limits=limits)
-        return ItemStream(table, unpack, AnswerGroup.tokens)
-    return AnswerDataset(table, limits)
-
-
-def _unpacked(row: dict[str, Any], limits: PreferenceLimits) -> list[AnswerGroup]:
-    """The item of a row, unless an answer has no tokens, or it is to be left out."""
-    found = answer_group(row, limits)
-    longest = max(map(len, found.answer_ids)) + len(found.prompt_ids)
-    fits = limits.drops_over is None or longest <= limits.drops_over
-    return [found] if fits and all(found.answer_ids) else []
-
-
-class MismatchedDataset:
-    """Answers with a label, each with another example's answer behind it (see `mismatched`)."""
-
-    def __init__(self, answers: AnswerDataset, seed: int):
-        self._answers, self.rows, self.values = answers, answers.rows, answers.values
-        sources, ids = answers.rows["source"][:], [own for (own,) in answers.rows["answers_ids"]]
-        self.partners = mismatched(sources, ids, seed)
-        lengths = answers.lengths
-        self.lengths = lengths + [len(ids[i]) for i in self.partners]
-
-    def __len__(self) -> int:
-        return len(self._answers)
-
-    def __getitem__(self, place: int) -> AnswerGroup:
-        """Make an item; see `AnswerDataset`."""
-        at = place if place >= 0 else ~place
-        other = self._answers[int(self.partners[at])]
-        return with_mismatched(self._answers[place], other, self._answers.limits)
-
-
-class MismatchedStream(ItemStream):
-    """The same of a stream: an item's partner is the last one before it that fits."""
-
-    def __init__(self, items: ItemStream, limits: PreferenceLimits):
-        super().__init__(items.rows, items.unpack, items.size)
-        self._limits = limits
-
-    def __iter__(self) -> Iterator[AnswerGroup]:
-        recent: deque[AnswerGroup] = deque(maxlen=LOOKED_BACK)
-        waiting: list[AnswerGroup] = []  # until the first one comes that fits
-        for item in super().__iter__():
-            yield from (
-                with_mismatched(one, item, self._limits) for one in waiting if _fits(one, item)
-            )
-            waiting = [one for one in waiting if not _fits(one, item)]
-            partner = next((one for one in reversed(recent) if _fits(item, one)), None)
-            if partner is None:
-                waiting.append(item)
-            else:
-                yield with_mismatched(item, partner, self._limits)
-            recent.append(item)
-        if waiting:
-            raise ValueError(
-                f"Row {waiting[0].source} of the stream has no partner: the KL estimate needs rows "
-                "of other examples with other completions."
-            )
-
-
-def _fits(item: AnswerGroup, other: AnswerGroup) -> bool:
-    return item.source != other.source and item.answer_ids != other.answer_ids
-
-
-def with_mismatched(item: AnswerGroup, other: AnswerGroup, limits: PreferenceLimits) -> AnswerGroup:
-    """Put the answer of another item behind that of an item, cut to the room that there is."""
-    room: Any = None
-    if limits.max_length is not None:
-        room = max(limits.max_length - len(item.prompt_ids), 1)
-    return dataclasses.replace(item, answer_ids=[*item.answer_ids, other.answer_ids[0][:room]])
+        return ItemStream(table, partial(AnswerDataset, limits=limits))
+    return AnswerDataset(table, limits).checked(str(limits))
 
 
 class Predictions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -24,7 +25,7 @@ from ...types import Mode
 from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import Policy, check_dataset, checked_args, prepare_policy
-from .batches import ItemStream, Predictions, StreamBatches
+from .batches import ItemStream, Predictions
 from .logit_metrics import LogitMetrics
 from .offline_config import NO_LOGITS, UNSUPPORTED, OfflineConfig, set_template
 
@@ -45,7 +46,7 @@ class OfflineTrainer(BaseTrainer):
 
     config_class: ClassVar[type[OfflineConfig]]
     rows_class: ClassVar[Any] = AnswerRows  # made of prepared items, for a micro-batch
-    _order: MicroBatchSampler | StreamBatches | None = None  # of what is trained on
+    _order: MicroBatchSampler | ItemStream | None = None  # of what is trained on
     _predictions: Predictions | None = None  # while there is something to predict
     _tokens: Tensor | int = 0  # of the update that is being computed, on all ranks
 
@@ -207,7 +208,7 @@ class OfflineTrainer(BaseTrainer):
             workers["persistent_workers"] = args.dataloader_persistent_workers
         shared = workers | {"collate_fn": self.collate, "pin_memory": args.dataloader_pin_memory}
         if isinstance(dataset, ItemStream):
-            stream = StreamBatches(dataset, *limits, place)
+            stream = dataclasses.replace(dataset, limits=limits, place=place)
             return DataLoader(stream, batch_size=None, **shared), stream
         seed = args.order_seed if is_training else None
         order = MicroBatchSampler(dataset.lengths, *limits, seed, place)
