@@ -25,7 +25,7 @@ BRANCHES = (
 FOLDERS = {
     "ops": (1750, 1750),
     "data": (2000, 2930),
-    "models": (3500, 3500),
+    "models": (3500, 3584),
     "memory": (2000, 2000),
     "generation": (4500, 4500),
     "online": (1350, 1350),
@@ -35,8 +35,8 @@ FOLDERS = {
     "cli, scripts": (2700, 2700),
     "rest": (1100, 1207),
 }
-ALL = (25_000, 27_214)
-LOADED = (75, 70)  # modules that `from trl import RLOOTrainer` may load
+ALL = (25_000, 27_305)
+LOADED = (75, 71)  # modules that `from trl import RLOOTrainer` may load
 
 
 @dataclass(frozen=True)

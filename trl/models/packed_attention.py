@@ -26,6 +26,7 @@ from ..ops.attention_kernels import (
     merge,
     same_size,
 )
+from .last_layer import tell
 from .packed_places import Packing, Part, Parts, Window, add, take
 from .unwrap import causal_model
 
@@ -225,6 +226,7 @@ def _aware(original: Any) -> Any:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
         layout = kwargs.pop(KEYWORD, None)
+        tell(module, layout)
         if layout is None:
             return original(module, query, key, value, *mask, **kwargs)
         # What stands for the layout comes as a mask of one entry; nothing else would be read.

@@ -8,7 +8,7 @@ pass at a time, the working memory is that of the longest, whatever the number o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from ..ops.masking import common_prefix_length, length_mask, pad_ragged
 from ..types import Rows
 from .packed_attention import KEYWORD
-from .packed_places import Group, Layers, Packing
+from .packed_places import Layers, Packing
 from .unwrap import Capture, autocast_to, capture_hidden, causal_model, evaluating
 
 # Tokens; below these, passes cost more time than they save memory.
@@ -90,10 +90,11 @@ def packed_layout(
     else `with_ends` its place is known. Documents share nothing with each other.
     """
     groups = list(_groups(batch, with_ends, shares_more))
-    packing = Packing.of([(len(prefix), [*map(len, tails)]) for _, prefix, tails in groups], device)
+    lengths = [(len(prefix), [*map(len, tails)]) for _, prefix, tails in groups]
+    packing = Packing.of(lengths, device, unread=[*map(itemgetter(0), groups)])
     places = list[list[int]]()
-    for (prompt, _, tails), group in zip(groups, packing.groups, strict=True):
-        known = range(group.prefix.start + max(0, prompt - 1), group.prefix.stop)
+    for (*_, tails), group in zip(groups, packing.groups, strict=True):
+        known = range(group.prefix.start + group.unread, group.prefix.stop)
         start = group.tails.start
         for tail in tails:
             places.append([*known, *range(start, start + len(tail))])
@@ -112,7 +113,7 @@ def packed_layout(
 def _groups(
     batch: Rows, with_ends: bool, shares_more: bool
 ) -> Iterator[tuple[int, list[int], list[list[int]]]]:
-    """Tokens of each prompt, prefix of its completions, and what each of these goes on with."""
+    """Tokens of each prompt but the last, prefix of its completions, and what they go on with."""
     pairs = zip(map(list, batch.prompt_ids), map(list, batch.completion_ids), strict=True)
     for prompt, rows in groupby(pairs, key=itemgetter(0)):
         completions = [ids for _, ids in rows]
@@ -121,7 +122,8 @@ def _groups(
         first, last = min(starts, default=[]), max(starts, default=[])
         shared = common_prefix_length(first, last)
         stop = None if with_ends else -1
-        yield len(prompt), prompt + first[:shared], [ids[shared:stop] for ids in completions]
+        tails = [ids[shared:stop] for ids in completions]
+        yield max(0, len(prompt) - 1), prompt + first[:shared], tails
 
 
 def _layout(
@@ -232,7 +234,8 @@ def run_passes(model: nn.Module, layout: Layout, run: Callable[..., Any], kept: 
     """
     packing: Packing = layout.inputs[KEYWORD]
     prefixes = [group.prefix for group in packing.groups]
-    alone = Packing(tuple(map(Group, prefixes)), packing.device, kept)
+    groups = tuple(replace(group, cuts=()) for group in packing.groups)
+    alone = Packing(groups, packing.device, kept)
     with capture_hidden(model) as capture:
         run(**cut_inputs(layout, slice(0, prefixes[-1].stop), alone))
     return _run_tails(model, layout, prefixes, capture, kept)

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby, pairwise
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise, repeat
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ class Group:
 
     prefix: slice
     cuts: tuple[tuple[int, int], ...] = ()  # where each tail that has tokens starts and stops
+    unread: int = 0  # tokens the prefix begins with whose last hidden states nothing reads
 
     @property
     def tails(self) -> slice:
@@ -165,14 +167,15 @@ class Packing:
         groups: Sequence[tuple[int, Sequence[int]]],
         device: torch.device | str,
         kept: Layers | None = None,
+        unread: Sequence[int] | None = None,
     ) -> Packing:
-        """Lay out groups given as (prefix length, tail lengths)."""
+        """Lay out groups given as (prefix length, tail lengths), perhaps with tokens unread."""
         places: list[Group] = []
-        prefix_start, tail_start = 0, sum(prefix for prefix, _ in groups)
-        for prefix, tails in groups:
+        prefix_start, tail_start = 0, sum(prefix for prefix, *_ in groups)
+        for (prefix, tails), skipped in zip(groups, unread or repeat(0), strict=False):
             ends = list(accumulate(tails, initial=tail_start))
             cuts = tuple((start, stop) for start, stop in pairwise(ends) if start < stop)
-            places.append(Group(slice(prefix_start, prefix_start + prefix), cuts))
+            places.append(Group(slice(prefix_start, prefix_start + prefix), cuts, skipped))
             prefix_start, tail_start = prefix_start + prefix, ends[-1]
         return cls(tuple(places), device, kept)
 
@@ -188,6 +191,15 @@ class Packing:
             behind = slice(prefix.start + last - first, prefix.stop + last - first)
             groups.append(Group(behind, cuts))
         return slice(first, last), cls(tuple(groups), device, kept, tails_alone=True)
+
+    @cached_property
+    def read(self) -> Tensor | None:
+        """Places (n,) whose last hidden states are read; None if all are."""
+        if not any(group.unread for group in self.groups):
+            return None
+        runs = [(group.prefix.start + group.unread, group.prefix.stop) for group in self.groups]
+        runs += [cut for group in self.groups for cut in group.cuts]
+        return torch.cat([torch.arange(*run) for run in runs]).to(self.device, non_blocking=True)
 
     @property
     def with_prefix(self) -> list[Group]:

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..ops.logprobs import token_scores
 from ..ops.support import Support
 from ..types import Rows, TokenScores
+from .last_layer import skip_unread
 from .layout_check import Comparison, LayoutCheck, Results, coarsest
 from .lm_head import HeadFinder, OutputHead
 from .packed_attention import KEYWORD
@@ -287,6 +288,7 @@ class Scorer:
         """Whether rows are scored behind one copy of their prompt; see `LayoutCheck.allows`."""
         if not all(reader.can_pack for reader in readers):
             return False
+        skip_unread(model)
         comparison = scoring_comparison(model, readers[0], batch, self.pad_id)
         return self.check.allows(model, comparison, largest)
 
