@@ -131,7 +131,7 @@ class ForgetfulEngine(VLLMEngine):
             self.calls.append("sleep")
             for tensor in (*self.model.parameters(), *self._caches()):
                 tensor.detach().fill_(torch.nan)
-        super().sleep()
+        return super().sleep()
 
     def load(self, name, weight):
         super().load(name, weight)

@@ -1,6 +1,7 @@
 import asyncio
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -45,10 +46,10 @@ def test_failures_are_values(seconds, error, words):
     async def fine():
         return 2
 
-    outcomes = [calls.run(plain), *calls.run_at_once([later, fine])]
+    outcomes = calls([plain, later, fine])
     assert [outcome.failure is None for outcome in outcomes] == [False, False, True]
     assert [outcome.words for outcome in outcomes[:2]] == [words] * 2
-    assert outcomes[2].value == 2 and calls.run(lambda: 3).value == 3
+    assert outcomes[2].value == 2 and calls([lambda: 3])[0].value == 3
 
 
 def test_a_user_who_stops_the_program_stops_it():
@@ -59,14 +60,11 @@ def test_a_user_who_stops_the_program_stops_it():
 def test_what_takes_too_long_is_left_behind(release):
     calls = TimedCalls(SECONDS)
     started = time.monotonic()
-    slow = [
-        calls.run(lambda: release.wait(LONG)),
-        *calls.run_at_once([lambda: asyncio.sleep(LONG)]),
-    ]
+    slow = calls([lambda: release.wait(LONG), partial(asyncio.sleep, LONG)])
     assert time.monotonic() - started < LONG / 2
     assert [outcome.words for outcome in slow] == ["took longer than 0.1 seconds"] * 2
     assert all(isinstance(o.failure, TooSlow) and not o.failure.blocks for o in slow)
-    assert calls.run(lambda: 1).value == 1, "in another thread"
+    assert calls([lambda: 1])[0].value == 1, "in another thread"
 
 
 def test_a_coroutine_that_blocks_the_loop_is_left_behind(release):
@@ -77,10 +75,10 @@ def test_a_coroutine_that_blocks_the_loop_is_left_behind(release):
         return 2
 
     calls = TimedCalls(SECONDS)
-    first, second = calls.run_at_once([fine, block])
+    first, second = calls([fine, block])
     assert first.value == 2
     assert second.failure.blocks and "it must await" in second.words
-    assert calls.run_at_once([fine])[0].value == 2, "on another loop"
+    assert calls([fine])[0].value == 2, "on another loop"
 
 
 def test_a_loop_that_is_slow_but_answers_is_waited_for():
@@ -90,11 +88,11 @@ def test_a_loop_that_is_slow_but_answers_is_waited_for():
         time.sleep(0.6)
         return 1
 
-    assert [o.value for o in TimedCalls(1.0).run_at_once([busy] * 3)] == [1, 1, 1]
+    assert [o.value for o in TimedCalls(1.0)([busy] * 3)] == [1, 1, 1]
 
 
 def test_one_thread_serves_all_plain_calls():
     calls = TimedCalls(LONG)
-    names = {calls.run(lambda: threading.current_thread().name).value for _ in range(3)}
+    names = {calls([lambda: threading.current_thread().name])[0].value for _ in range(3)}
     assert len(names) == 1 and threading.current_thread().name not in names
-    assert TimedCalls(None).run(threading.current_thread).value is threading.current_thread()
+    assert TimedCalls(None)([threading.current_thread])[0].value is threading.current_thread()

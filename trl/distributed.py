@@ -1,7 +1,5 @@
 """The few collectives a training step needs, over accelerate, and how ranks fail together."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -121,8 +119,6 @@ class Ranks:
         """Return this rank's share (B, ...) of gathered rows (N, ...)."""
         size = rows.shape[0] // self.count
         return rows[self.rank * size : (self.rank + 1) * size]
-
-    # --- Failures ---
 
     @contextmanager
     def fail_together(self, what: str) -> Iterator[None]:

@@ -1,7 +1,5 @@
 """What this process is doing now, for a display. Imports the standard library alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The state of the global random numbers, kept and restored."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """JSON lines that a run appends, each with the optimizer step that it belongs to."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import suppress

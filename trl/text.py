@@ -1,7 +1,5 @@
 """Words that several messages and tables share. Imports the standard library alone."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 from typing import Any

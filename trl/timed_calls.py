@@ -1,18 +1,17 @@
 """Calling functions that users wrote: limited in time, with failures as values."""
 
-from __future__ import annotations
-
 import asyncio
+import functools
+import inspect
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 # What a function may raise without ending the process before the other ranks know of it.
 FAILURES = (Exception, SystemExit, asyncio.CancelledError)
-
 
 Work = queue.SimpleQueue[tuple[Callable[[], Any], Future["Outcome"]]]
 
@@ -34,7 +33,7 @@ class Outcome:
     failure: BaseException | None = None
 
     @classmethod
-    def of(cls, function: Callable[[], Any]) -> Outcome:
+    def of(cls, function: Callable[[], Any]) -> Self:
         """Call a function; only what ends the program on purpose, such as Ctrl-C, is raised."""
         try:
             return cls(function())
@@ -60,8 +59,15 @@ class TimedCalls:
         self._worker: Work | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def run(self, function: Callable[[], Any]) -> Outcome:
-        """Call a plain function."""
+    def __call__(self, functions: Sequence[Callable[[], Any]]) -> list[Outcome]:
+        """Call functions, coroutine functions last, and return their outcomes in order."""
+        outcomes = {i: self._run(call) for i, call in enumerate(functions) if not is_async(call)}
+        waiting = [i for i in range(len(functions)) if i not in outcomes]
+        found = self._run_at_once([functions[i] for i in waiting]) if waiting else []
+        outcomes |= zip(waiting, found, strict=True)
+        return [outcomes[i] for i in range(len(functions))]
+
+    def _run(self, function: Callable[[], Any]) -> Outcome:
         if self._seconds is None:
             return Outcome.of(function)
         self._worker = self._worker or _worker()
@@ -72,10 +78,7 @@ class TimedCalls:
             return Outcome(failure=TooSlow(self._seconds))
         return future.result()
 
-    def run_at_once(self, functions: Sequence[Callable[[], Awaitable[Any]]]) -> list[Outcome]:
-        """Call coroutine functions on one event loop, and return their outcomes in order."""
-        if not functions:
-            return []
+    def _run_at_once(self, functions: Sequence[Callable[[], Awaitable[Any]]]) -> list[Outcome]:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -91,6 +94,14 @@ class TimedCalls:
                 break
         late = Outcome(failure=TooSlow(seconds or 0.0, blocks=True))
         return [future.result() if future.done() else late for future in futures]
+
+
+def is_async(function: Any) -> bool:
+    """Whether it is a coroutine function, or an object whose call is one."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    called = getattr(function, "__call__", None)  # noqa: B004
+    return any(map(inspect.iscoroutinefunction, (function, called)))
 
 
 async def _limited(

@@ -4,8 +4,6 @@ Letters in shapes: B rows on this rank, N rows on all ranks, G rows of one promp
 tokens (width of the longest completion), F reward functions. A ragged field is a list of lists.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 
 FinishReason = Literal["stop", "length"]
 Mode = Literal["train", "eval"]
+SEEDS = 2**62  # vLLM adds the place in a request to its seed, which is a signed 64-bit number
 # What users of Hugging Face TRL import to say what they pass to a trainer.
 RewardFunc = str | nn.Module | Callable[..., list[float | None]]
 RolloutFunc = Callable[..., Mapping[str, Any]]
@@ -34,7 +33,7 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def select(self, index: Sequence[int]) -> Prompts:
+    def select(self, index: Sequence[int]) -> "Prompts":
         """Return the given rows, without tools."""
         columns = {name: getattr(self, name) for name in ("messages", "token_ids", "rows")}
         return Prompts(**{name: x and [x[i] for i in index] for name, x in columns.items()})
@@ -54,8 +53,13 @@ class Sampling:
     extra: dict[str, Any] = field(default_factory=dict)  # engine options, merged last
     seeds: tuple[int, ...] | None = None  # B, one per row; None draws them from torch's generator
 
-    def replace(self, **changes: Any) -> Sampling:
+    def replace(self, **changes: Any) -> Self:
         return dataclasses.replace(self, **changes)
+
+    def seeded(self, rows: int) -> Self:
+        """Seed each row, unless all have seeds."""
+        drawn = self.seeds or tuple(torch.randint(SEEDS, (rows,)).tolist())
+        return self.replace(seeds=drawn)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +97,7 @@ class Generations:
         return list(map(sum, self.trainable))
 
     @classmethod
-    def concatenate(cls, parts: Sequence[Generations]) -> Generations:
+    def concatenate(cls, parts: Sequence["Generations"]) -> "Generations":
         """Join the rows of parts that one engine generated; what a part lacks is known of none."""
         joined: dict[str, Any] = {}
         for field_ in dataclasses.fields(cls):
@@ -116,7 +120,7 @@ class Rows:
     row_ids: Sequence[int]  # B: index of the row in this rank's round or dataset, for messages
 
     @staticmethod
-    def of(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Rows:
+    def of(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> "Rows":
         """Number rows of (prompt, completion)."""
         return Rows(
             prompt_ids=[prompt for prompt, _ in rows],
@@ -185,7 +189,7 @@ class Rollout(Rows):
     num_micro_batch_rows: int | None = None  # rows of the micro-batch
     has_gradient: list[bool] | None = None  # B; False: the row's gradient is exactly zero
 
-    def replace(self, **changes: Any) -> Rollout:
+    def replace(self, **changes: Any) -> Self:
         return dataclasses.replace(self, **changes)
 
     @property
@@ -193,7 +197,7 @@ class Rollout(Rows):
         """Whether an engine that computes in another way than the policy reported its own."""
         return self.sampling_logps is not None and not self.sampled_by_policy
 
-    def resolved(self, scores: TokenScores) -> Rollout:
+    def resolved(self, scores: "TokenScores") -> Self:
         """Take the detached `scores` for those under the policy that generated, if none are known.
 
         On-policy, the weights have not moved since: the ratio is then exactly 1, and its gradient
@@ -218,7 +222,7 @@ class Rollout(Rows):
         """Rows at hand, as a share of those of the micro-batch."""
         return len(self) / (self.num_micro_batch_rows or len(self))
 
-    def chunks(self, count: int) -> Iterator[Rollout]:
+    def chunks(self, count: int) -> Iterator[Self]:
         """Cut into `count` runs of equally many consecutive rows; a ValueError if it cannot be."""
         size, rest = divmod(len(self), count)
         if rest:
@@ -241,7 +245,7 @@ class RewardTable:
     group_size: int
     ended: Tensor | None = None  # (N,) bool: which completions were not cut off
 
-    def without(self, excluded: Tensor) -> RewardTable:
+    def without(self, excluded: Tensor) -> Self:
         """Return the table in which the rows marked in `excluded` (N,) count as unscorable."""
         return dataclasses.replace(
             self,
@@ -267,7 +271,7 @@ class TokenScores:
     values: Tensor | None = None  # (B, C) before each token; 0 beyond a completion's end
     aux_loss: Tensor | None = None  # () load-balancing loss of mixture-of-experts models
 
-    def spread(self, rows: Sequence[int], logps: Tensor) -> TokenScores:
+    def spread(self, rows: Sequence[int], logps: Tensor) -> "TokenScores":
         """Put the scores of some rows among those of a larger batch, at its places `rows`.
 
         `logps` (B, C) has log-probabilities of the rows that were not scored.

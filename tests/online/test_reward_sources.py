@@ -14,6 +14,7 @@ from trl.online.reward_sources import (
     ModelReward,
     resolve_rewards,
 )
+from trl.timed_calls import is_async
 
 
 def plain(completions, **kwargs):
@@ -57,7 +58,7 @@ def by_hand(model, texts):
 
 
 @pytest.mark.parametrize(
-    ("function", "is_async", "name"),
+    ("function", "waits", "name"),
     [
         (plain, False, "plain"),
         (later, True, "later"),
@@ -70,9 +71,9 @@ def by_hand(model, texts):
         (lambda **kwargs: [], False, "<lambda>"),
     ],
 )
-def test_kinds_and_names(function, is_async, name):
+def test_kinds_and_names(function, waits, name):
     (source,) = resolve_rewards(function)
-    assert isinstance(source, FunctionReward) and source.is_async == is_async
+    assert isinstance(source, FunctionReward) and is_async(source.function) == waits
     assert source.name == name
     assert source.function is function
 

@@ -132,7 +132,7 @@ def test_a_transposed_weight_stops_training():
     shared_server().fault("transposed", name, first=2)
     found = server_backend(policy_model(), probe_syncs=0)
     found.generate(PROMPTS, sampling(), 4)
-    check_stop(found, f"{name} has the same numbers in another order")
+    check_stop(found, f"{name} was not what was sent")
 
 
 def test_a_weight_that_is_not_sent_stops_training():

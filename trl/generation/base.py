@@ -1,7 +1,5 @@
 """What an engine that generates must offer, and what all engines share."""
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

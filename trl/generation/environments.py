@@ -1,7 +1,5 @@
 """Completions that act in environments: objects with a state, whose methods the policy calls."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections import Counter

@@ -1,7 +1,5 @@
 """Completions from a function of the user."""
 
-from __future__ import annotations
-
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -64,59 +62,50 @@ class FunctionBackend(AroundEngine):
         if isinstance(outcome.failure, RankError):  # from the engine, which the function may use
             raise outcome.failure
         self.ranks.raise_everywhere(outcome.failure, "rollout_func")
-        found = outcome.value
+        tokens, columns = outcome.value
         finish: list[FinishReason] = [
             "stop" if ids and ids[-1] in sampling.stop_ids else "length"
-            for ids in found["completion_ids"]
+            for ids in tokens["completion_ids"]
         ]
         return Generations(
-            completion_ids=found["completion_ids"],
+            completion_ids=tokens["completion_ids"],
             finish=finish,
-            sampling_logps=found["logprobs"],
-            trainable=found["env_mask"],
-            prompt_ids=found["prompt_ids"],
-            columns=found["columns"],
+            sampling_logps=tokens["logprobs"],
+            trainable=tokens.get("env_mask"),
+            prompt_ids=tokens["prompt_ids"],
+            columns=columns,
         )
 
 
-def _checked(found: Any, count: int) -> dict[str, Any]:
-    """Turn what a rollout function returned into plain lists, or say what is wrong with it."""
-    _check_names(found)
-    checked: dict[str, Any] = {
-        name: None if found.get(name) is None else _tokenwise(name, found[name], count)
-        for name in KINDS
-    }
-    _check_lengths(checked)
-    columns = {
-        name: _rows(name, value, count)
-        if isinstance(value, (list, tuple)) or getattr(value, "ndim", False)
-        else [value] * count
-        for name, value in found.items()
-        if name not in KINDS
-    }
-    rows = [{name: values[row] for name, values in columns.items()} for row in range(count)]
-    return checked | {"columns": rows}
-
-
-def _check_names(found: Any) -> None:
+def _checked(found: Any, count: int) -> tuple[dict[str, list[list[Any]]], list[dict[str, Any]]]:
+    """Tokens and columns that a rollout function returned, or an error that says what is wrong."""
     if not isinstance(found, Mapping):
         raise _error(f" returned a {type(found).__name__}; it must be a dictionary")
-    missing = [name for name in REQUIRED if found.get(name) is None]
+    given = {name: values for name, values in found.items() if values is not None}
+    missing = [name for name in REQUIRED if name not in given]
     if missing:
         raise _error(
             f" returned no {', '.join(missing)}; it must return {', '.join(REQUIRED)}, and has "
             f"{', '.join(map(str, found)) or 'nothing'}"
         )
+    tokens = {name: _tokenwise(name, given[name], count) for name in KINDS if name in given}
+    _check_lengths(tokens)
+    columns = {k: _column(k, x, count) for k, x in found.items() if k not in KINDS}
+    return tokens, [{name: values[row] for name, values in columns.items()} for row in range(count)]
 
 
-def _check_lengths(checked: dict[str, Any]) -> None:
-    for row, ids in enumerate(checked["completion_ids"]):
-        if not checked["prompt_ids"][row]:
+def _column(name: str, values: Any, count: int) -> list[Any]:
+    is_list = isinstance(values, (list, tuple)) or getattr(values, "ndim", 0) > 0
+    return _rows(name, values, count) if is_list else [values] * count
+
+
+def _check_lengths(tokens: Mapping[str, list[list[Any]]]) -> None:
+    for row, ids in enumerate(tokens["completion_ids"]):
+        if not tokens["prompt_ids"][row]:
             raise _error(f": prompt_ids of row {row} is empty")
-        for name in ("logprobs", "env_mask"):
-            count = len(ids) if checked[name] is None else len(checked[name][row])
-            if count != len(ids):
-                words = f"{count} entries for {len(ids)} completion tokens"
+        for name, rows in tokens.items():
+            if name != "prompt_ids" and len(rows[row]) != len(ids):
+                words = f"{len(rows[row])} entries for {len(ids)} completion tokens"
                 raise _error(f": {name} of row {row} has {words}")
 
 

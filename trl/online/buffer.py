@@ -1,7 +1,5 @@
 """The rollout of the current round, cut into the micro-batches that train on it."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

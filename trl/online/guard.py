@@ -1,7 +1,5 @@
 """NaN and infinity are errors that name where they came from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

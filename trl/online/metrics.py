@@ -1,7 +1,5 @@
 """Metrics: sums that know how to combine over micro-batches and ranks, and what is recorded."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -91,9 +89,6 @@ def _sum(held: Value, new: Value) -> Value:
         if isinstance(held, Tensor):
             held = held.to(new.device)  # what a checkpoint held is on the CPU
     return held + new
-
-
-# --- What is recorded ---
 
 
 def record_rewards(store: MetricStore, table: RewardTable) -> None:

@@ -1,11 +1,9 @@
 """From dataset rows to token ids, and from completions back to what reward functions read."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
@@ -32,9 +30,7 @@ class PromptLimit:
     action: str = "error"  # or "drop", or "cut-left", which keeps the end of the prompt
 
     @classmethod
-    def of(
-        cls, longest: int | None, action: str, context: int | None, completion: int
-    ) -> PromptLimit:
+    def of(cls, longest: int | None, action: str, context: int | None, completion: int) -> Self:
         """The limit from `max_prompt_length`, `long_prompts`, and the tokens that the model sees.
 
         Without a `longest`, prompts are dropped or cut so that a whole `completion` has room; an

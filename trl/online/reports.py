@@ -1,7 +1,5 @@
 """What is told of every round: metrics; completions in files, on a terminal, in trackers."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence

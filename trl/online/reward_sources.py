@@ -1,10 +1,7 @@
 """Where rewards come from: functions, coroutine functions, sequence classifiers, judges."""
 
-from __future__ import annotations
-
 import copy
 import functools
-import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +39,6 @@ class FunctionReward:
 
     name: str  # of the column
     function: Callable[..., Any]  # returns one reward for each row
-    is_async: bool = False  # whether it is a coroutine function, or an object whose call is one
     weight: float | None = None  # None: that of `reward_weights`
 
 
@@ -133,10 +129,7 @@ def resolve_rewards(
             model, tokenizer = _model(name, function, tokenizers[place], options)
             found[name] = ModelReward(name, model, tokenizer, template_kwargs or {})
         else:
-            called = getattr(_unwrapped(function), "__call__", None)  # noqa: B004
-            is_async = any(map(inspect.iscoroutinefunction, (function, called)))
-            weight = None if place < len(functions) else 1.0
-            found[name] = FunctionReward(name, function, is_async, weight)
+            found[name] = FunctionReward(name, function, None if place < len(functions) else 1.0)
     return tuple(found.values())
 
 
@@ -160,7 +153,8 @@ def _name(function: Any, place: int) -> str:
     if isinstance(function, (str, nn.Module)):
         path = function if isinstance(function, str) else _path(function)
         return (path or type(function).__name__).rstrip("/").split("/")[-1]
-    function = _unwrapped(function)
+    while isinstance(function, functools.partial):
+        function = function.func
     if not callable(function):
         raise TypeError(
             f"reward_funcs[{place}] is {function!r:.60}: it must be callable, a model, or the "
@@ -239,13 +233,6 @@ def _check_exists(name: str) -> None:
         f"reward_funcs: {name!r} is not a reward model: {reason}.{hint} A reward function is "
         "passed itself, not its name."
     )
-
-
-def _unwrapped(function: Any) -> Any:
-    return _unwrapped(function.func) if isinstance(function, functools.partial) else function
-
-
-# --- Judges, who say which of two completions is better ---
 
 
 class PairwiseJudge(Protocol):

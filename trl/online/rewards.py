@@ -1,7 +1,5 @@
 """Calling reward functions, checking what they return, and gathering it over all ranks."""
 
-from __future__ import annotations
-
 import math
 import numbers
 import warnings
@@ -9,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Timer
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -96,7 +94,7 @@ class RewardSuite:
         self._ranks = ranks
         self._in_pieces = in_pieces
 
-    def to(self, device: torch.device) -> RewardSuite:
+    def to(self, device: torch.device) -> Self:
         """Move reward models to `device`."""
         for source in self.sources:
             if isinstance(source, ModelReward):
@@ -172,29 +170,24 @@ class RewardSuite:
         extras: dict[str, list[Any]],
         log_metric: LogMetric,
     ) -> list[list[float | None]]:
-        """Call the sources, coroutines all at once, and check what they return."""
-        rows = len(inputs.completions)
-        found: dict[str, list[float | None]] = {}
+        """Call models and then functions, and check what they return."""
         added: dict[str, dict[str, list[Any]]] = {source.name: {} for source in sources}
-        waiting: dict[str, Callable[[], Any]] = {}
+        outcomes: dict[str, Outcome] = {}
+        calls: dict[str, Callable[[], Any]] = {}
         for source in sources:
             if isinstance(source, ModelReward):
-                outcome = Outcome.of(partial(self._scored, source, inputs))
+                outcomes[source.name] = Outcome.of(partial(self._scored, source, inputs))
             else:
                 keywords = inputs.keywords(added[source.name], log_metric)
-                call = partial(source.function, **keywords)
-                if source.is_async:
-                    waiting[source.name] = call
-                    continue
-                outcome = self._calls.run(call)
-            found[source.name] = _rewards(source.name, outcome, rows)
-        outcomes = self._calls.run_at_once([*waiting.values()])
-        found |= {name: _rewards(name, x, rows) for name, x in zip(waiting, outcomes, strict=True)}
-        # In the order of the sources, whichever ended first: ranks must agree on the names.
+                calls[source.name] = partial(source.function, **keywords)
+        outcomes |= zip(calls, self._calls([*calls.values()]), strict=True)
+        rows = len(inputs.completions)
+        found = [_rewards(source.name, outcomes[source.name], rows) for source in sources]
+        # In the order of the sources: ranks must agree on the names.
         for name, columns in added.items():
             for column, values in columns.items():
                 extras[f"{name}/{column}" if column in extras else column] = values
-        return [found[source.name] for source in sources]
+        return found
 
     def _scored(self, source: ModelReward, inputs: RewardInputs) -> list[float]:
         count = len(inputs.completions)

@@ -1,7 +1,5 @@
 """Rewards for the right mathematical answer, checked by `math-verify`."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Rewards that shape form, length and repetition."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

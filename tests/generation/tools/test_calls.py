@@ -10,12 +10,13 @@ from tool_chat import TEMPLATE, add, call, fail, ids, spell, tool_tokenizer
 from trl.generation.tools.calls import (
     CallParser,
     ToolCall,
+    ToolResult,
     ToolRunner,
-    as_content,
     read_bare,
     read_tagged,
     schema_of,
 )
+from trl.timed_calls import Outcome
 
 SCHEMAS = [schema_of(add), schema_of(spell)]
 ADD = ToolCall("add", {"a": 1, "b": 2})
@@ -199,7 +200,8 @@ def test_results_stand_in_the_order_of_the_calls(timeout):
 def test_functions_of_its_own_are_all_that_a_call_may_name():
     own = {"spell": lambda word: word.upper()}
     calls = [ToolCall("spell", {"word": "ab"}), SUM, SUM]
-    found = ToolRunner(TOOLS, None)(calls, [own, own, None])
+    run = ToolRunner(TOOLS, None)
+    found = run(calls, [own, own, run.by_name])
     assert [result.content for result in found if not result.failed] == ["AB", "5"]
     assert errors(found) == ["there is no tool 'add'. There are: spell."]
 
@@ -270,7 +272,7 @@ def test_without_a_limit_tools_run_in_the_calling_thread():
 
 def test_values_become_text():
     values = ["a b", 5, 2.5, True, None, {"k": ["é"]}, {1, 2}]
-    assert [as_content(v) for v in values] == [
+    assert [ToolResult.of("x", Outcome(v)).content for v in values] == [
         "a b", "5", "2.5", "true", "null", '{"k": ["é"]}', '"{1, 2}"',
     ]  # fmt: skip
 

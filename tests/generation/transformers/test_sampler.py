@@ -6,7 +6,6 @@ from trl.generation.transformers.sampler import (
     NonFiniteLogitsError,
     RepetitionPenalty,
     RowDraws,
-    RowSampler,
     pick,
     rows_from,
     uniforms,
@@ -42,12 +41,11 @@ def test_logits_without_a_distribution_give_an_id_and_are_found(bad):
     chosen = pick(scores, draws[:, 0])
     assert 0 <= chosen[1] < 3
     assert torch.equal(chosen[[0, 2]], pick(scores[[0, 2]], draws[[0, 2], 0]))
-    by_row = RowDraws(Sampling(max_tokens=2, seeds=(7, 8, 9)), CPU)
-    sampler = RowSampler(by_row, prompt_width=1)
+    sampler = RowDraws(Sampling(max_tokens=2, seeds=(7, 8, 9)), CPU, prompt_width=1)
     sampler(torch.zeros(3, 1, dtype=torch.long), scores)
     sampler(torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 3))
     with pytest.raises(NonFiniteLogitsError, match="logits of row 5 are NaN"), rows_from(4):
-        by_row.check()
+        sampler.check()
 
 
 def test_frequencies_follow_temperature_and_filters():
@@ -79,7 +77,7 @@ def test_streams_belong_to_rows():
 
 def test_row_sampler_decides_by_place():
     sampling = Sampling(max_tokens=3, seeds=(11, 12))
-    sampler = RowSampler(RowDraws(sampling, CPU), prompt_width=2)
+    sampler = RowDraws(sampling, CPU, prompt_width=2)
     scores = torch.zeros(2, 6)
     draws = uniforms((11, 12), 3)
     for place in range(3):

@@ -17,7 +17,7 @@ from transformers import (
 
 from trl.generation.transformers import shared_decoding
 from trl.generation.transformers.backend import BatchLimits, TransformersBackend
-from trl.generation.transformers.sampler import NonFiniteLogitsError, RowDraws, RowSampler
+from trl.generation.transformers.sampler import NonFiniteLogitsError, RowDraws
 from trl.generation.transformers.shared_decoding import GrowingCache, SharedDecoder
 from trl.models.lm_head import HeadFinder, cast_head_to_float32
 from trl.models.packed_attention import KEYWORD, Decoding, install
@@ -56,8 +56,8 @@ def by_transformers(model, options, greedy=False):
     )
     found = []
     for prompt, seed in zip(ROWS, SEEDS, strict=True):
-        draws = RowDraws(options.replace(seeds=(seed,)), torch.device("cpu"))
-        sampler = RowSampler(draws, len(prompt))
+        options = options.replace(seeds=(seed,))
+        sampler = RowDraws(options, torch.device("cpu"), len(prompt))
         output = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

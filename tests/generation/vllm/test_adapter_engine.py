@@ -14,7 +14,6 @@ from trl.generation.vllm.adapter_engine import (
     adapter_settings,
     base_stamp,
     low_rank_factors,
-    room_for,
     why_not_low_rank,
 )
 from trl.generation.vllm.engine import EngineSettings
@@ -76,8 +75,8 @@ def test_the_engine_has_room_for_the_layers_of_the_adapter(tmp_path):
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (8, 8), (129, 256), (512, 512)])
-def test_room_is_what_vllm_offers(rank, room):
-    assert room_for(rank) == room
+def test_room_is_what_vllm_offers(tmp_path, rank, room):
+    assert settings_of(tmp_path, LoraConfig(r=rank, **Q)).adapter_rank == room
 
 
 @pytest.mark.parametrize(

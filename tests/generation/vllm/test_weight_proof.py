@@ -2,13 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from trl.generation.vllm.weight_proof import (
-    CHUNK,
-    SAME_NORM,
-    WeightProof,
-    fingerprint,
-    norm,
-)
+from trl.generation.vllm.weight_proof import CHUNK, WeightProof, fingerprint
 
 
 class Fused(nn.Module):
@@ -99,7 +93,7 @@ def test_many_weights_are_listed_shortly():
     proof = WeightProof(model)
     assert sync(proof, weights(), model.load) is None
     problem = sync(proof, weights(1), lambda name, weight: None)
-    assert problem.startswith("first, second, third and 1 more were not what was sent: first has")
+    assert problem == "first, second, third and 1 more were not what was sent"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
@@ -111,7 +105,6 @@ def test_fingerprints_tell_order_sign_and_last_bit_apart(dtype, size):
     assert fingerprint(values.clone()) == one
     assert fingerprint(torch.cat([values[:1], values])[1:]) == one, "wherever it lies in memory"
     assert all(fingerprint(other) != one for other in others)
-    assert norm(values.T).item() == pytest.approx(norm(values).item(), rel=SAME_NORM)
 
 
 def test_one_flipped_bit_anywhere_changes_a_fingerprint():

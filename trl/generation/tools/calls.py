@@ -3,8 +3,6 @@
 Tools are functions of the user, whose failures are told to the model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
@@ -12,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
@@ -44,7 +42,7 @@ class ToolCall:
     problem: str | None = None
 
     @classmethod
-    def of(cls, value: Any) -> ToolCall:
+    def of(cls, value: Any) -> Self:
         """Read a call from `{"name": ..., "arguments": {...}}`, or a function that holds it."""
         value = value.get("function", value) if isinstance(value, dict) else value
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -58,7 +56,7 @@ class ToolCall:
         return cls(value["name"], arguments)
 
     @classmethod
-    def malformed(cls, reason: str, value: Any) -> ToolCall:
+    def malformed(cls, reason: str, value: Any) -> Self:
         """A call that cannot be understood."""
         return cls("", {}, f"malformed tool call ({reason}): {value!r:.200}")
 
@@ -130,8 +128,17 @@ class CallParser:
         self._schemas = list(schemas)
         self._special = [token for token in tokenizer.all_special_tokens if token]
         self._reader: Reader | None = None
-        if not reads_responses(tokenizer):
-            self._reader = self._find_reader(template_kwargs or {})
+        if reads_responses(tokenizer):
+            return
+        written = rendered_call(tokenizer, **(template_kwargs or {}))
+        for reader in (read_tagged, read_bare):
+            if ToolCall(NAME, {"word": ARGUMENT}) in reader(self._plain(written), schemas)[1]:
+                self._reader = reader
+                return
+        raise ValueError(
+            "tools: the chat template writes a tool call in a way that is not known here: "
+            f"{written!r:.200}. Set tokenizer.response_template, which says how to parse it."
+        )
 
     def __call__(self, prompt: Sequence[int], ids: Sequence[int]) -> Turn:
         """The assistant message of a turn, and its calls in order.
@@ -163,21 +170,6 @@ class CallParser:
             text = text.replace(token, "")
         return text
 
-    def _find_reader(self, template_kwargs: dict[str, Any]) -> Reader:
-        written = rendered_call(self._tokenizer, **template_kwargs)
-        text = self._plain(written)
-        for reader in (read_tagged, read_bare):
-            _, calls = reader(text, self._schemas)
-            if ToolCall(NAME, {"word": ARGUMENT}) in calls:
-                return reader
-        raise ValueError(
-            "tools: the chat template writes a tool call in a way that is not known here: "
-            f"{written!r:.200}. Set tokenizer.response_template, which says how to parse it."
-        )
-
-
-# --- Making calls ---
-
 
 @dataclass(frozen=True)
 class ToolResult:
@@ -188,17 +180,18 @@ class ToolResult:
     failed: bool = False
 
     @classmethod
-    def of(cls, name: str, outcome: Outcome) -> ToolResult:
+    def of(cls, name: str, outcome: Outcome) -> Self:
         """What a call led to; values that JSON cannot hold are told as text."""
-        if outcome.failure is None:
-            outcome = Outcome.of(functools.partial(as_content, outcome.value))
+        if outcome.failure is None and not isinstance(outcome.value, str):
+            write = functools.partial(json.dumps, ensure_ascii=False, default=str)
+            outcome = Outcome.of(functools.partial(write, outcome.value))
         if outcome.failure is None:
             return cls(name, outcome.value)
         subject = "the call " if isinstance(outcome.failure, TooSlow) else ""
         return cls.failure(name, subject + outcome.words)
 
     @classmethod
-    def failure(cls, name: str, words: str) -> ToolResult:
+    def failure(cls, name: str, words: str) -> Self:
         """A call that could not be made, or that failed."""
         return cls(name, json.dumps({"error": words}, ensure_ascii=False), failed=True)
 
@@ -225,37 +218,28 @@ class ToolRunner:
         self._calls = TimedCalls(timeout)
 
     def __call__(
-        self, calls: Sequence[ToolCall], own: Sequence[Functions | None] = ()
+        self, calls: Sequence[ToolCall], functions: Sequence[Functions] | None = None
     ) -> list[ToolResult]:
         """Make all calls, and return their results in the same order. Never raises for a tool.
 
-        A call may name the functions of its own that are given, or else those of the run.
+        `functions` are those that each call may name, by default all of the run.
         """
         results: dict[int, ToolResult] = {}
-        waiting: dict[int, Callable[[], Any]] = {}
-        pairs = zip(calls, own or [None] * len(calls), strict=True)
-        for place, (call, given) in enumerate(pairs):
-            tools = self.by_name if given is None else given
-            problem = _problem(call, tools)
-            if problem is not None:
-                results[place] = ToolResult.failure(call.name, problem)
-                continue
-            bound = functools.partial(tools[call.name], **call.arguments)
-            if inspect.iscoroutinefunction(tools[call.name]):
-                waiting[place] = bound
+        made: dict[int, Callable[[], Any]] = {}
+        pairs = zip(calls, functions or [self.by_name] * len(calls), strict=True)
+        for place, (call, tools) in enumerate(pairs):
+            problem = call.problem
+            if problem is None and call.name not in tools:
+                every = f" There are: {', '.join(tools)}." if tools else ""
+                hint = did_you_mean(call.name, tools, every)
+                problem = f"there is no tool {call.name!r}.{hint}"
+            if problem is None:
+                made[place] = functools.partial(tools[call.name], **call.arguments)
             else:
-                results[place] = ToolResult.of(call.name, self._calls.run(bound))
-        outcomes = self._calls.run_at_once(list(waiting.values()))
-        for place, outcome in zip(waiting, outcomes, strict=True):
+                results[place] = ToolResult.failure(call.name, problem)
+        for place, outcome in zip(made, self._calls([*made.values()]), strict=True):
             results[place] = ToolResult.of(calls[place].name, outcome)
         return [results[place] for place in range(len(calls))]
-
-
-def _problem(call: ToolCall, tools: Functions) -> str | None:
-    if call.problem is not None or call.name in tools:
-        return call.problem
-    hint = did_you_mean(call.name, tools, f" There are: {', '.join(tools)}." if tools else "")
-    return f"there is no tool {call.name!r}.{hint}"
 
 
 def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
@@ -269,8 +253,3 @@ def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
             f"tools: {tool.__name__!r} has no schema: {error} A tool needs a type hint for each "
             "argument, and a docstring with a summary and an 'Args:' section that describes each."
         ) from error
-
-
-def as_content(value: Any) -> str:
-    """Render what a tool returned as text: strings as they are, other values as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

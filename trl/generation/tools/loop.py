@@ -1,7 +1,5 @@
 """Completions in which the policy calls tools and reads their results."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -21,7 +19,7 @@ class _Row:
     prompt: list[int]
     message: Any
     seed: int | None
-    tools: Functions | None = None
+    tools: Functions
     ids: list[int] = field(default_factory=list)
     trainable: list[bool] = field(default_factory=list)
     logps: list[float] | None = field(default_factory=list)
@@ -64,7 +62,7 @@ class ToolLoop(AroundEngine):
         room for another token are taken back, and the completion ends before them.
         """
         seeds = sampling.seeds or [None] * len(prompts)
-        tools = [None] * len(prompts) if prompts.tools is None else list(prompts.tools)
+        tools = prompts.tools or [self.tools.by_name] * len(prompts)
         given = zip(prompts.token_ids, prompts.messages, seeds, tools, strict=True)
         rows = [_Row(list(ids), *others) for ids, *others in given]
         with self.engine.awake():
@@ -74,7 +72,7 @@ class ToolLoop(AroundEngine):
     def _run(self, rows: list[_Row], sampling: Sampling, group_size: int) -> None:
         active, turn = rows, 0
         while limit := self._longest(active, sampling):
-            asked = active or [_Row(rows[0].prompt, rows[0].message, rows[0].seed)]
+            asked = active or [_Row(rows[0].prompt, rows[0].message, rows[0].seed, {})]
             drawn = sampling.replace(max_tokens=limit, seeds=_seeds(asked, turn))
             prompts = Prompts(
                 messages=[row.message for row in asked],

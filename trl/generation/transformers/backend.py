@@ -1,7 +1,5 @@
 """Generation with the policy itself, through `generate` of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -22,7 +20,7 @@ from ...ops.masking import pad_ragged
 from ...progress import finish
 from ...types import Generations, Prompts, Sampling
 from ..base import NAMED, GenerationBackend, cut_generations, merge_named
-from .sampler import RepetitionPenalty, RowDraws, RowSampler, StopTexts, rows_from, seeded
+from .sampler import RepetitionPenalty, RowDraws, StopTexts, rows_from
 from .shared_decoding import SharedDecoder, decoding_comparison
 from .synced_forward import SyncedForward
 
@@ -128,7 +126,7 @@ class TransformersBackend(GenerationBackend):
     @torch.no_grad()
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
         """Complete every row; see `GenerationBackend`."""
-        sampling = seeded(sampling, len(prompts))
+        sampling = sampling.seeded(len(prompts))
         with self.policy() as model:
             run = partial(_of_rows, partial(self._complete, model), prompts, sampling)
             synced, decoder = self._synced, causal_model(model).base_model
@@ -219,13 +217,14 @@ class TransformersBackend(GenerationBackend):
         sampling: Sampling,
     ) -> Generations:
         lengths = torch.tensor(list(map(len, prompts.token_ids)))
-        draws, width = RowDraws(sampling, self.device), int(lengths.max())
+        width = int(lengths.max())
+        draws = RowDraws(sampling, self.device, width)
         processors = LogitsProcessorList()
         if sampling.repetition_penalty != 1.0:
             padding = (width - lengths).to(self.device)
             processors.append(RepetitionPenalty(sampling.repetition_penalty, padding))
         if not greedy:
-            processors.append(RowSampler(draws, width))
+            processors.append(draws)
         texts = [StopTexts(self.tokenizer, ends, width)] if ends else []
         options = {"logits_processor": processors}
         options |= {"stopping_criteria": StoppingCriteriaList(texts)}

@@ -1,7 +1,5 @@
 """Generation with the policy itself, through the continuous batching of transformers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,11 +21,10 @@ from ...random_numbers import random_numbers_kept
 from ...text import did_you_mean
 from ...types import Generations, Prompts, Sampling
 from ..base import GenerationBackend, cut_generations
-from .sampler import RowDraws, seeded
+from .sampler import RowDraws
 
 CACHE_SHARE = 0.5  # of the free memory of a device, unless the options say otherwise
 STOP_SECONDS = 30.0
-ROW = "row-"
 Rows = Sequence[Sequence[int]]
 
 
@@ -61,33 +58,42 @@ class ContinuousBackend(GenerationBackend):
 
         Options that continuous batching cannot honor are refused.
         """
-        greedy = _is_greedy(sampling)
-        sampling = seeded(sampling, len(prompts))
+        refused = set(sampling.extra) - {"do_sample"}
+        if sampling.repetition_penalty != 1.0:
+            refused.add("repetition_penalty")
+        if refused:
+            raise ValueError(
+                f"{', '.join(sorted(refused))}: continuous batching of transformers cannot honor "
+                "this; leave it out, or set use_transformers_continuous_batching=False."
+            )
+        sampling = sampling.seeded(len(prompts))
         with (
             self.policy() as policy,
             self.ranks.fail_together("generation"),
             random_numbers_kept(),  # the engine seeds torch's generators
             _without_autocast(model := causal_model(policy)),
         ):
-            rows = self._run(model, prompts.token_ids, sampling, greedy)
+            rows = self._run(model, prompts.token_ids, sampling)
         return cut_generations(rows, sampling)
 
-    def _run(self, model: Any, prompts: Rows, sampling: Sampling, greedy: bool) -> list[list[int]]:
+    def _run(self, model: Any, prompts: Rows, sampling: Sampling) -> list[list[int]]:
+        names = [f"row {row}" for row in range(len(prompts))]
         with self._engine(model, prompts, sampling) as manager:
-            draws = _Draws(sampling, list(map(len, prompts)), model.device)
-            if not greedy:
+            lengths = dict(zip(names, map(len, prompts), strict=True))
+            draws = _Draws(sampling, lengths, model.device)
+            if sampling.extra.get("do_sample", True):
                 processors = manager.logit_processor
                 processors.logits_processor.append(draws)
                 processors.tensors_required += 1
                 processors.do_processing = True
             if model.device.type == "cuda":
                 manager.warmup()
-            for row, ids in enumerate(prompts):
-                manager.add_request(list(ids), request_id=f"{ROW}{row}")
+            for name, ids in zip(names, prompts, strict=True):
+                manager.add_request(list(ids), request_id=name)
             manager.start()
             found = _collect(manager, len(prompts))
             draws.of_rows.check()
-            return found
+            return [found[name] for name in names]
 
     @contextmanager
     def _engine(self, model: Any, prompts: Rows, sampling: Sampling) -> Iterator[Any]:
@@ -127,20 +133,6 @@ class ContinuousBackend(GenerationBackend):
         return config
 
 
-def _is_greedy(sampling: Sampling) -> bool:
-    """Whether the most likely tokens are taken; other options are refused."""
-    rest = dict(sampling.extra)
-    greedy = not rest.pop("do_sample", True)
-    if sampling.repetition_penalty != 1.0:
-        rest["repetition_penalty"] = sampling.repetition_penalty
-    if rest:
-        raise ValueError(
-            f"{', '.join(sorted(rest))}: continuous batching of transformers cannot honor this; "
-            "leave it out, or set use_transformers_continuous_batching=False."
-        )
-    return greedy
-
-
 def _without_autocast(model: Any) -> AbstractContextManager[None]:
     """Take off the autocast that accelerate puts around the forward.
 
@@ -151,8 +143,9 @@ def _without_autocast(model: Any) -> AbstractContextManager[None]:
     return replaced_forward(model, original) if is_wrapped else nullcontext()
 
 
-def _collect(manager: Any, count: int) -> list[list[int]]:
-    found: dict[int, list[int]] = {}
+def _collect(manager: Any, count: int) -> dict[str, list[int]]:
+    """The tokens that answer each of a number of requests."""
+    found: dict[str, list[int]] = {}
     while len(found) < count:
         result = manager.get_result(timeout=1)
         if result is None:
@@ -164,13 +157,9 @@ def _collect(manager: Any, count: int) -> list[list[int]]:
         elif result.error is not None:
             raise RuntimeError(f"Continuous batching failed: {result.error}")
         elif result.is_finished():
-            found[_row_of(result.request_id)] = list(result.generated_tokens)
+            found[result.request_id] = list(result.generated_tokens)
             finish(1)
-    return [found[row] for row in range(count)]
-
-
-def _row_of(request_id: str) -> int:
-    return int(request_id.removeprefix(ROW))
+    return found
 
 
 class _Draws(ContinuousBatchingLogitsProcessor):
@@ -182,11 +171,12 @@ class _Draws(ContinuousBatchingLogitsProcessor):
     supported_kwargs: dict[str, type] = {}
     ignored_kwargs: tuple[str, ...] = ()
 
-    def __init__(self, sampling: Sampling, prompt_lengths: list[int], device: torch.device):
+    def __init__(self, sampling: Sampling, prompts: Mapping[str, int], device: torch.device):
         self.of_rows = RowDraws(sampling, device)
         self._width = sampling.max_tokens
-        self._prompt_lengths = prompt_lengths
-        self._no_row = len(prompt_lengths) * self._width
+        self._lengths = prompts  # of the prompts, by the names of the requests
+        self._first = {name: row * self._width for row, name in enumerate(prompts)}
+        self._no_row = len(prompts) * self._width
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
         """Requests that only warm the engine up come after all rows."""
@@ -204,9 +194,8 @@ class _Draws(ContinuousBatchingLogitsProcessor):
         return self.of_rows.decide(scores, numbers // self._width, numbers % self._width)
 
     def _number(self, state: Any) -> int:
-        if not state.request_id.startswith(ROW):
+        name = state.request_id
+        if name not in self._first:
             return self._no_row
-        row = _row_of(state.request_id)
-        place = state.position_offset - self._prompt_lengths[row]
         # The engine may ask for one token more than it keeps.
-        return row * self._width + min(place, self._width - 1)
+        return self._first[name] + min(state.position_offset - self._lengths[name], self._width - 1)

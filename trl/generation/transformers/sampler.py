@@ -1,7 +1,5 @@
 """Drawing tokens with one random stream for each row."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -45,13 +43,6 @@ def rows_from(start: int) -> Iterator[None]:
         raise NonFiniteLogitsError([start + row for row in error.rows]) from None
 
 
-def seeded(sampling: Sampling, rows: int) -> Sampling:
-    """Seed each row from torch's generator, if there are no seeds."""
-    if sampling.seeds is not None:
-        return sampling
-    return sampling.replace(seeds=tuple(torch.randint(2**62, (rows,)).tolist()))
-
-
 def warpers(sampling: Sampling) -> LogitsProcessorList:
     """The filters of `sampling`, in the order transformers applies them."""
     chain = LogitsProcessorList()
@@ -88,19 +79,24 @@ def pick(scores: Tensor, draws: Tensor) -> Tensor:
     return found.clamp(max=scores.shape[-1] - 1)
 
 
-class RowDraws:
+class RowDraws(LogitsProcessor):
     """Chooses the next token of each row with the row's own random numbers.
 
-    A row's tokens depend on its own scores and seed alone, whatever else is in the batch. There is
-    a seed for each of B rows; what draws as row B, such as a request that warms an engine up, is
-    never checked.
+    Makes greedy decoding sample: scores are replaced by a choice already made. A row's tokens
+    depend on its own scores and seed alone, whatever else is in the batch. There is a seed for each
+    of B rows; what draws as row B, such as a request that warms an engine up, is never checked.
     """
 
-    def __init__(self, sampling: Sampling, device: torch.device):
+    def __init__(self, sampling: Sampling, device: torch.device, prompt_width: int = 0):
+        self._prompt_width = prompt_width
         self._warpers = warpers(sampling)
         self._draws = uniforms((*(sampling.seeds or ()), 0), sampling.max_tokens).to(device)
         # Counted on the device: nothing waits for it before `check`.
         self._bad = torch.zeros(len(self._draws), dtype=torch.int32, device=device)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        rows = torch.arange(len(scores), device=scores.device)
+        return self.decide(scores, rows, input_ids.shape[1] - self._prompt_width)
 
     def decide(self, scores: Tensor, rows: Tensor, places: Tensor | int) -> Tensor:
         """Return scores (b, V) that are 0 at the tokens drawn, and -inf elsewhere.
@@ -118,18 +114,6 @@ class RowDraws:
         rows = self._bad[:-1].nonzero().flatten().tolist()
         if rows:
             raise NonFiniteLogitsError(rows)
-
-
-class RowSampler(LogitsProcessor):
-    """Makes greedy decoding sample: scores are replaced by a choice already made."""
-
-    def __init__(self, draws: RowDraws, prompt_width: int):
-        self._draws = draws
-        self._prompt_width = prompt_width
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        rows = torch.arange(len(scores), device=scores.device)
-        return self._draws.decide(scores, rows, input_ids.shape[1] - self._prompt_width)
 
 
 class RepetitionPenalty(RepetitionPenaltyLogitsProcessor):

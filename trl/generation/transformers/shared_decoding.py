@@ -4,13 +4,11 @@ Each distinct prompt is computed once, without padding. Then all rows advance to
 a step, each with its own short cache; logits exist for a few rows at a time.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import ChainMap, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
 from typing import Any
@@ -115,11 +113,6 @@ class Prefix:
     layers: dict[int, tuple[Tensor, Tensor]]  # keys and values (1, K, P, D)
     hidden: Tensor  # (H,) at its last token
     states: States  # of recurrent layers
-
-    def copied(self) -> Prefix:
-        """Itself with its own keys and values: views keep alive all they were computed with."""
-        layers = {n: (key.clone(), value.clone()) for n, (key, value) in self.layers.items()}
-        return replace(self, layers=layers)
 
 
 class _Rows:
@@ -241,8 +234,10 @@ class SharedDecoder:
     def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """Compute prompts that are not known yet, a few at a time, and forget all others."""
         known = {p: self._prefixes[p] for p in prompts if p in self._prefixes}
-        if len(known) < len(self._prefixes):
-            known = {prompt: prefix.copied() for prompt, prefix in known.items()}
+        for prefix in known.values() if len(known) < len(self._prefixes) else ():
+            # Views keep alive all that they were computed with.
+            for layer, (key, value) in prefix.layers.items():
+                prefix.layers[layer] = key.clone(), value.clone()
         self._prefixes = known
         missing = [prompt for prompt in prompts if prompt not in known]
         rest = iter(missing)

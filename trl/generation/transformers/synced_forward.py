@@ -5,8 +5,6 @@ forward begins with an agreement to run one, and a rank without work of its own 
 are done.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

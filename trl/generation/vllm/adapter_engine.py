@@ -1,7 +1,5 @@
 """A vLLM engine that holds base weights and an adapter apart, so that only the adapter is sent."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -93,9 +91,6 @@ def base_stamp(model: nn.Module) -> int:
     return sum(p._version for p in causal.parameters() if id(p) not in factors)
 
 
-# --- The engine ---
-
-
 def adapter_settings(policy: PolicyHandle, settings: EngineSettings) -> EngineSettings:
     """Settings of an engine that holds the adapter of a policy apart, from those of one without.
 
@@ -113,21 +108,17 @@ def adapter_settings(policy: PolicyHandle, settings: EngineSettings) -> EngineSe
             "only: set bf16=True, or leave the option out."
         )
     pairs = {pair.layer: len(pair.first) for pair in low_rank_factors(policy.model)}
-    return replace(
-        settings,
-        adapter_rank=room_for(max(pairs.values())),
-        adapter_layers=tuple(sorted({name.rpartition(".")[2] for name in pairs})),
-    )
-
-
-def room_for(rank: int) -> int:
-    """The smallest rank that vLLM makes room for and that an adapter fits in; or a ValueError."""
+    rank = max(pairs.values())
     if rank > RANKS[-1]:
         raise ValueError(
             f"vllm_sync_adapter_only=True: vLLM holds adapters up to rank {RANKS[-1]}, and this "
             f"one has {rank}. Leave the option out, or lower the rank (lora_r)."
         )
-    return next(room for room in RANKS if room >= rank)
+    return replace(
+        settings,
+        adapter_rank=next(room for room in RANKS if room >= rank),
+        adapter_layers=tuple(sorted({name.rpartition(".")[2] for name in pairs})),
+    )
 
 
 class AdapterEngine(VLLMEngine):
@@ -230,19 +221,15 @@ def adapter_problem(
     slots: dict[str, tuple[Tensor, Tensor]], factors: Sequence[Factors]
 ) -> str | None:
     """What is wrong with the adapter in `AdapterEngine.slots`, in words; None if nothing is."""
-    sent = {pair.layer: pair for pair in factors}
-    wrong = [name for name, held in slots.items() if not _holds(held, sent.get(name))]
+    sent, wrong = {pair.layer: pair for pair in factors}, []
+    for name, held in slots.items():
+        first, second = map(torch.zeros_like, held)  # where there is room for more
+        if name in sent:
+            rank = len(sent[name].first)
+            first[:rank], second[:, :rank] = sent[name].first, sent[name].second
+        if not (torch.equal(first, held[0]) and torch.equal(second, held[1])):
+            wrong.append(name)
     if not wrong:
         return None
     more = f" and {len(wrong) - 1} more layers" if len(wrong) > 1 else ""
     return f"the adapter in {wrong[0]}{more} was not what was sent"
-
-
-def _holds(held: tuple[Tensor, Tensor], pair: Factors | None) -> bool:
-    """Whether a slot holds the factors, and zeros where there is room for more."""
-    first, second = (torch.zeros_like(part) for part in held)
-    if pair is not None:
-        rank = len(pair.first)
-        first[:rank] = pair.first
-        second[:, :rank] = pair.second
-    return torch.equal(first, held[0]) and torch.equal(second, held[1])

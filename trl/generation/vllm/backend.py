@@ -1,7 +1,5 @@
 """Generation with vLLM: sync, proof and requests, for an engine in this process or elsewhere."""
 
-from __future__ import annotations
-
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -13,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from ...imports import require
 from ...models.weights import full_weights
 from ...types import Generations, Prompts, Sampling
 from ..base import GenerationBackend, PolicyHandle
-from .engine import VLLMEngine, gather_over_tensor_group
-from .sampling import SEEDS, Request, make_requests, read_outputs
+from .engine import VLLMEngine
+from .sampling import Request, make_requests, read_outputs
 from .weight_proof import WeightProof, WeightSyncError
 
 logger = logging.get_logger(__name__)
@@ -59,10 +58,14 @@ class VLLMBackend(GenerationBackend):
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
         """Complete every row; see `GenerationBackend`."""
         with self._ranks.fail_together("reading prompts"):
-            self._check_lengths(prompts)
-        seeds = sampling.seeds
-        if seeds is None:
-            seeds = tuple(torch.randint(SEEDS, (len(prompts),)).tolist())
+            for row, ids in enumerate(prompts.token_ids):
+                if len(ids) >= self.context:
+                    raise ValueError(
+                        f"The prompt of row {row} ({prompts.messages[row]!r:.80}) has {len(ids)} "
+                        f"tokens, but the engine sees only {self.context} with the completion: "
+                        "raise vllm_max_model_length (of a server: --max_model_len) or shorten it."
+                    )
+        seeds = sampling.seeded(len(prompts)).seeds or ()
         with self.awake():
             self._probe(prompts.token_ids[0])
             started = time.perf_counter()
@@ -85,10 +88,8 @@ class VLLMBackend(GenerationBackend):
             yield
         finally:
             self._depth -= 1
-            if not self._depth and not self._keeps_weights():
-                self._held = None
-
-    # --- What depends on where the engine runs ---
+            if not self._depth:
+                self._sleep()
 
     @abstractmethod
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
@@ -105,20 +106,8 @@ class VLLMBackend(GenerationBackend):
     def _wake(self, part: str) -> None:
         """Give memory to a part of the engine, if it is one that sleeps."""
 
-    def _keeps_weights(self) -> bool:
-        """Put the engine to sleep if it does so; whether it still holds its weights."""
-        return True
-
-    # --- Requests ---
-
-    def _check_lengths(self, prompts: Prompts) -> None:
-        for row, ids in enumerate(prompts.token_ids):
-            if len(ids) >= self.context:
-                raise ValueError(
-                    f"The prompt of row {row} ({repr(prompts.messages[row])[:80]}) has {len(ids)} "
-                    f"tokens, but the engine sees only {self.context} with the completion: raise "
-                    "vllm_max_model_length (of a server: --max_model_len) or shorten it."
-                )
+    def _sleep(self) -> None:
+        """Drop weights and cache, if the engine is one that sleeps."""
 
     def _complete(
         self, token_ids: list[list[int]], seeds: tuple[int, ...], sampling: Sampling
@@ -135,8 +124,6 @@ class VLLMBackend(GenerationBackend):
             finish=found.finish[own],
             sampling_logps=(found.sampling_logps or [])[own],
         )
-
-    # --- Weights ---
 
     def _stamp(self) -> int:
         """A number that changes when a weight does."""
@@ -203,9 +190,9 @@ class VLLMColocateBackend(VLLMBackend):
     def _wake(self, part: str) -> None:
         self._engine.wake(part)
 
-    def _keeps_weights(self) -> bool:
-        self._engine.sleep()
-        return self._engine.has_weights
+    def _sleep(self) -> None:
+        if self._engine.sleep():
+            self._held = None
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
         for name, weight in weights:
@@ -217,7 +204,12 @@ class VLLMColocateBackend(VLLMBackend):
         return problem
 
     def _shares(self, value: Any) -> tuple[list[Any], int]:
-        return ([value], 0) if self._is_alone else gather_over_tensor_group(value)
+        if self._is_alone:
+            return [value], 0
+        group = require("vllm.distributed.parallel_state", "use_vllm=True").get_tp_group()
+        found: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(found, value, group=group.cpu_group)
+        return found, group.rank_in_group
 
     def _run(self, requests: list[Request], sampling: Sampling) -> Generations:
         # Ranks that hold one engine meet inside.

@@ -1,7 +1,5 @@
 """A vLLM engine in the training process: how it is started, and what can be done with it."""
 
-from __future__ import annotations
-
 import copy
 import os
 import tempfile
@@ -28,10 +26,6 @@ logger = logging.get_logger(__name__)
 OLDEST, NEWEST = "0.26", "0.33"  # releases this module is written for
 CPU_BLOCK = 32  # tokens; vLLM's default of 128 would share few prompts
 PARTS = ("weights", "kv_cache")
-
-
-class SleepingEngineError(RuntimeError):
-    """Something was asked of a part of the engine that sleeps."""
 
 
 def check_platform(sleeps: bool) -> None:
@@ -115,11 +109,6 @@ class VLLMEngine:
         self.model: nn.Module = llm.apply_model(lambda model: model)[0]
         self.on_cpu = next(self.model.parameters()).device.type == "cpu"
 
-    @property
-    def has_weights(self) -> bool:
-        """Whether weights that were loaded are still there."""
-        return "weights" in self._awake
-
     def wake(self, part: str) -> None:
         """Give memory to the weights or to the cache, unless they have it."""
         if part not in self._awake:
@@ -128,15 +117,15 @@ class VLLMEngine:
             self._llm.wake_up(tags=[part])
             self._awake.add(part)
 
-    def sleep(self) -> None:
-        """Drop weights and cache, if the engine is one that sleeps."""
+    def sleep(self) -> bool:
+        """Drop weights and cache, if the engine is one that sleeps; whether it is."""
         if self._sleeps and self._awake:
             self._llm.sleep(level=2)
             self._awake.clear()
+        return self._sleeps
 
     def load(self, name: str, weight: Tensor) -> None:
         """Write one weight, under the name it has in a checkpoint, in place."""
-        self._require("weights", f"loading {name}")
         self.model.load_weights([(name, weight)])
 
     def forget_prefixes(self) -> None:
@@ -146,8 +135,6 @@ class VLLMEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Any]:
         """Complete all requests; returns vLLM's `RequestOutput`s in their order."""
-        for part in PARTS:
-            self._require(part, "generating")
         prompts = [{"prompt_token_ids": request.token_ids} for request in requests]
         wanted = [_sampling_params(sampling, request) for request in requests]
         with unchanged_process(), _uncompiled(self.on_cpu):
@@ -162,23 +149,15 @@ class VLLMEngine:
                     "vllm_enable_sleep_mode=True."
                 ) from error
             finally:
-                self._drop_unfinished()
+                # After an error or an interrupt, requests must not go on in the next call.
+                engine = self._llm.llm_engine
+                if engine.has_unfinished_requests():
+                    with suppress(KeyError):
+                        names = list(engine.output_processor.request_states)
+                        engine.abort_request(names, internal=True)
 
     def _adapter(self) -> Any:
         """The `LoRARequest` of what is applied to the weights, if anything is."""
-
-    def _drop_unfinished(self) -> None:
-        """After an error or an interrupt, requests must not go on in the next call."""
-        engine = self._llm.llm_engine
-        if engine.has_unfinished_requests():
-            with suppress(KeyError):
-                engine.abort_request(list(engine.output_processor.request_states), internal=True)
-
-    def _require(self, part: str, action: str) -> None:
-        if part not in self._awake:
-            raise SleepingEngineError(
-                f"The {part} of the vLLM engine are asleep while {action}; wake them first."
-            )
 
 
 def _sampling_params(sampling: Sampling, request: Request) -> Any:
@@ -311,11 +290,3 @@ def unchanged_process() -> Iterator[None]:
                 if not name.startswith("VLLM_"):  # vLLM reads its own ones again later
                     del os.environ[name]
             os.environ.update(environment)
-
-
-def gather_over_tensor_group(value: Any) -> tuple[list[Any], int]:
-    """Values of all ranks that hold one engine together, and this rank's place among them."""
-    group = require("vllm.distributed.parallel_state", "use_vllm=True").get_tp_group()
-    found: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(found, value, group=group.cpu_group)
-    return found, group.rank_in_group

@@ -1,13 +1,11 @@
 """What vLLM is asked for, and how its answer is read."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from ...types import Generations, Sampling
+from ...types import SEEDS, Generations, Sampling
 from ..base import NAMED, merge_named
 
 ALIASES = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
@@ -19,7 +17,6 @@ REFUSED_HERE = {
     **dict.fromkeys(("detokenize", "ignore_eos"), SET_HERE),
 }
 TEXT = ("stop", "bad_words", "structured_outputs")  # options for which vLLM needs the tokenizer
-SEEDS = 2**62  # vLLM adds the place in a request to its seed, which is a signed 64-bit number
 
 
 def merge_options(sampling: Sampling, known: Collection[str]) -> Sampling:

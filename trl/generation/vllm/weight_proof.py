@@ -5,8 +5,6 @@ watched once for each weight; from then on the parts of what is sent and the pla
 are known, and their fingerprints must agree after every sync.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Collection
@@ -19,11 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 CHUNK = 2**20  # words that a fingerprint looks at together; 8 MB stay for their factors
 ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 / golden ratio, as a signed number
-SAME_NORM = 1e-5  # relative; norms are summed in float32, in an order that depends on the device
 
 Source = tuple[tuple[int, ...], tuple[int, ...], int]  # size, strides and offset in a weight
-# Of each part of a weight its fingerprint and norm; None if the engine converts it.
-Sent = list[tuple[Tensor, Tensor] | None]
 
 
 class WeightSyncError(RuntimeError):
@@ -48,13 +43,6 @@ def fingerprint(values: Tensor) -> Tensor:
     for part in head.view(torch.int64).split(CHUNK):
         total = total * ODD + (part * factors[: len(part)]).sum()
     return total
-
-
-def norm(values: Tensor) -> Tensor:
-    """The Euclidean norm of a tensor, in float32 (): what messages tell of it."""
-    is_narrow = values.is_floating_point() and values.itemsize <= 4
-    kept = values.detach() if is_narrow else values.detach().float()
-    return torch.linalg.vector_norm(kept, dtype=torch.float32)
 
 
 @functools.cache
@@ -116,7 +104,8 @@ class WeightProof:
     def __init__(self, model: nn.Module):
         self._model = model
         self._places: dict[str, list[Place]] = {}
-        self._sent: dict[str, Sent] = {}
+        # Of each part of a weight its fingerprint; None if the engine converts it.
+        self._sent: dict[str, list[Tensor | None]] = {}
         self._covered: dict[int, set[tuple[Any, ...]]] = {}
         self.unproven: list[str] = []  # weights that the engine converts while loading
 
@@ -127,9 +116,7 @@ class WeightProof:
         else:
             self._places[name] = self._watch(name, weight, load)
         parts = [place.part(weight) for place in self._places[name]]
-        self._sent[name] = [
-            None if part is None else (fingerprint(part), norm(part)) for part in parts
-        ]
+        self._sent[name] = [None if part is None else fingerprint(part) for part in parts]
 
     @property
     def doubt(self) -> str | None:
@@ -182,27 +169,16 @@ class WeightProof:
                 )
         return None
 
-    def _different(self, sent: dict[str, Sent]) -> str | None:
-        compared = [
-            (name, place.target, expected)
-            for name, fingerprints in sent.items()
-            for place, expected in zip(self._places[name], fingerprints, strict=True)
-            if expected is not None
-        ]
-        if not compared:
-            return None
-        same = [fingerprint(target) == expected[0] for _, target, expected in compared]
-        wrong = [row for row, is_same in enumerate(torch.stack(same).tolist()) if not is_same]
-        if not wrong:
-            return None
-        name, target, (_, sent_norm) = compared[wrong[0]]
-        held, expected = norm(target).item(), sent_norm.item()
-        is_moved = math.isclose(held, expected, rel_tol=SAME_NORM)
-        words = "the same numbers in another order" if is_moved else "other numbers"
-        return (
-            f"{_listed([compared[row][0] for row in wrong])} not what was sent: {name} has {words} "
-            f"(norm {held:.9g}, sent {expected:.9g})"
-        )
+    def _different(self, sent: dict[str, list[Tensor | None]]) -> str | None:
+        names, same = [], []
+        for name, fingerprints in sent.items():
+            for place, expected in zip(self._places[name], fingerprints, strict=True):
+                if expected is not None:
+                    names.append(name)
+                    same.append(fingerprint(place.target) == expected)
+        found = torch.stack(same).tolist() if same else []  # waits for the device once
+        wrong = [name for name, is_same in zip(names, found, strict=True) if not is_same]
+        return f"{_listed(wrong)} not what was sent" if wrong else None
 
 
 def _listed(names: list[str]) -> str:

@@ -3,8 +3,6 @@
 Weights go to all servers; requests are divided among them.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import uuid
@@ -27,7 +25,7 @@ from ..sampling import Request, completion_body, read_answers
 from ..weight_proof import WeightSyncError
 from .client import HOW, PROBLEM, ServerError, ServerFacts, VLLMClient, in_background, refusals
 from .secret import WEIGHTS
-from .weight_stream import Batch, TransferError, WeightGroup, batches
+from .weight_stream import TransferError, WeightGroup, batches
 
 logger = logging.get_logger(__name__)
 
@@ -41,18 +39,16 @@ class Server(VLLMClient):
     def __init__(self, url: str, seconds: float):
         super().__init__(url, seconds)
         self.wait_until_healthy()
-        self.facts = self._ask_facts()
-
-    def _ask_facts(self) -> ServerFacts:
         try:
-            return ServerFacts(**self.call_workers("trl_describe")[0])
-        except TypeError:
+            self.facts = ServerFacts(**self.call_workers("trl_describe")[0])
+        except TypeError as error:
             words = "runs another version of trl: install the same one on both sides."
+            raise ServerError(f"The vLLM server {self.url} {words}") from error
         except ServerError as error:
             if error.status != 500:
                 raise
             words = f"cannot take weights of a trainer. {HOW} It said: {error}"
-        raise ServerError(f"The vLLM server {self.url} {words}")
+            raise ServerError(f"The vLLM server {self.url} {words}") from error
 
     def check(self, wanted: ServerFacts, sampling: Sampling) -> None:
         """Refuse a server that a policy cannot be trained with, or that lacks a sampling option."""
@@ -86,8 +82,6 @@ class ServerPool:
     def context(self) -> int:
         """Most tokens of a prompt with its completion that all servers see."""
         return min(server.facts.context for server in self.servers)
-
-    # --- Weights ---
 
     def join(self, device: torch.device) -> None:
         """Let the workers of all servers take the weights of this run, and of no other."""
@@ -124,7 +118,11 @@ class ServerPool:
                 message = batch.packed(self.run)
                 _finish(calls)  # servers take a batch while the next one is made
                 where = f"at {batch.name}, after {sent} weights"
-                calls = self._begin(batch, message)
+                words = "POST", WEIGHTS, message
+                calls = [in_background(partial(each.ask, *words)) for each in self.servers]
+                if self._group is not None:
+                    with _reasons(calls):
+                        self._group.broadcast(batch.flat, partial(_raise_from, calls))
                 sent += len(batch.headers)
             _finish(calls)
             where = f"after the last of {sent} weights"
@@ -135,14 +133,6 @@ class ServerPool:
         except BaseException:
             self.leave()
             raise
-
-    def _begin(self, batch: Batch, message: bytes) -> list[Future[Any]]:
-        words = "POST", WEIGHTS, message
-        calls = [in_background(partial(server.ask, *words)) for server in self.servers]
-        if self._group is not None:
-            with _reasons(calls):
-                self._group.broadcast(batch.flat, partial(_raise_from, calls))
-        return calls
 
     def _prove(self) -> str | None:
         """What is wrong with what a server holds; if nothing is, cached prompts are dropped."""
@@ -169,8 +159,6 @@ class ServerPool:
             self._group = None
         for server in self.servers:
             server.close()
-
-    # --- Requests ---
 
     def complete(self, requests: Sequence[Request], sampling: Sampling) -> Generations:
         """Complete prompts, dealt out to the servers in turn.

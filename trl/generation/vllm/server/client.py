@@ -1,7 +1,5 @@
 """Talking to a vLLM server: its routes, waiting that ends, and requests in the background."""
 
-from __future__ import annotations
-
 import json
 import math
 import socket
@@ -121,8 +119,6 @@ class VLLMClient:
         self._open: set[HTTPConnection] = set()
         self._secret = shared_secret()
         self._challenge = ""  # the server's word, by which it knows requests that were recorded
-
-    # --- Requests ---
 
     def ask(self, method: str, path: str, body: Any = None, seconds: float | None = None) -> Any:
         """One request; returns what the answer's JSON holds, or None if it is empty.

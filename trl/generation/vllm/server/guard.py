@@ -3,8 +3,6 @@
 `trl vllm-serve` names `Guard` to vLLM (`--middleware`). Imported by vLLM alone.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import secrets

@@ -4,13 +4,12 @@ It never travels. Who asks proves it over the whole request, a word that the ser
 that is used once; who answers proves it over the answer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os
 import secrets
 from dataclasses import dataclass, replace
+from typing import Self
 
 VARIABLE = "TRL_VLLM_TOKEN"
 REQUEST, ANSWER, CHALLENGE = "X-TRL-Request", "X-TRL-Answer", "X-TRL-Challenge"  # HTTP headers
@@ -43,13 +42,13 @@ class Claim:
     proof: str  # of all this with method and target, hexadecimal
 
     @classmethod
-    def of(cls, secret: bytes, challenge: str, method: str, target: str, body: bytes) -> Claim:
+    def of(cls, secret: bytes, challenge: str, method: str, target: str, body: bytes) -> Self:
         """The claim of a new request to a path."""
         found = cls(challenge, secrets.token_hex(16), hashlib.sha256(body).hexdigest(), "")
         return replace(found, proof=found._proof(secret, method, target))
 
     @classmethod
-    def read(cls, header: str) -> Claim | None:
+    def read(cls, header: str) -> Self | None:
         """The claim in a header; None if there is none."""
         parts = header.split(":")
         return cls(*parts) if len(parts) == 4 else None

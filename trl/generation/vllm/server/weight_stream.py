@@ -5,8 +5,6 @@ and with them the bytes. Between GPUs the bytes go by NCCL, in a group of its ow
 to do with that of training. Imports torch and the standard library: it runs in the workers too.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math

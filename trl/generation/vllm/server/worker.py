@@ -4,8 +4,6 @@
 lets the trainer call its methods. Imported by vLLM alone.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 
@@ -45,9 +43,12 @@ class Receiver:
             more = f" or one of {len(batch.headers) - 1} more" if len(batch.headers) > 1 else ""
             words = f"{batch.name}{more} did not arrive as it was sent"
             self._problem = self._problem or words
-        for name, weight in batch.weights():
-            if self._problem is None:
-                self._load(name, weight.to(self._device))
+        for name, weight in batch.weights() if self._problem is None else ():
+            try:
+                self._proof.load(name, weight.to(self._device), self.load)
+            except Exception as error:  # whatever a model's loader raises
+                self._problem = f"{name} cannot be loaded ({type(error).__name__}: {error})"
+                break
 
     def prove(self, sync: int) -> str | None:
         """Compare what the engine holds with what was sent; returns what cannot be proven, once."""
@@ -63,12 +64,6 @@ class Receiver:
     def load(self, name: str, weight: torch.Tensor) -> None:
         """Write one weight, under the name it has in a checkpoint, in place."""
         self._model.load_weights([(name, weight)])
-
-    def _load(self, name: str, weight: torch.Tensor) -> None:
-        try:
-            self._proof.load(name, weight, self.load)
-        except Exception as error:  # whatever a model's loader raises
-            self._problem = f"{name} cannot be loaded ({type(error).__name__}: {error})"
 
 
 class WeightWorker:
