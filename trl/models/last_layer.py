@@ -57,7 +57,7 @@ def _take(mlp: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
     if places is None:
         return args
     reading.taken = places, states.shape[1]
-    return (states[:, places],)
+    return (states.index_select(1, places),)  # whose gradient is added without sorting places
 
 
 def _put(mlp: nn.Module, args: tuple[Tensor], found: Any) -> Any:
