@@ -34,10 +34,10 @@ class EntropyController:
 
     def update(self, entropy: float) -> None:
         """Take the mean over the trained-on tokens of a step into account, if it is finite."""
-        if not math.isfinite(entropy):
-            return
-        self.measured, step = entropy, self.args.entropy_coef_delta
-        self._move(step if entropy <= self.args.entropy_target else -step)
+        step = self.args.entropy_coef_delta * self.args.use_adaptive_entropy
+        change = step if entropy <= self.args.entropy_target else -step
+        if math.isfinite(entropy):
+            self.restore({"coefficient": self.coefficient + change, "measured": entropy})
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold."""
@@ -45,10 +45,7 @@ class EntropyController:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned, within the bounds of this controller."""
-        self.coefficient, self.measured = state["coefficient"], state["measured"]
-        self._move(0.0)
-
-    def _move(self, change: float) -> None:
+        self.measured, wanted = state["measured"], state["coefficient"]
         if self.args.use_adaptive_entropy:
-            low, high = self.args.entropy_coef_min, self.args.entropy_coef_max
-            self.coefficient = min(max(self.coefficient + change, low), high)
+            wanted = min(max(wanted, self.args.entropy_coef_min), self.args.entropy_coef_max)
+        self.coefficient = wanted

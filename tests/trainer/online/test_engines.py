@@ -1,11 +1,9 @@
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import ppo_runs
 import pytest
 import torch
-from accelerate.utils import DistributedType
 from datasets import Dataset
 from online_runs import (
     completion_logps,
@@ -21,11 +19,11 @@ from scripted import ScriptedBackend
 from tiny import tiny_model, tiny_tokenizer
 from tool_chat import END, add, call, fail, ids, tool_tokenizer, user
 
+from trl.distributed import Ranks
 from trl.generation.transformers.backend import TransformersBackend
 from trl.generation.transformers.continuous import ContinuousBackend
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.online.engines import handle_of
 from trl.trainer.online_dpo_config import OnlineDPOConfig
 from trl.trainer.online_dpo_trainer import OnlineDPOTrainer
 from trl.trainer.ppo_config import PPOConfig
@@ -83,20 +81,15 @@ def test_options_that_continuous_batching_cannot_honor(tmp_path, change):
 
 
 @pytest.mark.parametrize(
-    ("kind", "gather", "in_step"),
-    [
-        (DistributedType.MULTI_CPU, False, False),
-        (DistributedType.FSDP, True, False),
-        (DistributedType.FSDP, False, True),
-    ],
+    ("shares", "gather", "in_step"),
+    [(False, False, False), (True, True, False), (True, False, True)],
 )
 def test_sharded_layers_run_in_step_unless_they_are_gathered_at_once(
-    tmp_path, kind, gather, in_step
+    tmp_path, monkeypatch, shares, gather, in_step
 ):
-    accelerator = SimpleNamespace(process_index=0, num_processes=2, distributed_type=kind)
-    args = config(tmp_path, ds3_gather_for_generation=gather)
-    policy = handle_of(tiny_model, accelerator, tiny_tokenizer(), args, None)
-    assert policy.layers_in_step == in_step
+    monkeypatch.setattr(Ranks, "share_weights", shares)
+    trainer = make_trainer(tmp_path, ds3_gather_for_generation=gather)
+    assert trainer.policy.layers_in_step == in_step
 
 
 def test_options_of_continuous_batching_are_checked(tmp_path):

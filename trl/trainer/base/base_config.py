@@ -193,19 +193,17 @@ class BaseConfig(Named, TrainingArguments):
 
     def _problems(self) -> dict[str, Any]:
         """What is said of options that cannot be as they are, and whether that is so."""
+        given = {name: getattr(self, name) for name in self.without_meaning}
+        divides = self.ranks_per_row > 1 and not self.divides_rows
         return {
             # transformers would take one step.
             "max_steps=0 must be above 0, or -1 to train for num_train_epochs": self.max_steps == 0,
             **{
-                f"{name}={getattr(self, name)!r} cannot be used: {reason}. Leave it out": (
-                    getattr(self, name)
-                )
-                for name, reason in self.without_meaning.items()
+                f"{name}={x!r} cannot be used: {self.without_meaning[name]}. Leave it out": x
+                for name, x in given.items()
             },
             f"cp_size={self.ranks_per_row} (or sp_size): context parallelism is for trainers that "
-            "learn from the rows of a dataset: SFT, DPO, KTO, reward models. Leave it out": (
-                self.ranks_per_row > 1 and not self.divides_rows
-            ),
+            "learn from the rows of a dataset: SFT, DPO, KTO, reward models. Leave it out": divides,
         }
 
     def _check_packages(self) -> None:

@@ -139,14 +139,13 @@ class BaseTrainer(Named, Publishing, Trainer):
 
     def training_step(self, model: nn.Module, inputs: Any, *others: Any) -> Tensor:
         """Train on one micro-batch, counting steps and seconds."""
-        if self.place.substep == 0:
+        if not self.phases.done:
             self.place.started = time.perf_counter()
         model.train()
         rows: Rows = self.prepare(inputs, "train")
         step, quiet = super().training_step, self.accelerator.no_sync
         loss = self.phases.train(rows, partial(step, model), partial(quiet, model))
         self.place.micro_steps += 1
-        self.place.substep += 1
         # The guard refuses such an update, or skips it; the mean in the log is then of the others.
         return torch.where(loss.isfinite(), loss, 0.0)
 
@@ -182,13 +181,12 @@ class BaseTrainer(Named, Publishing, Trainer):
         return 0
 
     def _end_epoch(self) -> None:
-        if self.place.substep:
+        if self.phases.done:
             logger.warning(
-                f"The last {self.place.substep} micro-batches of the stream are not trained on: an "
-                f"update takes {self.args.gradient_accumulation_steps}."
+                f"The last {len(self.phases.done)} micro-batches of the stream are not trained on: "
+                f"an update takes {self.args.gradient_accumulation_steps}."
             )
             self.phases.drop_update()
-            self.place.substep = 0
         if not self.control.should_training_stop:
             self.place.epoch, self.place.micro_steps = self.place.epoch + 1, 0
             self.end_epoch()
@@ -196,7 +194,6 @@ class BaseTrainer(Named, Publishing, Trainer):
     def _end_update(self) -> None:
         # Devices work behind: looking at the gradient's norm has waited for all of the backward.
         self.metrics["train"].value("step_time", time.perf_counter() - self.place.started)
-        self.place.substep = 0
         self.phases.end_update()
 
     # --- Evaluation and logs ---

@@ -21,7 +21,6 @@ from safetensors import SafetensorError
 from transformers.utils import logging
 
 from ...distributed import Ranks
-from ...types import Mode
 
 logger = logging.get_logger(__name__)
 
@@ -39,13 +38,8 @@ class Place:
 
     epoch: int = 0
     micro_steps: int = 0  # since the start of the epoch
-    substep: int = 0  # micro-steps since the last update
-    started: float = 0.0  # when the first of them began, in seconds
+    started: float = 0.0  # when the first one of an update began, in seconds
     eval_batches: int = 0  # since the start of the evaluation
-
-    def done(self, mode: Mode) -> int:
-        """Micro-steps of this update, or batches of this evaluation."""
-        return self.substep if mode == "train" else self.eval_batches
 
 
 class RankState:

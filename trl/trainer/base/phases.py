@@ -42,7 +42,7 @@ class Phases:
 
             self._offloading = ActivationOffloading(model)
         self._forgets: list[Callable[[], None]] = [model.zero_grad]
-        self._done: list[Rows] = []  # micro-batches since the last update
+        self.done: list[Rows] = []  # micro-batches since the last update
         self._random: RandomState | None = None
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
@@ -79,14 +79,14 @@ class Phases:
         its first micro-batch. `step` does both passes of some rows, and returns their loss ();
         within `quiet`, ranks do not exchange gradients.
         """
-        if not self._done:
+        if not self.done:
             self._random = RandomState()
             if self._args.selective_checkpointing:
                 from ...models.activations import keep_attention
 
                 keep_attention(self._model)
-        earlier = sum(map(len, self._done))
-        self._done.append(batch)
+        earlier = sum(map(len, self.done))
+        self.done.append(batch)
         metrics = self._store.state()
 
         def work(rows: range) -> Tensor:
@@ -133,7 +133,7 @@ class Phases:
 
     def _located(self, rows: range) -> Iterator[tuple[Any, Any]]:
         first = 0
-        for micro_batch in self._done:
+        for micro_batch in self.done:
             start, stop = max(rows.start - first, 0), min(rows.stop - first, len(micro_batch))
             if start < stop:
                 yield micro_batch, micro_batch.select(range(start, stop))
@@ -146,10 +146,10 @@ class Phases:
     def drop_update(self) -> None:
         """Drop the micro-batches of an update that is not finished, and what they left."""
         self._forget()
-        self._done.clear()
+        self.done.clear()
 
     def end_update(self) -> None:
         """Let go of the micro-batches of the update, and record the peaks of its phases."""
-        self._done.clear()
+        self.done.clear()
         for name, value in self.meter.take().items():
             self._store.maximum(name, torch.tensor(value))

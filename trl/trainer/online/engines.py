@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from accelerate import Accelerator
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
 
 from ...data.formats import is_conversational
-from ...distributed import Ranks
 from ...models.loading import context_length
-from ...models.unwrap import causal_model, policy_for_inference
-from ...models.weights import working_precision
 from ...types import Prompts, Sampling
 from .online_config import OnlineConfig
 from .online_setup import check_datasets
@@ -47,33 +41,6 @@ def sampling_for(args: OnlineConfig, stop_ids: tuple[int, ...]) -> Sampling:
     from ...generation.transformers.backend import merge_options
 
     return merge_options(sampling)
-
-
-def handle_of(
-    current: Callable[[], Any],
-    accelerator: Accelerator,
-    tokenizer: PreTrainedTokenizerBase,
-    args: OnlineConfig,
-    logps: Callable[[list[int], list[int]], list[float]],
-) -> PolicyHandle:
-    """Describe a policy to engines; see `PolicyHandle` for the arguments."""
-    from ...generation.base import PolicyHandle
-
-    ranks = Ranks(accelerator)
-    dtype = torch.bfloat16 if args.bf16 else torch.float16
-    if not (args.bf16 or args.fp16):
-        dtype = working_precision(causal_model(current()))
-    in_step = ranks.share_weights and not args.ds3_gather_for_generation
-    return PolicyHandle(
-        current=current,
-        tokenizer=tokenizer,
-        ranks=ranks,
-        device=args.device,
-        dtype=dtype,
-        logps=logps,
-        inference=lambda: policy_for_inference(current(), accelerator, at_once=not in_step),
-        layers_in_step=in_step,
-    )
 
 
 def make_engine(

@@ -252,34 +252,31 @@ class OnlineConfig(ReferenceOptions, BaseConfig):
 
     def _problems(self) -> dict[str, Any]:
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        mode = self.vllm_importance_sampling_mode
+        mode, vllm = self.vllm_importance_sampling_mode, self.use_vllm
         truncates = self.vllm_importance_sampling_correction and mode.endswith("_truncate")
         other = "cannot be used with use_vllm=True: it says how transformers generates. Leave one"
-        by_adapter = self.use_vllm and self.vllm_sync_adapter_only
+        by_adapter = vllm and self.vllm_sync_adapter_only
+        by_length = self.train_sampling_strategy == "group_by_length"
         return super()._problems() | {
             f"vllm_importance_sampling_clip_min={low} must be below "
-            f"vllm_importance_sampling_clip_max={high}": (
-                low is not None and low >= (high or math.inf)
-            ),
+            f"vllm_importance_sampling_clip_max={high}": low is not None
+            and low >= (high or math.inf),
             f"vllm_importance_sampling_mode={mode!r} needs a bound: set "
             "vllm_importance_sampling_clip_max, such as 3.0": truncates and low is high is None,
             f"ds3_gather_for_generation=False {other} of them out": (
-                self.use_vllm and not self.ds3_gather_for_generation
+                vllm and not self.ds3_gather_for_generation
             ),
             f"use_transformers_continuous_batching=True {other} of them out": (
-                self.use_vllm and self.use_transformers_continuous_batching
+                vllm and self.use_transformers_continuous_batching
             ),
             "train_sampling_strategy='group_by_length' cannot be used: the lengths of completions "
-            "are not known before they are generated. Leave it out": (
-                self.train_sampling_strategy == "group_by_length"
-            ),
+            "are not known before they are generated. Leave it out": by_length,
             "sync_ref_model=True needs a reference policy: set beta above 0": (
                 self.sync_ref_model > bool(self.beta)
             ),
             "vllm_sync_adapter_only=True cannot be used with vllm_enable_sleep_mode=True: base "
-            "weights that sleep would be sent each time": (
-                by_adapter and self.vllm_enable_sleep_mode
-            ),
+            "weights that sleep would be sent each time": by_adapter
+            and self.vllm_enable_sleep_mode,
             "vllm_sync_adapter_only=True cannot be used with vllm_tensor_parallel_size above 1": (
                 by_adapter and self.vllm_tensor_parallel_size > 1
             ),

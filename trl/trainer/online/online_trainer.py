@@ -17,6 +17,8 @@ from transformers import TrainerCallback
 from ...data.sampler import RepeatIterableDataset
 from ...models.loading import context_length, stop_token_ids
 from ...models.scorer import Reader
+from ...models.unwrap import causal_model, policy_for_inference
+from ...models.weights import working_precision
 from ...online.buffer import Buffer
 from ...online.prompts import COLUMNS, PromptEncoder
 from ...online.reports import Reports, Round, log_table, print_table, tracker_rows
@@ -29,7 +31,7 @@ from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import checked_args, prepare_policy
 from . import online_setup as setup
-from .engines import Agents, handle_of, make_engine, sampling_for
+from .engines import Agents, make_engine, sampling_for
 from .online_config import OnlineConfig
 from .rollout_correction import RolloutCorrection
 from .scoring import Scoring, assemble, credited, rows_with_gradient
@@ -118,9 +120,9 @@ class OnlineTrainer(BaseTrainer):
                 row = {name: row[name] for name in COLUMNS if name in row}
             self.rewards.dry_run(row, self.state, args.batch_plan.group_size)
 
-    # --- Construction ---
-
     def _build_policy(self, model: Any, ref_model: Any, brought_adapter: bool) -> None:
+        from ...generation.base import PolicyHandle  # engines are loaded where they are made
+
         args, tokenizer = self.args, self.processing_class
         self.sampling = sampling_for(args, stop_token_ids(self.model, tokenizer))
         if not self.sampling.stop_ids:
@@ -131,12 +133,19 @@ class OnlineTrainer(BaseTrainer):
                 stacklevel=2,
             )
         self._make_scorer(self.sampling.temperature)
-        self.policy = handle_of(
-            lambda: self.model,
-            self.accelerator,
-            tokenizer,
-            args,
-            lambda *row: self.scoring.row_logps(*row),
+        dtype = torch.bfloat16 if args.bf16 else torch.float16
+        if not (args.bf16 or args.fp16):
+            dtype = working_precision(causal_model(self.model))
+        whole = args.ds3_gather_for_generation or not self.ranks.share_weights
+        self.policy = PolicyHandle(
+            current=lambda: self.model,
+            tokenizer=tokenizer,
+            ranks=self.ranks,
+            device=args.device,
+            dtype=dtype,
+            logps=lambda *row: self.scoring.row_logps(*row),
+            inference=lambda: policy_for_inference(self.model, self.accelerator, at_once=whole),
+            layers_in_step=not whole,
         )
         self._engine_reports: list[tuple[str, float]] = []
         longest = self.encode.longest.get("train_dataset", (0, 0))
@@ -259,10 +268,10 @@ class OnlineTrainer(BaseTrainer):
         rewards = self.shape_rewards(shown, batch)
         batch = batch.replace(rewards=self.ranks.local(rewards).to(self.args.device))
         advantages = self.compute_advantages(rewards, shown, batch)
-        plan = self.args.batch_plan
+        rounds = self.args.batch_plan.micro_steps_per_round if mode == "train" else 1
         found = Round(
             step=self.state.global_step,
-            number=self.place.done(mode) // (plan.micro_steps_per_round if mode == "train" else 1),
+            number=self._place_in_step(mode) // rounds,
             prompts=prompts,
             completions=completions,
             generations=generations,
@@ -307,15 +316,13 @@ class OnlineTrainer(BaseTrainer):
         """Compare the log-probabilities of engine and trainer."""
         self.correction.check(step)
 
-    # --- Stages ---
-
     def generate(self, prompts: Prompts, mode: Mode = "train") -> Generations:
         """Complete every row."""
-        from ...generation.base import row_seeds  # engines are loaded where they are made
+        from ...generation.base import row_seeds
 
         self.backend.sync_weights(self.state.global_step)
-        place, count = self.place.done(mode), len(prompts)
-        key = self.args.seed, mode, self.state.global_step, place
+        key = self.args.seed, mode, self.state.global_step, self._place_in_step(mode)
+        count = len(prompts)
         seeds = row_seeds(key, self.ranks.rank * count, count)
         sampling, size = self.sampling.replace(seeds=seeds), self.args.group_size_in(mode)
         found = self.backend.generate(prompts, sampling, size)
@@ -323,6 +330,10 @@ class OnlineTrainer(BaseTrainer):
             self.metrics[mode].value(name, value)
         self._engine_reports.clear()
         return found
+
+    def _place_in_step(self, mode: Mode) -> int:
+        """Micro-batches of this update so far, or batches of this evaluation."""
+        return len(self.phases.done) if mode == "train" else self.place.eval_batches
 
     def finish(self, batch: Rollout, advantages: Tensor, healthy: bool) -> Rollout:
         """Drop old log-probabilities on-policy; have updates of an unhealthy round refused."""
@@ -335,16 +346,12 @@ class OnlineTrainer(BaseTrainer):
         known = rows_with_gradient(batch, advantages) if self.skips_zero_advantages else None
         return batch.replace(advantages=advantages, has_gradient=known)
 
-    # --- Reports ---
-
     def show(self, mode: Mode) -> None:
         """Show the completions of the latest round, if asked to."""
         args, records = self.args, self.reports.take(mode)
         if args.log_completions and records:
             print_table(records, self.state.global_step, args.num_completions_to_print)
             log_table(args.report_to, *tracker_rows(records, args.log_unique_prompts))
-
-    # --- Loaders ---
 
     def begin_training(self) -> None:
         """Drop what an earlier call has left."""
