@@ -44,7 +44,7 @@ OTHERS = {
             "trl.data.formats.unpair_preference_dataset",
             "trl.data.templates.clone_chat_template",
             "trl.memory.callback.MemoryCallback",
-            "trl.trainer.bema.BEMACallback",
+            "trl.trainer.callbacks.BEMACallback",
             "trl.trainer.callbacks.RichProgressCallback",
             "trl.trainer.callbacks.SyncRefModelCallback",
         ),

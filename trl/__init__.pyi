@@ -47,7 +47,7 @@ from .data.templates import supports_tool_calling as supports_tool_calling
 from .memory.callback import MemoryCallback as MemoryCallback
 from .models.reference import create_reference_model as create_reference_model
 from .scripts.utils import init_zero_verbose as init_zero_verbose
-from .trainer.bema import BEMACallback as BEMACallback
+from .trainer.callbacks import BEMACallback as BEMACallback
 from .trainer.callbacks import (
     RichProgressCallback as RichProgressCallback,
 )

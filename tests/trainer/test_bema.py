@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from sft_runs import make_trainer
 from torch import nn
 
-from trl.trainer.bema import BEMACallback
+from trl.trainer.callbacks import BEMACallback
 
 
 class One(nn.Module):

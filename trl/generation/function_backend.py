@@ -11,7 +11,6 @@ from ..types import FinishReason, Generations, Prompts, Sampling
 from .base import AroundEngine
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
-RolloutFunction = Callable[[list[Any], Any], Mapping[str, Any]]
 
 
 def _is_token(value: Any) -> bool:

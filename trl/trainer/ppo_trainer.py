@@ -63,7 +63,7 @@ class PPOTrainer(OnlineTrainer):
         args, given = self.args, self._given_values
         if isinstance(given, str):
             load = partial(load_policy, distributed=args.world_size > 1, gives_rewards=True)
-            given = load(given, args.init_options, args.trust_remote_code)
+            given = load(given, dict(args.model_init_kwargs or {}), args.trust_remote_code)
         if isinstance(given, nn.Module) and args.disable_dropout:
             disable_dropout_in_model(given)
         value_models.add_value_model(self.model, given, args.device)

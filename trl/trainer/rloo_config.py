@@ -23,9 +23,7 @@ class RLOOConfig(OnlineConfig):
     }
     kl_in_reward = True
 
-    beta: float = option(
-        0.05, "Coefficient of the KL penalty inside the reward; 0 needs no reference policy.", ge=0
-    )
+    beta: float = option(0.05, "Weight of the KL penalty in the reward; 0: no reference.", ge=0)
     normalize_advantages: bool = option(
         False, "Whiten advantages over the generation round after the leave-one-out baseline."
     )

@@ -21,7 +21,7 @@ from tiny import tiny_model
 from trl.ops.policy_losses import MODES
 from trl.ops.support import Support
 from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.online.rollout_correction import MismatchError, not_replayed
+from trl.trainer.online.scoring import MismatchError, not_replayed
 from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.types import Sampling
 

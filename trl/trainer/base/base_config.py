@@ -69,15 +69,12 @@ class BaseConfig(Named, TrainingArguments):
         "What to do when a loss or gradient is NaN or infinite: stop, or skip that update.",
         choices=("raise", "skip"),
     )
-    resume_with_changes: bool = option(
-        False, "Resume from a checkpoint although settings differ from those of its run."
-    )
+    resume_with_changes: bool = option(False, "Resume a run although its settings differ.")
     checkpoint_checksums: str = option(
         "sampled",
         "Take checksums of all bytes of checkpoints, or of samples of large files.",
         choices=("sampled", "all"),
     )
-
     # --- The model that is trained ---
     model_init_kwargs: dict | str | None = option(
         None, "Keyword arguments of from_pretrained when the model is given by name (JSON)."
@@ -90,7 +87,6 @@ class BaseConfig(Named, TrainingArguments):
     cast_lm_head_to_fp32: bool = option(
         False, "Compute the output projection in float32, whatever the precision of the rest."
     )
-
     # --- Memory ---
     pad_to_multiple_of: int | str | None = option(
         "auto", "Pad rows to a multiple of this; only rows of few models are padded at all."
@@ -115,10 +111,7 @@ class BaseConfig(Named, TrainingArguments):
         choices=("never", "auto", "always"),
     )
     log_memory: bool = option(True, "Log the peak memory of each phase, also to memory.jsonl.")
-    recover_from_oom: bool = option(
-        True, "After running out of memory, go on with smaller pieces of the same data."
-    )
-
+    recover_from_oom: bool = option(True, "Out of memory, go on with smaller pieces of the data.")
     # --- Other defaults ---
     logging_steps: float = option(10, "Log every this many updates; below 1, a share of all.")
     gradient_checkpointing: bool | None = option(
@@ -166,11 +159,6 @@ class BaseConfig(Named, TrainingArguments):
     def ranks_per_row(self) -> int:
         """Ranks that divide the tokens of each row: `cp_size`, or `sp_size` without FSDP2."""
         return int(max(self.parallelism.cp_size, self.parallelism.sp_size))
-
-    @property
-    def init_options(self) -> dict[str, Any]:
-        """A copy of `model_init_kwargs`."""
-        return dict(self.model_init_kwargs or {})  # type: ignore[arg-type]
 
     def _resolve_checkpointing(self) -> bool:
         """Whether it is selective: a key that is taken out of what transformers reads."""

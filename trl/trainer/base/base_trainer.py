@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from huggingface_hub import constants as hub
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainerControl
 from transformers.utils import logging
 
 from ...distributed import Ranks
@@ -92,8 +93,6 @@ class BaseTrainer(Named, Publishing, Trainer):
 
             self.add_callback(MemoryCallback(self.phases.meter, passes=False, metrics=False))
 
-    # --- What a trainer says ---
-
     def prepare(self, inputs: Any, mode: Mode) -> Any:
         """Turn what the loader gave into the rows of a micro-batch."""
         return inputs
@@ -116,8 +115,6 @@ class BaseTrainer(Named, Publishing, Trainer):
 
     def show(self, mode: Mode) -> None:
         """Show what a log holds besides numbers."""
-
-    # --- Training ---
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `transformers.Trainer` does, from the start or an intact checkpoint.
@@ -196,8 +193,6 @@ class BaseTrainer(Named, Publishing, Trainer):
         self.metrics["train"].value("step_time", time.perf_counter() - self.place.started)
         self.phases.end_update()
 
-    # --- Evaluation and logs ---
-
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
@@ -256,12 +251,8 @@ class BaseTrainer(Named, Publishing, Trainer):
         """Whether metrics are logged after the update that is being computed."""
         if mode == "eval" or self.args.logging_strategy == "epoch":
             return True
-        step = self.state.global_step + 1
-        is_due = step % max(1, int(self.state.logging_steps)) == 0
-        is_first = self.args.logging_first_step and step == 1
-        return self.args.logging_strategy == "steps" and (is_due or is_first)
-
-    # --- State and resuming ---
+        after = replace(self.state, global_step=self.state.global_step + 1)
+        return DefaultFlowCallback().on_step_end(self.args, after, TrainerControl()).should_log
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         epochs, micro_steps = super()._init_training_state(*args)
@@ -317,8 +308,6 @@ class BaseTrainer(Named, Publishing, Trainer):
         facts |= resuming.describe_dataset(self.train_dataset) | self.run_facts
         return {"trainer": type(self).__name__, resuming.PROCESSES: self.args.world_size} | facts
 
-    # --- What computes log-probabilities ---
-
     def _make_scorer(self, temperature: float = 1.0) -> None:
         args, self.router_coefficient = self.args, router_coefficient(self.model, self.args)
         self.scorer = Scorer(
@@ -342,8 +331,6 @@ class BaseTrainer(Named, Publishing, Trainer):
         if self.args.sync_ref_model:
             self._moving_reference = MovingReference(self.reference, self.accelerator)
             self.add_callback(self._moving_reference)
-
-    # --- Saving ---
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write a checkpoint aside, seal it, and give it its name when it is complete."""
@@ -376,9 +363,7 @@ class BaseTrainer(Named, Publishing, Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         bare = self.accelerator.unwrap_model(self.model)
-        if (
-            self.args.save_on_each_node
-        ):  # where newer releases of transformers write on rank 0 alone
+        if self.args.save_on_each_node:  # newer releases of transformers write on rank 0 alone
             bare.should_save_on_this_rank = bool
         with storing_adapters_only(bare):
             super()._save(output_dir, state_dict)

@@ -44,10 +44,11 @@ def prepare_policy(
     tokenizer: Any = None,
     quantization_config: Any = None,
     peft_config: Any = None,
-    change: Callable[[nn.Module, PreTrainedTokenizerBase], None] | None = None,
+    change: Callable[[nn.Module, PreTrainedTokenizerBase], None] = lambda *_: None,
 ) -> Policy:
     """Load what was given by name, and `change` it by options, before an adapter is added."""
-    init_kwargs = args.init_options
+    given_kwargs: Any = args.model_init_kwargs or {}
+    init_kwargs = dict(given_kwargs)
     set_seed(args.seed)  # for what is drawn: weights of a new head, factors of a new adapter
     if isinstance(model, str):
         name = model
@@ -61,8 +62,7 @@ def prepare_policy(
     _check_model(model, args)
     tokenizer = _resolve_tokenizer(tokenizer, name, args, init_kwargs)
     loading.settle_pad_token(model, tokenizer)
-    if change is not None:
-        change(model, tokenizer)
+    change(model, tokenizer)
     _check_vocabulary(model.config.get_text_config().vocab_size, len(tokenizer))
     brought_adapter = is_peft_model(model)
     if is_quantized(model):
@@ -238,7 +238,7 @@ def load_reference(given: Any, model: Any, args: Any) -> PreTrainedModel | None:
             "frozen copy is made."
         )
     if isinstance(given, str):
-        options = dict(args.ref_model_init_kwargs or args.init_options)
+        options = dict(args.ref_model_init_kwargs or args.model_init_kwargs or {})
         trust, many = args.trust_remote_code, args.world_size > 1
         given = loading.load_policy(given, options, trust, distributed=many)
     _check_kind("ref_model", given)

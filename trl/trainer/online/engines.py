@@ -9,14 +9,14 @@ from datasets import Dataset
 
 from ...data.formats import is_conversational
 from ...models.loading import context_length
-from ...types import Prompts, Sampling
+from ...online.prompts import PromptEncoder
+from ...types import Prompts, RolloutFunc, Sampling
 from .online_config import OnlineConfig
 from .online_setup import check_datasets
 
 if TYPE_CHECKING:
     from ...generation.base import GenerationBackend, PolicyHandle
     from ...generation.environments import Environments
-    from ...generation.function_backend import RolloutFunction
     from ...generation.tools.calls import ToolRunner
     from ...generation.transformers.backend import Attempt
 
@@ -49,18 +49,18 @@ def make_engine(
     sampling: Sampling,
     *,
     report: Callable[[str, float], None],
-    check_context: Callable[[int], None],
+    encode: PromptEncoder,
     attempt: Attempt,
 ) -> GenerationBackend:
     """Make the engine that the options ask for.
 
-    `report` takes the name and value of a metric, `check_context` refuses a vLLM engine that sees
-    too few tokens, and `attempt` runs generation, in pieces if it does not fit.
+    `report` takes the name and value of a metric, `encode` knows the longest prompt, for which a
+    vLLM engine needs room, and `attempt` runs generation, in pieces if it does not fit.
     """
     if args.use_vllm:
         from .vllm_engines import make_backend
 
-        return make_backend(policy, args, sampling, report, check_context)
+        return make_backend(policy, args, sampling, report, encode)
     pad_id = policy.tokenizer.pad_token_id
     if args.use_transformers_continuous_batching:
         from ...generation.transformers.continuous import ContinuousBackend
@@ -103,7 +103,7 @@ class Agents:
         self,
         args: OnlineConfig,
         tools: Sequence[Callable[..., Any]] | None,
-        rollout_func: RolloutFunction | None,
+        rollout_func: RolloutFunc | None,
         environment_factory: Any,
     ):
         self.args, self.rollout_func = args, rollout_func

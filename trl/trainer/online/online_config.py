@@ -39,12 +39,9 @@ class OnlineConfig(ReferenceOptions, BaseConfig):
     )
 
     dataloader_pin_memory: bool = option(False, "Pin memory; rows are text, so there is no need.")
-
     # --- Batches ---
     num_generations: int | None = option(2, "Completions for each prompt (G).")
-    num_generations_eval: int | None = option(
-        None, "Completions for each prompt in evaluation. None: num_generations."
-    )
+    num_generations_eval: int | None = option(None, "In evaluation. None: num_generations.")
     generation_batch_size: int | None = option(
         None, "Completions of one generation round over all ranks. None: from the batch sizes."
     )
@@ -53,7 +50,6 @@ class OnlineConfig(ReferenceOptions, BaseConfig):
     )
     num_iterations: int = option(1, "Passes of optimization over each generation round.", ge=1)
     shuffle_dataset: bool | None = option(True, "Shuffle the training prompts.")
-
     # --- Memory ---
     skip_zero_advantages: bool = option(
         True, "Run no forward with gradient for completions whose gradient is exactly zero."
@@ -61,7 +57,6 @@ class OnlineConfig(ReferenceOptions, BaseConfig):
     reuse_sampling_logps: bool = option(
         True, "Take the log-probabilities of the KL penalty from generation, if it was on-policy."
     )
-
     # --- Prompts and completions ---
     max_prompt_length: int | None = option(
         None, "Most tokens of a prompt. None: what the model can see.", ge=1
@@ -79,9 +74,7 @@ class OnlineConfig(ReferenceOptions, BaseConfig):
         hint="for greedy decoding: generation_kwargs={'do_sample': False}",
     )
     top_p: float = option(1.0, "Sample from the fewest tokens with this probability.", gt=0, le=1)
-    top_k: int | None = option(
-        0, "Sample from this many most likely tokens; 0 or None: all.", ge=0, hint="0: off"
-    )
+    top_k: int | None = option(0, "Draw from so many tokens; 0 or None: all.", ge=0, hint="0: off")
     min_p: float | None = option(
         None, "Drop tokens less likely than this share of the most likely one.", ge=0, le=1
     )
@@ -90,7 +83,6 @@ class OnlineConfig(ReferenceOptions, BaseConfig):
         None, "More options of the generation engine (JSON); they win over the named ones."
     )
     chat_template_kwargs: dict | str | None = option(None, "Arguments of the chat template (JSON).")
-
     # --- Generation by transformers ---
     generation_max_rows: int | None = option(
         None, "Most completions generated at once on a rank. None: all of a round.", ge=1
@@ -108,7 +100,6 @@ class OnlineConfig(ReferenceOptions, BaseConfig):
     transformers_continuous_batching_config: dict | str | None = option(
         None, "Options of continuous batching (JSON)."
     )
-
     # --- Generation by vLLM, in this process or on a server ---
     use_vllm: bool = option(False, "Generate with vLLM.")
     vllm_mode: str = option(
@@ -135,7 +126,6 @@ class OnlineConfig(ReferenceOptions, BaseConfig):
     vllm_sync_adapter_only: bool = option(
         False, "Send base weights to a colocated engine once, and then only the LoRA adapter."
     )
-
     # --- Engines that draw with other probabilities than the policy's ---
     vllm_importance_sampling_correction: bool = option(
         True, "Weight the loss by the ratio of trainer to engine probabilities."
@@ -158,7 +148,6 @@ class OnlineConfig(ReferenceOptions, BaseConfig):
     vllm_logp_gap_action: str = option(
         "raise", "Beyond vllm_max_logp_gap: stop, or warn.", choices=("warn", "raise")
     )
-
     # --- Tools ---
     max_tool_calling_iterations: int | None = option(
         None, "Most turns of a completion whose tool calls are answered. None: no limit.", ge=0
@@ -169,23 +158,16 @@ class OnlineConfig(ReferenceOptions, BaseConfig):
         gt=0,
         hint="None: no limit",
     )
-
     # --- Policy objective ---
     epsilon: float = option(0.2, "Clip width of the probability ratio.", ge=0)
     epsilon_high: float | None = option(None, "Upper clip width. None: epsilon.", ge=0)
     mask_truncated_completions: bool = option(
         False, "Leave completions cut at the token limit out of loss and baselines."
     )
-
     # --- Rewards ---
     reward_weights: list[float] | None = option(None, "Weight of each reward function. None: 1.")
-    reward_timeout: float | None = option(
-        None, "Seconds a call of a reward function may take. None: no limit.", gt=0
-    )
-    reward_dry_run: bool = option(
-        True, "Call the reward functions on one row before training, to find mistakes early."
-    )
-
+    reward_timeout: float | None = option(None, "Seconds of a reward call. None: no limit.", gt=0)
+    reward_dry_run: bool = option(True, "Call reward functions on one row before training.")
     # --- Logging ---
     log_completions: bool = option(
         False, "Show completions and their rewards at each log, and send them to the trackers."
@@ -195,9 +177,7 @@ class OnlineConfig(ReferenceOptions, BaseConfig):
         None, "How many completions to show, drawn at random. None: all.", ge=0
     )
     log_unique_prompts: bool = option(False, "Send each prompt once to the completions table.")
-    log_token_logps: bool = option(
-        False, "Record each token's log-probability, by which trl report colours completions."
-    )
+    log_token_logps: bool = option(False, "Record log-probabilities of tokens, for trl report.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,12 +1,10 @@
 """One training step for every trainer that generates its own completions."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset, IterableDataset
@@ -26,18 +24,14 @@ from ...online.reward_sources import resolve_rewards
 from ...online.rewards import RewardInputs, RewardSuite
 from ...ops.masking import masked_mean
 from ...ops.policy_losses import RatioLevel, importance_ratio
-from ...types import Generations, Mode, Prompts, RewardTable, Rollout, TokenScores
+from ...types import Generations, Mode, Prompts, RewardTable, Rollout, RolloutFunc, TokenScores
 from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import checked_args, prepare_policy
 from . import online_setup as setup
 from .engines import Agents, make_engine, sampling_for
 from .online_config import OnlineConfig
-from .rollout_correction import RolloutCorrection
-from .scoring import Scoring, assemble, credited, rows_with_gradient
-
-if TYPE_CHECKING:
-    from ...generation.function_backend import RolloutFunction
+from .scoring import RolloutCorrection, Scoring, assemble, credited, rows_with_gradient
 
 
 @readable
@@ -77,7 +71,7 @@ class OnlineTrainer(BaseTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
         tools: list[Callable[..., Any]] | None = None,
-        rollout_func: RolloutFunction | None = None,
+        rollout_func: RolloutFunc | None = None,
         environment_factory: Any = None,
         ref_model: str | nn.Module | None = None,
     ):
@@ -88,10 +82,11 @@ class OnlineTrainer(BaseTrainer):
             for dataset in (train_dataset, eval_dataset)
         )
         train_dataset = self.agents.checked_dataset(train_dataset, eval_dataset)
+        init_kwargs: Any = args.model_init_kwargs
         sources = resolve_rewards(
             reward_funcs,
             reward_processing_classes,
-            model_init_kwargs=args.init_options,
+            model_init_kwargs=init_kwargs,
             template_kwargs=args.chat_template_kwargs,
             trust_remote_code=args.trust_remote_code,
             of_environments=self.agents.rewards,
@@ -148,13 +143,12 @@ class OnlineTrainer(BaseTrainer):
             layers_in_step=not whole,
         )
         self._engine_reports: list[tuple[str, float]] = []
-        longest = self.encode.longest.get("train_dataset", (0, 0))
         engine = make_engine(
             self.policy,
             args,
             self.sampling,
             report=lambda name, value: self._engine_reports.append((name, value)),
-            check_context=partial(setup.check_engine_context, args, longest=longest),
+            encode=self.encode,
             attempt=self.phases.adaptive("generation", alone=self.policy.layers_in_step).run,
         )
         given, stops = self.agents.rollout_func, self.sampling.stop_ids
@@ -194,8 +188,6 @@ class OnlineTrainer(BaseTrainer):
             lambda held: self.buffer.restore(self.place.micro_steps, held, args.device),
         )
 
-    # --- What an algorithm says ---
-
     def set_up(self) -> None:
         """Build what only this algorithm has; all stages are there."""
 
@@ -229,8 +221,6 @@ class OnlineTrainer(BaseTrainer):
         That holds while each term of the loss is a multiple of the advantage.
         """
         return bool(self.args.skip_zero_advantages) and self.router_coefficient == 0.0
-
-    # --- One training step ---
 
     def prepare(self, inputs: list[dict[str, Any]], mode: Mode) -> Rollout:
         """Return the micro-batch of this step, from the round that it belongs to."""

@@ -23,6 +23,7 @@ from ...memory.settings import ASSUMED_PROMPT, RunSettings, options_of_environme
 from ...models.loading import context_length
 from ...models.unwrap import VALUE_MODEL, causal_model, is_peft_model
 from ...models.weights import bytes_of_weight, check_weights
+from ...online.prompts import PromptEncoder
 from ...types import Sampling
 from ..base.options import changed
 from .online_config import OnlineConfig
@@ -87,22 +88,22 @@ def make_backend(
     args: OnlineConfig,
     sampling: Sampling,
     report: Callable[[str, float], None],
-    check_context: Callable[[int], None],
+    encode: PromptEncoder,
 ) -> VLLMBackend:
-    """Start an engine for a policy, or connect it with servers.
+    """Start an engine for a policy, or connect it with servers; see `make_engine`.
 
-    `report` takes the name and value of a metric; `check_context` refuses an engine that sees too
-    few tokens. `ServerError`: a server is not ready in time, or was not started for training.
+    `ServerError`: a server is not ready in time, or was not started for training.
     """
     check_weights(handle.model)
+    longest = encode.longest.get("train_dataset", (0, 0))
     shared: dict[str, Any] = {"probe_syncs": args.vllm_probe_syncs, "report": report}
     shared["temperature"] = sampling.temperature
     if args.vllm_mode == "server":
         pool, context = _connect(handle, args, sampling)
-        check_context(context)
+        check_engine_context(args, context, longest)
         return VLLMServerBackend(pool, handle, context, **shared)
     settings = engine_settings(handle, args, sampling)
-    check_context(settings.context)
+    check_engine_context(args, settings.context, longest)
     kinds: tuple[Any, Any] = (VLLMEngine, VLLMColocateBackend)
     if args.vllm_sync_adapter_only:
         settings = adapter_settings(handle, settings)
