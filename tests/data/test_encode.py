@@ -101,14 +101,16 @@ def test_a_tokenizer_without_places_tells_prompts_from_answers_alone():
 def test_plain_text_has_one_bos_and_one_eos(bos, eos, text):
     tokenizer = with_specials(bos, eos)
     encoder = TextEncoder(tokenizer)
-    ids = encoder.ended(encoder.begun(encoder.ids([text])[0]))
+    ids = encoder.ids([text])[0]
+    ids, mask, _ = encoder.closed(ids, np.ones(len(ids), dtype=bool), 0)
+    assert len(mask) == len(ids) and mask[-1]
     assert ids.count(tokenizer.eos_token_id) == 1 and ids[-1] == tokenizer.eos_token_id
     assert ids.count(tokenizer.bos_token_id) == int(bos or "im_start" in text)
 
 
 def test_without_eos_plain_text_is_refused():
     with pytest.raises(ValueError, match="no EOS token"):
-        TextEncoder(bpe_tokenizer(eos_token=None)).ended([1])
+        TextEncoder(bpe_tokenizer(eos_token=None)).closed([1], np.array([True]), 0)
 
 
 def test_settings_left_by_a_call_do_not_count():

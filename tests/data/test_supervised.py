@@ -49,6 +49,7 @@ TURNS = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "the fox"}]
         ({"text": "a<eos>b"}, {}, "a<eos>b<eos>", ["a<eos>b<eos>"]),
         ({"prompt": "a<eos>", "completion": "b<eos>c"}, {}, "a<eos>b<eos>c<eos>", ["b<eos>c<eos>"]),
         ({"prompt": "ab", "completion": ""}, {}, "ab<eos>", ["<eos>"]),
+        ({"prompt": "a<eos>", "completion": ""}, {}, "a<eos><eos>", ["<eos>"]),
         (PAIR, {}, "abcd<eos>", ["cd<eos>"]),
         (PAIR | {"text": "no"}, {}, "abcd<eos>", ["cd<eos>"]),
         (PAIR, {"completion_only_loss": False}, "abcd<eos>", ["abcd<eos>"]),

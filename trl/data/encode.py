@@ -151,15 +151,12 @@ class TextEncoder:
             core.model._resize_cache(CACHED_WORDS)
         return encode(list(texts), add_special_tokens=False)
 
-    def begun(self, ids: Ids) -> Ids:
-        """Put BOS before a plain text, unless it stands there."""
-        return ids if ids[: len(self.begin)] == self.begin else self.begin + ids
-
-    def ended(self, ids: Ids) -> Ids:
-        """Put EOS behind a plain text, in place, unless it stands there."""
-        if not ids or ids[-1] != self.eos:
-            ids.append(self.eos)
-        return ids
+    def closed(self, ids: Ids, mask: np.ndarray, merged: int) -> Masked:
+        """Put a plain text between BOS, and an EOS that is trained, unless they stand there."""
+        before = [] if ids[: len(self.begin)] == self.begin else self.begin
+        behind = [] if mask[-1:].any() and ids[-1] == self.eos else [self.eos]
+        sides = np.zeros(len(before), dtype=bool), mask, np.ones(len(behind), dtype=bool)
+        return before + ids + behind, np.concatenate(sides), merged
 
     def render_all(
         self, chats: Sequence[Chat], options: Sequence[Mapping[str, Any]], **ending: Any

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from datasets import Dataset, DatasetDict
@@ -139,9 +140,11 @@ def prepare_multimodal_messages(
     """
     images = list(images or [])
     found = [_with_blocks(message) for message in messages]
-    places = [block for message in found for block in _empty_image_blocks(message)]
-    if not places:
-        places = _make_places(messages, found, len(images))
+    places = list(chain(*map(_empty_image_blocks, found)))
+    users = (new for new in found if new["role"] == "user" and new.get("content"))
+    if not places and (first := next(users, None)):
+        places = [{"type": "image"} for _ in images]
+        first["content"] = [*places, *first["content"]]
     if len(places) != len(images):
         raise ValueError(f"{len(images)} images were given for {len(places)} image blocks.")
     for block, image in zip(places, images, strict=True):
@@ -150,23 +153,9 @@ def prepare_multimodal_messages(
 
 
 def _empty_image_blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
-    content = message.get("content")
-    if message["role"] == "tool" or not isinstance(content, list):
-        return []
-    blocks = [block for block in content if block.get("type") == "image"]
-    return [block for block in blocks if all(block.get(key) is None for key in IMAGE_KEYS)]
-
-
-def _make_places(
-    messages: list[dict[str, Any]], found: list[dict[str, Any]], count: int
-) -> list[dict[str, Any]]:
-    """Put image blocks before the first user message that was plain text."""
-    for old, new in zip(messages, found, strict=True):
-        if old["role"] == "user" and isinstance(old.get("content"), str):
-            places = [{"type": "image"} for _ in range(count)]
-            new["content"] = [*places, *new["content"]]
-            return places
-    return []
+    blocks = [] if message["role"] == "tool" else message.get("content") or []
+    images = [block for block in blocks if block.get("type") == "image"]
+    return [block for block in images if all(block.get(key) is None for key in IMAGE_KEYS)]
 
 
 def _with_blocks(message: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -38,6 +38,11 @@ class LengthProfile:
     warnings: list[str] = field(default_factory=list)
     largest_that_fits: int | None = None  # limit that the memory of the device allows, if known
 
+    def warn(self, what: str, count: Any) -> None:
+        """Say how many rows have something wrong, if there are any."""
+        if count:
+            self.warnings.append(f"Warning: {what} in {int(count)} of {self.rows} rows.")
+
     def enough(self, most: int | None = None, share: float = 0.001) -> int:
         """The shortest judged limit, up to `most`, that loses at most this share of the tokens."""
         total = self.parts.get("trained", self.parts[next(reversed(self.parts))])["tokens"]
@@ -56,26 +61,23 @@ def profile_supervised(
     flags = pc.list_flatten(arrow_column(table, "trained")).to_numpy()
     trained = trained_in(flags, ends - lengths, ends)
     parts = {"prompt": lengths - trained, "trained": trained, "row": lengths}
-    limits = [
-        {
-            **_limit(SupervisedDataset(table, size).report, size),
-            "ends lost": int(flags[ends[lengths > size] - 1].sum()),
-        }
-        for size in candidates(lengths, max_lengths)
-    ]
+
+    def cut(size: int) -> dict[str, int]:
+        lost = int(flags[ends[lengths > size] - 1].sum())
+        return _limit(SupervisedDataset(table, size).report) | {"ends lost": lost}
+
     size = pack_size or int(lengths.max(initial=1))
-    kept = SupervisedDataset(table, size).lengths
-    warnings = _warned((trained == 0).sum(), "no token to train on", len(lengths))
-    merged = (np.asarray(table["merged"][:]) > 0).sum()
-    warnings += _warned(merged, "a token over the edge of what is trained", len(lengths))
     repeated = {"repeated share in the batch of all rows": repeated_share(table["input_ids"])}
-    facts = {"packing": _packing(kept, size), "warnings": warnings}
-    return _profile(parts, source, limits, repeated, **facts)
+    merged = (np.asarray(table["merged"][:]) > 0).sum()
+    found = _profile(parts, source, cut, max_lengths, repeated)
+    found.packing.update(_packing(SupervisedDataset(table, size).lengths, size))
+    found.warn("no token to train on", (trained == 0).sum())
+    found.warn("a token over the edge of what is trained", merged)
+    return found
 
 
-def _limit(report: CutReport, size: int) -> dict[str, Any]:
+def _limit(report: CutReport) -> dict[str, int]:
     return {
-        "max_length": size,
         "rows cut": len(report.long),
         "tokens lost": report.tokens_lost,
         "trained lost": report.trained_lost,
@@ -83,31 +85,28 @@ def _limit(report: CutReport, size: int) -> dict[str, Any]:
     }
 
 
-def profile_preferences(
-    table: Dataset, max_lengths: Sequence[int] = (), pack_size: int | None = None
-) -> LengthProfile:
-    """Profile a dataset as of `prepare_preferences`; arguments as of `profile_supervised`."""
+def profile_preferences(table: Dataset, max_lengths: Sequence[int] = ()) -> LengthProfile:
+    """Profile a dataset as of `prepare_preferences`; a pack is as large as its longest row."""
     prompts, answers = preference_lengths(table)
     paired = table[0]["ranks"] == [0, 1]
     names = [f"answer {k}" for k in range(answers.shape[1])]
     names = ["chosen", "rejected"] if paired else names
     whole = prompts + answers.max(axis=1)
     parts = {"prompt": prompts, **dict(zip(names, answers.T, strict=True)), "row": whole}
-    limits = [
-        _limit(AnswerDataset(table, PreferenceLimits(max_length=size)).report, size)
-        for size in candidates(whole, max_lengths)
-    ]
+
+    def cut(size: int) -> dict[str, int]:
+        return _limit(AnswerDataset(table, PreferenceLimits(max_length=size)).report)
+
     separate = (prompts[:, None] + answers).sum()
     together = prompts.sum() + answers.sum()
     repeated = {"repeated share in the answers of a prompt": 1 - together / max(separate, 1)}
-    warnings = _warned((answers == 0).any(axis=1).sum(), "an empty answer", len(prompts))
+    found = _profile(parts, np.asarray(table["source"][:]), cut, max_lengths, repeated)
+    found.packing.update(_packing(whole, int(whole.max(initial=1))))
+    found.warn("an empty answer", (answers == 0).any(axis=1).sum())
     if paired:
         same = sum(chosen == rejected for chosen, rejected in table["answers_ids"])
-        warnings += _warned(same, "the same answer twice", len(prompts))
-    source = np.asarray(table["source"][:])
-    size = pack_size or int(whole.max(initial=1))
-    facts = {"packing": _packing(np.minimum(whole, size), size), "warnings": warnings}
-    return _profile(parts, source, limits, repeated, **facts)
+        found.warn("the same answer twice", same)
+    return found
 
 
 def profile_prompts(
@@ -115,19 +114,16 @@ def profile_prompts(
 ) -> LengthProfile:
     """Profile prompts of token ids, each of which gets a group of completions."""
     lengths = np.fromiter(map(len, prompts), dtype=np.int64, count=len(prompts))
-    limits = [
-        {
-            "max_length": size,
-            "rows cut": int((lengths > size).sum()),
-            "tokens lost": int(np.maximum(lengths - size, 0).sum()),
-        }
-        for size in candidates(lengths, max_lengths)
-    ]
+
+    def cut(size: int) -> dict[str, int]:
+        lost = np.maximum(lengths - size, 0)
+        return {"rows cut": int((lost > 0).sum()), "tokens lost": int(lost.sum())}
+
     repeated = {
         "repeated share in the groups of a prompt": 1 - 1 / group_size,
         "repeated share in the batch of all rows": repeated_share(prompts),
     }
-    return _profile({"prompt": lengths}, np.arange(len(lengths)), limits, repeated)
+    return _profile({"prompt": lengths}, np.arange(len(lengths)), cut, max_lengths, repeated)
 
 
 def candidates(lengths: np.ndarray, given: Sequence[int] = ()) -> list[int]:
@@ -152,11 +148,9 @@ def padding_table(lengths: np.ndarray) -> Table:
     for size in BATCHES:
         entry: dict[str, Any] = {"batch": size}
         for name, ordered in (("padding", lengths), ("sorted", np.sort(lengths))):
-            filled = np.concatenate([ordered, np.zeros(-len(ordered) % size, dtype=np.int64)])
-            widest = filled.reshape(-1, size).max(axis=1)
-            counts = np.full(len(widest), size)
-            counts[-1] -= len(filled) - len(ordered)
-            entry[name] = round(1 - float(ordered.sum()) / max(float(widest @ counts), 1), 4)
+            starts = np.arange(0, len(lengths), size)
+            places = np.maximum.reduceat(ordered, starts) @ np.diff(starts, append=len(lengths))
+            entry[name] = round(1 - float(ordered.sum()) / max(float(places), 1), 4)
         found.append(entry)
     return found
 
@@ -164,11 +158,11 @@ def padding_table(lengths: np.ndarray) -> Table:
 def _profile(
     parts: dict[str, np.ndarray],
     source: np.ndarray,
-    limits: Table,
+    cut: Callable[[int], dict[str, int]],
+    max_lengths: Sequence[int],
     repeated: dict[str, float],
-    **facts: Any,
 ) -> LengthProfile:
-    """Put the facts together; the last of the parts is the whole row."""
+    """Put facts together; the last of the parts is the whole row, and `cut` judges a limit."""
     lengths = parts[next(reversed(parts))]
     longest, top = np.argsort(-lengths, kind="stable")[:3], int(lengths.max(initial=1))
     edges = np.unique(np.linspace(0, top + 1, min(BINS, top + 1) + 1).astype(int))
@@ -178,11 +172,10 @@ def _profile(
         tokens=int(lengths.sum()),
         parts={name: _summary(values) for name, values in parts.items()},
         longest=[(int(source[i]), int(lengths[i])) for i in longest],
-        limits=limits,
+        limits=[{"max_length": n} | cut(n) for n in candidates(lengths, max_lengths)],
         padding=padding_table(lengths),
         repeated=repeated,
         histogram=histogram,
-        **facts,
     )
 
 
@@ -201,7 +194,3 @@ def _summary(values: np.ndarray) -> dict[str, float]:
     names = ["min", *(f"p{p:g}" for p in PERCENTILES[1:-1]), "max"]
     sums = {"mean": round(float(values.mean()), 1), "tokens": int(values.sum())}
     return dict(zip(names, map(int, found), strict=True)) | sums
-
-
-def _warned(count: Any, what: str, rows: int) -> list[str]:
-    return [f"Warning: {what} in {int(count)} of {rows} rows."] if count else []

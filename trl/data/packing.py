@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -231,9 +232,10 @@ def _pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
     counts, members = (stop - start)[order], np.cumsum([0, *map(len, packs)])
     bounds = np.concatenate([[0], np.cumsum(counts)])[members]
     chosen = pa.array(ragged_ranges(start[order], counts))
-    found = {name: _rows(bounds, column.flatten().take(chosen)) for name, column in columns.items()}
+    rows = partial(pa.ListArray.from_arrays, pa.array(bounds, pa.int32()))
+    found = {name: rows(column.flatten().take(chosen)) for name, column in columns.items()}
     if strategy != "wrapped":
-        found["seq_lengths"] = _rows(members, pa.array(counts))
+        found["seq_lengths"] = pa.ListArray.from_arrays(pa.array(members, pa.int32()), counts)
     return pa.table(found)
 
 
@@ -252,13 +254,7 @@ def _lists(table: pa.Table, name: str) -> Any:
     column = table.column(name)
     if not _is_list(column.type) or column.null_count:
         raise TypeError(f"Column {name!r} must consist of lists, but has {column.type}.")
-    return pc.fill_null(column.combine_chunks(), pa.scalar([], column.type))
-
-
-def _rows(bounds: np.ndarray, values: pa.Array) -> pa.Array:
-    return pa.LargeListArray.from_arrays(pa.array(bounds, pa.int64()), values).cast(
-        pa.list_(values.type)
-    )
+    return column.combine_chunks()
 
 
 def remove_none_values(example: Any) -> Any:

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, Features, List, Value
 
 from ..text import count
-from .encode import Ids, Masked, TextEncoder, template_options
+from .encode import Ids, TextEncoder
 from .formats import common_prefix_length, maybe_extract_prompt
 from .prepare import (
     CutReport,
@@ -27,7 +27,7 @@ from .prepare import (
     row_lengths,
 )
 from .rows import AnswerGroup
-from .supervised import Row, as_messages, rendered_prompts
+from .supervised import Row, SupervisedOptions, encode_supervised
 
 FEATURES = Features(
     prompt_ids=List(Value("int32")),
@@ -75,39 +75,18 @@ def encode_answers(rows: Sequence[Row], encoder: TextEncoder) -> list[Answers]:
     kinds = {isinstance(value, str) for row in rows for value in (row["prompt"], *row["answers"])}
     if len(kinds) > 1:
         raise TypeError("Prompts and answers must all be strings, or all be messages.")
-    are_texts = True in kinds
-    targets = _texts(rows) if are_texts else _chats(rows, encoder)
-    spans = [[(start, len(text))] for text, start in targets]
-    each = iter(encoder.masked([text for text, _ in targets], spans))
-    found = [_apart(list(islice(each, len(row["answers"])))) for row in rows]
-    if not are_texts:
-        return found
-    return [(encoder.begun(ids), list(map(encoder.ended, own)), some) for ids, own, some in found]
+    pairs = [row | {"completion": answer} for row in rows for answer in row["answers"]]
+    each = iter(encode_supervised(pairs, "completion", encoder, SupervisedOptions()))
+    return [_apart(*zip(*islice(each, len(row["answers"])), strict=True)) for row in rows]
 
 
-def _apart(found: Sequence[Masked]) -> Answers:
+def _apart(
+    whole: Sequence[Ids], trained: Sequence[np.ndarray], _: Any, merged: Sequence[int], *others: Any
+) -> Answers:
     """The tokens before the first trained one that a prompt's answers share, and what follows."""
-    whole, trained, merged = zip(*found, strict=True)
     alike = [common_prefix_length(whole[0], ids) for ids in whole[1:]]
-    split = min(alike + [mask.size - np.count_nonzero(mask) for mask in trained])
+    split = min(alike + [int(np.append(mask, True).argmax()) for mask in trained])
     return whole[0][:split], [ids[split:] for ids in whole], any(merged)
-
-
-def _texts(rows: Sequence[Row]) -> list[tuple[str, int]]:
-    """Prompts with each of their answers, and the characters with which answers begin."""
-    pairs = [(row["prompt"], answer) for row in rows for answer in row["answers"]]
-    return [(prompt + answer, len(prompt)) for prompt, answer in pairs]
-
-
-def _chats(rows: Sequence[Row], encoder: TextEncoder) -> list[tuple[str, int]]:
-    prompts = [as_messages(row["prompt"]) for row in rows]
-    options = list(map(template_options, rows))
-    heads = rendered_prompts(prompts, options, encoder)
-    pairs = [(i, as_messages(answer)) for i, row in enumerate(rows) for answer in row["answers"]]
-    chats = [prompts[i] + answer for i, answer in pairs]
-    texts = encoder.render_all(chats, [options[i] for i, _ in pairs])
-    found = zip(texts, pairs, strict=True)
-    return [(text, common_prefix_length(heads[i], text)) for text, (i, _) in found]
 
 
 def _with_answers(row: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ..types import Mode, Rows
 IGNORED = -100  # as a label
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Document:
     """One row of supervised fine-tuning.
 
@@ -41,6 +41,7 @@ class Document:
         columns = {"input_ids": self.ids, "labels": np.where(self.trained, self.ids, IGNORED)}
         return list(columns[name].tolist())
 
+    @cached_property
     def completion(self) -> slice:
         """The places of its completion."""
         trained = np.flatnonzero(self.trained)
@@ -49,16 +50,21 @@ class Document:
     @property
     def prompt_ids(self) -> list[int]:
         """What stands before its completion."""
-        return list(self.ids[: self.completion().start].tolist())
+        return list(self.ids[: self.completion.start].tolist())
 
     @property
     def answer_ids(self) -> list[list[int]]:
         """Its completion alone."""
-        return [self.ids[self.completion()].tolist()]
+        return [self.ids[self.completion].tolist()]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Which tokens of its completion are in the loss."""
+        return {"loss_mask": self.trained[self.completion] & self.counts}
 
     def tokens(self) -> int:
         """Tokens a model sees."""
-        return int(self.completion().stop)
+        return int(self.completion.stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +105,12 @@ def shown(document: Document, tokenizer: PreTrainedTokenizerBase, tokens: int = 
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRows:
-    """A micro-batch of B items, and what it knows of the optimizer step that it is a part of."""
+class AnswerRows:
+    """A micro-batch of B prompts, each with K answers or fewer; `flat` has a row for each answer.
+
+    `values`: "counts" (B,) bool, "lengths" (B, K) tokens of answers that something predicts, and
+    what is known of items, such as "label", "margin", "ref_logps" or "loss_mask".
+    """
 
     items: list[Any]
     values: dict[str, Tensor]  # (B, ...)
@@ -108,6 +118,16 @@ class StepRows:
     totals: Tensor | None = None  # (k,) what the losses of the optimizer step are divided by
     num_micro_batches: int = 1  # micro-batches of the step on this rank
     num_micro_batch_rows: int | None = None  # rows of the whole micro-batch
+
+    @classmethod
+    def of(cls, items: Sequence[Any]) -> Self:
+        """Make rows of items of one dataset, documents or groups of answers."""
+        names = items[0].values
+        values = {name: _column([item.values[name] for item in items]) for name in names}
+        lengths = [[len(ids) - (not g.prompt_ids) for ids in g.answer_ids] for g in items]
+        values["lengths"] = pad_ragged(lengths, 0)
+        values["counts"] = torch.tensor([item.counts for item in items])
+        return cls(items=list(items), values=values)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -123,8 +143,8 @@ class StepRows:
         )
 
     def unit_tokens(self) -> list[int]:
-        """Tokens of what is never cut: of each document, or of each prompt with its answers."""
-        return self.flat.unit_tokens()
+        """Tokens of what is never cut: of each prompt with its answers."""
+        return [item.tokens() for item in self.items]
 
     def tokens(self) -> int:
         """Tokens of the items that count, prompts once."""
@@ -151,55 +171,6 @@ class StepRows:
         values = {name: x[rows.to(x.device)] for name, x in self.values.items()}
         return dataclasses.replace(self, items=[self.items[i] for i in index], values=values)
 
-
-class SupervisedRows(StepRows):
-    """A micro-batch of documents; `flat` has a row for each, C tokens of the longest completion."""
-
-    @classmethod
-    def of(cls, documents: Sequence[Document]) -> Self:
-        """Make rows of documents, each with at least one trained token."""
-        masks = [torch.from_numpy(d.trained[d.completion()] & d.counts) for d in documents]
-        values = {"loss_mask": pad_sequence(masks, batch_first=True)}
-        return cls(items=list(documents), values=values)
-
-    @property
-    def loss_mask(self) -> Tensor:
-        """Tokens in the loss (B, C)."""
-        return self.values["loss_mask"][:, : max(map(len, self.flat.completion_ids), default=0)]
-
-    def by_origin(self) -> Iterator[tuple[str, Tensor]]:
-        """The names of datasets that rows are from, and the tokens in the loss of each (B, C)."""
-        origins = [document.origin for document in self.items]
-        for name in sorted(filter(None, set(origins))):
-            rows = torch.tensor([[origin == name] for origin in origins])
-            yield name, self.loss_mask & rows.to(self.loss_mask.device, non_blocking=True)
-
-    def weight(self) -> Tensor:
-        """Tokens in the loss (1,): as many as there are log-probabilities to sum."""
-        return self.loss_mask.sum()[None]
-
-
-class AnswerRows(StepRows):
-    """A micro-batch of prompts, each with K answers or fewer; `flat` has a row for each answer.
-
-    `values`: "counts" (B,) bool, "lengths" (B, K) tokens of answers that something predicts, and
-    what is known of items, such as "label", "margin" or "ref_logps".
-    """
-
-    @classmethod
-    def of(cls, groups: Sequence[AnswerGroup]) -> Self:
-        """Make rows of items of one dataset."""
-        names = groups[0].values
-        values = {name: _column([group.values[name] for group in groups]) for name in names}
-        lengths = [[len(ids) - (not g.prompt_ids) for ids in g.answer_ids] for g in groups]
-        values["lengths"] = pad_ragged(lengths, 0)
-        values["counts"] = torch.tensor([group.counts for group in groups])
-        return cls(items=list(groups), values=values)
-
-    def unit_tokens(self) -> list[int]:
-        """See `StepRows`."""
-        return [group.tokens() for group in self.items]
-
     def weight(self) -> Tensor:
         """Groups that count (1,)."""
         return self.values["counts"].sum()[None]
@@ -217,6 +188,30 @@ class AnswerRows(StepRows):
     def with_values(self, **values: Tensor) -> Self:
         """Add (B, ...) tensors."""
         return dataclasses.replace(self, values=self.values | values)
+
+
+class SupervisedRows(AnswerRows):
+    """A micro-batch of documents, each with a trained token; C tokens of the longest completion."""
+
+    def unit_tokens(self) -> list[int]:
+        """Tokens of each document; documents with the same prompt may share it."""
+        return self.flat.unit_tokens()
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """Tokens in the loss (B, C)."""
+        return self.values["loss_mask"][:, : max(map(len, self.flat.completion_ids), default=0)]
+
+    def by_origin(self) -> Iterator[tuple[str, Tensor]]:
+        """The names of datasets that rows are from, and the tokens in the loss of each (B, C)."""
+        origins = [document.origin for document in self.items]
+        for name in sorted(filter(None, set(origins))):
+            rows = torch.tensor([[origin == name] for origin in origins])
+            yield name, self.loss_mask & rows.to(self.loss_mask.device, non_blocking=True)
+
+    def weight(self) -> Tensor:
+        """Tokens in the loss (1,): as many as there are log-probabilities to sum."""
+        return self.loss_mask.sum()[None]
 
 
 def _column(found: list[Any]) -> Tensor:

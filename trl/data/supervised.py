@@ -117,18 +117,8 @@ def _encoded(
     is_chat = _is_chat(kind, rows[0])
     targets = _chats(rows, kind, encoder, options) if is_chat else _texts(rows, kind, options)
     found = encoder.masked([text for text, _, _ in targets], [some for _, some, _ in targets])
-    found = found if is_chat else [_closed(encoder, *row) for row in found]
+    found = found if is_chat else [encoder.closed(*row) for row in found]
     return zip(found, [source for _, _, source in targets], strict=True)
-
-
-def _closed(encoder: TextEncoder, ids: Ids, trained: np.ndarray, merged: int) -> Masked:
-    """A plain text between BOS, and EOS, which is trained."""
-    begun = encoder.begun(ids)
-    before = len(begun) - len(ids)
-    whole = encoder.ended(begun)
-    mask = np.arange(len(whole)) >= before
-    mask[before : before + len(trained)] = trained
-    return whole, mask, merged
 
 
 def as_messages(messages: Sequence[Mapping[str, Any]]) -> Chat:

@@ -172,6 +172,7 @@ def test_the_update_is_the_same_and_the_reference_is_let_go(tmp_path):
     expected = by_hand(tiny_model(), other_model())
     split = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3}
     trainer = make(tmp_path, precompute_ref_batch_size=5, eval_dataset=pairs(), **split)
+    trainer.begin_training()
     assert trainer.train_dataset.values["ref_logps"].shape == (8, 2)
     assert relative(gradient_of(trainer), expected[1]) <= BOUND
     assert trainer.reference is None
@@ -204,15 +205,15 @@ CHANGES = {
 
 
 def test_a_changed_key_computes_anew(tmp_path, cache):
-    make(tmp_path)
+    make(tmp_path).begin_training()
     (first,) = files(cache).items()
     for count, changes in enumerate(CHANGES.values(), 1):
-        make(tmp_path, **changes)
+        make(tmp_path, **changes).begin_training()
         found = files(cache)
         assert len(found) == count and found[first[0]] == first[1], changes
     path = cache / first[0]
     path.write_bytes(path.read_bytes()[:40])  # damaged
-    make(tmp_path)
+    make(tmp_path).begin_training()
     assert files(cache)[first[0]] != first[1] and len(files(cache)) == len(CHANGES)
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from ...data.encode import TextEncoder
 from ...data.packing import MicroBatchSampler
-from ...models.reference import AdapterOff, FrozenCopy, ReferencePolicy, whole_weights
+from ...models.reference import FrozenCopy, ReferencePolicy, whole_weights
 from ...models.unwrap import causal_model
 from ...ops.masking import masked_sum
 from ...ops.support import MeanLogit, Support
@@ -58,12 +58,11 @@ class PreferenceTrainer(OfflineTrainer):
         super().__init__(model, args, *others, **options)
 
     def set_up(self, policy: Policy, model: Any) -> None:
-        """Make the reference, and score with it what is wanted beforehand if that can be now."""
+        """Make the reference."""
         # Ranks take part in each other's passes, so none of them can repeat one alone.
         self._scoring = self.phases.adaptive("scoring", alone=self.ranks.count > 1)
         if self.args.needs_reference:
             self._make_reference(policy.brought_adapter, self._given, model)
-            self._precompute(FrozenCopy)
         self._given = None
 
     def prepare_dataset(self, dataset: Any, encoder: TextEncoder, args: Any, mode: Mode) -> Any:
@@ -90,14 +89,12 @@ class PreferenceTrainer(OfflineTrainer):
         if self.reference is None or not self.args.precompute_ref_log_probs:
             return
         # By now the policy is prepared for training, as it must be where it is sharded.
-        self._precompute(AdapterOff)
+        self._precompute(self.reference)
         if isinstance(self.reference, FrozenCopy):
             self.reference, self._has_let_go = None, True
 
-    def _precompute(self, kind: type[ReferencePolicy]) -> None:
-        args, others, reference = self.args, self.eval_dataset, self.reference
-        if not args.precompute_ref_log_probs or not isinstance(reference, kind):
-            return
+    def _precompute(self, reference: ReferencePolicy) -> None:
+        args, others = self.args, self.eval_dataset
         rows = args.precompute_ref_batch_size or args.per_device_train_batch_size
         limits = rows, args.max_tokens_per_micro_batch
         found = others.values() if isinstance(others, Mapping) else [others]
