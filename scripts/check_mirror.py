@@ -14,7 +14,7 @@ OTHER_FILES = (
     *("cli/test_end_to_end.py", "ops/test_estimators.py", "ops/test_imports.py"),
     *("ops/test_properties.py", "scripts/test_training_scripts.py"),
     "test_bad_inputs.py",
-    *("trainer/test_bema.py", "trainer/test_devices.py"),
+    *("trainer/test_bema.py", "trainer/test_devices.py", "trainer/test_entropy_control.py"),
     "trainer/online/test_rollout_correction.py",
 )
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trl.trainer.entropy_control import EntropyController
+from trl.trainer.grpo_trainer import EntropyController
 
 
 def controller(**changes):

@@ -65,10 +65,6 @@ class GRPOConfig(OnlineConfig):
             hint = did_you_mean(scale, SCALES)
             raise ValueError(f"scale_rewards={scale!r} must be one of {', '.join(SCALES)}.{hint}")
         super().__post_init__()
-        self._warn_unusual_levels()
-
-    def _warn_unusual_levels(self) -> None:
-        """The level of the ratio that each loss was published with."""
         level, kind = self.importance_sampling_level, self.loss_type
         token_losses = ("bnpo", "dr_grpo", "dapo", "cispo", "vespo")
         usual = "sequence" if kind == "luspo" else "token"
@@ -76,7 +72,7 @@ class GRPOConfig(OnlineConfig):
             warnings.warn(
                 f"loss_type={kind!r} was published with importance_sampling_level={usual!r}, not "
                 f"{level!r}.",
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def _problems(self) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """GRPO: advantages relative to the group, and a per-token objective with many variants."""
 
 import json
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..online.metrics import record_clipping
 from ..ops import policy_losses as objectives
 from ..ops.advantages import group_relative, normalize_then_sum
 from ..ops.entropy import entropy_threshold, high_entropy_mask
@@ -18,12 +20,57 @@ from ..types import RewardFunc as RewardFunc
 from ..types import RewardTable, Rollout, TokenScores
 from ..types import RolloutFunc as RolloutFunc
 from .base.model_card import Method
-from .entropy_control import EntropyController
 from .grpo_config import GRPOConfig
 from .online.online_trainer import OnlineTrainer
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 STATE_FILE = "entropy_ctrl_state.json"
+
+
+@dataclass
+class EntropyController:
+    """Raises the coefficient while the entropy is at or below its target, lowers it above.
+
+    Where the last measured entropy is above it, or none was measured, the bonus does not count.
+    """
+
+    args: Any  # a `GRPOConfig`
+    coefficient: float = field(init=False)  # weight of the bonus
+    measured: float | None = None  # entropy of the last update over all ranks, in nats a token
+
+    def __post_init__(self) -> None:
+        self.coefficient = self.args.entropy_coef
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is, or may come to be, a bonus."""
+        return self.args.use_adaptive_entropy or self.coefficient != 0.0
+
+    @property
+    def active(self) -> float:
+        """Weight of the bonus now."""
+        if not self.args.use_adaptive_entropy:
+            return self.coefficient
+        below = self.measured is not None and self.measured <= self.args.entropy_target
+        return self.coefficient if below else 0.0
+
+    def update(self, entropy: float) -> None:
+        """Take the mean over the trained-on tokens of a step into account, if it is finite."""
+        step = self.args.entropy_coef_delta * self.args.use_adaptive_entropy
+        change = step if entropy <= self.args.entropy_target else -step
+        if math.isfinite(entropy):
+            self.restore({"coefficient": self.coefficient + change, "measured": entropy})
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold."""
+        return {"coefficient": self.coefficient, "measured": self.measured}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned, within the bounds of this controller."""
+        self.measured, wanted = state["measured"], state["coefficient"]
+        if self.args.use_adaptive_entropy:
+            wanted = min(max(wanted, self.args.entropy_coef_min), self.args.entropy_coef_max)
+        self.coefficient = wanted
 
 
 class GRPOTrainer(OnlineTrainer):
@@ -129,12 +176,8 @@ class GRPOTrainer(OnlineTrainer):
         args, advantages, logps = self.args, batch.advantages, scores.logps
         store = self.metrics[batch.mode]
         if args.loss_type in CLIPPED:
-            low, high = args.clip_range
-            flags = objectives.clip_flags(ratio, advantages, low, high)
             mask = batch.loss_mask if ratio.shape[1] > 1 else batch.loss_mask.any(1, keepdim=True)
-            record_clipping(store, *flags, mask)
-            losses = objectives.clipped_surrogate(ratio, advantages, low, high, args.delta)
-            return batch.weighted(losses)
+            return self.clipped_losses(ratio, batch, mask, args.delta)
         if args.loss_type == "cispo":
             high = 1 + args.epsilon if args.epsilon_high is None else args.epsilon_high
             credit = torch.as_tensor(advantages).view(len(batch), -1)

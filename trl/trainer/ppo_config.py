@@ -45,11 +45,7 @@ class PPOConfig(OnlineConfig):
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
 
     def __post_init__(self) -> None:
-        self._resolve_passes()
-        super().__post_init__()
-
-    def _resolve_passes(self) -> None:
-        """Say in words of the skeleton how often a round is trained on, and in how many steps."""
+        # In words of the skeleton: how often a round is trained on, and in how many steps.
         if self.num_iterations not in (1, self.num_ppo_epochs):
             raise ValueError(
                 f"num_iterations={self.num_iterations} and num_ppo_epochs={self.num_ppo_epochs} "
@@ -66,3 +62,4 @@ class PPOConfig(OnlineConfig):
             )
         if given == (None, None) and steps:
             self.steps_per_generation = steps
+        super().__post_init__()

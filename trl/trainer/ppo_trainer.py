@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from ..models import value_model as value_models
 from ..models.loading import disable_dropout_in_model, load_policy
 from ..models.scorer import Reader
-from ..online.metrics import record_clipping
 from ..ops.advantages import clipped_value_loss, generalized_advantages, token_rewards, whitened
 from ..ops.kl import k1, k3
 from ..ops.masking import masked_sum, nan_mean
-from ..ops.policy_losses import clip_flags, clipped_surrogate, log_ratio, sum_over
+from ..ops.policy_losses import clip_flags, log_ratio, sum_over
 from ..types import RewardTable, Rollout, TokenScores
 from .attributes import FIRST_ARGUMENTS
 from .base.model_card import Method
@@ -127,7 +126,7 @@ class PPOTrainer(OnlineTrainer):
         """Return the clipped losses of policy and values, means over tokens of the round."""
         args, mask, store = self.args, self._scored(batch), self.metrics[batch.mode]
         total = self.per_micro_batch(batch.num_loss_tokens, batch)
-        losses = batch.weighted(clipped_surrogate(ratio, batch.advantages, *args.clip_range))
+        losses = self.clipped_losses(ratio, batch, mask)
         off = clipped_value_loss(scores.values, batch.values, batch.returns, args.cliprange_value)
         policy, values = sum_over(losses, mask, total), sum_over(off, mask, total)
         self._record_update(scores, ratio, batch)
@@ -143,7 +142,6 @@ class PPOTrainer(OnlineTrainer):
         args, mask, store = self.args, self._scored(batch), self.metrics[batch.mode]
         count, values = mask.sum(), torch.as_tensor(scores.values)
         flags = clip_flags(ratio, batch.advantages, *args.clip_range)
-        record_clipping(store, *flags, mask)
         store.mean("policy/clipfrac_avg", masked_sum((flags[0] | flags[1]).float(), mask), count)
         clipped = clipped_value_loss(values, batch.values, batch.returns, args.cliprange_value)
         worse = clipped > 0.5 * (values - batch.returns).square()

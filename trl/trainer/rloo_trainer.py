@@ -2,11 +2,9 @@
 
 from torch import Tensor
 
-from ..online.metrics import record_clipping
 from ..ops.advantages import leave_one_out, whiten
 from ..ops.kl import sequence_kl
 from ..ops.masking import masked_sum
-from ..ops.policy_losses import clip_flags, clipped_surrogate
 from ..types import RewardFunc as RewardFunc
 from ..types import RewardTable, Rollout, TokenScores
 from ..types import RolloutFunc as RolloutFunc
@@ -57,9 +55,6 @@ class RLOOTrainer(OnlineTrainer):
 
     def policy_loss(self, scores: TokenScores, ratio: Tensor, batch: Rollout) -> Tensor:
         """Return the clipped surrogate of whole completions, averaged over completions."""
-        low, high = self.args.clip_range
         rows = batch.loss_mask.any(1, keepdim=True)
-        losses = batch.weighted(clipped_surrogate(ratio, batch.advantages, low, high))
-        clipped = clip_flags(ratio, batch.advantages, low, high)
-        record_clipping(self.metrics[batch.mode], *clipped, rows)
+        losses = self.clipped_losses(ratio, batch, rows)
         return masked_sum(losses, rows) / self.per_micro_batch(batch.num_loss_rows, batch)

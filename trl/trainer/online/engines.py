@@ -109,6 +109,7 @@ class Agents:
         self.args, self.rollout_func = args, rollout_func
         self.tools: ToolRunner | None = None
         self.environments: Environments | None = None
+        self.rewards: list[Callable[..., Any]] = []  # that ask the environments
         if args.use_vllm:
             from .vllm_engines import check_options
 
@@ -126,16 +127,11 @@ class Agents:
             from ...generation.environments import Environments
 
             self.environments = Environments(environment_factory, tools or ())
-            tools = self.environments.tools
+            self.rewards, tools = self.environments.rewards, self.environments.tools
         if tools:
             from ...generation.tools.calls import ToolRunner
 
             self.tools = ToolRunner(tools, args.tool_timeout)
-
-    @property
-    def rewards(self) -> list[Callable[..., Any]]:
-        """Reward functions that ask the environments."""
-        return [] if self.environments is None else self.environments.rewards
 
     def checked_dataset(self, train: Any, evaluation: Any) -> Any:
         """Check the datasets, see `check_datasets`, and return that of training.
@@ -184,18 +180,12 @@ class Agents:
             from ...generation.tools.loop import ToolLoop
 
             tokenizer: Any = policy.tokenizer
-            bounds = [engine.context, context_length(policy.model)]
+            bounds = [x for x in (engine.context, context_length(policy.model)) if x is not None]
             options: Any = self.args.chat_template_kwargs
+            parser = CallParser(tokenizer, self.tools.schemas, options)
             turns = ToolTurns(tokenizer, stop_ids, self.template_kwargs)
-            engine = ToolLoop(
-                engine,
-                self.tools,
-                CallParser(tokenizer, self.tools.schemas, options),
-                turns,
-                policy.ranks,
-                self.args.max_tool_calling_iterations,
-                min((bound for bound in bounds if bound is not None), default=None),
-            )
+            most = self.args.max_tool_calling_iterations, min(bounds, default=None)
+            engine = ToolLoop(engine, self.tools, parser, turns, policy.ranks, *most)
         if self.environments is None:
             return engine
         from ...generation.environments import EnvironmentBackend

@@ -186,7 +186,16 @@ class OnlineConfig(ReferenceOptions, BaseConfig):
         if not self.use_vllm and (found := changed(self, names)):
             words = "without use_vllm=True no vLLM engine generates, so they have no effect."
             warnings.warn(f"{found}: {words}", stacklevel=3)
-        self._resolve_batches()
+        rows = self.per_device_train_batch_size * self.unit * self.world_size
+        self.generation_batch_size, self.steps_per_generation = resolve_rounds(
+            rows,
+            self.gradient_accumulation_steps,
+            self.generation_batch_size,
+            self.steps_per_generation,
+        )
+        check_groups(self.generation_batch_size, self.num_generations, rows, least=self.least_group)
+        if self.eval_strategy != "no":
+            check_eval_groups(self.eval_rows, self.world_size, self.group_size_in("eval"))
         if "total_episodes" in self.given_by_old_names:  # completions to train on, not updates
             plan = self.batch_plan
             self.max_steps: int = math.ceil(self.max_steps * plan.iterations / plan.update_rows)
@@ -261,15 +270,3 @@ class OnlineConfig(ReferenceOptions, BaseConfig):
                 by_adapter and self.vllm_tensor_parallel_size > 1
             ),
         }
-
-    def _resolve_batches(self) -> None:
-        rows = self.per_device_train_batch_size * self.unit * self.world_size
-        self.generation_batch_size, self.steps_per_generation = resolve_rounds(
-            rows,
-            self.gradient_accumulation_steps,
-            self.generation_batch_size,
-            self.steps_per_generation,
-        )
-        check_groups(self.generation_batch_size, self.num_generations, rows, least=self.least_group)
-        if self.eval_strategy != "no":
-            check_eval_groups(self.eval_rows, self.world_size, self.group_size_in("eval"))

@@ -18,12 +18,13 @@ from ...models.scorer import Reader
 from ...models.unwrap import causal_model, policy_for_inference
 from ...models.weights import working_precision
 from ...online.buffer import Buffer
+from ...online.metrics import record_clipping
 from ...online.prompts import COLUMNS, PromptEncoder
 from ...online.reports import Reports, Round, log_table, print_table, tracker_rows
 from ...online.reward_sources import resolve_rewards
 from ...online.rewards import RewardInputs, RewardSuite
 from ...ops.masking import masked_mean
-from ...ops.policy_losses import RatioLevel, importance_ratio
+from ...ops.policy_losses import RatioLevel, clip_flags, clipped_surrogate, importance_ratio
 from ...types import Generations, Mode, Prompts, RewardTable, Rollout, RolloutFunc, TokenScores
 from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
@@ -31,7 +32,7 @@ from ..base.policy import checked_args, prepare_policy
 from . import online_setup as setup
 from .engines import Agents, make_engine, sampling_for
 from .online_config import OnlineConfig
-from .scoring import RolloutCorrection, Scoring, assemble, credited, rows_with_gradient
+from .scoring import Scoring, assemble, credited, rows_with_gradient
 
 
 @readable
@@ -77,10 +78,8 @@ class OnlineTrainer(BaseTrainer):
     ):
         args = checked_args(model, args, self.config_class, self.method.name)
         self.agents = Agents(args, tools, rollout_func, environment_factory)
-        train_dataset, eval_dataset = (
-            setup.with_prompts(dataset, processing_class)
-            for dataset in (train_dataset, eval_dataset)
-        )
+        given = train_dataset, eval_dataset
+        train_dataset, eval_dataset = (setup.with_prompts(x, processing_class) for x in given)
         train_dataset = self.agents.checked_dataset(train_dataset, eval_dataset)
         init_kwargs: Any = args.model_init_kwargs
         sources = resolve_rewards(
@@ -159,22 +158,20 @@ class OnlineTrainer(BaseTrainer):
 
     def _build_credit(self, sources: Any) -> None:
         args, phases = self.args, self.phases
-        self.correction = RolloutCorrection(
-            args, self.sampling, self.guard, self.ranks, self.has_token_losses
-        )
-        phases.on_forget(self.correction.forget)
         self.scoring = Scoring(
             args=args,
             policy=self.policy,
+            sampling=self.sampling,
             scorer=self.scorer,
             reference=self.reference,
-            support=self.correction.support,
             guard=self.guard,
             # A process cannot go back alone while others wait for its part of the weights.
             batch=phases.adaptive("scoring", alone=self.ranks.share_weights),
             autocast=self.accelerator.autocast,
             values=self.value_reader,
+            by_token=self.has_token_losses,
         )
+        phases.on_forget(self.scoring.forget)
         at_once = partial(phases.adaptive("rewards").run, most=args.batch_plan.micro_batch)
         self.rewards = RewardSuite(
             sources, args.reward_weights, args.reward_timeout, self.ranks, at_once
@@ -293,7 +290,7 @@ class OnlineTrainer(BaseTrainer):
         with self.phases("forward"):
             with_entropy = self.needs_entropy or self.logs_next(inputs.mode)
             scores = self.scoring.current(model, inputs, store, with_entropy)
-        batch, logps = self.correction.correct(scores, inputs, self.ratio_level, store)
+        batch, logps = self.scoring.correct(scores, inputs, self.ratio_level, store)
         ratio = importance_ratio(logps, batch.old_logps, batch.loss_mask, self.ratio_level)
         loss = self.policy_loss(scores, ratio, batch)
         if scores.aux_loss is not None:
@@ -302,9 +299,21 @@ class OnlineTrainer(BaseTrainer):
             store.value("aux_loss", scores.aux_loss)
         return loss
 
+    def clipped_losses(
+        self, ratio: Tensor, batch: Rollout, mask: Tensor, most: float | None = None
+    ) -> Tensor:
+        """Return the clipped surrogate (B, C) or (B, 1) of ratios, as the mask is, and record it.
+
+        `most` bounds a ratio that is not clipped.
+        """
+        low, high = self.args.clip_range
+        flags = clip_flags(ratio, batch.advantages, low, high)
+        record_clipping(self.metrics[batch.mode], *flags, mask)
+        return batch.weighted(clipped_surrogate(ratio, batch.advantages, low, high, most))
+
     def check_update(self, step: int) -> None:
         """Compare the log-probabilities of engine and trainer."""
-        self.correction.check(step)
+        self.scoring.check(step)
 
     def generate(self, prompts: Prompts, mode: Mode = "train") -> Generations:
         """Complete every row."""

@@ -36,6 +36,21 @@ NOT_REPLAYED = (
 )
 
 
+class MismatchError(RuntimeError):
+    """The engine draws from another distribution than the one that is trained."""
+
+
+def not_replayed(sampling: Sampling) -> list[str]:
+    """The options of `sampling` whose effect on probabilities the trainer does not compute."""
+    extra = sampling.extra
+    found = [f"{name}={extra[name]!r:.60}" for name in NOT_REPLAYED if extra.get(name)]
+    if sampling.repetition_penalty != 1.0:
+        found.append(f"repetition_penalty={sampling.repetition_penalty}")
+    if not extra.get("do_sample", True):
+        found.append("do_sample=False")
+    return found
+
+
 def assemble(
     prompts: Prompts, generations: Generations, mode: Mode, args: OnlineConfig, ranks: Ranks
 ) -> Rollout:
@@ -86,17 +101,38 @@ def _truncated(generations: Generations) -> Tensor:
 
 @dataclass(kw_only=True)
 class Scoring:
-    """Computes the log-probabilities that something needs, and no others."""
+    """Computes the log-probabilities that something needs, and compares them with the engine's.
+
+    Those are of the weights that generated; on-policy, of the forward that trains. The filters of
+    the engine are replayed, so rounding and differences of implementation are left. The loss is
+    weighted by the ratio.
+    """
 
     args: OnlineConfig
     policy: PolicyHandle  # what is trained
+    sampling: Sampling  # how the engine draws
     scorer: Scorer  # of a few rows
     reference: ReferencePolicy | None  # of the KL penalty
-    support: Support | None  # filters of the engine, to replay where it is compared with the policy
-    guard: FiniteGuard  # is shown all log-probabilities
+    guard: FiniteGuard  # is shown all log-probabilities and weights
     batch: AdaptiveBatch  # how many rows are scored at once without gradient
     autocast: Callable[[], AbstractContextManager[None]]  # the precision of training
     values: Callable[[nn.Module], Reader | None]  # what reads values, if credit needs them
+    by_token: bool = False  # losses are of tokens, even where the ratio is of completions
+    _seen: list[Tensor] = field(default_factory=list)  # sums of gaps, and how many
+
+    def __post_init__(self) -> None:
+        support = Support(self.sampling.top_p, self.sampling.top_k, self.sampling.min_p or 0.0)
+        self.support = None if support.is_whole else support
+        names = ("mode", "clip_min", "clip_max")
+        bounds = [getattr(self.args, f"vllm_importance_sampling_{name}") for name in names]
+        self._bounds = RatioBounds(*bounds)
+        self._corrects = self.args.vllm_importance_sampling_correction
+        self._unknown = ", ".join(not_replayed(self.sampling))
+        if self._unknown and self.args.vllm_max_logp_gap is not None:
+            raise ValueError(
+                f"vllm_max_logp_gap={self.args.vllm_max_logp_gap} cannot be used with "
+                f"{self._unknown}: the trainer does not replay what that does to probabilities."
+            )
 
     def is_on_policy(self, mode: Mode) -> bool:
         """Whether the weights that generated a rollout are those its loss is computed with."""
@@ -219,58 +255,6 @@ class Scoring:
             chosen = [min(rows, key=lambda row: len(batch.completion_ids[row]))]
         return chosen
 
-
-def _constant_logps(batch: Rollout) -> Tensor:
-    """Log-probabilities (B, C) that make the ratio of a row exactly 1."""
-    if batch.old_logps is not None:
-        return batch.old_logps
-    return torch.zeros(batch.loss_mask.shape, device=batch.loss_mask.device)
-
-
-class MismatchError(RuntimeError):
-    """The engine draws from another distribution than the one that is trained."""
-
-
-def not_replayed(sampling: Sampling) -> list[str]:
-    """The options of `sampling` whose effect on probabilities the trainer does not compute."""
-    extra = sampling.extra
-    found = [f"{name}={extra[name]!r:.60}" for name in NOT_REPLAYED if extra.get(name)]
-    if sampling.repetition_penalty != 1.0:
-        found.append(f"repetition_penalty={sampling.repetition_penalty}")
-    if not extra.get("do_sample", True):
-        found.append("do_sample=False")
-    return found
-
-
-@dataclass
-class RolloutCorrection:
-    """Compares the log-probabilities of trainer and engine, and weights the loss by their ratio.
-
-    Those of the trainer are of the weights that generated; on-policy, of the forward that trains.
-    The filters of the engine are replayed, so rounding and differences of implementation are left.
-    """
-
-    args: OnlineConfig  # mode, bounds and action
-    sampling: Sampling  # how the engine draws
-    guard: FiniteGuard  # is shown each weight
-    ranks: Ranks  # which decide together
-    by_token: bool = False  # losses are of tokens, even where the ratio is of completions
-    _seen: list[Tensor] = field(default_factory=list)  # sums of gaps, and how many
-
-    def __post_init__(self) -> None:
-        support = Support(self.sampling.top_p, self.sampling.top_k, self.sampling.min_p or 0.0)
-        self.support = None if support.is_whole else support
-        names = ("mode", "clip_min", "clip_max")
-        bounds = [getattr(self.args, f"vllm_importance_sampling_{name}") for name in names]
-        self._bounds = RatioBounds(*bounds)
-        self._corrects = self.args.vllm_importance_sampling_correction
-        self._unknown = ", ".join(not_replayed(self.sampling))
-        if self._unknown and self.args.vllm_max_logp_gap is not None:
-            raise ValueError(
-                f"vllm_max_logp_gap={self.args.vllm_max_logp_gap} cannot be used with "
-                f"{self._unknown}: the trainer does not replay what that does to probabilities."
-            )
-
     def correct(
         self, scores: TokenScores, batch: Rollout, level: RatioLevel, store: MetricStore
     ) -> tuple[Rollout, Tensor]:
@@ -324,7 +308,7 @@ class RolloutCorrection:
         if bound is None:
             return
         none = torch.zeros(2, device=self.args.device)
-        total, count = self.ranks.sum(torch.stack([none, *self._seen]).sum(0)).tolist()
+        total, count = self.policy.ranks.sum(torch.stack([none, *self._seen]).sum(0)).tolist()
         self.forget()
         gap = total / max(count, 1.0)
         if gap <= bound:
@@ -338,8 +322,15 @@ class RolloutCorrection:
                 f"{words} Look for other precisions or old weights, raise the bound, or set "
                 "vllm_logp_gap_action='warn'."
             )
-        if self.ranks.rank == 0:
+        if self.policy.ranks.rank == 0:
             logger.warning(words)
+
+
+def _constant_logps(batch: Rollout) -> Tensor:
+    """Log-probabilities (B, C) that make the ratio of a row exactly 1."""
+    if batch.old_logps is not None:
+        return batch.old_logps
+    return torch.zeros(batch.loss_mask.shape, device=batch.loss_mask.device)
 
 
 def _scored(batch: Rollout) -> Tensor:
