@@ -1,7 +1,5 @@
 """Options of DPO."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from enum import Enum

@@ -1,7 +1,5 @@
 """DPO: a policy learns which of two answers is preferred, without a reward model."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch
@@ -36,8 +34,6 @@ class DPOTrainer(PreferenceTrainer):
     config_class = DPOConfig
     method = Method("DPO", "dpo", arxiv="2305.18290")
 
-    # --- What is known before a step ---
-
     def before_step(self, batches: list[AnswerRows]) -> list[AnswerRows]:
         """Score the reference, and compare all pairs of the step where a loss ranks them."""
         batches = super().before_step(batches)
@@ -68,8 +64,6 @@ class DPOTrainer(PreferenceTrainer):
             sizes = lengths.flatten(), lengths.flip(1).flatten(), logps.shape[1]
             logps = logps * objectives.shared_length_weights(*sizes, self.args.ld_alpha)
         return rows.by_group(logps.sum(1))
-
-    # --- Loss ---
 
     def weigh(self, rows: AnswerRows) -> Tensor:
         """Pairs, and tokens of chosen answers."""

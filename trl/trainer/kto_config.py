@@ -1,7 +1,5 @@
 """Options of KTO."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .base.options import option

@@ -65,8 +65,6 @@ class KTOTrainer(PreferenceTrainer):
     _evaluated: list[tuple[LabelledRows, Tensor]]  # rows of an evaluation, and log-ratios (B, K)
     method = Method("KTO", "kto", arxiv="2402.01306")
 
-    # --- Data ---
-
     def prepare_dataset(
         self, dataset: Any, encoder: TextEncoder, args: KTOConfig, mode: Mode
     ) -> Any:
@@ -78,8 +76,6 @@ class KTOTrainer(PreferenceTrainer):
         if mode == "train":
             advise_weights(np.asarray(found.rows["label"][:]), args)
         return MismatchedDataset(found, args.seed) if args.estimates_kl else found
-
-    # --- One training step ---
 
     def before_step(self, batches: list[LabelledRows]) -> list[LabelledRows]:
         """Score with the reference, and estimate the KL divergence over the whole step.

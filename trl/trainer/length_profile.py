@@ -1,7 +1,5 @@
 """How long the rows are that a trainer would make of a dataset."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

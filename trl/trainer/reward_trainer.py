@@ -1,7 +1,5 @@
 """Reward models: classifiers that score the better of two answers higher."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Metrics of users that need logits, which are made for one row of an evaluation at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain

@@ -1,7 +1,5 @@
 """Options shared by every trainer that learns from the examples of a dataset."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -60,7 +58,6 @@ class OfflineConfig(BaseConfig):
     )
     remove_unused_columns: bool | None = option(True, "Accepted: other columns are never read.")
     dataloader_pin_memory: bool = option(False, "Pin memory; rows are lists, so there is no need.")
-
     # --- Model ---
     chat_template_path: str | None = option(
         None, "File with a chat template, or a model whose template is taken over."
@@ -153,9 +150,6 @@ class PreferenceConfig(ReferenceOptions, OfflineConfig):
         """How long prompts and answers may be."""
         names = ("max_length", "max_prompt_length", "max_completion_length", "truncation_mode")
         return PreferenceLimits(**{name: getattr(self, name) for name in names})
-
-
-# --- The chat template and the special tokens that options choose ---
 
 
 def set_template(

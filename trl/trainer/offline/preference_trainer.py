@@ -1,7 +1,5 @@
 """One training step for trainers that compare a policy with a reference."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -82,8 +80,6 @@ class PreferenceTrainer(OfflineTrainer):
             )
         return prepare_answers(dataset, encoder, args, args.limits, self.unpairs)
 
-    # --- The reference ---
-
     def begin_training(self) -> None:
         """Compute what is wanted beforehand, and let go of a model that is not needed for more."""
         if self.reference is None or not self.args.precompute_ref_log_probs:
@@ -134,8 +130,6 @@ class PreferenceTrainer(OfflineTrainer):
             return rows.with_values(ref_logps=rows.values["lengths"] * 0.0)
         with self.reference.active(self.model) as model:
             return rows.with_values(ref_logps=self.frozen(model, rows, self.answer_logps))
-
-    # --- Scores ---
 
     @torch.no_grad()
     def frozen(
