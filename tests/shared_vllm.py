@@ -12,7 +12,7 @@ from transformers import BitsAndBytesConfig
 from trl.distributed import Ranks
 from trl.generation.base import PolicyHandle
 from trl.generation.vllm.backend import VLLMColocateBackend
-from trl.generation.vllm.engine import EngineSettings, VLLMEngine, start_engine
+from trl.generation.vllm.engine import VLLMEngine, start_engine
 from trl.imports import is_available
 
 needs_vllm = pytest.mark.skipif(
@@ -27,13 +27,12 @@ def policy_model(seed: int = 0, **changes):
     return tiny_model(seed=seed, **(SHAPE | changes)).eval()
 
 
-def fresh_engine(model, kind=VLLMEngine, **changes) -> VLLMEngine:
+def fresh_engine(model, kind=VLLMEngine, ranks=None, **changes) -> VLLMEngine:
     """An engine of its own, for a model of another shape."""
-    settings = {"context": 128, "rows": 64, "batched": 4096, "dtype": torch.float32}
-    chosen = EngineSettings(
-        **(settings | {"cache_bytes": 16 * 2**20, "reads_text": True} | changes)
-    )
-    return start_engine(model, tiny_tokenizer(), chosen, kind)
+    arguments = {"max_model_len": 128, "max_num_seqs": 64, "max_num_batched_tokens": 4096}
+    arguments |= {"dtype": "float32", "kv_cache_memory_bytes": 16 * 2**20}
+    arguments |= {"skip_tokenizer_init": False} | changes
+    return start_engine(model, tiny_tokenizer(), arguments, ranks or Ranks(), kind)
 
 
 def four_bits(folder, **lora):

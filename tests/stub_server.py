@@ -71,8 +71,9 @@ def stub_server(routes):
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
                 if stub.proves:
-                    claim = Claim.read(self.headers[REQUEST])
-                    self.send_header(ANSWER, claim.answer(shared_secret(), status, text))
+                    nonce = self.headers[REQUEST].split(":")[1]
+                    claim = Claim(shared_secret(), "", "", "", "", nonce)
+                    self.send_header(ANSWER, claim.answer(status, text))
                 self.end_headers()
                 self.wfile.write(text)
 

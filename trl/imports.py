@@ -27,18 +27,6 @@ EXTRAS = {
 # Oldest and newest version that the tests run with. Trainers override private methods of it.
 TESTED = {"transformers": ("5.18", "5.23")}
 
-# Names of Hugging Face TRL by what they belong to; trainers have a configuration, too.
-METHODS = {"Distillation", "ORPO", "CPO", "BCO"}
-METHODS |= {"GKD", "XPO", "NashMD", "PRM", "IterativeSFT", "AlignProp", "DDPO"}
-OTHERS = {
-    *("MergeModelCallback", "WinRateCallback", "get_kbit_device_map", "setup_chat_format"),
-    *("AutoModelForCausalLMWithValueHead", "PreTrainedModelWrapper"),
-    *("AutoModelForSeq2SeqLMWithValueHead", "BestOfNSampler", "TextEnvironment", "TextHistory"),
-    *("BaseJudge", "BasePairwiseJudge", "BaseRankJudge", "HfPairwiseJudge", "PairRMJudge"),
-    *("OpenAIPairwiseJudge", "experimental", "extras"),
-}
-UPSTREAM = OTHERS | {f"{method}{kind}" for method in METHODS for kind in ("Trainer", "Config")}
-
 
 def is_available(module: str) -> bool:
     """Whether `module` can be imported, without importing it."""
@@ -107,11 +95,10 @@ def refuse(name: str, known: Iterable[str]) -> NoReturn:
 
     By `from trl import NAME` it is an ImportError: the words of the other would be lost.
     """
-    if name in UPSTREAM:
-        trainers = ", ".join(x for x in known if x.endswith("Trainer"))
-        hint = f" It is not part of this release, whose trainers are {trainers}."
-    else:
-        hint = did_you_mean(name, known)
+    trainers = ", ".join(x for x in known if x.endswith("Trainer"))
+    others = f" It is not part of this release, whose trainers are {trainers}."
+    # Names of other methods of Hugging Face TRL differ in a letter or two from those that are here.
+    hint = did_you_mean(name, known, others, closeness=0.92)
     message = f"module 'trl' has no attribute {name!r}.{hint}"
     from_trl_import = sys._getframe(2).f_code.co_name == "_handle_fromlist"
     if from_trl_import and not is_available(f"trl.{name}"):

@@ -24,10 +24,7 @@ class RandomState:
 
 @contextmanager
 def random_numbers_kept() -> Iterator[None]:
-    """Give the numbers that follow as if those drawn inside had not been drawn.
-
-    Of Python, NumPy and torch.
-    """
+    """What is drawn inside, of Python, NumPy and torch, does not change what is drawn later."""
     python, numpy, tensors = random.getstate(), np.random.get_state(), RandomState()
     try:
         yield

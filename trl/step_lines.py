@@ -8,10 +8,7 @@ from typing import Any
 
 
 class StepLines:
-    """A file of JSON lines with `step`, whole at any instant.
-
-    It is made, with its folder, when the first line is added.
-    """
+    """A file of JSON lines with `step`, whole at any instant; made with its first line."""
 
     def __init__(self, path: Path):
         self.path = path

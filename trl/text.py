@@ -5,12 +5,14 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def did_you_mean(name: str, legal: Iterable[str], otherwise: str = "") -> str:
+def did_you_mean(
+    name: str, legal: Iterable[str], otherwise: str = "", closeness: float = 0.6
+) -> str:
     """Name the legal value closest to a mistaken one: " Did you mean X?", with a space in front.
 
     If none is close, `otherwise` is returned.
     """
-    close = difflib.get_close_matches(name, list(legal), n=1)
+    close = difflib.get_close_matches(name, list(legal), n=1, cutoff=closeness)
     return f" Did you mean {close[0]}?" if close else otherwise
 
 

@@ -276,21 +276,12 @@ class TokenScores:
 
         `logps` (B, C) has log-probabilities of the rows that were not scored.
         """
-        places = torch.as_tensor(list(rows), device=logps.device)
-
-        def among_zeros(values: Tensor | None) -> Tensor | None:
-            return None if values is None else _put(torch.zeros_like(logps), places, values)
-
-        return TokenScores(
-            logps=_put(logps, places, self.logps),
-            entropies=among_zeros(self.entropies),
-            log_mass=among_zeros(self.log_mass),
-            values=among_zeros(self.values),
-            aux_loss=self.aux_loss,
-        )
-
-
-def _put(base: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    """Return `base` (B, C) with `values` (b, c) at the beginning of some rows."""
-    wide = torch.nn.functional.pad(values, (0, base.shape[1] - values.shape[1]))
-    return base.to(values.dtype).index_copy(0, rows, wide)
+        places, found = torch.as_tensor(list(rows), device=logps.device), {}
+        for field_ in dataclasses.fields(self):
+            values = getattr(self, field_.name)
+            if values is not None and values.dim():
+                base = logps if field_.name == "logps" else torch.zeros_like(logps)
+                wide = torch.nn.functional.pad(values, (0, logps.shape[1] - values.shape[1]))
+                values = base.to(values.dtype).index_copy(0, places, wide)
+            found[field_.name] = values
+        return TokenScores(**found)

@@ -23,8 +23,8 @@ def started():
     """An engine with room for an adapter; starting it takes seconds."""
     model = policy_model()
     model.config.quantization_config = BitsAndBytesConfig(load_in_4bit=True)  # not the engine's
-    room = {"adapter_rank": 8, "adapter_layers": tuple(LAYERS), "kind": AdapterEngine}
-    return fresh_engine(model, **room)._llm
+    room = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8, "lora_target_modules": LAYERS}
+    return fresh_engine(model, AdapterEngine, **room)._llm
 
 
 class CountingEngine(AdapterEngine):
@@ -124,7 +124,7 @@ def test_an_adapter_on_4_bits_is_trained_with_the_engine_that_options_start(tmp_
     settings = four_bits(tmp_path / "base")
     asked = []
 
-    def start(model, tokenizer, wanted, kind):
+    def start(model, tokenizer, wanted, ranks, kind):
         asked.append(wanted)
         return CountingEngine(started())
 
@@ -144,4 +144,5 @@ def test_an_adapter_on_4_bits_is_trained_with_the_engine_that_options_start(tmp_
     gaps = [entry["vllm/logp_gap"] for entry in logs if "vllm/logp_gap" in entry]
     assert len(gaps) == 3 and max(gaps) <= 1e-4
     assert trainer.backend._engine.calls == ["base", "adapter", "adapter", "adapter"]
-    assert (asked[0].adapter_rank, asked[0].adapter_layers) == (8, ("down_proj", "q_proj"))
+    assert asked[0]["max_lora_rank"] == 8
+    assert asked[0]["lora_target_modules"] == ["down_proj", "q_proj"]

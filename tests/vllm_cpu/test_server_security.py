@@ -20,6 +20,7 @@ from trl.generation.vllm.server.secret import (
     REQUEST,
     WEIGHTS,
     Claim,
+    digest,
 )
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
@@ -42,7 +43,7 @@ def running():
 def ask(server, method, path, body=b"", claim=None):
     """Status, headers and body of an answer, with no header or with that of a claim."""
     connection = HTTPConnection("127.0.0.1", server.port, timeout=20)
-    headers = {} if claim is None else {REQUEST: claim.header}
+    headers = {} if claim is None else {REQUEST: claim}
     connection.request(method, path, body, headers)
     answer = connection.getresponse()
     return answer.status, answer.headers, answer.read()
@@ -51,7 +52,7 @@ def ask(server, method, path, body=b"", claim=None):
 def claim_of(server, method, path, body=b"", secret=SECRET):
     """A claim as a trainer makes it, with the word that the server gives to everyone."""
     _, headers, _ = ask(server, "GET", "/health")
-    return Claim.of(secret.encode(), headers[CHALLENGE], method, path, body)
+    return Claim(secret.encode(), headers[CHALLENGE], method, path, digest(body)).header
 
 
 def all_routes(server):
@@ -143,7 +144,7 @@ def test_weights_that_were_recorded_are_refused(running, monkeypatch):
         nudge(model)
         for method, path, content, claim in recorded:
             for body in (content, content[:-1] + b"x"):
-                assert ask(running, method, path, body, Claim.read(claim))[0] == 401
+                assert ask(running, method, path, body, claim)[0] == 401
     assert WEIGHTS in [path for _, path, _, _ in recorded]
 
 

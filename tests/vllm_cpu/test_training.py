@@ -3,7 +3,6 @@
 import re
 
 import pytest
-import torch
 from datasets import Dataset
 from online_runs import dataset, make_trainer, token_sum, weights
 from peft import LoraConfig
@@ -35,9 +34,9 @@ def running(monkeypatch):
     """Trainers take the engine that runs already; the fixture gives what they asked for."""
     asked = []
 
-    def start(model, tokenizer, settings, kind):
-        asked.append(settings)
-        found = engine(ForgetfulEngine, settings.sleeps)
+    def start(model, tokenizer, arguments, ranks, kind):
+        asked.append(arguments)
+        found = engine(ForgetfulEngine, arguments["enable_sleep_mode"])
         asked.append(found)
         return found
 
@@ -190,7 +189,7 @@ def test_completions_match_the_regular_expression(tmp_path, running):
     tokenizer = tiny_tokenizer()
     for ids in completions(tmp_path):
         assert re.fullmatch("[0-9]{3}", tokenizer.decode(ids, skip_special_tokens=True))
-    assert running[0].reads_text
+    assert not running[0]["skip_tokenizer_init"]
 
 
 def test_the_reported_log_probabilities_do_not_replace_the_policys(tmp_path, running):
@@ -203,15 +202,15 @@ def test_the_reported_log_probabilities_do_not_replace_the_policys(tmp_path, run
 
 def test_the_engine_is_as_large_as_the_round_needs(tmp_path, running):
     trainer_of(tmp_path, steps_per_generation=2, gradient_accumulation_steps=2, reward=token_sum)
-    settings = running[0]
-    assert (settings.rows, settings.context, settings.dtype) == (16, 256, torch.float32)
-    assert settings.cache_bytes >= 16 * 2**20 and not settings.reads_text
+    arguments, names = running[0], ("max_num_seqs", "max_model_len", "dtype")
+    assert [arguments[name] for name in names] == [16, 256, "float32"]
+    assert arguments["kv_cache_memory_bytes"] >= 16 * 2**20 and arguments["skip_tokenizer_init"]
 
 
 @pytest.mark.slow
 def test_vllm_itself_accepts_sleep_mode_and_its_calls(tmp_path, can_sleep, monkeypatch):
     """With an engine of its own, built with `enable_sleep_mode=True`."""
-    found = fresh_engine(policy_model(), sleeps=True)
+    found = fresh_engine(policy_model(), enable_sleep_mode=True)
     monkeypatch.setattr(
         vllm_engines, "start_engine", lambda *args: ForgetfulEngine(found._llm, sleeps=True)
     )

@@ -28,8 +28,7 @@ def main() -> None:
     ranks = Ranks(Accelerator(cpu=True))
     torch.manual_seed(ranks.rank)
     model = policy_model()
-    place = {"ranks": 2, "rank": ranks.rank, "local_rank": ranks.rank}
-    llm = fresh_engine(model, tensor_parallel=2, **place)._llm
+    llm = fresh_engine(model, ranks=ranks, tensor_parallel_size=2)._llm
     engine = FaultyEngine(llm, sleeps=True)
     found = VLLMColocateBackend(
         engine, model_policy(model, ranks=ranks), tensor_parallel=2, probe_syncs=1

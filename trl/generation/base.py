@@ -108,11 +108,9 @@ def merge_named(
 
 
 def row_seeds(key: Sequence[object], first_row: int, count: int) -> tuple[int, ...]:
-    """Derive one 63-bit seed for each row from what identifies the round.
+    """Derive one 63-bit seed for each row from what identifies the round, and its place in it.
 
-    The seeds depend on the row's place among all ranks, not on the rank or the batch that
-    happens to hold it, so the same run on one process or several draws the same completions.
-    `first_row` is its index over all ranks.
+    `first_row` is an index over all ranks, so that any number of them draws the same completions.
     """
     prefix = "/".join(map(str, key))
     digests = (

@@ -33,8 +33,7 @@ class PromptLimit:
     def of(cls, longest: int | None, action: str, context: int | None, completion: int) -> Self:
         """The limit from `max_prompt_length`, `long_prompts`, and the tokens that the model sees.
 
-        Without a `longest`, prompts are dropped or cut so that a whole `completion` has room; an
-        error needs less reason.
+        Without a `longest`, prompts are dropped or cut so that a whole `completion` has room.
         """
         if longest is not None and (context is None or longest < context):
             return cls(longest, f"max_prompt_length={longest}", action)

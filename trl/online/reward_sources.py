@@ -59,10 +59,7 @@ class ModelReward:
         completions: Sequence[Any],
         template_kwargs: Sequence[dict[str, Any] | None] | None = None,
     ) -> list[float]:
-        """Score each completion with its prompt, strings or messages, in one forward pass.
-
-        The `template_kwargs` of each row win over those of all rows.
-        """
+        """Score each completion with its prompt, strings or messages, in one forward pass."""
         rows = zip(prompts, completions, template_kwargs or [None] * len(prompts), strict=True)
         known = self.template_kwargs
         texts = [self._text(prompt, text, known | (more or {})) for prompt, text, more in rows]

@@ -38,10 +38,7 @@ class RewardInputs:
         return [row.get(name) for row in self.rows]
 
     def keywords(self, columns: dict[str, list[Any]], log_metric: LogMetric) -> dict[str, Any]:
-        """The keyword arguments of one reward function, which may change its lists.
-
-        What it adds by `log_extra` goes to `columns`.
-        """
+        """Keyword arguments of a reward function; what it adds by `log_extra` goes to `columns`."""
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
             found, rows = list(values), len(self.completions)

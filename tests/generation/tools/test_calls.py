@@ -8,12 +8,13 @@ from tiny import CHAT_TEMPLATE
 from tool_chat import TEMPLATE, add, call, fail, ids, spell, tool_tokenizer
 
 from trl.generation.tools.calls import (
+    BARE,
+    TAGGED,
     CallParser,
     ToolCall,
     ToolResult,
     ToolRunner,
-    read_bare,
-    read_tagged,
+    read_calls,
     schema_of,
 )
 from trl.timed_calls import Outcome
@@ -43,7 +44,7 @@ SPELL = "<tool_call><function=spell><parameter=word>1</parameter></function></to
          "xml string"],
 )  # fmt: skip
 def test_tagged_calls(text, content, calls):
-    assert read_tagged(text, SCHEMAS) == (content, calls)
+    assert read_calls(TAGGED, text, SCHEMAS) == (content, calls)
 
 
 @pytest.mark.parametrize(
@@ -58,9 +59,8 @@ def test_tagged_calls(text, content, calls):
     ],
 )
 def test_malformed_calls_say_what_is_wrong(body, words):
-    found, good = read_tagged(f"<tool_call>{body}</tool_call>" + call("add", '{"a":1,"b":2}'), [])[
-        1
-    ]
+    text = f"<tool_call>{body}</tool_call>" + call("add", '{"a":1,"b":2}')
+    found, good = read_calls(TAGGED, text, [])[1]
     assert words in found.problem and good == ADD
 
 
@@ -71,10 +71,11 @@ def test_malformed_calls_say_what_is_wrong(body, words):
         ('<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}', ("", [ADD])),
         ('I say {"name": "add"}', ('I say {"name": "add"}', [])),
         ('{"x": 1}', ('{"x": 1}', [])),
+        ('{"parameters": {"a": 1, "b": 2}, "name": "add"}', ("", [ADD])),
     ],
 )
 def test_bare_calls(text, expected):
-    assert read_bare(text, SCHEMAS) == expected
+    assert read_calls(BARE, text, SCHEMAS) == expected
 
 
 def test_a_turn_becomes_a_message():

@@ -10,13 +10,12 @@ from tiny import tiny_model
 
 from trl.generation.vllm.adapter_engine import (
     Factors,
+    adapter_arguments,
     adapter_problem,
-    adapter_settings,
     base_stamp,
     low_rank_factors,
     why_not_low_rank,
 )
-from trl.generation.vllm.engine import EngineSettings
 from trl.models.weights import full_weights
 
 SENT = [
@@ -24,7 +23,6 @@ SENT = [
     Factors("b.q", torch.ones(1, 3), torch.full((4, 1), 3.0)),
 ]
 
-SETTINGS = EngineSettings(context=64, rows=8, batched=64, dtype=torch.float32)
 Q = {"target_modules": ["q_proj"]}
 
 
@@ -61,22 +59,20 @@ def test_the_first_of_several_is_named():
 # --- Settings ---
 
 
-def settings_of(folder, adapter):
-    return adapter_settings(make_trainer(folder, peft_config=adapter).policy, SETTINGS)
+def arguments_of(folder, adapter):
+    return adapter_arguments(make_trainer(folder, peft_config=adapter).policy, "float32")
 
 
 def test_the_engine_has_room_for_the_layers_of_the_adapter(tmp_path):
     adapter = LoraConfig(r=9, target_modules=["q_proj", "up_proj"], rank_pattern={"up_proj": 33})
-    found = settings_of(tmp_path, adapter)
-    assert (found.adapter_rank, found.adapter_layers) == (64, ("q_proj", "up_proj"))
-    options = found.arguments(on_cpu=True)
-    assert options["enable_lora"] and options["max_lora_rank"] == 64
-    assert "enable_lora" not in SETTINGS.arguments(on_cpu=True)
+    found = arguments_of(tmp_path, adapter)
+    assert found["enable_lora"] and found["max_lora_rank"] == 64
+    assert found["lora_target_modules"] == ["q_proj", "up_proj"]
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (8, 8), (129, 256), (512, 512)])
 def test_room_is_what_vllm_offers(tmp_path, rank, room):
-    assert settings_of(tmp_path, LoraConfig(r=rank, **Q)).adapter_rank == room
+    assert arguments_of(tmp_path, LoraConfig(r=rank, **Q))["max_lora_rank"] == room
 
 
 @pytest.mark.parametrize(
@@ -94,15 +90,15 @@ def test_room_is_what_vllm_offers(tmp_path, rank, room):
 )
 def test_what_is_more_than_vllm_applies_is_refused(tmp_path, adapter, words):
     with pytest.raises(ValueError, match=f"vllm_sync_adapter_only=True.*{words}"):
-        settings_of(tmp_path, adapter)
+        arguments_of(tmp_path, adapter)
 
 
 def test_a_gpu_needs_half_precision(tmp_path):
     trainer = make_trainer(tmp_path, peft_config=LoraConfig(**Q))
     policy = replace(trainer.policy, device=torch.device("cuda"))
     with pytest.raises(ValueError, match="bfloat16 and float16 only: set bf16=True"):
-        adapter_settings(policy, SETTINGS)
-    adapter_settings(policy, replace(SETTINGS, dtype=torch.bfloat16))
+        adapter_arguments(policy, "float32")
+    adapter_arguments(policy, "bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 import os
 import random
+import types
 
 import pytest
 import torch
+from tiny import tiny_model
 
+from trl.distributed import Ranks
 from trl.generation.vllm import engine as vllm_engine
-from trl.generation.vllm.engine import EngineSettings, check_platform, unchanged_process
+from trl.generation.vllm.engine import check_platform, start_engine, unchanged_process
 
 
 class Platform:
@@ -20,7 +23,6 @@ class Platform:
 @pytest.fixture
 def installed(monkeypatch):
     """Pretend that some release of vLLM is installed, for a platform that sleeps or not."""
-    import types
 
     def install(version, sleeps=True):
         modules = {
@@ -61,30 +63,52 @@ def test_sleep_mode_needs_a_platform_that_has_it(installed):
         check_platform(sleeps=True)
 
 
-def arguments(on_cpu=False, **changes):
-    settings = {"context": 64, "rows": 8, "batched": 512, "dtype": torch.bfloat16}
-    return EngineSettings(**(settings | changes)).arguments(on_cpu)
+class Toy:
+    """Takes the place of `vllm.LLM`."""
+
+    def __init__(self, folder, **arguments):
+        self.arguments = arguments
+        self.llm_engine = types.SimpleNamespace(engine_core=None)
 
 
-def test_arguments_of_one_process():
+@pytest.fixture
+def arguments(monkeypatch):
+    """With what vLLM is started on a rank."""
+
+    def start(rank=0, count=1, on_cpu=False, **changes):
+        platform = types.SimpleNamespace(is_cpu=lambda: on_cpu)
+        modules = {
+            "vllm": types.SimpleNamespace(LLM=Toy),
+            "vllm.platforms": types.SimpleNamespace(current_platform=platform),
+            "vllm._custom_ops": types.SimpleNamespace(),
+        }
+        monkeypatch.setattr(vllm_engine, "require", lambda name, feature: modules[name])
+        ranks = Ranks()
+        ranks.rank, ranks.count = rank, count
+        given = {"dtype": "bfloat16", "skip_tokenizer_init": True} | changes
+        found, sleeps = start_engine(tiny_model(), None, given, ranks, lambda *both: both)
+        assert sleeps == changes.get("enable_sleep_mode", False)
+        return found.arguments
+
+    return start
+
+
+def test_arguments_of_one_process(arguments):
     found = arguments()
     assert found["dtype"] == "bfloat16" and found["distributed_executor_backend"] == "uni"
     assert found["load_format"] == "dummy" and found["logprobs_mode"] == "processed_logprobs"
-    assert found["skip_tokenizer_init"] and not found["enable_sleep_mode"]
-    assert "gpu_memory_utilization" not in found and "kv_cache_memory_bytes" not in found
+    assert found["seed"] == 0 and "block_size" not in found
 
 
-def test_arguments_of_ranks_that_share_an_engine():
-    found = arguments(ranks=4, rank=3, tensor_parallel=2, memory_share=0.4, sleeps=True)
+def test_arguments_of_ranks_that_share_an_engine(arguments):
+    found = arguments(3, 4, tensor_parallel_size=2, enable_sleep_mode=True)
     assert (found["distributed_executor_backend"], found["seed"]) == ("external_launcher", 1)
-    assert (found["tensor_parallel_size"], found["gpu_memory_utilization"]) == (2, 0.4)
-    assert found["enable_sleep_mode"]
+    assert found["tensor_parallel_size"] == 2 and found["enable_sleep_mode"]
 
 
-def test_a_cpu_shares_prompts_in_small_blocks_without_graphs():
-    found = arguments(on_cpu=True, cache_bytes=2**24)
+def test_a_cpu_shares_prompts_in_small_blocks_without_graphs(arguments):
+    found = arguments(on_cpu=True)
     assert found["enforce_eager"] and found["block_size"] == 32
-    assert found["kv_cache_memory_bytes"] == 2**24
 
 
 def test_the_process_is_given_back(monkeypatch):

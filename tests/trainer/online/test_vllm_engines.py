@@ -16,8 +16,8 @@ from trl.models.value_model import add_value_model
 from trl.trainer.online import vllm_engines
 from trl.trainer.online.vllm_engines import (
     check_options,
+    engine_arguments,
     engine_memory,
-    engine_settings,
     rows_of,
     server_urls,
 )
@@ -147,9 +147,10 @@ def test_engines_of_all_ranks_have_the_size_of_the_smallest(tmp_path, monkeypatc
     monkeypatch.setattr(vllm_engines.DeviceMemory, "of", lambda device: here)
     monkeypatch.setattr(vllm_engines.Engine, "memory", memory)
     handle = model_policy(tiny_model(), ranks=Other())
-    found = engine_settings(handle, vllm_config(tmp_path), Sampling(max_tokens=4))
+    found = engine_arguments(handle, vllm_config(tmp_path), Sampling(max_tokens=4))
     assert seen == [DeviceMemory(free=2.5e9, held=1.5e9)]
-    assert (found.context, found.cache_bytes) == (256, 2**24)
+    assert (found["max_model_len"], found["kv_cache_memory_bytes"]) == (256, 2**24)
+    assert found["dtype"] == "float32" and found["skip_tokenizer_init"]
 
 
 def test_the_module_says_which_releases_it_is_for():

@@ -30,7 +30,8 @@ Functions = Mapping[str, Callable[..., Any]]
 TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*\Z", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-BARE = re.compile(r"\A\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*\Z", re.DOTALL)
+# A turn that is nothing but one JSON object with a name.
+BARE = re.compile(r'\A\s*(?:<\|python_tag\|>)?\s*(\{(?=.*"name").*\})\s*\Z', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -65,25 +66,15 @@ class ToolCall:
         return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-Found = tuple[str, list[ToolCall]]  # the text without the calls, and the calls
-Reader = Callable[[str, Sequence[dict[str, Any]]], Found]
 Turn = tuple[dict[str, Any], list[ToolCall]]  # the message, and its calls
 
 
-def read_tagged(text: str, schemas: Sequence[dict[str, Any]]) -> Found:
-    """Calls between `<tool_call>` tags, as JSON or as nested `<function=...>` tags."""
-    calls = [_read_body(match[1], schemas) for match in TAGGED.finditer(text)]
-    return (TAGGED.sub("", text).strip() if calls else text), calls
-
-
-def read_bare(text: str, schemas: Sequence[dict[str, Any]]) -> Found:
-    """A turn that is nothing but one JSON object with a name and parameters or arguments."""
-    match = BARE.match(text)
-    if match is None:
-        return text, []
-    call = _read_json(match[1])
-    wrote_call = call.problem is None or '"name"' in match[1]
-    return ("", [call]) if wrote_call else (text, [])
+def read_calls(
+    written: re.Pattern[str], text: str, schemas: Sequence[dict[str, Any]]
+) -> tuple[str, list[ToolCall]]:
+    """The text without its calls, and the calls, as JSON or as nested `<function=...>` tags."""
+    calls = [_read_body(match[1], schemas) for match in written.finditer(text)]
+    return (written.sub("", text).strip() if calls else text), calls
 
 
 def _read_body(body: str, schemas: Sequence[dict[str, Any]]) -> ToolCall:
@@ -127,13 +118,14 @@ class CallParser:
         self._tokenizer = tokenizer
         self._schemas = list(schemas)
         self._special = [token for token in tokenizer.all_special_tokens if token]
-        self._reader: Reader | None = None
+        self._written: re.Pattern[str] | None = None  # how calls are
         if reads_responses(tokenizer):
             return
         written = rendered_call(tokenizer, **(template_kwargs or {}))
-        for reader in (read_tagged, read_bare):
-            if ToolCall(NAME, {"word": ARGUMENT}) in reader(self._plain(written), schemas)[1]:
-                self._reader = reader
+        text = self._plain(written)
+        for pattern in (TAGGED, BARE):
+            if ToolCall(NAME, {"word": ARGUMENT}) in read_calls(pattern, text, schemas)[1]:
+                self._written = pattern
                 return
         raise ValueError(
             "tools: the chat template writes a tool call in a way that is not known here: "
@@ -146,10 +138,11 @@ class CallParser:
         `prompt` are token ids before the turn; `ids` those of the turn, but for the one that ended
         it.
         """
-        if self._reader is None:
+        if self._written is None:
             message, calls = self._parse(prompt, ids)
         else:
-            text, calls = self._reader(self._tokenizer.decode(list(ids)), self._schemas)
+            text = self._tokenizer.decode(list(ids))
+            text, calls = read_calls(self._written, text, self._schemas)
             plain = self._tokenizer.decode(list(ids), skip_special_tokens=True)
             message = {"role": "assistant", "content": self._plain(text) if calls else plain}
         if calls:

@@ -62,10 +62,7 @@ class BatchLimits:
     def cut(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, model: Any, shared: bool
     ) -> Iterator[range]:
-        """Cut rows into runs within the bounds, of one row at least.
-
-        With `shared`, rows of a prompt read one copy of it.
-        """
+        """Cut rows, which may have `shared` prompts, into runs within the bounds, or of one row."""
         per_token = 0 if self.cache_bytes is None else cache_bytes_per_token(model)
         start, tokens = 0, 0
         for row, prompt in enumerate(prompts):

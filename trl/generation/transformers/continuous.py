@@ -54,10 +54,7 @@ class ContinuousBackend(GenerationBackend):
 
     @torch.no_grad()
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
-        """Complete every row; see `GenerationBackend`.
-
-        Options that continuous batching cannot honor are refused.
-        """
+        """Complete every row; options that continuous batching cannot honor are refused."""
         refused = set(sampling.extra) - {"do_sample"}
         if sampling.repetition_penalty != 1.0:
             refused.add("repetition_penalty")
@@ -134,10 +131,7 @@ class ContinuousBackend(GenerationBackend):
 
 
 def _without_autocast(model: Any) -> AbstractContextManager[None]:
-    """Take off the autocast that accelerate puts around the forward.
-
-    The cache of the engine has the dtype of the weights, and takes no keys of another.
-    """
+    """Take autocast off the forward: the engine's cache takes keys in the dtype of the weights."""
     wrapped, original = (vars(model).get(name) for name in ("forward", "_original_forward"))
     is_wrapped = wrapped is not None and original is not None
     return replaced_forward(model, original) if is_wrapped else nullcontext()
@@ -163,10 +157,7 @@ def _collect(manager: Any, count: int) -> dict[str, list[int]]:
 
 
 class _Draws(ContinuousBatchingLogitsProcessor):
-    """Lets greedy decoding sample: the scores are replaced by choices already made.
-
-    A request takes the random number of its row and of the place of its new token.
-    """
+    """Gives a request the random number of its row and of the place of its new token."""
 
     supported_kwargs: dict[str, type] = {}
     ignored_kwargs: tuple[str, ...] = ()

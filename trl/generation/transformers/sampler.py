@@ -67,11 +67,9 @@ def uniforms(seeds: Sequence[int], count: int) -> Tensor:
 
 
 def pick(scores: Tensor, draws: Tensor) -> Tensor:
-    """Draw one token (B,) for each row by inverting the cumulative distribution.
+    """Draw a token (B,) for each row by draws (B,) in [0, 1) and filtered logits (B, V).
 
-    Scores (B, V) are filtered logits, -inf marks impossible tokens, and draws (B,) lie in [0, 1).
-    Where scores are NaN it is some id, for an error on an accelerator would end the process: the
-    caller must look.
+    Where these are NaN it is some id, for an error on an accelerator would end the process.
     """
     cumulative = scores.float().softmax(-1).double().cumsum(-1)
     targets = draws.to(cumulative.device)[:, None] * cumulative[:, -1:]
@@ -134,10 +132,7 @@ class RepetitionPenalty(RepetitionPenaltyLogitsProcessor):
 
 
 class StopTexts(StoppingCriteria):
-    """Ends completions at given texts, and knows where: behind its end a row is padding.
-
-    A token that completes a text belongs to the completion.
-    """
+    """Ends completions behind the token that completes one of some texts, and knows where."""
 
     def __init__(self, tokenizer: Any, texts: str | Sequence[str], prompt_width: int):
         self._is_found = StopStringCriteria(tokenizer, texts)

@@ -206,14 +206,9 @@ class SharedDecoder:
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Complete rows, of which those of a prompt stand next to each other.
 
-        Prompts computed by the last call are used again. Each row has a random stream of its own.
-
-        Returns:
-            Token ids of each row, stop token included, and the log-probability of each under the
-            model at the sampling temperature, before filters.
-
-        Raises:
-            NonFiniteLogitsError: naming the rows whose logits are NaN or infinite.
+        Prompts computed by the last call are used again. Returned are token ids of each row, stop
+        token included, and the log-probability of each at the sampling temperature, before filters.
+        `NonFiniteLogitsError` names rows.
         """
         limit = self._sampling.max_tokens
         draws = None if self._greedy else uniforms(seeds, limit)

@@ -30,9 +30,8 @@ class SyncedForward:
     def over(self, decoder: nn.Module) -> Iterator[None]:
         """Work of this rank that runs `decoder` as often as it needs to, with the others.
 
-        Raises:
-            RankError: if another rank failed between two forwards. A failure within a forward,
-                where others wait for this rank's part of the next layer, ends this process alone.
+        `RankError`: another rank failed between two forwards. A failure within a forward, where
+        others wait for this rank's part of the next layer, ends this process alone.
         """
         self._is_inside = self._is_done = False
         self._failure = None

@@ -4,7 +4,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ...models.unwrap import causal_model, is_peft_model
 from ...models.weights import adapted_layers, full_weights
 from ..base import PolicyHandle
 from .backend import VLLMColocateBackend
-from .engine import EngineSettings, VLLMEngine
+from .engine import VLLMEngine
 
 ADAPTER = 1  # vLLM's number of the one adapter
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
@@ -91,8 +91,8 @@ def base_stamp(model: nn.Module) -> int:
     return sum(p._version for p in causal.parameters() if id(p) not in factors)
 
 
-def adapter_settings(policy: PolicyHandle, settings: EngineSettings) -> EngineSettings:
-    """Settings of an engine that holds the adapter of a policy apart, from those of one without.
+def adapter_arguments(policy: PolicyHandle, dtype: str) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for an engine that holds the adapter of a policy apart.
 
     A ValueError says that it has more than a LoRA adapter, or what vLLM cannot do with it.
     """
@@ -102,7 +102,7 @@ def adapter_settings(policy: PolicyHandle, settings: EngineSettings) -> EngineSe
         raise ValueError(f"{words}the policy has {reason}: leave the option out.")
     if policy.ranks.fsdp_version == 1:
         raise ValueError(f"{words}FSDP1 mixes both in one parameter: use FSDP2.")
-    if settings.dtype == torch.float32 and policy.device.type == "cuda":
+    if dtype == "float32" and policy.device.type == "cuda":
         raise ValueError(
             "vllm_sync_adapter_only=True: on GPUs vLLM applies adapters in bfloat16 and float16 "
             "only: set bf16=True, or leave the option out."
@@ -114,11 +114,12 @@ def adapter_settings(policy: PolicyHandle, settings: EngineSettings) -> EngineSe
             f"vllm_sync_adapter_only=True: vLLM holds adapters up to rank {RANKS[-1]}, and this "
             f"one has {rank}. Leave the option out, or lower the rank (lora_r)."
         )
-    return replace(
-        settings,
-        adapter_rank=next(room for room in RANKS if room >= rank),
-        adapter_layers=tuple(sorted({name.rpartition(".")[2] for name in pairs})),
-    )
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(room for room in RANKS if room >= rank),
+        "lora_target_modules": sorted({name.rpartition(".")[2] for name in pairs}),
+    }
 
 
 class AdapterEngine(VLLMEngine):
@@ -152,10 +153,7 @@ class AdapterEngine(VLLMEngine):
                 parent._modules[name] = wrapper
 
     def slots(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """First factors (most ranks, inputs) and second ones (outputs, most ranks) of each layer.
-
-        Layers have the names from before vLLM fused them.
-        """
+        """First factors (rank, inputs) and second ones (outputs, rank) of layers before fusion."""
         found = {}
         for name, module in self._manager.modules.items():
             parent, _, last = name.rpartition(".")

@@ -48,7 +48,7 @@ class VLLMBackend(GenerationBackend):
         self._wanted = 0
         self._held: tuple[int, int] | None = None  # step and stamp of the weights it holds
         self._syncs = 0
-        self._probed = 0  # number of the sync that was probed last
+        self._is_due = False  # whether the last sync is still to be probed
         self._depth = 0
 
     def sync_weights(self, step: int) -> None:
@@ -75,10 +75,7 @@ class VLLMBackend(GenerationBackend):
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Inside, the engine holds the policy's weights and a cache; outside, maybe neither.
-
-        One inside another changes nothing, so several generations need one sync.
-        """
+        """Inside, the engine holds the policy's weights and a cache; outside, maybe neither."""
         self._depth += 1
         try:
             if self._depth == 1:
@@ -138,15 +135,15 @@ class VLLMBackend(GenerationBackend):
             problem = self._send(self.weights(self.policy.model))
         self._stop_at(problem)
         self._held = (self._wanted, self._stamp())
+        self._is_due = self.probe_syncs > 0 and self._syncs % self.probe_syncs == 0
         self._syncs += 1
         self.report("vllm/sync_seconds", time.perf_counter() - started)
 
     def _probe(self, prompt: list[int]) -> None:
         """Compare log-probabilities of policy and engines, at the first sync and then at some."""
-        due = self.probe_syncs and (self._syncs - 1) % self.probe_syncs == 0
-        if not due or self._probed == self._syncs:
+        if not self._is_due:
             return
-        self._probed = self._syncs
+        self._is_due = False
         # Ranks that ask an engine together must ask for the same: all take the first one's prompt.
         prompt = self._shares(prompt[-min(PROBE_PROMPT, self.context - 1) :])[0][0]
         tokens = min(PROBE_TOKENS, self.context - len(prompt))

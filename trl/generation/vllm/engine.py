@@ -5,9 +5,8 @@ import os
 import tempfile
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ...distributed import undivided_models
+from ...distributed import Ranks, undivided_models
 from ...imports import first_numbers, require
 from ...random_numbers import random_numbers_kept
 from ...types import Sampling
@@ -26,6 +25,13 @@ logger = logging.get_logger(__name__)
 OLDEST, NEWEST = "0.26", "0.33"  # releases this module is written for
 CPU_BLOCK = 32  # tokens; vLLM's default of 128 would share few prompts
 PARTS = ("weights", "kv_cache")
+# With what `vllm.LLM` is made, whatever the options are.
+FIXED = {
+    "load_format": "dummy",  # the policy's own weights follow
+    "generation_config": "vllm",
+    "logprobs_mode": "processed_logprobs",
+    "enable_prefix_caching": True,
+}
 
 
 def check_platform(sleeps: bool) -> None:
@@ -43,58 +49,6 @@ def check_platform(sleeps: bool) -> None:
             "vllm_enable_sleep_mode=True: vLLM has no sleep mode on this platform "
             f"({platform.device_type}); leave the option out."
         )
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """How an engine is built."""
-
-    context: int  # most tokens of a prompt with its completion
-    rows: int  # completions that decode together
-    batched: int  # tokens that one step computes
-    dtype: torch.dtype  # of weights, activations and cache
-    cache_bytes: int | None = None  # for keys and values. None: what `memory_share` leaves
-    memory_share: float | None = None  # of the device, that the engine may fill
-    tensor_parallel: int = 1  # neighboring ranks that hold one engine together
-    ranks: int = 1  # processes that train
-    rank: int = 0  # of this process
-    local_rank: int = 0  # the same among those of this machine
-    sleeps: bool = False  # whether the engine gives its memory back between generations
-    reads_text: bool = False  # whether it needs the tokenizer
-    implementation: str = "vllm"  # `vllm_model_impl`
-    trust_remote_code: bool = False  # whether code shipped with the model may run
-    adapter_rank: int = 0  # largest rank of an adapter beside the weights; 0: there is none
-    adapter_layers: tuple[str, ...] = ()  # last names of the layers that it changes
-
-    def arguments(self, on_cpu: bool) -> dict[str, Any]:
-        """Keyword arguments of `vllm.LLM`, without the model's."""
-        memory: dict[str, Any] = {}
-        if self.cache_bytes is not None:
-            memory["kv_cache_memory_bytes"] = self.cache_bytes
-        if self.memory_share is not None:
-            memory["gpu_memory_utilization"] = self.memory_share
-        if on_cpu:
-            memory |= {"enforce_eager": True, "block_size": CPU_BLOCK}
-        if self.adapter_rank:
-            memory |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": self.adapter_rank}
-            memory["lora_target_modules"] = list(self.adapter_layers)
-        return memory | {
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "max_model_len": self.context,
-            "max_num_seqs": self.rows,
-            "max_num_batched_tokens": max(self.batched, self.rows),
-            "tensor_parallel_size": self.tensor_parallel,
-            "distributed_executor_backend": "external_launcher" if self.ranks > 1 else "uni",
-            "seed": self.rank // self.tensor_parallel,
-            "enable_sleep_mode": self.sleeps,
-            "skip_tokenizer_init": not self.reads_text,
-            "model_impl": self.implementation,
-            "trust_remote_code": self.trust_remote_code,
-            "load_format": "dummy",  # the policy's own weights follow
-            "generation_config": "vllm",
-            "logprobs_mode": "processed_logprobs",
-            "enable_prefix_caching": True,
-        }
 
 
 class VLLMEngine:
@@ -176,14 +130,21 @@ def sampling_fields() -> tuple[str, ...]:
 
 
 def start_engine(
-    model: Any, tokenizer: Any, settings: EngineSettings, kind: type[VLLMEngine] = VLLMEngine
+    model: Any,
+    tokenizer: Any,
+    arguments: Mapping[str, Any],
+    ranks: Ranks,
+    kind: type[VLLMEngine] = VLLMEngine,
 ) -> VLLMEngine:
     """Start an engine for a policy, of which only the configuration is read.
 
-    Its weights are random until they are loaded. `kind` is what wraps it.
+    Its weights are random until they are loaded. `arguments` of `vllm.LLM` go with those of `FIXED`
+    and of the platform; `kind` is what wraps it.
     """
     with unchanged_process(), tempfile.TemporaryDirectory() as folder:
-        _launch_environment(settings)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are loaded from this process
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns of a tokenizer not needed
+        os.environ.setdefault("LOCAL_RANK", "0")
         vllm = require("vllm", "use_vllm=True")
         on_cpu = keep_weights_unpacked("use_vllm=True")
         config = copy.deepcopy(model.config)
@@ -191,13 +152,17 @@ def start_engine(
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # the engine holds whole weights
         config.save_pretrained(folder)
-        if settings.reads_text:
+        if not arguments["skip_tokenizer_init"]:
             tokenizer.save_pretrained(folder)
-        shared = on_cpu and settings.tensor_parallel > 1
-        with _uncompiled(on_cpu), undivided_models(), _own_memory() if shared else nullcontext():
-            llm = vllm.LLM(folder, **settings.arguments(on_cpu))
+        size = arguments.get("tensor_parallel_size", 1)
+        place: dict[str, Any] = {"enforce_eager": True, "block_size": CPU_BLOCK} if on_cpu else {}
+        place["distributed_executor_backend"] = "external_launcher" if ranks.count > 1 else "uni"
+        place["seed"] = ranks.rank // size
+        own = _own_memory() if on_cpu and size > 1 else nullcontext()
+        with _uncompiled(on_cpu), undivided_models(), own:
+            llm = vllm.LLM(folder, **FIXED, **place, **arguments)
     _keep_process_groups(llm)
-    return kind(llm, settings.sleeps)
+    return kind(llm, arguments.get("enable_sleep_mode", False))
 
 
 def _keep_process_groups(llm: Any) -> None:
@@ -218,23 +183,9 @@ def _shut_down(core: Any) -> None:
         module.cleanup_dist_env_and_memory = clean_up
 
 
-def _launch_environment(settings: EngineSettings) -> None:
-    """Environment variables that vLLM reads while it starts."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are loaded from this process
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns of a tokenizer not needed
-    if settings.ranks > 1:
-        os.environ["RANK"] = str(settings.rank)
-        os.environ["LOCAL_RANK"] = str(settings.local_rank)
-        os.environ["WORLD_SIZE"] = str(settings.ranks)
-
-
 @contextmanager
 def _own_memory() -> Iterator[None]:
-    """Inside, ranks on a CPU get memory in common that is not that of another run.
-
-    vLLM names it after the ranks alone. The files are removed once all ranks have opened them, so
-    that a run which is killed leaves none.
-    """
+    """Name memory that ranks on a CPU share after the run, too; files are removed once opened."""
     run = [uuid.uuid4().hex]
     torch.distributed.broadcast_object_list(run, 0)
     module: Any = require(

@@ -34,10 +34,7 @@ def needs_text(sampling: Sampling) -> bool:
 
 
 def parameters(sampling: Sampling, count: int, seed: int) -> dict[str, Any]:
-    """Arguments of vLLM's `SamplingParams`, from what `merge_options` made.
-
-    The seed is that of the first of `count` completions; vLLM derives those of the others.
-    """
+    """Arguments of vLLM's `SamplingParams`; the seed is that of the first completion."""
     rest = dict(sampling.extra)
     greedy = not rest.pop("do_sample", True)
     return {

@@ -74,20 +74,18 @@ class CopyWatch(TorchDispatchMode):
         self._storages = storages
         self._weight = weight
         self.places: list[Place] = []
-        self.filled: list[Tensor] = []
+        self.targets: list[Tensor] = []  # of the places, and what is filled with a number
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operation, and note it if it writes."""
-        if func is torch.ops.aten.copy_.default and self._is_held(args[0]):
-            self.places.append(Place(self._source(args[1]), args[0].detach()))
-        elif func is torch.ops.aten.fill_.Scalar and self._is_held(args[0]):
-            self.filled.append(args[0].detach())
+        writes = func in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar)
+        if writes and args[0].untyped_storage().data_ptr() in self._storages:
+            self.targets.append(args[0].detach())
+            if func is torch.ops.aten.copy_.default:
+                self.places.append(Place(self._source(args[1]), self.targets[-1]))
         return func(*args, **(kwargs or {}))
-
-    def _is_held(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._storages
 
     def _source(self, part: Tensor) -> Source | None:
         weight = self._weight
@@ -131,7 +129,7 @@ class WeightProof:
     def _watch(self, name: str, weight: Tensor, load: Callable[[str, Tensor], None]) -> list[Place]:
         with CopyWatch(set(self._held()), weight) as watch:
             load(name, weight)
-        for target in (*(place.target for place in watch.places), *watch.filled):
+        for target in watch.targets:
             where = (target.storage_offset(), tuple(target.shape), tuple(target.stride()))
             address = target.untyped_storage().data_ptr()
             self._covered.setdefault(address, set()).add(where)
@@ -144,10 +142,7 @@ class WeightProof:
         return {p.untyped_storage().data_ptr(): (name, p) for name, p in named}
 
     def problem(self) -> str | None:
-        """What is wrong after a sync, in words; None if the engine holds all that was sent.
-
-        Forgets what was sent, so that each sync is proven by itself.
-        """
+        """What is wrong after a sync, in words, if anything; forgets what was sent."""
         sent, self._sent = self._sent, {}
         found = self._missing(sent) or self._different(sent)
         if found is not None:

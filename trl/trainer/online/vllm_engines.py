@@ -9,9 +9,9 @@ import torch
 from transformers.utils import logging
 
 from ...generation.base import PolicyHandle
-from ...generation.vllm.adapter_engine import AdapterBackend, AdapterEngine, adapter_settings
+from ...generation.vllm.adapter_engine import AdapterBackend, AdapterEngine, adapter_arguments
 from ...generation.vllm.backend import VLLMBackend, VLLMColocateBackend
-from ...generation.vllm.engine import EngineSettings, VLLMEngine, check_platform, start_engine
+from ...generation.vllm.engine import VLLMEngine, check_platform, start_engine
 from ...generation.vllm.sampling import needs_text
 from ...generation.vllm.server.backend import Server, ServerPool, VLLMServerBackend
 from ...generation.vllm.server.client import PROTOCOL, ServerFacts, VLLMClient, gpu_id, shape_of
@@ -102,13 +102,14 @@ def make_backend(
         pool, context = _connect(handle, args, sampling)
         check_engine_context(args, context, longest)
         return VLLMServerBackend(pool, handle, context, **shared)
-    settings = engine_settings(handle, args, sampling)
-    check_engine_context(args, settings.context, longest)
+    arguments = engine_arguments(handle, args, sampling)
+    check_engine_context(args, arguments["max_model_len"], longest)
     kinds: tuple[Any, Any] = (VLLMEngine, VLLMColocateBackend)
     if args.vllm_sync_adapter_only:
-        settings = adapter_settings(handle, settings)
+        arguments |= adapter_arguments(handle, arguments["dtype"])
         kinds = (AdapterEngine, AdapterBackend)
-    engine = start_engine(causal_model(handle.model), handle.tokenizer, settings, kinds[0])
+    model = causal_model(handle.model)
+    engine = start_engine(model, handle.tokenizer, arguments, handle.ranks, kinds[0])
     handle.ranks.wait()
     shared["tensor_parallel"] = args.vllm_tensor_parallel_size
     return kinds[1](engine, handle, **shared)
@@ -138,8 +139,10 @@ def _connect(
     return pool, ranks.gather_objects(None if pool is None else pool.context)[0]
 
 
-def engine_settings(handle: PolicyHandle, args: OnlineConfig, sampling: Sampling) -> EngineSettings:
-    """How large the engine is: what the options say, else what training leaves of the device."""
+def engine_arguments(
+    handle: PolicyHandle, args: OnlineConfig, sampling: Sampling
+) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`: what the options say, else what training leaves of the device."""
     causal, dtype = causal_model(handle.model), handle.dtype
     context = args.vllm_max_model_length or context_length(causal)
     if context is None:
@@ -147,7 +150,7 @@ def engine_settings(handle: PolicyHandle, args: OnlineConfig, sampling: Sampling
             "The model's configuration does not say how many tokens it sees: set "
             "vllm_max_model_length."
         )
-    share, cache = args.vllm_gpu_memory_utilization, None
+    share, cache = args.vllm_gpu_memory_utilization, {}
     if share is None:
         # What is free where least is: engines of several ranks must be of one size.
         found, least = DeviceMemory.of(handle.device), handle.ranks.largest
@@ -155,24 +158,20 @@ def engine_settings(handle: PolicyHandle, args: OnlineConfig, sampling: Sampling
         memory = engine_memory(args, handle.model, dtype, context, free)
         if memory.context < context:
             logger.info(f"The vLLM engine has room for contexts of {memory.context} tokens.")
-        context, cache = memory.context, memory.cache
+        context, cache = memory.context, {"kv_cache_memory_bytes": memory.cache}
         share = min(0.95, memory.total / device_bytes(args.device))
-    return EngineSettings(
-        context=context,
-        rows=rows_of(args),
-        batched=BATCHED_TOKENS,
-        dtype=dtype,
-        cache_bytes=cache,
-        memory_share=share,
-        tensor_parallel=args.vllm_tensor_parallel_size,
-        ranks=handle.ranks.count,
-        rank=handle.ranks.rank,
-        local_rank=max(0, args.local_process_index),
-        sleeps=args.vllm_enable_sleep_mode,
-        reads_text=needs_text(sampling),
-        implementation=args.vllm_model_impl,
-        trust_remote_code=args.trust_remote_code,
-    )
+    return cache | {
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": context,  # most tokens of a prompt with its completion
+        "max_num_seqs": rows_of(args),
+        "max_num_batched_tokens": max(BATCHED_TOKENS, rows_of(args)),
+        "gpu_memory_utilization": share,
+        "tensor_parallel_size": args.vllm_tensor_parallel_size,
+        "enable_sleep_mode": args.vllm_enable_sleep_mode,
+        "skip_tokenizer_init": not needs_text(sampling),
+        "model_impl": args.vllm_model_impl,
+        "trust_remote_code": args.trust_remote_code,
+    }
 
 
 def rows_of(args: OnlineConfig) -> int:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from trl.generation.vllm.server.secret import ANSWER, CHALLENGE, REQUEST, WEIGHTS, Claim
+from trl.generation.vllm.server.secret import ANSWER, CHALLENGE, REQUEST, WEIGHTS, Claim, digest
 from trl.imports import is_available
 
 if not is_available("starlette"):
@@ -19,9 +19,9 @@ DESCRIBE = json.dumps({"method": "trl_describe"}).encode()
 
 def test_each_claim_is_spent_once():
     challenges = Challenges()
-    claim = Claim.of(KEY, challenges.current, "GET", "/x", b"")
+    claim = Claim(KEY, challenges.current, "GET", "/x", digest(b""))
     assert challenges.spend(claim) and not challenges.spend(claim)
-    assert not challenges.spend(Claim.of(KEY, "another word", "GET", "/x", b""))
+    assert not challenges.spend(Claim(KEY, "another word", "GET", "/x", digest(b"")))
     assert not Challenges().spend(claim), "of another server, or one that was started again"
 
 
@@ -29,7 +29,7 @@ def test_words_of_a_server_are_replaced():
     challenges = Challenges(seconds=-1.0)
     words = [challenges.current for _ in range(3)]
     assert len(set(words)) == 3 == len(challenges._spent) + 1, "what was spent is not kept forever"
-    made = [Claim.of(KEY, word, "GET", "/x", b"") for word in words]
+    made = [Claim(KEY, word, "GET", "/x", digest(b"")) for word in words]
     assert [challenges.spend(claim) for claim in made] == [False, True, True]
 
 
@@ -74,7 +74,7 @@ def run(guard, method, path, claim=None, parts=(b"",), **scope):
 
 def claim_of(guard, method, path, body=b"", secret=KEY):
     challenge = run(guard, "GET", "/")[1][CHALLENGE.lower()]
-    return Claim.of(secret, challenge, method, path, body)
+    return Claim(secret, challenge, method, path, digest(body))
 
 
 @pytest.mark.parametrize(("method", "path"), sorted(ROUTES - {("POST", WEIGHTS)}))
@@ -83,7 +83,7 @@ def test_routes_of_training_are_open_to_who_knows_the_secret(guard, method, path
     found = run(guard, method, path, claim, (DESCRIBE[:5], DESCRIBE[5:]))
     body = DESCRIBE + b"http.disconnect"  # which the server must see, to end what it was asked
     assert found[0] == 200 and found[2] == body and found[1]["a"] == "b"
-    assert claim.is_answered(found[1][ANSWER.lower()], KEY, 200, body)
+    assert found[1][ANSWER.lower()] == claim.answer(200, body)
     assert int(found[1]["content-length"]) == len(body)
     assert run(guard, method, path, claim, (DESCRIBE,))[0] == 401, "a second time"
 
@@ -106,7 +106,7 @@ def test_weights_are_handed_to_workers(guard):
         claim = claim_of(guard, "POST", WEIGHTS, body)
         status, headers, text = run(guard, "POST", WEIGHTS, claim, (body,), app=engine)
         assert status == expected[0] and expected[1] in text
-        assert claim.is_answered(headers[ANSWER.lower()], KEY, status, text)
+        assert headers[ANSWER.lower()] == claim.answer(status, text)
         assert run(guard, "POST", WEIGHTS, claim, (body,), app=engine)[0] == 401
     assert engine.calls == [("trl_receive", (body,)) for body in (b"\x00\xff", b"bad")]
 
@@ -118,7 +118,7 @@ def test_weights_are_handed_to_workers(guard):
         lambda guard: claim_of(guard, "GET", "/health", secret=b""),
         lambda guard: claim_of(guard, "POST", "/health"),
         lambda guard: claim_of(guard, "GET", "/healthy"),
-        lambda guard: Claim.of(KEY, "old", "GET", "/health", b""),
+        lambda guard: Claim(KEY, "old", "GET", "/health", digest(b"")),
     ],
 )
 def test_others_are_refused_before_the_server_sees_them(guard, claim):
@@ -130,7 +130,7 @@ def test_a_byte_that_changed_on_the_way_is_no_wrong_secret(guard):
     engine, claim = Engine(), claim_of(guard, "POST", WEIGHTS, b"weights")
     status, headers, text = run(guard, "POST", WEIGHTS, claim, (b"weighty",), app=engine)
     assert status == 400 and b"altered or damaged on its way" in text and not engine.calls
-    assert claim.is_answered(headers[ANSWER.lower()], KEY, 400, text)
+    assert headers[ANSWER.lower()] == claim.answer(400, text)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_byte_that_changed_on_the_way_is_no_wrong_secret(guard):
 def test_what_training_does_not_need_is_off(guard, method, path, body):
     claim = claim_of(guard, method, path, body)
     status, headers, text = run(guard, method, path, claim, (body,))
-    assert status == 404 and claim.is_answered(headers[ANSWER.lower()], KEY, 404, text)
+    assert status == 404 and headers[ANSWER.lower()] == claim.answer(404, text)
 
 
 def test_paths_below_a_root_and_queries_are_part_of_a_claim(guard):

@@ -6,7 +6,7 @@ Weights go to all servers; requests are divided among them.
 import math
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from functools import partial
@@ -96,9 +96,9 @@ class ServerPool:
             words = "trl_join", self.run, identity, (rank, size), self.seconds / 2
             calls.append(in_background(partial(server.call_workers, *words)))
             rank += server.facts.workers
-        if self._group is not None:
-            with _reasons(calls):
-                self._group.wait_for_all(partial(_raise_from, calls))
+        with _reasons(calls) as check:
+            if self._group is not None:
+                self._group.wait_for_all(check)
         _finish(calls)
         self._has_joined = True
 
@@ -120,9 +120,9 @@ class ServerPool:
                 where = f"at {batch.name}, after {sent} weights"
                 words = "POST", WEIGHTS, message
                 calls = [in_background(partial(each.ask, *words)) for each in self.servers]
-                if self._group is not None:
-                    with _reasons(calls):
-                        self._group.broadcast(batch.flat, partial(_raise_from, calls))
+                with _reasons(calls) as check:
+                    if self._group is not None:
+                        self._group.broadcast(batch.flat, check)
                 sent += len(batch.headers)
             _finish(calls)
             where = f"after the last of {sent} weights"
@@ -255,10 +255,10 @@ def _finish(calls: Sequence[Future[Any]]) -> list[Any]:
 
 
 @contextmanager
-def _reasons(calls: Sequence[Future[Any]]) -> Iterator[None]:
+def _reasons(calls: Sequence[Future[Any]]) -> Iterator[Callable[[], None]]:
     """Raise what a server itself says of a transfer that breaks, if it says so soon."""
     try:
-        yield
+        yield partial(_raise_from, calls)
     except TransferError:
         wait(calls, LAST_WORDS_SECONDS, FIRST_EXCEPTION)
         _raise_from(calls)

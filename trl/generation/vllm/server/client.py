@@ -1,5 +1,6 @@
 """Talking to a vLLM server: its routes, waiting that ends, and requests in the background."""
 
+import hmac
 import json
 import math
 import socket
@@ -10,16 +11,16 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 import torch
 
-from .secret import ANSWER, CHALLENGE, REQUEST, VARIABLE, Claim, shared_secret
+from ....imports import first_numbers
+from .secret import ANSWER, CHALLENGE, REQUEST, VARIABLE, Claim, digest, shared_secret
 
 PROTOCOL = 3  # of trainer and workers; changes when they would not understand each other
 PROBLEM = "Weights: "  # how what is wrong with the weights of a sync begins
-Answer = TypeVar("Answer")
 SHAPE = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
@@ -54,18 +55,15 @@ def gpu_id(device: torch.device) -> str | None:
 
 
 def refusals(server: ServerFacts, wanted: ServerFacts) -> list[str]:
-    """Why a policy cannot be trained with a server, in whole sentences; nothing if it can.
-
-    `wanted` are facts of the policy and its process; of the context the least that will do.
-    """
-    shape, versions = server.shape, (server.vllm.split(".")[:2], wanted.vllm.split(".")[:2])
+    """Why a policy, whose facts are `wanted`, cannot be trained with a server, in sentences."""
+    shape = server.shape
     other = next((name for name, x in wanted.shape.items() if shape.get(name) != x), "")
     problems = {
         "It runs another version of trl: install the same one on both sides.": (
             server.protocol != wanted.protocol
         ),
         f"It runs vLLM {server.vllm} and the trainer {wanted.vllm}: install the same release on "
-        "both sides.": versions[0] != versions[1],
+        "both sides.": first_numbers(server.vllm) != first_numbers(wanted.vllm),
         f"Its model has {other}={shape.get(other)} and the policy {wanted.shape.get(other)}: start "
         "it with the model that is trained (--model).": other != "",
         f"It computes in {server.dtype} and the policy in {wanted.dtype}: start it with --dtype "
@@ -194,10 +192,10 @@ class VLLMClient:
         """Status and text of an answer, by a server that has proven to know the secret."""
         for is_last in (False, True):
             challenge = self._challenge
-            claim = Claim.of(self._secret, challenge, method, path, content)
+            claim = Claim(self._secret, challenge, method, path, digest(content))
             status, headers, text = self._send(method, path, content, claim.header, seconds)
             given = headers.get(ANSWER, "")
-            if claim.is_answered(given, self._secret, status, text):
+            if hmac.compare_digest(given.encode(), claim.answer(status, text).encode()):
                 return status, text.decode(errors="replace")
             self._challenge = headers.get(CHALLENGE, challenge)
             if status != REFUSED or self._challenge == challenge or is_last:
@@ -255,10 +253,7 @@ def _message(text: str) -> str:
 
 
 def looks(seconds: float, pause: float, longest: float | None = None) -> Iterator[float]:
-    """Yield the seconds that are left, with pauses between, until none are; at least once.
-
-    Pauses double up to the `longest`; without one all are the same.
-    """
+    """Yield the seconds left, once at least; pauses between double up to the `longest`, if any."""
     end, left = time.monotonic() + seconds, max(seconds, 0.0)
     while True:
         yield left
@@ -269,9 +264,9 @@ def looks(seconds: float, pause: float, longest: float | None = None) -> Iterato
         pause = min(2 * pause, longest or pause)
 
 
-def in_background(work: Callable[[], Answer]) -> Future[Answer]:
+def in_background(work: Callable[[], Any]) -> Future[Any]:
     """Do something in a thread that the end of the process does not wait for."""
-    future: Future[Answer] = Future()
+    future: Future[Any] = Future()
 
     def run() -> None:
         try:

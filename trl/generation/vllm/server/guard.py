@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from ....imports import require
-from .secret import ANSWER, CHALLENGE, REQUEST, WEIGHTS, Claim, shared_secret
+from .secret import ANSWER, CHALLENGE, REQUEST, WEIGHTS, Claim, digest, shared_secret
 
 Middleware: Any = require("starlette.middleware.base", "trl vllm-serve").BaseHTTPMiddleware
 Response: Any = require("starlette.responses", "trl vllm-serve").Response
@@ -75,10 +75,13 @@ class Guard(Middleware):
     async def dispatch(self, request: Any, call_next: Any) -> Any:
         """Answer one request; `call_next` lets the server do so."""
         current = self._challenges.current
-        claim = self._proven_claim(request)
-        if claim is None:
+        query = request.url.query
+        target = _path(request) + f"?{query}" * bool(query)
+        given = request.headers.get(REQUEST, "")
+        claim = Claim.read(given, self._secret, request.method, target)
+        if claim is None or not self._challenges.spend(claim):
             return _error(401, "secret", {CHALLENGE: current})
-        if not claim.is_of(body := await request.body()):
+        if claim.digest != digest(body := await request.body()):
             answer = _error(400, DAMAGED)
         elif not _is_open(request.method, _path(request), body):
             answer = _error(404, "no route of training")
@@ -86,16 +89,8 @@ class Guard(Middleware):
             answer = await _hand_on(request.app.state.engine_client, body)
         else:
             answer = await _ask(request, call_next)
-        answer.headers[ANSWER] = claim.answer(self._secret, answer.status_code, answer.body)
+        answer.headers[ANSWER] = claim.answer(answer.status_code, answer.body)
         return answer
-
-    def _proven_claim(self, request: Any) -> Claim | None:
-        claim = Claim.read(request.headers.get(REQUEST, ""))
-        query = request.url.query
-        target = _path(request) + f"?{query}" * bool(query)
-        if claim is None or not claim.is_proven(self._secret, request.method, target):
-            return None
-        return claim if self._challenges.spend(claim) else None
 
 
 async def _ask(request: Any, call_next: Any) -> Any:

@@ -8,7 +8,8 @@ import hashlib
 import hmac
 import os
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 VARIABLE = "TRL_VLLM_TOKEN"
@@ -32,49 +33,36 @@ def proof(secret: bytes, *words: bytes) -> str:
     return found.hexdigest()
 
 
+def digest(body: bytes) -> str:
+    """The hexadecimal SHA-256 of a body."""
+    return hashlib.sha256(body).hexdigest()
+
+
 @dataclass(frozen=True)
 class Claim:
-    """What the header of a request says; `Claim.of` makes one, `read` reads one."""
+    """A request that proves the secret by its header, and that nobody can alter or repeat."""
 
+    secret: bytes = field(repr=False)
     challenge: str  # the word of the server
-    nonce: str  # tells the request from all others
-    body: str  # hexadecimal SHA-256 of its body
-    proof: str  # of all this with method and target, hexadecimal
+    method: str
+    target: str  # path and query
+    digest: str  # of its body
+    nonce: str = field(default_factory=partial(secrets.token_hex, 16))  # tells it from all others
 
     @classmethod
-    def of(cls, secret: bytes, challenge: str, method: str, target: str, body: bytes) -> Self:
-        """The claim of a new request to a path."""
-        found = cls(challenge, secrets.token_hex(16), hashlib.sha256(body).hexdigest(), "")
-        return replace(found, proof=found._proof(secret, method, target))
-
-    @classmethod
-    def read(cls, header: str) -> Self | None:
-        """The claim in a header; None if there is none."""
-        parts = header.split(":")
-        return cls(*parts) if len(parts) == 4 else None
+    def read(cls, header: str, secret: bytes, method: str, target: str) -> Self | None:
+        """The claim that a request makes in its header; None if it is not proven."""
+        challenge, nonce, found, *_ = (*header.split(":"), "", "")
+        claim = cls(secret, challenge, method, target, found, nonce)
+        return claim if hmac.compare_digest(header.encode(), claim.header.encode()) else None
 
     @property
     def header(self) -> str:
         """For `REQUEST`."""
-        return ":".join((self.challenge, self.nonce, self.body, self.proof))
+        words = "request", self.challenge, self.nonce, self.method, self.target, self.digest
+        proven = proof(self.secret, *(word.encode() for word in words))
+        return ":".join((self.challenge, self.nonce, self.digest, proven))
 
-    def is_proven(self, secret: bytes, method: str, target: str) -> bool:
-        """Whether who made it knows the secret, and made it for this request."""
-        expected = self._proof(secret, method, target)
-        return hmac.compare_digest(self.proof.encode(), expected.encode())
-
-    def is_of(self, body: bytes) -> bool:
-        """Whether the body is the one that was claimed."""
-        return hmac.compare_digest(hashlib.sha256(body).hexdigest(), self.body)
-
-    def answer(self, secret: bytes, status: int, body: bytes) -> str:
-        """For `ANSWER`: the proof of an answer to this request."""
-        return proof(secret, b"answer", self.nonce.encode(), b"%d" % status, body)
-
-    def is_answered(self, given: str, secret: bytes, status: int, body: bytes) -> bool:
-        """Whether an answer is of someone who knows the secret, and to this request."""
-        return hmac.compare_digest(given.encode(), self.answer(secret, status, body).encode())
-
-    def _proof(self, secret: bytes, method: str, target: str) -> str:
-        words = "request", self.challenge, self.nonce, method, target, self.body
-        return proof(secret, *(word.encode() for word in words))
+    def answer(self, status: int, body: bytes) -> str:
+        """For `ANSWER`: what proves an answer to this request."""
+        return proof(self.secret, b"answer", self.nonce.encode(), b"%d" % status, body)

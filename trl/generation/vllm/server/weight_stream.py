@@ -27,11 +27,7 @@ Check = Callable[[], None]
 
 
 class TransferError(ConnectionError):
-    """A weight did not get through.
-
-    Not a `RuntimeError` and never caused by one of NCCL, so that it is not taken for a rank of
-    training that is lost.
-    """
+    """A weight did not get through. Not caused by an error that looks like a rank that is lost."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +129,7 @@ class WeightGroup:
         self._finish(begun, check)
 
     def broadcast(self, flat: Tensor, check: Check = lambda: None) -> None:
-        """Hand bytes from the trainer's GPU to all; of a worker, what is filled.
-
-        Meanwhile `check` raises if another member has failed.
-        """
+        """Hand bytes from the trainer's GPU to all; `check` raises if another member failed."""
         if len(flat):
             self._finish(lambda: self._start(flat), check)
 
