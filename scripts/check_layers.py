@@ -24,7 +24,7 @@ ALLOWED = {
     "step_lines": set(),
     "rewards": {"imports", "text"},
     "data": {"ops", "types", "imports", "text"},
-    "distributed": {"ops", "types", "imports", "text"},
+    "distributed": {"ops", "types", "imports", "text", "timed_calls"},
     "models": {"ops", "types", "imports", "text", "data", "distributed"},
     "memory": {
         *("ops", "types", "imports", "text", "data", "distributed", "models", "generation"),

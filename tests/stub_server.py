@@ -32,7 +32,12 @@ def completed(body):
 
 def routes(**changes):
     """Of a server that was started for training."""
-    calls = {"trl_describe": FACTS, "trl_held": [], "trl_join": None, "trl_prove": None} | changes
+    calls = {
+        "trl_describe": FACTS,
+        "trl_held": [],
+        "trl_join": None,
+        "trl_prove": [None, None],
+    } | changes
     return HEALTHY | {"/collective_rpc": workers(**calls), "/v1/completions": [(200, completed)]}
 
 

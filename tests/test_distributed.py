@@ -42,6 +42,22 @@ def test_an_error_while_a_collective_fails_is_that_of_another_rank():
         gather_and_fail()
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(KeyError("x"), ["KeyError: 'x'"]), (SystemExit(3), ["SystemExit: 3"]), (RankError("x"), [])],
+)
+def test_others_are_told_of_what_they_do_not_know(error, told):
+    class Noting(Ranks):
+        def gather_objects(self, value):
+            found.append(value)
+            return [value]
+
+    found = []
+    with pytest.raises(type(error)), Noting().fail_together("this"):
+        raise error
+    assert found == told
+
+
 def test_one_process_fails_as_it_would_alone():
     ranks = Ranks()
     assert (ranks.rank, ranks.count, ranks.share_weights) == (0, 1, False)

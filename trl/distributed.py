@@ -13,6 +13,8 @@ from accelerate.utils import DistributedType, gather_object
 from torch import Tensor
 from transformers.integrations import deepspeed
 
+from .timed_calls import FAILURES
+
 PATIENCE = 5.0  # seconds in which a launcher meets the rank that failed before those it took along
 
 # How the backends of torch.distributed report that another rank is gone or silent.
@@ -98,10 +100,7 @@ class Ranks:
 
     def largest(self, value: float) -> float:
         """The largest of the numbers that the ranks give; NaN if one of them is."""
-        if self.count == 1:
-            return value
-        numbers = self.gather(torch.tensor([value], dtype=torch.float64))
-        return float(numbers.max())
+        return float(torch.tensor(self.gather_objects(value), dtype=torch.float64).max())
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return one picklable object from each rank, in rank order, on every rank."""
@@ -129,7 +128,9 @@ class Ranks:
         failure = None
         try:
             yield
-        except Exception as error:
+        except RankError:  # of which all ranks know
+            raise
+        except FAILURES as error:
             failure = error
         self.raise_everywhere(failure, what)
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from rollouts import small_rollout
 
-from trl.online.guard import FiniteGuard, NonFiniteError, bad_rows
+from trl.online.guard import FiniteGuard, NonFiniteError
 from trl.types import Rows
 
 
@@ -13,9 +13,12 @@ def guard(rank=0, gather=lambda value: [value]) -> FiniteGuard:
 def test_bad_rows_only_where_the_mask_holds():
     values = torch.tensor([[0.0, torch.nan], [torch.inf, 0.0], [1.0, 2.0]])
     mask = torch.tensor([[True, False], [True, True], [True, True]])
-    assert bad_rows(values).tolist() == [True, True, False]
-    assert bad_rows(values, mask).tolist() == [False, True, False]
-    assert bad_rows(torch.tensor([torch.nan, 1.0])).tolist() == [True, False]
+    watcher, rows = guard(), Rows.of([([1], [2, 3])] * 3)
+    for given, bad in ((None, "0, 1"), (mask, "1")):
+        watcher.watch("x", values, rows, given)
+        assert watcher.findings() == f"x of row {bad} on rank 0 is NaN or infinite."
+    watcher.watch("x", torch.tensor([1.0, torch.nan, 1.0]), rows)
+    assert "x of row 1 on" in watcher.findings()
 
 
 def test_message_names_step_rank_row_and_value():

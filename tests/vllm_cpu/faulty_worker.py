@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from trl.generation.vllm.server import worker
 from trl.generation.vllm.server.worker import Receiver, WeightWorker
 
 SLOW = 4.0  # seconds
@@ -37,10 +38,11 @@ class FaultyReceiver(Receiver):
         return super().load(name, weight)
 
 
+worker.Receiver = FaultyReceiver
+
+
 class FaultyWorker(WeightWorker):
     """Takes orders of a test."""
-
-    _trl_receiver_type = FaultyReceiver
 
     def trl_test_fault(self, kind, name, first):
         """Do something wrong with a weight; see `FaultyReceiver`."""

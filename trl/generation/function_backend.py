@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..distributed import RankError, Ranks
-from ..timed_calls import Outcome
+from ..distributed import Ranks
 from ..types import FinishReason, Generations, Prompts, Sampling
 from .base import AroundEngine
 
@@ -56,12 +55,8 @@ class FunctionBackend(AroundEngine):
         A ValueError names key and row of what is missing, or of the wrong length or kind. If the
         function failed on another rank, it is a `RankError`.
         """
-        messages = list(prompts.messages)
-        outcome = Outcome.of(lambda: _checked(self.function(messages), len(prompts)))
-        if isinstance(outcome.failure, RankError):  # from the engine, which the function may use
-            raise outcome.failure
-        self.ranks.raise_everywhere(outcome.failure, "rollout_func")
-        tokens, columns = outcome.value
+        with self.ranks.fail_together("rollout_func"):
+            tokens, columns = _checked(self.function(list(prompts.messages)), len(prompts))
         finish: list[FinishReason] = [
             "stop" if ids and ids[-1] in sampling.stop_ids else "length"
             for ids in tokens["completion_ids"]

@@ -14,14 +14,6 @@ class NonFiniteError(RuntimeError):
     """A value that training depends on is NaN or infinite."""
 
 
-def bad_rows(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Mark the rows (B,) that hold a NaN or infinity where `mask` is True."""
-    bad = ~torch.isfinite(values)
-    if mask is not None:
-        bad = bad & mask
-    return bad.flatten(1).any(1) if bad.dim() > 1 else bad
-
-
 @dataclass
 class FiniteGuard:
     """Watches values without waiting for the device; looks at them when an update is due."""
@@ -33,7 +25,9 @@ class FiniteGuard:
     @torch.no_grad()
     def watch(self, what: str, values: Tensor, rows: Rows, mask: Tensor | None = None) -> None:
         """Remember which rows of `values` (B, ...), called `what`, are not finite in the `mask`."""
-        self._watched.append((what, rows.row_ids, bad_rows(values, mask)))
+        bad = ~torch.isfinite(values)
+        bad = (bad if mask is None else bad & mask)[:, None].flatten(1).any(1)
+        self._watched.append((what, rows.row_ids, bad))
 
     def check(self, step: int) -> None:
         """Raise `NonFiniteError` on every rank, which must all call this, if one watched such."""

@@ -202,6 +202,5 @@ def _mean_and_largest(store: MetricStore, name: str, values: Tensor, mask: Tenso
 
 
 def _largest(values: Tensor, mask: Tensor) -> Tensor:
-    """The largest marked value; -inf if there is none."""
     counted = values.masked_fill(~mask, -torch.inf).flatten()
     return torch.cat([counted, values.new_full((1,), -torch.inf)]).max()

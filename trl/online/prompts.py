@@ -203,7 +203,6 @@ def check_forms(name: str, dataset: Dataset) -> None:
 
 
 def _numbered(dataset: Dataset) -> Iterator[dict[int, Row]]:
-    """Rows by their numbers, many at once."""
     if dataset.format["type"] != "custom":  # a transform may read any column
         dataset = dataset.select_columns(sorted(set(COLUMNS) & set(dataset.column_names)))
     for start in range(0, len(dataset), CHECKED_AT_ONCE):

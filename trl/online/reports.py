@@ -158,11 +158,8 @@ def log_table(report_to: list[str], columns: list[str], rows: list[list[Any]]) -
         return
     running = {name: sys.modules.get(name) for name in ("wandb", "trackio") if name in report_to}
     if (wandb := running.get("wandb")) and wandb.run is not None:
-        cells = [[_tracked(value) for value in row] for row in rows]
+        plain = (type(None), int, float, str)
+        cells = [[x if isinstance(x, plain) else str(x) for x in row] for row in rows]
         wandb.log({"completions": wandb.Table(columns=columns, data=cells)})
     if (trackio := running.get("trackio")) and trackio.context_vars.current_run.get() is not None:
         trackio.log({"completions": trackio.Table(columns=columns, data=rows)})
-
-
-def _tracked(value: Any) -> Any:
-    return value if value is None or isinstance(value, (int, float, str)) else str(value)

@@ -161,7 +161,6 @@ def _name(function: Any, place: int) -> str:
 
 
 def _path(model: nn.Module) -> str:
-    """Where a model was loaded from, if it says so."""
     return getattr(getattr(model, "config", None), "_name_or_path", "")
 
 

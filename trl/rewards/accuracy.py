@@ -67,7 +67,6 @@ def _rewards(
 
 
 def _grade(text: str, solution: str) -> tuple[float | None, str, str]:
-    """Return the reward, and solution and answer as parsed."""
     math_verify = require("math_verify", "accuracy_reward")
     units = require("latex2sympy2_extended", "accuracy_reward").NormalizationConfig(units=True)
     # Answers are LaTeX, boxed ones first, with units taken off.

@@ -7,7 +7,6 @@ from trl.generation.transformers.sampler import (
     RepetitionPenalty,
     RowDraws,
     pick,
-    rows_from,
     uniforms,
     warpers,
 )
@@ -44,7 +43,7 @@ def test_logits_without_a_distribution_give_an_id_and_are_found(bad):
     sampler = RowDraws(Sampling(max_tokens=2, seeds=(7, 8, 9)), CPU, prompt_width=1)
     sampler(torch.zeros(3, 1, dtype=torch.long), scores)
     sampler(torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 3))
-    with pytest.raises(NonFiniteLogitsError, match="logits of row 5 are NaN"), rows_from(4):
+    with pytest.raises(NonFiniteLogitsError, match="logits of row 1 are NaN"):
         sampler.check()
 
 

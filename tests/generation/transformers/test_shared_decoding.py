@@ -197,7 +197,8 @@ class Work:
 
 def decoder(model, options, greedy=False, chunk=None):
     install(model)
-    return SharedDecoder(model, HeadFinder(1.0, chunk).find(model), options, greedy)
+    options = options.replace(extra={"do_sample": not greedy})
+    return SharedDecoder(model, HeadFinder(1.0, chunk).find(model), options)
 
 
 def test_each_prompt_is_computed_once():

@@ -14,8 +14,6 @@ from .calls import CallParser, Functions, ToolCall, ToolResult, ToolRunner
 
 @dataclass
 class _Row:
-    """A completion in the making."""
-
     prompt: list[int]
     message: Any
     seed: int | None
@@ -90,7 +88,6 @@ class ToolLoop(AroundEngine):
         return max(self.ranks.gather_objects(local))
 
     def _room(self, row: _Row, sampling: Sampling) -> int:
-        """Tokens that may be added to a completion."""
         most = sampling.max_tokens
         if self.context is not None:
             most = min(most, self.context - len(row.prompt))

@@ -20,7 +20,7 @@ from ...ops.masking import pad_ragged
 from ...progress import finish
 from ...types import Generations, Prompts, Sampling
 from ..base import NAMED, GenerationBackend, cut_generations, merge_named
-from .sampler import RepetitionPenalty, RowDraws, StopTexts, rows_from
+from .sampler import NonFiniteLogitsError, RepetitionPenalty, RowDraws, StopTexts
 from .shared_decoding import SharedDecoder, decoding_comparison
 from .synced_forward import SyncedForward
 
@@ -135,19 +135,15 @@ class TransformersBackend(GenerationBackend):
         return found
 
     def _complete(self, model: Any, prompts: Prompts, sampling: Sampling) -> Generations:
-        rest = dict(sampling.extra)
-        greedy = not rest.pop("do_sample", True)
         head = self._heads.find(model)
-        shared = not rest and self.cache_implementation is None and head is not None
+        is_plain = self.cache_implementation is None and sampling.extra.keys() <= {"do_sample"}
+        shared = is_plain and head is not None
         shared = shared and self._check.allows(
             model, decoding_comparison(model, prompts, sampling, self.pad_id)
         )
+        complete: Complete = partial(self._padded, model)
         if shared and head is not None:
-            complete: Complete = partial(_shared, SharedDecoder(model, head, sampling, greedy))
-        else:
-            ends = rest.pop("stop_strings", None) or ()
-            config = self._config(sampling, rest)
-            complete = partial(self._padded, model, config, greedy, ends)
+            complete = partial(_shared, SharedDecoder(model, head, sampling))
         pieces = self._pieces(model, prompts.token_ids, sampling, shared)
         found = [_of_rows(complete, prompts, sampling, rows) for rows in pieces]
         return Generations.concatenate(found)
@@ -204,15 +200,10 @@ class TransformersBackend(GenerationBackend):
             **options,
         )
 
-    def _padded(
-        self,
-        model: Any,
-        config: GenerationConfig,
-        greedy: bool,
-        ends: str | Sequence[str],
-        prompts: Prompts,
-        sampling: Sampling,
-    ) -> Generations:
+    def _padded(self, model: Any, prompts: Prompts, sampling: Sampling) -> Generations:
+        rest = dict(sampling.extra)
+        greedy = not rest.pop("do_sample", True)
+        ends: str | Sequence[str] = rest.pop("stop_strings", None) or ()
         lengths = torch.tensor(list(map(len, prompts.token_ids)))
         width = int(lengths.max())
         draws = RowDraws(sampling, self.device, width)
@@ -225,6 +216,7 @@ class TransformersBackend(GenerationBackend):
         texts = [StopTexts(self.tokenizer, ends, width)] if ends else []
         options = {"logits_processor": processors}
         options |= {"stopping_criteria": StoppingCriteriaList(texts)}
+        config = self._config(sampling, rest)
         output = self._generate(model, prompts.token_ids, config, **options)
         draws.check()
         finish(len(prompts))
@@ -253,5 +245,7 @@ def _shared(decode: SharedDecoder, prompts: Prompts, sampling: Sampling) -> Gene
 def _of_rows(complete: Complete, prompts: Prompts, sampling: Sampling, rows: range) -> Generations:
     """Complete some of the rows, which keep their seeds, and count them from the first of all."""
     seeds = tuple(sampling.seeds or ())[rows.start : rows.stop]
-    with rows_from(rows.start):
+    try:
         return complete(prompts.select(rows), sampling.replace(seeds=seeds))
+    except NonFiniteLogitsError as error:
+        raise NonFiniteLogitsError([rows.start + row for row in error.rows]) from None

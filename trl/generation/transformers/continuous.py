@@ -1,8 +1,8 @@
 """Generation with the policy itself, through the continuous batching of transformers."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
@@ -74,8 +74,19 @@ class ContinuousBackend(GenerationBackend):
         return cut_generations(rows, sampling)
 
     def _run(self, model: Any, prompts: Rows, sampling: Sampling) -> list[list[int]]:
+        """What an engine writes that is stopped then; the model is as it was."""
+        attention, manager = model.config._attn_implementation, None
         names = [f"row {row}" for row in range(len(prompts))]
-        with self._engine(model, prompts, sampling) as manager:
+        try:
+            manager = model.init_continuous_batching(
+                generation_config=GenerationConfig(
+                    max_new_tokens=sampling.max_tokens,
+                    do_sample=False,
+                    pad_token_id=self.pad_id,
+                    eos_token_id=list(sampling.stop_ids) or -1,
+                ),
+                continuous_batching_config=self._config(model.device, prompts, sampling.max_tokens),
+            )
             lengths = dict(zip(names, map(len, prompts), strict=True))
             draws = _Draws(sampling, lengths, model.device)
             if sampling.extra.get("do_sample", True):
@@ -91,23 +102,6 @@ class ContinuousBackend(GenerationBackend):
             found = _collect(manager, len(prompts))
             draws.of_rows.check()
             return [found[name] for name in names]
-
-    @contextmanager
-    def _engine(self, model: Any, prompts: Rows, sampling: Sampling) -> Iterator[Any]:
-        """An engine that has not started; afterwards the model is as it was."""
-        attention = model.config._attn_implementation
-        manager = None
-        try:
-            manager = model.init_continuous_batching(
-                generation_config=GenerationConfig(
-                    max_new_tokens=sampling.max_tokens,
-                    do_sample=False,
-                    pad_token_id=self.pad_id,
-                    eos_token_id=list(sampling.stop_ids) or -1,
-                ),
-                continuous_batching_config=self._config(model.device, prompts, sampling.max_tokens),
-            )
-            yield manager
         finally:
             if manager is not None:
                 manager.stop(block=True, timeout=STOP_SECONDS)

@@ -1,8 +1,7 @@
 """Drawing tokens with one random stream for each row."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,15 +31,6 @@ class NonFiniteLogitsError(RuntimeError):
             f"Generation: the model's logits of row {named} are NaN or infinite, so no token can "
             "be drawn. Look at the weights and at the precision they are computed in."
         )
-
-
-@contextmanager
-def rows_from(start: int) -> Iterator[None]:
-    """Let an error inside count its rows from those of a larger batch."""
-    try:
-        yield
-    except NonFiniteLogitsError as error:
-        raise NonFiniteLogitsError([start + row for row in error.rows]) from None
 
 
 def warpers(sampling: Sampling) -> LogitsProcessorList:

@@ -184,18 +184,17 @@ class _Rows:
 class SharedDecoder:
     """Completes rows with a model that understands packed layouts, under autocast if it is on.
 
-    The model is in evaluation mode, its head at temperature 1; `greedy` takes the likeliest tokens
-    instead of drawing.
+    The model is in evaluation mode, its head at temperature 1. With
+    `do_sample=False` among the extra options the likeliest tokens are taken.
     """
 
-    def __init__(self, model: Any, head: OutputHead, sampling: Sampling, greedy: bool = False):
+    def __init__(self, model: Any, head: OutputHead, sampling: Sampling):
         causal = causal_model(model)
         self._decoder = causal.base_model
         self._device = next(causal.parameters()).device
         self._head = head
         self._sampling = sampling
         self._warpers = warpers(sampling)
-        self._greedy = greedy
         self._prefixes: dict[tuple[int, ...], Prefix] = {}
         self._windows: dict[int, Window | None] = {}  # of the layers
         self._autocast = current_autocast(self._device)
@@ -211,7 +210,8 @@ class SharedDecoder:
         `NonFiniteLogitsError` names rows.
         """
         limit = self._sampling.max_tokens
-        draws = None if self._greedy else uniforms(seeds, limit)
+        is_drawn = self._sampling.extra.get("do_sample", True)
+        draws = uniforms(seeds, limit) if is_drawn else None
         rows = _Rows(prompts, draws, self._sampling.repetition_penalty != 1.0, self._device)
         self._prefill(list(dict.fromkeys(rows.prompts)))
         prefixes = [self._prefixes[prompt] for prompt in rows.prompts]
@@ -327,7 +327,8 @@ def decoding_comparison(
     for window in windows(causal):
         if len(longest) <= window < ends:  # completions will outgrow it, so the check has to
             longest = (longest * (window // len(longest) + 1))[: window + 1]
-    few = sampling.replace(max_tokens=min(CHECKED_TOKENS, sampling.max_tokens), temperature=1.0)
+    tokens = min(CHECKED_TOKENS, sampling.max_tokens)
+    few = sampling.replace(max_tokens=tokens, temperature=1.0, extra={})
 
     def compute(autocast: torch.dtype | None) -> Results:
         head = HeadFinder(1.0).find(causal)

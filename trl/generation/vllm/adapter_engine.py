@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -84,11 +84,8 @@ def low_rank_factors(model: nn.Module) -> Iterator[Factors]:
 
 def base_stamp(model: nn.Module) -> int:
     """A number that changes when a weight below the adapter does."""
-    causal = causal_model(model)
-    layers = [layer for _, layer in adapted_layers(causal)]
-    factors = {id(p) for layer in layers for p in layer.parameters()}
-    factors -= {id(p) for layer in layers for p in layer.get_base_layer().parameters()}
-    return sum(p._version for p in causal.parameters() if id(p) not in factors)
+    named = causal_model(model).named_parameters()
+    return sum(p._version for name, p in named if not (p.requires_grad or "lora_" in name))
 
 
 def adapter_arguments(policy: PolicyHandle, dtype: str) -> dict[str, Any]:
@@ -125,39 +122,31 @@ def adapter_arguments(policy: PolicyHandle, dtype: str) -> dict[str, Any]:
 class AdapterEngine(VLLMEngine):
     """An engine started with `adapter_rank`, in which one adapter can be replaced."""
 
-    def __init__(self, llm: Any, sleeps: bool = False):
-        super().__init__(llm, sleeps)
-        self._manager: Any = self.model.lora_manager
-        wrappers = set(self._manager.modules.values())
-        self._wrapped: list[tuple[Any, str, Any]] = [
-            (parent, name, child)
-            for parent in self.model.modules()
-            for name, child in parent._modules.items()
+    @contextmanager
+    def unwrapped(self) -> Iterator[None]:
+        """Hide the modules that apply adapters: weights are looked up by the names below them."""
+        wrappers = set(cast(Any, self.model.lora_manager).modules.values())
+        modules = [module._modules for module in self.model.modules()]
+        wrapped: list[tuple[Any, str, Any]] = [
+            (own, name, child)
+            for own in modules
+            for name, child in own.items()
             if child in wrappers
         ]
-
-    def load(self, name: str, weight: Tensor) -> None:
-        """Write one base weight; see `VLLMEngine.load`."""
-        with self._unwrapped():
-            super().load(name, weight)
-
-    @contextmanager
-    def _unwrapped(self) -> Iterator[None]:
-        """Hide the modules that apply adapters: weights are looked up by the names below them."""
         try:
-            for parent, name, wrapper in self._wrapped:
-                parent._modules[name] = wrapper.base_layer
+            for own, name, wrapper in wrapped:
+                own[name] = wrapper.base_layer
             yield
         finally:
-            for parent, name, wrapper in self._wrapped:
-                parent._modules[name] = wrapper
+            for own, name, wrapper in wrapped:
+                own[name] = wrapper
 
     def slots(self) -> dict[str, tuple[Tensor, Tensor]]:
         """First factors (rank, inputs) and second ones (outputs, rank) of layers before fusion."""
-        found = {}
-        for name, module in self._manager.modules.items():
+        found, manager = {}, cast(Any, self.model.lora_manager)
+        for name, module in manager.modules.items():
             parent, _, last = name.rpartition(".")
-            parts = self._manager.packed_modules_mapping.get(last, [last])
+            parts = manager.packed_modules_mapping.get(last, [last])
             pairs = zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True)
             for part, first, second in pairs:
                 found[f"{parent}.{part}"] = first[0, 0], second[0, 0]
@@ -204,7 +193,8 @@ class AdapterBackend(VLLMColocateBackend):
         base, problem = base_stamp(self.policy.model), None
         if not self._ranks.all(self._base == base):
             self._base = None
-            problem = super()._send(weights)
+            with self._adapted.unwrapped():
+                problem = super()._send(weights)
         # All ranks read the factors, also where there is a problem.
         factors = list(low_rank_factors(self.policy.model))
         if problem is None:

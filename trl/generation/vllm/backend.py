@@ -196,8 +196,8 @@ class VLLMColocateBackend(VLLMBackend):
             self._proof.load(name, weight.detach().contiguous(), self._engine.load)
         self._engine.forget_prefixes()
         problem = self._proof.problem()
-        if problem is None and not self._syncs and self._proof.doubt:
-            logger.warning(self._proof.doubt)
+        if problem is None and self._proof.doubt:
+            logger.warning_once(self._proof.doubt)
         return problem
 
     def _shares(self, value: Any) -> tuple[list[Any], int]:

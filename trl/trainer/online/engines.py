@@ -182,8 +182,8 @@ class Agents:
             tokenizer: Any = policy.tokenizer
             bounds = [x for x in (engine.context, context_length(policy.model)) if x is not None]
             options: Any = self.args.chat_template_kwargs
-            parser = CallParser(tokenizer, self.tools.schemas, options)
             turns = ToolTurns(tokenizer, stop_ids, self.template_kwargs)
+            parser = CallParser(tokenizer, self.tools.schemas, options)
             most = self.args.max_tool_calling_iterations, min(bounds, default=None)
             engine = ToolLoop(engine, self.tools, parser, turns, policy.ranks, *most)
         if self.environments is None:

@@ -7,14 +7,14 @@ import time
 import pytest
 import torch
 from shared_vllm import model_policy
-from stub_server import HEALTHY, routes, stub_server
+from stub_server import HEALTHY, routes, stub_server, workers
 from torch import nn
 
 from trl.generation.vllm.sampling import Request
 from trl.generation.vllm.server import backend as server_backend
 from trl.generation.vllm.server import client as vllm_client
 from trl.generation.vllm.server.backend import Server, ServerPool, VLLMServerBackend
-from trl.generation.vllm.server.client import PROBLEM, ServerError
+from trl.generation.vllm.server.client import ServerError
 from trl.generation.vllm.server.secret import WEIGHTS
 from trl.types import Prompts, Sampling
 
@@ -101,11 +101,11 @@ def test_servers_that_work_are_not_waited_for_where_one_fails():
 
 
 def test_what_a_worker_finds_wrong_is_told_and_the_servers_are_not_left():
-    wrong = (500, {"error": {"message": f"a method failed: {PROBLEM}a was not what was sent"}})
     with stub_server(routes() | {WEIGHTS: [(200, "")]}) as stub:
         found = ServerPool([Server(stub.url, 5.0)])
         found.join(CPU)
-        own, stub.routes["/collective_rpc"] = stub.routes["/collective_rpc"], [wrong]
+        own = stub.routes["/collective_rpc"]
+        stub.routes["/collective_rpc"] = workers(trl_prove=["a was not what was sent", None])
         weights = [("a", torch.zeros(1))]
         assert found.send(iter(weights), 0) == "a was not what was sent"
         stub.routes |= {"/collective_rpc": own, "/reset_prefix_cache": [(200, "")]}

@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trl.generation.vllm.server.client import PROBLEM
 from trl.generation.vllm.server.weight_stream import batches, unpacked
-from trl.generation.vllm.weight_proof import WeightSyncError
 from trl.imports import is_available
 
 CPU = torch.device("cpu")
@@ -36,10 +34,12 @@ def receiver():
 
 
 def sync(receiver, number, weights):
-    """What cannot be proven of a sync."""
+    """What is wrong after a sync."""
     for batch in batches(weights.items(), torch.device("cpu")):
         receiver.receive(*unpacked(batch.packed("run")))
-    return receiver.prove(number)
+    problem, doubt = receiver.prove(number)
+    assert doubt is None
+    return problem
 
 
 def test_weights_are_loaded_and_held(receiver):
@@ -58,8 +58,7 @@ def test_a_change_on_the_way_is_seen_whatever_the_number_of_threads(receiver):
         receiver.receive(*unpacked(bytes(message)))
     finally:
         torch.set_num_threads(threads)
-    with pytest.raises(WeightSyncError, match="other or one of 1 more did not arrive as"):
-        receiver.prove(1)
+    assert receiver.prove(1)[0] == "other or one of 1 more did not arrive as it was sent"
     assert receiver.held is None
     assert sync(receiver, 2, {"weight": torch.ones(3, 2)}) is None
 
@@ -69,12 +68,11 @@ def test_a_change_on_the_way_is_seen_whatever_the_number_of_threads(receiver):
     [
         ({}, "6 of 6 entries of the engine's weight were not loaded"),
         ({"other": torch.zeros(1), "weight": torch.zeros(3, 2)}, "other cannot be loaded"),
-        ({"weight": torch.zeros(2, 2)}, "weight cannot be loaded .RuntimeError"),
+        ({"weight": torch.zeros(2, 2)}, "weight cannot be loaded (RuntimeError"),
     ],
 )
 def test_a_problem_is_told_and_ends_with_the_next_sync(receiver, weights, words):
-    with pytest.raises(WeightSyncError, match=f"{PROBLEM}{words}"):
-        sync(receiver, 1, weights)
+    assert sync(receiver, 1, weights).startswith(words)
     assert receiver.held is None
     assert sync(receiver, 2, {"weight": torch.ones(3, 2)}) is None
     assert receiver.held == 2

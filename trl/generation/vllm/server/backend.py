@@ -23,7 +23,7 @@ from ...base import PolicyHandle
 from ..backend import VLLMBackend
 from ..sampling import Request, completion_body, read_answers
 from ..weight_proof import WeightSyncError
-from .client import HOW, PROBLEM, ServerError, ServerFacts, VLLMClient, in_background, refusals
+from .client import HOW, ServerError, ServerFacts, VLLMClient, in_background, refusals
 from .secret import WEIGHTS
 from .weight_stream import TransferError, WeightGroup, batches
 
@@ -138,17 +138,14 @@ class ServerPool:
         """What is wrong with what a server holds; if nothing is, cached prompts are dropped."""
         words = "trl_prove", self.run, self._syncs
         calls = [in_background(partial(server.call_workers, *words)) for server in self.servers]
-        try:
-            doubt = _finish(calls)[0][0]
-        except ServerError as error:
-            _, mark, problem = str(error).partition(PROBLEM)
-            if not mark:
-                raise
-            return problem
+        found = [each for workers in _finish(calls) for each in workers]
+        for problem, doubt in found:
+            if problem is not None:
+                return problem
+            if doubt is not None:
+                logger.warning_once(doubt)
         for server in self.servers:
             server.forget_prefixes()
-        if doubt is not None:
-            logger.warning(doubt)
         return None
 
     def leave(self) -> None:
@@ -241,7 +238,6 @@ class VLLMServerBackend(VLLMBackend):
 
 
 def _raise_from(calls: Iterable[Future[Any]]) -> None:
-    """Raise what a call that is done has raised."""
     for call in calls:
         if call.done():
             call.result()

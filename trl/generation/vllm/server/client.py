@@ -19,8 +19,7 @@ import torch
 from ....imports import first_numbers
 from .secret import ANSWER, CHALLENGE, REQUEST, VARIABLE, Claim, digest, shared_secret
 
-PROTOCOL = 3  # of trainer and workers; changes when they would not understand each other
-PROBLEM = "Weights: "  # how what is wrong with the weights of a sync begins
+PROTOCOL = 4  # of trainer and workers; changes when they would not understand each other
 SHAPE = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
@@ -232,7 +231,6 @@ class VLLMClient:
 
 
 def _parts(url: str) -> tuple[SplitResult, int]:
-    """The parts of an address, and its port."""
     parts = urlsplit(url if "//" in url else f"http://{url}")
     try:
         if parts.scheme in ("http", "https") and parts.hostname is not None:
@@ -245,7 +243,6 @@ def _parts(url: str) -> tuple[SplitResult, int]:
 
 
 def _message(text: str) -> str:
-    """The words of an error as vLLM writes it, or the whole body."""
     try:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, LookupError, TypeError):

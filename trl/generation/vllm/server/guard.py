@@ -109,7 +109,6 @@ async def _ask(request: Any, call_next: Any) -> Any:
 
 
 async def _hand_on(engine: Any, weights: bytes) -> Any:
-    """Let all workers take a message with weights."""
     try:
         await engine.collective_rpc("trl_receive", args=(weights,))
     except Exception as error:  # of a worker

@@ -11,8 +11,8 @@ import torch
 
 from ....imports import require
 from ..engine import keep_weights_unpacked
-from ..weight_proof import WeightProof, WeightSyncError, fingerprint
-from .client import PROBLEM, PROTOCOL, ServerFacts, gpu_id, shape_of
+from ..weight_proof import WeightProof, fingerprint
+from .client import PROTOCOL, ServerFacts, gpu_id, shape_of
 from .weight_stream import Batch, WeightGroup, unpacked
 
 
@@ -27,7 +27,6 @@ class Receiver:
         self._device = next(model.parameters()).device
         self._proof = WeightProof(model)
         self._problem: str | None = None
-        self._has_doubted = False
 
     @torch.no_grad()
     def receive(self, head: dict[str, Any], body: memoryview) -> None:
@@ -50,16 +49,12 @@ class Receiver:
                 self._problem = f"{name} cannot be loaded ({type(error).__name__}: {error})"
                 break
 
-    def prove(self, sync: int) -> str | None:
-        """Compare what the engine holds with what was sent; returns what cannot be proven, once."""
+    def prove(self, sync: int) -> list[str | None]:
+        """Compare what the engine holds with what was sent: what is wrong, and what is unproven."""
         found = self._proof.problem()  # which forgets what was sent, in any case
         problem, self._problem = self._problem or found, None
-        if problem is not None:
-            raise WeightSyncError(f"{PROBLEM}{problem}")
-        self.held = sync
-        doubt = None if self._has_doubted else self._proof.doubt
-        self._has_doubted = True
-        return doubt
+        self.held = sync if problem is None else None
+        return [problem, self._proof.doubt]
 
     def load(self, name: str, weight: torch.Tensor) -> None:
         """Write one weight, under the name it has in a checkpoint, in place."""
@@ -69,7 +64,6 @@ class Receiver:
 class WeightWorker:
     """Methods of a worker for a trainer; all names begin with `trl_`, to stay apart."""
 
-    _trl_receiver_type = Receiver
     _trl_receiver: Receiver | None = None
 
     def trl_describe(self) -> dict[str, Any]:
@@ -107,14 +101,14 @@ class WeightWorker:
             first, size = ranks
             group = WeightGroup(first + place, size, worker.device, seconds, identity)
             group.wait_for_all()
-        self._trl_receiver = self._trl_receiver_type(run, worker.get_model(), group)
+        self._trl_receiver = Receiver(run, worker.get_model(), group)
 
     def trl_receive(self, message: bytes) -> None:
         """Take a message with weights; see `Batch.packed`."""
         head, body = unpacked(message)
         self._trl_receiver_of(head["run"]).receive(head, body)
 
-    def trl_prove(self, run: str, sync: int) -> str | None:
+    def trl_prove(self, run: str, sync: int) -> list[str | None]:
         """Prove that the engine holds all weights that it was sent; see `Receiver.prove`."""
         return self._trl_receiver_of(run).prove(sync)
 
