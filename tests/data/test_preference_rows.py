@@ -156,7 +156,10 @@ def test_what_was_cut_is_counted_and_empty_rows_are_named():
         "3 of 3 rows longer than max_length=6: 22 tokens left out, 9 of them trained.",
         "2 of 3 rows left with nothing to train on: 1, 2.",
     ]
-    assert len(AnswerDataset(prepare(*rows), PreferenceLimits(drops_over=7))) == 1
+    assert (
+        len(AnswerDataset(prepare(*rows), PreferenceLimits(max_length=7, truncation_mode="drop")))
+        == 1
+    )
     assert AnswerDataset(prepare(*rows), PreferenceLimits(max_prompt_length=4)).report.long == (1,)
     with pytest.raises(ValueError, match=r"None of the 3 rows .*max_length=2"):
         AnswerDataset(prepare(*rows), PreferenceLimits(max_length=2)).checked("max_length=2")

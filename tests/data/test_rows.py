@@ -30,7 +30,7 @@ def test_rows_hold_what_is_trained_and_what_stands_before():
     assert rows.flat.prompt_ids == [[10, 11], [10]]
     assert rows.flat.completion_ids == [[12, 13, 14], [11, 12]]
     assert rows.loss_mask.tolist() == [[True, False, True], [True, True, False]]
-    assert rows.flat.row_ids == [4, 9] and rows.weight() == 4 and len(rows) == 2
+    assert rows.flat.row_ids == [4, 9] and rows.loss_mask.sum() == 4 and len(rows) == 2
 
 
 def test_documents_can_be_looked_at_by_column():
@@ -49,7 +49,7 @@ def test_select_cuts_to_the_longest_completion():
 
 def test_documents_that_only_keep_a_rank_busy_count_nothing():
     rows = SupervisedRows.of([uncounted(document([0, 1, 1])), uncounted(document([0, 1], 3))])
-    assert rows.weight() == 0 and rows.tokens() == 0 and rows.flat.lengths == [3, 2]
+    assert rows.loss_mask.sum() == 0 and rows.tokens() == 0 and rows.flat.lengths == [3, 2]
     assert SupervisedRows.of([document([0, 1, 1])]).tokens() == 3
 
 
@@ -81,7 +81,7 @@ def test_items_are_cut_and_get_values_that_are_known_besides():
     ) == (2, 1)
     rows = AnswerRows.of([found[0], found[1]])
     assert rows.values["ref_logps"].tolist() == [[-1.0, -2.0], [-3.0, -4.0]]
-    assert len(dataset(PAIRS, drops_over=4)) == 1
+    assert len(dataset(PAIRS, max_length=4, truncation_mode="drop")) == 1
 
 
 def test_rows_are_cut_by_prompts_and_flat_for_a_scorer():
@@ -92,7 +92,7 @@ def test_rows_are_cut_by_prompts_and_flat_for_a_scorer():
     assert rows.flat.completion_ids == [[4, 5, 6], [7], [9, 10], [11, 12]]
     assert rows.flat.row_ids == [0, 0, 1, 1] and rows.flat.lengths == [6, 4, 3, 3]
     assert rows.values["lengths"].tolist() == [[3, 1], [2, 2]]
-    assert rows.weight().tolist() == [1] and rows.tokens() == 7
+    assert rows.values["counts"].tolist() == [True, False] and rows.tokens() == 7
     assert rows.token_mask().sum(1).tolist() == [3, 1, 0, 0]
     rows = rows.of_step(torch.tensor([5]), 3, "eval").with_values(x=torch.tensor([[1.0], [2.0]]))
     part = rows.select(range(1, 2))

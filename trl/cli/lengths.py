@@ -95,7 +95,6 @@ def described(profile: LengthProfile) -> str:
     return "\n\n".join([head, *map(table, tables), "\n".join(said)])
 
 
-WIDTH, HEIGHT, MARGIN = 720, 240, 44
 MARKED = ("p50", "p95", "p99")
 
 
@@ -113,35 +112,25 @@ def page(profile: LengthProfile, options: str) -> str:
 def _svg(profile: LengthProfile) -> str:
     """Rows by length as bars, and the share of rows that are as long at most as a line."""
     edges, rows = profile.histogram["edges"], profile.histogram["rows"]
-    top, most, total = edges[-1], max(rows), max(sum(rows), 1)
-
-    def x(length: float) -> float:
-        return MARGIN + (WIDTH - 2 * MARGIN) * length / top
-
-    def y(share: float) -> float:
-        return HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * share
-
-    found = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="11">']
+    most, total = max(rows), max(sum(rows), 1)
+    # Places are tokens to the right and shares downwards; lines are as thick as without scaling.
+    style = "<style>path{fill:none;vector-effect:non-scaling-stroke}</style>"
+    found = [f'<svg viewBox="0 0 {edges[-1]} 1" preserveAspectRatio="none" role="img" ']
+    found.append(f'width="100%" height="240">{style}')
     for start, stop, count in zip(edges[:-1], edges[1:], rows, strict=True):
-        up = y(count / most)
         found.append(
-            f'<rect x="{x(start):.1f}" y="{up:.1f}" width="{x(stop) - x(start):.1f}" '
-            f'height="{y(0) - up:.1f}" fill="#8fb4d9"><title>{start} to {stop - 1} tokens: '
+            f'<rect x="{start}" y="{1 - count / most:.4f}" width="{stop - start}" '
+            f'height="{count / most:.4f}" fill="#8fb4d9"><title>{start} to {stop - 1} tokens: '
             f"{count} rows</title></rect>"
         )
-    sums = accumulate(rows, initial=0)
-    line = [f"{x(edge):.1f},{y(n / total):.1f}" for edge, n in zip(edges, sums, strict=True)]
-    found.append(f'<polyline points="{" ".join(line)}" fill="none" stroke="#b5482a" />')
+    shares = zip(edges, accumulate(rows, initial=0), strict=True)
+    line = " ".join(f"{edge},{1 - n / total:.4f}" for edge, n in shares)
+    found.append(f'<path d="M{line}" stroke="#b5482a" />')
     part = profile.parts[next(reversed(profile.parts))]
-    for place, name in enumerate(MARKED):
-        at = x(part[name])
-        found.append(
-            f'<path d="M{at:.1f} {y(0):.1f}V{y(1):.1f}" stroke="#555" stroke-dasharray="3" />'
-        )
-        found.append(f'<text x="{at + 2:.1f}" y="{12 * place + 12}">{name}: {part[name]}</text>')
-    found.append(f'<text x="{MARGIN}" y="{HEIGHT - 12}">0</text>')
-    found.append(f'<text x="{x(top):.1f}" y="{HEIGHT - 12}" text-anchor="end">{top} tokens</text>')
-    return "".join(found) + "</svg>"
+    marks = {name: part[name] for name in MARKED}
+    found += [f'<path d="M{x} 0V1" stroke="#555" stroke-dasharray="3" />' for x in marks.values()]
+    said = ", ".join(f"{name}: {x}" for name, x in marks.items())
+    return "".join(found) + f"</svg><p>0 to {edges[-1]} tokens; dashed: {said}.</p>"
 
 
 def draw(profile: LengthProfile, png: str) -> None:

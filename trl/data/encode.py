@@ -23,7 +23,7 @@ Ids = list[int]
 Message = dict[str, Any]
 Chat = Sequence[Message]
 Span = tuple[int, int]  # the first character, and the one behind the last
-Masked = tuple[Ids, np.ndarray, int]  # ids, a mask (tokens,), tokens over the edge of the mask
+Masked = tuple[Ids, np.ndarray, int]  # ids, a mask (tokens,), its tokens that begin before it
 
 # Characters that a text shares with the one before it, and that are encoded again, and of these,
 # tokens that must come out as they stand there.
@@ -55,11 +55,7 @@ class TextEncoder:
 
     @cached_property
     def eos(self) -> int:
-        """The token that ends a plain text.
-
-        Raises:
-            ValueError: if the tokenizer has none.
-        """
+        """The token that ends a plain text; a ValueError if the tokenizer has none."""
         if self.tokenizer.eos_token_id is None:
             raise ValueError(
                 "The tokenizer has no EOS token, so the end of plain text cannot be learned. "
@@ -90,14 +86,10 @@ class TextEncoder:
         return [one.ids for one in self._encodings(self._core.encode_batch_fast, texts)]
 
     def masked(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Masked]:
-        """Encode texts as they are, and find the tokens that stand for characters of their spans.
+        """Encode texts as they are, and mark (tokens,) what stands for characters of their spans.
 
-        What texts next to each other share before their spans is encoded once.
-
-        Returns:
-            Of each text: ids; a mask (tokens,); and how many tokens of the mask stand for
-            characters before their span as well. A slow tokenizer does not know the characters of
-            a token: it tells the end of a text alone, and raises a ValueError for other spans.
+        What texts next to each other share before their spans is encoded once. A slow tokenizer
+        does not know the characters of a token: spans but the end of a text are a ValueError.
         """
         if self._core is None:
             return list(map(self._masked_end, texts, spans))

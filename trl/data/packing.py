@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -29,29 +29,23 @@ def best_fit(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
             f"Document {lengths.argmax()} has {lengths.max()} tokens, but a pack holds {size}."
         )
     packs: list[list[int]] = []
-    rooms: list[int] = []  # sorted, each once
-    with_room: dict[int, list[list[int]]] = {}  # packs by the room they have left
+    with_room: dict[int, list[list[int]]] = defaultdict(list)  # packs by the room they have left
+    rooms = 0  # as bits
     order = np.argsort(-lengths, kind="stable")
     for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         if length == 0:
             break
-        at = bisect_left(rooms, length)
-        if at == len(rooms):
-            pack: list[int] = []
-            room = size
-            packs.append(pack)
-        else:
-            room = rooms[at]
+        if enough := rooms >> length << length:
+            room = (enough & -enough).bit_length() - 1  # the lowest bit
             pack = with_room[room].pop()
-            if not with_room[room]:
-                del rooms[at], with_room[room]
+        else:
+            room, pack = size, []
+            packs.append(pack)
         pack.append(document)
-        left = room - length
-        if left:
-            if left not in with_room:
-                insort(rooms, left)
-                with_room[left] = []
-            with_room[left].append(pack)
+        if not with_room[room]:
+            rooms &= ~(1 << room)
+        with_room[room - length].append(pack)
+        rooms |= 1 << (room - length)
     return packs
 
 

@@ -148,19 +148,18 @@ def prepare_preferences(
 class PreferenceLimits:
     """How long prompts and answers may be: options of the same names.
 
-    All answers of a prompt go on sharing it. Examples with more tokens than `drops_over` are left
-    out instead of cut.
+    All answers of a prompt go on sharing it. With the mode "drop", what is longer than `max_length`
+    is left out instead of cut.
     """
 
     max_length: int | None = None
     max_prompt_length: int | None = None
     max_completion_length: int | None = None
     truncation_mode: str = "keep_start"
-    drops_over: int | None = None
 
     def __str__(self) -> str:
         given = [(name, value) for name, value in vars(self).items() if isinstance(value, int)]
-        return ", ".join(f"{name.replace('drops_over', 'max_length')}={x}" for name, x in given)
+        return ", ".join(f"{name}={x}" for name, x in given)
 
     def lengths(self, prompts: np.ndarray, answers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens that are kept of prompts (rows,) and of their answers (rows, K)."""
@@ -168,7 +167,7 @@ class PreferenceLimits:
             prompts = np.minimum(prompts, self.max_prompt_length)
         if self.max_completion_length is not None:
             answers = np.minimum(answers, self.max_completion_length)
-        if self.max_length is not None:
+        if self.max_length is not None and self.truncation_mode != "drop":
             if self.truncation_mode == "keep_end":
                 room = np.maximum(self.max_length - answers.max(axis=1), 1)
                 prompts = np.minimum(prompts, room)
@@ -194,7 +193,8 @@ class AnswerDataset(ItemDataset):
     def __init__(self, table: Dataset, limits: PreferenceLimits):
         prompts, sizes = preference_lengths(table)
         kept, left = limits.lengths(prompts, sizes)
-        fits = prompts + np.max(sizes, axis=1) <= (limits.drops_over or np.inf)
+        most = limits.max_length if limits.truncation_mode == "drop" else None
+        fits = prompts + np.max(sizes, axis=1) <= (most or np.inf)
         long = ~fits | (kept < prompts) | (left < sizes).any(axis=1)
         good = fits & (np.min(left, axis=1) > 0)
         trained_lost, source = sizes.sum() - left[good].sum(), np.asarray(table["source"][:])

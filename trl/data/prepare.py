@@ -34,10 +34,10 @@ MERGED = "with a token that stands for characters of both the prompt and what is
 ROWS_PER_PROCESS = 10_000  # fewer are done before another process has started
 SUPERVISED = Features(
     input_ids=List(Value("int32")),
-    trained=List(Value("bool")),
-    source=Value("int64"),
-    merged=Value("int32"),
-    origin=Value("string"),
+    trained=List(Value("bool")),  # whether they are in the loss
+    source=Value("int64"),  # row of the dataset
+    merged=Value("int32"),  # tokens over the edge of the trained part
+    origin=Value("string"),  # what `source_column` says
 )
 D = TypeVar("D", Dataset, IterableDataset)
 Example = dict[str, Any]
@@ -133,13 +133,7 @@ def prepare_supervised(
 ) -> D:
     """Encode a dataset for supervised fine-tuning, in full length; its first row says its kind.
 
-    Returns:
-        Columns `input_ids`, `trained` (which of them are in the loss), `source` (row of the
-        dataset), `merged` (tokens over the edge of the trained part) and `origin` (what
-        `source_column` says). A stream gives them while it is read.
-
-    Raises:
-        ValueError: if the dataset is empty, or its rows cannot be read.
+    A stream is encoded while it is read. ValueError: it is empty, or its rows cannot be read.
     """
     kind = options.kind(first_row(dataset))
     key = [kind, encoder.digest, vars(options)]
@@ -220,12 +214,9 @@ class SupervisedDataset(ItemDataset):
     """Prepared documents.
 
     Of rows over `max_length`, "cut" and "keep_start" keep the first tokens, "keep_end" the last
-    ones, "drop" leaves them out, "split" makes several documents, "error" refuses them. "wrapped"
+    ones, "drop" leaves them out, "split" makes several, "error" is a ValueError. "wrapped"
     lays all rows end to end and cuts every `max_length` tokens and at their ends; "wrapped_across"
     cuts every `max_length` tokens alone.
-
-    Raises:
-        ValueError: at a long row with `long_rows="error"`.
     """
 
     def __init__(self, table: Dataset, max_length: int | None = None, long_rows: str = "cut"):

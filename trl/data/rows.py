@@ -171,10 +171,6 @@ class AnswerRows:
         values = {name: x[rows.to(x.device)] for name, x in self.values.items()}
         return dataclasses.replace(self, items=[self.items[i] for i in index], values=values)
 
-    def weight(self) -> Tensor:
-        """Groups that count (1,)."""
-        return self.values["counts"].sum()[None]
-
     def by_group(self, flat: Tensor) -> Tensor:
         """Bring values of the rows of `flat` (F, ...) to groups: (B, K, ...), 0 beyond the last."""
         sizes = [len(group.answer_ids) for group in self.items]
@@ -208,10 +204,6 @@ class SupervisedRows(AnswerRows):
         for name in sorted(filter(None, set(origins))):
             rows = torch.tensor([[origin == name] for origin in origins])
             yield name, self.loss_mask & rows.to(self.loss_mask.device, non_blocking=True)
-
-    def weight(self) -> Tensor:
-        """Tokens in the loss (1,): as many as there are log-probabilities to sum."""
-        return self.loss_mask.sum()[None]
 
 
 def _column(found: list[Any]) -> Tensor:

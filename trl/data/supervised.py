@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from operator import add, itemgetter
@@ -48,8 +48,7 @@ class SupervisedOptions:
     def kind(self, example: Mapping[str, Any]) -> Kind:
         """Say what the examples of a dataset are, from the first of them.
 
-        Raises:
-            ValueError: if they cannot be told, or an option does not go with them.
+        ValueError: they cannot be told, or an option does not go with them.
         """
         kind = self._kind(example)
         if self.completion_only_loss and kind in ("text", "messages"):
@@ -101,32 +100,23 @@ def encode_supervised(
 
     They are the columns of `prepare_supervised`.
     """
-    origins = [str(row.get(options.source_column, "")) for row in rows]
-    return [
-        (ids, trained, source, merged, origins[source])
-        for (ids, trained, merged), source in _encoded(rows, kind, encoder, options)
-    ]
-
-
-def _encoded(
-    rows: Sequence[Row], kind: Kind, encoder: TextEncoder, options: SupervisedOptions
-) -> Iterable[tuple[Masked, int]]:
-    """Tokens, each with the example it is of."""
     if kind == "tokenized":
-        return zip([_tokenized(row, options) for row in rows], range(len(rows)), strict=True)
-    is_chat = _is_chat(kind, rows[0])
-    targets = _chats(rows, kind, encoder, options) if is_chat else _texts(rows, kind, options)
-    found = encoder.masked([text for text, _, _ in targets], [some for _, some, _ in targets])
-    found = found if is_chat else [encoder.closed(*row) for row in found]
-    return zip(found, [source for _, _, source in targets], strict=True)
+        found, sources = [_tokenized(row, options) for row in rows], list(range(len(rows)))
+    else:
+        is_chat = _is_chat(kind, rows[0])
+        targets = _chats(rows, kind, encoder, options) if is_chat else _texts(rows, kind, options)
+        texts, spans, sources = (list(map(itemgetter(i), targets)) for i in range(3))
+        found = encoder.masked(texts, spans)
+        found = found if is_chat else [encoder.closed(*row) for row in found]
+    origins = [str(row.get(options.source_column, "")) for row in rows]
+    pairs = zip(found, sources, strict=True)
+    return [(ids, trained, i, merged, origins[i]) for (ids, trained, merged), i in pairs]
 
 
 def as_messages(messages: Sequence[Mapping[str, Any]]) -> Chat:
     """Read turns with from and value, or role and content, under the roles of chat templates.
 
-    Raises:
-        TypeError: for a string.
-        ValueError: for a message without role or content.
+    TypeError: there is a string. ValueError: a message has no role or content.
     """
     if isinstance(messages, str):
         raise TypeError(f"messages are needed where there is a string, {messages!r:.80}.")

@@ -62,7 +62,8 @@ class RewardTrainer(OfflineTrainer):
                 "Reward models learn from pairs ('chosen' and 'rejected') or ranked answers "
                 "('answers' and 'ranks'); single answers with a label have nothing to compare with."
             )
-        return prepare_answers(dataset, encoder, args, PreferenceLimits(drops_over=args.max_length))
+        limits = PreferenceLimits(max_length=args.max_length, truncation_mode="drop")
+        return prepare_answers(dataset, encoder, args, limits)
 
     def weigh(self, rows: AnswerRows) -> Tensor:
         """Count the pairs (1,)."""

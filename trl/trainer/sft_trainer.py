@@ -97,6 +97,10 @@ class SFTTrainer(OfflineTrainer):
         packs = self.args.packing if chosen is None else chosen
         return self.args.max_length if packs else None
 
+    def weigh(self, rows: SupervisedRows) -> Tensor:
+        """Tokens in the loss (1,)."""
+        return rows.loss_mask.sum()[None]
+
     def begin_training(self) -> None:
         """Show documents, with what is trained."""
         if isinstance(self.train_dataset, SupervisedDataset) and self.is_world_process_zero():

@@ -102,7 +102,7 @@ ROWS = [
 @pytest.mark.parametrize("drop_long", [False, True])
 @pytest.mark.parametrize("unpaired", [False, True])
 def test_a_stream_has_the_items_of_the_dataset(tmp_path, caplog, unpaired, drop_long):
-    limits = PreferenceLimits(**{"drops_over" if drop_long else "max_length": 6})
+    limits = PreferenceLimits(max_length=6, truncation_mode="drop" if drop_long else "keep_start")
     data = Dataset.from_list(ROWS)
     whole = prepare_answers(data, ENCODER, config(tmp_path), limits, unpaired)
     assert "longer than max_length=6: " in caplog.text

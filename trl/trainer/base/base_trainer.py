@@ -62,6 +62,7 @@ class BaseTrainer(Named, Publishing, Trainer):
         super().__init__(args=args, **options)
         # `compute_loss` returns the mean of a micro-batch; the Trainer divides by accumulation.
         self.model_accepts_loss_kwargs = False
+        self._brought_adapter = policy.brought_adapter
         check_sharding(self.model, self.accelerator)
         self.model.add_model_tags(["trl", self.method.tag])
         self.ranks = Ranks(self.accelerator, args.ranks_per_row)
@@ -321,9 +322,9 @@ class BaseTrainer(Named, Publishing, Trainer):
         )
         self.phases.on_forget(self.scorer.forget)
 
-    def _make_reference(self, brought_adapter: bool, given: Any, model: Any) -> None:
+    def _make_reference(self, given: Any, model: Any) -> None:
         given = load_reference(given, model, self.args)
-        reference = make_reference(self.model, brought_adapter, given)
+        reference = make_reference(self.model, self._brought_adapter, given)
         if isinstance(reference, FrozenCopy) and not self.args.sync_ref_model:
             known = resuming.fingerprint(dict(reference.model.named_parameters()))
             self.run_facts["the reference's weights (fingerprint)"] = known

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
 
@@ -28,6 +28,7 @@ from ...data.preference_rows import (
 from ...data.prepare import ItemDataset, in_memory
 from ...data.rows import AnswerRows, uncounted
 from ...distributed import Ranks
+from ...ops.masking import pad_ragged
 from .offline_config import OfflineConfig
 
 logger = logging.get_logger(__name__)
@@ -131,9 +132,8 @@ class Predictions:
         for source, _, known in sorted(chain(*shares), key=itemgetter(0, 1)):
             for name, values in known.items():
                 columns[name][source] += values
-        tables = {}
-        for name, by_row in columns.items():
-            places = range(max(by_row) + 1 if rows is None else rows)
-            found = zip_longest(*(by_row.get(row, []) for row in places), fillvalue=np.nan)
-            tables[name] = np.array([*found], dtype=np.float32).T
-        return tables
+        count = rows or max((source + 1 for source, *_ in chain(*shares)), default=0)
+        return {
+            name: pad_ragged([by_row[row] for row in range(count)], np.nan).numpy()
+            for name, by_row in columns.items()
+        }

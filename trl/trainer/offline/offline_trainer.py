@@ -24,7 +24,7 @@ from ...ops.support import Support
 from ...types import Mode
 from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
-from ..base.policy import Policy, check_dataset, checked_args, prepare_policy
+from ..base.policy import check_dataset, checked_args, prepare_policy
 from .batches import ItemStream, Predictions
 from .logit_metrics import LogitMetrics
 from .offline_config import NO_LOGITS, UNSUPPORTED, OfflineConfig, set_template
@@ -105,7 +105,6 @@ class OfflineTrainer(BaseTrainer):
 
             check_divisible(self.model, self.ranks.per_row, args.max_length)
             self.scorer.context = ContextParallel(self.ranks.row_group())
-        self.set_up(policy, model)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator; with `sp_size`, ranks of one row are ordinary ones to it.
@@ -122,9 +121,6 @@ class OfflineTrainer(BaseTrainer):
     def get_cp_size(self) -> int:
         """Ranks that have the same rows, for `transformers` to count the rows of an update."""
         return self.ranks.per_row
-
-    def set_up(self, policy: Policy, model: Any) -> None:
-        """Called when all is there but what a subclass adds; `model` is what was given."""
 
     # --- What an algorithm says ---
 
@@ -170,7 +166,7 @@ class OfflineTrainer(BaseTrainer):
 
     def weigh(self, rows: Any) -> Tensor:
         """Say what the sums of `loss_of` (k,) are divided by, once it is added up over a step."""
-        return rows.weight()
+        return rows.values["counts"].sum()[None]
 
     def before_step(self, batches: list[Any]) -> list[Any]:
         """Add to the micro-batches of an optimizer step what is computed without gradient.

@@ -23,7 +23,6 @@ from ...models.unwrap import causal_model
 from ...ops.masking import masked_sum
 from ...ops.support import MeanLogit, Support
 from ...types import Mode, TokenScores
-from ..base.policy import Policy
 from .batches import prepare_answers
 from .offline_config import PreferenceConfig
 from .offline_trainer import OfflineTrainer
@@ -52,16 +51,11 @@ class PreferenceTrainer(OfflineTrainer):
         *others: Any,
         **options: Any,
     ):
-        self._given = ref_model
         super().__init__(model, args, *others, **options)
-
-    def set_up(self, policy: Policy, model: Any) -> None:
-        """Make the reference."""
         # Ranks take part in each other's passes, so none of them can repeat one alone.
         self._scoring = self.phases.adaptive("scoring", alone=self.ranks.count > 1)
         if self.args.needs_reference:
-            self._make_reference(policy.brought_adapter, self._given, model)
-        self._given = None
+            self._make_reference(ref_model, model)
 
     def prepare_dataset(self, dataset: Any, encoder: TextEncoder, args: Any, mode: Mode) -> Any:
         """Tokenize prompts with their answers, and cut them to length.

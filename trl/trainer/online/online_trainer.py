@@ -102,7 +102,7 @@ class OnlineTrainer(BaseTrainer):
             self.encode, self.train_dataset, self.eval_dataset, args
         )
         self._signature_columns = list(COLUMNS)
-        self._build_policy(model, ref_model, policy.brought_adapter)
+        self._build_policy(model, ref_model)
         self._build_credit(sources)
         self.set_up()
         # Rewards ask environments once they have begun.
@@ -114,7 +114,7 @@ class OnlineTrainer(BaseTrainer):
                 row = {name: row[name] for name in COLUMNS if name in row}
             self.rewards.dry_run(row, self.state, args.batch_plan.group_size)
 
-    def _build_policy(self, model: Any, ref_model: Any, brought_adapter: bool) -> None:
+    def _build_policy(self, model: Any, ref_model: Any) -> None:
         from ...generation.base import PolicyHandle  # engines are loaded where they are made
 
         args, tokenizer = self.args, self.processing_class
@@ -154,7 +154,7 @@ class OnlineTrainer(BaseTrainer):
         call = None if given is None else lambda prompts: given(prompts, self)
         self.backend = self.agents.around(engine, call, self.policy, stops, self.encode)
         if args.beta != 0.0:
-            self._make_reference(brought_adapter, ref_model, model)
+            self._make_reference(ref_model, model)
 
     def _build_credit(self, sources: Any) -> None:
         args, phases = self.args, self.phases
