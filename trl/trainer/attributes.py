@@ -1,15 +1,10 @@
 """Names under which scripts and callbacks of Hugging Face TRL know trainers and their options."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from .base.options import Gone, ignored, refused
-
-if TYPE_CHECKING:  # the command line reads the tables of this module before torch is loaded
-    from ..types import Sampling
 
 Trainer = TypeVar("Trainer", bound=type)
 
@@ -69,10 +64,10 @@ def readable(kind: Trainer) -> Trainer:
     return kind
 
 
-def _generation_config(use_vllm: bool, sampling: Sampling) -> Any:
+def _generation_config(use_vllm: bool, sampling: Any) -> Any:
     if use_vllm:
         return None
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig  # the command line reads the tables without it
 
     same = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return GenerationConfig(

@@ -98,7 +98,7 @@ class GRPOTrainer(OnlineTrainer):
         """Build the controller of the entropy bonus."""
         self.entropy = EntropyController(self.args)
         self._entropy_seen: list[tuple[Tensor, Tensor]] = []
-        self.phases.on_forget(self._entropy_seen.clear)
+        self.phases.forgets.append(self._entropy_seen.clear)
 
     def check_update(self, step: int) -> None:
         """Move the entropy coefficient for the next update."""

@@ -1,14 +1,12 @@
 """Completions that callbacks draw while a run goes on, for trackers and the run's records."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset
 from transformers import GenerationConfig, TrainerCallback
@@ -25,9 +23,7 @@ from ..random_numbers import random_numbers_kept
 from ..step_lines import StepLines
 from ..text import as_text
 from ..types import Prompts, Sampling
-
-if TYPE_CHECKING:
-    from .base.base_trainer import BaseTrainer
+from .base.base_trainer import BaseTrainer
 
 MOST_TOKENS = 256  # of a completion, where neither the model nor the user says so
 Scorers = Mapping[str, Callable[[str, str], float]]

@@ -19,6 +19,7 @@ from ...distributed import Ranks
 from ...models.loading import check_adapters, storing_adapters_only
 from ...models.reference import FrozenCopy, ReferencePolicy, make_reference
 from ...models.scorer import Scorer
+from ...models.unwrap import is_peft_model
 from ...models.weights import check_sharding
 from ...online.guard import FiniteGuard
 from ...online.metrics import MetricStore
@@ -294,8 +295,13 @@ class BaseTrainer(Named, Publishing, Trainer):
 
     def find_checkpoint(self, wanted: Any = True) -> str | None:
         """Return the folder of the checkpoint `wanted`, as in `train`; all processes call this."""
-        if wanted:
-            resuming.check_engine(self.model, self.accelerator)
+        # There peft would read one wrapped module without the rest.
+        if wanted and self.ranks.fsdp_version == 1 and is_peft_model(self.model):
+            raise ValueError(
+                "resume_from_checkpoint: an adapter cannot be restored under FSDP1. Train it under "
+                "FSDP2 (--accelerate_config fsdp2), or begin a new run with the checkpoint as "
+                "model_name_or_path."
+            )
         if self._chosen is None or str(wanted) != self._chosen:
             known = self.args, self.run_settings, self.ranks
             self._chosen = resuming.choose_checkpoint(wanted, *known)
@@ -320,7 +326,7 @@ class BaseTrainer(Named, Publishing, Trainer):
             shared_prefix=args.shared_prefix,
             chunk=args.logits_chunk_size,
         )
-        self.phases.on_forget(self.scorer.forget)
+        self.phases.forgets.append(self.scorer.forget)
 
     def _make_reference(self, given: Any, model: Any) -> None:
         given = load_reference(given, model, self.args)

@@ -29,7 +29,7 @@ UNFINISHED = "unfinished"
 _FREE = (MANIFEST, "README.md")  # files that a user may edit, and the manifest itself
 _SAMPLES, _SAMPLE = 256, 2**16  # of a large file, and bytes of each: 16 MiB
 _DISK = ".disk-of-rank-0"  # shows who writes to the same disk
-_NAME = re.compile(r"checkpoint-(\d+)")
+_NAME = re.compile(r"checkpoint-\d+")
 
 
 @dataclass
@@ -92,12 +92,8 @@ def load(path: Path) -> Any:
 
 def checkpoints_in(folder: str | Path) -> list[Path]:
     """The checkpoints in an output folder, newest step first."""
-    found = [
-        (int(name[1]), path)
-        for path in Path(folder).glob("checkpoint-*")
-        if path.is_dir() and (name := _NAME.fullmatch(path.name))
-    ]
-    return [path for _, path in sorted(found, reverse=True)]
+    found = (path for path in Path(folder).glob("checkpoint-*") if _NAME.fullmatch(path.name))
+    return sorted(filter(Path.is_dir, found), key=lambda x: int(x.name.split("-")[1]), reverse=True)
 
 
 @contextmanager
@@ -212,14 +208,11 @@ def _content(folder: Path) -> dict[str, Any] | None:
     path = folder / MANIFEST
     if not path.exists():
         return None
-    try:
+    with suppress(ValueError, KeyError, TypeError):
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        intact = manifest["sha256"] == _text_sum(manifest["content"])
-    except (ValueError, KeyError, TypeError):
-        intact = False
-    if not intact:
-        raise ValueError(f"{MANIFEST} is damaged")
-    return manifest["content"]
+        if manifest["sha256"] == _text_sum(manifest["content"]):
+            return manifest["content"]
+    raise ValueError(f"{MANIFEST} is damaged")
 
 
 def _fault_of(path: Path, expected: dict[str, Any]) -> str | None:

@@ -48,10 +48,8 @@ def render_model_card(
     known = {"base_model": base_model, "datasets": dataset_name}
     page = f"[{base_model}](https://huggingface.co/{base_model})"
     template = (TEMPLATES / method.card).read_text("utf-8")
-    versions = "\n".join(
-        f"- {package}: {version_of(package)}"
-        for package in ("trl", "transformers", "torch", "accelerate", "datasets")
-    )
+    packages = ("trl", "transformers", "torch", "accelerate", "datasets")
+    versions = "\n".join(f"- {package}: {version_of(package)}" for package in packages)
     return Template(template).substitute(
         front_matter="".join(f"{name}: {value}\n" for name, value in known.items() if value),
         model_name=model_name,

@@ -41,7 +41,8 @@ class Phases:
             from ...models.activations import ActivationOffloading
 
             self._offloading = ActivationOffloading(model)
-        self._forgets: list[Callable[[], None]] = [model.zero_grad]
+        # They drop what the micro-batches of an update leave behind.
+        self.forgets: list[Callable[[], None]] = [model.zero_grad]
         self.done: list[Rows] = []  # micro-batches since the last update
         self._random: RandomState | None = None
 
@@ -62,10 +63,6 @@ class Phases:
         with self.meter.phase(name):
             yield
         release_cached_blocks(self._args.empty_cache, self._args.device)
-
-    def on_forget(self, forget: Callable[[], None]) -> None:
-        """Register what drops something that the micro-batches of an update leave behind."""
-        self._forgets.append(forget)
 
     def train(
         self,
@@ -140,7 +137,7 @@ class Phases:
             first += len(micro_batch)
 
     def _forget(self) -> None:
-        for forget in self._forgets:
+        for forget in self.forgets:
             forget()
 
     def drop_update(self) -> None:

@@ -12,9 +12,8 @@ from datasets import IterableDataset
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ...distributed import Ranks, fsdp_version
+from ...distributed import Ranks
 from ...models.sharded import local_shard
-from ...models.unwrap import is_peft_model
 from .checkpoint import checkpoints_in, clean_up, facts_of, find_fault
 
 logger = logging.get_logger(__name__)
@@ -80,16 +79,6 @@ def warn_of_earlier_run(folder: str) -> None:
             f"{folder} has {earlier[0].name} of an earlier run, but this run begins at the start, "
             "and will write over what is there. To go on with the earlier run, set "
             "resume_from_checkpoint=True; to keep both, choose another output_dir."
-        )
-
-
-def check_engine(model: Any, accelerator: Any) -> None:
-    """Refuse an adapter under FSDP1, where peft would read one wrapped module without the rest."""
-    if fsdp_version(accelerator) == 1 and is_peft_model(model):
-        raise ValueError(
-            "resume_from_checkpoint: an adapter cannot be restored under FSDP1. Train it under "
-            "FSDP2 (--accelerate_config fsdp2), or begin a new run with the checkpoint as "
-            "model_name_or_path."
         )
 
 

@@ -171,7 +171,7 @@ class OnlineTrainer(BaseTrainer):
             values=self.value_reader,
             by_token=self.has_token_losses,
         )
-        phases.on_forget(self.scoring.forget)
+        phases.forgets.append(self.scoring.gaps.clear)
         at_once = partial(phases.adaptive("rewards").run, most=args.batch_plan.micro_batch)
         self.rewards = RewardSuite(
             sources, args.reward_weights, args.reward_timeout, self.ranks, at_once

@@ -118,7 +118,7 @@ class Scoring:
     autocast: Callable[[], AbstractContextManager[None]]  # the precision of training
     values: Callable[[nn.Module], Reader | None]  # what reads values, if credit needs them
     by_token: bool = False  # losses are of tokens, even where the ratio is of completions
-    _seen: list[Tensor] = field(default_factory=list)  # sums of gaps, and how many
+    gaps: list[Tensor] = field(default_factory=list)  # sums, and how many, since an update
 
     def __post_init__(self) -> None:
         support = Support(self.sampling.top_p, self.sampling.top_k, self.sampling.min_p or 0.0)
@@ -272,7 +272,7 @@ class Scoring:
         drawn = reported if log_mass is None else reported + log_mass
         record_sampling(store, logps - reported, logps - drawn, log_mass, mask)
         if self.args.vllm_max_logp_gap is not None:
-            self._seen.append(torch.stack([masked_sum((logps - drawn).abs(), mask), mask.sum()]))
+            self.gaps.append(torch.stack([masked_sum((logps - drawn).abs(), mask), mask.sum()]))
         ratio = self._bounds.ratio(logps, drawn, mask)
         counted = mask if self._bounds.level == "token" else mask.any(1, keepdim=True)
         record_ratio(store, ratio, self._bounds.beyond(ratio), counted)
@@ -298,18 +298,14 @@ class Scoring:
             )
         return self._corrects
 
-    def forget(self) -> None:
-        """Drop the gaps of an update that begins anew."""
-        self._seen.clear()
-
     def check(self, step: int) -> None:
         """Compare the mean gap since the last check with its bound; every rank must call this."""
         bound = self.args.vllm_max_logp_gap
         if bound is None:
             return
         none = torch.zeros(2, device=self.args.device)
-        total, count = self.policy.ranks.sum(torch.stack([none, *self._seen]).sum(0)).tolist()
-        self.forget()
+        total, count = self.policy.ranks.sum(torch.stack([none, *self.gaps]).sum(0)).tolist()
+        self.gaps.clear()
         gap = total / max(count, 1.0)
         if gap <= bound:
             return
