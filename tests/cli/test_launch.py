@@ -280,7 +280,8 @@ def test_how_many_processes_will_start(words, count):
 
 def test_the_default_configuration_says_how_many_start(monkeypatch, tmp_path):
     path = write(tmp_path / "default.yaml", num_processes=7, distributed_type="MULTI_GPU")
-    monkeypatch.setattr(launch, "default_config_file", path)
+    for module in ("launch", "config.config_args"):
+        monkeypatch.setattr(f"accelerate.commands.{module}.default_config_file", path)
     assert launch.launch_options([])["num_processes"] == 7
 
 

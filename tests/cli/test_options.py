@@ -1,6 +1,5 @@
 """What sources say of options is what the classes say."""
 
-import argparse
 import dataclasses
 import enum
 import typing
@@ -12,7 +11,6 @@ from transformers.training_args import OptimizerNames
 from trl.cli.commands import TRAINING
 from trl.cli.options import (
     Computed,
-    OptionHelp,
     class_from_source,
     option_groups,
     options_of,
@@ -119,6 +117,8 @@ def test_the_usage_is_one_line_unless_another_is_given():
 
 
 def test_options_with_hyphens_alone_are_kept():
-    parser = argparse.ArgumentParser(formatter_class=OptionHelp)
-    parser.add_argument("--with-hyphen", "--other_one", "--other-one", help="x")
+    parser = TrlParser()
+    parser.add_argument("--with-hyphen", "--other_one", help="x")
     assert "--with-hyphen WITH_HYPHEN, --other_one WITH_HYPHEN" in parser.format_help()
+    for word in ("--with-hyphen=1", "--other_one=1", "--other-one=1"):
+        assert parser.parse_args([word]).with_hyphen == "1"

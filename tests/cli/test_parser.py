@@ -11,7 +11,7 @@ from accelerate.commands.launch import launch_command_parser
 from transformers import HfArgumentParser
 
 import trl
-from trl.cli.parser import TrlParser, as_words, describe_unknown, launch_option_names, option_name
+from trl.cli.parser import TrlParser, as_words, launch_option_names, option_name
 from trl.cli.values import members
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.model_config import ModelConfig
@@ -372,6 +372,12 @@ def test_options_as_words():
     assert as_words({"a": 1, "b": [2, "c"]}) == ["--a", "1", "--b", "2", "c"]
 
 
+@dataclass
+class Known:
+    beta: float = 1.0
+    models: int = 1
+
+
 @pytest.mark.parametrize(
     ("name", "program", "hint"),
     [
@@ -385,17 +391,20 @@ def test_options_as_words():
     ],
 )
 def test_another_command_may_know_it(name, program, hint):
-    assert describe_unknown([name], ["beta"], {}, program) == f"unknown option --{name}{hint}."
+    found = TrlParser(Known, prog=program).unknown([f"--{name}"])
+    assert found == f"unknown option --{name}{hint}."
 
 
 def test_the_closest_names_come_first():
-    found = describe_unknown(["model"], ["models", "beta"], {}, "trl rloo")
+    found = TrlParser(Known, prog="trl rloo").unknown(["--model"])
     expected = "unknown option --model (closest: --models; an option of `trl vllm-serve`)."
     assert found == expected
 
 
-def test_keys_of_a_file_are_named_with_it():
-    keys = {"betta": "run.yaml", "y": "run.yaml"}
-    found = describe_unknown(["x", "betta", "y"], ["beta"], keys, "train.py")
-    expected = "unknown option --x; run.yaml: unknown keys betta (closest: beta), y."
+def test_keys_of_a_file_are_named_with_it(tmp_path):
+    parser = TrlParser(Known, prog="train.py")
+    path = config_file(tmp_path, betta=1, y=2)
+    _, _, others, words = parser.collect(["--x", "--config", path])
+    found = parser.unknown([*words, *as_words(others)])
+    expected = f"unknown option --x; {path}: unknown keys betta (closest: beta), y."
     assert found == expected

@@ -203,8 +203,8 @@ def test_one_row_that_does_not_fit_is_an_error_that_says_what_to_do():
     assert "per_device_train_batch_size=1" in words and "gradient_checkpointing=True" in words
     assert "Tried to allocate 2.00 GiB" in words
     assert is_out_of_memory(caught.value)
-    with pytest.raises(RowTooLargeError, match=r"in reading with a single row \(number 2\)\."):
-        AdaptiveBatch("reading", 1).run(
+    with pytest.raises(RowTooLargeError, match=r"in rewards with a single row \(number 2\),"):
+        AdaptiveBatch("rewards", 1).run(
             3, lambda rows: limited(list, 0 if rows.start == 2 else 1)(rows), reset=list
         )
 
@@ -215,10 +215,10 @@ def test_the_log_names_phase_sizes_and_option(log):
     words = log.records[0].getMessage()
     assert "generation with 6 rows" in words and "3 at once" in words
     assert "generation_max_rows=3" in words
-    AdaptiveBatch("rewards", 4, option="reward_rows").run(4, limited(list, 2))
-    assert "reward_rows=2" in log.records[1].getMessage()
-    AdaptiveBatch("reading", 4).run(4, limited(list, 2))
-    assert "Set" not in log.records[2].getMessage()
+    batch = AdaptiveBatch("training", 8)
+    batch.unit = 2
+    batch.run(8, limited(list, 4))
+    assert "Set per_device_train_batch_size=2 to" in log.records[1].getMessage()
 
 
 def test_other_errors_and_a_disabled_batch_let_errors_through():

@@ -113,14 +113,14 @@ def test_largest_of_several_runs_counts(meter, allocator):
     assert gb(meter) == {"forward": 80}
 
 
-def test_start_and_stop_span_functions_and_stop_ends_what_is_inside(meter, allocator):
+def test_a_phase_ends_what_is_open_inside(meter, allocator):
     events = []
     meter.on_phase_end.append(events.append)
-    meter.start("backward")
-    meter.start("optimizer")
+    backward, optimizer = meter.phase("backward"), meter.phase("optimizer")
+    backward.__enter__()
+    optimizer.__enter__()
     allocator.use(33)
-    assert meter.is_open("backward") and not meter.is_open("forward")
-    meter.stop("backward")
+    backward.__exit__(None, None, None)
     assert [event.phase for event in events] == ["optimizer", "backward"]
     assert events[0].figures["tensors_peak"] == 33
     assert not meter._open
@@ -128,8 +128,7 @@ def test_start_and_stop_span_functions_and_stop_ends_what_is_inside(meter, alloc
 
 def test_an_exception_ends_the_phases_of_its_block(meter):
     def broken():
-        with meter.phase("scoring"):
-            meter.start("forward")
+        with meter.phase("scoring"), meter.phase("forward"):
             raise KeyError("x")
 
     with meter.phase("rewards"):
@@ -153,12 +152,9 @@ def test_events_have_times_in_order(meter):
 
 def test_wrong_phases_are_refused(meter):
     with pytest.raises(ValueError, match=r"phase='scorin'.*Did you mean scoring\?"):
-        meter.start("scorin")
+        meter.phase("scorin").__enter__()
     with pytest.raises(ValueError, match=", ".join(PHASES)):
-        meter.start("zzz")
-    meter.start("forward")
-    with pytest.raises(ValueError, match="phase='backward' cannot be stopped; open: forward"):
-        meter.stop("backward")
+        meter.phase("zzz").__enter__()
 
 
 def test_a_disabled_meter_does_nothing(allocator):
@@ -167,8 +163,6 @@ def test_a_disabled_meter_does_nothing(allocator):
     meter.on_phase_end.append(events.append)
     with meter.phase("forward"):
         allocator.use(5)
-    meter.start("backward")
-    meter.stop("optimizer")
     assert (events, meter.take(), meter._open, meter.peak) == ([], {}, [], 0.0)
 
 

@@ -1,7 +1,5 @@
 """Options of the training scripts that are about data and rewards."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..trainer.base.options import option

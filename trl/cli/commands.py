@@ -1,7 +1,5 @@
 """The commands of `trl`. A new one is an entry here; nothing heavy is imported to list them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -110,45 +108,36 @@ class TrainingCommand(Command):
         import_module("trl.cli.train").run_training(parser, trainer)
 
 
-def _online(name: str, title: str, common: tuple[str, ...]) -> TrainingCommand:
-    module, kind = f"trl.trainer.{name.replace('-', '_')}", title.replace(" ", "")
-    return TrainingCommand(
-        name,
-        summary=f"train with {title}",
-        config=f"{module}_config.{kind}Config",
-        trainer=f"{module}_trainer.{kind}Trainer",
-        arguments=f"trl.cli.arguments.{'PPO' if name == 'ppo' else 'Online'}ScriptArguments",
-        needed=(
-            ("model_name_or_path",),
-            ("dataset_name", "datasets"),
-            ("reward_funcs", "reward_model_name_or_path"),
-        ),
-        common=(
-            *("output_dir", *common, "learning_rate", "max_steps"),
-            *("per_device_train_batch_size", "gradient_accumulation_steps", "temperature"),
-            *("max_completion_length", "use_peft", "use_vllm", "report_to", "plan", "config"),
-        ),
-        example="--model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/DeepMath-103K \\\n"
-        "    --reward_funcs accuracy_reward --output_dir output",
-    )
-
-
-def _offline(title: str, summary: str, common: tuple[str, ...], example: str) -> TrainingCommand:
-    name = title.lower()
+def _training(
+    title: str, summary: str, arguments: str, common: tuple[str, ...], example: str
+) -> TrainingCommand:
+    name, kind = title.lower().replace(" ", "-"), title.replace(" ", "")
+    module = f"trl.trainer.{name.replace('-', '_')}"
+    needed: tuple[tuple[str, ...], ...] = (("model_name_or_path",), ("dataset_name", "datasets"))
+    rewards = (("reward_funcs", "reward_model_name_or_path"),) if arguments else ()
+    batches = ("per_device_train_batch_size", "gradient_accumulation_steps")
     return TrainingCommand(
         name,
         summary,
-        config=f"trl.trainer.{name}_config.{title}Config",
-        trainer=f"trl.trainer.{name}_trainer.{title}Trainer",
-        arguments="trl.cli.arguments.ScriptArguments",
-        needed=(("model_name_or_path",), ("dataset_name", "datasets")),
-        common=(
-            *("output_dir", "max_length", *common, "learning_rate", "num_train_epochs"),
-            *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"),
-            *("eval_strategy", "use_peft", "report_to", "plan", "config"),
-        ),
+        config=f"{module}_config.{kind}Config",
+        trainer=f"{module}_trainer.{kind}Trainer",
+        arguments=f"trl.cli.arguments.{arguments}ScriptArguments",
+        needed=needed + rewards,
+        common=("output_dir", *common, *batches, "use_peft", "report_to", "plan", "config"),
         example=f"--model_name_or_path {example} --output_dir output",
     )
+
+
+def _online(title: str, common: tuple[str, ...], arguments: str = "Online") -> TrainingCommand:
+    data = "Qwen/Qwen3-0.6B --dataset_name trl-lib/DeepMath-103K \\\n   "
+    common += ("learning_rate", "max_steps", "temperature", "max_completion_length", "use_vllm")
+    example = f"{data} --reward_funcs accuracy_reward"
+    return _training(title, f"train with {title}", arguments, common, example)
+
+
+def _offline(title: str, summary: str, common: tuple[str, ...], example: str) -> TrainingCommand:
+    common = ("max_length", *common, "learning_rate", "num_train_epochs", "max_steps")
+    return _training(title, summary, "", (*common, "eval_strategy"), example)
 
 
 TRAINING: dict[str, TrainingCommand] = {
@@ -178,11 +167,11 @@ TRAINING: dict[str, TrainingCommand] = {
             ("center_rewards_coefficient",),
             "Qwen/Qwen3-0.6B --dataset_name trl-lib/ultrafeedback_binarized \\\n   ",
         ),
-        _online("rloo", "RLOO", ("num_generations", "beta")),
-        _online("grpo", "GRPO", ("num_generations", "beta", "loss_type", "scale_rewards")),
-        _online("online-dpo", "Online DPO", ("beta", "loss_type", "missing_eos_penalty")),
+        _online("RLOO", ("num_generations", "beta")),
+        _online("GRPO", ("num_generations", "beta", "loss_type", "scale_rewards")),
+        _online("Online DPO", ("beta", "loss_type", "missing_eos_penalty")),
         _online(
-            "ppo", "PPO", ("beta", "num_ppo_epochs", "gamma", "lam", "value_model_name_or_path")
+            "PPO", ("beta", "num_ppo_epochs", "gamma", "lam", "value_model_name_or_path"), "PPO"
         ),
     )
 }
@@ -221,10 +210,7 @@ def unknown_command(name: str) -> str:
 
 def commands_with(option: str) -> list[str]:
     """The commands that have an option (with underscores)."""
-    found = []
-    for command in COMMANDS.values():
-        if command.name != "env":
-            action = command.option_parser()._option_string_actions.get(f"--{option}")
-            if action is not None and action.dest == option:  # no_x has the destination x
-                found.append(command.name)
-    return found
+    parsers = {name: x.option_parser() for name, x in COMMANDS.items() if name != "env"}
+    found = {name: x._option_string_actions.get(f"--{option}") for name, x in parsers.items()}
+    # The destination of no_x is x.
+    return [name for name, action in found.items() if action and action.dest == option]

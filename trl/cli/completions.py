@@ -1,7 +1,5 @@
 """`trl completions`: show the completions a run wrote, grouped by prompt."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from itertools import groupby

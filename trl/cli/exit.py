@@ -1,7 +1,5 @@
 """How training commands end: what they say then, and what becomes of their workers."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -39,7 +37,7 @@ def rank() -> int:
 
 
 @contextmanager
-def one_line_errors(parser: TrlParser, trainer: Trainer | None = None) -> Iterator[None]:
+def one_line_errors(parser: TrlParser, trainer: "Trainer | None" = None) -> Iterator[None]:
     """Turn what goes wrong inside into one line that says how to go on.
 
     Ctrl-C ends the process with status 130, an error with 2. The trace of an error is shown if the
@@ -90,7 +88,7 @@ def as_command_line(text: str, names: Iterable[str]) -> str:
     return re.sub(rf"(?<![\w.-])({known})={values}", spelled, text) if known else text
 
 
-def _place(trainer: Trainer | None) -> str:
+def _place(trainer: "Trainer | None") -> str:
     """After how many steps that is, and the newest checkpoint."""
     if trainer is None:
         return "before training began."
@@ -104,7 +102,7 @@ def _place(trainer: Trainer | None) -> str:
     return f"{steps} The newest checkpoint is {found[0]}{resume}."
 
 
-def tell_success(trainer: Trainer) -> None:
+def tell_success(trainer: "Trainer") -> None:
     """Print how many steps are done, and where the model is."""
     if trainer.is_world_process_zero():
         state = trainer.state

@@ -1,10 +1,7 @@
 """Training commands run through `accelerate launch`; options are told apart before it starts.
 
-The training configuration is not built here: what it checks depends on the number of processes,
-which only the workers know.
+Training configurations are built by the workers alone, which know the number of processes.
 """
-
-from __future__ import annotations
 
 import argparse
 import difflib
@@ -17,8 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.commands.config.config_args import default_config_file, load_config_from_file
-from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.commands.config.config_args import default_config_file
+from accelerate.commands.launch import (
+    _validate_launch_command,
+    launch_command,
+    launch_command_parser,
+)
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -38,8 +39,7 @@ STRATEGIES = {"multi_gpu", "use_deepspeed", "use_fsdp", "tpu", "use_megatron_lm"
 def launch(command: str, parser: TrlParser, words: list[str]) -> None:
     """Start the workers of a training command, from `trl.scripts`, and wait for them.
 
-    Its options and those of `accelerate launch` are mixed in `words`. A SystemExit has the status
-    of the workers, or 2 for unusable options.
+    `words` mix options of both. A SystemExit has the workers' status, or 2 for unusable options.
     """
     try:
         _start(command, parser, words)
@@ -75,10 +75,9 @@ def _start(command: str, parser: TrlParser, words: list[str]) -> None:
 
 
 def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
-    """Tell the words for the script, whose options `parser` knows, from those for the launcher.
+    """Tell words for the script, whose options `parser` knows, from the launcher's; with a file's.
 
-    Options of the configuration file count too. A ValueError names options that neither knows, and
-    values that do not fit.
+    A ValueError names options that neither knows, and values that do not fit.
     """
     ours: list[str] = []
     theirs: list[str] = []
@@ -103,30 +102,8 @@ def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def launch_options(launcher: list[str]) -> dict[str, Any]:
-    """What words for `accelerate launch` and the configuration file they name come to, by name.
-
-    Those of the file's `fsdp_config`, `deepspeed_config` and `parallelism_config` are among them;
-    words win. Always there are `use_deepspeed`, `use_fsdp`, and `num_processes` and `num_machines`,
-    counted over all machines.
-    """
-    found = _parsed(launcher)
-    file = found.config_file or (default_config_file if os.path.isfile(default_config_file) else "")
-    options = {"use_deepspeed": False, "use_fsdp": False}
-    options |= _options_of_config(load_config_from_file(file)) if file else {}
-    names = {option_name(word) for word in launcher if word.startswith("--")}
-    given = {name: value for name, value in vars(found).items() if name in names}
-    if given.keys() & STRATEGIES:
-        options |= dict.fromkeys(STRATEGIES, False)
-    options |= given
-    return options | {x: int(options.get(x) or 1) for x in ("num_processes", "num_machines")}
-
-
-def _options_of_config(config: Any) -> dict[str, Any]:
-    kind = config.distributed_type.value
-    options = {name: value for name, value in vars(config).items() if not isinstance(value, dict)}
-    for more in (config.deepspeed_config, config.fsdp_config, config.parallelism_config):
-        options |= more or {}
-    return options | {"use_deepspeed": kind == "DEEPSPEED", "use_fsdp": kind == "FSDP"}
+    """What words for `accelerate launch` and the configuration file they name come to, by name."""
+    return vars(_validate_launch_command(_parsed(launcher))[0])
 
 
 def _words_of_file(values: dict[str, Any]) -> list[str]:
@@ -160,19 +137,15 @@ def _with_defaults(words: list[str], found: argparse.Namespace, on_cpu: bool) ->
     if found.config_file or os.path.isfile(default_config_file):
         return portable
     processes = found.num_processes or (1 if on_cpu else max(1, torch.cuda.device_count()))
-    default = SINGLE_MACHINE | {"num_processes": processes} | _threads(processes)
+    default: dict[str, Any] = SINGLE_MACHINE | {"num_processes": processes}
+    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+        # Of a machine without GPUs, accelerate would give each process one core.
+        default["num_cpu_threads_per_process"] = max(1, (os.cpu_count() or 1) // processes)
     if processes == 1:
         return [*as_words(default), *words]
     # It starts several processes on CPUs only under the name of several GPUs.
-    has_strategy = any(getattr(found, strategy) for strategy in STRATEGIES)
+    has_strategy = any(map(vars(found).get, STRATEGIES))
     return [*["--multi_gpu"] * (not has_strategy), *as_words(default), *portable]
-
-
-def _threads(processes: int) -> dict[str, int]:
-    """All cores of a machine without GPUs, where accelerate would use one for each process."""
-    if torch.cuda.is_available() or "OMP_NUM_THREADS" in os.environ:
-        return {}
-    return {"num_cpu_threads_per_process": max(1, (os.cpu_count() or 1) // processes)}
 
 
 def _parsed(words: list[str]) -> argparse.Namespace:

@@ -1,7 +1,5 @@
 """`trl lengths`: how long the rows of a dataset are, and what a limit on them would cost."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import dataclass, replace

@@ -4,12 +4,9 @@ A source tells names, types, defaults and help without importing torch and trans
 longer than a user should wait for the news of a misspelled option.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import builtins
-import copy
 import dataclasses
 import enum
 import importlib
@@ -174,17 +171,6 @@ def _assigned(nodes: list[ast.stmt]) -> dict[str, ast.expr]:
 
 def _package(kind: type) -> str:
     return kind.__module__.partition(".")[0]
-
-
-class OptionHelp(argparse.HelpFormatter):
-    """Shows each option with underscores; the spelling with hyphens need not be listed."""
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        words = action.option_strings
-        others = {f"--{word[2:].replace('_', '-')}" for word in words if "_" in word}
-        shown = copy.copy(action)
-        shown.option_strings = [word for word in words if word not in others]
-        return super()._format_action_invocation(shown)
 
 
 def option_groups(options: Iterable[Option]) -> list[tuple[str, list[Option]]]:

@@ -1,7 +1,5 @@
 """Dataclasses as command lines and YAML files, with the true type of every option."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import dataclasses
@@ -19,7 +17,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from .options import Option, OptionHelp, option_groups, options_of
+from .options import Option, option_groups, options_of
 from .values import ConversionError, convert, is_flag, is_sequence, read_config
 
 NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-inf$")
@@ -51,8 +49,7 @@ class TrlParser(OneLineParser):
     """
 
     def __init__(self, dataclass_types: Any = (), **kwargs: Any):
-        looks: dict[str, Any] = {"usage": "%(prog)s [options]", "formatter_class": OptionHelp}
-        super().__init__(allow_abbrev=False, **(looks | kwargs))
+        super().__init__(allow_abbrev=False, **({"usage": "%(prog)s [options]"} | kwargs))
         self._negative_number_matcher = NUMBER
         many = isinstance(dataclass_types, Iterable)
         self.dataclass_types = tuple(dataclass_types) if many else (dataclass_types,)
@@ -74,7 +71,7 @@ class TrlParser(OneLineParser):
         hidden |= dict.fromkeys(("default", "help"), argparse.SUPPRESS)
         for option in self._options.values():
             if is_flag(option.annotation) and f"no_{option.name}" not in self._options:
-                self.add_argument(*_spellings(f"no_{option.name}"), dest=option.name, **hidden)
+                self.add_argument(f"--no_{option.name}", dest=option.name, **hidden)
         for kind in self.dataclass_types:
             self._add_legacy(_legacy_names(kind))
 
@@ -117,6 +114,15 @@ class TrlParser(OneLineParser):
         """Take defaults for options; return those of no option as command-line words."""
         return as_words(self._take_defaults(values))
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As of `argparse`, but options may be spelled with hyphens, too."""
+        words = list(sys.argv[1:] if args is None else args)
+        for place, word in enumerate(words):
+            given = word.partition("=")[0]
+            if given not in self._option_string_actions and self.knows(option_name(given)):
+                words[place] = f"--{option_name(given)}{word.removeprefix(given)}"
+        return super().parse_known_args(words, namespace)
+
     def read(
         self, args: Sequence[str] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
@@ -135,7 +141,7 @@ class TrlParser(OneLineParser):
         self, args: Sequence[str] | None = None
     ) -> tuple[dict[str, Any], list[str], dict[str, Any], list[str]]:
         """As `read`, but what is wrong with values is returned, after the values."""
-        namespace, words = self.parse_known_args(list(sys.argv[1:] if args is None else args))
+        namespace, words = self.parse_known_args(args)
         given = vars(namespace)
         path = given.pop("config", None)
         others = self._take_defaults(read_config(path) if path else {})
@@ -177,10 +183,27 @@ class TrlParser(OneLineParser):
         """What `check` would raise; an empty string for nothing."""
         names = [option_name(word) for word in words if word.startswith("--")]
         unknown = [name for name in names if name not in others]
-        if unknown:
-            legal = [*self._options, *sorted(others)]
-            return describe_unknown(unknown, legal, self._files, self.prog)
-        return "" if others or not words else f"unexpected words: {' '.join(words)}."
+        if not unknown:
+            return "" if others or not words else f"unexpected words: {' '.join(words)}."
+        legal, places = [*self._options, *sorted(others)], dict[str, list[str]]()
+        for name in unknown:  # by the file that they stand in
+            path = self._files.get(name, "")
+            places.setdefault(path, []).append(self._with_hint(name, legal, "" if path else "--"))
+        parts = []
+        for path, hints in places.items():
+            kind = f"{path}: unknown key" if path else "unknown option"
+            parts.append(f"{kind}{'s' * (len(hints) > 1)} {', '.join(hints)}")
+        return f"{'; '.join(parts)}."
+
+    def _with_hint(self, name: str, legal: list[str], dashes: str) -> str:
+        close = difflib.get_close_matches(name, legal, n=3, cutoff=0.6)
+        hints = [f"closest: {', '.join(dashes + other for other in close)}"] if close else []
+        if self.prog.startswith("trl "):
+            # An import above would be circular: commands have parsers.
+            commands = import_module(f"{__package__}.commands").commands_with(name)
+            hints += [f"an option of `trl {'`, `trl '.join(commands)}`"] if commands else []
+        words = f" ({'; '.join(hints)})" if hints else ""
+        return f"{dashes}{name}{words}"
 
     @property
     def names(self) -> list[str]:
@@ -209,7 +232,7 @@ class TrlParser(OneLineParser):
             details |= {"nargs": "?", "const": True}
         if option.choices:
             details["metavar"] = f"{{{','.join(map(str, option.choices))}}}"
-        group.add_argument(*_spellings(option.name), **details)
+        group.add_argument(f"--{option.name}", **details)
 
     def _add_legacy(self, names: dict[str, Any]) -> None:
         """Old names take the type of what replaces them, or else what YAML makes of a value."""
@@ -250,10 +273,6 @@ def _legacy_names(kind: type) -> dict[str, Any]:
     return getattr(kind, "legacy_options", {})
 
 
-def _spellings(name: str) -> list[str]:
-    return list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
-
-
 def option_name(word: str) -> str:
     """The name in a word such as "--num-processes=2"."""
     return word.removeprefix("--").split("=")[0].replace("-", "_")
@@ -281,34 +300,3 @@ def launch_option_names() -> frozenset[str]:
         if isinstance(word, ast.Constant) and str(word.value).startswith("--")
     }
     return frozenset({"accelerate_config", "help", *(option_name(str(word)) for word in words)})
-
-
-def describe_unknown(
-    names: Iterable[str], legal: Iterable[str], keys: Mapping[str, str], program: str
-) -> str:
-    """Say which options a program does not know, with what may have been meant.
-
-    `legal` are the options there are; `keys` has the path of the file for those that stand in one.
-    """
-    legal = list(legal)
-    places: dict[str | None, list[str]] = {}
-    for name in names:
-        places.setdefault(keys.get(name), []).append(name)
-    parts = []
-    for path, found in places.items():
-        many = "s" if len(found) > 1 else ""
-        start = f"unknown option{many}" if path is None else f"{path}: unknown key{many}"
-        dashes = "--" if path is None else ""
-        hints = (f"{dashes}{name}{_hint(name, legal, dashes, program)}" for name in found)
-        parts.append(f"{start} {', '.join(hints)}")
-    return f"{'; '.join(parts)}."
-
-
-def _hint(name: str, legal: list[str], dashes: str, program: str) -> str:
-    close = difflib.get_close_matches(name, legal, n=3, cutoff=0.6)
-    hints = [f"closest: {', '.join(dashes + other for other in close)}"] if close else []
-    if program.startswith("trl "):
-        # Commands have parsers, which tell of unknown options: an import above would be circular.
-        commands = import_module(f"{__package__}.commands").commands_with(name)
-        hints += [f"an option of `trl {'`, `trl '.join(commands)}`"] if commands else []
-    return f" ({'; '.join(hints)})" if hints else ""

@@ -1,7 +1,5 @@
 """`trl report`: one HTML page of a run, or of two to compare, that needs no server."""
 
-from __future__ import annotations
-
 import argparse
 import base64
 import gzip

@@ -1,7 +1,5 @@
 """What every training script does: load data, build the trainer, train, save."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """From what a user wrote, on the command line or in YAML, to the type an option declares."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -45,10 +43,9 @@ def is_flag(annotation: Any) -> bool:
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """Convert a string, a list of strings or a YAML value to `annotation`.
+    """Convert a string, a list of strings or a YAML value to a type, or to one of a union.
 
-    That is a type, or a union of types, tried in the order that loses the least. A
-    `ConversionError` says what was expected.
+    Those are tried in the order that loses the least; a `ConversionError` says what was expected.
     """
     choices, alone = members(annotation), _alone(value)
     # Where text is allowed, the word "none" is text.

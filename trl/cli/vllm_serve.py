@@ -1,7 +1,5 @@
 """`trl vllm-serve`: a vLLM server that takes the weights of a trainer."""
 
-from __future__ import annotations
-
 import argparse
 import ipaddress
 import os

@@ -1,7 +1,5 @@
 """Recovery from running out of memory: the same work on fewer rows at once."""
 
-from __future__ import annotations
-
 import gc
 import traceback
 from collections.abc import Callable
@@ -41,18 +39,14 @@ class AdaptiveBatch:
     depend on each other, the outcome is that of a run that had the smaller size from the start. The
     work must not wait for other processes, which know nothing of a failure here.
 
-    Messages name the `phase`, a key of `OPTIONS` or any word, and the `option` that sets the `size`
-    at first; None is no limit until memory runs out. `unit` rows are never separated, `failures`
-    counts how often memory ran out, and a batch that is `disabled` lets every error through.
+    Messages name the `phase`, a key of `OPTIONS`. A `size` of None is no limit until memory runs
+    out. `unit` rows are never separated, `failures` counts how often memory ran out, and a batch
+    that is `disabled` lets every error through.
     """
 
-    def __init__(
-        self, phase: str, size: int | None = None, option: str | None = None, disabled: bool = False
-    ):
-        self.phase = phase
-        known, self._advice = OPTIONS.get(phase, ("", _EVERYWHERE))
-        self.option = option or known
-        self.size = size
+    def __init__(self, phase: str, size: int | None = None, disabled: bool = False):
+        self.phase, self.size = phase, size
+        self.option, self._advice = OPTIONS[phase]
         self.disabled = disabled
         self.unit = 1
         self.failures = 0
@@ -102,30 +96,26 @@ class AdaptiveBatch:
             drop_frames(error)
             self.failures += 1
             if len(rows) <= self.unit:
-                least = f", so {self.option}=1 does not help" if self.option else ""
                 what = "a single row" if self.unit == 1 else f"{self.unit} rows that stay together"
                 raise RowTooLargeError(
-                    f"Out of memory in {self.phase} with {what} (number {rows.start})"
-                    f"{least}. What may help: {self._advice}. The allocator's message: {error}"
+                    f"Out of memory in {self.phase} with {what} (number {rows.start}), so "
+                    f"{self.option}=1 does not help. What may help: {self._advice}. The "
+                    f"allocator's message: {error}"
                 ) from error
         self.size = max(1, len(rows) // 2 // self.unit) * self.unit
-        value = self.size // self.unit
-        known = f" Set {self.option}={value} to start with that." if self.option else ""
         logger.warning(
             f"Out of memory in {self.phase} with {len(rows)} rows at once: continuing with "
-            f"{self.size} at once on the same data.{known}"
+            f"{self.size} at once on the same data. Set {self.option}={self.size // self.unit} to "
+            "start with that."
         )
         return False
 
 
-def drop_frames(error: BaseException) -> None:
+def drop_frames(error: BaseException | None) -> None:
     """Let go of the local variables, tensors among them, of the calls that `error` passed through.
 
     The traceback itself stays, to be shown. Errors that led to `error` are treated alike.
     """
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        traceback.clear_frames(link.__traceback__)
-        link = link.__cause__ or link.__context__
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -1,11 +1,9 @@
 """Memory by phase for any `transformers.Trainer`: logged, written over time, and drawn."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +21,33 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 _MOST_SPANS = 1000  # of one phase in a chart
+
+
+class Timeline:
+    """Appends a JSON line for each phase that ends, at once, so a killed run leaves all of them.
+
+    A line has `step`, `phase`, `start` and `end` (seconds since the run began) and the figures of
+    `PhaseEvent.readable`. Lines of steps after `step` are dropped first, as a run that went further
+    wrote them; after the others, time goes on where it stopped. The main process alone `writes`.
+    """
+
+    def __init__(self, path: Path, writes: bool = True, step: int = 0):
+        self.path, self.step = path, step
+        self._lines = StepLines(path) if writes else None
+        self._shift: float | None = None  # from the meter's clock to that of the lines
+        if self._lines is not None:
+            self._lines.keep_until(step)
+
+    def add(self, event: PhaseEvent) -> None:
+        """Write one phase."""
+        if self._lines is None:
+            return
+        if self._shift is None:
+            ends = (line["end"] for line in self._lines.read())
+            self._shift = max(ends, default=0.0) - event.start
+        start, end = (round(time + self._shift, 6) for time in (event.start, event.end))
+        line = {"step": self.step, "phase": event.phase, "start": start, "end": end}
+        self._lines.add([line | event.readable()])
 
 
 class MemoryCallback(TrainerCallback):
@@ -58,15 +83,14 @@ class MemoryCallback(TrainerCallback):
         self.meter = meter
         self._finds_passes, self._logs, self._draws = passes, metrics, chart
         self._listening = ExitStack()
+        self._running: dict[str, ExitStack] = {}  # phases that this measures
         self._in_step = False
         self._metrics: dict[str, dict[str, float]] = {}  # "" or "eval_" -> metrics not yet logged
 
-    def attach(self, trainer: Trainer) -> MemoryCallback:
+    def attach(self, trainer: "Trainer") -> Self:
         """Add this to a trainer in front of its other callbacks, and return it."""
         trainer.callback_handler.callbacks.insert(0, self)
         return self
-
-    # --- Training begins and ends ---
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to listen."""
@@ -92,8 +116,6 @@ class MemoryCallback(TrainerCallback):
     def _detach(self) -> None:
         self._stop("forward", "backward", "optimizer")
         self._listening.close()
-
-    # --- Phases ---
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the step that begins."""
@@ -128,20 +150,18 @@ class MemoryCallback(TrainerCallback):
             self._stop("forward")
 
     def _gradient_arrives(self, gradient: Tensor) -> None:
-        if self.meter is not None and self.meter.is_open("forward"):
+        if "forward" in self._running:
             self._stop("forward")
             self._start("backward")
 
     def _start(self, phase: str) -> None:
-        if self.meter is not None and not self.meter.is_open(phase):
-            self.meter.start(phase)
+        if self.meter is not None and phase not in self._running:
+            self._running[phase] = ExitStack()
+            self._running[phase].enter_context(self.meter.phase(phase))
 
     def _stop(self, *phases: str) -> None:
-        for phase in phases:
-            if self.meter is not None and self.meter.is_open(phase):
-                self.meter.stop(phase)
-
-    # --- Reports ---
+        for phase in filter(self._running.__contains__, phases):
+            self._running.pop(phase).close()
 
     def _record(self, event: PhaseEvent) -> None:
         merge_peaks(self._metrics.setdefault("" if self._in_step else "eval_", {}), event)
@@ -165,33 +185,6 @@ class MemoryCallback(TrainerCallback):
 
 def _trains(module: nn.Module) -> bool:
     return module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-
-
-class Timeline:
-    """Appends a JSON line for each phase that ends, at once, so a killed run leaves all of them.
-
-    A line has `step`, `phase`, `start` and `end` (seconds since the run began) and the figures of
-    `PhaseEvent.readable`. Lines of steps after `step` are dropped first, as a run that went further
-    wrote them; after the others, time goes on where it stopped. The main process alone `writes`.
-    """
-
-    def __init__(self, path: Path, writes: bool = True, step: int = 0):
-        self.path, self.step = path, step
-        self._lines = StepLines(path) if writes else None
-        self._shift: float | None = None  # from the meter's clock to that of the lines
-        if self._lines is not None:
-            self._lines.keep_until(step)
-
-    def add(self, event: PhaseEvent) -> None:
-        """Write one phase."""
-        if self._lines is None:
-            return
-        if self._shift is None:
-            ends = (line["end"] for line in self._lines.read())
-            self._shift = max(ends, default=0.0) - event.start
-        start, end = (round(time + self._shift, 6) for time in (event.start, event.end))
-        line = {"step": self.step, "phase": event.phase, "start": start, "end": end}
-        self._lines.add([line | event.readable()])
 
 
 def draw(jsonl: Path, png: Path) -> bool:

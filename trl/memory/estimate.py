@@ -6,8 +6,6 @@ residual. Sizes of tiles, passes and caches are those of the modules that make t
 divide among themselves is counted by `Shares`. Small terms are left out: the aim is 10 %.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
@@ -43,10 +41,10 @@ class Layer:
         cast = product * hidden if run.autocast else 0
         self.backward = self.stream + max(factors + cast, gathered)
         # What autograd keeps for it: inputs of both norms, as float32; queries, keys, values and
-        # the result of attention.
-        self.saved = 2 * FLOAT32 * hidden + 2 * product * (model.queries + every) + factors
-        self.saved += product * model.intermediate if model.gated else 0
-        self.saved += self._saved_by_weights(model, run)
+        # the result of attention; what the MLP multiplies.
+        self.saved_by_mlp = factors + (product * model.intermediate if model.gated else 0)
+        self.saved = 2 * FLOAT32 * hidden + 2 * product * (model.queries + every)
+        self.saved += self.saved_by_mlp + self._saved_by_weights(model, run)
 
     def _saved_by_weights(self, model: ModelSize, run: RunSettings) -> int:
         """What norms of heads keep, and what weights that are trained, or their adapters, do."""
@@ -64,10 +62,9 @@ class Layer:
 
 
 class Head:
-    """What the output projection and log-probabilities take, in bytes.
+    """What the output projection and log-probabilities take, in bytes; a classifier has none.
 
-    Logits exist one tile of tokens x vocabulary entries at a time, or all at once if the chunk is
-    0. A classifier has none.
+    Logits exist one tile of tokens x vocabulary entries at a time, or all at once for a chunk of 0.
     """
 
     def __init__(self, model: ModelSize, run: RunSettings):
@@ -86,7 +83,7 @@ class Head:
         """Bytes of a forward pass over tokens that predict: their hidden states and logits."""
         if self._chunk:
             # Products become float32 next to the logits of the tile before.
-            return self._hidden(tokens) + self._tile(tokens, 2)
+            return self._hidden(tokens) + self._tile(tokens)
         logits = tokens * self._model.vocabulary
         return self._all_logits(tokens, max(self._run.product_bytes * logits, _blocks(logits)))
 
@@ -101,8 +98,7 @@ class Head:
         # A gradient in float32 is added to as it is, any other by way of sums for a tile.
         has_sums = not self._model.frozen and self._run.weight_bytes < FLOAT32
         sums = FLOAT32 * (tokens + (shape[1] if has_sums else 0)) * self._model.hidden
-        count = 2 if shape == (tokens, self._model.vocabulary) else 3  # with one of the tile before
-        return self._hidden(tokens) + self.new_gradient + sums + self._tile(tokens, count)
+        return self._hidden(tokens) + self.new_gradient + sums + self._tile(tokens)
 
     def sampling(self, rows: int) -> float:
         """Bytes of drawing one token for each of so many rows."""
@@ -121,17 +117,16 @@ class Head:
         rows, entries = tile_shape(self._chunk, tokens)
         return min(rows, tokens), min(entries, self._model.vocabulary)
 
-    def _tile(self, tokens: int, count: int) -> float:
-        """Float32 tensors of a tile, and casts of the hidden states and of the weight's rows."""
+    def _tile(self, tokens: int) -> float:
+        """Two float32 tensors of a tile, and casts of hidden states and of the weight's rows."""
         rows, entries = self._tile_shape(tokens)
-        logits = rows * entries * (count * FLOAT32 + self._narrow)
+        logits = rows * entries * (2 * FLOAT32 + self._narrow)
         return logits + self._cast * (tokens + entries) * self._model.hidden
 
 
 def _blocks(logits: int) -> int:
-    """Bytes of two tensors of a block of logits, and of one of the block before."""
-    count = 3 if logits > BLOCK_ELEMENTS else 2
-    return count * FLOAT32 * min(logits, BLOCK_ELEMENTS)
+    """Bytes of two tensors of a block of logits."""
+    return 2 * FLOAT32 * min(logits, BLOCK_ELEMENTS)
 
 
 class Estimate:
@@ -170,8 +165,6 @@ class Estimate:
         """Bytes of the largest phase."""
         return max(self.totals.values())
 
-    # --- Generation ---
-
     def _generation(self) -> Parts:
         run, shares = self.run, self.shares
         if run.engine_bytes is not None:
@@ -206,8 +199,6 @@ class Estimate:
             rows = max(1, min(rows, int(most)))
         return rows, min(rows, run.groups(rows)) if run.shared_prefix else rows
 
-    # --- Scoring and training ---
-
     def _scoring(self) -> Parts:
         passes = self.run.forward_passes(cuts=True)
         held = self.shares.held(self._waiting, self.shares.layerwise).plus(activations=self._casts)
@@ -233,6 +224,7 @@ class Estimate:
         keys = casts + 2 * self._kept_keys(passes)  # and their gradients
         counts = zip(models, held_by_layer, strict=True)
         kept = keys + sum(passes) * sum(model.layers * each for model, each in counts)
+        kept -= run.unread * kinds[0].saved_by_mlp
         # Shares of gradients fill up while the first micro-batch runs already.
         before = shares.gradients if run.sharding.stage else 0.0
         before = shares.waiting if run.accumulation > 1 else before

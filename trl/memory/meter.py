@@ -1,7 +1,5 @@
 """Peak memory of each phase of a training step, and what a device and a process hold."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import time
@@ -10,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Self
 
 import psutil
 import torch
@@ -80,38 +79,22 @@ class PhaseMeter:
         for probe in self._probes[:1]:  # of peaks; tensors are looked for when a phase begins
             probe()
 
-    def is_open(self, phase: str) -> bool:
-        """Whether `phase` has been started and not stopped."""
-        return any(event.phase == phase for event in self._open)
-
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
-        """Measure a block; phases left open in it, by an exception say, end with it."""
+        """Measure one of `PHASES` in a block; phases that are still open in it end with it."""
+        if phase not in PHASES:
+            hint = did_you_mean(phase, PHASES, f" It must be one of {', '.join(PHASES)}.")
+            raise ValueError(f"phase={phase!r} is unknown.{hint}")
+        if not self.enabled:
+            yield
+            return
         depth = len(self._open)
-        self.start(phase)
+        self._boundary()
+        self._open.append(PhaseEvent(phase, time.perf_counter() - self._born, 0.0, {}))
         try:
             yield
         finally:
             self._unwind(depth)
-
-    def start(self, phase: str) -> None:
-        """Begin one of `PHASES`, within the phase that is open, if any."""
-        if phase not in PHASES:
-            hint = did_you_mean(phase, PHASES, f" It must be one of {', '.join(PHASES)}.")
-            raise ValueError(f"phase={phase!r} is unknown.{hint}")
-        if self.enabled:
-            self._boundary()
-            self._open.append(PhaseEvent(phase, time.perf_counter() - self._born, 0.0, {}))
-
-    def stop(self, phase: str) -> None:
-        """End the latest open phase of this name, and the phases left open within it."""
-        if not self.enabled:
-            return
-        names = [event.phase for event in self._open]
-        if phase not in names:
-            opened = ", ".join(names) or "none"
-            raise ValueError(f"phase={phase!r} cannot be stopped; open: {opened}.")
-        self._unwind(len(names) - 1 - names[::-1].index(phase))
 
     def take(self) -> dict[str, float]:
         """Return the largest figure of each phase that ended since the last call.
@@ -145,9 +128,6 @@ def merge_peaks(metrics: dict[str, float], event: PhaseEvent) -> None:
     for name, value in event.readable().items():
         key = f"memory/{event.phase}/{name}"
         metrics[key] = max(metrics.get(key, value), value)
-
-
-# --- Devices and processes ---
 
 
 def cuda_figures(device: torch.device) -> dict[str, float]:
@@ -189,7 +169,7 @@ class DeviceMemory:
     held: float  # that its tensors take
 
     @classmethod
-    def of(cls, device: torch.device) -> DeviceMemory:
+    def of(cls, device: torch.device) -> Self:
         """Measure a GPU, or the machine for a CPU."""
         if device.type == "cuda":
             held = torch.cuda.memory_allocated(device)

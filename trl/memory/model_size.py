@@ -1,7 +1,5 @@
 """How large a model is, from its configuration alone: it is built on the meta device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,9 +137,7 @@ def _intermediate(config: Any) -> int:
     return experts * (getattr(config, "moe_intermediate_size", None) or width) if experts else width
 
 
-# --- Optimizer states ---
-
-# For each trained entry: tensors of its own dtype, and bytes in a precision of the optimizer's own.
+# States for each trained entry: tensors of its own dtype, and bytes in a precision of their own.
 _STATES = {
     (2, 0): "adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused stable_adamw",
     (1, 0): "rmsprop adagrad",

@@ -1,7 +1,5 @@
 """The memory plan of a run: what fits a device, which option saves what, and all that as text."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace

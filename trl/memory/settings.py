@@ -1,12 +1,10 @@
 """What of a run decides how much memory it takes: rows, precision, and what its ranks divide."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from accelerate.utils.constants import FSDP_SHARDING_STRATEGY
 
@@ -115,7 +113,7 @@ class RunSettings:
     piece: int = field(default=0, compare=False)  # tokens of each cut; 0: none
 
     @classmethod
-    def of(cls, args: OnlineConfig, **facts: Any) -> RunSettings:
+    def of(cls, args: "OnlineConfig", **facts: Any) -> Self:
         """What the options of a run say; `facts` of model and device are fields, and win."""
         batches = args.batch_plan
         options = {
@@ -136,8 +134,8 @@ class RunSettings:
 
     @classmethod
     def of_examples(
-        cls, args: OfflineConfig, answers: int, prompt: int, completion: int, **facts: Any
-    ) -> RunSettings:
+        cls, args: "OfflineConfig", answers: int, prompt: int, completion: int, **facts: Any
+    ) -> Self:
         """As `of`, for examples of a dataset: so many answers of a prompt, or one document."""
         examples, tokens = args.per_device_train_batch_size, prompt + answers * completion
         if args.max_tokens_per_micro_batch is not None:
@@ -154,7 +152,7 @@ class RunSettings:
         }
         return cls(**(_of_every_run(args) | options | facts))._in_pieces()
 
-    def _in_pieces(self) -> RunSettings:
+    def _in_pieces(self) -> Self:
         """The same where micro-batches are cut into runs of examples of so many tokens."""
         if self.examples is None:
             return self
@@ -164,11 +162,11 @@ class RunSettings:
         rows = self.group_size * at_once
         return self.replace(micro_batch=rows, slices=passes, accumulation=passes)
 
-    def replace(self, **changes: Any) -> RunSettings:
+    def replace(self, **changes: Any) -> Self:
         """Return a copy with fields changed."""
         return replace(self, **changes)
 
-    def of_length(self, tokens: int) -> RunSettings:
+    def of_length(self, tokens: int) -> Self:
         """The same with prompts, or rows of a dataset, of so many tokens."""
         if self.generates:
             return self.replace(prompt=tokens)
@@ -197,11 +195,17 @@ class RunSettings:
             return max(1, whole)
         return whole + 2
 
+    @property
+    def unread(self) -> int:
+        """Tokens of shared prompts for which the last layer keeps nothing of its MLP."""
+        if self.gradient_checkpointing or not self.shared_prefix:
+            return 0
+        return min(self.micro_batch, self.groups(self.micro_batch)) * max(0, self.prompt - 1)
+
     def forward_passes(self, cuts: bool) -> list[int]:
         """Tokens of each pass of the forward over a micro-batch.
 
-        If it `cuts`, a long forward over shared prompts is made in passes: one over the prompts,
-        then some over the completions.
+        If it `cuts`, a long one is a pass over shared prompts, then some over the completions.
         """
         rows = self.micro_batch
         if not self.shared_prefix:
@@ -215,7 +219,7 @@ class RunSettings:
         return [prefix, *(count * tail for count in tails_of_passes([tail] * rows, prefix))]
 
 
-def _of_every_run(args: BaseConfig) -> dict[str, Any]:
+def _of_every_run(args: "BaseConfig") -> dict[str, Any]:
     return {
         "optimizer": str(getattr(args.optim, "value", args.optim)),
         "optimizer_args": args.optim_args,
@@ -223,9 +227,6 @@ def _of_every_run(args: BaseConfig) -> dict[str, Any]:
         "shared_prefix": args.shared_prefix,
         "logits_chunk": args.logits_chunk_size,
     }
-
-
-# --- Options of `accelerate launch` ---
 
 
 def read_sharding(options: Mapping[str, Any]) -> Sharding:

@@ -3,9 +3,8 @@
 Terms follow what DeepSpeed's `stage_1_and_2.py` and `stage3.py` and torch's FSDP allocate.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
+from typing import Self
 
 from .model_size import FLOAT32, ModelSize, state_bytes
 from .settings import GRADIENTS, OPTIMIZER, WEIGHTS, RunSettings
@@ -31,7 +30,7 @@ class Parts:
         """Bytes of all parts."""
         return sum(getattr(self, field.name) for field in fields(self))
 
-    def plus(self, **more: float) -> Parts:
+    def plus(self, **more: float) -> Self:
         """Return a copy with bytes added to some parts."""
         return replace(self, **{name: getattr(self, name) + size for name, size in more.items()})
 
@@ -81,8 +80,6 @@ class Shares:
         entry = self.stored if sharding.is_fsdp else FLOAT32
         narrow = self.run.weight_bytes if sharding.is_zero and sharding.stage < WEIGHTS else 0
         return weights + self.optimizer + (entry + narrow) * sharding.share(OPTIMIZER) * self._count
-
-    # --- Weights ---
 
     @property
     def weights(self) -> float:
@@ -136,8 +133,6 @@ class Shares:
         layer = (matrix * model.layer_matrices + each * model.adapter) / model.layers
         return each * ends + layers * layer
 
-    # --- Gradients ---
-
     @property
     def gradients(self) -> float:
         """What a rank has of the gradients at the update, on the device."""
@@ -185,8 +180,6 @@ class Shares:
         """Those of a backward pass of ZeRO-1, unless they have been waiting, and of ZeRO-2."""
         waits = self.sharding.stage == OPTIMIZER and self.run.accumulation > 1
         return 0.0 if waits or self.sharding.divides_weights else self._bucket
-
-    # --- Optimizer ---
 
     @property
     def optimizer(self) -> float:

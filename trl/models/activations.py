@@ -1,7 +1,5 @@
 """What autograd keeps for the backward pass: on the host, or less of it by recomputing."""
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ Late tokens of a document attend to more than early ones. The row is therefore c
 many runs as there are ranks, and rank r of n takes runs r and 2n - 1 - r (arXiv 2407.21783, 3.3.2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,7 +47,7 @@ class SlicedPacking:
     """What the queries of one rank see of a packed row."""
 
     parts: Parts
-    context: ContextParallel
+    context: "ContextParallel"
     longest: int  # tokens of the longest document
 
     def attend(self, query: Tensor, own: tuple[Tensor, Tensor], rules: Rules) -> Tensor:

@@ -4,8 +4,6 @@ A check computes a few rows in two layouts and compares within what rounding exp
 autocast and with the attention kernels that the model trains or generates with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -193,8 +191,7 @@ def precisions_to_check(
 ) -> Sequence[torch.dtype | None]:
     """Precisions of autocast for a check: none, where that is finer, and the one that is used.
 
-    The finer one tells about the layout, by a difference that no rounding hides; the other about
-    the kernels that will run.
+    No rounding hides an error of the layout in the finer one; the other has the kernels that run.
     """
     if autocast is None:
         return (None,)

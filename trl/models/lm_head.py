@@ -1,7 +1,5 @@
 """The output projection of a causal language model: log-probabilities from hidden states."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -19,7 +18,7 @@ from ..ops.linear_logprobs import LogitTransform, Tiling, default_chunk, linear_
 from ..ops.logprobs import token_scores
 from ..ops.oom import is_out_of_memory
 from ..ops.support import Support
-from .sharded import is_sharded, original_class, unwrapped
+from .sharded import is_sharded, unwrapped
 from .unwrap import autocast_to, called_inside, capture_hidden, causal_model, evaluating, run_inside
 
 Run = Callable[[Tensor], Tensor]
@@ -59,7 +58,8 @@ class OutputHead:
 
     @property
     def _kind(self) -> type:
-        return original_class(type(self._inner))
+        kind = type(self._inner)  # or what `fully_shard` has derived from it
+        return kind.__mro__[2] if issubclass(kind, FSDPModule) else kind
 
     def where_whole(self, read: Callable[[Tensor, Run], Any], hidden: Tensor) -> Any:
         """Call `read` with hidden states, and what projects them, where the weight is whole.
@@ -107,7 +107,11 @@ class OutputHead:
 
         def read(hidden: Tensor, project: Run) -> tuple[Tensor | None, ...]:
             run = partial(self.logits, autocast=autocast, project=project)
-            mass = None if support is None else _log_mass(support, run, hidden, ids, step)
+            mass = None
+            if support is not None:  # filters look at the whole vocabulary, so by tokens, not tiles
+                with torch.no_grad():
+                    parts = zip(hidden.split(step), ids.split(step), strict=True)
+                    mass = torch.cat([support.log_mass(run(part), own) for part, own in parts])
             if self.is_plain:
                 weight, bias = inner.weight, inner.bias
                 dtype = torch.float32 if self._kind is Float32Linear else autocast or weight.dtype
@@ -120,13 +124,6 @@ class OutputHead:
             return *found, mass
 
         return self.where_whole(read, hidden)
-
-
-@torch.no_grad()
-def _log_mass(support: Support, run: Run, hidden: Tensor, ids: Tensor, step: int) -> Tensor:
-    # Filters look at the whole vocabulary at once, so this is by tokens, not by tiles.
-    pieces = zip(hidden.split(step), ids.split(step), strict=True)
-    return torch.cat([support.log_mass(run(part), places) for part, places in pieces])
 
 
 # --- Projections that must be called: adapters, quantized weights, hooks ---
@@ -156,8 +153,7 @@ def chunked_log_probs(
 def summing_in_float32(module: nn.Module) -> Run:
     """A way to call `module` that adds gradients of several calls in float32, and rounds the sum.
 
-    Autograd adds in the precision of the parameters. In bfloat16 that is off by 0.6 % over 40
-    chunks of one sign, by 3 % over 160.
+    Autograd adds in the precision of parameters: in bfloat16, 160 chunks of one sign are 3 % off.
     """
     halves = {
         name: (parameter.detach(), _Sum.apply(parameter))
@@ -197,9 +193,6 @@ class _Use(torch.autograd.Function):
         return None, grad.float()
 
 
-# --- A head in float32 ---
-
-
 class Float32Linear(nn.Linear):
     """A linear layer that computes in float32 even inside autocast."""
 
@@ -233,9 +226,6 @@ def cast_head_to_float32(model: PreTrainedModel) -> None:
     head.__class__ = Float32Linear
 
 
-# --- Which head a model has ---
-
-
 class NotCausalError(ValueError):
     """Tokens of a model see those that follow them, which they are to predict."""
 
@@ -250,10 +240,9 @@ class HeadFinder:
     _known: dict[type, LogitTransform | None] = field(default_factory=dict)
 
     def find(self, model: nn.Module) -> OutputHead | None:
-        """Return the head of a model, or None if its logits cannot be reproduced.
+        """Return the head of a model; None, and a warning for its class, if it has no usable one.
 
-        A warning says why they cannot, once for each class of models. One that is not causal is
-        refused: `NotCausalError`.
+        A model that is not causal is refused: `NotCausalError`.
         """
         causal = causal_model(model)
         kind = type(causal)
@@ -303,8 +292,7 @@ def candidate_transforms(config: Any, temperature: float) -> Iterator[LogitTrans
 def _sample(model: nn.Module, module: nn.Module) -> tuple[Tensor, Tensor]:
     """What the projection made of a few tokens (T, V), and the model's logits of them (T, V).
 
-    The projection's result is widened before the model goes on with it, so that half precision
-    does not hide what the model does to it.
+    The former is widened before the model goes on, so that half precision hides nothing.
     """
     causal = causal_model(model)
     device = next(causal.parameters()).device

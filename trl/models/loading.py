@@ -1,7 +1,5 @@
 """The policy, its tokenizer and its adapter: loaded, and prepared for training."""
 
-from __future__ import annotations
-
 import copy
 import json
 import warnings
@@ -140,9 +138,6 @@ def context_length(model: PreTrainedModel) -> int | None:
     return most if most is None or most > 0 else None  # -1 stands for no limit
 
 
-# --- Adapters ---
-
-
 @contextmanager
 def _without_old_name() -> Iterator[None]:
     """Keep quiet that peft asks by a name that transformers has given up."""
@@ -209,9 +204,6 @@ def load_adapter(model: PreTrainedModel, name: str, revision: str | None = None)
     return kind.from_pretrained(base, name, is_trainable=True, revision=revision)
 
 
-# --- Checkpoints of adapters ---
-
-
 @contextmanager
 def storing_adapters_only(model: nn.Module) -> Iterator[None]:
     """Inside, adapters of embedding and head are stored without its matrix unless it has grown."""
@@ -232,7 +224,14 @@ def check_adapters(model: Any, folder: str | Path) -> None:
     trained = model.peft_config if is_peft_model(model) else {}
     _check_names(folder, trained.keys(), stored.keys())
     for name, config in trained.items():
-        _check_scale(name, config.to_dict(), stored[name] / CONFIG)
+        path, ours = stored[name] / CONFIG, config.to_dict()
+        theirs = json.loads(path.read_text(encoding="utf-8"))
+        for option in SCALES:
+            if ours.get(option) != theirs.get(option):
+                raise ValueError(
+                    f"{path}: {option} is {theirs.get(option)!r}, but {ours.get(option)!r} in the "
+                    f"adapter {name!r} of the model; resume with the options of the run."
+                )
         _check_tensors(model, name, stored[name] / WEIGHTS)
 
 
@@ -254,16 +253,6 @@ def _check_names(folder: Path, trained: Set[str], stored: Set[str]) -> None:
         )
 
 
-def _check_scale(name: str, ours: dict[str, Any], path: Path) -> None:
-    theirs = json.loads(path.read_text(encoding="utf-8"))
-    for option in SCALES:
-        if ours.get(option) != theirs.get(option):
-            raise ValueError(
-                f"{path}: {option} is {theirs.get(option)!r}, but {ours.get(option)!r} in the "
-                f"adapter {name!r} of the model; resume with the options of the run."
-            )
-
-
 def _check_tensors(model: Any, name: str, path: Path) -> None:
     """Compare names and shapes in a file with those that would be stored."""
     if not path.exists():
@@ -276,19 +265,17 @@ def _check_tensors(model: Any, name: str, path: Path) -> None:
     # ZeRO-3 keeps the shape of a parameter beside the part of it that is here.
     expected = _described({key: getattr(x, "ds_shape", x.shape) for key, x in found.items()})
     stored = _described(shapes)
-    problems = {"missing": expected - stored, "unexpected": stored - expected}
-    words = [f"{kind}: {_few(sorted(tensors))}" for kind, tensors in problems.items() if tensors]
+    problems = {"missing": sorted(expected - stored), "unexpected": sorted(stored - expected)}
+    words = []
+    for kind, names in problems.items():
+        rest = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        words += [f"{kind}: {', '.join(names[:MOST_NAMED])}{rest}"] if names else []
     if words:
         raise ValueError(f"{path} does not fit the adapter of the model. {'; '.join(words)}.")
 
 
 def _described(shapes: Mapping[str, Sequence[int]]) -> set[str]:
     return {f"{name} ({'x'.join(map(str, shape))})" for name, shape in shapes.items()}
-
-
-def _few(names: list[str]) -> str:
-    rest = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _has_grown(model: Any) -> bool:

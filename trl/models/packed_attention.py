@@ -5,13 +5,11 @@ prefix are read where they are; those of tails are gathered by length, and the m
 kernel of GPUs repeats heads that are shared: see `trl.ops.attention_kernels`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +42,7 @@ class Rules:
     sink: Tensor | None = None  # (N,) products with one more key, whose value is 0
 
     @classmethod
-    def of(cls, module: Any, query: Tensor, options: dict[str, Any]) -> Rules:
+    def of(cls, module: Any, query: Tensor, options: dict[str, Any]) -> Self:
         """Read them off a layer and what it calls its attention with."""
         layer, scale, size = module.layer_idx, options.get("scaling"), options.get("sliding_window")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -190,10 +188,7 @@ _attended: set[Heads] = set()  # with what layers have attended by a layout
 
 @contextmanager
 def checked_kernels(model: nn.Module) -> Iterator[None]:
-    """Let the attention of a model understand layouts; check the kernels of its calls inside.
-
-    It is an error if there were none.
-    """
+    """Let attention understand layouts; check the kernels of its calls inside, at least one."""
     install(model)
     _attended.clear()
     yield

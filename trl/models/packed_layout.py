@@ -5,8 +5,6 @@ and some over tails that read them. All are parts of one graph. As layers are re
 pass at a time, the working memory is that of the longest, whatever the number of completions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice

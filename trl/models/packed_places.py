@@ -9,15 +9,13 @@ keys that they see is one that kernels know: all keys, or fewer with every token
 attention read from behind.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise, repeat
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -41,10 +39,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Window:
-    """How far a layer looks back: `size` tokens, or to the last position that is a multiple of it.
-
-    A token is one of its own `size`.
-    """
+    """How far a layer looks back: `size` tokens, itself one, or to the last multiple of `size`."""
 
     size: int
     is_chunked: bool = False
@@ -147,6 +142,12 @@ def add(row: Tensor, at: slice | Tensor, values: Tensor) -> None:
         row[0].index_add_(1, at.flatten(), values.transpose(0, 1).flatten(1, 2))
 
 
+# A length between two powers of two, and in a window how much stands before it, and of what.
+_Kind = tuple[int, tuple[int, int] | None]
+# First position, tokens, positions of the prefix; where in the row the prefix and the rest begin.
+_Block = tuple[int, int, int, int, int]
+
+
 @dataclass(frozen=True)
 class Packing:
     """Where the groups of a packed forward are.
@@ -168,7 +169,7 @@ class Packing:
         device: torch.device | str,
         kept: Layers | None = None,
         unread: Sequence[int] | None = None,
-    ) -> Packing:
+    ) -> Self:
         """Lay out groups given as (prefix length, tail lengths), perhaps with tokens unread."""
         places: list[Group] = []
         prefix_start, tail_start = 0, sum(prefix for prefix, *_ in groups)
@@ -182,7 +183,7 @@ class Packing:
     @classmethod
     def of_tails(
         cls, tails: Sequence[Tail], kept: Layers, device: torch.device
-    ) -> tuple[slice, Packing]:
+    ) -> tuple[slice, Self]:
         """Lay out neighboring tails alone, and say where they were."""
         first, last = tails[0][1], tails[-1][2]
         groups: list[Group] = []
@@ -250,12 +251,6 @@ class Packing:
                 shared = number if start == before else -1
                 kind = (stop - start).bit_length(), window and (window.reach(start), shared)
                 yield kind, (start, stop - start, before, at, own)
-
-
-# A length between two powers of two, and in a window how much stands before it, and of what.
-_Kind = tuple[int, tuple[int, int] | None]
-# First position, tokens, positions of the prefix; where in the row the prefix and the rest begin.
-_Block = tuple[int, int, int, int, int]
 
 
 def _gathered(

@@ -5,8 +5,6 @@ they are called once for each prefix, and once for all tails of similar length, 
 write nothing in place; so gradients flow from every tail into the prefix.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence

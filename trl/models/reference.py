@@ -1,11 +1,9 @@
 """The reference policy of the KL penalty: a frozen copy, or the policy without its adapter."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from accelerate import Accelerator
@@ -53,7 +51,7 @@ class FrozenCopy:
     def __init__(self, model: PreTrainedModel):
         self.model = model.requires_grad_(False).eval()
 
-    def prepare(self, accelerator: Accelerator) -> FrozenCopy:
+    def prepare(self, accelerator: Accelerator) -> Self:
         """Move the copy to where the policy will train, sharded as the policy will be."""
         kind, state = accelerator.distributed_type, accelerator.state
         if kind == DistributedType.DEEPSPEED:
@@ -83,7 +81,7 @@ class AdapterOff:
         self.model = model
         self.adapter = adapter
 
-    def prepare(self, accelerator: Accelerator) -> AdapterOff:
+    def prepare(self, accelerator: Accelerator) -> Self:
         return self
 
     @contextmanager

@@ -1,7 +1,5 @@
 """Log-probabilities of completions: the one place that decides what layout a model sees."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -68,9 +66,13 @@ class Reader:
     """Turns hidden states into what it is asked for; one forward serves several readers."""
 
     what = ""  # is read first, in plural
-    can_pack = True  # whether rows may lie behind one copy of their prompt
     has_unit = True  # False: differences of two readings are compared by the size of these
     at_end = False  # whether the last token of each row is read, which predicts nothing
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether rows may lie behind one copy of their prompt; not for a model's own logits."""
+        return getattr(self, "head", True) is not None
 
     def __call__(self, hidden: Hidden) -> tuple[Tensor | None, ...]:
         """What was read, in the shape of the rows: (B, C) or (B,)."""
@@ -86,11 +88,6 @@ class TokenReader(Reader):
     with_entropy: bool = False  # of each next-token distribution, and if the token is the likeliest
     support: Support | None = None  # also the mass that these filters leave of it
     what = "log-probabilities"
-
-    @property
-    def can_pack(self) -> bool:  # type: ignore[override]
-        """The model's own logits are read of plain rows."""
-        return self.head is not None
 
     def __call__(self, hidden: Hidden) -> tuple[Tensor | None, ...]:
         """Read (log-probabilities, entropies, hits, log-masses)."""
@@ -267,16 +264,10 @@ class Scorer:
         return self.frozen_scores(model, batch).logps
 
     @torch.no_grad()
-    def frozen_scores(
-        self,
-        model: nn.Module,
-        batch: Rows,
-        support: Support | None = None,
-        values: Reader | None = None,
-    ) -> TokenScores:
-        """Score without gradient, in evaluation mode; arguments as for a call."""
+    def frozen_scores(self, model: nn.Module, batch: Rows, *options: Any) -> TokenScores:
+        """Score without gradient, in evaluation mode; `support` and `values` as for a call."""
         with evaluating(model):
-            return self(model, batch, False, support, values)
+            return self(model, batch, False, *options)
 
     def packs(
         self,

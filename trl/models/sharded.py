@@ -4,8 +4,6 @@ Training leaves it to hooks of these engines when a module's weights are gathere
 are off, so that nothing communicates but what is written here.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -163,8 +161,7 @@ def whole(parameter: Tensor) -> Tensor:
 def unwrapped(model: nn.Module) -> Any:
     """The module below those of DDP, FSDP1, DeepSpeed and `torch.compile` around it.
 
-    What accelerate has for this reads the metadata of packages at each call, which takes as long as
-    the forward of a small model.
+    What accelerate has for this takes as long as the forward of a small model.
     """
     found: Any = model
     around: Any = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
@@ -173,11 +170,6 @@ def unwrapped(model: nn.Module) -> Any:
     while isinstance(found, around) or hasattr(found, "_orig_mod"):
         found = found.module if isinstance(found, around) else found._orig_mod
     return found
-
-
-def original_class(kind: type) -> type:
-    """The class that `fully_shard` has derived another one from; `kind` itself otherwise."""
-    return kind.__mro__[2] if issubclass(kind, FSDPModule) else kind
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -197,10 +189,7 @@ def release(model: nn.Module) -> None:
 
 
 def local_shard(parameter: Any) -> Tensor:
-    """This rank's part of a parameter, to read or to change; all of one that is not sharded.
-
-    The model must have been through `release`.
-    """
+    """This rank's part of a parameter, or all of it, to read or to change after `release`."""
     if hasattr(parameter, "ds_id"):
         parameter.ds_active_sub_modules.clear()
         parameter.partition()  # small ones may be whole, and would not notice a change

@@ -1,7 +1,5 @@
 """The causal language model below wrappers: run, observed, and switched to evaluation mode."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -126,8 +124,7 @@ def autocast_of(model: nn.Module) -> torch.dtype | None:
 def embeddings_in_place(model: nn.Module, wanted: bool = True) -> Iterator[None]:
     """Let gradients of embeddings be added to `.grad` as they arise, in forwards made inside.
 
-    Left as they are: embeddings of classes of their own, and those with sparse or weighed gradients
-    or a forward that something has replaced.
+    Not those of other classes, with sparse or weighed gradients, or with a replaced forward.
     """
     with ExitStack() as stack:
         for module in model.modules() if wanted and torch.is_grad_enabled() else ():

@@ -5,8 +5,6 @@ for both, and checkpoints hold both. It is no part of what the policy computes: 
 the policy, and engines that generate never see it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,8 +61,7 @@ class ValueReader(Reader):
 def add_value_model(policy: nn.Module, given: nn.Module | None, device: torch.device) -> None:
     """Make what gives values a part of a policy that nothing has wrapped yet, besides an adapter.
 
-    It is a sequence classifier with one label, or else a linear layer on the hidden states of the
-    policy, whose first values are 0.
+    It is a classifier with one label, or a linear layer on the policy's hidden states, at first 0.
     """
     causal = causal_model(policy)
     if given is None:
@@ -92,9 +89,6 @@ def value_reader(policy: nn.Module) -> Reader:
     if packs:
         install(found)  # its attention need not be implemented as that of the policy is
     return ValueReader(found.score, decoder=found.base_model, can_pack=packs)
-
-
-# --- On disk ---
 
 
 def split_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

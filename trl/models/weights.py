@@ -1,7 +1,5 @@
 """The weights of a policy: whole and merged with its adapter, or the adapter's factors apart."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import groupby

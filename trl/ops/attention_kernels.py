@@ -9,8 +9,6 @@ copies: of each key head for all query heads that share it, in every call.
 Shapes: B rows, N query heads, K key heads (N is a multiple of K), Q queries, S keys, D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -29,36 +27,21 @@ MERGED_ON_ACCELERATOR = 2**24
 Tensors = tuple[Tensor, ...]
 
 
-class Kernel:
-    """One attention kernel."""
-
-    def forward(self, part: Tensors, causal: bool, scale: float) -> Tensors:
-        """Attend to keys and values (B, K, S, D): output (B, N, Q, D), log-normalizer (B, N, Q).
-
-        `part` is (query, key, value).
-        """
-        raise NotImplementedError
-
-    def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
-        """Gradients of query, key and value; `saved` is (query, key, value, output, normalizer)."""
-        raise NotImplementedError
-
-
-class CpuFlash(Kernel):
+class CpuFlash:
     """The kernel behind `scaled_dot_product_attention` on CPUs; every floating dtype."""
 
     def forward(self, part: Tensors, causal: bool, scale: float) -> Tensors:
-        """See `Kernel`."""
+        """Attend by (query, key, value): output (B, N, Q, D), log-normalizer (B, N, Q)."""
         attend = aten._scaled_dot_product_flash_attention_for_cpu
         return attend(*part, 0.0, causal, scale=scale)
 
     def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
-        """See `Kernel`."""
+        """Gradients of query, key and value; `saved` is (query, key, value, output, normalizer)."""
         gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return gradients(grad, *saved, 0.0, causal, scale=scale)
 
 
-class CudaFlash(Kernel):
+class CudaFlash:
     """FlashAttention 2 as shipped with torch: half precision, head sizes in multiples of 8.
 
     It takes fewer key heads than query heads as they are, and sums their gradients itself
@@ -66,12 +49,12 @@ class CudaFlash(Kernel):
     """
 
     def forward(self, part: Tensors, causal: bool, scale: float) -> Tensors:
-        """See `Kernel`."""
+        """See `CpuFlash`."""
         found = aten._scaled_dot_product_flash_attention(*part, 0.0, causal, scale=scale)
         return found[0], found[1]
 
     def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
-        """See `Kernel`."""
+        """See `CpuFlash`."""
         *tensors, normalizer = saved
         seed = torch.zeros((), dtype=torch.int64, device=grad.device)
         lengths = saved[0].shape[2], saved[1].shape[2]
@@ -81,7 +64,7 @@ class CudaFlash(Kernel):
         )
 
 
-class CudaEfficient(Kernel):
+class CudaEfficient:
     """The memory-efficient kernel of torch (arXiv 2112.05682): float32 too, and older GPUs.
 
     It wants as many key heads as query heads, so key heads that are shared are copied.
@@ -90,14 +73,14 @@ class CudaEfficient(Kernel):
     ALIGNMENT = 32  # its backward pass reads normalizers in blocks of this many queries
 
     def forward(self, part: Tensors, causal: bool, scale: float) -> Tensors:
-        """See `Kernel`."""
+        """See `CpuFlash`."""
         found = aten._scaled_dot_product_efficient_attention(
             *expanded(part), None, True, 0.0, causal, scale=scale
         )
         return found[0], found[1][..., : part[0].shape[2]]
 
     def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
-        """See `Kernel`."""
+        """See `CpuFlash`."""
         (query, key, value), (output, normalizer) = saved[:3], saved[3:]
         seed = torch.zeros((), dtype=torch.int64, device=query.device)
         missing = -normalizer.shape[2] % self.ALIGNMENT
@@ -109,11 +92,10 @@ class CudaEfficient(Kernel):
         return found[0], merge_heads(found[1], key), merge_heads(found[2], value)
 
 
-class Tiles(Kernel):
+class Tiles:
     """Attention whose logits are bent to stay below `cap`, in tiles of them, on any device.
 
-    The bound is put on logits before they are normalized, so what the other kernels find cannot be
-    corrected afterwards.
+    The bound comes before normalization, so results of other kernels cannot be corrected.
     """
 
     SIZE = 256  # queries, and keys, of a tile
@@ -122,7 +104,7 @@ class Tiles(Kernel):
         self._cap = cap
 
     def forward(self, part: Tensors, causal: bool, scale: float) -> Tensors:
-        """See `Kernel`."""
+        """See `CpuFlash`."""
         query, key, value = expanded(part)
         dtype = torch.promote_types(query.dtype, torch.float32)
         output = query.new_empty(*query.shape[:3], value.shape[3])
@@ -138,7 +120,7 @@ class Tiles(Kernel):
         return output, normalizer
 
     def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
-        """See `Kernel`."""
+        """See `CpuFlash`."""
         (query, key, value), (output, normalizer) = expanded(saved[:3]), saved[3:]
         found = [torch.zeros_like(x) for x in (query, key, value)]
         mean = (grad * output).sum(-1, keepdim=True, dtype=normalizer.dtype)
@@ -176,14 +158,14 @@ class Tiles(Kernel):
         return logits
 
 
+Kernel = CpuFlash | CudaFlash | CudaEfficient | Tiles
 _CPU = CpuFlash()
 
 
 def choose_kernel(query: Tensor, cap: float | None = None) -> Kernel:
     """The kernel for the device, dtype and head size of `query`, and for logits below `cap`.
 
-    Raises:
-        NotImplementedError: if torch has none for them.
+    It is a NotImplementedError if torch has none for them.
     """
     if cap is not None:
         return Tiles(cap)
@@ -284,8 +266,7 @@ class Heads(NamedTuple):
 def check_kernel(kernel: Kernel, heads: Heads) -> None:
     """Compare a kernel with attention written out; what was right is not checked again.
 
-    Raises:
-        RuntimeError: if it is further from full precision than rounding explains.
+    It is a RuntimeError if it is further from full precision than rounding explains.
     """
     scale, precision = heads.size**-0.5, torch.finfo(heads.dtype).eps
     slack = precision if heads.dtype in HALF else 64 * precision
@@ -323,14 +304,11 @@ def _example(heads: Heads, queries: int, keys: int) -> list[Tensor]:
 
 def _written_out(given: Sequence[Tensor], causal: bool, scale: float) -> Tensors:
     """Output, log-normalizer, and gradients of query, key and value."""
-    grad, query, shared, _ = given
-    _, key, value = expanded(tuple(given[1:]))
-    logits = query @ key.mT * scale
-    if causal:
-        logits = logits + torch.full_like(logits, -torch.inf).triu(1)
-    weights = logits.softmax(-1)
-    output = weights @ value
-    mean = (grad * output).sum(-1, keepdim=True)
-    of_logits = weights * (grad @ value.mT - mean) * scale
-    of_key, of_value = (merge_heads(x, shared) for x in (of_logits.mT @ query, weights.mT @ grad))
-    return output, logits.logsumexp(-1), of_logits @ key, of_key, of_value
+    grad, *part = (x.detach().requires_grad_() for x in given)
+    with torch.enable_grad():
+        query, key, value = expanded(tuple(part))
+        logits = query @ key.mT * scale
+        if causal:
+            logits = logits + torch.full_like(logits, -torch.inf).triu(1)
+        output = logits.softmax(-1) @ value
+    return output, logits.logsumexp(-1), *torch.autograd.grad(output, part, grad)

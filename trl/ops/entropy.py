@@ -8,10 +8,8 @@ def entropy_threshold(entropies: Tensor, top_quantile: float) -> Tensor:
     """Entropy that the given share of the tokens reaches: their (1 - top_quantile) quantile.
 
     Of entropies (n,) of the trained-on tokens of all ranks; -inf marks entries that stand for no
-    token. The result () is linear between the two nearest tokens, and inf if there are none.
-
-    Raises:
-        ValueError: if `top_quantile` is not in [0, 1].
+    token. The result () is linear between the two nearest tokens, and inf if there are none. A
+    `top_quantile` outside [0, 1] is a ValueError.
     """
     if not 0 <= top_quantile <= 1:
         raise ValueError(f"top_quantile must be between 0 and 1, got {top_quantile}.")

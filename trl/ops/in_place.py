@@ -7,8 +7,6 @@ of DDP are there) find `.grad` complete. Hooks on the weight itself would be giv
 weight that has any is left to autograd.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

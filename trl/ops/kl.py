@@ -1,6 +1,6 @@
 """Estimators of KL(policy || reference) from tokens that the policy sampled.
 
-The three estimators are those of Schulman, "Approximating KL Divergence" (2020). Shapes: B rows,
+The estimators are those of Schulman, "Approximating KL Divergence" (2020). Shapes: B rows,
 C completion tokens. `mask` (B, C) bool, where given, makes the excluded places exactly 0, with no
 gradient, whatever they hold.
 """
@@ -20,11 +20,6 @@ def k1(logps: Tensor, ref_logps: Tensor, mask: Tensor | None = None) -> Tensor:
     """
     difference = logps - ref_logps
     return difference if mask is None else torch.where(mask, difference, 0.0)
-
-
-def k2(logps: Tensor, ref_logps: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Half the squared log-ratio: never negative, biased."""
-    return 0.5 * k1(logps, ref_logps, mask).square()
 
 
 def k3(logps: Tensor, ref_logps: Tensor, mask: Tensor | None = None) -> Tensor:

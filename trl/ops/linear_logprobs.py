@@ -8,8 +8,6 @@ the weights are bfloat16. Statistics follow the online softmax of arXiv 1805.028
 Shapes: M tokens, H hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +31,7 @@ PRODUCT_ELEMENTS = 2**24  # of a narrow product that is added to wider sums
 class LogitTransform:
     """What a model does to the product of hidden states and output weights.
 
-    logits = softcap * tanh(scale * z / softcap) / temperature; without `softcap`, the tanh is left
-    out.
+    logits = softcap * tanh(scale * z / softcap) / temperature; no tanh without `softcap`.
     """
 
     temperature: float = 1.0
@@ -65,6 +62,15 @@ class LogitTransform:
 
 
 @dataclass(frozen=True)
+class _Tile:
+    rows: slice
+    entries: slice  # of the vocabulary
+    hidden: Tensor
+    weight: Tensor
+    logits: Tensor  # in float32 at least
+
+
+@dataclass(frozen=True)
 class Tiling:
     """How logits are computed."""
 
@@ -87,17 +93,9 @@ class Tiling:
             for rows in _slices(len(hidden), tokens):
                 left = cast[rows]
                 products = left @ part.t() if shift is None else torch.addmm(shift, left, part.t())
-                wide = products.to(torch.promote_types(dtype, torch.float32))
-                yield _Tile(rows, entries, left, part, self.transform.forward(wide))
-
-
-@dataclass(frozen=True)
-class _Tile:
-    rows: slice
-    entries: slice  # of the vocabulary
-    hidden: Tensor
-    weight: Tensor
-    logits: Tensor  # in float32 at least
+                logits = products.to(torch.promote_types(dtype, torch.float32))
+                del products  # which would wait beside the next ones
+                yield _Tile(rows, entries, left, part, self.transform.forward(logits))
 
 
 def _slices(count: int, step: int) -> list[slice]:
@@ -114,17 +112,10 @@ def linear_log_probs(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-probability of each id under softmax(transform(hidden @ weight.T + bias)).
 
-    Args:
-        hidden, weight, bias (`Tensor`): (M, H), (V, H) and (V,).
-        ids (`Tensor`): (M,) integers in [0, V).
-        tiling (`Tiling`): what is done to the products, how many exist at once, and their dtype.
-
-    Returns:
-        (M,) log-probabilities; `with_entropy`, entropies in nats, and whether each id is the
-        likeliest, else None. In float32 (float64 for float64 products), differentiable once.
-
-    Raises:
-        ValueError: if `temperature` is not greater than 0, or `chunk` is below 1.
+    `hidden`, `weight` and `bias` are (M, H), (V, H) and (V,), `ids` (M,) in [0, V). Returned are
+    log-probabilities (M,) and, `with_entropy`, entropies in nats and whether each id is the
+    likeliest, else None: in float32 (float64 for float64 products), differentiable once. A chunk
+    below 1 is a ValueError.
     """
     if tiling.chunk is not None and tiling.chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {tiling.chunk}.")
@@ -202,81 +193,73 @@ class _LinearLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, bias, ids, normalizer, entropies = ctx.saved_tensors
-        needed = ctx.needs_input_grad[3:]
-        sums = _Sums((hidden, weight, bias), needed, ctx.leaves, normalizer.dtype)
+        wide, needs = normalizer.dtype, ctx.needs_input_grad[3:]
+        of_hidden = torch.zeros_like(hidden, dtype=wide) if needs[0] else None
+        of_weight = _Total(weight, ctx.leaves[0], wide) if needs[1] else None
+        of_bias = _Total(bias, ctx.leaves[1], wide) if needs[2] else None
         for tile in ctx.tiling.walk(hidden, weight, bias):
-            rows = tile.rows
-            upstream = tuple(None if grad is None else grad[rows] for grad in grads[:2])
-            entropy = None if entropies is None else entropies[rows]
-            grad = logit_gradient(tile.logits, normalizer[rows], entropy, upstream)
-            if upstream[0] is not None:
-                place, inside = _places(ids[rows], tile.entries)
-                grad.scatter_add_(1, place, (upstream[0] * inside)[:, None])
-            sums.add(tile, ctx.tiling.transform.backward(grad, tile.logits))
-        return None, None, None, *sums.results()
+            grad = _gradient(tile, ids, normalizer, entropies, grads)
+            grad = ctx.tiling.transform.backward(grad, tile.logits)
+            if of_bias is not None:
+                of_bias.at(tile.entries).add_(grad.sum(0))
+            grad = grad.to(tile.hidden.dtype)
+            if of_hidden is not None:
+                _add_product(of_hidden[tile.rows], grad, tile.weight)
+            if of_weight is not None:
+                _add_product(of_weight.at(tile.entries), grad.t(), tile.hidden)
+            del grad  # which would wait beside the next tile
+        found = None if of_hidden is None else of_hidden.to(hidden.dtype)
+        return None, None, None, found, *map(_result, (of_weight, of_bias))
 
 
-class _Sums:
-    """Gradients of hidden states, weight and bias, where they are needed.
+def _gradient(
+    tile: _Tile, ids: Tensor, normalizer: Tensor, entropies: Tensor | None, grads: Any
+) -> Tensor:
+    """The gradient (m, v) of the logits of a tile."""
+    rows = tile.rows
+    upstream = tuple(None if grad is None else grad[rows] for grad in grads[:2])
+    entropy = None if entropies is None else entropies[rows]
+    found = logit_gradient(tile.logits, normalizer[rows], entropy, upstream)
+    if upstream[0] is not None:
+        place, inside = _places(ids[rows], tile.entries)
+        found.scatter_add_(1, place, (upstream[0] * inside)[:, None])
+    return found
 
-    Those of the weight and bias are summed over all tokens in float32, a tile of the vocabulary at
-    a time, and rounded once: into `.grad` of the leaves that may be added to, else into matrices.
+
+class _Total:
+    """The gradient of a weight or bias, summed over all tokens a tile of the vocabulary at a time.
+
+    A sum is in float32, and rounded once: into `.grad` of a leaf that allows it, else a matrix.
     """
 
-    def __init__(
-        self,
-        inputs: tuple[Tensor | None, ...],
-        needed: tuple[bool, ...],
-        leaves: tuple[Tensor | None, ...],
-        wide: torch.dtype,
-    ):
-        hidden, *parameters = inputs
-        shown = torch.as_tensor(hidden)
-        self._dtype = shown.dtype
-        self._hidden = torch.zeros_like(shown, dtype=wide) if needed[0] else None
-        self._leaves = [x if x is not None and adds_in_place(x) else None for x in leaves]
-        wanted = [x if needs else None for x, needs in zip(parameters, needed[1:], strict=True)]
-        self._totals = [
-            None if x is None else torch.zeros_like(x) if leaf is None else grad_of(leaf)
-            for x, leaf in zip(wanted, self._leaves, strict=True)
-        ]
+    def __init__(self, parameter: Tensor, leaf: Tensor | None, wide: torch.dtype):
+        self.is_shown = leaf is None or not adds_in_place(leaf)
+        self.whole = torch.zeros_like(parameter) if self.is_shown else grad_of(leaf)
         self._wide = wide
-        self._tile: list[Tensor | None] = [None, None]
-        self._entries: slice | None = None
+        self._entries = slice(0, 0)
+        self._tile = self.whole[self._entries]
 
-    def add(self, tile: _Tile, grad: Tensor) -> None:
-        """Add what the gradient (m, v) of the products of a tile says."""
-        if tile.entries != self._entries:
-            self._store()
-            self._entries = tile.entries
-            self._tile = [
-                None if total is None else self._sum_for(total[tile.entries])
-                for total in self._totals
-            ]
-        of_weight, of_bias = self._tile
-        if of_bias is not None:
-            of_bias.add_(grad.sum(0))
-        grad = grad.to(tile.hidden.dtype)
-        if self._hidden is not None:
-            _add_product(self._hidden[tile.rows], grad, tile.weight)
-        if of_weight is not None:
-            _add_product(of_weight, grad.t(), tile.hidden)
+    def at(self, entries: slice) -> Tensor:
+        """What is added to for a tile: what is as precise as a sum, without another matrix."""
+        if entries != self._entries:
+            self.store()
+            self._entries, self._tile = entries, self.whole[entries]
+            if self._tile.dtype != self._wide:
+                self._tile = torch.zeros_like(self._tile, dtype=self._wide)
+        return self._tile
 
-    def _sum_for(self, part: Tensor) -> Tensor:
-        """What is as precise as the sums is added to without another matrix."""
-        return part if part.dtype == self._wide else torch.zeros_like(part, dtype=self._wide)
+    def store(self) -> None:
+        """Add the sum of the last tile to the whole."""
+        if self._tile.dtype != self.whole.dtype:
+            self.whole[self._entries] += self._tile
 
-    def _store(self) -> None:
-        for total, part in zip(self._totals, self._tile, strict=True):
-            if total is not None and part is not None and total.dtype != part.dtype:
-                total[self._entries] += part
 
-    def results(self) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden states, weight and bias."""
-        self._store()
-        hidden = None if self._hidden is None else self._hidden.to(self._dtype)
-        pairs = zip(self._totals, self._leaves, strict=True)
-        return hidden, *(total if leaf is None else None for total, leaf in pairs)
+def _result(total: _Total | None) -> Tensor | None:
+    """All of a gradient, unless it was added in place or is not needed."""
+    if total is None:
+        return None
+    total.store()
+    return total.whole if total.is_shown else None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

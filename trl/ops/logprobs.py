@@ -68,6 +68,7 @@ class _TokenStatistics(torch.autograd.Function):
             if entropies is not None and hits is not None:
                 hits[block] = logps[block] >= every.amax(-1)
                 entropies[block] = torch.special.entr(every.exp_()).sum(-1)
+            del every  # which would wait beside the next block
         ctx.save_for_backward(logits, ids, entropies)
         return logps, entropies, hits
 
@@ -84,6 +85,7 @@ class _TokenStatistics(torch.autograd.Function):
             if upstream[0] is not None:
                 grad.scatter_add_(-1, ids[block].unsqueeze(-1), upstream[0].unsqueeze(-1))
             result[block] = grad.div_(ctx.temperature)
+            del scaled, grad
         return result, None, None, None
 
 

@@ -36,17 +36,11 @@ def pad_ragged(
     multiple: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Lay rows of different lengths out as one rectangle.
+    """Lay B rows of different lengths, which may be 0, out as one rectangle (B, W).
 
-    Args:
-        rows (`Sequence[Sequence]`): B rows of numbers or booleans; a row may be empty.
-        value (`int`, `float` or `bool`): what fills the places beyond a row.
-        width (`int`, *optional*): columns W of the result (B, W); the longest row by default.
-        multiple (`int`, *optional*): the width is raised to the next multiple of this.
-        dtype (`torch.dtype`, *optional*): by default int64, float32 or bool, as `value` is.
-
-    Raises:
-        ValueError: if a row is longer than `width`, or `side` is neither "right" nor "left".
+    `value` fills the places beyond a row, on the `side` "right" or "left". W is `width`, by default
+    that of the longest row, raised to the next multiple of `multiple`; `dtype` is by default int64,
+    float32 or bool, as `value` is. A row longer than `width`, or another side, is a ValueError.
     """
     if side not in ("right", "left"):
         raise ValueError(f"side must be 'right' or 'left', not {side!r}.")

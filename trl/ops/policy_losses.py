@@ -39,10 +39,7 @@ def log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor, level: RatioLevel)
 
 
 def importance_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor, level: RatioLevel) -> Tensor:
-    """pi / pi_old; its logarithm is bounded by 20 in size, so that it cannot overflow.
-
-    Arguments and shapes as for `log_ratio`.
-    """
+    """pi / pi_old, as `log_ratio`, which is bounded by 20 in size so that it cannot overflow."""
     found = log_ratio(logps, old_logps, mask, level)
     return found.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
 
@@ -89,8 +86,7 @@ def sapo(
 ) -> Tensor:
     """Soft gate instead of a hard clip (SAPO, arXiv 2511.20347).
 
-    -4 / tau * sigmoid(tau * (ratio - 1)) * A, with tau = `temperature_pos` where A > 0, else
-    `temperature_neg`.
+    -4 / tau * sigmoid(tau * (ratio - 1)) * A; tau is `temperature_pos` where A > 0.
     """
     advantages = _columns(advantages)
     tau = _by_sign(advantages > 0, advantages, temperature_pos, temperature_neg)

@@ -1,7 +1,5 @@
 """The mass of the tokens that sampling filters leave to draw from."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -27,11 +27,6 @@ class LogitReader(Reader):
     head: OutputHead | None  # None: the model's own logits are read, which takes plain rows
     use: Callable[[int, Tensor, Tensor], None]  # row, its completion tokens (m,), logits (m, V)
 
-    @property
-    def can_pack(self) -> bool:  # type: ignore[override]
-        """The model's own logits are read of plain rows."""
-        return self.head is not None
-
     def __call__(self, hidden: Hidden) -> tuple[None]:
         """Read nothing that is returned."""
         layout, head = hidden.layout, self.head
