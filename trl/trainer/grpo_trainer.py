@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +26,15 @@ CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 STATE_FILE = "entropy_ctrl_state.json"
 
 
-@dataclass
 class EntropyController:
     """Raises the coefficient while the entropy is at or below its target, lowers it above.
 
     Where the last measured entropy is above it, or none was measured, the bonus does not count.
     """
 
-    args: Any  # a `GRPOConfig`
-    coefficient: float = field(init=False)  # weight of the bonus
-    measured: float | None = None  # entropy of the last update over all ranks, in nats a token
-
-    def __post_init__(self) -> None:
-        self.coefficient = self.args.entropy_coef
+    def __init__(self, args: GRPOConfig):
+        self.args, self.coefficient = args, args.entropy_coef  # the weight of the bonus
+        self.measured: float | None = None  # that of the last update, of all ranks, in nats a token
 
     @property
     def is_used(self) -> bool:

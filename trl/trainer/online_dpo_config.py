@@ -29,19 +29,13 @@ class OnlineDPOConfig(OnlineConfig):
         "vllm_importance_sampling_correction": "the loss is of completions, whoever wrote them"
     }
     unit: ClassVar[int] = 2
-
-    # --- Optimization ---
     learning_rate: float = option(5e-7, "Initial learning rate.", ge=0)
     disable_dropout: bool = option(True, "Set the probability of every dropout layer to zero.")
-
-    # --- Generation ---
     max_completion_length: int = option(64, "Most tokens of a completion.", ge=1)
     temperature: float = option(0.9, "Sampling temperature; divides the logits in training.", gt=0)
     vllm_importance_sampling_correction: bool = option(
         False, "Cannot be used: the loss is one of the completions, whoever wrote them."
     )
-
-    # --- Loss ---
     beta: list[float] = option(  # type: ignore[assignment]
         [0.1], "How closely the policy is held to the reference; several: one for each epoch."
     )
