@@ -94,15 +94,15 @@ def _with_answers(row: dict[str, Any], kind: str) -> dict[str, Any]:
     row = {_plain(name): value for name, value in row.items()}
     if kind == "pair":
         row = row | maybe_extract_prompt(row)
-        return row | {"answers": [row["chosen"], row["rejected"]], "ranks": [0, 1]}
+        return row | {"answers": [row["chosen"], row["rejected"]], "ranks": [0, 1], "label": None}
     if kind == "labelled":
         if row.get("label") not in (True, False):
             raise ValueError(f"the label must be True or False, not {row.get('label')!r}.")
-        return row | {"answers": [row["completion"]], "ranks": [0]}
+        return row | {"answers": [row["completion"]], "ranks": [0], "label": bool(row["label"])}
     if len(row["answers"]) != len(row["ranks"]):
         found = count(len(row["ranks"]), "rank")
         raise ValueError(f"{len(row['answers'])} answers have {found}.")
-    return row
+    return row | {"ranks": list(map(int, row["ranks"])), "label": None}
 
 
 def encode_preferences(
@@ -114,19 +114,16 @@ def encode_preferences(
         encoded = [(row.get("prompt") or [], row["answers"], False) for row in known]
     else:
         encoded = encode_answers(known, encoder)
-    splits = unpaired and kind == "pair"
-    each = enumerate(zip(known, encoded, strict=True))
-    return [item for i, (row, found) in each for item in _items(i, row, found, splits)]
-
-
-def _items(place: int, row: Row, encoded: Answers, splits: bool) -> list[tuple[Any, ...]]:
-    prompt, answers, merged = encoded
-    ranks, label = list(map(int, row["ranks"])), row.get("label")
-    facts = (row.get("margin") or 0.0, place, int(merged))
-    if splits:
-        pairs = zip(answers, (True, False), strict=True)
-        return [(prompt, [ids], [0], label, *facts) for ids, label in pairs]
-    return [(prompt, answers, ranks, None if label is None else bool(label), *facts)]
+    found: list[tuple[Any, ...]] = []
+    for place, (row, (prompt, answers, merged)) in enumerate(zip(known, encoded, strict=True)):
+        facts = (row.get("margin") or 0.0, place, int(merged))
+        if unpaired and kind == "pair":
+            chosen, rejected = answers
+            found.append((prompt, [chosen], [0], True, *facts))
+            found.append((prompt, [rejected], [0], False, *facts))
+        else:
+            found.append((prompt, answers, row["ranks"], row["label"], *facts))
+    return found
 
 
 def prepare_preferences(

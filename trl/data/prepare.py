@@ -26,7 +26,7 @@ from .supervised import SupervisedOptions, encode_supervised
 logger = logging.get_logger(__name__)
 
 # Changed with everything that changes what a prepared row holds.
-VERSION = 5
+VERSION = 6
 BATCH = 1000
 # What may become of rows.
 LONG, UNTRAINED = "over a limit of length", "left out, with nothing left to train on"

@@ -73,11 +73,9 @@ def _default(template: str | Mapping[str, str]) -> str:
 def is_chat_template_prefix_preserving(processing_class: Any) -> bool:
     """Whether a tool's result leaves the tokens of the turns before it as they were."""
     call = [USER, ASSISTANTS[0]]
-    result = [*call, tool_message(NAME, RESULT) | {"tool_call_id": CALL["id"]}]
-    options = {"tokenize": True, "return_dict": True}
-    before = render_probe(processing_class, call, **options)["input_ids"]
-    after = render_probe(processing_class, result, add_generation_prompt=True, **options)
-    return after["input_ids"][: len(before)] == before
+    result = [*call, _sent(tool_message(NAME, RESULT))]
+    before = _probe_ids(processing_class, call)
+    return _probe_ids(processing_class, result, add_generation_prompt=True)[: len(before)] == before
 
 
 def get_training_chat_template(
@@ -186,6 +184,11 @@ def render_probe(
     return processing_class.apply_chat_template(
         copy.deepcopy(messages), tokenize=tokenize, **options
     )
+
+
+def _probe_ids(processing_class: Any, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    options |= {"tokenize": True, "return_dict": True}
+    return list(render_probe(processing_class, messages, **options)["input_ids"])
 
 
 def _sent(message: dict[str, Any]) -> dict[str, Any]:
@@ -334,12 +337,5 @@ class ToolTurns:
         self, assistant: dict[str, Any] | None, results: Sequence[dict[str, Any]]
     ) -> list[int]:
         messages = [USER, *([assistant] if assistant else []), *map(_sent, results)]
-        found = render_probe(
-            self._tokenizer,
-            messages,
-            tokenize=True,
-            return_dict=True,
-            add_generation_prompt=bool(results),
-            **self._options,
-        )
-        return list(found["input_ids"])
+        options = {"add_generation_prompt": bool(results)} | self._options
+        return _probe_ids(self._tokenizer, messages, **options)

@@ -96,13 +96,12 @@ def without_added_thinking(text: str, messages: Chat, spans: Sequence[Span]) -> 
         return list(spans)
     own = (EMPTY_THINKING.split(str(m.get("content")), maxsplit=1)[1:] for m in messages)
     followed = tuple(chain.from_iterable(own))
-    found = []
-    for start, stop in spans:
-        for block in EMPTY_THINKING.finditer(text, start, stop):
-            if not text.startswith(followed, block.end()):
-                found.append((start, block.start()))
-                start = block.end()
-        found.append((start, stop))
+    found = list(spans)
+    for block in EMPTY_THINKING.finditer(text):
+        if not text.startswith(followed, block.end()):
+            first, behind = block.span()
+            sides = ([(a, min(b, first)), (max(a, behind), b)] for a, b in found)
+            found = [(a, b) for a, b in chain(*sides) if a < b]
     return [(start, stop) for start, stop in found if text[start:stop].strip()]
 
 

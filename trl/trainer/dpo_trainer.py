@@ -42,7 +42,7 @@ class DPOTrainer(PreferenceTrainer):
 
     def _with_partners(self, batches: list[AnswerRows], names: list[str]) -> list[AnswerRows]:
         """Add what each pair is compared with (B, 2), by the name of the loss."""
-        policy = torch.cat([self.frozen(self.model, rows, self.answer_logps) for rows in batches])
+        policy = torch.cat([self.frozen(self.model, rows) for rows in batches])
         reference = torch.cat([rows.values["ref_logps"] for rows in batches])
         counts = torch.cat([rows.values["counts"] for rows in batches])
         ranks = self.ranks.gather_objects(torch.stack([policy, reference], 1)[counts].cpu())

@@ -109,7 +109,7 @@ class KTOTrainer(PreferenceTrainer):
         found = []
         for rows in self._step if self.args.estimates_kl else ():
             others = rows.answer(1)
-            logps = self.frozen(self.model, others, self.answer_logps)
+            logps = self.frozen(self.model, others)
             found.append((others, logps - others.values["ref_logps"]))
         return self._estimate(found)
 

@@ -34,7 +34,6 @@ from .offline_config import OfflineConfig
 logger = logging.get_logger(__name__)
 
 PACKED_AT_ONCE = 1000  # items of a stream
-BUFFERED = 10_000  # rows of a stream that is shuffled
 
 
 @dataclass(eq=False)
@@ -50,10 +49,6 @@ class ItemStream(TorchIterableDataset):  # type: ignore[type-arg]
     arrange: Callable[[Iterator[Any]], Iterator[Any]] = iter
     limits: tuple[int, int | None, int | None] = (1, None, None)  # rows, tokens, those of a pack
     place: tuple[int, int] = (0, 1)
-
-    def shuffle(self, seed: int) -> None:
-        """Read rows in another order in each epoch, from a buffer."""
-        self.rows = self.rows.shuffle(seed=seed, buffer_size=BUFFERED)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the stream."""

@@ -14,7 +14,7 @@ from ..base.options import ignored, option, refused
 
 PIECE_ON_ACCELERATOR = 8192  # tokens; not measured
 NO_LOGITS = "logits are never held as a whole, and rows are not padded"
-# Arguments of constructors that cannot be served, and why.
+# Arguments of constructors that cannot be served, in their order there, and why.
 UNSUPPORTED = {
     "data_collator": "rows are laid out by the trainer, without padding. To choose the tokens in "
     "the loss, give `input_ids` with `labels`",

@@ -29,6 +29,8 @@ from .batches import ItemStream, Predictions
 from .logit_metrics import LogitMetrics
 from .offline_config import NO_LOGITS, UNSUPPORTED, OfflineConfig, set_template
 
+BUFFERED = 10_000  # rows of a stream that is shuffled
+
 
 @readable
 class OfflineTrainer(BaseTrainer):
@@ -70,10 +72,9 @@ class OfflineTrainer(BaseTrainer):
         logit_metrics: LogitMetrics | None = None,
     ):
         self._logit_metrics = logit_metrics
-        refused = {"data_collator": data_collator, "compute_loss_func": compute_loss_func}
-        refused |= {"compute_metrics": compute_metrics}
-        refused |= {"preprocess_logits_for_metrics": preprocess_logits_for_metrics}
-        if found := [name for name, value in refused.items() if value is not None]:
+        given = data_collator, compute_loss_func, compute_metrics, preprocess_logits_for_metrics
+        pairs = zip(UNSUPPORTED, given, strict=True)
+        if found := [name for name, value in pairs if value is not None]:
             raise ValueError(f"{found[0]} cannot be used: {UNSUPPORTED[found[0]]}. Leave it out.")
         args = checked_args(model, args, self.config_class, self.method.name)
         if train_dataset is None:
@@ -190,7 +191,7 @@ class OfflineTrainer(BaseTrainer):
         check_dataset(f"{mode}_dataset", dataset)
         found = self.prepare_dataset(dataset, self._encoder, args, mode)
         if isinstance(found, ItemStream) and args.shuffle_dataset and mode == "train":
-            found.shuffle(args.seed)
+            found.rows = found.rows.shuffle(seed=args.seed, buffer_size=BUFFERED)
         return found
 
     def _loader(self, dataset: Any, mode: Mode) -> tuple[DataLoader[Any], Any]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
@@ -107,7 +107,7 @@ class PreferenceTrainer(OfflineTrainer):
         mine, batches = [], MicroBatchSampler(dataset.lengths, *limits, place=self.ranks.place)
         for rows in DataLoader(dataset, batch_sampler=batches, collate_fn=self.collate):
             self._agree_on(rows, model)
-            found = self.frozen(model, rows.to(self.args.device), self.answer_logps)
+            found = self.frozen(model, rows.to(self.args.device))
             mine.append(found.cpu()[rows.values["counts"]])
         shares = self.ranks.gather_objects(mine)[:: self.ranks.per_row]
         # Micro-batches were dealt in turn, see `share_of_rank`.
@@ -123,21 +123,16 @@ class PreferenceTrainer(OfflineTrainer):
         if self.reference is None:  # all answers have the same probability
             return rows.with_values(ref_logps=rows.values["lengths"] * 0.0)
         with self.reference.active(self.model) as model:
-            return rows.with_values(ref_logps=self.frozen(model, rows, self.answer_logps))
+            return rows.with_values(ref_logps=self.frozen(model, rows))
 
     @torch.no_grad()
-    def frozen(
-        self, model: nn.Module, rows: Any, read: Callable[[TokenScores, Any], Tensor]
-    ) -> Tensor:
-        """Score rows without gradient, in the pieces of training.
-
-        What is returned are the values (B, ...) that `read` makes of scores and rows.
-        """
+    def frozen(self, model: nn.Module, rows: Any) -> Tensor:
+        """Log-probabilities of the answers of some rows (B, K), in the pieces of training."""
 
         def score(part: Any) -> Tensor:
             scores = self.scorer.frozen_scores(model, part.flat)
             self.guard.watch("log-probability without gradient", scores.logps, part.flat)
-            return read(scores, part)
+            return self.answer_logps(scores, part)
 
         def work(at: range) -> Tensor:
             return torch.cat(list(map(score, self.phases.pieces(rows.select(at)))))
