@@ -108,6 +108,5 @@ def server_backend(model, *, pool=None, **options) -> VLLMServerBackend:
     return VLLMServerBackend(
         servers,
         model_policy(model),
-        servers.context,
         **({"probe_syncs": 1} | options),
     )

@@ -39,7 +39,7 @@ from transformers import TrainerCallback
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from trl.generation.transformers.backend import BatchLimits, TransformersBackend
+from trl.generation.transformers.backend import TransformersBackend
 from trl.models.lm_head import NotCausalError
 from trl.types import Prompts, Sampling
 
@@ -265,7 +265,7 @@ def completions(model: nn.Module, shared: bool) -> tuple[list[list[int]], float]
         pad_id=0,
         device=torch.device("cpu"),
         shared_prefix=shared,
-        limits=BatchLimits(None if shared else 1),
+        rows=None if shared else 1,
     )
     tokenizer = tiny_tokenizer()
     ids = [tokenizer(text)["input_ids"] for text in TEXTS[::2] for _ in range(3)]

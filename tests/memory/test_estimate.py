@@ -1,5 +1,6 @@
 """Layers, heads, rounds and whole steps of small models, whose tensors are counted."""
 
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -11,7 +12,7 @@ from reward_runs import classifier
 from tensor_bytes import TensorBytes
 from tiny import tiny_model
 
-from trl.generation.transformers.backend import BatchLimits, TransformersBackend
+from trl.generation.transformers.backend import TransformersBackend, cut_rows
 from trl.generation.transformers.sampler import pick
 from trl.memory.estimate import Estimate, Head, Layer
 from trl.memory.model_size import model_size
@@ -206,14 +207,14 @@ def round_of(prompts, **changes):
     return RunSettings(micro_batch=prompts * fields["group_size"], optimizer="sgd", **fields)
 
 
-def decode(model, run, limits):
+def decode(model, run):
     """Generate a round twice; return the most bytes of the second time, weights included."""
     backend = TransformersBackend(
         lambda: nullcontext(model),
         pad_id=0,
         device=CPU,
         shared_prefix=run.shared_prefix,
-        limits=limits,
+        rows=run.generation_rows,
     )
     rows = range(run.rows)
     sampling = Sampling(max_tokens=run.completion, stop_ids=(), seeds=tuple(rows))
@@ -240,7 +241,7 @@ def decode(model, run, limits):
 def test_peak_of_a_round(changes):
     model = tiny_model("llama", **NARROW).eval()
     run = round_of(2, **changes)
-    measured = decode(model, run, BatchLimits(run.generation_rows))
+    measured = decode(model, run)
     predicted = Estimate(model_size(model.config), run).phases["generation"].total
     assert predicted == pytest.approx(measured, rel=0.1)
 
@@ -255,7 +256,8 @@ def test_rows_in_flight_are_those_of_the_largest_piece(shared, rows, tokens):
     cache_bytes = None if tokens is None else (tokens + 0.5) * each
     run = run.replace(generation_kv_gb=None if tokens is None else cache_bytes / 1e9)
     ids = [[row // run.group_size] * run.prompt for row in range(run.rows)]
-    pieces = list(BatchLimits(rows, cache_bytes).cut(ids, run.completion, model, shared))
+    bounds = rows or math.inf, math.inf if tokens is None else tokens + 0.5
+    pieces = list(cut_rows(ids, run.completion, shared, *bounds))
     most = max(len(piece) for piece in pieces)
     found, copies = Estimate(model_size(model.config), run).in_flight()
     # Of a group that is cut, the plan counts a part of the prompt.

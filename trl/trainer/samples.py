@@ -86,14 +86,14 @@ class Samples:
 
     @cached_property
     def _transformers(self) -> Any:
-        from ..generation.transformers.backend import BatchLimits, TransformersBackend
+        from ..generation.transformers.backend import TransformersBackend
 
         trainer = self._trainer
         return TransformersBackend(
             lambda: policy_for_inference(trainer.model, trainer.accelerator),
             pad_id=self._prompts.token_ids[0][0],  # any token: it is masked
             device=trainer.args.device,
-            limits=BatchLimits(trainer.args.per_device_eval_batch_size),
+            rows=trainer.args.per_device_eval_batch_size,
             ranks=trainer.ranks,
         )
 

@@ -1,3 +1,4 @@
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -9,9 +10,9 @@ from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache, GitConfig, RwkvConfig
 
 from trl.generation.transformers.backend import (
-    BatchLimits,
     TransformersBackend,
     cache_bytes_per_token,
+    cut_rows,
     merge_options,
 )
 from trl.types import Prompts, Sampling
@@ -78,11 +79,11 @@ def test_same_seeds_same_completions_whatever_torch_drew_before():
     assert backend(model).generate(PROMPTS, sampling(), 2) == first
 
 
-def most_bytes(count, limits):
+def most_bytes(count, rows=None):
     """Held at once beyond the model while rows of one prompt are completed."""
     model, prompt = tiny_model().eval(), [20 + i % 40 for i in range(100)]
     engine = TransformersBackend(
-        lambda: nullcontext(model), pad_id=0, device=torch.device("cpu"), limits=limits
+        lambda: nullcontext(model), pad_id=0, device=torch.device("cpu"), rows=rows
     )
     prompts = Prompts(messages=["x"] * count, token_ids=[prompt] * count)
     options = sampling(max_tokens=40, stop_ids=(), seeds=tuple(range(count)))
@@ -94,9 +95,9 @@ def most_bytes(count, limits):
 
 
 def test_a_large_group_decodes_in_the_memory_of_a_small_one():
-    few = most_bytes(2, BatchLimits(rows=2))
-    assert most_bytes(32, BatchLimits(rows=2)) <= 1.02 * few
-    assert most_bytes(32, BatchLimits()) > 2 * few
+    few = most_bytes(2, 2)
+    assert most_bytes(32, 2) <= 1.02 * few
+    assert most_bytes(32) > 2 * few
 
 
 def test_matches_sampling_one_token_at_a_time():
@@ -251,8 +252,9 @@ TOKEN = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, head size, bytes of
 A, B, C = [1] * 4, [2] * 4, [3] * 9
 
 
-def cut(limits, prompts, shared=True, max_tokens=6):
-    return [(r.start, r.stop) for r in limits.cut(prompts, max_tokens, MODEL, shared)]
+def cut(prompts, shared=True, rows=None, tokens=None):
+    bounds = [math.inf if bound is None else bound for bound in (rows, tokens)]
+    return [(r.start, r.stop) for r in cut_rows(prompts, 6, shared, *bounds)]
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 4, "num_hidden_layers": 3}])
@@ -280,7 +282,7 @@ def test_bytes_of_the_tiny_model():
     ],
 )
 def test_bounded_rows(rows, pieces):
-    assert cut(BatchLimits(rows=rows), [A] * 4 + [B] * 3) == pieces
+    assert cut([A] * 4 + [B] * 3, rows=rows) == pieces
 
 
 @pytest.mark.parametrize(
@@ -297,11 +299,11 @@ def test_bounded_rows(rows, pieces):
     ],
 )
 def test_bounded_bytes(tokens, shared, pieces):
-    assert cut(BatchLimits(cache_bytes=tokens * TOKEN), [A] * 4 + [B] * 3, shared) == pieces
+    assert cut([A] * 4 + [B] * 3, shared, tokens=tokens) == pieces
 
 
 def test_no_rows_are_no_pieces():
-    assert cut(BatchLimits(), []) == [] and cut(BatchLimits(2, 1e9), []) == []
+    assert cut([]) == [] and cut([], rows=2, tokens=9) == []
 
 
 @settings(deadline=None, max_examples=200)
@@ -324,8 +326,7 @@ def test_pieces_are_in_order_within_bounds_and_no_smaller_than_needed(
         within = tokens is None or size <= tokens
         return stop - start == 1 or (within and (rows is None or stop - start <= rows))
 
-    limits = BatchLimits(rows, None if tokens is None else tokens * TOKEN)
-    pieces = cut(limits, prompts, shared)
+    pieces = cut(prompts, shared, rows, tokens)
     assert [row for start, stop in pieces for row in range(start, stop)] == [*range(len(prompts))]
     assert all(fits(start, stop) for start, stop in pieces)
     assert not any(fits(start, stop + 1) for start, stop in pieces[:-1])

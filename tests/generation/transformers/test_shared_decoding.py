@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from trl.generation.transformers import shared_decoding
-from trl.generation.transformers.backend import BatchLimits, TransformersBackend
+from trl.generation.transformers.backend import TransformersBackend
 from trl.generation.transformers.sampler import NonFiniteLogitsError, RowDraws
 from trl.generation.transformers.shared_decoding import GrowingCache, SharedDecoder
 from trl.models.lm_head import HeadFinder, cast_head_to_float32
@@ -40,8 +40,8 @@ def backend(model, **options) -> TransformersBackend:
     return TransformersBackend(lambda: nullcontext(model), pad_id=0, device=CPU, **options)
 
 
-def complete(model, options, rows=ROWS, **how):
-    prompts = Prompts(messages=[""] * len(rows), token_ids=rows)
+def complete(model, options, ids=ROWS, **how):
+    prompts = Prompts(messages=[""] * len(ids), token_ids=ids)
     return backend(model, **how).generate(prompts, options, 3)
 
 
@@ -138,10 +138,10 @@ def test_padded_rows_give_the_same_tokens(changes):
 
 
 PIECES = [
-    {"limits": BatchLimits(rows=1)},
-    {"limits": BatchLimits(rows=2)},
-    {"limits": BatchLimits(rows=4)},
-    {"limits": BatchLimits(cache_bytes=20_000)},
+    {"rows": 1},
+    {"rows": 2},
+    {"rows": 4},
+    {"cache_bytes": 20_000},
     {"chunk": 95},
     {"chunk": 200},
     {"chunk": 0},
@@ -167,9 +167,7 @@ def test_a_model_without_a_distribution_is_an_error(shared, bad):
     with pytest.raises(NonFiniteLogitsError, match="logits of row 3, 4, 8 are NaN"):
         complete(model, sampling(), shared_prefix=shared)
     with pytest.raises(NonFiniteLogitsError, match="logits of row 4 are NaN"):
-        complete(
-            model, sampling(), shared_prefix=shared, limits=BatchLimits(rows=2), attempt=from_4
-        )
+        complete(model, sampling(), shared_prefix=shared, rows=2, attempt=from_4)
 
 
 def from_4(count, complete):

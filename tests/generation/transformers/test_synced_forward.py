@@ -10,7 +10,7 @@ from distributed.engines import call
 from tiny import tiny_model
 
 from trl.distributed import RankError, Ranks
-from trl.generation.transformers.backend import BatchLimits, TransformersBackend
+from trl.generation.transformers.backend import TransformersBackend
 from trl.generation.transformers.synced_forward import SyncedForward
 from trl.types import Prompts, Sampling
 
@@ -63,7 +63,7 @@ def generations(rank, ranks=None):
         lambda: nullcontext(model.eval()),
         pad_id=0,
         device=torch.device("cpu"),
-        limits=BatchLimits(rows=2),
+        rows=2,
         shared_prefix=rank < 2,
         ranks=ranks or Ranks(),
         in_step=ranks is not None,

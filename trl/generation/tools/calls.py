@@ -80,7 +80,10 @@ def read_calls(
 def _read_body(body: str, schemas: Sequence[dict[str, Any]]) -> ToolCall:
     match = FUNCTION.match(body)
     if match is None:
-        return _read_json(body)
+        try:
+            return ToolCall.of(json.loads(body))
+        except (ValueError, RecursionError) as error:
+            return ToolCall.malformed(f"it is not JSON: {error}", body.strip())
     name = match[1].strip()
     functions = [schema["function"] for schema in schemas]
     known: dict[str, Any] = next(
@@ -93,13 +96,6 @@ def _read_body(body: str, schemas: Sequence[dict[str, Any]]) -> ToolCall:
             with contextlib.suppress(ValueError):
                 arguments[key.strip()] = json.loads(value)
     return ToolCall(name, arguments)
-
-
-def _read_json(text: str) -> ToolCall:
-    try:
-        return ToolCall.of(json.loads(text))
-    except (ValueError, RecursionError) as error:
-        return ToolCall.malformed(f"it is not JSON: {error}", text.strip())
 
 
 class CallParser:
@@ -135,8 +131,7 @@ class CallParser:
     def __call__(self, prompt: Sequence[int], ids: Sequence[int]) -> Turn:
         """The assistant message of a turn, and its calls in order.
 
-        `prompt` are token ids before the turn; `ids` those of the turn, but for the one that ended
-        it.
+        `prompt` are token ids before the turn; `ids` those of the turn, less the one that ended it.
         """
         if self._written is None:
             message, calls = self._parse(prompt, ids)
@@ -149,7 +144,9 @@ class CallParser:
             message["tool_calls"] = [call.as_message() for call in calls]
         return message, calls
 
-    def _parse(self, prompt: Sequence[int], ids: Sequence[int]) -> Turn:
+    def _parse(
+        self, prompt: Sequence[int], ids: Sequence[int]
+    ) -> tuple[dict[str, Any], list[ToolCall]]:
         try:
             message = read_response(self._tokenizer, prompt, ids, self._schemas)
         except Exception as error:  # whatever its parser raises at text it does not understand

@@ -1,5 +1,6 @@
 """Generation with the policy itself, through `generate` of transformers."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -52,31 +53,24 @@ def merge_options(sampling: Sampling) -> Sampling:
     return merged.replace(extra=rest, stop_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()))
 
 
-@dataclass(frozen=True)
-class BatchLimits:
-    """Bounds of how much is generated at once; None means no bound."""
-
-    rows: int | None = None  # completions that decode together
-    cache_bytes: float | None = None  # of their keys and values, at their longest
-
-    def cut(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, model: Any, shared: bool
-    ) -> Iterator[range]:
-        """Cut rows, which may have `shared` prompts, into runs within the bounds, or of one row."""
-        per_token = 0 if self.cache_bytes is None else cache_bytes_per_token(model)
-        start, tokens = 0, 0
-        for row, prompt in enumerate(prompts):
-            is_known = shared and row > start and list(prompts[row - 1]) == list(prompt)
-            needed = max_tokens + (0 if is_known else len(prompt))
-            if row > start and not self._hold(row + 1 - start, (tokens + needed) * per_token):
-                yield range(start, row)
-                start, tokens, needed = row, 0, max_tokens + len(prompt)
-            tokens += needed
-        if prompts:
-            yield range(start, len(prompts))
-
-    def _hold(self, rows: int, cache_bytes: float) -> bool:
-        return rows <= (self.rows or rows) and cache_bytes <= (self.cache_bytes or cache_bytes)
+def cut_rows(
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    shared: bool,
+    most_rows: float = math.inf,
+    most_tokens: float = math.inf,
+) -> Iterator[range]:
+    """Cut rows, which may have `shared` prompts, into runs within the bounds, or of one row."""
+    start, tokens = 0, 0
+    for row, prompt in enumerate(prompts):
+        is_known = shared and row > start and list(prompts[row - 1]) == list(prompt)
+        needed = max_tokens + (0 if is_known else len(prompt))
+        if row > start and (row - start >= most_rows or tokens + needed > most_tokens):
+            yield range(start, row)
+            start, tokens, needed = row, 0, max_tokens + len(prompt)
+        tokens += needed
+    if prompts:
+        yield range(start, len(prompts))
 
 
 def cache_bytes_per_token(model: Any) -> int:
@@ -105,7 +99,8 @@ class TransformersBackend(GenerationBackend):
     cache_implementation: str | None = None  # kind of key-value cache of padded rows
     shared_prefix: bool = True  # False: padded rows
     chunk: int | None = None  # logits held at once. None and 0: a measured default
-    limits: BatchLimits = BatchLimits()  # rows and cache bytes held at once
+    rows: int | None = None  # completions that decode together. None: all
+    cache_bytes: float | None = None  # of their keys and values, at their longest. None: any
     ranks: Ranks = field(default_factory=Ranks)  # all processes, which then fail together
     in_step: bool = False  # whether all ranks must run the policy's layers equally often
     # Called with a number of rows and what completes some of them; returns what that returned, in
@@ -152,7 +147,8 @@ class TransformersBackend(GenerationBackend):
         self, model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, shared: bool
     ) -> Iterator[range]:
         """Cut rows into runs that are completed together."""
-        pieces = self.limits.cut(prompts, sampling.max_tokens, model, shared)
+        most = self.cache_bytes / cache_bytes_per_token(model) if self.cache_bytes else math.inf
+        pieces = cut_rows(prompts, sampling.max_tokens, shared, self.rows or math.inf, most)
         if shared or len(prompts) < 2:
             return pieces
         alike = self._alike(model, max(prompts, key=len)[-COMPARED_TOKENS:])

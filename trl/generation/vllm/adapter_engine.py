@@ -120,7 +120,7 @@ def adapter_arguments(policy: PolicyHandle, dtype: str) -> dict[str, Any]:
 
 
 class AdapterEngine(VLLMEngine):
-    """An engine started with `adapter_rank`, in which one adapter can be replaced."""
+    """An engine started with `adapter_arguments`, in which one adapter can be replaced."""
 
     @contextmanager
     def unwrapped(self) -> Iterator[None]:

@@ -185,7 +185,7 @@ def _shut_down(core: Any) -> None:
 
 @contextmanager
 def _own_memory() -> Iterator[None]:
-    """Name memory that ranks on a CPU share after the run, too; files are removed once opened."""
+    """Name what ranks on a CPU share after the run; files are removed once all have opened them."""
     run = [uuid.uuid4().hex]
     torch.distributed.broadcast_object_list(run, 0)
     module: Any = require(

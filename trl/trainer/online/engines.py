@@ -78,7 +78,7 @@ def make_engine(
         return ContinuousBackend(
             policy.inference, pad_id=pad_id, options=options, ranks=policy.ranks
         )
-    from ...generation.transformers.backend import BatchLimits, TransformersBackend
+    from ...generation.transformers.backend import TransformersBackend
 
     most_gb = args.generation_max_kv_gb
     return TransformersBackend(
@@ -89,7 +89,8 @@ def make_engine(
         cache_implementation=args.cache_implementation,
         shared_prefix=args.shared_prefix,
         chunk=args.logits_chunk_size,
-        limits=BatchLimits(args.generation_max_rows, most_gb and most_gb * 1e9),
+        rows=args.generation_max_rows,
+        cache_bytes=most_gb and most_gb * 1e9,
         ranks=policy.ranks,
         in_step=policy.layers_in_step,
         attempt=attempt,

@@ -99,9 +99,9 @@ def make_backend(
     shared: dict[str, Any] = {"probe_syncs": args.vllm_probe_syncs, "report": report}
     shared["temperature"] = sampling.temperature
     if args.vllm_mode == "server":
-        pool, context = _connect(handle, args, sampling)
-        check_engine_context(args, context, longest)
-        return VLLMServerBackend(pool, handle, context, **shared)
+        found = VLLMServerBackend(_connect(handle, args, sampling), handle, **shared)
+        check_engine_context(args, found.context, longest)
+        return found
     arguments = engine_arguments(handle, args, sampling)
     check_engine_context(args, arguments["max_model_len"], longest)
     kinds: tuple[Any, Any] = (VLLMEngine, VLLMColocateBackend)
@@ -115,13 +115,11 @@ def make_backend(
     return kinds[1](engine, handle, **shared)
 
 
-def _connect(
-    handle: PolicyHandle, args: OnlineConfig, sampling: Sampling
-) -> tuple[ServerPool | None, int]:
-    """Servers that fit and whose workers were met, on rank 0; and the context of all."""
-    ranks, pool = handle.ranks, None
-    with ranks.fail_together("connecting with vLLM servers"):
-        if ranks.rank == 0:
+def _connect(handle: PolicyHandle, args: OnlineConfig, sampling: Sampling) -> ServerPool | None:
+    """Servers that fit and whose workers were met, on rank 0."""
+    pool = None
+    with handle.ranks.fail_together("connecting with vLLM servers"):
+        if handle.ranks.rank == 0:
             wanted = ServerFacts(
                 protocol=PROTOCOL,
                 vllm=require("vllm", "use_vllm=True").__version__,
@@ -136,7 +134,7 @@ def _connect(
             for server in pool.servers:
                 server.check(wanted, sampling)
             pool.join(handle.device)
-    return pool, ranks.gather_objects(None if pool is None else pool.context)[0]
+    return pool
 
 
 def engine_arguments(

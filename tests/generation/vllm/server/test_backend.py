@@ -140,7 +140,7 @@ def backend():
     """Over a server that answers requests, but that this process has not joined."""
     with stub_server(routes() | {"/v1/completions": [(400, "too long")]}) as stub:
         pool = ServerPool([Server(stub.url, 5.0)])
-        yield lambda weights=None: VLLMServerBackend(pool, POLICY, pool.context, weights=weights)
+        yield lambda weights=None: VLLMServerBackend(pool, POLICY, weights=weights)
 
 
 def test_an_error_of_the_policy_is_not_taken_for_one_of_the_server(backend):

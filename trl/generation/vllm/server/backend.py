@@ -206,7 +206,8 @@ class ServerPool:
 class VLLMServerBackend(VLLMBackend):
     """Generates with vLLM servers; rank 0 has the pool of them, the others none."""
 
-    def __init__(self, pool: ServerPool | None, policy: PolicyHandle, context: int, **options: Any):
+    def __init__(self, pool: ServerPool | None, policy: PolicyHandle, **options: Any):
+        context = policy.ranks.gather_objects(None if pool is None else pool.context)[0]
         engines = 1 if pool is None else len(pool.servers)  # other ranks ask nothing
         super().__init__(policy, context, engines=engines, **options)
         self._pool = pool
