@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .formats import common_prefix_length, prepare_multimodal_messages
-from .templates import has_generation_markers
 
 Ids = list[int]
 Message = dict[str, Any]
@@ -160,10 +159,6 @@ class TextEncoder:
             found += self.tokenizer.apply_chat_template(prepared, tokenize=False, **given)
         return found
 
-    def marks_turns(self, options: Mapping[str, Any]) -> bool:
-        """Whether the chat template has markers around what the assistant writes."""
-        return has_generation_markers(self._chosen_template(options))
-
     def render_marked(
         self, chats: Sequence[Chat], options: Sequence[Mapping[str, Any]]
     ) -> tuple[list[str], list[list[tuple[int, int]]]]:
@@ -173,7 +168,7 @@ class TextEncoder:
         for same, prepared in self._alike(chats, options):
             found, marked = render_jinja_template(
                 [[{k: v for k, v in m.items() if v is not None} for m in c] for c in prepared],
-                chat_template=self._chosen_template(same),
+                chat_template=self.chosen_template(same),
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map | dict(same),
             )
@@ -188,7 +183,8 @@ class TextEncoder:
         for same, rows in groupby(zip(chats, options, strict=True), key=itemgetter(1)):
             yield same, [prepare(chat) for chat, _ in rows]
 
-    def _chosen_template(self, options: Mapping[str, Any]) -> str:
+    def chosen_template(self, options: Mapping[str, Any]) -> str:
+        """The chat template that renders conversations with these options."""
         return self.tokenizer.get_chat_template(self._template, options.get("tools"))
 
 

@@ -68,15 +68,14 @@ class RepeatIterableDataset(IterableDataset):
             self._source.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        is_empty = True
-        for row in _rounds(self._source, *self._repeats):
-            is_empty = False
-            yield row
-        if is_empty:
+        rows = _rounds(self._source, *self._repeats)
+        if (first := next(rows, None)) is None:
             raise ValueError(
                 f"The stream has fewer rows than the {self._repeats[1]} prompts that one round "
                 "takes. Add rows, or lower generation_batch_size."
             )
+        yield first
+        yield from rows
 
 
 def _rounds(rows: Iterable[Any], inner: int, size: int, outer: int) -> Iterator[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from .encode import Chat, Span, TextEncoder
 from .formats import common_prefix_length
+from .templates import has_generation_markers
 
 Options = Mapping[str, Any]
 STAND_IN = "\u2042STAND\u2042IN\u2042"
@@ -25,7 +26,7 @@ def assistant_spans(
     the template's generation markers, or by rendering again without and with them. ValueError:
     neither is exact for this template.
     """
-    if all(encoder.marks_turns(option) for option, _ in groupby(options)):
+    if all(has_generation_markers(encoder.chosen_template(one)) for one, _ in groupby(options)):
         texts, found = encoder.render_marked(chats, options)
     else:
         texts = encoder.render_all(chats, options)

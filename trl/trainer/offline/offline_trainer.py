@@ -199,11 +199,10 @@ class OfflineTrainer(BaseTrainer):
         is_training = mode == "train"
         rows = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
         limits = rows, args.max_tokens_per_micro_batch, self.pack_size(mode)
-        workers: dict[str, Any] = {"num_workers": args.dataloader_num_workers}
-        if args.dataloader_num_workers:
-            workers["prefetch_factor"] = args.dataloader_prefetch_factor
-            workers["persistent_workers"] = args.dataloader_persistent_workers
-        shared = workers | {"collate_fn": self.collate, "pin_memory": args.dataloader_pin_memory}
+        shared = {"collate_fn": self.collate, "pin_memory": args.dataloader_pin_memory}
+        if count := args.dataloader_num_workers:
+            shared |= {"num_workers": count, "prefetch_factor": args.dataloader_prefetch_factor}
+            shared["persistent_workers"] = args.dataloader_persistent_workers
         if isinstance(dataset, ItemStream):
             stream = dataclasses.replace(dataset, limits=limits, place=place)
             return DataLoader(stream, batch_size=None, **shared), stream
