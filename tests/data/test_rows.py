@@ -115,6 +115,8 @@ def test_answers_of_different_numbers_are_brought_to_their_prompts():
     rows = {"prompt_ids": [1], "answers_ids": [[2], [3], [4]], "ranks": [2, 0, 1]}
     fewer = {"prompt_ids": [1], "answers_ids": [[5, 6]], "ranks": [3]}
     items = dataset([rows, fewer])
+    assert items.lengths.tolist() == [item.tokens() for item in items] == [4, 3]
+    assert dataset([rows, fewer], max_completion_length=1).report.tokens_lost == 1
     batch = AnswerRows.of([items[0], items[1]])
     assert batch.by_group(torch.arange(1, 5)).tolist() == [[1, 2, 3], [4, 0, 0]]
     assert batch.by_group(torch.ones(4, 2)).shape == (2, 3, 2)

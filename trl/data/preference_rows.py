@@ -194,7 +194,10 @@ class AnswerDataset(ItemDataset):
         fits = prompts + np.max(sizes, axis=1) <= (most or np.inf)
         long = ~fits | (kept < prompts) | (left < sizes).any(axis=1)
         good = fits & (np.min(left, axis=1) > 0)
-        trained_lost, source = sizes.sum() - left[good].sum(), np.asarray(table["source"][:])
+        counts, source = row_lengths(table, "answers_ids"), np.asarray(table["source"][:])
+        exists = np.arange(sizes.shape[1]) < counts[:, None]
+        answers, left = (sizes * exists).sum(axis=1), (left * exists).sum(axis=1)
+        trained_lost = answers.sum() - left[good].sum()
         report = CutReport(
             rows=len(table),
             long=tuple(source[long].tolist()),
@@ -205,7 +208,7 @@ class AnswerDataset(ItemDataset):
         )
         rows = table if good.all() else table.select(np.flatnonzero(good))
         # The tokens that a model sees: those of the prompt once.
-        super().__init__(rows, (kept + left.sum(axis=1))[good], report)
+        super().__init__(rows, (kept + left)[good], report)
         self.values: dict[str, np.ndarray] = {}  # (items, ...), besides what rows know
         self.limits = limits
 
