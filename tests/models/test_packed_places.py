@@ -6,18 +6,18 @@ from trl.models.packed_places import Packing, Window
 def test_tails_of_similar_length_are_computed_together():
     """Lengths between two powers of two, so that less than half of a bucket is repeats."""
     packing = Packing.of([(4, [1, 2, 3, 7, 0, 4]), (2, [5, 8, 15])], "cpu")
-    parts = [part for part in packing.parts() if part.ragged]
-    lengths = [sorted(part.ragged.exists.sum(1).tolist()) for part in parts]
+    parts = [part for part in packing.parts() if part.places is not None]
+    lengths = [sorted(part.exists.sum(1).tolist()) for part in parts]
     assert sorted(lengths) == [[1], [2, 3], [4, 5, 7], [8, 15]]
     for part in parts:
-        index, exists, own = part.queries, part.ragged.exists, []
+        index, exists, own = part.queries, part.exists, []
         assert index.shape == exists.shape == (len(index), int(exists.sum(1).max()))
         assert exists.float().mean() > 0.5
         for places, real in zip(index.tolist(), exists.sum(1).tolist(), strict=True):
             run = list(range(places[0], places[0] + real))
             assert places == run + [run[-1]] * (len(places) - real)
             own += run
-        assert part.ragged.places.tolist() == index.flatten()[part.ragged.cells].tolist() == own
+        assert part.places.tolist() == index.flatten()[part.cells].tolist() == own
 
 
 def test_keys_seen_by_all_tails_are_read_once():
@@ -28,7 +28,7 @@ def test_keys_seen_by_all_tails_are_read_once():
     for own, fading, everything in (tails[:3], tails[3:]):
         width = own.queries.shape[1]
         assert own.keys.shape == fading.keys.shape == (3, width)
-        assert everything.queries.tolist() == [own.ragged.places.tolist()]
+        assert everything.queries.tolist() == [own.places.tolist()]
         assert everything.keys.tolist() == [list(range(100 - 63 + width, 100))]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ..imports import is_available
 from ..memory.meter import device_bytes
-from ..memory.model_size import KNOWN, ModelSize, load_config, model_size, shares_prompts
+from ..memory.model_size import KNOWN, load_config, model_size, quantized_bytes, shares_prompts
 from ..memory.plan import Engine, Plan, render, size
 from ..memory.settings import ASSUMED_PROMPT, RunSettings, Sharding, read_sharding
 from ..trainer.base.base_config import BaseConfig
@@ -27,10 +27,6 @@ from .commands import TRAINING
 from .exit import one_line_errors
 from .launch import launch_options, split
 from .parser import TrlParser
-
-# Bytes of a quantized weight: its bits, and the float32 or nested scale of each block of 64.
-QUANTIZED = {8: 1.0, 4: 0.5 + 4 / 64}
-NESTED = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 @dataclass
@@ -107,7 +103,7 @@ def make_plan(
     if sharding is not None:
         run = run.replace(**_division(training, model_args, run, sharding))
 
-    def sized(chosen: ModelConfig) -> ModelSize:
+    def sized(chosen: ModelConfig) -> Any:
         adapter = get_peft_config(chosen)
         return model_size(config, adapter, trusted, isinstance(training, RewardConfig))
 
@@ -217,11 +213,8 @@ def _precision(
         dtype = getattr(config.get_text_config(), "dtype", None) or "float32"
     weight = (getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize
     product = 2 if training.bf16 or training.fp16 else weight
-    if model_args.load_in_8bit:
-        return 4, product, QUANTIZED[8]
-    if model_args.load_in_4bit:
-        return 4, product, NESTED if model_args.use_bnb_nested_quant else QUANTIZED[4]
-    return weight, product, None
+    matrix = quantized_bytes(model_args)
+    return weight if matrix is None else 4, product, matrix
 
 
 def _notes(plan: Plan, script: Any, training: Any) -> list[str]:

@@ -25,10 +25,7 @@ from .parser import TrlParser, as_words, launch_option_names
 
 
 def run_training(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
-    """Train as the command line says.
-
-    What goes wrong ends the process with one line and status 2; TRL_DEBUG=1 shows where.
-    """
+    """Train as the command line says; for what goes wrong see `one_line_errors`."""
     if not sys.stderr.isatty():  # where each state of a bar would be a line
         disable_progress_bars()
         logging.disable_progress_bar()
@@ -135,8 +132,7 @@ KNOWN_REWARDS: dict[str, Callable[..., Any]] = {
 def find_reward(name: str) -> Callable[..., Any]:
     """Find a reward function: a known name, `package.module.function`, or `file.py:function`.
 
-    The current folder is searched first. A ValueError names the closest function if there is none,
-    and the place where a module fails.
+    The current folder is searched first. A ValueError names the closest function, or what failed.
     """
     if name in KNOWN_REWARDS:
         return KNOWN_REWARDS[name]

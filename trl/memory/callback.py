@@ -56,8 +56,8 @@ class MemoryCallback(TrainerCallback):
     With `metrics`, the largest figures since the last log are added to the logs, under the names of
     `PhaseMeter.take`; those of an evaluation begin with `eval_`. They are of the process that logs.
     Phases are written as JSON lines to `<output_dir>/memory.jsonl`, and with `chart` drawn to
-    `<output_dir>/memory.png` when training ends, if matplotlib is installed. A `meter` may be
-    shared with code that measures other phases, and with `passes=False` forward and backward.
+    `memory.png` beside it at the end, if matplotlib is installed. A `meter` may be shared with code
+    that measures other phases, and with `passes=False` forward and backward.
 
     Forward begins when the model is called in training mode with gradients on, and ends when the
     first gradient reaches one of its outputs. Then backward begins, which lasts until the next

@@ -137,6 +137,16 @@ def _intermediate(config: Any) -> int:
     return experts * (getattr(config, "moe_intermediate_size", None) or width) if experts else width
 
 
+def quantized_bytes(options: Any) -> float | None:
+    """Bytes of a weight with its scales, by options of bitsandbytes; None: it is not quantized."""
+    if getattr(options, "load_in_8bit", False):
+        return 1.0
+    nested = ("use_bnb_nested_quant", "bnb_4bit_use_double_quant")
+    is_nested = any(getattr(options, name, False) for name in nested)
+    scale = 1 / 64 + 4 / (64 * 256) if is_nested else 4 / 64  # of blocks of 64, in float32 or again
+    return 0.5 + scale if getattr(options, "load_in_4bit", False) else None
+
+
 # States for each trained entry: tensors of its own dtype, and bytes in a precision of their own.
 _STATES = {
     (2, 0): "adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused stable_adamw",

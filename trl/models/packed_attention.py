@@ -134,8 +134,8 @@ class _PackedAttention(torch.autograd.Function):
         of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))
         for part in ctx.parts:
             upstream, *tensors = (take(x, part.queries) for x in (grad, query, output, normalizer))
-            if part.ragged is not None:  # a repeat must add nothing
-                upstream = upstream * part.ragged.exists[:, None, :, None]
+            if part.exists is not None:  # a repeat must add nothing
+                upstream = upstream * part.exists[:, None, :, None]
             tensors[1:1] = take(key, part.keys), take(value, part.keys)
             found = kernel.backward(upstream, tuple(tensors), part.causal, scale)
             add(of_query, part.queries, found[0])
@@ -147,7 +147,7 @@ class _PackedAttention(torch.autograd.Function):
 def _is_causal(parts: Parts, query: Tensor) -> bool:
     """Whether it is causal attention of one row, which needs no places."""
     row = slice(0, query.shape[2])
-    return len(parts) == 1 and parts[0].ragged is None and parts[0] == Part(row, row, causal=True)
+    return len(parts) == 1 and parts[0].places is None and parts[0] == Part(row, row, causal=True)
 
 
 def packed_attention(
@@ -200,10 +200,7 @@ def checked_kernels(model: nn.Module) -> Iterator[None]:
 
 
 def install(model: nn.Module) -> None:
-    """Let the attention of a model of transformers understand the layouts of this module.
-
-    Without the keyword of a layout it does exactly what it did before.
-    """
+    """Let a model's attention understand layouts; without their keyword it does what it did."""
     name = causal_model(model).config.get_text_config()._attn_implementation
     tables = [AttentionInterface._global_mapping]
     if name == "eager":  # in no table: each file of models has its own

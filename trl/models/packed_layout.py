@@ -180,10 +180,7 @@ def packed_inputs(ids: Tensor, positions: Tensor, layout: Any) -> dict[str, Any]
 
 
 def wants_passes(model: nn.Module, layout: Layout) -> bool:
-    """Whether cutting a packed forward saves memory.
-
-    There must be prefixes and tails, and layers that are not kept.
-    """
+    """Whether cutting saves memory: there are prefixes, tails, and layers that are not kept."""
     packing, tokens = layout.inputs.get(KEYWORD), layout.inputs["input_ids"].shape[1]
     if not isinstance(packing, Packing) or tokens <= SHORTEST_PASS:
         return False
@@ -196,8 +193,7 @@ def wants_passes(model: nn.Module, layout: Layout) -> bool:
 def gradient_bytes(causal: Any) -> int:
     """Bytes of gradients that are there from earlier micro-batches.
 
-    A weight's gradients from several passes are added up before they are added to these, so
-    passes hold as much again.
+    Those of several passes are summed before they are added to these: passes hold as much again.
     """
     # Those of the ends are added as they arise, and not apart.
     ends = (causal.get_input_embeddings(), causal.get_output_embeddings())

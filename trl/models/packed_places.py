@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise, repeat
 from operator import itemgetter
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -95,18 +95,6 @@ class Layers(dict[int, tuple[Tensor, Tensor]]):
         self.states.clear()
 
 
-class Ragged(NamedTuple):
-    """Of places (n, w) of rows that repeat their last one: which are none of those repeats.
-
-    A boolean index would make the host wait, in every layer.
-    """
-
-    exists: Tensor  # (n, w) bool
-    cells: Tensor  # (e,) where they are in the flattened (n, w)
-    places: Tensor  # (e,) their places, each once
-    prefixes: tuple[int, ...]  # where prefixes of rows begin, -1 without, as the host knows it
-
-
 @dataclass(frozen=True)
 class Part:
     """Queries of a row, and keys that they see."""
@@ -115,15 +103,20 @@ class Part:
     keys: Any  # a slice, or a tensor (n, s) of places
     causal: bool = False  # query i sees the first i + 1 of the keys
     again: bool = False  # a part before this may have had the same queries
-    ragged: Ragged | None = None  # None: queries are a slice
+    # Where queries are places of rows that repeat their last one, which are none of those repeats;
+    # a boolean index would make the host wait, in every layer.
+    exists: Any = None  # (n, w) bool
+    cells: Any = None  # (e,) where they are in the flattened (n, w)
+    places: Any = None  # (e,) their places, each once
+    prefixes: tuple[int, ...] = ()  # where prefixes of rows begin, -1 without, as the host knows it
 
     def put(self, row: Tensor, found: Tensor) -> None:
         """Write what belongs to the queries (n, N, w, ...) to their places in (1, N, T, ...)."""
-        if self.ragged is None:
+        if self.places is None:
             row[:, :, self.queries] = found
         else:
-            flat = found.transpose(0, 1).flatten(1, 2).index_select(1, self.ragged.cells)
-            row[0].index_copy_(1, self.ragged.places, flat.to(row.dtype))
+            flat = found.transpose(0, 1).flatten(1, 2).index_select(1, self.cells)
+            row[0].index_copy_(1, self.places, flat.to(row.dtype))
 
 
 Parts = tuple[Part, ...]
@@ -273,7 +266,7 @@ def _gathered(
     def part(queries: Tensor, keys: Tensor, exists: Tensor, causal: bool, again: bool) -> Part:
         tensors = queries, keys, exists, exists.flatten().nonzero()[:, 0], queries[exists]
         queries, keys, exists, cells, places = (x.to(device, non_blocking=True) for x in tensors)
-        return Part(queries, keys, causal, again, Ragged(exists, cells, places, prefixes))
+        return Part(queries, keys, causal, again, exists, cells, places, prefixes)
 
     yield part(index, index, exists, causal=True, again=window is None)
     if window is None:

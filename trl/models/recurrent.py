@@ -147,14 +147,14 @@ def _run_packed(run: Run, layout: Packing, hidden: Tensor, layer: int) -> Tensor
             parts.append(found[0])
             places.append(torch.arange(start, group.prefix.stop, device=hidden.device))
     for part in layout.parts():
-        if part.ragged is None:
+        if part.places is None:
             continue
         tokens, width = hidden[0][part.queries], part.queries.shape[1]
         if width == 1:  # one token alone is computed in another way, in place
             tokens = tokens.expand(-1, 2, -1)
-        found, _ = run(tokens, _selected(ends, part.ragged.prefixes))
-        parts.append(found[:, :width].flatten(0, 1)[part.ragged.cells])
-        places.append(part.ragged.places)
+        found, _ = run(tokens, _selected(ends, part.prefixes))
+        parts.append(found[:, :width].flatten(0, 1)[part.cells])
+        places.append(part.places)
     outputs = torch.cat(parts)[None]
     return outputs.new_zeros(hidden.shape).index_copy(1, torch.cat(places), outputs)
 

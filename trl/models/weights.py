@@ -229,14 +229,3 @@ def quantization_of(module: nn.Module) -> Any:
     held = getattr(getattr(module, "weight", None), "quant_state", None)
     # Engines that shard weights put their own parameters in the place of those of bitsandbytes.
     return held if held is not None else getattr(module, "quant_state", None)
-
-
-def bytes_of_weight(causal: nn.Module) -> float | None:
-    """Bytes of a weight in 4 bits with its share of the scales; None if there is none."""
-    for module in causal.modules():
-        state = quantization_of(module)
-        if state is not None:
-            nested = state.state2.absmax.nbytes if state.nested else 0
-            held = module.weight.nbytes + state.absmax.nbytes + nested  # type: ignore[operator]
-            return held / state.shape.numel()
-    return None

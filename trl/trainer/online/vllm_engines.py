@@ -17,12 +17,12 @@ from ...generation.vllm.server.backend import Server, ServerPool, VLLMServerBack
 from ...generation.vllm.server.client import PROTOCOL, ServerFacts, VLLMClient, gpu_id, shape_of
 from ...imports import require
 from ...memory.meter import DeviceMemory, device_bytes
-from ...memory.model_size import model_size
+from ...memory.model_size import model_size, quantized_bytes
 from ...memory.plan import BATCHED_TOKENS, Engine, EngineMemory, Plan
 from ...memory.settings import ASSUMED_PROMPT, RunSettings, options_of_environment, read_sharding
 from ...models.loading import context_length
 from ...models.unwrap import VALUE_MODEL, causal_model, is_peft_model
-from ...models.weights import bytes_of_weight, check_weights
+from ...models.weights import check_weights
 from ...online.prompts import PromptEncoder
 from ...types import Sampling
 from ..base.options import changed
@@ -200,7 +200,7 @@ def engine_memory(
         on_cpu=args.device.type == "cpu",
         sharding=read_sharding(options_of_environment(os.environ)),
         weight_bytes=causal.dtype.itemsize,
-        matrix_bytes=bytes_of_weight(causal),
+        matrix_bytes=quantized_bytes(getattr(causal.config, "quantization_config", None)),
         product_bytes=dtype.itemsize,
     )
     size = model_size(causal.config, adapter, args.trust_remote_code)
