@@ -1,10 +1,11 @@
 import gc
+import pickle
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from bpe import bpe_tokenizer
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
@@ -258,3 +259,13 @@ def test_lazy_documents_are_those_of_a_prepared_dataset(caplog):
     ]
     # A micro-batch always has a document; this one is not trained on.
     assert [d.counts for d in lazy.__getitems__([1])] == [False] and len(lazy) == 4
+
+
+def test_workers_that_are_not_forked_read_tokens_from_the_disk(tmp_path):
+    """What a loader sends to such a worker does not grow with the tokens."""
+    rows = Dataset.from_dict({"text": ["some words " * 400] * 200})
+    prepare_supervised(rows, ENCODER, SupervisedOptions()).save_to_disk(tmp_path)
+    found = SupervisedDataset(load_from_disk(tmp_path), max_length=900)
+    sent = pickle.dumps(found)
+    assert len(sent) < 20_000 < 4 * found.lengths.sum()
+    assert (pickle.loads(sent)[7].ids == found[7].ids).all()

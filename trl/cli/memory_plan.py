@@ -1,7 +1,5 @@
 """`trl memory-plan`: how much memory a training command will take, before anything is loaded."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from contextlib import suppress

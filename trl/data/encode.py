@@ -1,7 +1,5 @@
 """Texts and conversations as token ids, a batch at a time."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

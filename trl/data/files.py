@@ -1,7 +1,5 @@
 """Datasets by name: from the hub, from local files, or saved to disk."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from pathlib import Path

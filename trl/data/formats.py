@@ -1,7 +1,5 @@
 """Conversational and plain examples: telling, converting, rendering and pairing them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

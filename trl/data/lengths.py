@@ -1,7 +1,5 @@
 """How long the rows of a dataset are, and what a limit on their length would cost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise

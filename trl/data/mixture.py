@@ -1,7 +1,5 @@
 """Mixing several datasets into one."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any

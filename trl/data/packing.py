@@ -1,7 +1,5 @@
 """Which documents go into one micro-batch, and datasets packed or cut as a whole."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Preference examples as token ids: a prompt, and the answers that share it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,13 +1,11 @@
 """Preparing a dataset once: encoded over several processes, cached, and cut to length."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -231,9 +229,8 @@ class SupervisedDataset(ItemDataset):
                 "long_rows='cut', 'drop' or 'split'."
             )
         starts, stops = pieces(lengths, max_length, long_rows)
-        self._ends, self._origin = np.cumsum(lengths), arrow_column(table, "origin")
-        self._tokens = [pc.list_flatten(arrow_column(table, x)) for x in ("input_ids", "trained")]
-        flags = self._tokens[1].to_numpy()
+        self.rows, self._ends = table, np.cumsum(lengths)
+        flags = self._columns[1].to_numpy()
         trained, full = trained_in(flags, starts, stops), trained_in(flags, *pieces(lengths))
         self._starts, self._stops = starts[trained > 0], stops[trained > 0]
         kept = self._stops - self._starts
@@ -252,6 +249,15 @@ class SupervisedDataset(ItemDataset):
         )
         super().__init__(table, kept, report)
 
+    @cached_property
+    def _columns(self) -> list[pa.ChunkedArray]:
+        tokens = [pc.list_flatten(arrow_column(self.rows, x)) for x in ("input_ids", "trained")]
+        return [*tokens, arrow_column(self.rows, "origin")]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Workers that are not forked read the tokens from the disk, too."""
+        return {name: value for name, value in vars(self).items() if name != "_columns"}
+
     def _row(self, start: Any) -> Any:
         return np.searchsorted(self._ends, start, side="right")
 
@@ -259,10 +265,11 @@ class SupervisedDataset(ItemDataset):
         """Make a document."""
         start, stop = int(self._starts[at]), int(self._stops[at])
         row = int(self._row(start))
-        ids, trained = (np.array(x.slice(start, stop - start)) for x in self._tokens)
+        *tokens, origin = self._columns
+        ids, trained = (np.array(x.slice(start, stop - start)) for x in tokens)
         trained[0] = False
-        source, origin = int(self._source[row]), self._origin[row].as_py()
-        return Document(ids=ids, trained=trained, source=source, origin=origin)
+        source = int(self._source[row])
+        return Document(ids=ids, trained=trained, source=source, origin=origin[row].as_py())
 
 
 class LazySupervisedDataset:

@@ -1,7 +1,5 @@
 """Items of prepared datasets, and the rows of a micro-batch that are made of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """The order of prompts: each repeated for its group, each round for its micro-steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sized
 from itertools import islice, repeat

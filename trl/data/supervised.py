@@ -1,7 +1,5 @@
 """Examples of supervised fine-tuning as token ids, and which of them are trained on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial

@@ -1,7 +1,5 @@
 """Chat templates: markers, copies, and what they write around tool calls and their results."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Where the assistant speaks in a rendered conversation."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain, groupby

@@ -4,8 +4,6 @@ Its attention needs keys and values of every token, but nothing reads the last h
 those that predict nothing: of a prompt, all but its last token. Their gradient is zero either way.
 """
 
-from __future__ import annotations
-
 import inspect
 import weakref
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """SFT: the cross-entropy of examples, each token computed once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

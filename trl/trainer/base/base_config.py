@@ -32,6 +32,40 @@ PACKAGES = {"azure_ml": "azureml-mlflow", "comet_ml": "comet-ml", "dagshub": "da
 
 
 @dataclass
+class LoopOptions:
+    """What the loop does: numbers that are not finite, checkpoints, resuming."""
+
+    non_finite: str = option(
+        "raise",
+        "What to do when a loss or gradient is NaN or infinite: stop, or skip that update.",
+        choices=("raise", "skip"),
+    )
+    resume_with_changes: bool = option(False, "Resume a run although its settings differ.")
+    checkpoint_checksums: str = option(
+        "sampled",
+        "Take checksums of all bytes of checkpoints, or of samples of large files.",
+        choices=("sampled", "all"),
+    )
+
+
+@dataclass
+class PolicyOptions:
+    """How the model that is trained is loaded and changed."""
+
+    model_init_kwargs: dict | str | None = option(
+        None, "Keyword arguments of from_pretrained when the model is given by name (JSON)."
+    )
+    trust_remote_code: bool = option(False, "Execute code shipped with a model or tokenizer.")
+    disable_dropout: bool = option(False, "Set the probability of every dropout layer to zero.")
+    router_aux_loss_coef: float | None = option(
+        None, "Weight of the load-balancing loss of mixture-of-experts models. None: its config's."
+    )
+    cast_lm_head_to_fp32: bool = option(
+        False, "Compute the output projection in float32, whatever the precision of the rest."
+    )
+
+
+@dataclass
 class ReferenceOptions:
     """The reference policy, and whether it moves."""
 
@@ -47,47 +81,9 @@ class ReferenceOptions:
 
 
 @dataclass
-class BaseConfig(Named, TrainingArguments):
-    """`transformers.TrainingArguments` with the defaults of this package."""
+class MemoryOptions:
+    """What saves memory, measures it, and makes do with less of it."""
 
-    trains_reward_model: ClassVar[bool] = False
-    divides_rows: ClassVar[bool] = False  # among ranks: context parallelism
-    # What counts as one in per_device_train_batch_size: so many rows, which are never separated.
-    unit: ClassVar[int] = 1
-    # Options of `TrainingArguments` that would do nothing, or harm; and why.
-    without_meaning: ClassVar[dict[str, str]] = {
-        "torch_compile": (
-            "micro-batches differ in length, so the model would be compiled again and again, and "
-            "its layers are also called outside of its forward, with any torch_compile_backend or "
-            "torch_compile_mode"
-        ),
-    }
-
-    # --- Loop ---
-    non_finite: str = option(
-        "raise",
-        "What to do when a loss or gradient is NaN or infinite: stop, or skip that update.",
-        choices=("raise", "skip"),
-    )
-    resume_with_changes: bool = option(False, "Resume a run although its settings differ.")
-    checkpoint_checksums: str = option(
-        "sampled",
-        "Take checksums of all bytes of checkpoints, or of samples of large files.",
-        choices=("sampled", "all"),
-    )
-    # --- The model that is trained ---
-    model_init_kwargs: dict | str | None = option(
-        None, "Keyword arguments of from_pretrained when the model is given by name (JSON)."
-    )
-    trust_remote_code: bool = option(False, "Execute code shipped with a model or tokenizer.")
-    disable_dropout: bool = option(False, "Set the probability of every dropout layer to zero.")
-    router_aux_loss_coef: float | None = option(
-        None, "Weight of the load-balancing loss of mixture-of-experts models. None: its config's."
-    )
-    cast_lm_head_to_fp32: bool = option(
-        False, "Compute the output projection in float32, whatever the precision of the rest."
-    )
-    # --- Memory ---
     pad_to_multiple_of: int | str | None = option(
         "auto", "Pad rows to a multiple of this; only rows of few models are padded at all."
     )
@@ -112,7 +108,25 @@ class BaseConfig(Named, TrainingArguments):
     )
     log_memory: bool = option(True, "Log the peak memory of each phase, also to memory.jsonl.")
     recover_from_oom: bool = option(True, "Out of memory, go on with smaller pieces of the data.")
-    # --- Other defaults ---
+
+
+@dataclass
+class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArguments):
+    """`transformers.TrainingArguments` with the defaults of this package."""
+
+    trains_reward_model: ClassVar[bool] = False
+    divides_rows: ClassVar[bool] = False  # among ranks: context parallelism
+    # What counts as one in per_device_train_batch_size: so many rows, which are never separated.
+    unit: ClassVar[int] = 1
+    # Options of `TrainingArguments` that would do nothing, or harm; and why.
+    without_meaning: ClassVar[dict[str, str]] = {
+        "torch_compile": (
+            "micro-batches differ in length, so the model would be compiled again and again, and "
+            "its layers are also called outside of its forward, with any torch_compile_backend or "
+            "torch_compile_mode"
+        ),
+    }
+
     logging_steps: float = option(10, "Log every this many updates; below 1, a share of all.")
     gradient_checkpointing: bool | None = option(
         True, "Recompute activations in backward: less memory, about a third more time."

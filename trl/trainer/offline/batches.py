@@ -1,7 +1,5 @@
 """Streams of prepared items in micro-batches of a rank, preferences, and predictions by row."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """One training step for every trainer that learns from the examples of a dataset."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
