@@ -129,7 +129,6 @@ PROMPT, CHOSEN, REJECTED = [1, 2, 3, 4], [5, 6, 7], [8, 9]
         ({"max_completion_length": 1}, (PROMPT, [5], [8])),
         ({"max_length": 6}, (PROMPT, [5, 6], [8, 9])),
         ({"max_length": 5}, (PROMPT, [5], [8])),
-        ({"max_length": 4}, (PROMPT, [], [])),
         ({"max_length": 5, "truncation_mode": "keep_end"}, ([3, 4], CHOSEN, REJECTED)),
         ({"max_length": 3, "truncation_mode": "keep_end"}, ([4], [6, 7], [8, 9])),
         ({"max_length": 4, "max_prompt_length": 2}, ([3, 4], [5, 6], [8, 9])),
@@ -140,8 +139,9 @@ PROMPT, CHOSEN, REJECTED = [1, 2, 3, 4], [5, 6, 7], [8, 9]
     ],
 )
 def test_limits(limits, expected):
-    prompt, answers = PreferenceLimits(**limits).cut(PROMPT, [CHOSEN, REJECTED])
-    assert (prompt, *answers) == expected
+    row = {"prompt_ids": PROMPT, "chosen_ids": CHOSEN, "rejected_ids": REJECTED}
+    (found,) = AnswerDataset(prepare(row), PreferenceLimits(**limits))
+    assert (found.prompt_ids, *found.answer_ids) == expected
 
 
 def test_what_was_cut_is_counted_and_empty_rows_are_named():

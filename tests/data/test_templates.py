@@ -14,7 +14,6 @@ from trl.data.templates import (
     read_response,
     reads_responses,
     supports_tool_calling,
-    tool_message,
 )
 
 
@@ -95,7 +94,10 @@ def test_a_cloned_checkpoint_speaks_the_template(tmp_path):
 
 # --- Tool calls ---
 
-RESULTS = [tool_message("add", "5"), tool_message("spell", "a-b")]
+RESULTS = [
+    {"role": "tool", "name": "add", "content": "5"},
+    {"role": "tool", "name": "spell", "content": "a-b"},
+]
 # Earlier turns lose their reasoning, or the empty place of it, as soon as something follows.
 DROPS_REASONING = TEMPLATE.replace(
     "<{{ m.role }}>",

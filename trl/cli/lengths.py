@@ -61,9 +61,8 @@ def profiled(
     own: LengthsArguments, script: Any, training: Any, model: ModelConfig, mixture: Any
 ) -> LengthProfile:
     """Profile the training split as the trainer would prepare it, with the memory of each limit."""
-    dataset = take_split(
-        load_data(script, mixture), script.dataset_train_split, "--dataset_train_split"
-    )
+    data = load_data(script, mixture)
+    dataset = take_split(data, script.dataset_train_split, "--dataset_train_split")
     given = [*(own.max_lengths or []), *filter(None, [getattr(training, "max_length", None)])]
     name = model.model_name_or_path or ""
     profile = profile_rows(dataset, name, training, given, model.model_revision)
@@ -91,9 +90,6 @@ def described(profile: LengthProfile) -> str:
     said = [f"{name}: {value:.6g}" for name, value in facts.items()] + profile.warnings
     head = f"{profile.rows:,} rows, {profile.tokens:,} tokens. Longest: {longest}."
     return "\n\n".join([head, *map(table, tables), "\n".join(said)])
-
-
-MARKED = ("p50", "p95", "p99")
 
 
 def page(profile: LengthProfile, options: str) -> str:
@@ -125,7 +121,7 @@ def _svg(profile: LengthProfile) -> str:
     line = " ".join(f"{edge},{1 - n / total:.4f}" for edge, n in shares)
     found.append(f'<path d="M{line}" stroke="#b5482a" />')
     part = profile.parts[next(reversed(profile.parts))]
-    marks = {name: part[name] for name in MARKED}
+    marks = {name: part[name] for name in ("p50", "p95", "p99")}
     found += [f'<path d="M{x} 0V1" stroke="#555" stroke-dasharray="3" />' for x in marks.values()]
     said = ", ".join(f"{name}: {x}" for name, x in marks.items())
     return "".join(found) + f"</svg><p>0 to {edges[-1]} tokens; dashed: {said}.</p>"

@@ -17,8 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from .formats import common_prefix_length, prepare_multimodal_messages
 
 Ids = list[int]
-Message = dict[str, Any]
-Chat = Sequence[Message]
+Chat = Sequence[dict[str, Any]]
 Span = tuple[int, int]  # the first character, and the one behind the last
 Masked = tuple[Ids, np.ndarray, int]  # ids, a mask (tokens,), its tokens that begin before it
 
@@ -182,7 +181,6 @@ class TextEncoder:
             yield same, [prepare(chat) for chat, _ in rows]
 
     def chosen_template(self, options: Mapping[str, Any]) -> str:
-        """The chat template that renders conversations with these options."""
         return self.tokenizer.get_chat_template(self._template, options.get("tools"))
 
 

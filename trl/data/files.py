@@ -9,8 +9,6 @@ from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-SPLIT_NAME = re.compile(r"\w+")
-UNREADABLE = (DatasetGenerationError, OSError, StopIteration, ValueError)
 
 
 def load_dataset_source(name: str, config: str | None = None, streaming: bool = False) -> Any:
@@ -24,7 +22,13 @@ def load_dataset_source(name: str, config: str | None = None, streaming: bool = 
     """
     path = Path(name).expanduser()
     if path.is_file():
-        return _files({"train": [str(path)]}, path, path.suffix, streaming)
+        if path.suffix not in BUILDERS:
+            raise ValueError(
+                f"--dataset_name {path}: files of kind {path.suffix or 'unknown'!r} cannot be "
+                f"read; use one of {', '.join(BUILDERS)}."
+            )
+        files = {"train": [str(path)]}
+        return _read(path, BUILDERS[path.suffix], data_files=files, streaming=streaming)
     if path.is_dir():
         return _folder(path, streaming)
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix in BUILDERS:
@@ -43,43 +47,32 @@ def _folder(path: Path, streaming: bool) -> Any:
         found = load_from_disk(str(path))
         saved = DatasetDict({"train": found}) if isinstance(found, Dataset) else found
         return {k: v.to_iterable_dataset() for k, v in saved.items()} if streaming else saved
-    files = _data_files(path) or _data_files(path / "data")
-    _check_kinds(path, files)
-    if not all(SPLIT_NAME.fullmatch(file.stem) for file in files):
-        return _read(str(path), path, streaming=streaming)
+    files = _data_files(path)
     splits: dict[str, list[str]] = {}
     for file in files:
         splits.setdefault(file.stem, []).append(str(file))
-    return _files(splits, path, files[0].suffix, streaming)
+    if not all(re.fullmatch(r"\w+", split) for split in splits):
+        return _read(path, str(path), streaming=streaming)
+    return _read(path, BUILDERS[files[0].suffix], data_files=splits, streaming=streaming)
 
 
 def _data_files(path: Path) -> list[Path]:
-    return sorted(file for file in path.glob("*") if file.suffix in BUILDERS)
-
-
-def _check_kinds(path: Path, files: list[Path]) -> None:
-    kinds = sorted({BUILDERS[file.suffix] for file in files})
+    folders = [path.glob("*"), (path / "data").glob("*")]
+    above, inside = (sorted(f for f in found if f.suffix in BUILDERS) for found in folders)
+    kinds = sorted({BUILDERS[file.suffix] for file in above or inside})
     if len(kinds) != 1:
         found = f"files of several kinds ({', '.join(kinds)})" if kinds else "no data file"
         raise ValueError(
             f"--dataset_name {path}: the folder holds {found}; it must be a saved dataset, or hold "
             f"files of one of {', '.join(BUILDERS)}."
         )
+    return above or inside
 
 
-def _files(splits: dict[str, list[str]], place: Path, suffix: str, streaming: bool) -> Any:
-    if suffix not in BUILDERS:
-        raise ValueError(
-            f"--dataset_name {place}: files of kind {suffix or 'unknown'!r} cannot be read; use "
-            f"one of {', '.join(BUILDERS)}."
-        )
-    return _read(BUILDERS[suffix], place, data_files=splits, streaming=streaming)
-
-
-def _read(builder: str, place: Path, **options: Any) -> Any:
+def _read(place: Path, builder: str, **options: Any) -> Any:
     try:
         return load_dataset(builder, **options)
-    except UNREADABLE as error:
+    except (DatasetGenerationError, OSError, StopIteration, ValueError) as error:
         cause = error.__cause__ or error
         reason = (str(cause).splitlines() or ["it holds no rows"])[0]
         raise ValueError(f"--dataset_name {place}: cannot be read ({reason}).") from error
@@ -88,6 +81,5 @@ def _read(builder: str, place: Path, **options: Any) -> Any:
 def _nearest(path: Path) -> str:
     while not path.parent.is_dir():
         path = path.parent
-    folder = path.parent
-    close = difflib.get_close_matches(path.name, [file.name for file in folder.iterdir()], n=1)
-    return f" The nearest is {folder / close[0]}." if close else ""
+    close = difflib.get_close_matches(path.name, [file.name for file in path.parent.iterdir()], n=1)
+    return f" The nearest is {path.with_name(close[0])}." if close else ""

@@ -32,8 +32,7 @@ def is_conversational(example: dict[str, Any]) -> bool:
     Texts are its prompt, chosen, rejected, completion and messages.
     """
     for field in FIELDS:
-        value = example.get(field)
-        if value:
+        if value := example.get(field):
             return isinstance(value, list) and isinstance(value[0], dict) and "role" in value[0]
     return False
 

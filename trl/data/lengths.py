@@ -12,7 +12,7 @@ from datasets import Dataset
 from .formats import common_prefix_length
 from .packing import best_fit
 from .preference_rows import AnswerDataset, PreferenceLimits, preference_lengths
-from .prepare import CutReport, SupervisedDataset, arrow_column, row_lengths, trained_in
+from .prepare import CutReport, SupervisedDataset, arrow_column, items, trained_in
 
 PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 99.9, 100)
 BATCHES = (1, 2, 4, 8, 16)
@@ -54,7 +54,7 @@ def profile_supervised(
     table: Dataset, max_lengths: Sequence[int] = (), pack_size: int | None = None
 ) -> LengthProfile:
     """Profile a dataset as of `prepare_supervised`; without a pack size, it is the longest row."""
-    lengths, source = row_lengths(table, "input_ids"), np.asarray(table["source"][:])
+    lengths, source = items(arrow_column(table, "input_ids")), np.asarray(table["source"][:])
     ends = np.cumsum(lengths)
     flags = pc.list_flatten(arrow_column(table, "trained")).to_numpy()
     trained = trained_in(flags, ends - lengths, ends)
@@ -87,8 +87,7 @@ def profile_preferences(table: Dataset, max_lengths: Sequence[int] = ()) -> Leng
     """Profile a dataset as of `prepare_preferences`; a pack is as large as its longest row."""
     prompts, answers = preference_lengths(table)
     paired = table[0]["ranks"] == [0, 1]
-    names = [f"answer {k}" for k in range(answers.shape[1])]
-    names = ["chosen", "rejected"] if paired else names
+    names = ["chosen", "rejected"] if paired else [f"answer {k}" for k in range(answers.shape[1])]
     whole = prompts + answers.max(axis=1)
     parts = {"prompt": prompts, **dict(zip(names, answers.T, strict=True)), "row": whole}
 

@@ -81,11 +81,7 @@ def ragged_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def share_of_rank(batches: Sequence[list[int]], rank: int, ranks: int) -> Iterator[list[int]]:
-    """The micro-batches of one rank; all ranks have equally many.
-
-    A rank that gets none in the last round has one with an item that does not count, written as
-    `~item`: every rank takes part in every step.
-    """
+    """The micro-batches of a rank; if none is left for it, an item that does not count, `~item`."""
     for first in range(0, len(batches), ranks):
         mine = first + rank
         yield batches[mine] if mine < len(batches) else [~batches[first][0]]
@@ -94,12 +90,10 @@ def share_of_rank(batches: Sequence[list[int]], rank: int, ranks: int) -> Iterat
 class MicroBatchSampler(Sampler[list[int]]):
     """Yields the documents of a rank's micro-batches, in an order that seed and epoch decide.
 
-    All ranks make the same micro-batches, of which each has its share; `place` is the rank of this
-    process, and how many there are. All epochs have equally many: with `max_tokens` the same ones
-    in another order, else new ones.
-
     A micro-batch has `rows` documents, or packs of best fitting documents with `pack_size` tokens,
-    and at most `max_tokens`; a longer document is alone. Without a seed, the order stays.
+    and at most `max_tokens`; a longer document is alone. Without a seed, the order stays. `place`
+    is the rank of this process, and how many there are. All epochs have equally many micro-batches:
+    with `max_tokens` the same ones in another order, else new ones.
     """
 
     def __init__(
@@ -118,7 +112,6 @@ class MicroBatchSampler(Sampler[list[int]]):
         self._made: tuple[int, list[list[int]]] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose micro-batches come next."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -200,8 +193,7 @@ def _mapped(dataset: Any, function: Any, options: dict[str, Any], given: Any) ->
     before = dataset.format
     given = {"batch_size": None, "remove_columns": dataset.column_names} | given
     packed = dataset.with_format("arrow").map(function, **given)
-    kept = {k: before[k] for k in ("type", "format_kwargs")}
-    return packed.with_format(kept["type"], **kept["format_kwargs"])
+    return packed.with_format(before["type"], **before["format_kwargs"])
 
 
 def _pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:

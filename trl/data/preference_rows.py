@@ -1,6 +1,7 @@
 """Preference examples as token ids: a prompt, and the answers that share it."""
 
 import dataclasses
+import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,16 +15,7 @@ from datasets import Dataset, Features, List, Value
 from ..text import count
 from .encode import Ids, TextEncoder
 from .formats import common_prefix_length, maybe_extract_prompt
-from .prepare import (
-    CutReport,
-    D,
-    ItemDataset,
-    arrow_column,
-    first_row,
-    items,
-    prepared,
-    row_lengths,
-)
+from .prepare import CutReport, D, ItemDataset, arrow_column, first_row, items, prepared
 from .rows import AnswerGroup
 from .supervised import Row, SupervisedOptions, encode_supervised
 
@@ -75,16 +67,14 @@ def encode_answers(rows: Sequence[Row], encoder: TextEncoder) -> list[Answers]:
         raise TypeError("Prompts and answers must all be strings, or all be messages.")
     pairs = [row | {"completion": answer} for row in rows for answer in row["answers"]]
     each = iter(encode_supervised(pairs, "completion", encoder, SupervisedOptions()))
-    return [_apart(*zip(*islice(each, len(row["answers"])), strict=True)) for row in rows]
-
-
-def _apart(
-    whole: Sequence[Ids], trained: Sequence[np.ndarray], _: Any, merged: Sequence[int], *others: Any
-) -> Answers:
-    """The tokens before the first trained one that a prompt's answers share, and what follows."""
-    alike = [common_prefix_length(whole[0], ids) for ids in whole[1:]]
-    split = min(alike + [int(np.append(mask, True).argmax()) for mask in trained])
-    return whole[0][:split], [ids[split:] for ids in whole], any(merged)
+    found: list[Answers] = []
+    for row in rows:
+        ids, trained, _, merged, _ = zip(*islice(each, len(row["answers"])), strict=True)
+        # The prompt is what its answers share before the first token that is trained on.
+        alike = [common_prefix_length(ids[0], other) for other in ids[1:]]
+        split = min(alike + [int(np.append(mask, True).argmax()) for mask in trained])
+        found.append((ids[0][:split], [one[split:] for one in ids], any(merged)))
+    return found
 
 
 def _with_answers(row: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -98,8 +88,7 @@ def _with_answers(row: dict[str, Any], kind: str) -> dict[str, Any]:
             raise ValueError(f"the label must be True or False, not {row.get('label')!r}.")
         return row | {"answers": [row["completion"]], "ranks": [0], "label": bool(row["label"])}
     if len(row["answers"]) != len(row["ranks"]):
-        found = count(len(row["ranks"]), "rank")
-        raise ValueError(f"{len(row['answers'])} answers have {found}.")
+        raise ValueError(f"{len(row['answers'])} answers have {count(len(row['ranks']), 'rank')}.")
     return row | {"ranks": list(map(int, row["ranks"])), "label": None}
 
 
@@ -135,8 +124,7 @@ def prepare_preferences(
     """
     kind = kind_of_preferences(first_row(dataset))
     encode = partial(encode_preferences, kind=kind, encoder=encoder, unpaired=unpaired)
-    key = [kind, unpaired, encoder.digest]
-    return prepared(dataset, encode, FEATURES, key, num_proc)
+    return prepared(dataset, encode, FEATURES, [kind, unpaired, encoder.digest], num_proc)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,33 +141,18 @@ class PreferenceLimits:
     truncation_mode: str = "keep_start"
 
     def __str__(self) -> str:
-        given = [(name, value) for name, value in vars(self).items() if isinstance(value, int)]
-        return ", ".join(f"{name}={x}" for name, x in given)
+        return ", ".join(f"{name}={x}" for name, x in vars(self).items() if isinstance(x, int))
 
     def lengths(self, prompts: np.ndarray, answers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens that are kept of prompts (rows,) and of their answers (rows, K)."""
-        if self.max_prompt_length is not None:
-            prompts = np.minimum(prompts, self.max_prompt_length)
-        if self.max_completion_length is not None:
-            answers = np.minimum(answers, self.max_completion_length)
+        prompts = np.minimum(prompts, self.max_prompt_length or sys.maxsize)
+        answers = np.minimum(answers, self.max_completion_length or sys.maxsize)
         if self.max_length is not None and self.truncation_mode != "drop":
             if self.truncation_mode == "keep_end":
                 room = np.maximum(self.max_length - answers.max(axis=1), 1)
                 prompts = np.minimum(prompts, room)
             answers = np.clip(self.max_length - prompts[:, None], 0, answers)
         return prompts, answers
-
-    def cut(self, prompt: Ids, answers: Sequence[Ids]) -> tuple[Ids, list[Ids]]:
-        """Cut a prompt and its answers."""
-        sizes = np.array([[len(ids) for ids in answers]])
-        kept, left = self.lengths(np.array([len(prompt)]), sizes)
-        answers = [list(ids)[: self.max_completion_length] for ids in answers]
-        ends = self.truncation_mode == "keep_end"
-        cut = [
-            ids[len(ids) - size :] if ends else ids[:size]
-            for ids, size in zip(answers, left[0].tolist(), strict=True)
-        ]
-        return list(prompt)[len(prompt) - int(kept[0]) :], cut
 
 
 class AnswerDataset(ItemDataset):
@@ -192,7 +165,8 @@ class AnswerDataset(ItemDataset):
         fits = prompts + np.max(sizes, axis=1) <= (most or np.inf)
         long = ~fits | (kept < prompts) | (left < sizes).any(axis=1)
         good = fits & (np.min(left, axis=1) > 0)
-        counts, source = row_lengths(table, "answers_ids"), np.asarray(table["source"][:])
+        self._kept, self._left = kept[good], left[good]
+        counts, source = items(arrow_column(table, "answers_ids")), np.asarray(table["source"][:])
         exists = np.arange(sizes.shape[1]) < counts[:, None]
         answers, left = (sizes * exists).sum(axis=1), (left * exists).sum(axis=1)
         trained_lost = answers.sum() - left[good].sum()
@@ -212,18 +186,19 @@ class AnswerDataset(ItemDataset):
 
     def item(self, at: int) -> AnswerGroup:
         """Make an item."""
-        row = self.rows[at]
-        prompt, answers = self.limits.cut(row["prompt_ids"], row["answers_ids"])
+        row, answers = self.rows[at], []
+        prompt = row["prompt_ids"][len(row["prompt_ids"]) - int(self._kept[at]) :]
+        keeps_end = self.limits.truncation_mode == "keep_end"
+        for ids, size in zip(row["answers_ids"], self._left[at].tolist(), strict=False):
+            stop = len(ids[: self.limits.max_completion_length]) if keeps_end else size
+            answers.append(ids[stop - size : stop])
         known = {name: row[name] for name in ("margin", "label", "ranks") if row[name] is not None}
         known |= {name: values[at].tolist() for name, values in self.values.items()}
         return AnswerGroup(prompt, answers, row["source"], known)
 
 
 class MismatchedDataset(ItemDataset):
-    """Answers with a label, each with another example's answer behind it (see `partners`).
-
-    The partner follows from the data and the seed alone, whatever the batches or the ranks are.
-    """
+    """Answers with a label, each with another example's answer behind it (see `partners`)."""
 
     def __init__(self, answers: AnswerDataset, seed: int):
         self._answers, self.values = answers, answers.values
@@ -236,7 +211,6 @@ class MismatchedDataset(ItemDataset):
         super().__init__(answers.rows, lengths, answers.report)
 
     def item(self, at: int) -> AnswerGroup:
-        """Make an item."""
         other = self._answers[int(self.partners[at])]
         return with_mismatched(self._answers[at], other, self._answers.limits)
 
@@ -276,7 +250,6 @@ def _latest(recent: dict[Hashable, dict[int, T]], answer: Hashable, source: int)
 
 
 def with_others(items: Iterator[AnswerGroup], limits: PreferenceLimits) -> Iterator[AnswerGroup]:
-    """The items of a stream, each with the answer of its partner."""
     for one, other in partners((tuple(x.answer_ids[0]), x.source, x) for x in items):
         yield with_mismatched(one, other, limits)
 
@@ -295,4 +268,4 @@ def preference_lengths(table: Dataset) -> tuple[np.ndarray, np.ndarray]:
     counts, sizes = items(groups), items(pc.list_flatten(groups))
     column = np.arange(counts.max(initial=0))
     at = (np.cumsum(counts) - counts)[:, None] + np.where(column < counts[:, None], column, 0)
-    return row_lengths(table, "prompt_ids"), sizes[at]
+    return items(arrow_column(table, "prompt_ids")), sizes[at]

@@ -134,9 +134,8 @@ def prepare_supervised(
     A stream is encoded while it is read. ValueError: it is empty, or its rows cannot be read.
     """
     kind = options.kind(first_row(dataset))
-    key = [kind, encoder.digest, vars(options)]
     encode = partial(encode_supervised, kind=kind, encoder=encoder, options=options)
-    return prepared(dataset, encode, SUPERVISED, key, num_proc)
+    return prepared(dataset, encode, SUPERVISED, [kind, encoder.digest, vars(options)], num_proc)
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,6 @@ class ItemDataset:
         return map(self.item, range(len(self)))
 
     def item(self, at: int) -> Any:
-        """Make an item."""
         raise NotImplementedError
 
     def __getitem__(self, place: int) -> Any:
@@ -219,7 +217,7 @@ class SupervisedDataset(ItemDataset):
 
     def __init__(self, table: Dataset, max_length: int | None = None, long_rows: str = "cut"):
         self._source = np.asarray(table["source"][:])
-        lengths = row_lengths(table, "input_ids")
+        lengths = items(arrow_column(table, "input_ids"))
         over = lengths > (np.inf if max_length is None else max_length)
         if long_rows == "error" and over.any():
             named = ", ".join(map(str, self._source[over][:3]))
@@ -234,7 +232,8 @@ class SupervisedDataset(ItemDataset):
         trained, full = trained_in(flags, starts, stops), trained_in(flags, *pieces(lengths))
         self._starts, self._stops = starts[trained > 0], stops[trained > 0]
         kept = self._stops - self._starts
-        untrained = ~np.isin(np.arange(len(table)), self._row(self._starts))
+        rows = np.searchsorted(self._ends, self._starts, side="right")
+        untrained = ~np.isin(np.arange(len(table)), rows)
         if long_rows == "drop":
             untrained &= ~over
         elif long_rows == "wrapped_across":
@@ -258,18 +257,14 @@ class SupervisedDataset(ItemDataset):
         """Workers that are not forked read the tokens from the disk, too."""
         return {name: value for name, value in vars(self).items() if name != "_columns"}
 
-    def _row(self, start: Any) -> Any:
-        return np.searchsorted(self._ends, start, side="right")
-
     def item(self, at: int) -> Document:
         """Make a document."""
         start, stop = int(self._starts[at]), int(self._stops[at])
-        row = int(self._row(start))
+        row = int(np.searchsorted(self._ends, start, side="right"))
         *tokens, origin = self._columns
         ids, trained = (np.array(x.slice(start, stop - start)) for x in tokens)
         trained[0] = False
-        source = int(self._source[row])
-        return Document(ids=ids, trained=trained, source=source, origin=origin[row].as_py())
+        return Document(ids, trained, int(self._source[row]), origin=origin[row].as_py())
 
 
 class LazySupervisedDataset:
@@ -296,9 +291,7 @@ class LazySupervisedDataset:
             some.report.add_to(self._losses)
             found = list(some)
         ids, trained = np.zeros(2, dtype=np.int32), np.array([False, True])
-        return found or [
-            uncounted(Document(ids=ids, trained=trained, source=max(places[0], ~places[0])))
-        ]
+        return found or [Document(ids, trained, max(places[0], ~places[0]), counts=False)]
 
 
 def in_memory(table: pa.Table) -> Dataset:
@@ -306,16 +299,8 @@ def in_memory(table: pa.Table) -> Dataset:
     return Dataset(table, fingerprint="")  # which would take longer than all else
 
 
-def row_lengths(table: Dataset, column: str) -> np.ndarray:
-    """Items of each list of a column, (rows,) int64."""
-    return items(arrow_column(table, column))
-
-
 def trained_in(flags: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Count the trained tokens of pieces of all tokens, (pieces,), but for the first one of each.
-
-    `flags` (tokens,) says which are trained.
-    """
+    """Count the tokens that `flags` (tokens,) marks in pieces, (pieces,), but for their first."""
     starts = np.minimum(starts + 1, stops)
     edges = np.stack([starts, stops], axis=1).ravel()
     # Sums from each edge to the next one, of which every other belongs to a piece.

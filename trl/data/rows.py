@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
@@ -41,18 +41,15 @@ class Document:
 
     @cached_property
     def completion(self) -> slice:
-        """The places of its completion."""
         trained = np.flatnonzero(self.trained)
         return slice(int(trained[0]), int(trained[-1]) + 1)
 
     @property
     def prompt_ids(self) -> list[int]:
-        """What stands before its completion."""
         return list(self.ids[: self.completion.start].tolist())
 
     @property
     def answer_ids(self) -> list[list[int]]:
-        """Its completion alone."""
         return [self.ids[self.completion].tolist()]
 
     @property
@@ -61,7 +58,6 @@ class Document:
         return {"loss_mask": self.trained[self.completion] & self.counts}
 
     def tokens(self) -> int:
-        """Tokens a model sees."""
         return int(self.completion.stop)
 
 
@@ -95,10 +91,9 @@ def shown(document: Document, tokenizer: PreTrainedTokenizerBase, tokens: int = 
         piece = tokenizer.decode(document.ids[start:stop].tolist())
         text += f"{opening}{piece}{closing}" if trained[start] else piece
     more = len(document.ids) - len(trained)
-    count = int(document.trained.sum())
     return (
-        f"row {document.source}, {count} of {len(document.ids)} tokens trained (marked): {text}"
-        + f" ... and {more} tokens" * bool(more)
+        f"row {document.source}, {document.trained.sum()} of {len(document.ids)} tokens trained "
+        f"(marked): {text}" + f" ... and {more} tokens" * bool(more)
     )
 
 
@@ -159,7 +154,6 @@ class AnswerRows:
         return len(self) / (self.num_micro_batch_rows or len(self))
 
     def to(self, device: torch.device) -> Self:
-        """Copy to a device what is a tensor."""
         moved = {name: x.to(device, non_blocking=True) for name, x in self.values.items()}
         return dataclasses.replace(self, values=moved)
 
@@ -195,13 +189,6 @@ class SupervisedRows(AnswerRows):
     def loss_mask(self) -> Tensor:
         """Tokens in the loss (B, C)."""
         return self.values["loss_mask"][:, : max(map(len, self.flat.completion_ids), default=0)]
-
-    def by_origin(self) -> Iterator[tuple[str, Tensor]]:
-        """The names of datasets that rows are from, and the tokens in the loss of each (B, C)."""
-        origins = [document.origin for document in self.items]
-        for name in sorted(filter(None, set(origins))):
-            rows = torch.tensor([[origin == name] for origin in origins])
-            yield name, self.loss_mask & rows.to(self.loss_mask.device, non_blocking=True)
 
 
 def _column(found: list[Any]) -> Tensor:

@@ -61,7 +61,6 @@ class RepeatIterableDataset(IterableDataset):
         self._source, self._repeats = source, (mini_repeat_count, batch_size, repeat_count)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream which epoch's order comes next, if it wants to know."""
         if hasattr(self._source, "set_epoch"):
             self._source.set_epoch(epoch)
 

@@ -17,6 +17,7 @@ from .turns import assistant_spans, expanded_turns, without_added_thinking
 Kind = Literal["tokenized", "completion", "messages", "text"]
 Row = dict[str, Any]
 Chat = list[dict[str, Any]]
+Target = tuple[str, list[Span], int]  # a text, what is trained of it, and which example it is of
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
 
@@ -40,14 +41,10 @@ class SupervisedOptions:
 
     @property
     def trains_prompts(self) -> bool:
-        """Whether prompts are trained on as their completions are."""
         return self.completion_only_loss is False
 
     def kind(self, example: Mapping[str, Any]) -> Kind:
-        """Say what the examples of a dataset are, from the first of them.
-
-        ValueError: they cannot be told, or an option does not go with them.
-        """
+        """Say what examples are, from the first; a ValueError if it, or an option, does not fit."""
         kind = self._kind(example)
         if self.completion_only_loss and kind in ("text", "messages"):
             raise ValueError(
@@ -88,16 +85,10 @@ class SupervisedOptions:
         )
 
 
-Target = tuple[str, list[Span], int]  # a text, what is trained of it, and which example it is of
-
-
 def encode_supervised(
     rows: Sequence[Row], kind: Kind, encoder: TextEncoder, options: SupervisedOptions
 ) -> list[tuple[Ids, np.ndarray, int, int, str]]:
-    """Rows of examples of one kind: ids, mask (tokens,), source, merged and origin.
-
-    They are the columns of `prepare_supervised`.
-    """
+    """Values of `prepare_supervised` by row: ids, mask (tokens,), source, merged and origin."""
     if kind == "tokenized":
         found, sources = [_tokenized(row, options) for row in rows], list(range(len(rows)))
     else:

@@ -22,6 +22,7 @@ CALL = {
     "id": "call00000",
     "function": {"name": NAME, "arguments": {"word": ARGUMENT}},
 }
+RESPONSE = {"role": "tool", "name": NAME, "content": RESULT, "tool_call_id": CALL["id"]}
 # Templates that drop the reasoning of earlier turns keep a turn that states its own.
 ASSISTANTS: tuple[dict[str, Any], ...] = (
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -71,9 +72,9 @@ def _default(template: str | Mapping[str, str]) -> str:
 def is_chat_template_prefix_preserving(processing_class: Any) -> bool:
     """Whether a tool's result leaves the tokens of the turns before it as they were."""
     call = [USER, ASSISTANTS[0]]
-    result = [*call, _sent(tool_message(NAME, RESULT))]
     before = _probe_ids(processing_class, call)
-    return _probe_ids(processing_class, result, add_generation_prompt=True)[: len(before)] == before
+    found = _probe_ids(processing_class, [*call, RESPONSE], add_generation_prompt=True)
+    return found[: len(before)] == before
 
 
 def get_training_chat_template(
@@ -117,7 +118,6 @@ def clone_chat_template(
     called `<extra_id_0>` and so on. Returns model, tokenizer, and the ids of the tokens that are
     new. ValueError: the other tokenizer has no chat template.
     """
-    known = tokenizer.get_vocab()
     missing = take_template(tokenizer, source_tokenizer_path)
     model.config.eos_token_id = tokenizer.eos_token_id
     if model.can_generate() and model.generation_config is not None:
@@ -127,14 +127,10 @@ def clone_chat_template(
     step = resize_to_multiple_of or 1
     size = -(-size // step) * step
     model.resize_token_embeddings(size)
+    known = tokenizer.get_vocab()
     names = (f"<extra_id_{i}>" for i in range(size + len(tokenizer)))
     fillers = [name for name in names if name not in known][: size - len(tokenizer)]
     tokenizer.add_tokens(fillers)
-    if len(tokenizer) != model.get_input_embeddings().num_embeddings:
-        raise RuntimeError(
-            f"The tokenizer has {len(tokenizer)} tokens, but the model has "
-            f"{model.get_input_embeddings().num_embeddings} embeddings."
-        )
     return model, tokenizer, tokenizer.convert_tokens_to_ids(missing + fillers)
 
 
@@ -152,16 +148,10 @@ def take_template(tokenizer: PreTrainedTokenizerBase, path: str) -> list[str]:
 # --- Tool calls ---
 
 
-def tool_message(name: str, content: str) -> dict[str, Any]:
-    """The message that carries the result of a tool."""
-    return {"role": "tool", "name": name, "content": content}
-
-
 def supports_tool_calling(processing_class: PreTrainedTokenizerBase | ProcessorMixin) -> bool:
     """Whether the chat template shows a call's name and argument, and a tool's result."""
     try:
-        messages = [USER, ASSISTANTS[0], _sent(tool_message(NAME, RESULT))]
-        text = render_probe(processing_class, messages)
+        text = render_probe(processing_class, [USER, ASSISTANTS[0], RESPONSE])
     except Exception:  # a template may refuse by any error of its own
         return False
     return all(word in text for word in (NAME, ARGUMENT, RESULT))
@@ -174,23 +164,15 @@ def rendered_call(tokenizer: PreTrainedTokenizerBase, **template_kwargs: Any) ->
     return whole.removeprefix(before)
 
 
-def render_probe(
-    processing_class: Any, messages: list[dict[str, Any]], tokenize: bool = False, **options: Any
-) -> Any:
-    """Render a conversation, as text or as token ids, without changing the messages."""
-    # Templates may change what they are given.
-    return processing_class.apply_chat_template(
-        copy.deepcopy(messages), tokenize=tokenize, **options
-    )
+def render_probe(processing_class: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
+    """Render a conversation, by default as text; templates may change what they are given."""
+    options = {"tokenize": False} | options
+    return processing_class.apply_chat_template(copy.deepcopy(messages), **options)
 
 
 def _probe_ids(processing_class: Any, messages: list[dict[str, Any]], **options: Any) -> list[int]:
     options |= {"tokenize": True, "return_dict": True}
     return list(render_probe(processing_class, messages, **options)["input_ids"])
-
-
-def _sent(message: dict[str, Any]) -> dict[str, Any]:
-    return message | {"tool_call_id": CALL["id"]}
 
 
 def reads_responses(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -225,8 +207,7 @@ def as_message(
             return read_response(tokenizer, prompt, ids[:-1] if ended else ids)
         except Exception:  # a policy in training may write anything
             pass
-    content = tokenizer.decode(list(ids), skip_special_tokens=True)
-    return {"role": "assistant", "content": content}
+    return {"role": "assistant", "content": tokenizer.decode(list(ids), skip_special_tokens=True)}
 
 
 def add_response_schema(processing_class: T) -> T:
@@ -254,6 +235,7 @@ def add_response_schema(processing_class: T) -> T:
     ends = {tokenizer.eos_token, *filter(written.endswith, tokenizer.all_special_tokens)} - {None}
     end = rf"\s*(?:{'|'.join(map(re.escape, sorted(ends)))})"
     fields: dict[str, dict[str, Any]] = {"content": {"close_pattern": end}}
+    call = {key: value for key, value in CALL.items() if key != "id"}
     if "<think>" in template:
         fields["reasoning_content"] = {"open": "<think>", "close": "</think>"}
     for calls in (TAGGED, NESTED, BARE | fields["content"]):
@@ -262,22 +244,17 @@ def add_response_schema(processing_class: T) -> T:
             "fields": fields | {"tool_calls": calls | {"repeats": True}},
         }
         tokenizer.response_template = made | {"defaults": {"role": "assistant"}}
-        if _finds_call(tokenizer, begun, written):
+        try:
+            found = tokenizer.parse_response(written, prefix=begun)
+        except (KeyError, ValueError):  # calls are written in another way
+            continue
+        if found.get("tool_calls") == [call]:
             return processing_class
     tokenizer.response_template = None
     raise ValueError(
         f"The chat template writes a tool call in a way that is not known here: {written!r:.200}. "
         "Set tokenizer.response_template, which says how to parse it."
     )
-
-
-def _finds_call(tokenizer: Any, begun: str, written: str) -> bool:
-    try:
-        found = tokenizer.parse_response(written, prefix=begun)
-    except (KeyError, ValueError):  # calls are written in another way
-        return False
-    call = {"type": "function", "function": {"name": NAME, "arguments": {"word": ARGUMENT}}}
-    return found.get("tool_calls") == [call]
 
 
 class ToolTurns:
@@ -296,7 +273,6 @@ class ToolTurns:
         template_kwargs: dict[str, Any] | None = None,
     ):
         self._tokenizer = tokenizer
-        self._stop_ids = frozenset(stop_ids)
         self._options = template_kwargs or {}
         if not tokenizer.chat_template:
             raise ValueError("tools need a chat template; the tokenizer has none.")
@@ -305,23 +281,16 @@ class ToolTurns:
                 "tools: the chat template of the tokenizer does not show tool calls and their "
                 "results. Use a model whose template does, or set tokenizer.chat_template."
             )
-        self._assistant, self._length = self._find_assistant()
-
-    def after(self, results: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the tokens of messages as of `tool_message`, and of how the next turn begins."""
-        return self._ids(self._assistant, results)[self._length :]
-
-    def _find_assistant(self) -> tuple[dict[str, Any], int]:
-        """Choose an assistant turn that stays as it is, and say where it ends."""
-        for assistant in ASSISTANTS:
-            alone = self._ids(assistant, [])
-            user = self._ids(None, [])
+        user = self._ids()
+        for self._assistant in ASSISTANTS:  # that is not changed by a result
+            alone = self._ids(self._assistant)
             # A turn ends behind its stop token, or with the text.
-            stops = [place for place, token in enumerate(alone) if token in self._stop_ids]
-            length = stops[-1] + 1 if stops and stops[-1] >= len(user) else len(alone)
-            followed = self._ids(assistant, [tool_message(NAME, RESULT)])
-            if followed[:length] == alone[:length]:
-                return assistant, length
+            stops = [place for place, token in enumerate(alone) if token in stop_ids]
+            is_ended = bool(stops) and stops[-1] >= len(user)
+            self._length = stops[-1] + 1 if is_ended else len(alone)
+            followed = self._ids(self._assistant, RESPONSE)
+            if followed[: self._length] == alone[: self._length]:
+                return
         place = common_prefix_length(alone, followed)
         raise ValueError(
             "tools: the chat template is not prefix-preserving: a tool's result changes the turns "
@@ -331,9 +300,11 @@ class ToolTurns:
             "that a turn is rendered alike whatever follows it."
         )
 
-    def _ids(
-        self, assistant: dict[str, Any] | None, results: Sequence[dict[str, Any]]
-    ) -> list[int]:
-        messages = [USER, *([assistant] if assistant else []), *map(_sent, results)]
-        options = {"add_generation_prompt": bool(results)} | self._options
-        return _probe_ids(self._tokenizer, messages, **options)
+    def after(self, results: Sequence[dict[str, Any]]) -> list[int]:
+        """Return the tokens of messages with the role `tool`, and of how the next turn begins."""
+        sent = [result | {"tool_call_id": CALL["id"]} for result in results]
+        return self._ids(self._assistant, *sent)[self._length :]
+
+    def _ids(self, *messages: dict[str, Any]) -> list[int]:
+        options = {"add_generation_prompt": len(messages) > 1} | self._options
+        return _probe_ids(self._tokenizer, [USER, *messages], **options)

@@ -32,8 +32,7 @@ def assistant_spans(
             [_turn(encoder, chat, option, k, text) for k in _said(chat)]
             for chat, option, text in zip(chats, options, texts, strict=True)
         ]
-    rows = zip(texts, chats, found, strict=True)
-    return texts, [without_added_thinking(*row) for row in rows]
+    return texts, list(map(without_added_thinking, texts, chats, found))
 
 
 def _said(chat: Chat, first: int = 0) -> list[int]:
@@ -48,18 +47,24 @@ def _turn(encoder: TextEncoder, messages: Chat, options: Options, k: int, text: 
     if start is None or stop is None:
         # The turn's content replaced shows what the template writes around it.
         stand_in = {"role": "assistant", "content": STAND_IN}
-        other = _attempt(encoder, [*messages[:k], stand_in, *messages[k + 1 :]], options) or ""
+        other = _attempt(encoder, [*messages[:k], stand_in, *messages[k + 1 :]], options)
         before, _, behind = other.partition(STAND_IN)
         start = _length_of_beginning(text, before) if start is None else start
         stop = _end_before(encoder, text, behind) if stop is None else stop
     if start is None or stop is None:
-        what = ("beginning", head) if start is None else ("end", through)
-        raise ValueError(_inexact(k, *what, text))
+        what, found = ("beginning", head) if start is None else ("end", through)
+        at = common_prefix_length(found, text)
+        raise ValueError(
+            f"The chat template has no generation markers, and the {what} of message {k} cannot be "
+            f"found by rendering the conversation again: {found[at : at + 40]!r} stands where the "
+            f"whole conversation has {text[at : at + 40]!r}. Use a template with generation "
+            "markers, prompt-completion data, or expand_turns=True."
+        )
     behind_end = re.findall(rf"{encoder.special}(\s*)\Z", text[start:stop])
     return start, stop - sum(map(len, behind_end))
 
 
-def _length_of_beginning(text: str, beginning: str | None) -> int | None:
+def _length_of_beginning(text: str, beginning: str) -> int | None:
     return len(beginning) if beginning and text.startswith(beginning) else None
 
 
@@ -71,22 +76,11 @@ def _end_before(encoder: TextEncoder, text: str, behind: str) -> int | None:
     return len(text) - len(behind) + (special.end() if special else 0)
 
 
-def _attempt(encoder: TextEncoder, messages: Chat, options: Options, **ending: Any) -> str | None:
+def _attempt(encoder: TextEncoder, messages: Chat, options: Options, **ending: Any) -> str:
     try:
         return encoder.render_all([messages], [options], **ending)[0]
     except Exception:  # a template refuses a part of a conversation by any error of its own
-        return None
-
-
-def _inexact(k: int, what: str, found: str | None, text: str) -> str:
-    found = found or ""
-    at = common_prefix_length(found, text)
-    return (
-        f"The chat template has no generation markers, and the {what} of message {k} cannot be "
-        f"found by rendering the conversation again: {found[at : at + 40]!r} stands where the "
-        f"whole conversation has {text[at : at + 40]!r}. Use a template with generation markers, "
-        "prompt-completion data, or expand_turns=True."
-    )
+        return ""
 
 
 def without_added_thinking(text: str, messages: Chat, spans: Sequence[Span]) -> list[Span]:

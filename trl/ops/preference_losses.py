@@ -18,18 +18,15 @@ EXPONENT_BOUND = 40.0  # the square of exp of it is finite in float32
 
 @dataclass(frozen=True)
 class PairScores:
-    """What losses read of B pairs: sums over the tokens of an answer, and their number.
-
-    `chosen_partners` and `rejected_partners` are read by the aot losses alone; `rank_partners`
-    makes them from all pairs of an optimizer step.
-    """
+    """What losses read of B pairs: sums over the tokens of an answer, and their number."""
 
     chosen: Tensor  # (B,) log-ratio of the chosen answer
     rejected: Tensor  # (B,) log-ratio of the rejected answer
     chosen_lengths: Tensor  # (B,) tokens
     rejected_lengths: Tensor  # (B,) tokens
-    chosen_partners: Tensor | None = None  # (B,) what the chosen side is compared with
-    rejected_partners: Tensor | None = None  # (B,) what the rejected side is compared with
+    # What aot losses compare each side with (B,), of all pairs of a step, see `rank_partners`.
+    chosen_partners: Tensor | None = None
+    rejected_partners: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,23 +83,9 @@ def _exo_pair(s: PairScores, o: PairOptions) -> Tensor:
     return right + (-x).sigmoid() * (logsigmoid(-x) - math.log(e))
 
 
-def _nca_pair(s: PairScores, o: PairOptions) -> Tensor:
-    chosen, rejected = o.beta * s.chosen, o.beta * s.rejected
-    return -logsigmoid(chosen) - 0.5 * (logsigmoid(-chosen) + logsigmoid(-rejected))
-
-
 def _robust(s: PairScores, o: PairOptions) -> Tensor:
     x, e = _margin(s, o), o.label_smoothing
     return (-(1 - e) * logsigmoid(x) + e * logsigmoid(-x)) / (1 - 2 * e)
-
-
-def _sppo_hard(s: PairScores, o: PairOptions) -> Tensor:
-    half = 1 / (2 * o.beta)
-    return (s.chosen - half).square() + (s.rejected + half).square()
-
-
-def _aot(s: PairScores, o: PairOptions) -> Tensor:
-    return _smoothed(o.beta * (s.chosen - s.rejected - torch.as_tensor(s.chosen_partners)), o)
 
 
 def _aot_unpaired(s: PairScores, o: PairOptions) -> Tensor:
@@ -111,10 +94,6 @@ def _aot_unpaired(s: PairScores, o: PairOptions) -> Tensor:
     ours = _smoothed(o.beta * (s.chosen - torch.as_tensor(s.chosen_partners)), o)
     theirs = _smoothed(o.beta * (torch.as_tensor(s.rejected_partners) - s.rejected), o)
     return ours + theirs - theirs.detach()
-
-
-def _apo_down(s: PairScores, o: PairOptions) -> Tensor:
-    return (o.beta * s.chosen).sigmoid() + (-o.beta * (s.chosen - s.rejected)).sigmoid()
 
 
 def _discopop(s: PairScores, o: PairOptions) -> Tensor:
@@ -132,28 +111,32 @@ PAIR_LOSSES: dict[str, Callable[[PairScores, PairOptions], Tensor]] = {
     "hinge": lambda s, o: torch.relu(1 - _margin(s, o)),
     "ipo": lambda s, o: (_norm_margin(s, o) - 1 / (2 * o.beta)).square(),
     "exo_pair": _exo_pair,
-    "nca_pair": _nca_pair,
+    "nca_pair": lambda s, o: (
+        -logsigmoid(o.beta * s.chosen)
+        - 0.5 * (logsigmoid(-o.beta * s.chosen) + logsigmoid(-o.beta * s.rejected))
+    ),
     "robust": _robust,
     "bco_pair": lambda s, o: -logsigmoid(o.beta * s.chosen) - logsigmoid(-o.beta * s.rejected),
-    "sppo_hard": _sppo_hard,
-    "aot": _aot,
+    "sppo_hard": lambda s, o: (
+        (s.chosen - 1 / (2 * o.beta)).square() + (s.rejected + 1 / (2 * o.beta)).square()
+    ),
+    "aot": lambda s, o: _smoothed(
+        o.beta * (s.chosen - s.rejected - torch.as_tensor(s.chosen_partners)), o
+    ),
     "aot_unpaired": _aot_unpaired,
     "apo_zero": lambda s, o: (-o.beta * s.chosen).sigmoid() + (o.beta * s.rejected).sigmoid(),
-    "apo_down": _apo_down,
+    "apo_down": lambda s, o: (
+        (o.beta * s.chosen).sigmoid() + (-o.beta * (s.chosen - s.rejected)).sigmoid()
+    ),
     "discopop": _discopop,
     "sigmoid_norm": lambda s, o: -logsigmoid(o.beta * _norm_margin(s, o)),
 }
-WITHOUT_DIVERGENCE = (
-    *("nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down"),
-)
 RANKED = ("aot", "aot_unpaired")  # these compare with partners
+WITHOUT_DIVERGENCE = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", *RANKED)
 
 
 def rank_partners(values: Tensor, others: Tensor) -> Tensor:
-    """For each value (N,) of a step, the other (N,) of the same rank, whatever their order.
-
-    That is optimal transport in one dimension.
-    """
+    """For each value (N,) the other (N,) of the same rank: optimal transport in one dimension."""
     partners = torch.empty_like(others)
     partners[values.argsort(stable=True)] = others.sort().values
     return partners
@@ -170,15 +153,13 @@ def aot_partners(name: str, policy: Tensor, reference: Tensor) -> Tensor:
     return torch.stack([rank_partners(chosen, rejected), rank_partners(rejected, chosen)], 1)
 
 
-def shared_length_weights(
-    lengths: Tensor, other_lengths: Tensor, width: int, alpha: float
-) -> Tensor:
+def shared_length_weights(lengths: Tensor, others: Tensor, width: int, alpha: float) -> Tensor:
     """Weights (B, C) of tokens: 1 up to the shorter answer of a pair, `alpha` beyond.
 
-    `lengths` (B,) are of answers, and `other_lengths` of the others of their pairs; `width` is C
+    `lengths` (B,) are of answers, and `others` of the other ones of their pairs; `width` is C
     (LD-DPO, arXiv 2409.06411).
     """
-    shared = torch.minimum(lengths, other_lengths)
+    shared = torch.minimum(lengths, others)
     beyond = torch.arange(width, device=lengths.device) >= shared[:, None]
     return torch.where(beyond, alpha, 1.0)
 

@@ -8,6 +8,7 @@ from ..imports import require
 
 PARSE_SECONDS, VERIFY_SECONDS = 10, 5
 UNPARSED, SKIPPED = "[unparseable]", "[skipped]"
+LogExtra = Callable[[str, list[Any]], None] | None
 
 
 def text_of(completion: Any) -> str:
@@ -18,7 +19,7 @@ def text_of(completion: Any) -> str:
 def accuracy_reward(
     completions: list[Any],
     solution: list[str],
-    log_extra: Callable[[str, list[Any]], None] | None = None,
+    log_extra: LogExtra = None,
     **kwargs: Any,
 ) -> list[float | None]:
     """1.0 if the answer equals the solution, 0.0 if not, None if the solution cannot be parsed.
@@ -33,7 +34,7 @@ def reasoning_accuracy_reward(
     completions: list[Any],
     solution: list[str],
     reasoning_delimiters: list[str] | None = None,
-    log_extra: Callable[[str, list[Any]], None] | None = None,
+    log_extra: LogExtra = None,
     **kwargs: Any,
 ) -> list[float | None]:
     """`accuracy_reward` of what follows the reasoning; 0.0 where the reasoning does not end.
@@ -49,20 +50,16 @@ def reasoning_accuracy_reward(
     return _rewards(answers, solution, log_extra)
 
 
-def _rewards(
-    texts: Sequence[str | None],
-    solution: list[str],
-    log_extra: Callable[[str, list[Any]], None] | None,
-) -> list[float | None]:
+def _rewards(texts: Sequence[str | None], solution: list[str], log: LogExtra) -> list[float | None]:
     """Grade texts; None is an answer that was never given."""
     graded = [
         (0.0, SKIPPED, SKIPPED) if text is None else _grade(text, right)
         for text, right in zip(texts, solution, strict=True)
     ]
-    if log_extra is not None:
-        log_extra("solution", list(solution))
-        log_extra("gold_parsed", [gold for _, gold, _ in graded])
-        log_extra("answer_parsed", [answer for _, _, answer in graded])
+    if log is not None:
+        log("solution", list(solution))
+        log("gold_parsed", [gold for _, gold, _ in graded])
+        log("answer_parsed", [answer for _, _, answer in graded])
     return [reward for reward, _, _ in graded]
 
 

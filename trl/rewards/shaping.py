@@ -58,11 +58,9 @@ class CosineScaledReward:
     def _score(self, right: bool, length: int) -> float:
         cosine = math.cos(math.pi * min(length / self.max_len, 1.0))
         # Wrong answers earn least when short, so that thinking on is worth it.
-        low, high = (
-            (self.min_value_correct, self.max_value_correct)
-            if right
-            else (self.max_value_wrong, self.min_value_wrong)
-        )
+        low, high = self.max_value_wrong, self.min_value_wrong
+        if right:
+            low, high = self.min_value_correct, self.max_value_correct
         return low + (high - low) * (1 + cosine) / 2
 
 

@@ -70,7 +70,6 @@ class DPOConfig(PreferenceConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether there is a reference at all."""
         return not self.reference_free
 
     def _check_losses(self, names: list[str]) -> None:

@@ -37,11 +37,9 @@ class DPOTrainer(PreferenceTrainer):
     def before_step(self, batches: list[AnswerRows]) -> list[AnswerRows]:
         """Score the reference, and compare all pairs of the step where a loss ranks them."""
         batches = super().before_step(batches)
-        ranked = [name for name in self.args.losses if name in objectives.RANKED]
-        return self._with_partners(batches, ranked) if ranked else batches
-
-    def _with_partners(self, batches: list[AnswerRows], names: list[str]) -> list[AnswerRows]:
-        """Add what each pair is compared with (B, 2), by the name of the loss."""
+        names = [name for name in self.args.losses if name in objectives.RANKED]
+        if not names:
+            return batches
         policy = torch.cat([self.frozen(self.model, rows) for rows in batches])
         reference = torch.cat([rows.values["ref_logps"] for rows in batches])
         counts = torch.cat([rows.values["counts"] for rows in batches])
@@ -52,7 +50,7 @@ class DPOTrainer(PreferenceTrainer):
             partners = torch.zeros_like(policy)
             partners[counts] = found[first : first + len(ranks[self.ranks.rank])]
             shares = partners.split(list(map(len, batches)))
-            pairs = zip(batches, shares, strict=True)
+            pairs = zip(batches, shares, strict=True)  # (B, 2) what each pair is compared with
             batches = [rows.with_values(**{name: share}) for rows, share in pairs]
         return batches
 
@@ -84,8 +82,10 @@ class DPOTrainer(PreferenceTrainer):
         options = objectives.PairOptions(**{name: getattr(self.args, name) for name in names})
         total = torch.zeros_like(ratios[:, 0])
         for name, weight in losses.items():
-            loss = objectives.PAIR_LOSSES[name]
-            total = total + weight * loss(_pairs(ratios, rows, name), options)
+            partners = [rows.values[name]] if name in objectives.RANKED else []
+            pairs = (ratios, rows.values["lengths"], *partners)  # (B, 2)
+            sides = objectives.PairScores(*(side for pair in pairs for side in pair.unbind(1)))
+            total = total + weight * objectives.PAIR_LOSSES[name](sides, options)
         if self.args.use_weighting:
             # How likely answers are next to tokens drawn from the policy (WPO, 2406.11827).
             known = scores.logps.detach() - torch.as_tensor(scores.log_mass)
@@ -105,10 +105,3 @@ class DPOTrainer(PreferenceTrainer):
         if scores.entropies is not None:
             record_entropy(store, scores.entropies.detach(), mask)
             record_accuracy(store, torch.as_tensor(scores.hits)[::2], mask[::2])
-
-
-def _pairs(ratios: Tensor, rows: AnswerRows, name: str) -> objectives.PairScores:
-    """What a loss reads of pairs with log-ratios (B, 2)."""
-    partners = rows.values.get(name)
-    pairs = [ratios, rows.values["lengths"], *([] if partners is None else [partners])]
-    return objectives.PairScores(*(side for pair in pairs for side in pair.unbind(1)))

@@ -1,10 +1,8 @@
 """KTO: answers that are desirable or not, each by itself."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -37,7 +35,7 @@ class LabelledRows(AnswerRows):
         counted = (group for group in self.items if group.counts)
         return sum(len(group.prompt_ids) + len(group.answer_ids[0]) for group in counted)
 
-    def answer(self, number: int) -> LabelledRows:
+    def answer(self, number: int) -> Self:
         """Rows of one answer: 0 for their own, 1 for the other example's."""
         one = slice(number, number + 1)
         items = [dataclasses.replace(x, answer_ids=x.answer_ids[one]) for x in self.items]
@@ -97,9 +95,11 @@ class KTOTrainer(PreferenceTrainer):
         own = rows.answer(0)
         if self._kl is None and rows.share_of_micro_batch == 1:
             # Others are scored without gradient, behind the prompts that are computed here.
-            others = rows.answer(1)
-            scores, logps = self.score_with_others(model, own, others)
-            self._kl = self._estimate([(others, logps - others.values["ref_logps"])])
+            others, options = rows.answer(1), (self.logs_next(rows.mode), self.support(own))
+            scores, logps = self.scorer.with_others(model, own.flat, others.flat, *options)
+            self.guard.watch("log-probability", scores.logps, own.flat)
+            ratios = others.by_group(logps.sum(1)) - others.values["ref_logps"]
+            self._kl = self._estimate([(others, ratios)])
             return scores
         if self._kl is None:  # in pieces
             self._kl = self._estimate_beforehand()
@@ -158,8 +158,7 @@ class KTOTrainer(PreferenceTrainer):
         store, counts, label = self.metrics[rows.mode], rows.values["counts"], rows.values["label"]
         values = {"rewards": self.args.beta * ratios, "logps": logps}
         masks = [label & counts, ~label & counts]
-        sides = {"chosen": (0, masks[0]), "rejected": (0, masks[1])}
-        self.record(rows, scores, values, sides)
+        self.record(rows, scores, values, {"chosen": (0, masks[0]), "rejected": (0, masks[1])})
         good, bad = (masked_sum(values["rewards"][:, 0], mask) for mask in masks)
         weights = torch.stack([mask.sum() for mask in masks])
         store.mean("rewards/margins", torch.stack([good, -bad]), weights)

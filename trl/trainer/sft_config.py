@@ -19,7 +19,6 @@ class SFTConfig(OfflineConfig):
     loss_type: str = option(
         "nll", "nll: cross-entropy; dft: times the token's probability.", choices=("nll", "dft")
     )
-    # --- Data ---
     dataset_text_field: str = option("text", "Column of plain texts.")
     source_column: str = option(
         "dataset_source", "Column of mixtures that names a row's dataset: loss/NAME is logged."
@@ -42,7 +41,6 @@ class SFTConfig(OfflineConfig):
     lazy_tokenization: bool = option(
         False, "Tokenize while training instead of before; not with packing or token budgets."
     )
-    # --- Packing ---
     packing: bool = option(False, "A row is a pack of documents with at most max_length tokens.")
     packing_strategy: str = option(
         "bfd",

@@ -113,6 +113,9 @@ class SFTTrainer(OfflineTrainer):
         if scores.entropies is not None and scores.hits is not None:
             record_entropy(store, scores.entropies.detach(), rows.loss_mask)
             record_accuracy(store, scores.hits, rows.loss_mask)
-        for name, mask in rows.by_origin():
+        origins = [document.origin for document in rows.items]
+        for name in sorted(filter(None, set(origins))):
+            chosen = torch.tensor([[origin == name] for origin in origins])
+            mask = rows.loss_mask & chosen.to(losses.device, non_blocking=True)
             store.mean(f"loss/{name}", masked_sum(losses.detach(), mask), mask.sum())
         return masked_sum(losses, rows.loss_mask)[None]

@@ -15,14 +15,7 @@ from typing import Any, Self
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
-from ...data.templates import (
-    ARGUMENT,
-    NAME,
-    read_response,
-    reads_responses,
-    rendered_call,
-    tool_message,
-)
+from ...data.templates import ARGUMENT, NAME, read_response, reads_responses, rendered_call
 from ...text import did_you_mean
 from ...timed_calls import Outcome, TimedCalls, TooSlow
 
@@ -187,7 +180,7 @@ class ToolResult:
 
     def as_message(self) -> dict[str, Any]:
         """The message that carries the result."""
-        return tool_message(self.name, self.content)
+        return {"role": "tool", "name": self.name, "content": self.content}
 
 
 class ToolRunner:

@@ -17,12 +17,7 @@ from transformers.utils import logging
 
 from ...data.encode import TextEncoder
 from ...data.packing import MicroBatchSampler, share_of_rank
-from ...data.preference_rows import (
-    OLD_NAMES,
-    AnswerDataset,
-    PreferenceLimits,
-    prepare_preferences,
-)
+from ...data.preference_rows import OLD_NAMES, AnswerDataset, PreferenceLimits, prepare_preferences
 from ...data.prepare import ItemDataset, in_memory
 from ...data.rows import AnswerRows, uncounted
 from ...distributed import Ranks
@@ -49,7 +44,6 @@ class ItemStream(TorchIterableDataset):  # type: ignore[type-arg]
     place: tuple[int, int] = (0, 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the stream."""
         self.rows.set_epoch(epoch)
 
     def _items(self, at_once: int) -> Iterator[Any]:
@@ -86,12 +80,8 @@ def prepare_answers(
     limits: PreferenceLimits,
     unpaired: bool = False,
 ) -> AnswerDataset | ItemStream:
-    """Encode preferences and cut them to length, and say what was cut.
-
-    With `unpaired`, each pair becomes two items with a label. It is an error if none is left.
-    """
-    old = sorted(set(dataset.column_names or ()) & set(OLD_NAMES))
-    if old:
+    """Encode preferences, cut them to length, say what was cut; it is an error if none is left."""
+    if old := sorted(set(dataset.column_names or ()) & set(OLD_NAMES)):
         words = ", ".join(f"{name} is now {OLD_NAMES[name]}" for name in old)
         warnings.warn(f"Columns of the dataset: {words}.", FutureWarning, stacklevel=2)
     table = prepare_preferences(dataset, encoder, unpaired, args.dataset_num_proc)

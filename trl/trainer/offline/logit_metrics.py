@@ -28,7 +28,6 @@ class LogitReader(Reader):
     use: Callable[[int, Tensor, Tensor], None]  # row, its completion tokens (m,), logits (m, V)
 
     def __call__(self, hidden: Hidden) -> tuple[None]:
-        """Read nothing that is returned."""
         layout, head = hidden.layout, self.head
         rows, columns = layout.places // layout.shape[1], layout.places % layout.shape[1]
         entries = [(rows == row).nonzero()[:, 0] for row in range(layout.shape[0])]

@@ -1,6 +1,6 @@
 """Options shared by every trainer that learns from the examples of a dataset."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,7 +40,6 @@ class OfflineConfig(BaseConfig):
         "dataloader_drop_last": "the last micro-batch weighs as much as it has tokens",
     }
 
-    # --- Data ---
     max_length: int | None = option(1024, "Most tokens of a row. None: no limit.", ge=2)
     dataset_num_proc: int | None = option(
         None, "Processes that tokenize. None: by the rows and the cores.", ge=1
@@ -58,7 +57,6 @@ class OfflineConfig(BaseConfig):
     )
     remove_unused_columns: bool | None = option(True, "Accepted: other columns are never read.")
     dataloader_pin_memory: bool = option(False, "Pin memory; rows are lists, so there is no need.")
-    # --- Model ---
     chat_template_path: str | None = option(
         None, "File with a chat template, or a model whose template is taken over."
     )
@@ -147,9 +145,7 @@ class PreferenceConfig(ReferenceOptions, OfflineConfig):
 
     @property
     def limits(self) -> PreferenceLimits:
-        """How long prompts and answers may be."""
-        names = ("max_length", "max_prompt_length", "max_completion_length", "truncation_mode")
-        return PreferenceLimits(**{name: getattr(self, name) for name in names})
+        return PreferenceLimits(**{x.name: getattr(self, x.name) for x in fields(PreferenceLimits)})
 
 
 def set_template(

@@ -226,7 +226,6 @@ class OfflineTrainer(BaseTrainer):
     get_test_dataloader = get_eval_dataloader  # of `predict`
 
     def begin_epoch(self) -> None:
-        """Choose the order of the epoch."""
         if self._order is not None:
             self._order.set_epoch(self.place.epoch)
 

@@ -58,10 +58,7 @@ class PreferenceTrainer(OfflineTrainer):
             self._make_reference(ref_model, model)
 
     def prepare_dataset(self, dataset: Any, encoder: TextEncoder, args: Any, mode: Mode) -> Any:
-        """Tokenize prompts with their answers, and cut them to length.
-
-        A dataset for which nothing can be computed beforehand is refused if that was asked for.
-        """
+        """Tokenize prompts with their answers, and cut them to length."""
         option = "precompute_ref_log_probs=True"
         if args.precompute_ref_log_probs and self._has_let_go:
             raise ValueError(
@@ -115,15 +112,12 @@ class PreferenceTrainer(OfflineTrainer):
 
     def before_step(self, batches: list[Any]) -> list[Any]:
         """Add the `ref_logps` of answers (B, K), unless they were computed beforehand."""
-        return list(map(self._with_reference, batches))
-
-    def _with_reference(self, rows: Any) -> Any:
-        if "ref_logps" in rows.values:
-            return rows
+        if "ref_logps" in batches[0].values:
+            return batches
         if self.reference is None:  # all answers have the same probability
-            return rows.with_values(ref_logps=rows.values["lengths"] * 0.0)
+            return [rows.with_values(ref_logps=rows.values["lengths"] * 0.0) for rows in batches]
         with self.reference.active(self.model) as model:
-            return rows.with_values(ref_logps=self.frozen(model, rows))
+            return [rows.with_values(ref_logps=self.frozen(model, rows)) for rows in batches]
 
     @torch.no_grad()
     def frozen(self, model: nn.Module, rows: Any) -> Tensor:
@@ -147,15 +141,6 @@ class PreferenceTrainer(OfflineTrainer):
     def support(self, rows: Any) -> Support | None:
         """What is read off logits besides log-probabilities: their mean, when it is logged."""
         return MeanLogit() if self.logs_next(rows.mode) else None
-
-    def score_with_others(
-        self, model: nn.Module, rows: Any, others: Any
-    ) -> tuple[TokenScores, Tensor]:
-        """As `score`, with log-probabilities (B, K), without gradient, of others to the prompts."""
-        options = self.logs_next(rows.mode), self.support(rows)
-        scores, logps = self.scorer.with_others(model, rows.flat, others.flat, *options)
-        self.guard.watch("log-probability", scores.logps, rows.flat)
-        return scores, others.by_group(logps.sum(1))
 
     def record(self, rows: Any, scores: TokenScores, values: Values, sides: Sides) -> None:
         """Record means of values (B, K) of answers, and of logits, for both sides of preferences.
