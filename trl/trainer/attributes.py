@@ -78,8 +78,7 @@ def _generation_config(use_vllm: bool, sampling: Any) -> Any:
     )
 
 
-# --- Options and arguments of earlier releases, of trainers that generate ---
-
+# Options and arguments of earlier releases, of trainers that generate.
 COMMON_OPTIONS: dict[str, str | Gone] = {
     "vllm_sleep_enabled": "vllm_enable_sleep_mode",
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",

@@ -29,7 +29,6 @@ __getattr__ = public_names("trl.trainer")  # the callbacks that are in files of 
 # What people look at while a run goes on, and the names it is logged under. The loss of a policy
 # gradient says nothing about progress, so it is shown only where there is no reward.
 SHOWN = {"reward": "reward", "kl": "kl", "length": "completions/mean_length"}
-SHOWN_WITHOUT_REWARD = {"loss": "loss"}
 
 DOING = {"generation": "generating", "rewards": "computing rewards"}
 DOING |= dict.fromkeys(("forward", "backward"), "training")
@@ -111,11 +110,10 @@ class BEMACallback(TrainerCallback):
         elif past > 0 and past % self.update_freq == 0:
             time = self.lag + self.multiplier * state.global_step
             beta = max(time**-self.ema_power, self.min_ema_multiplier)
-            alpha = time**-self.bias_power
             running = dict(self.running_model.named_parameters())
             for name, weight in self._weights(kwargs["model"]).items():
                 average = self._average[name].lerp_(weight, beta)
-                running[name].copy_(average + alpha * (weight - self._first[name]))
+                running[name].copy_(average + time**-self.bias_power * (weight - self._first[name]))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the corrected average."""
@@ -135,15 +133,12 @@ class BEMACallback(TrainerCallback):
 
 @dataclass(eq=False)
 class RunRecord(TrainerCallback):
-    """Writes `run.json` and `metrics.jsonl` into the output folder, for `trl report`.
-
-    Lines of steps after the one that a run resumes from are dropped when it begins.
-    """
+    """Writes `run.json` and `metrics.jsonl` into the output folder, for `trl report`."""
 
     trainer: str  # the name of the method
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the settings, and drop what an earlier run has left."""
+        """Write the settings, and drop lines of steps after the one that the run resumes from."""
         if not state.is_world_process_zero:
             return
         folder = Path(args.output_dir)
@@ -352,10 +347,7 @@ class RichProgressCallback(_ProgressCallback):
 
 
 def show_progress(trainer: Trainer) -> None:
-    """Replace the bar of transformers: by one line in a terminal, by plain lines elsewhere.
-
-    Nothing changes where the bar was switched off, in notebooks, or in a terminal without rich.
-    """
+    """Replace the bar of transformers, if shown, by one line in a terminal or by plain lines."""
     shows_bar = any(type(x) is ProgressCallback for x in trainer.callback_handler.callbacks)
     in_terminal = sys.stdout.isatty()
     if shows_bar and (is_available("rich") or not in_terminal):
@@ -372,7 +364,7 @@ def close_progress(callbacks: Iterable[TrainerCallback]) -> None:
 
 def _shown(metrics: dict[str, Any], prefix: str = "") -> list[str]:
     """Names and values; a value that is missing or NaN, as of rewards that are all None, is "-"."""
-    names = SHOWN if f"{prefix}reward" in metrics else SHOWN_WITHOUT_REWARD
+    names = SHOWN if f"{prefix}reward" in metrics else {"loss": "loss"}
     found = {word: metrics[prefix + key] for word, key in names.items() if prefix + key in metrics}
     return [
         f"{word} {'-' if value is None or math.isnan(value) else f'{value:.3g}'}"

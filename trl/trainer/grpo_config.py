@@ -55,7 +55,6 @@ class GRPOConfig(OnlineConfig):
     entropy_coef_max: float = option(1.0, "Highest adaptive entropy_coef.")
     entropy_coef_delta: float = option(0.005, "Change of entropy_coef at each update.")
     entropy_target: float = option(0.2, "Entropy, in nats a token, to hold.")
-
     log_completions_hub_repo: str | None = option(None, "Hub dataset that gets the completions.")
 
     def __post_init__(self) -> None:
@@ -66,14 +65,10 @@ class GRPOConfig(OnlineConfig):
             raise ValueError(f"scale_rewards={scale!r} must be one of {', '.join(SCALES)}.{hint}")
         super().__post_init__()
         level, kind = self.importance_sampling_level, self.loss_type
-        token_losses = ("bnpo", "dr_grpo", "dapo", "cispo", "vespo")
         usual = "sequence" if kind == "luspo" else "token"
-        if level != usual and kind in ("luspo", *token_losses):
-            warnings.warn(
-                f"loss_type={kind!r} was published with importance_sampling_level={usual!r}, not "
-                f"{level!r}.",
-                stacklevel=4,
-            )
+        if level != usual and kind not in ("grpo", "sapo"):
+            words = f"loss_type={kind!r} was published with importance_sampling_level={usual!r}"
+            warnings.warn(f"{words}, not {level!r}.", stacklevel=4)
 
     def _problems(self) -> dict[str, Any]:
         mode = self.vllm_importance_sampling_mode

@@ -27,10 +27,7 @@ STATE_FILE = "entropy_ctrl_state.json"
 
 
 class EntropyController:
-    """Raises the coefficient while the entropy is at or below its target, lowers it above.
-
-    Where the last measured entropy is above it, or none was measured, the bonus does not count.
-    """
+    """Raises the coefficient while the entropy is at or below its target, lowers it above."""
 
     def __init__(self, args: GRPOConfig):
         self.args, self.coefficient = args, args.entropy_coef  # the weight of the bonus
@@ -43,7 +40,7 @@ class EntropyController:
 
     @property
     def active(self) -> float:
-        """Weight of the bonus now."""
+        """Weight of the bonus: 0 if the last measured entropy is above its target, or none was."""
         if not self.args.use_adaptive_entropy:
             return self.coefficient
         below = self.measured is not None and self.measured <= self.args.entropy_target
@@ -185,11 +182,9 @@ class GRPOTrainer(OnlineTrainer):
         moved = objectives.log_ratio(logps, batch.old_logps, batch.loss_mask, "token")
         if batch.weights is not None:  # part of the ratio that the weight is a function of
             moved = moved + torch.where(batch.loss_mask, batch.weights.log(), 0.0)
-        shapes = (
-            objectives.GammaShape(args.vespo_k_pos, args.vespo_lambda_pos),
-            objectives.GammaShape(args.vespo_k_neg, args.vespo_lambda_neg),
-        )
-        weight = objectives.vespo_weight(moved, batch.loss_mask, advantages, *shapes)
+        above = objectives.GammaShape(args.vespo_k_pos, args.vespo_lambda_pos)
+        below = objectives.GammaShape(args.vespo_k_neg, args.vespo_lambda_neg)
+        weight = objectives.vespo_weight(moved, batch.loss_mask, advantages, above, below)
         store.value("vespo/phi_seq_mean", weight.mean())
         return objectives.vespo(weight, logps, advantages)
 

@@ -1,6 +1,5 @@
 """Options that describe the model on the command line."""
 
-import dataclasses
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -61,8 +60,8 @@ class ModelConfig(Named):
 def get_peft_config(model_args: ModelConfig) -> Any:
     """Describe the LoRA adapter of the options, for which peft must be installed, if any."""
     if not model_args.use_peft:
-        names = [field.name for field in dataclasses.fields(model_args)]
-        names = [name for name in names if name.startswith(("lora_", "use_rslora", "use_dora"))]
+        kinds = ("lora_", "use_rslora", "use_dora")
+        names = [name for name in vars(model_args) if name.startswith(kinds)]
         if found := changed(model_args, names):
             words = "without use_peft there is no adapter, and all weights are trained."
             warnings.warn(f"{found}: {words}", stacklevel=2)

@@ -47,8 +47,7 @@ class OnlineDPOConfig(OnlineConfig):
     def __post_init__(self) -> None:
         self.beta = list(self.beta) if isinstance(self.beta, (list, tuple)) else [self.beta]
         super().__post_init__()
-        legal = [isinstance(value, (int, float)) and value > 0 for value in self.beta]
-        if not legal or not all(legal):
+        if not self.beta or not all(isinstance(x, (int, float)) and x > 0 for x in self.beta):
             raise ValueError(f"beta={self.beta} must be above 0, or a list of such numbers.")
         if len(self.beta) == 1:
             (self.beta,) = self.beta  # type: ignore[assignment]

@@ -36,9 +36,8 @@ class RLOOConfig(OnlineConfig):
             updates = self.steps_per_generation or 1
             self.steps_per_generation = updates * self.gradient_accumulation_steps
         super().__post_init__()
-        if self.reward_clip_range is None:
+        if (bounds := self.reward_clip_range) is None:
             return
-        bounds = self.reward_clip_range
         is_pair = isinstance(bounds, (tuple, list)) and len(bounds) == 2
         if not is_pair or not bounds[0] < bounds[1]:
             raise ValueError(

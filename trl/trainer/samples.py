@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from statistics import fmean
@@ -14,6 +13,7 @@ from transformers.utils import logging
 
 from ..data.rows import Document
 from ..generation.base import NAMED, row_seeds
+from ..generation.transformers.backend import TransformersBackend
 from ..imports import require
 from ..models.loading import context_length, stop_token_ids
 from ..models.unwrap import policy_for_inference
@@ -35,8 +35,7 @@ class Samples:
     """Completes the first `most` prompts of a trainer's evaluation dataset with its policy.
 
     Trainers that generate do it with their own engine and options, for the others transformers
-    generates; `config` says how tokens are drawn instead. TypeError: the model writes no text.
-    ValueError: there is no such dataset, or its rows have no prompt.
+    generates; `config` says how tokens are drawn instead.
     """
 
     def __init__(self, trainer: BaseTrainer, config: GenerationConfig | None, most: int | None):
@@ -46,6 +45,15 @@ class Samples:
             raise TypeError(f"{type(model).__name__} writes no text: it cannot complete prompts.")
         self._trainer, self._decode = trainer, PromptEncoder(tokenizer).completions
         self._prompts = _prompts(trainer, tokenizer, most)
+        self._engine: Any = getattr(trainer, "backend", None)
+        if self._engine is None:
+            self._engine = TransformersBackend(
+                lambda: policy_for_inference(trainer.model, trainer.accelerator),
+                pad_id=self._prompts.token_ids[0][0],  # any token: it is masked
+                device=trainer.args.device,
+                rows=trainer.args.per_device_eval_batch_size,
+                ranks=trainer.ranks,
+            )
         self._sampling: Any = getattr(trainer, "sampling", None)
         if self._sampling is None:
             stops = stop_token_ids(model, tokenizer)
@@ -69,10 +77,9 @@ class Samples:
         # Ranks work in step, so the last ones repeat a prompt where there is none left.
         prompts = self._prompts.select([min(first + row, most - 1) for row in range(count)])
         seeds = row_seeds(("samples", trainer.args.seed, step), first, count)
-        engine = getattr(trainer, "backend", None) or self._transformers
         with random_numbers_kept(), trainer.phases.inference("generation", count):
-            engine.sync_weights(step)
-            found = engine.generate(prompts, self._sampling.replace(seeds=seeds), 1)
+            self._engine.sync_weights(step)
+            found = self._engine.generate(prompts, self._sampling.replace(seeds=seeds), 1)
         prompts, ids = found.prompts(prompts), found.completion_ids
         texts = found.messages or self._decode(prompts, ids)
         names = ("prompt", "completion", "completion_ids", "finish")
@@ -83,19 +90,6 @@ class Samples:
         ]
         every = chain(*ranks.objects_on_first(rows))
         return [row | {"group": place} for place, row in enumerate(islice(every, most))]
-
-    @cached_property
-    def _transformers(self) -> Any:
-        from ..generation.transformers.backend import TransformersBackend
-
-        trainer = self._trainer
-        return TransformersBackend(
-            lambda: policy_for_inference(trainer.model, trainer.accelerator),
-            pad_id=self._prompts.token_ids[0][0],  # any token: it is masked
-            device=trainer.args.device,
-            rows=trainer.args.per_device_eval_batch_size,
-            ranks=trainer.ranks,
-        )
 
 
 def _prompts(trainer: BaseTrainer, tokenizer: Any, most: int | None) -> Prompts:
@@ -161,10 +155,8 @@ class LogCompletionsCallback(TrainerCallback):
         if state.is_world_process_zero:
             self._file.add(records)
             names = ["step", "prompt", "completion"]
-            rows = [
-                [record["step"], as_text(record["prompt"]), as_text(record["completion"])]
-                for record in self._file.read()
-            ]
+            drawn = self._file.read()
+            rows = [[x["step"], as_text(x["prompt"]), as_text(x["completion"])] for x in drawn]
             log_table(args.report_to, names, rows)
             comet = sys.modules.get("comet_ml") if "comet_ml" in args.report_to else None
             if comet is not None and (run := comet.get_running_experiment()) is not None:
@@ -207,8 +199,7 @@ class WeaveCallback(TrainerCallback):
         if not state.is_world_process_zero or self._weave.get_client() is not None:
             return
         run = getattr(sys.modules.get("wandb"), "run", None)
-        project = self._project or (run and f"{run.entity}/{run.project}")
-        if not project:
+        if not (project := self._project or (run and f"{run.entity}/{run.project}")):
             raise ValueError("WeaveCallback needs a project: pass project_name.")
         self._weave.init(project)
 

@@ -5,10 +5,7 @@ from typing import Any, ClassVar
 
 from accelerate import ParallelismConfig
 from transformers import TrainingArguments
-from transformers.integrations.integration_utils import (
-    INTEGRATION_TO_CALLBACK,
-    get_available_reporting_integrations,
-)
+from transformers.integrations import integration_utils as trackers
 from transformers.utils import is_torch_bf16_gpu_available
 
 from ...imports import require
@@ -135,7 +132,6 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
         None, "Train in bfloat16 autocast. None: yes where it is supported, unless fp16 is chosen."
     )
     lr_scheduler_kwargs: dict | str | None = option(None, "Arguments of the scheduler (JSON).")
-
     logging_nan_inf_filter: bool = option(
         False, "No effect: see non_finite. As transformers filters, each micro-batch is waited for."
     )
@@ -181,9 +177,8 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
             setattr(self, new, self.gradient_checkpointing)
         for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
             given = dict(from_json(getattr(self, name, None)) or {})
-            if given.get("selective") and (
-                not self.gradient_checkpointing or given.get("use_reentrant")
-            ):
+            fits = self.gradient_checkpointing and not given.get("use_reentrant")
+            if given.get("selective") and not fits:
                 raise ValueError(
                     f"{name}: 'selective' needs gradient_checkpointing=True, and use_reentrant "
                     "must not be True."
@@ -215,12 +210,12 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
             kernels: str = "liger_kernel_config"  # declared without a type that is known
             setattr(self, kernels, _layers_only(getattr(self, kernels) or {}))
         chosen: Any = self.report_to  # a list by now
-        known = [*INTEGRATION_TO_CALLBACK, "flyte"]
+        known = [*trackers.INTEGRATION_TO_CALLBACK, "flyte"]
         for name in chosen:
             if name not in known:
                 hint = did_you_mean(name, known)
                 raise ValueError(f"report_to={name!r} is not a known tracker.{hint}")
-            if name not in ("flyte", *get_available_reporting_integrations()):
+            if name not in ("flyte", *trackers.get_available_reporting_integrations()):
                 package = PACKAGES.get(name, name)
                 raise ValueError(
                     f"report_to={name!r} needs the package `{package}`, which is not installed. "

@@ -222,10 +222,8 @@ class BaseTrainer(Named, Publishing, Trainer):
         finally:
             self._prefix = outer
 
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, *others: Any, **options: Any
-    ) -> tuple[Tensor, None, None]:
-        """Compute the loss of one evaluation batch."""
+    def prediction_step(self, model: nn.Module, inputs: Any, *others: Any, **options: Any) -> Any:
+        """Compute the loss () of one evaluation batch, without predictions and labels."""
         with torch.no_grad():
             rows = self.prepare(inputs, "eval")
             with self.compute_loss_context_manager():
@@ -243,8 +241,7 @@ class BaseTrainer(Named, Publishing, Trainer):
 
     def _add_collected(self, logs: dict[str, float]) -> Mode:
         mode: Mode = "eval" if self._prefix else "train"
-        collected = self.metrics[mode].flush(self.ranks.gather_objects)
-        if collected:
+        if collected := self.metrics[mode].flush(self.ranks.gather_objects):
             logs.update({self._prefix + name: value for name, value in collected.items()})
             logs[self._prefix + "num_tokens"] = float(self.state.num_input_tokens_seen)
         return mode
@@ -303,8 +300,8 @@ class BaseTrainer(Named, Publishing, Trainer):
                 "model_name_or_path."
             )
         if self._chosen is None or str(wanted) != self._chosen:
-            known = self.args, self.run_settings, self.ranks
-            self._chosen = resuming.choose_checkpoint(wanted, *known)
+            settings = self.run_settings
+            self._chosen = resuming.choose_checkpoint(wanted, self.args, settings, self.ranks)
         return self._chosen
 
     @cached_property

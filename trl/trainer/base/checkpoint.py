@@ -1,8 +1,4 @@
-"""Checkpoint folders: what each process adds to them; complete under their name or not there.
-
-A checkpoint is written below `unfinished/`, sealed by a manifest with the size and a checksum of
-each file, and then renamed.
-"""
+"""Checkpoints: written below `unfinished/`, sealed with checksums of their files, then renamed."""
 
 import hashlib
 import json
@@ -28,8 +24,6 @@ MANIFEST = "trl_manifest.json"
 UNFINISHED = "unfinished"
 _FREE = (MANIFEST, "README.md")  # files that a user may edit, and the manifest itself
 _SAMPLES, _SAMPLE = 256, 2**16  # of a large file, and bytes of each: 16 MiB
-_DISK = ".disk-of-rank-0"  # shows who writes to the same disk
-_NAME = re.compile(r"checkpoint-\d+")
 
 
 @dataclass
@@ -92,7 +86,7 @@ def load(path: Path) -> Any:
 
 def checkpoints_in(folder: str | Path) -> list[Path]:
     """The checkpoints in an output folder, newest step first."""
-    found = (path for path in Path(folder).glob("checkpoint-*") if _NAME.fullmatch(path.name))
+    found = [x for x in Path(folder).glob("*") if re.fullmatch(r"checkpoint-\d+", x.name)]
     return sorted(filter(Path.is_dir, found), key=lambda x: int(x.name.split("-")[1]), reverse=True)
 
 
@@ -117,14 +111,13 @@ def publish_together(
 ) -> None:
     """Seal and publish what all ranks have written, once on each disk, and remove old checkpoints.
 
-    Every rank calls this. `facts` are JSON values to keep with the checksums; the `best` checkpoint
-    stays.
+    Every rank calls this. `facts` are kept with the checksums, as JSON; the `best` one stays.
     """
-    mark = staged / _DISK
+    mark = staged / ".disk-of-rank-0"  # shows who writes to the same disk
     if ranks.rank == 0:
         mark.touch()
     ranks.wait()  # also for all files
-    shares = mark.exists()  # the disk of rank 0: nodes may have disks of their own
+    shares = mark.exists()  # nodes may have disks of their own
     ranks.wait()  # for all to have looked
     if ranks.rank == 0:
         mark.unlink()

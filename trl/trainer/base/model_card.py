@@ -47,10 +47,8 @@ def render_model_card(
     base_model, dataset_name = _on_hub(base_model), _on_hub(dataset_name)
     known = {"base_model": base_model, "datasets": dataset_name}
     page = f"[{base_model}](https://huggingface.co/{base_model})"
-    template = (TEMPLATES / method.card).read_text("utf-8")
     packages = ("trl", "transformers", "torch", "accelerate", "datasets")
-    versions = "\n".join(f"- {package}: {version_of(package)}" for package in packages)
-    return Template(template).substitute(
+    return Template((TEMPLATES / method.card).read_text("utf-8")).substitute(
         front_matter="".join(f"{name}: {value}\n" for name, value in known.items() if value),
         model_name=model_name,
         base_model=page if base_model else "a local model",
@@ -58,7 +56,7 @@ def render_model_card(
         method=method.name,
         tag=method.tag,
         reference=method.reference,
-        versions=versions,
+        versions="\n".join(f"- {package}: {version_of(package)}" for package in packages),
     )
 
 

@@ -25,6 +25,7 @@ KINDS = {int: "an integer", float: "a number", bool: "True or False"}
 KINDS |= {str: "text", list: "a list"}
 MEANT = {"tokenizer": "processing_class", "max_seq_length": "max_length"}
 MEANT |= {"group_by_length": "train_sampling_strategy", "use_liger": "use_liger_kernel"}
+Values = Mapping[str, Any]
 MAPPING = "a dictionary, or a JSON object such as '{\"a\": 1}'"
 
 
@@ -35,19 +36,13 @@ class _Metadata(dict[str, Any]):
         return [name for name in ("help", "choices") if name in self]
 
 
-def option(
-    default: Any,
-    help_text: str,
-    choices: tuple[str, ...] | None = None,
-    hint: str = "",
-    **bounds: float,
-) -> Any:
+def option(default: Any, text: str, choices: tuple = (), hint: str = "", **bounds: float) -> Any:
     """Declare a dataclass field of a configuration; a list is copied for each instance.
 
     `bounds` are those of a number, such as `gt=0, le=1`; `hint` ends a message about them.
     """
-    metadata = _Metadata(help=help_text, bounds=bounds, hint=f" ({hint})" if hint else "")
-    if choices is not None:
+    metadata = _Metadata(help=text, bounds=bounds, hint=f" ({hint})" if hint else "")
+    if choices:
         metadata["choices"] = list(choices)
     if unknown := set(bounds) - set(HOLDS):
         raise TypeError(f"Unknown bounds: {', '.join(unknown)}.")
@@ -57,10 +52,7 @@ def option(
 
 
 def check_options(config: Any, inherited: Mapping[str, Mapping[str, float]] | None = None) -> None:
-    """Check the values of a dataclass; a ValueError names option, value and what is legal.
-
-    `inherited` are bounds, by name, of options that another package declares.
-    """
+    """Check the values of a dataclass, and the bounds of `inherited` options, else a ValueError."""
     others, kinds = inherited or {}, kinds_of(config.__class__)
     for field in dataclasses.fields(config):
         value, known, kind = getattr(config, field.name, None), field.metadata, kinds[field.name]
@@ -71,9 +63,7 @@ def check_options(config: Any, inherited: Mapping[str, Mapping[str, float]] | No
             raise ValueError(f"{field.name}={value!r} must be {problem}")
 
 
-def _problem(
-    value: Any, known: Mapping[str, Any], bounds: Mapping[str, float], kinds: list[Any]
-) -> str | None:
+def _problem(value: Any, known: Values, bounds: Values, kinds: list[Any]) -> str | None:
     is_broken = isinstance(value, float) and {int, float}.intersection(kinds) == {int}
     if bounds or is_broken:
         return _out_of_range(value, bounds, known.get("hint", ""), is_broken)
@@ -85,9 +75,7 @@ def _problem(
     return _wrong_kind(value, kinds)
 
 
-def _out_of_range(
-    value: Any, bounds: Mapping[str, float], hint: str, is_broken: bool
-) -> str | None:
+def _out_of_range(value: Any, bounds: Values, hint: str, is_broken: bool) -> str | None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_number and all(HOLDS[kind](value, bound) for kind, bound in bounds.items()):
         nearest = f"; the nearest is {value:.0f}" if math.isfinite(value) else ""
@@ -116,15 +104,13 @@ def kinds_of(config_class: Any) -> dict[str, list[Any]]:
 def _wrong_kind(value: Any, kinds: list[Any]) -> str | None:
     """Text would be true where it says false, and be taken apart into letters for a list."""
     if dict in kinds:
-        no_mapping = isinstance(from_json(value), str | list | int | float)
-        is_legal = not no_mapping or Path(str(value)).is_file()
+        is_mapping = not isinstance(from_json(value), str | list | int | float)
         missing = " There is no such file." * str(value).endswith(".json")
-        return None if is_legal else f"{MAPPING}.{missing}"
+        return None if is_mapping or Path(str(value)).is_file() else f"{MAPPING}.{missing}"
     is_number = isinstance(value, (int, float)) and value is not False
     legal = {str} if isinstance(value, str) else {int, float, bool} if is_number else {*kinds}
-    is_legal = not legal.isdisjoint(kinds)
     words = [KINDS[kind] for kind in kinds if kind in KINDS]
-    return None if is_legal or not words else f"{' or '.join(words)}."
+    return f"{' or '.join(words)}." if words and legal.isdisjoint(kinds) else None
 
 
 def from_json(value: Any) -> Any:
@@ -208,9 +194,7 @@ def _arguments_of(kind: type) -> dict[str, None]:
     return found
 
 
-def _translate(
-    owner: str, table: Mapping[str, str | Gone], old: Mapping[str, Any], given: Mapping[str, Any]
-) -> dict[str, Any]:
+def _translate(owner: str, table: Values, old: Values, given: Values) -> dict[str, Any]:
     """Values of old names by their new ones; the user is told once of all of them."""
     changes, words = {}, []
     for name, value in old.items():

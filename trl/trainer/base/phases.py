@@ -20,6 +20,9 @@ from ...types import Rows
 from .base_config import BaseConfig
 from .policy import router_coefficient
 
+Step = Callable[[Any], Tensor]  # both passes of some rows: their loss ()
+Context = Callable[[], AbstractContextManager[Any]]
+
 
 class Phases:
     """Wraps what a step of training `model` does in its phases; peaks go to `store`."""
@@ -36,7 +39,7 @@ class Phases:
         self._most = args.piece_tokens if ranks.pass_alone else 0
         if self._most and args.max_tokens_per_piece is None and router_coefficient(model, args):
             self._most = 0  # the load of experts is balanced over all rows of a pass
-        self._offloading: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._offloading: Context = nullcontext
         if args.activation_offloading:
             from ...models.activations import ActivationOffloading
 
@@ -44,7 +47,7 @@ class Phases:
         # They drop what the micro-batches of an update leave behind.
         self.forgets: list[Callable[[], None]] = [model.zero_grad]
         self.done: list[Rows] = []  # micro-batches since the last update
-        self._random: RandomState | None = None
+        self._random = RandomState()
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
         """Measure a phase."""
@@ -64,17 +67,11 @@ class Phases:
             yield
         release_cached_blocks(self._args.empty_cache, self._args.device)
 
-    def train(
-        self,
-        batch: Any,
-        step: Callable[[Any], Tensor],
-        quiet: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> Tensor:
+    def train(self, batch: Any, step: Step, quiet: Context = nullcontext) -> Tensor:
         """Run forward and backward on a micro-batch, in pieces if it does not fit: its loss ().
 
         A failed backward pass leaves gradients half added, so the update begins anew then, with
-        its first micro-batch. `step` does both passes of some rows, and returns their loss ();
-        within `quiet`, ranks do not exchange gradients.
+        its first micro-batch. Within `quiet`, ranks do not exchange gradients.
         """
         if not self.done:
             self._random = RandomState()
@@ -101,18 +98,12 @@ class Phases:
         def reset() -> None:
             self._forget()
             self._store.restore(metrics)
-            if self._random is not None:
-                self._random.restore()
+            self._random.restore()
 
         total = earlier + len(batch)
         return torch.stack(self._training.run(total, work, None, reset, earlier)).sum()
 
-    def _in_pieces(
-        self,
-        batch: Any,
-        step: Callable[[Any], Tensor],
-        quiet: Callable[[], AbstractContextManager[Any]],
-    ) -> Tensor:
+    def _in_pieces(self, batch: Any, step: Step, quiet: Context) -> Tensor:
         """One step, or several whose gradients add up; ranks exchange them in the last one."""
         losses, every = [], self.pieces(batch)
         with several_passes() as waiting:

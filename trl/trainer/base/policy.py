@@ -94,14 +94,8 @@ def _load(
             "Quantized weights cannot be trained: add an adapter with peft_config (--use_peft), "
             "or leave the quantization out."
         )
-    model = loading.load_policy(
-        name,
-        init_kwargs,
-        args.trust_remote_code,
-        quantization,
-        distributed=args.world_size > 1,
-        gives_rewards=args.trains_reward_model,
-    )
+    facts = {"distributed": args.world_size > 1, "gives_rewards": args.trains_reward_model}
+    model = loading.load_policy(name, init_kwargs, args.trust_remote_code, quantization, **facts)
     return model if base is None else loading.load_adapter(model, adapter, revision)
 
 
@@ -187,8 +181,7 @@ def check_dataset(name: str, dataset: Any) -> None:
         raise TypeError(f"{name} must be a datasets.Dataset or IterableDataset, not {kind}.{one}")
     if isinstance(dataset, Dataset) and not len(dataset):
         raise ValueError(f"{name} has no rows.")
-    images = {"image", "images"} & set(dataset.column_names or ())
-    if images:
+    if images := {"image", "images"} & set(dataset.column_names or ()):
         raise NotImplementedError(
             f"{name} has the column {images.pop()!r}: images are not available in this release. "
             "Remove the column to train on text."
@@ -247,11 +240,7 @@ def load_reference(given: Any, model: Any, args: Any) -> PreTrainedModel | None:
 
 
 class MovingReference(SyncRefModelCallback):
-    """A reference that follows the policy (`sync_ref_model`), and is a file of checkpoints.
-
-    It must have weights of its own, and be prepared for training. FSDP1 cuts trained and frozen
-    weights at different places, so the copy of an adapter cannot follow there.
-    """
+    """A reference that follows the policy (`sync_ref_model`), and is a file of checkpoints."""
 
     def __init__(self, reference: references.ReferencePolicy, accelerator: Accelerator):
         super().__init__(reference.model, accelerator)

@@ -73,8 +73,7 @@ def choose_checkpoint(wanted: Any, args: Any, settings: dict[str, Any], ranks: R
 
 def warn_of_earlier_run(folder: str) -> None:
     """Say that a run that begins at its start will write over an earlier one."""
-    earlier = checkpoints_in(folder)
-    if earlier:
+    if earlier := checkpoints_in(folder):
         logger.warning(
             f"{folder} has {earlier[0].name} of an earlier run, but this run begins at the start, "
             "and will write over what is there. To go on with the earlier run, set "
@@ -85,8 +84,7 @@ def warn_of_earlier_run(folder: str) -> None:
 def _newest_intact(folder: str) -> Path:
     problems: list[str] = []
     for checkpoint in checkpoints_in(folder):
-        problem = _why_not(checkpoint)
-        if problem is None:
+        if (problem := _why_not(checkpoint)) is None:
             for words in problems:
                 logger.warning(f"{words} Resuming from {checkpoint.name} instead.")
             return checkpoint
@@ -102,8 +100,7 @@ def _named(checkpoint: Path) -> Path:
     option = f"resume_from_checkpoint={str(checkpoint)!r}"
     if not checkpoint.is_dir():
         raise ValueError(f"{option}: there is no such folder.")
-    problem = _why_not(checkpoint)
-    if problem is None:
+    if (problem := _why_not(checkpoint)) is None:
         return checkpoint
     inside = checkpoints_in(checkpoint)
     others = inside or [path for path in checkpoints_in(checkpoint.parent) if path != checkpoint]
@@ -120,15 +117,13 @@ def _why_not(checkpoint: Path) -> str | None:
 
 
 def _compare(checkpoint: Path, args: Any, settings: dict[str, Any]) -> None:
-    facts = facts_of(checkpoint)
-    if facts is None:
+    if (facts := facts_of(checkpoint)) is None:
         logger.warning(
             f"{checkpoint} was written by another program: its files have no checksums, and "
             "its settings cannot be compared with those of this run."
         )
         return
-    changes = differences(facts["settings"], settings)
-    if not changes:
+    if not (changes := differences(facts["settings"], settings)):
         return
     listed = "".join(f"\n  - {change}" for change in changes)
     others = f"{checkpoint} was written by a run with other settings:{listed}\n"
@@ -174,11 +169,9 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
     """What is trained, the shapes of all weights, a fingerprint of those no checkpoint changes."""
     adapters = getattr(model, "peft_config", {}).values()
     kinds = [f"{x.peft_type.value} adapter of rank {getattr(x, 'r', '-')}" for x in adapters]
-    parameters = sorted(model.named_parameters())
-    shapes = [
-        f"{name} {tuple(getattr(p, 'ds_shape', p.shape))} {p.dtype}" for name, p in parameters
-    ]
-    frozen = {name: p for name, p in parameters if not p.requires_grad}
+    weights = sorted(model.named_parameters())
+    shapes = [f"{name} {tuple(getattr(p, 'ds_shape', p.shape))} {p.dtype}" for name, p in weights]
+    frozen = {name: p for name, p in weights if not p.requires_grad}
     return {
         "what is trained": ", ".join(kinds) or "the model itself",
         "the model's weights (names, shapes and types)": _digest(shapes),
@@ -189,13 +182,12 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 @torch.no_grad()
 def fingerprint(weights: dict[str, Tensor]) -> str:
     """A digest of some values of each tensor: equal for equal weights, cheap for large ones."""
-
-    def text(name: str, weight: Tensor) -> str:
+    texts = []
+    for name, weight in sorted(weights.items()):
         values = local_shard(weight).flatten()  # of a weight that is sharded, this rank's part
         step = max(1, values.numel() // _SAMPLED_VALUES)
-        return f"{name} {values[::step].cpu().tolist()}"
-
-    return _digest(text(name, weight) for name, weight in sorted(weights.items()))
+        texts.append(f"{name} {values[::step].cpu().tolist()}")
+    return _digest(texts)
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
@@ -213,10 +205,8 @@ def _json(value: Any) -> str:
 
 
 def _digest(texts: Iterable[str]) -> str:
-    found = hashlib.sha256()
-    for text in texts:
-        found.update(text.encode("utf-8", "surrogatepass") + b"\0")
-    return found.hexdigest()[:16]
+    whole = b"".join(text.encode("utf-8", "surrogatepass") + b"\0" for text in texts)
+    return hashlib.sha256(whole).hexdigest()[:16]
 
 
 def _short(value: Any) -> str:

@@ -79,34 +79,29 @@ def smaller_round(plan: BatchPlan, prompts: int) -> str:
 
 
 def resolve_rounds(
-    micro_batch_rows: int, accumulation: int, round_rows: int | None, micro_batches: int | None
+    micro_rows: int, accumulation: int, round_rows: int | None, micro_batches: int | None
 ) -> tuple[int, int]:
-    """Settle `generation_batch_size` (`round_rows`) and `steps_per_generation` (`micro_batches`).
-
-    They must agree; `micro_batch_rows` are those of one micro-batch over all ranks.
-    """
+    """Settle generation_batch_size (`round_rows`) and steps_per_generation (`micro_batches`)."""
     if round_rows is None:
         micro_batches = accumulation if micro_batches is None else micro_batches
-        return micro_batch_rows * micro_batches, micro_batches
-    if round_rows < 1 or round_rows % micro_batch_rows:
+        return micro_rows * micro_batches, micro_batches
+    if round_rows < 1 or round_rows % micro_rows:
         raise ValueError(
-            f"generation_batch_size={round_rows} is not a multiple of the {micro_batch_rows} rows "
+            f"generation_batch_size={round_rows} is not a multiple of the {micro_rows} rows "
             "of a micro-batch (per_device_train_batch_size x number of processes). Nearest legal: "
-            f"{nearest_multiples(max(round_rows, 0), micro_batch_rows)}."
+            f"{nearest_multiples(max(round_rows, 0), micro_rows)}."
         )
-    derived = round_rows // micro_batch_rows
+    derived = round_rows // micro_rows
     if micro_batches is not None and micro_batches != derived:
         raise ValueError(
             f"generation_batch_size={round_rows} means steps_per_generation={derived} with "
-            f"{micro_batch_rows} rows a micro-batch, but steps_per_generation={micro_batches} was "
-            f"given. Give one of them, or generation_batch_size={micro_batch_rows * micro_batches}."
+            f"{micro_rows} rows a micro-batch, but steps_per_generation={micro_batches} was "
+            f"given. Give one of them, or generation_batch_size={micro_rows * micro_batches}."
         )
     return round_rows, derived
 
 
-def check_groups(
-    round_rows: int, group_size: int | None, micro_batch_rows: int, least: int = 2
-) -> None:
+def check_groups(round_rows: int, group_size: int | None, micro_rows: int, least: int = 2) -> None:
     """Check that a generation round holds whole groups of at least `least` completions."""
     if group_size is None or group_size < least:
         reason = ": each completion is compared with the others of its prompt" * (least > 1)
@@ -117,11 +112,10 @@ def check_groups(
     if round_rows % group_size:
         divisors = nearest_divisors(round_rows, group_size)
         legal = f"num_generations={divisors}, or " if divisors else ""
-        common = math.lcm(group_size, micro_batch_rows)
         raise ValueError(
             f"A generation round of {round_rows} sequences cannot hold whole groups of "
             f"num_generations={group_size}. Nearest legal: {legal}generation_batch_size="
-            f"{nearest_multiples(round_rows, common)}."
+            f"{nearest_multiples(round_rows, math.lcm(group_size, micro_rows))}."
         )
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ...generation.tools.calls import ToolRunner
     from ...generation.transformers.backend import Attempt
 
+Tools = Sequence[Callable[..., Any]] | None
+
 # Engines, tools and environments are imported where they are made: a run uses few of them.
 
 
@@ -52,11 +54,7 @@ def make_engine(
     encode: PromptEncoder,
     attempt: Attempt,
 ) -> GenerationBackend:
-    """Make the engine that the options ask for.
-
-    `report` takes the name and value of a metric, `encode` knows the longest prompt, for which a
-    vLLM engine needs room, and `attempt` runs generation, in pieces if it does not fit.
-    """
+    """Make the engine of the options; `report` takes metrics, `attempt` runs what may not fit."""
     if args.use_vllm:
         from .vllm_engines import make_backend
 
@@ -74,10 +72,8 @@ def make_engine(
                 f"{', '.join(refused)}; transformers_continuous_batching_config says how its cache "
                 "is bounded."
             )
-        options: Any = args.transformers_continuous_batching_config
-        return ContinuousBackend(
-            policy.inference, pad_id=pad_id, options=options, ranks=policy.ranks
-        )
+        given: Any = args.transformers_continuous_batching_config
+        return ContinuousBackend(policy.inference, pad_id=pad_id, options=given, ranks=policy.ranks)
     from ...generation.transformers.backend import TransformersBackend
 
     most_gb = args.generation_max_kv_gb
@@ -100,14 +96,8 @@ def make_engine(
 class Agents:
     """What a trainer was given besides an engine, checked before anything is loaded."""
 
-    def __init__(
-        self,
-        args: OnlineConfig,
-        tools: Sequence[Callable[..., Any]] | None,
-        rollout_func: RolloutFunc | None,
-        environment_factory: Any,
-    ):
-        self.args, self.rollout_func = args, rollout_func
+    def __init__(self, args: OnlineConfig, tools: Tools, rollout: RolloutFunc | None, factory: Any):
+        self.args, self.rollout_func = args, rollout
         self.tools: ToolRunner | None = None
         self.environments: Environments | None = None
         self.rewards: list[Callable[..., Any]] = []  # that ask the environments
@@ -115,19 +105,19 @@ class Agents:
             from .vllm_engines import check_options
 
             check_options(args)
-        if rollout_func is not None:
-            if not callable(rollout_func):
-                raise TypeError(f"rollout_func must be a function, not {rollout_func!r:.80}.")
-            others = {"tools": tools, "environment_factory": environment_factory}
+        if rollout is not None:
+            if not callable(rollout):
+                raise TypeError(f"rollout_func must be a function, not {rollout!r:.80}.")
+            others = {"tools": tools, "environment_factory": factory}
             for name in [name for name, given in others.items() if given]:
                 raise ValueError(
                     f"{name} cannot be used with rollout_func, which makes the completions itself; "
                     "use them inside it."
                 )
-        if environment_factory is not None:
+        if factory is not None:
             from ...generation.environments import Environments
 
-            self.environments = Environments(environment_factory, tools or ())
+            self.environments = Environments(factory, tools or ())
             self.rewards, tools = self.environments.rewards, self.environments.tools
         if tools:
             from ...generation.tools.calls import ToolRunner
@@ -135,10 +125,8 @@ class Agents:
             self.tools = ToolRunner(tools, args.tool_timeout)
 
     def checked_dataset(self, train: Any, evaluation: Any) -> Any:
-        """Check the datasets, see `check_datasets`, and return that of training.
-
-        Environments that bring their data need none: they get rows with an empty prompt.
-        """
+        """Check the datasets, see `check_datasets`, and return that of training."""
+        # Environments that bring their data need none.
         if train is None and self.environments is not None and self.args.max_steps > 0:
             prompt: Any = [{"role": "user", "content": ""}]
             train = Dataset.from_dict({"prompt": [prompt] * (self.args.generation_batch_size or 1)})
@@ -167,10 +155,7 @@ class Agents:
         stop_ids: tuple[int, ...],
         encode: Callable[[Sequence[dict[str, Any]]], Prompts],
     ) -> GenerationBackend:
-        """Let rows act in environments and answer tool calls, or let a function use the engine.
-
-        `call` is the rollout function, of prompts alone; `stop_ids` end a turn.
-        """
+        """Let rows act in environments and answer tool calls, or a function use the engine."""
         if call is not None:
             from ...generation.function_backend import FunctionBackend
 

@@ -37,7 +37,6 @@ class OnlineConfig(ReferenceOptions, BaseConfig):
     remove_unused_columns: bool | None = option(
         False, "Keep only the prompt columns; reward functions then get no other column."
     )
-
     dataloader_pin_memory: bool = option(False, "Pin memory; rows are text, so there is no need.")
     # --- Batches ---
     num_generations: int | None = option(2, "Completions for each prompt (G).")
@@ -187,11 +186,9 @@ class OnlineConfig(ReferenceOptions, BaseConfig):
             words = "without use_vllm=True no vLLM engine generates, so they have no effect."
             warnings.warn(f"{found}: {words}", stacklevel=3)
         rows = self.per_device_train_batch_size * self.unit * self.world_size
+        steps, size = self.gradient_accumulation_steps, self.generation_batch_size
         self.generation_batch_size, self.steps_per_generation = resolve_rounds(
-            rows,
-            self.gradient_accumulation_steps,
-            self.generation_batch_size,
-            self.steps_per_generation,
+            rows, steps, size, self.steps_per_generation
         )
         check_groups(self.generation_batch_size, self.num_generations, rows, least=self.least_group)
         if self.eval_strategy != "no":
@@ -242,27 +239,24 @@ class OnlineConfig(ReferenceOptions, BaseConfig):
     def _problems(self) -> dict[str, Any]:
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         mode, vllm = self.vllm_importance_sampling_mode, self.use_vllm
+        crossed = low is not None and low >= (high or math.inf)
         truncates = self.vllm_importance_sampling_correction and mode.endswith("_truncate")
         other = "cannot be used with use_vllm=True: it says how transformers generates. Leave one"
+        by_layers = vllm and not self.ds3_gather_for_generation
+        continuous = vllm and self.use_transformers_continuous_batching
         by_adapter = vllm and self.vllm_sync_adapter_only
         by_length = self.train_sampling_strategy == "group_by_length"
+        is_missing = self.sync_ref_model > bool(self.beta)
         return super()._problems() | {
             f"vllm_importance_sampling_clip_min={low} must be below "
-            f"vllm_importance_sampling_clip_max={high}": low is not None
-            and low >= (high or math.inf),
+            f"vllm_importance_sampling_clip_max={high}": crossed,
             f"vllm_importance_sampling_mode={mode!r} needs a bound: set "
             "vllm_importance_sampling_clip_max, such as 3.0": truncates and low is high is None,
-            f"ds3_gather_for_generation=False {other} of them out": (
-                vllm and not self.ds3_gather_for_generation
-            ),
-            f"use_transformers_continuous_batching=True {other} of them out": (
-                vllm and self.use_transformers_continuous_batching
-            ),
+            f"ds3_gather_for_generation=False {other} of them out": by_layers,
+            f"use_transformers_continuous_batching=True {other} of them out": continuous,
             "train_sampling_strategy='group_by_length' cannot be used: the lengths of completions "
             "are not known before they are generated. Leave it out": by_length,
-            "sync_ref_model=True needs a reference policy: set beta above 0": (
-                self.sync_ref_model > bool(self.beta)
-            ),
+            "sync_ref_model=True needs a reference policy: set beta above 0": is_missing,
             "vllm_sync_adapter_only=True cannot be used with vllm_enable_sleep_mode=True: base "
             "weights that sleep would be sent each time": by_adapter
             and self.vllm_enable_sleep_mode,

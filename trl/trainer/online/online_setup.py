@@ -65,11 +65,8 @@ def with_prompts(dataset: Any, tokenizer: Any) -> Any:
             "The dataset has input_ids but no prompt: pass the tokenizer as processing_class, or a "
             "dataset with a 'prompt' column."
         )
-    warnings.warn(
-        "A dataset with input_ids is decoded; pass a 'prompt' column instead.",
-        FutureWarning,
-        stacklevel=4,
-    )
+    words = "A dataset with input_ids is decoded; pass a 'prompt' column instead."
+    warnings.warn(words, FutureWarning, stacklevel=4)
     return dataset.map(lambda row: {"prompt": tokenizer.decode(row["input_ids"])})
 
 
@@ -131,10 +128,7 @@ def _check_size(size: int, args: OnlineConfig) -> None:
 
 
 def repeated(dataset: Any, mode: Mode, args: OnlineConfig, encode: PromptEncoder) -> Any:
-    """A dataset as it is read, and what has the order of its prompts, repeated for their groups.
-
-    A stream has its order itself. Prompts that are only evaluated are checked by now.
-    """
+    """A dataset as it is read, and what has the order of its prompts, repeated for their groups."""
     plan, shuffles = args.batch_plan, args.shuffle_dataset or mode == "eval"
     repeats = plan.group_size, plan.round_rows // plan.group_size, plan.micro_steps_per_round
     if mode == "eval":

@@ -107,8 +107,7 @@ class OnlineTrainer(BaseTrainer):
         self.set_up()
         # Rewards ask environments once they have begun.
         if args.reward_dry_run and self.agents.environments is None:
-            row = next(iter(self.train_dataset), None)
-            if row is None:
+            if (row := next(iter(self.train_dataset), None)) is None:
                 raise ValueError("train_dataset has no rows.")
             if args.remove_unused_columns:
                 row = {name: row[name] for name in COLUMNS if name in row}
@@ -213,10 +212,7 @@ class OnlineTrainer(BaseTrainer):
 
     @property
     def skips_zero_advantages(self) -> bool:
-        """Whether a row of zero advantage adds exactly nothing to the gradient, so may be left out.
-
-        That holds while each term of the loss is a multiple of the advantage.
-        """
+        """Whether rows of zero advantage may be left out: all of the loss is a multiple of it."""
         return bool(self.args.skip_zero_advantages) and self.router_coefficient == 0.0
 
     def prepare(self, inputs: list[dict[str, Any]], mode: Mode) -> Rollout:
@@ -239,15 +235,14 @@ class OnlineTrainer(BaseTrainer):
         with self.phases.inference("generation", len(rows)):
             generations = self.generate(prompts, mode)
         prompts, rows = generations.prompts(prompts), generations.rows(rows)
-        completions = generations.messages or self.encode.completions(
-            prompts, generations.completion_ids
-        )
+        ids = generations.completion_ids
+        completions = generations.messages or self.encode.completions(prompts, ids)
         with self.phases.inference("scoring"):
             batch = assemble(prompts, generations, mode, self.args, self.ranks)
             if batch.sampling_logps is not None:
                 batch = batch.replace(sampled_by_policy=self.backend.reports_policy_logps)
             batch, healthy = self.scoring.score(batch, self.state.global_step)
-        inputs = RewardInputs(rows, completions, generations.completion_ids, self.state)
+        inputs = RewardInputs(rows, completions, ids, self.state)
         with self.phases("rewards"):
             size, report = self.args.group_size_in(mode), self.metrics[mode].value
             table, extras = self.rewards(inputs, size, report)
@@ -302,10 +297,7 @@ class OnlineTrainer(BaseTrainer):
     def clipped_losses(
         self, ratio: Tensor, batch: Rollout, mask: Tensor, most: float | None = None
     ) -> Tensor:
-        """Return the clipped surrogate (B, C) or (B, 1) of ratios, as the mask is, and record it.
-
-        `most` bounds a ratio that is not clipped.
-        """
+        """Return the clipped surrogate (B, C) or (B, 1), recorded; `most` bounds other ratios."""
         low, high = self.args.clip_range
         flags = clip_flags(ratio, batch.advantages, low, high)
         record_clipping(self.metrics[batch.mode], *flags, mask)

@@ -64,8 +64,7 @@ def assemble(
         mask = mask & ~_truncated(generations)[:, None]
     mask = mask.to(args.device)
     totals = ranks.sum(torch.stack([mask.sum(), mask.any(1).sum()]))
-    logps = generations.sampling_logps
-    if logps is not None:
+    if (logps := generations.sampling_logps) is not None:
         logps = pad_ragged(logps, 0.0, dtype=torch.float32).to(args.device)
     return Rollout(
         prompt_ids=prompts.token_ids,
@@ -91,8 +90,7 @@ def credited(
 
 def rows_with_gradient(batch: Rollout, advantages: Tensor) -> list[bool]:
     """Mark the rows whose gradient is not exactly zero, if each term has the advantage in it."""
-    credited = (advantages != 0).view(len(batch), -1) & batch.loss_mask
-    return credited.any(1).tolist()
+    return ((advantages != 0).view(len(batch), -1) & batch.loss_mask).any(1).tolist()
 
 
 def _truncated(generations: Generations) -> Tensor:
@@ -144,18 +142,15 @@ class Scoring:
         return not self.is_on_policy(mode) or self.args.penalizes_rewards or needs_values
 
     def score(self, batch: Rollout, step: int) -> tuple[Rollout, bool]:
-        """Add old and reference log-probabilities, if something needs them.
-
-        Returns the batch, and whether all of them are finite on every rank; unless they are,
-        `non_finite="raise"` makes it a `NonFiniteError`.
-        """
+        """Add old and reference log-probabilities that are needed; say whether all are finite."""
         self.agree_on(batch)
         if self.scores_policy(batch.mode):
             batch = self._with_policy_logps(batch)
             self._watch("log-probability of the policy", batch.old_logps, batch)
         if self.reference is not None:
             with self.reference.active(self.policy.model) as reference:
-                batch = batch.replace(ref_logps=self._frozen_scores(reference, batch).logps)
+                scores = self._frozen_scores(reference, batch, None, None)
+                batch = batch.replace(ref_logps=scores.logps)
             self._watch("log-probability of the reference", batch.ref_logps, batch)
         try:
             if self.scores_policy(batch.mode) or self.reference is not None:
@@ -181,31 +176,21 @@ class Scoring:
             return self.scorer.logps(self.policy.model, batch)[0].tolist()
 
     def _with_policy_logps(self, batch: Rollout) -> Rollout:
-        """Those computed while generating, where only the KL penalty reads them; else a pass.
-
-        A ratio of probabilities is formed from the same computation on both sides, so that rounding
-        does not look like a policy that has moved.
-        """
+        """Those computed while generating, where only the KL penalty reads them; else a pass."""
+        # Both sides of a ratio are computed alike, or rounding would look like a policy that moved.
         on_policy, values = self.is_on_policy(batch.mode), self.values(self.policy.model)
         reuses = self.args.reuse_sampling_logps and values is None
         if batch.sampled_by_policy and reuses and on_policy:
             return batch.replace(old_logps=batch.sampling_logps)
-        support = None if on_policy else self._support(batch)
+        # The filters of the engine, if what it reported is to be compared with the policy.
+        support = self.support if batch.has_foreign_logps and not on_policy else None
         scores = self._frozen_scores(self.policy.model, batch, support, values)
         if scores.values is not None:
             self._watch("value", scores.values, batch)
         return batch.replace(old_logps=scores.logps, log_mass=scores.log_mass, values=scores.values)
 
-    def _support(self, batch: Rollout) -> Support | None:
-        """The filters of the engine, if what it reported is to be compared with the policy."""
-        return self.support if batch.has_foreign_logps else None
-
     def _frozen_scores(
-        self,
-        model: nn.Module,
-        batch: Rollout,
-        support: Support | None = None,
-        values: Reader | None = None,
+        self, model: nn.Module, batch: Rollout, support: Support | None, values: Reader | None
     ) -> TokenScores:
         args = self.args
         size = args.eval_rows if batch.mode == "eval" else args.batch_plan.micro_batch
@@ -230,15 +215,14 @@ class Scoring:
         self, model: nn.Module, batch: Rollout, store: MetricStore, with_entropy: bool
     ) -> TokenScores:
         """Score the rows that have a gradient; the others count as not moved."""
-        rows = self._rows_to_score(batch)
-        if not rows:
+        if not (rows := self._rows_to_score(batch)):
             # Their gradient is zero, not absent: the optimizer steps as it does elsewhere.
             trained = [p for p in model.parameters() if p.requires_grad]
             zero = torch.stack([p.flatten()[:1].sum().float() for p in trained]).sum() * 0.0
             return TokenScores(logps=_constant_logps(batch) + zero)
         part = batch if len(rows) == len(batch) else batch.select(rows)
         # What was scored once a round, with the weights that generated, is known by now.
-        support = self._support(batch) if batch.old_logps is None else None
+        support = self.support if batch.has_foreign_logps and batch.old_logps is None else None
         scores = self.scorer(model, part, with_entropy, support, self.values(model))
         self._watch("log-probability", scores.logps, part)
         if scores.entropies is not None:
@@ -300,8 +284,7 @@ class Scoring:
 
     def check(self, step: int) -> None:
         """Compare the mean gap since the last check with its bound; every rank must call this."""
-        bound = self.args.vllm_max_logp_gap
-        if bound is None:
+        if (bound := self.args.vllm_max_logp_gap) is None:
             return
         none = torch.zeros(2, device=self.args.device)
         total, count = self.policy.ranks.sum(torch.stack([none, *self.gaps]).sum(0)).tolist()

@@ -90,10 +90,7 @@ def make_backend(
     report: Callable[[str, float], None],
     encode: PromptEncoder,
 ) -> VLLMBackend:
-    """Start an engine for a policy, or connect it with servers; see `make_engine`.
-
-    `ServerError`: a server is not ready in time, or was not started for training.
-    """
+    """Start an engine for a policy, or connect it with servers (else, a `ServerError`)."""
     check_weights(handle.model)
     longest = encode.longest.get("train_dataset", (0, 0))
     shared: dict[str, Any] = {"probe_syncs": args.vllm_probe_syncs, "report": report}
