@@ -21,12 +21,10 @@ class Command:
     source: str = ""  # the path of a dataclass with its options, where importing them takes long
 
     def run(self, words: list[str]) -> None:
-        """Do what the words after the name say."""
         import_module(self.module).main(words)
 
     @property
     def module(self) -> str:
-        """Where it is."""
         return f"trl.cli.{self.name.replace('-', '_')}"
 
     def option_parser(self) -> Any:
@@ -85,15 +83,12 @@ class TrainingCommand(Command):
 
     def help(self, parser: TrlParser) -> str:
         """The options that a first run needs."""
-        groups = {
-            "required": [name for names in self.needed for name in names],
-            "common": self.common,
-        }
+        needed = [name for names in self.needed for name in names]
         return "\n".join(
             [
                 f"usage: trl {self.name} [options]\n\n{self.summary}\n\nexample:",
                 f"  trl {self.name} {self.example}\n",
-                short_help(parser, groups),
+                short_help(parser, {"required": needed, "common": self.common}),
                 f"`trl {self.name} --help-all` lists all {len(parser.names)} options. Options of "
                 "`accelerate launch`, such as\n--num_processes 2, may stand among them.",
             ]
@@ -194,9 +189,7 @@ COMMANDS: dict[str, Command] = TRAINING | {
         Command("env", "print versions for a bug report"),
     )
 }
-
-# Commands of Hugging Face TRL that this release does not have.
-ABSENT = ("distillation",)
+ABSENT = ("distillation",)  # commands of Hugging Face TRL that this release does not have
 
 
 def unknown_command(name: str) -> str:

@@ -51,22 +51,16 @@ def read_records(path: Path, split: str) -> list[dict[str, Any]]:
     records = []
     with file.open(encoding="utf-8") as lines:  # splitlines would split inside of completions
         for number, line in enumerate(lines, 1):
+            record, expected = None, "the record of a completion"
             try:
-                records.append(_record(line, f"line {number} of {file}"))
+                record = json.loads(line)
             except ValueError:
-                if line.endswith("\n"):  # else a run is writing it
-                    raise
+                expected = "valid JSON"
+            if isinstance(record, dict) and record.keys() >= FIELDS:
+                records.append(record)
+            elif line.endswith("\n"):  # else a run is writing it
+                raise ValueError(f"line {number} of {file} is not {expected}.")
     return records
-
-
-def _record(line: str, place: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        raise ValueError(f"{place} is not valid JSON.") from None
-    if not isinstance(record, dict) or not record.keys() >= FIELDS:
-        raise ValueError(f"{place} is not the record of a completion.")
-    return record
 
 
 def select(records: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -101,21 +95,14 @@ def show(records: list[dict[str, Any]]) -> None:
         table.add_column(name, overflow="fold")
     for _, group in groupby(records, key=lambda r: (r["step"], r.get("round"), r["group"])):
         for place, record in enumerate(group):
-            table.add_row(*map(text, _cells(record, names, shows_prompt=place == 0)))
+            prompt = "  same" if place else as_text(record["prompt"])
+            cells = [str(record["step"]), prompt, as_text(record["completion"]), record["finish"]]
+            numbers = [record["rewards"].get(name) for name in names]
+            for number in (*numbers, record["reward"], record["advantage"]):
+                cells.append("-" if number is None else f"{number:.3f}")
+            table.add_row(*map(text, cells))
         table.add_section()
     console = require("rich.console", "trl completions").Console()
     with console.capture() as capture:
         console.print(table)
     print(capture.get(), end="")  # printed by rich, a closed pipe would end with its own status
-
-
-def _cells(record: dict[str, Any], names: list[str], shows_prompt: bool) -> list[str]:
-    numbers = [record["rewards"].get(name) for name in names]
-    numbers += [record["reward"], record["advantage"]]
-    return [
-        str(record["step"]),
-        as_text(record["prompt"]) if shows_prompt else "  same",
-        as_text(record["completion"]),
-        record["finish"],
-        *("-" if number is None else f"{number:.3f}" for number in numbers),
-    ]

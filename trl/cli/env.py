@@ -6,14 +6,6 @@ from pathlib import Path
 
 from ..imports import version_of
 
-OPTIONAL = {
-    "bitsandbytes version": "bitsandbytes",
-    "DeepSpeed version": "deepspeed",
-    "Liger-Kernel version": "liger_kernel",
-    "PEFT version": "peft",
-    "vLLM version": "vllm",
-}
-
 
 def main(words: list[str] | None = None) -> None:
     """Print the report."""
@@ -39,7 +31,12 @@ def report() -> dict[str, str]:
         "Accelerate config": _accelerate_config(),
         "Datasets version": version("datasets"),
         "HF Hub version": version("huggingface_hub"),
-    } | {name: version(package) for name, package in OPTIONAL.items()}
+        "bitsandbytes version": version("bitsandbytes"),
+        "DeepSpeed version": version("deepspeed"),
+        "Liger-Kernel version": version("liger_kernel"),
+        "PEFT version": version("peft"),
+        "vLLM version": version("vllm"),
+    }
 
 
 def version(package: str) -> str:

@@ -37,10 +37,7 @@ STRATEGIES = {"multi_gpu", "use_deepspeed", "use_fsdp", "tpu", "use_megatron_lm"
 
 
 def launch(command: str, parser: TrlParser, words: list[str]) -> None:
-    """Start the workers of a training command, from `trl.scripts`, and wait for them.
-
-    `words` mix options of both. A SystemExit has the workers' status, or 2 for unusable options.
-    """
+    """Start the workers of a training command, wait for them, and end with their status."""
     try:
         _start(command, parser, words)
     except KeyboardInterrupt:
@@ -75,10 +72,7 @@ def _start(command: str, parser: TrlParser, words: list[str]) -> None:
 
 
 def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
-    """Tell words for the script, whose options `parser` knows, from the launcher's; with a file's.
-
-    A ValueError names options that neither knows, and values that do not fit.
-    """
+    """Tell words for the script, which `parser` knows, from the launcher's; with those in files."""
     ours: list[str] = []
     theirs: list[str] = []
     group: list[str] | None = None
@@ -102,7 +96,7 @@ def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def launch_options(launcher: list[str]) -> dict[str, Any]:
-    """What words for `accelerate launch` and the configuration file they name come to, by name."""
+    """What words for `accelerate launch` and the file that they name come to."""
     return vars(_validate_launch_command(_parsed(launcher))[0])
 
 

@@ -57,10 +57,7 @@ def make_parser(method: str = "rloo") -> TrlParser:
 
 
 def plan_of(parser: TrlParser, values: dict[str, Any], launched: Mapping[str, Any]) -> Plan:
-    """Plan what the options of a training command describe; refuses what training would refuse.
-
-    `launched` are the options of `accelerate launch`; see `read_sharding`.
-    """
+    """Plan what options of training and of `accelerate launch` describe, or refuse it likewise."""
     script, training, model_args, _ = build_options(parser, values, launched["num_processes"])[-4:]
     return make_plan(script, training, model_args, read_sharding(launched))
 
@@ -87,10 +84,7 @@ def make_plan(
     model_args: ModelConfig,
     sharding: Sharding | None = None,
 ) -> Plan:
-    """Plan a run from its three configurations, and from what its ranks divide.
-
-    A model without a configuration is an OSError, an engine that does not fit a ValueError.
-    """
+    """Plan a run from its three configurations, and from what its ranks divide."""
     trusted = training.trust_remote_code
     revision = (training.model_init_kwargs or {}).get("revision", model_args.model_revision)
     config = load_config(model_args.model_name_or_path or "", revision, trusted)
@@ -120,14 +114,9 @@ def settings(
     script: ScriptArguments, training: Any, model_args: ModelConfig, config: Any
 ) -> RunSettings:
     """Turn options into the numbers of the estimate."""
-    weight_bytes, product_bytes, matrix_bytes = _precision(training, model_args, config)
     has_gpu = torch.cuda.is_available() and not training.use_cpu
-    facts: dict[str, Any] = {
-        "weight_bytes": weight_bytes,
-        "product_bytes": product_bytes,
-        "matrix_bytes": matrix_bytes,
-        "on_cpu": script.device_memory_gb is None and not has_gpu,
-    }
+    facts = _precision(training, model_args, config)
+    facts["on_cpu"] = script.device_memory_gb is None and not has_gpu
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(training, OfflineConfig):
         length = training.max_length or context or ASSUMED_PROMPT
@@ -202,24 +191,30 @@ def _division(
     return found
 
 
-def _precision(
-    training: Any, model_args: ModelConfig, config: Any
-) -> tuple[int, int, float | None]:
-    """Bytes of a weight, of an operand of a product, and of a quantized weight."""
+def _precision(training: Any, model_args: ModelConfig, config: Any) -> dict[str, Any]:
+    """Settings about bytes of weights, of operands of products, and of quantized weights."""
     dtype = (training.model_init_kwargs or {}).get("dtype", model_args.dtype)
     if dtype in (None, "auto"):
         dtype = getattr(config.get_text_config(), "dtype", None) or "float32"
     weight = (getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize
-    product = 2 if training.bf16 or training.fp16 else weight
-    matrix = quantized_bytes(model_args)
-    return weight if matrix is None else 4, product, matrix
+    product, matrix = 2 if training.bf16 or training.fp16 else weight, quantized_bytes(model_args)
+    weight = weight if matrix is None else 4
+    return {"weight_bytes": weight, "product_bytes": product, "matrix_bytes": matrix}
 
 
 def _notes(plan: Plan, script: Any, training: Any) -> list[str]:
     """What the plan takes for granted or leaves out."""
     run, context, shares = plan.run, plan.model.context, plan.estimate.shares
     length, sharding = run.prompt + run.completion, run.sharding
-    notes = _notes_on_options(run, script, training, context) | {
+    is_known = script.longest_prompt or getattr(training, "max_prompt_length", None)
+    is_cut = run.generates and run.prompt < ASSUMED_PROMPT
+    rest = f", what max_completion_length leaves of the model's context of {context}"
+    notes = {
+        f"Prompts are assumed to have up to {run.prompt} tokens{rest * is_cut}; say "
+        "--longest_prompt.": bool(run.prompt and not is_known),
+        "The reward model is not counted.": (
+            getattr(script, "reward_model_name_or_path", None) is not None
+        ),
         f"The longest {'prompt and completion' if run.prompt else 'rows'} have {length} tokens, "
         f"more than the model's context of {context}.": length > (context or length),
         f"What {run.optimizer} keeps is not known; two float32 states are assumed.": (
@@ -235,22 +230,7 @@ def _notes(plan: Plan, script: Any, training: Any) -> list[str]:
         ),
         "Quantized weights stay whole on every rank; "
         "bnb_4bit_quant_storage=bfloat16 lets them be divided.": (
-            sharding.divides_weights and run.matrix_bytes is not None and not run.divides_quantized
+            all((sharding.divides_weights, run.matrix_bytes, not run.divides_quantized))
         ),
     }
     return [text for text, holds in notes.items() if holds]
-
-
-def _notes_on_options(
-    run: RunSettings, script: Any, training: Any, context: int | None
-) -> dict[str, bool]:
-    is_known = script.longest_prompt or getattr(training, "max_prompt_length", None)
-    is_cut = run.generates and run.prompt < ASSUMED_PROMPT
-    rest = f", what max_completion_length leaves of the model's context of {context}"
-    return {
-        f"Prompts are assumed to have up to {run.prompt} tokens{rest * is_cut}; say "
-        "--longest_prompt.": bool(run.prompt and not is_known),
-        "The reward model is not counted.": (
-            getattr(script, "reward_model_name_or_path", None) is not None
-        ),
-    }

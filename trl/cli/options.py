@@ -97,7 +97,6 @@ class _Source(dict):
         }
 
     def _home(self, node: ast.ImportFrom) -> str:
-        """The module that a line imports from."""
         above = self._package[: len(self._package) + 1 - node.level] if node.level else []
         return ".".join([*above, *filter(None, [node.module])])
 
@@ -116,7 +115,13 @@ class _Source(dict):
             return self._value(self._constants[name])
         if name in self._classes:
             return self._class(self._classes[name])
-        return _elsewhere(self._imported.get(name, ""))
+        path = self._imported.get(name, "")
+        module, _, known_as = HOMES.get(path, path).rpartition(".")
+        package = module.partition(".")[0]
+        if package in ("trl", "transformers") and known_as in _source(module):
+            return _source(module)[known_as]
+        # Functions of this package alone are imported, to be called.
+        return getattr(importlib.import_module(module), known_as) if package == "trl" else Computed
 
     def _value(self, expression: ast.expr) -> Any:
         with suppress(Exception):  # of what is done with values that only an import would tell
@@ -144,15 +149,6 @@ class _Source(dict):
 
 
 _source = cache(_Source)
-
-
-def _elsewhere(path: str) -> Any:
-    """An imported name; functions of this package alone are imported, to be called."""
-    module, _, name = HOMES.get(path, path).rpartition(".")
-    package = module.partition(".")[0]
-    if package in ("trl", "transformers") and name in _source(module):
-        return _source(module)[name]
-    return getattr(importlib.import_module(module), name) if package == "trl" else Computed
 
 
 def _located(module: str) -> tuple[Path, list[str]]:

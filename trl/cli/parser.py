@@ -73,7 +73,7 @@ class TrlParser(OneLineParser):
             if is_flag(option.annotation) and f"no_{option.name}" not in self._options:
                 self.add_argument(f"--no_{option.name}", dest=option.name, **hidden)
         for kind in self.dataclass_types:
-            self._add_legacy(_legacy_names(kind))
+            self._add_legacy(getattr(kind, "legacy_options", {}))
 
     def parse_args_and_config(
         self,
@@ -165,14 +165,12 @@ class TrlParser(OneLineParser):
         ]
         if missing:
             self.error(required(missing))
-        taken = [
-            {*_field_names(kind), *self._legacy.intersection(_legacy_names(kind))}
-            for kind in self.dataclass_types
-        ]
-        return tuple(
-            kind(**{name: value for name, value in values.items() if name in names})
-            for kind, names in zip(self.dataclass_types, taken, strict=True)
-        )
+        built = []
+        for kind in self.dataclass_types:
+            legacy = self._legacy.intersection(getattr(kind, "legacy_options", ()))
+            names = legacy.union(_field_names(kind))
+            built.append(kind(**{name: value for name, value in values.items() if name in names}))
+        return tuple(built)
 
     def check(self, words: Sequence[str], others: Collection[str] = ()) -> None:
         """Refuse words that are left over, options of another program (`others`) excepted."""
@@ -215,7 +213,6 @@ class TrlParser(OneLineParser):
         return f"--{name}" in self._option_string_actions
 
     def _take_defaults(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Take defaults for options; return the other entries."""
         self._defaults_from_config |= {k: v for k, v in values.items() if k in self._options}
         return {k: v for k, v in values.items() if k not in self._options}
 
@@ -267,10 +264,6 @@ def required(names: Sequence[str]) -> str:
 
 def _field_names(kind: type) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(kind) if field.init}
-
-
-def _legacy_names(kind: type) -> dict[str, Any]:
-    return getattr(kind, "legacy_options", {})
 
 
 def option_name(word: str) -> str:

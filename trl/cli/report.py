@@ -78,11 +78,10 @@ def read_run(folder: Path, most: int) -> dict[str, Any]:
     if file.exists():
         found = json.loads(file.read_text(encoding="utf-8"))
         settings = found.pop("options", {}) | found
+    words = {name: json.dumps(x, ensure_ascii=False) for name, x in sorted(settings.items())}
     return {
         "name": folder.resolve().name,
-        "settings": {
-            name: json.dumps(settings[name], ensure_ascii=False) for name in sorted(settings)
-        },
+        "settings": words,
         "metrics": _metrics(folder),
         "completions": {split: _completions(folder, split, most) for split in SPLITS},
     }
@@ -93,13 +92,12 @@ def _metrics(folder: Path) -> list[dict[str, Any]]:
     seconds: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for event in StepLines(folder / "memory.jsonl").read():
         seconds[event["step"]][f"seconds/{event['phase']}"] += event["end"] - event["start"]
-    found = (
-        log | seconds.get(log["step"], {}) for log in StepLines(folder / "metrics.jsonl").read()
-    )
-    return [
-        {name: x for name, x in log.items() if isinstance(x, int | float) and math.isfinite(x)}
-        for log in found
-    ]
+    found = []
+    for log in StepLines(folder / "metrics.jsonl").read():
+        numbers = {name: x for name, x in log.items() if isinstance(x, int | float)}
+        numbers |= seconds.get(log["step"], {})
+        found.append({name: x for name, x in numbers.items() if math.isfinite(x)})
+    return found
 
 
 def _completions(folder: Path, split: str, most: int) -> dict[str, Any]:
@@ -117,9 +115,7 @@ def _completions(folder: Path, split: str, most: int) -> dict[str, Any]:
         for record in records
     ]
     pages = [_packed(texts[i : i + ON_A_PAGE]) for i in range(0, len(texts), ON_A_PAGE)]
-    columns: dict[str, list[Any]] = {
-        name: [record.get(name) for record in records] for name in INDEX
-    }
+    columns = {name: [record.get(name) for record in records] for name in INDEX}
     columns["length"] = [len(record.get("completion_ids") or ()) for record in records]
     return {"total": len(found), "columns": _packed(columns), "pages": pages}
 

@@ -130,10 +130,7 @@ KNOWN_REWARDS: dict[str, Callable[..., Any]] = {
 
 
 def find_reward(name: str) -> Callable[..., Any]:
-    """Find a reward function: a known name, `package.module.function`, or `file.py:function`.
-
-    The current folder is searched first. A ValueError names the closest function, or what failed.
-    """
+    """Find a reward function: a known name, `package.module.function`, or `file.py:function`."""
     if name in KNOWN_REWARDS:
         return KNOWN_REWARDS[name]
     is_file = ".py:" in name

@@ -43,10 +43,7 @@ def is_flag(annotation: Any) -> bool:
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """Convert a string, a list of strings or a YAML value to a type, or to one of a union.
-
-    Those are tried in the order that loses the least; a `ConversionError` says what was expected.
-    """
+    """Convert a string, a list of strings or a YAML value to a type, or the best one of a union."""
     choices, alone = members(annotation), _alone(value)
     # Where text is allowed, the word "none" is text.
     is_none = str(alone).lower() in NONE and str not in choices

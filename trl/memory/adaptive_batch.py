@@ -112,10 +112,7 @@ class AdaptiveBatch:
 
 
 def drop_frames(error: BaseException | None) -> None:
-    """Let go of the local variables, tensors among them, of the calls that `error` passed through.
-
-    The traceback itself stays, to be shown. Errors that led to `error` are treated alike.
-    """
+    """Let go of local variables of the calls that an error, and what led to it, passed through."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -188,10 +188,7 @@ def _trains(module: nn.Module) -> bool:
 
 
 def draw(jsonl: Path, png: Path) -> bool:
-    """Draw the peak of each phase over time, one panel below the other, of what `Timeline` wrote.
-
-    False: nothing was drawn, as no phase has a peak, or matplotlib is missing, which is logged.
-    """
+    """Draw the peak of each phase over time; False if there is none, or no matplotlib (logged)."""
     try:
         library = require("matplotlib.figure", "The chart of memory over time")
     except ImportError as error:

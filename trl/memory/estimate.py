@@ -62,10 +62,7 @@ class Layer:
 
 
 class Head:
-    """What the output projection and log-probabilities take, in bytes; a classifier has none.
-
-    Logits exist one tile of tokens x vocabulary entries at a time, or all at once for a chunk of 0.
-    """
+    """Bytes of the output projection and log-probabilities; logits in tiles, or whole (chunk 0)."""
 
     def __init__(self, model: ModelSize, run: RunSettings):
         self._model, self._run, product = model, run, run.product_bytes
@@ -125,7 +122,6 @@ class Head:
 
 
 def _blocks(logits: int) -> int:
-    """Bytes of two tensors of a block of logits."""
     return 2 * FLOAT32 * min(logits, BLOCK_ELEMENTS)
 
 
@@ -157,12 +153,10 @@ class Estimate:
 
     @property
     def totals(self) -> dict[str, float]:
-        """Bytes of each phase."""
         return {name: parts.total for name, parts in self.phases.items()}
 
     @property
     def peak(self) -> float:
-        """Bytes of the largest phase."""
         return max(self.totals.values())
 
     def _generation(self) -> Parts:
@@ -255,5 +249,4 @@ class Estimate:
 
 
 def _largest(*moments: Parts) -> Parts:
-    """The moment at which most is held."""
     return max(moments, key=lambda parts: parts.total)

@@ -94,7 +94,12 @@ class PhaseMeter:
         try:
             yield
         finally:
-            self._unwind(depth)
+            while len(self._open) > depth:
+                self._boundary()
+                event = replace(self._open.pop(), end=time.perf_counter() - self._born)
+                merge_peaks(self._metrics, event)
+                for listener in self.on_phase_end:
+                    listener(event)
 
     def take(self) -> dict[str, float]:
         """Return the largest figure of each phase that ended since the last call.
@@ -103,14 +108,6 @@ class PhaseMeter:
         """
         metrics, self._metrics = self._metrics, {}
         return metrics
-
-    def _unwind(self, depth: int) -> None:
-        while len(self._open) > depth:
-            self._boundary()
-            event = replace(self._open.pop(), end=time.perf_counter() - self._born)
-            merge_peaks(self._metrics, event)
-            for listener in self.on_phase_end:
-                listener(event)
 
     def _boundary(self) -> None:
         """Give the stretch that ends here to the innermost phase."""
@@ -131,10 +128,7 @@ def merge_peaks(metrics: dict[str, float], event: PhaseEvent) -> None:
 
 
 def cuda_figures(device: torch.device) -> dict[str, float]:
-    """Read the caching allocator of a CUDA device, without waiting; nothing before CUDA is in use.
-
-    Peaks of what is allocated and reserved since the last call, and the fragmentation now.
-    """
+    """Peaks of what a CUDA device allocated and reserved since the last call, without waiting."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     if not stats:
         return {}

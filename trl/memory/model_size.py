@@ -53,10 +53,7 @@ def model_size(
     trust_remote_code: bool = False,
     classifies: bool = False,
 ) -> ModelSize:
-    """Measure the language model, or classifier, that `config` describes, without allocating it.
-
-    With `peft_config` (`peft.PeftConfig`), an adapter is trained instead of all weights.
-    """
+    """Measure the language model, or classifier, that `config` describes, without allocating it."""
     with torch.device("meta"):
         model = _empty_model(config, trust_remote_code, classifies=classifies)
         base = sum(p.numel() for p in model.parameters())
@@ -83,11 +80,9 @@ def model_size(
 def shares_prompts(
     config: PretrainedConfig, attention: str | None, longest: int, classifies: bool = False
 ) -> bool:
-    """Whether completions of a model can see one copy of their prompt, in rows up to `longest`.
-
-    Code shipped with the model does not run. `attention` is None for what transformers takes.
-    """
+    """Whether completions of a model can see one copy of their prompt, in rows up to `longest`."""
     try:
+        # Code shipped with the model does not run.
         model = _empty_model(config, False, attention, classifies)
     except ValueError:  # this model has no such attention
         return False

@@ -36,7 +36,6 @@ class Change:
 
     @property
     def peak(self) -> float:
-        """Bytes of the largest phase with it."""
         return max(self.phases.values())
 
 
@@ -62,7 +61,6 @@ class Plan:
 
     @cached_property
     def estimate(self) -> Estimate:
-        """Bytes of each phase."""
         return Estimate(self.model, self.run)
 
     @property
@@ -269,8 +267,7 @@ def _ranks(plan: Plan) -> str:
 
 
 def _count(parameters: int) -> str:
-    scale, unit = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
-    return f"{parameters / scale:.3g} {unit}"
+    return f"{parameters / 1e9:.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
 
 
 def _phases(plan: Plan) -> str:

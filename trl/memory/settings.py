@@ -41,12 +41,10 @@ class Sharding:
 
     @property
     def is_zero(self) -> bool:
-        """Whether DeepSpeed trains."""
         return self.engine == "zero"
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether FSDP trains."""
         return self.engine.startswith("fsdp")
 
     @property
@@ -163,7 +161,6 @@ class RunSettings:
         return self.replace(micro_batch=rows, slices=passes, accumulation=passes)
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with fields changed."""
         return replace(self, **changes)
 
     def of_length(self, tokens: int) -> Self:
@@ -203,10 +200,7 @@ class RunSettings:
         return min(self.micro_batch, self.groups(self.micro_batch)) * max(0, self.prompt - 1)
 
     def forward_passes(self, cuts: bool) -> list[int]:
-        """Tokens of each pass of the forward over a micro-batch.
-
-        If it `cuts`, a long one is a pass over shared prompts, then some over the completions.
-        """
+        """Tokens of each pass over a micro-batch; it `cuts` long ones behind the shared prompts."""
         rows = self.micro_batch
         if not self.shared_prefix:
             return [rows * (self.prompt + self.completion)]
@@ -232,8 +226,7 @@ def _of_every_run(args: "BaseConfig") -> dict[str, Any]:
 def read_sharding(options: Mapping[str, Any]) -> Sharding:
     """What the options of `accelerate launch` mean, under their names there, such as `zero_stage`.
 
-    Those of the `fsdp_config` and the `deepspeed_config` of a configuration file are among them. A
-    sharding strategy that is not known is a ValueError.
+    They include those of a configuration file. A strategy that is not known is a ValueError.
     """
     found = Sharding(ranks=options.get("num_processes", 1))
     if options.get("use_deepspeed") or options.get("use_fsdp"):

@@ -27,11 +27,9 @@ class Parts:
 
     @property
     def total(self) -> float:
-        """Bytes of all parts."""
         return sum(getattr(self, field.name) for field in fields(self))
 
     def plus(self, **more: float) -> Self:
-        """Return a copy with bytes added to some parts."""
         return replace(self, **{name: getattr(self, name) + size for name, size in more.items()})
 
 
@@ -148,14 +146,11 @@ class Shares:
 
     @property
     def waiting(self) -> float:
-        """What a rank has of them between the micro-batches of an update.
-
-        ZeRO-1, with its bucket, and FSDP, unless `syncs`, sum whole ones until the last of them.
-        """
+        """What a rank has of them between the micro-batches of an update."""
         sharding = self.sharding
         if sharding.is_zero and sharding.stage == OPTIMIZER:
             return self.whole_gradients + self._bucket
-        if sharding.is_fsdp and sharding.stage and not sharding.syncs:
+        if sharding.is_fsdp and sharding.stage and not sharding.syncs:  # sums whole ones
             return max(self.gradients, self.whole_gradients)
         return self.gradients
 

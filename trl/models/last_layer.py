@@ -27,10 +27,7 @@ _readings = weakref.WeakKeyDictionary[nn.Module, _Reading]()  # of both parts of
 
 
 def skip_unread(model: nn.Module) -> None:
-    """Let the last layer of a model understand what a packed layout reads, if it can.
-
-    Its attention must call `tell`, also when activations are recomputed.
-    """
+    """Let the last layer compute only what a packed layout reads, if its attention will `tell`."""
     layers = getattr(causal_model(model).base_model, "layers", None)
     last = layers[-1] if isinstance(layers, nn.ModuleList) and len(layers) else None
     attention, mlp = getattr(last, "self_attn", None), getattr(last, "mlp", None)

@@ -189,13 +189,11 @@ class LayoutCheck:
 def precisions_to_check(
     model: nn.Module, autocast: torch.dtype | None
 ) -> Sequence[torch.dtype | None]:
-    """Precisions of autocast for a check: none, where that is finer, and the one that is used.
-
-    No rounding hides an error of the layout in the finer one; the other has the kernels that run.
-    """
+    """Precisions of autocast for a check: none, where that is finer, and the one that is used."""
     if autocast is None:
         return (None,)
     own = working_precision(causal_model(model))
+    # No rounding hides an error in the finer one; the other has the kernels that run.
     return (autocast,) if coarsest(own, autocast) == own else (None, autocast)
 
 

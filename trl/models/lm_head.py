@@ -53,7 +53,6 @@ class OutputHead:
 
     @property
     def _inner(self) -> Any:
-        """The module below a wrapper of its own."""
         return unwrapped(self.module)
 
     @property
@@ -62,22 +61,17 @@ class OutputHead:
         return kind.__mro__[2] if issubclass(kind, FSDPModule) else kind
 
     def where_whole(self, read: Callable[[Tensor, Run], Any], hidden: Tensor) -> Any:
-        """Call `read` with hidden states, and what projects them, where the weight is whole.
-
-        A weight in shards is so inside of a call of the module, which is made once.
-        """
+        """Call `read` with hidden states, and what projects them, where the weight is whole."""
         if not self.sharded:
             return read(hidden, self.module)
+        # A weight in shards is so inside of a call of the module, which is made once.
         inner, whole = self._inner, self._inner.forward
         return called_inside(inner, lambda x: read(x, whole), lambda: self.module(hidden))
 
     def logits(
         self, hidden: Tensor, autocast: torch.dtype | None, project: Run | None = None
     ) -> Tensor:
-        """Logits (M, V) of hidden states (M, H), in float32 at least.
-
-        `autocast` is that of the model's forward; `project` is called in place of the module.
-        """
+        """Logits (M, V), in float32 at least, of hidden states (M, H); by `project` if given."""
         if self._kind is nn.Linear and autocast is None:  # other modules convert by themselves
             hidden = hidden.to(self._inner.weight.dtype)
         with autocast_to(hidden.device, autocast):
@@ -132,10 +126,9 @@ class OutputHead:
 def chunked_log_probs(
     run: Run, hidden: Tensor, ids: Tensor, step: int, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-probabilities (M,) of ids (M,) under softmax(run(hidden)), `step` tokens at a time.
+    """As of `linear_log_probs`, from logits (m, V) that `run` makes, `step` tokens at a time.
 
-    `run` maps hidden states (m, H) to logits (m, V), which are computed again in the backward pass,
-    with the same random numbers. With entropies (M,) and which ids are likeliest, if asked.
+    They are computed again in the backward pass, with the same random numbers.
     """
 
     def piece(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -151,10 +144,8 @@ def chunked_log_probs(
 
 
 def summing_in_float32(module: nn.Module) -> Run:
-    """A way to call `module` that adds gradients of several calls in float32, and rounds the sum.
-
-    Autograd adds in the precision of parameters: in bfloat16, 160 chunks of one sign are 3 % off.
-    """
+    """A way to call `module` that adds gradients of several calls in float32, and rounds once."""
+    # Autograd adds in the precision of parameters: in bfloat16, 160 chunks are 3 % off.
     halves = {
         name: (parameter.detach(), _Sum.apply(parameter))
         for name, parameter in module.named_parameters()
@@ -240,10 +231,7 @@ class HeadFinder:
     _known: dict[type, LogitTransform | None] = field(default_factory=dict)
 
     def find(self, model: nn.Module) -> OutputHead | None:
-        """Return the head of a model; None, and a warning for its class, if it has no usable one.
-
-        A model that is not causal is refused: `NotCausalError`.
-        """
+        """Return the head of a causal model, or None with a warning; else a `NotCausalError`."""
         causal = causal_model(model)
         kind = type(causal)
         if kind not in self._known:
@@ -290,15 +278,13 @@ def candidate_transforms(config: Any, temperature: float) -> Iterator[LogitTrans
 
 
 def _sample(model: nn.Module, module: nn.Module) -> tuple[Tensor, Tensor]:
-    """What the projection made of a few tokens (T, V), and the model's logits of them (T, V).
-
-    The former is widened before the model goes on, so that half precision hides nothing.
-    """
+    """What the projection made of a few tokens (T, V), and the model's logits of them (T, V)."""
     causal = causal_model(model)
     device = next(causal.parameters()).device
     inputs = {"input_ids": torch.tensor(PROBES, device=device)}
     seen: list[tuple[Tensor, Tensor]] = []
 
+    # Before the model goes on, so that half precision hides nothing.
     def widen(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         seen.append((args[0], output.to(torch.promote_types(output.dtype, torch.float32))))
         return seen[-1][1].clone()

@@ -63,11 +63,7 @@ class Decoding:
     layers: Mapping[int, Sequence[tuple[Tensor, Tensor]]]
 
     def attend(self, query: Tensor, own: tuple[Tensor, Tensor], rules: Rules) -> Tensor:
-        """Attend from one new token (m, N, 1, D) of each row to its prefix and to its own tokens.
-
-        `own` are keys (m, K, t, D) and values (m, K, t, E) of what the rows generated; the rest is
-        as in `packed_attention`.
-        """
+        """Attend from one new token (m, N, 1, D) of each row to its prefix and its `own` tokens."""
         kernel, size = choose_kernel(query, rules.cap), own[1].shape[-1]
         query, own_key, own_value = same_size(query, *own)
         output, normalizer = kernel.forward((query, own_key, own_value), False, rules.scale)
@@ -101,11 +97,8 @@ class _PackedAttention(torch.autograd.Function):
             output, normalizer = kernel.forward(inputs, True, rules.scale)
         else:
             # What has no prefix has attended to nothing before it attends to itself.
-            output, normalizer = (
-                torch.zeros_like(query),
-                query.new_full(query.shape[:3], -torch.inf),
-            )
-            normalizer = normalizer.to(torch.promote_types(query.dtype, torch.float32))
+            output, wide = torch.zeros_like(query), torch.promote_types(query.dtype, torch.float32)
+            normalizer = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
             for part in parts:
                 tensors = take(query, part.queries), take(key, part.keys), take(value, part.keys)
                 found = kernel.forward(tensors, part.causal, rules.scale)

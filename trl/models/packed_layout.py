@@ -134,8 +134,7 @@ def _layout(
     """Lay out predictions; `places` of a row's tokens begin with the first one that predicts."""
     sources, targets, cells, ends, rows = (list[int]() for _ in range(5))
     width = max(map(len, batch.completion_ids), default=0)
-    pairs = zip(batch.prompt_ids, batch.completion_ids, strict=True)
-    for row, (prompt, ids) in enumerate(pairs):
+    for row, (prompt, ids) in enumerate(zip(batch.prompt_ids, batch.completion_ids, strict=True)):
         first = 0 if len(prompt) else 1  # nothing predicts the first token of a document
         count = max(0, len(ids) - first)
         sources += places[row][:count]
@@ -176,9 +175,6 @@ def packed_inputs(ids: Tensor, positions: Tensor, layout: Any) -> dict[str, Any]
     }
 
 
-# --- Passes ---
-
-
 def wants_passes(model: nn.Module, layout: Layout) -> bool:
     """Whether cutting saves memory: there are prefixes, tails, and layers that are not kept."""
     packing, tokens = layout.inputs.get(KEYWORD), layout.inputs["input_ids"].shape[1]
@@ -191,10 +187,7 @@ def wants_passes(model: nn.Module, layout: Layout) -> bool:
 
 
 def gradient_bytes(causal: Any) -> int:
-    """Bytes of gradients that are there from earlier micro-batches.
-
-    Those of several passes are summed before they are added to these: passes hold as much again.
-    """
+    """Bytes of gradients from earlier micro-batches: passes sum theirs apart, and hold as much."""
     # Those of the ends are added as they arise, and not apart.
     ends = (causal.get_input_embeddings(), causal.get_output_embeddings())
     apart = {id(getattr(end, "weight", None)) for end in ends}
@@ -221,10 +214,9 @@ def recomputes(causal: Any) -> bool:
 
 
 def run_passes(model: nn.Module, layout: Layout, run: Callable[..., Any], kept: Layers) -> Capture:
-    """Run a packed layout in passes: hidden states (1, T, H) as of one forward.
+    """Run a packed layout in passes, prefixes by `run`: hidden states (1, T, H) as of one forward.
 
-    The prefixes are run by `run`, the tails by the decoder. Keys and values of the prefixes must
-    stay in `kept`, which is empty, until the backward pass is done.
+    Keys and values must stay in `kept`, which is empty, until the backward pass is done.
     """
     packing: Packing = layout.inputs[KEYWORD]
     prefixes = [group.prefix for group in packing.groups]
@@ -252,11 +244,7 @@ def _run_tails(
 
 
 def run_behind(model: nn.Module, layout: Layout, ahead: Layout, capture: Capture) -> Capture:
-    """Hidden states (1, T, H) of completions of which a layout shares the prompts, and no more.
-
-    Those of `ahead` have been computed, with the same prompts in the same order, and have kept keys
-    and values.
-    """
+    """Hidden states (1, T, H) of completions behind the prompts, in order, that `ahead` kept."""
     groups, before = layout.inputs[KEYWORD].groups, ahead.inputs[KEYWORD]
     prompts = [
         slice(other.prefix.start, other.prefix.start + group.prefix.stop - group.prefix.start)

@@ -33,7 +33,6 @@ class Group:
 
     @property
     def tails(self) -> slice:
-        """All of them."""
         return slice(self.cuts[0][0], self.cuts[-1][1]) if self.cuts else slice(0, 0)
 
 
@@ -197,7 +196,6 @@ class Packing:
 
     @property
     def with_prefix(self) -> list[Group]:
-        """Groups of which a prefix has tokens."""
         return [group for group in self.groups if group.prefix.start < group.prefix.stop]
 
     @property

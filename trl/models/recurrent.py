@@ -37,7 +37,6 @@ class Fork:
         return self.states.get(("inputs", layer_idx, state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """What a recurrence has come to."""
         return self.states.get(("state", layer_idx, state_idx))
 
     def update_conv_state(
@@ -54,7 +53,6 @@ class Fork:
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **ignored: Any
     ) -> Tensor:
-        """Take what a recurrence has come to."""
         self.states["state", layer_idx, state_idx] = recurrent_states
         return recurrent_states
 
@@ -72,10 +70,7 @@ _noted: list[set[nn.Module]] = []
 
 @contextmanager
 def all_forked(model: nn.Module) -> Iterator[None]:
-    """Let recurrent layers understand layouts, and check that inside all of them do.
-
-    It is an error if a layer is not given the layout, or does not go on from a state.
-    """
+    """Let recurrent layers understand layouts, and check that inside all go on from states."""
     layers, seen = recurrent_layers(model), set[nn.Module]()
     for layer in layers:
         kind: Any = type(layer)

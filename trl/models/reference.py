@@ -160,9 +160,6 @@ def frozen_pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]
             yield parameter, states[".".join(own)]
 
 
-# --- Weights that ranks divide ---
-
-
 def _deepspeed(model: nn.Module, plugin: Any) -> nn.Module:
     config = copy.deepcopy(plugin.deepspeed_config)
     zero = config.get("zero_optimization", {}).items()

@@ -164,10 +164,7 @@ class Scorer:
     def with_others(
         self, model: nn.Module, batch: Rows, others: Rows, *options: Any
     ) -> tuple[TokenScores, Tensor]:
-        """Score rows, and without gradient other completions (B, C') behind the same prompts.
-
-        Prompts are computed once for both, where layout and shards allow it. Options as of a call.
-        """
+        """Score rows, and without gradient others (B, C') behind their prompts, computed once."""
         readers = [self.token_reader(model, *options)]
         alone = is_sharded(model) or self.context or recurrent_layers(model)
         if alone or not self.packs(model, batch, readers):
@@ -200,7 +197,11 @@ class Scorer:
             hidden, aux_loss = self._states(model, layout, run, inputs, others is None)
             found = [reader(hidden) for reader in readers]
             if others is not None:
-                found.append(self._behind(model, others, hidden, readers[0]))
+                with torch.no_grad():
+                    behind = packed_layout(others, self.device, shares_more=False)
+                    states = run_behind(model, behind, layout, hidden.capture)
+                    layout.inputs[KEYWORD].kept.close()
+                    found.append(readers[0](Hidden(behind, states)))
             return found, aux_loss
 
         with embeddings_in_place(model, self.in_place and not sharded):
@@ -209,16 +210,6 @@ class Scorer:
         if sharded and not torch.is_grad_enabled():
             release(model)
         return found, aux_loss
-
-    @torch.no_grad()
-    def _behind(
-        self, model: nn.Module, others: Rows, ahead: Hidden, reader: Reader
-    ) -> tuple[Tensor | None, ...]:
-        """Read `others` behind the prompts of a forward that kept them."""
-        layout = packed_layout(others, self.device, shares_more=False)
-        found = Hidden(layout, run_behind(model, layout, ahead.layout, ahead.capture))
-        ahead.layout.inputs[KEYWORD].kept.close()
-        return reader(found)
 
     def _decoder(
         self, model: nn.Module, forward: Forward, layout: Layout, readers: Sequence[Reader]
@@ -330,10 +321,7 @@ def scoring_comparison(model: nn.Module, reader: Reader, batch: Rows, pad_id: in
 def _read(
     model: nn.Module, reader: Reader, layout: Layout, autocast: torch.dtype | None
 ) -> tuple[Tensor, torch.dtype]:
-    """Read a layout by the decoder itself, without dropout: what was found first, its precision.
-
-    Wrappers take part only if they have to, to put sharded weights together.
-    """
+    """Read a layout by the decoder itself, without dropout: what was found first, its precision."""
     causal = causal_model(model)
 
     def work(*_: Any) -> tuple[Tensor, Tensor]:
@@ -341,7 +329,7 @@ def _read(
         found = reader(Hidden(layout, Capture(states, autocast)))[0]
         return torch.as_tensor(found), states
 
-    outer = model if is_sharded(model) else causal
+    outer = model if is_sharded(model) else causal  # wrappers put sharded weights together
     with evaluating(outer), autocast_to(layout.sources.device, autocast):
         found, states = run_inside(outer, layout.inputs, work)
     return found, coarsest(states.dtype, working_precision(causal), autocast)
@@ -350,12 +338,10 @@ def _read(
 def read_plain_rows(
     model: nn.Module, reader: Reader, batch: Rows, pad_id: int, autocast: torch.dtype | None
 ) -> Tensor:
-    """Read rows alone, which takes no padding, no mask and little memory: (B, C) or (B,).
-
-    Rows of sharded weights are padded and read at once, for every rank to do the same.
-    """
+    """Read rows alone, which takes no padding, no mask and little memory: (B, C) or (B,)."""
     device = next(model.parameters()).device
     alone = [batch.select([row]) for row in range(len(batch))]
+    # With sharded weights they are read at once, for every rank to do the same.
     layouts = [plain_layout(x, pad_id, device) for x in ([batch] if is_sharded(model) else alone)]
     found = [row for layout in layouts for row in _read(model, reader, layout, autocast)[0]]
     return torch.stack(found) if reader.at_end else pad_sequence(found, batch_first=True)

@@ -33,10 +33,7 @@ def gather_zero3(modules: Sequence[nn.Module]) -> Iterator[None]:
 def gathered_parameters(
     parameters: Iterable[Any], changed_by: int | None = None
 ) -> AbstractContextManager[Any]:
-    """Hold whole parameters; nothing is to be done for those that ZeRO-3 has not partitioned.
-
-    All ranks take over what rank `changed_by` has changed.
-    """
+    """Hold whole what ZeRO-3 has partitioned; ranks take over what rank `changed_by` changes."""
     found = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
     if not found:
         return nullcontext()
@@ -69,15 +66,11 @@ def gather_fsdp1(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def fsdp1_units(modules: Iterable[nn.Module]) -> list[Any]:
-    """The wrappers of FSDP1 among modules."""
     return [module for module in modules if isinstance(module, FullyShardedDataParallel)]
 
 
 def gather_of(model: nn.Module) -> Gather | None:
-    """How the engine that shards the weights of a model gathers them; None if they are whole.
-
-    Modules and parameters show which engine it is. All ranks must gather alike.
-    """
+    """How the engine that shards the weights of a model gathers them; None if they are whole."""
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return gather_zero3
     if any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -87,15 +80,11 @@ def gather_of(model: nn.Module) -> Gather | None:
 
 @contextmanager
 def gathered(model: nn.Module, at_once: bool = True) -> Iterator[None]:
-    """Let a model whose weights are sharded compute as if they were whole.
+    """Let a model whose weights may be sharded compute as if they were whole.
 
-    All ranks must enter and leave together. In between:
-
-    - `at_once=True`: each rank holds all weights, and may compute what and when it wants.
-    - `at_once=False`: each rank holds what is outside the layers (embeddings, last norm, output
-      projection); a layer is gathered while it runs. All ranks must run the layers equally often.
-
-    Does nothing if weights are not sharded.
+    All ranks must enter and leave together. `at_once`, each holds all weights, and may compute what
+    and when it wants; otherwise what is outside the layers (embeddings, last norm, output
+    projection), and a layer while it runs. All ranks must then run the layers equally often.
     """
     gather = gather_of(model)
     if gather is None:
@@ -159,10 +148,8 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def unwrapped(model: nn.Module) -> Any:
-    """The module below those of DDP, FSDP1, DeepSpeed and `torch.compile` around it.
-
-    What accelerate has for this takes as long as the forward of a small model.
-    """
+    """The module below those of DDP, FSDP1, DeepSpeed and `torch.compile` around it."""
+    # What accelerate has for this takes as long as the forward of a small model.
     found: Any = model
     around: Any = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
     if "deepspeed" in sys.modules:  # otherwise nothing can be wrapped by it

@@ -44,9 +44,8 @@ def run_inside(
 ) -> Any:
     """Call `model`, with `work` in place of the forward of the causal model below the wrappers.
 
-    The wrappers of distributed training and of adapters do their part before and after, on the
-    result of `work` instead of the model's own. It is given the forward that it replaces, and the
-    inputs as the wrappers hand them on, and returns tensors in lists, tuples or dictionaries.
+    It is given that forward, and the inputs as the wrappers hand them on, and returns tensors in
+    lists, tuples or dictionaries, with which the wrappers do what comes after.
     """
     causal = causal_model(model)
     forward = causal.forward
@@ -102,11 +101,8 @@ class _Reached(Exception):
 
 @torch.no_grad()
 def autocast_of(model: nn.Module) -> torch.dtype | None:
-    """The precision of autocast in the decoder when `model` is called; None without.
-
-    Accelerate puts autocast around the forward of the module that it prepared. The call ends
-    before the decoder computes anything. Weights must be whole.
-    """
+    """The precision of autocast in the decoder when `model` is called, whose weights are whole."""
+    # Accelerate puts it around the forward of what it prepared; the call ends before the decoder.
     causal = causal_model(model)
     device = next(causal.parameters()).device
     found = [current_autocast(device)]
@@ -122,10 +118,7 @@ def autocast_of(model: nn.Module) -> torch.dtype | None:
 
 @contextmanager
 def embeddings_in_place(model: nn.Module, wanted: bool = True) -> Iterator[None]:
-    """Let gradients of embeddings be added to `.grad` as they arise, in forwards made inside.
-
-    Not those of other classes, with sparse or weighed gradients, or with a replaced forward.
-    """
+    """Let gradients of plain embeddings be added to `.grad` as they arise, in forwards inside."""
     with ExitStack() as stack:
         for module in model.modules() if wanted and torch.is_grad_enabled() else ():
             plain = type(module) is nn.Embedding and "forward" not in vars(module)
@@ -145,10 +138,7 @@ class Capture:
 
 @contextmanager
 def capture_hidden(model: nn.Module) -> Iterator[Capture]:
-    """Keep the last hidden states of the forward made inside, with their graph.
-
-    There are none where a model passes its decoder by, and runs a part of it.
-    """
+    """Keep the last hidden states of the forward made inside, if it does not bypass its decoder."""
     found = Capture()
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:

@@ -59,10 +59,7 @@ class ValueReader(Reader):
 
 
 def add_value_model(policy: nn.Module, given: nn.Module | None, device: torch.device) -> None:
-    """Make what gives values a part of a policy that nothing has wrapped yet, besides an adapter.
-
-    It is a classifier with one label, or a linear layer on the policy's hidden states, at first 0.
-    """
+    """Make a classifier with one label, or a layer of zeros, part of a policy not wrapped yet."""
     causal = causal_model(policy)
     if given is None:
         dtype = next(p.dtype for p in policy.parameters() if p.requires_grad)

@@ -69,10 +69,6 @@ class _Block(NamedTuple):
     module: Any
     adapted: bool
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        return [*self.module.modules()] if self.adapted else [self.module]
-
 
 def _blocks(module: Any, name: str, with_adapter: bool = True) -> Iterator[_Block]:
     module = _chosen(module, with_adapter)
@@ -113,11 +109,12 @@ def _stream(model: nn.Module, blocks: list[_Block]) -> Weights:
     # For each module, the innermost unit of FSDP1 it belongs to: inner units come later.
     owners = {m: unit for unit in fsdp1_units(model.modules()) for m in unit.modules()}
     for owner, run in groupby(blocks, lambda block: owners.get(block.module, block.module)):
-        span = list(run)
-        modules = dict.fromkeys([owner, *(m for block in span for m in block.modules)])
+        span, modules = list(run), [owner]
+        for block in span:
+            modules += block.module.modules() if block.adapted else [block.module]
         # `whole` gathers the parameters of FSDP2 one by one.
         together = gather in (gather_zero3, gather_fsdp1)
-        with gather([*modules]) if gather and together else nullcontext():
+        with gather([*dict.fromkeys(modules)]) if gather and together else nullcontext():
             for block in span:
                 yield from _merged(block) if block.adapted else _own(block, seen)
 
@@ -174,19 +171,13 @@ def _merged(block: _Block) -> Weights:
         yield from _buffers(name, module)
 
 
-# --- Base models whose weights bitsandbytes holds in 4 or 8 bits ---
-
-
 def is_quantized(model: nn.Module) -> bool:
     """Whether a transformers model, or the one below an adapter, holds quantized weights."""
     return bool(getattr(model, "is_quantized", False))
 
 
 def check_sharding(model: nn.Module, accelerator: Any) -> None:
-    """Refuse quantized weights that an engine cannot divide.
-
-    FSDP1 flattens floating-point weights only, and FSDP2 cannot divide 8 bits.
-    """
+    """Refuse quantized weights that FSDP1, which flattens floats only, or FSDP2 cannot divide."""
     version = fsdp_version(accelerator)
     bits = 8 if getattr(model, "is_loaded_in_8bit", False) else 4
     if is_quantized(model) and (version == 1 or (version is not None and bits == 8)):

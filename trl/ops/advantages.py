@@ -4,6 +4,9 @@ Rewards and advantages are (N,), rows of one prompt consecutive, `group_size` ro
 marks a row that could not be scored: its advantage is 0, and its siblings are compared without it.
 Equal rewards in a group give advantages of exactly 0. N that is not a multiple of `group_size` is a
 ValueError.
+
+Where credit is that of single tokens: B rows, C completion tokens. `mask` (B, C) bool marks those
+that the policy wrote; the others have no step of their own: credit passes over them.
 """
 
 from collections.abc import Callable
@@ -75,7 +78,6 @@ def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 def _grouped(rewards: Tensor, group_size: int) -> Tensor:
-    """View (N, ...) as (N / group_size, group_size, ...)."""
     if group_size < 1 or len(rewards) % group_size:
         raise ValueError(
             f"{len(rewards)} rewards cannot be cut into groups of {group_size}: the number of "
@@ -95,16 +97,10 @@ def _flat_without_nan(advantages: Tensor, rewards: Tensor) -> Tensor:
     return advantages.flatten().masked_fill(rewards.isnan(), 0.0)
 
 
-# --- Credit of single tokens, from rewards and estimated values (GAE, arXiv 1506.02438) ---
-#
-# Shapes: B rows, C completion tokens. `mask` (B, C) bool marks the tokens of a completion that the
-# policy wrote; the others have no step of their own: credit passes over them.
-
-
 def generalized_advantages(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> Tensor:
-    """Advantage (B, C) of each token: the discounted sum of what turned out better than expected.
+    """Advantage (B, C) of each token (GAE, arXiv 1506.02438): the discounted sum of surprises.
 
     Returns to fit values to are these advantages plus the values, which are those of the state
     before each token, without gradient. The value after the last marked token is 0. `gamma`

@@ -163,10 +163,7 @@ _CPU = CpuFlash()
 
 
 def choose_kernel(query: Tensor, cap: float | None = None) -> Kernel:
-    """The kernel for the device, dtype and head size of `query`, and for logits below `cap`.
-
-    It is a NotImplementedError if torch has none for them.
-    """
+    """The kernel for a query, and for logits below `cap`; NotImplementedError if torch has none."""
     if cap is not None:
         return Tiles(cap)
     if query.device.type == "cpu":
@@ -264,14 +261,19 @@ class Heads(NamedTuple):
 @cache
 @torch.no_grad()
 def check_kernel(kernel: Kernel, heads: Heads) -> None:
-    """Compare a kernel with attention written out; what was right is not checked again.
-
-    It is a RuntimeError if it is further from full precision than rounding explains.
-    """
+    """Compare a kernel, once, with attention written out; RuntimeError beyond rounding."""
     scale, precision = heads.size**-0.5, torch.finfo(heads.dtype).eps
     slack = precision if heads.dtype in HALF else 64 * precision
     for queries, keys, causal in EXAMPLES:
-        grad, *part = _example(heads, queries, keys)
+        # A gradient, queries, keys and values, as the views of (B, T, N, D) that layers make.
+        generator = torch.Generator().manual_seed(0)
+        of_queries, of_keys = (queries, heads.queries), (keys, heads.keys)
+        grad, *part = (
+            torch.randn(2, *shape, heads.size, generator=generator)
+            .to(heads.device, heads.dtype)
+            .transpose(1, 2)
+            for shape in (of_queries, of_queries, of_keys, of_keys)
+        )
         with torch.autocast(heads.device.type, enabled=False):
             exact = _written_out([x.double() for x in (grad, *part)], causal, scale)
             wide = torch.promote_types(heads.dtype, torch.float32)
@@ -288,18 +290,6 @@ def check_kernel(kernel: Kernel, heads: Heads) -> None:
                     f"{heads.queries} heads on {heads.keys}, of size {heads.size} in {dtype}, "
                     f"where rounding is off by {usual:.2g}"
                 )
-
-
-def _example(heads: Heads, queries: int, keys: int) -> list[Tensor]:
-    """A gradient, queries, keys and values, as the views of (B, T, N, D) that layers make."""
-    generator = torch.Generator().manual_seed(0)
-    of_queries, of_keys = (queries, heads.queries), (keys, heads.keys)
-    return [
-        torch.randn(2, *shape, heads.size, generator=generator)
-        .to(heads.device, heads.dtype)
-        .transpose(1, 2)
-        for shape in (of_queries, of_queries, of_keys, of_keys)
-    ]
 
 
 def _written_out(given: Sequence[Tensor], causal: bool, scale: float) -> Tensors:

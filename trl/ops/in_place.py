@@ -66,10 +66,7 @@ _open: WaitingRows | None = None
 
 @contextmanager
 def several_passes() -> Iterator[WaitingRows]:
-    """Let gradients of lookups that are made inside wait until the last pass.
-
-    The caller sets `is_last`. After an error, what waits is dropped.
-    """
+    """Let gradients of lookups made inside wait for the last pass; the caller sets `is_last`."""
     global _open
     _open = WaitingRows(is_last=False)
     try:
@@ -80,10 +77,7 @@ def several_passes() -> Iterator[WaitingRows]:
 
 
 def look_up(ids: Tensor, weight: Tensor, padding: int | None = None) -> Tensor:
-    """Rows (..., H) of a weight (V, H), whose gradient is added in place if that may be.
-
-    The row of the id `padding` gets no gradient.
-    """
+    """Rows (..., H) of a weight (V, H), whose gradient, 0 for the id `padding`, may go in place."""
     return _LookUp.apply(ids, weight, padding)
 
 

@@ -131,7 +131,6 @@ def tile_shape(chunk: int, tokens: int) -> tuple[int, int]:
 
 
 def default_chunk(device: torch.device) -> int:
-    """Logits to hold at once on a device."""
     return CHUNK_ON_CPU if device.type == "cpu" else CHUNK_ON_ACCELERATOR
 
 

@@ -167,13 +167,6 @@ def _by_sign(condition: Tensor, like: Tensor, positive: float, negative: float) 
     return torch.full_like(like, negative).masked_fill(condition, positive)
 
 
-# --- Weights for tokens that were drawn with other probabilities than those of the policy ---
-#
-# Engines that generate compute other numbers than the trainer, so even the newest weights draw from
-# a slightly different policy. Truncated importance sampling is from "Your Efficient RL Framework
-# Secretly Brings You Off-Policy RL Training" (Yao et al. 2025), masking from IcePop (arXiv
-# 2510.18855).
-
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -181,8 +174,11 @@ MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 class RatioBounds:
     """How the ratio of the probabilities of trainer and sampler becomes a weight of the loss.
 
-    There is one a token, or their product for each completion ("sequence"). Beyond the bounds it is
-    set to the bound ("truncate") or to 0 ("mask").
+    Engines that generate compute other numbers than the trainer, so even the newest weights draw
+    from a slightly different policy. There is one ratio a token, or their product for each
+    completion ("sequence"). Beyond the bounds it is set to the bound ("truncate": "Your Efficient
+    RL Framework Secretly Brings You Off-Policy RL Training", Yao et al. 2025) or to 0 ("mask":
+    IcePop, arXiv 2510.18855).
     """
 
     mode: str = "sequence_mask"  # one of `MODES`
