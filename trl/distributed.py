@@ -27,10 +27,7 @@ class RankError(Exception):
 
 
 class Ranks:
-    """Gathers per-row values and Python objects over all processes, and spreads failures.
-
-    Processes are those of the trainer's accelerator; without one there is one process.
-    """
+    """Gathers values over the processes of an accelerator, if given, and spreads failures."""
 
     def __init__(self, accelerator: Accelerator | None = None, per_row: int = 1):
         self._accelerator: Any = accelerator
@@ -39,6 +36,12 @@ class Ranks:
         self.count: int = 1 if accelerator is None else accelerator.num_processes
         self._kind = getattr(accelerator, "distributed_type", DistributedType.NO)
         self._is_watched = False
+        # This rank's share of the rows, and how many shares there are.
+        self.place: tuple[int, int] = (self.rank // per_row, self.count // per_row)
+        # Whether something besides this process takes part in its passes, even an engine alone.
+        self.is_distributed: bool = self._kind != DistributedType.NO
+        # Whether ranks may run different numbers of passes.
+        self.pass_alone = self._kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
     @property
     def share_weights(self) -> bool:
@@ -48,24 +51,9 @@ class Ranks:
         return self._kind == DistributedType.FSDP
 
     @property
-    def pass_alone(self) -> bool:
-        """Whether ranks may run different numbers of passes: without FSDP and DeepSpeed."""
-        return self._kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether something besides this process takes part in its passes, even an engine alone."""
-        return self._kind != DistributedType.NO
-
-    @property
     def fsdp_version(self) -> int | None:
         """1 or 2; None without FSDP."""
         return None if self._accelerator is None else fsdp_version(self._accelerator)
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Which share of the rows is this rank's, and of how many: (share, shares)."""
-        return self.rank // self.per_row, self.count // self.per_row
 
     def row_group(self) -> Any:
         """Make the process group of the ranks that have the same rows as this one."""
@@ -121,10 +109,7 @@ class Ranks:
 
     @contextmanager
     def fail_together(self, what: str) -> Iterator[None]:
-        """Fail on every rank if the work inside, which must not communicate, fails on one.
-
-        See `raise_everywhere`.
-        """
+        """`raise_everywhere` what the work inside, which must not communicate, raises on one."""
         failure = None
         try:
             yield
@@ -135,10 +120,7 @@ class Ranks:
         self.raise_everywhere(failure, what)
 
     def raise_everywhere(self, failure: BaseException | None, what: str) -> None:
-        """Raise on every rank if there is a failure on one in the work `what`; all must call this.
-
-        Ranks that did not fail themselves raise a `RankError`.
-        """
+        """Raise a rank's failure in `what`, if any, and on others a `RankError`; all call this."""
         messages = self.gather_objects(None if failure is None else _words(failure))
         if failure is not None:
             raise failure
@@ -150,9 +132,8 @@ class Ranks:
     def propagate_failures(self) -> Iterator[None]:
         """Name the rank in an error that ends this process, and what took it along.
 
-        The end of a process makes the collectives of the others fail, at once or when
-        `ddp_timeout` is over. They then wait a moment, for a launcher to meet the first failure
-        first and to end them, and raise a `RankError` that names it.
+        Collectives of the others then fail, at once or after `ddp_timeout`. They wait a moment, for
+        a launcher to meet the first failure first, and raise a `RankError` that names it.
         """
         if self._is_watched or self.count == 1:
             yield
@@ -167,7 +148,9 @@ class Ranks:
             if _is_lost(error):
                 _let_the_launcher_act()
                 raise RankError(f"Rank {self.rank} lost contact with a rank: {_told()}") from error
-            _tell(f"rank {self.rank} failed: {_words(error)}")
+            with suppress(RuntimeError, ValueError):  # where the ranks met may be gone
+                words = f"rank {self.rank} failed: {_words(error)}"
+                torch.distributed.distributed_c10d._get_default_store().set(_KEY, words)
             error.add_note(f"This was rank {self.rank} of {self.count}.")
             raise
         finally:
@@ -210,12 +193,6 @@ def _is_lost(error: BaseException) -> bool:
 def _let_the_launcher_act() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(PATIENCE)
-
-
-def _tell(words: str) -> None:
-    """Leave a word for the others where the ranks met; it may be gone."""
-    with suppress(RuntimeError, ValueError):
-        torch.distributed.distributed_c10d._get_default_store().set(_KEY, words)
 
 
 def _told() -> str:

@@ -49,10 +49,9 @@ def require(module: str, feature: str) -> ModuleType:
         package = module.partition(".")[0]
         if error.name != package:
             raise
-        extra = EXTRAS[package]
         raise ImportError(
             f"{feature} needs the package `{package}`, which is not installed. "
-            f"Run: pip install 'trl[{extra}]'"
+            f"Run: pip install 'trl[{EXTRAS[package]}]'"
         ) from error
 
 

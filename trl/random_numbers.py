@@ -18,8 +18,7 @@ class RandomState:
     def restore(self) -> None:
         """Go back to that point."""
         torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+        torch.cuda.set_rng_state_all(self._cuda)
 
 
 @contextmanager

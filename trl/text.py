@@ -8,10 +8,7 @@ from typing import Any
 def did_you_mean(
     name: str, legal: Iterable[str], otherwise: str = "", closeness: float = 0.6
 ) -> str:
-    """Name the legal value closest to a mistaken one: " Did you mean X?", with a space in front.
-
-    If none is close, `otherwise` is returned.
-    """
+    """Name the legal value closest to a mistaken one: " Did you mean X?", or say `otherwise`."""
     close = difflib.get_close_matches(name, list(legal), n=1, cutoff=closeness)
     return f" Did you mean {close[0]}?" if close else otherwise
 

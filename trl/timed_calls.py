@@ -49,10 +49,7 @@ class Outcome:
 
 
 class TimedCalls:
-    """Calls functions one after the other, and coroutine functions all at once.
-
-    Without a limit of `seconds` for a call, plain functions run in the calling thread.
-    """
+    """Calls functions one after the other, coroutine functions all at once, for `seconds` each."""
 
     def __init__(self, seconds: float | None):
         self._seconds = seconds
@@ -68,7 +65,7 @@ class TimedCalls:
         return [outcomes[i] for i in range(len(functions))]
 
     def _run(self, function: Callable[[], Any]) -> Outcome:
-        if self._seconds is None:
+        if self._seconds is None:  # in the calling thread, where there is no limit
             return Outcome.of(function)
         self._worker = self._worker or _worker()
         future: Future[Outcome] = Future()

@@ -58,8 +58,7 @@ class Sampling:
 
     def seeded(self, rows: int) -> Self:
         """Seed each row, unless all have seeds."""
-        drawn = self.seeds or tuple(torch.randint(SEEDS, (rows,)).tolist())
-        return self.replace(seeds=drawn)
+        return self.replace(seeds=self.seeds or tuple(torch.randint(SEEDS, (rows,)).tolist()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,9 +166,6 @@ class Rollout(Rows):
     gradient does not depend on how the rows are cut into micro-batches.
     """
 
-    prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]
-    row_ids: list[int]
     loss_mask: Tensor  # (B, C) bool
     num_loss_tokens: Tensor  # () trained-on tokens of the round, all ranks
     num_loss_rows: Tensor  # () rows with at least one trained-on token, all ranks

@@ -25,11 +25,10 @@ class Environments:
     """
 
     def __init__(self, factories: Any, tools: Sequence[Callable[..., Any]] = ()):
-        is_single = not isinstance(factories, Mapping)
-        self._factories: dict[Any, Any] = {None: factories} if is_single else dict(factories)
+        self._is_single = not isinstance(factories, Mapping)
+        self._factories: dict[Any, Any] = {None: factories} if self._is_single else {**factories}
         if not self._factories:
             raise ValueError("environment_factory is empty: give at least one environment.")
-        self._is_single = is_single
         self._shared = {schema_of(tool)["function"]["name"]: tool for tool in tools}
         self._pools = {name: [_made(factory)] for name, factory in self._factories.items()}
         self._schemas = {
@@ -61,13 +60,17 @@ class Environments:
     def begin(self, rows: Sequence[dict[str, Any]]) -> tuple[list[Any], list[dict[str, Any]]]:
         """Reset an environment for each row of the dataset, in their order.
 
-        Returned are the environments, and copies of the rows, whose prompts end with what was
-        observed and say which tools there are.
+        Returns them and copies of the rows, with tools and what was observed at the end of prompts.
         """
         taken: Counter[Any] = Counter()
         environments, begun = [], []
         for place, row in enumerate(rows):
-            name = None if self._is_single else self._name_of(place, row)
+            name = None if self._is_single else row.get(CHOICE)
+            if name not in self._pools:
+                known = list(map(str, self._pools))
+                hint = did_you_mean(str(name), known, f" There are: {', '.join(known)}.")
+                words = f"has {CHOICE}={name!r}, which names no environment.{hint}"
+                raise ValueError(f"Row {place} of the batch {words}")
             pool = self._pools[name]
             if taken[name] == len(pool):
                 pool.append(_made(self._factories[name]))
@@ -81,23 +84,10 @@ class Environments:
             begun.append(row | {"prompt": prompt, "chat_template_kwargs": options})
         return environments, begun
 
-    def _name_of(self, place: int, row: dict[str, Any]) -> Any:
-        name = row.get(CHOICE)
-        if name in self._pools:
-            return name
-        known = list(map(str, self._pools))
-        hint = did_you_mean(str(name), known, f" There are: {', '.join(known)}.")
-        raise ValueError(
-            f"Row {place} of the batch has {CHOICE}={name!r}, which names no environment.{hint}"
-        )
-
 
 @dataclasses.dataclass(eq=False)
 class EnvironmentBackend(AroundEngine):
-    """Resets an environment for each row, and lets another backend complete what it shows.
-
-    Reward functions get the environments after that, as `environments`.
-    """
+    """Resets an environment for each row, and lets another backend complete what it shows."""
 
     environments: Environments
     encode: Callable[[Sequence[dict[str, Any]]], Prompts]  # tokenizes rows of the dataset
@@ -165,7 +155,6 @@ def _reward_of(kind: Any) -> Callable[..., Any]:
     async def awaited(environments: Sequence[Any], **others: Any) -> list[Any]:
         return [await own.get_reward() if type(own) is kind else None for own in environments]
 
-    is_async = inspect.iscoroutinefunction(kind.get_reward)
-    found: Callable[..., Any] = awaited if is_async else reward
+    found = awaited if inspect.iscoroutinefunction(kind.get_reward) else reward
     found.__name__ = kind.__name__
     return found

@@ -30,9 +30,8 @@ KINDS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], Any], str]] = {
 class FunctionBackend(AroundEngine):
     """Lets a function make the completions: agents, environments, engines of one's own.
 
-    The function is called once a round on each rank, as `function(prompts)`, with one prompt for
-    each row: those of a group follow each other. It returns a dictionary of lists with
-    one entry for each row:
+    The function is called once a round on each rank, as `function(prompts)`, with a prompt for each
+    row: those of a group follow each other. It returns a dictionary of lists with an entry a row:
 
     - `prompt_ids`, `completion_ids`: token ids; the stop token included.
     - `logprobs`: for each completion token the log-probability with which it was drawn.
@@ -72,7 +71,6 @@ class FunctionBackend(AroundEngine):
 
 
 def _checked(found: Any, count: int) -> tuple[dict[str, list[list[Any]]], list[dict[str, Any]]]:
-    """Tokens and columns that a rollout function returned, or an error that says what is wrong."""
     if not isinstance(found, Mapping):
         raise _error(f" returned a {type(found).__name__}; it must be a dictionary")
     given = {name: values for name, values in found.items() if values is not None}
@@ -104,7 +102,6 @@ def _check_lengths(tokens: Mapping[str, list[list[Any]]]) -> None:
 
 
 def _tokenwise(name: str, values: Any, count: int) -> list[list[Any]]:
-    """Convert the entries of each row, one for each token."""
     fits, convert, words = KINDS[name]
     rows = []
     for row, given in enumerate(_rows(name, values, count)):

@@ -17,8 +17,7 @@ Value: TypeAlias = float | Tensor  # () tensors stay on their device until the l
 class MetricStore:
     """Collects values between two logs; ranks talk once, when the log is written.
 
-    A metric is a weighted mean, a minimum or a maximum. Values may be tensors on any device:
-    nothing is copied to the host before `flush`.
+    A metric is a weighted mean, a minimum or a maximum. Tensors stay on their device till `flush`.
     """
 
     def __init__(self) -> None:
@@ -127,12 +126,11 @@ def record_pairs(
     `log_ratios` say how much larger the `logps` (P, 2) of P pairs are than those of the reference;
     `rewards` (2P,) are of the completions in any order, NaN where they could not be scored.
     """
-    given = torch.as_tensor(rewards)
     implied, logps = (beta * log_ratios).detach(), logps.detach()
     store.value("objective/kl", log_ratios.mean())
     store.value("objective/entropy", -logps.mean())
     store.value("objective/non_score_reward", -implied.mean())
-    store.value("objective/rlhf_reward", nan_mean(given) - implied.mean())
+    store.value("objective/rlhf_reward", nan_mean(torch.as_tensor(rewards)) - implied.mean())
     for place, name in enumerate(("chosen", "rejected")):
         store.value(f"rewards/{name}", implied[:, place].mean())
         store.value(f"logps/{name}", logps[:, place].mean())

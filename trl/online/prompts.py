@@ -64,10 +64,7 @@ class PromptLimit:
 
 
 class PromptEncoder:
-    """Tokenizes prompts for the policy, each distinct one once; long ones are within the `limit`.
-
-    `template_kwargs` are extra arguments of every chat-template call.
-    """
+    """Tokenizes prompts for the policy, each distinct one once; the `limit` is for long ones."""
 
     def __init__(
         self,
@@ -76,7 +73,7 @@ class PromptEncoder:
         limit: PromptLimit | None = None,
     ):
         self._tokenizer = tokenizer
-        self._template_kwargs = template_kwargs or {}
+        self._template_kwargs = template_kwargs or {}  # of every chat-template call
         self._limit = limit or PromptLimit()
         self._long: Counter[str] = Counter()  # rows of each dataset
         self._checked: list[Any] = []
@@ -129,17 +126,15 @@ class PromptEncoder:
     def completions(self, prompts: Prompts, completion_ids: Sequence[Sequence[int]]) -> list[Any]:
         """Decode completions into the format of their prompts: strings, or lists of messages.
 
-        A tokenizer with a `response_template` parses messages: reasoning and tool calls are then
-        apart from the content.
+        A tokenizer with a `response_template` sets reasoning and tool calls apart from the content.
         """
         from ..data.templates import as_message  # which conversations alone need
 
-        tokenizer = self._tokenizer
         rows = zip(prompts.messages, prompts.token_ids, completion_ids, strict=True)
         return [
-            tokenizer.decode(list(ids), skip_special_tokens=True)
+            self._tokenizer.decode(list(ids), skip_special_tokens=True)
             if isinstance(message, str)
-            else [as_message(tokenizer, prompt, ids)]
+            else [as_message(self._tokenizer, prompt, ids)]
             for message, prompt, ids in rows
         ]
 

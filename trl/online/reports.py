@@ -76,8 +76,7 @@ class Reports:
     """Collects the metrics of each mode; rank 0 appends to `folder/completions/<mode>.jsonl`."""
 
     def __init__(self, folder: str, ranks: Ranks, metrics: Mapping[Mode, MetricStore]):
-        place = Path(folder, "completions")
-        self._files = {mode: StepLines(place / f"{mode}.jsonl") for mode in metrics}
+        self._files = {x: StepLines(Path(folder, "completions", f"{x}.jsonl")) for x in metrics}
         self._metrics = metrics
         self._ranks = ranks
         self._latest: dict[Mode, list[dict[str, Any]]] = {}

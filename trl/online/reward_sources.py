@@ -80,19 +80,15 @@ class ModelReward:
     def _text(self, prompt: Any, completion: Any, template_kwargs: dict[str, Any]) -> str:
         if isinstance(prompt, str):
             return prompt + completion
-        messages = _conversation(prompt, completion)
+        messages = [*prompt, *completion]
+        if prompt and completion and prompt[-1]["role"] == completion[0]["role"]:
+            # The prompt began a reply that the completion goes on with.
+            begun = prompt[-1]["content"] + (completion[0]["content"] or "")
+            messages = [*prompt[:-1], completion[0] | {"content": begun}, *completion[1:]]
         return self.tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
 
 
 RewardSource = FunctionReward | ModelReward
-
-
-def _conversation(prompt: list[Any], completion: list[Any]) -> list[Any]:
-    """All messages; a reply that the prompt began and the completion goes on with is one."""
-    if not (prompt and completion) or prompt[-1]["role"] != completion[0]["role"]:
-        return [*prompt, *completion]
-    begun = prompt[-1]["content"] + (completion[0]["content"] or "")
-    return [*prompt[:-1], completion[0] | {"content": begun}, *completion[1:]]
 
 
 def resolve_rewards(
@@ -168,8 +164,20 @@ def _model(
     name: str, given: str | nn.Module, tokenizer: Any, options: dict[str, Any]
 ) -> tuple[nn.Module, Any]:
     """A reward model in evaluation mode, and its tokenizer, which can pad."""
-    model = _load(given, options) if isinstance(given, str) else given
-    if isinstance(given, PreTrainedModel) and given.can_generate():
+    model: Any = given
+    if isinstance(given, str):
+        _check_exists(given)
+        with undivided_models():
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                given, num_labels=1, output_loading_info=True, **options
+            )
+        missing = sorted(info["missing_keys"])
+        if missing:
+            raise ValueError(
+                f"The reward model {given!r} has no weights for {', '.join(missing[:3])}: its "
+                f"rewards would be random. {TRAINED}"
+            )
+    elif isinstance(given, PreTrainedModel) and given.can_generate():
         raise TypeError(
             f"reward_funcs: {name!r} is a {type(given).__name__}, which writes text and "
             f"gives no reward. {TRAINED}"
@@ -189,22 +197,6 @@ def _model(
     if isinstance(model, PreTrainedModel):
         model.config.pad_token_id = tokenizer.pad_token_id
     return model.eval(), tokenizer
-
-
-def _load(name: str, options: dict[str, Any]) -> nn.Module:
-    """Load a sequence classifier with one label, all of whose weights have been trained."""
-    _check_exists(name)
-    with undivided_models():
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            name, num_labels=1, output_loading_info=True, **options
-        )
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ValueError(
-            f"The reward model {name!r} has no weights for {', '.join(missing[:3])}: its rewards "
-            f"would be random. {TRAINED}"
-        )
-    return model
 
 
 def _check_exists(name: str) -> None:

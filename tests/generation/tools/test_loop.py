@@ -65,6 +65,7 @@ def test_answers_stand_between_the_turns():
     roles = [message["role"] for message in found.messages[0]]
     assert roles == ["assistant", "tool", "assistant", "tool", "tool", "assistant"]
     assert found.messages[0][0]["content"] == "so"
+    assert found.messages[0][1] == {"role": "tool", "name": "add", "content": "5"}
     assert found.messages[0][-1] == {"role": "assistant", "content": "ten"}
 
 

@@ -1,7 +1,4 @@
-"""Tool calls: finding them in what a model wrote, and making them.
-
-Tools are functions of the user, whose failures are told to the model.
-"""
+"""Tool calls: finding them in what a model wrote, making them, and telling it of failures."""
 
 import contextlib
 import functools
@@ -54,10 +51,6 @@ class ToolCall:
         """A call that cannot be understood."""
         return cls("", {}, f"malformed tool call ({reason}): {value!r:.200}")
 
-    def as_message(self) -> dict[str, Any]:
-        """The entry of `tool_calls` in an assistant message."""
-        return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
 
 Turn = tuple[dict[str, Any], list[ToolCall]]  # the message, and its calls
 
@@ -78,10 +71,8 @@ def _read_body(body: str, schemas: Sequence[dict[str, Any]]) -> ToolCall:
         except (ValueError, RecursionError) as error:
             return ToolCall.malformed(f"it is not JSON: {error}", body.strip())
     name = match[1].strip()
-    functions = [schema["function"] for schema in schemas]
-    known: dict[str, Any] = next(
-        (f["parameters"]["properties"] for f in functions if f["name"] == name), {}
-    )
+    functions = {schema["function"]["name"]: schema["function"] for schema in schemas}
+    known = functions[name]["parameters"]["properties"] if name in functions else {}
     arguments: dict[str, Any] = {}
     for key, value in PARAMETER.findall(match[2]):
         arguments[key.strip()] = value
@@ -127,26 +118,22 @@ class CallParser:
         `prompt` are token ids before the turn; `ids` those of the turn, less the one that ended it.
         """
         if self._written is None:
-            message, calls = self._parse(prompt, ids)
+            try:
+                message = read_response(self._tokenizer, prompt, ids, self._schemas)
+                calls = [ToolCall.of(value) for value in message.pop("tool_calls", None) or []]
+            except Exception as error:  # whatever its parser raises at text it does not understand
+                text = self._tokenizer.decode(list(ids))
+                message = {"role": "assistant", "content": self._plain(text)}
+                calls = [ToolCall.malformed(str(error), text)]
         else:
             text = self._tokenizer.decode(list(ids))
             text, calls = read_calls(self._written, text, self._schemas)
             plain = self._tokenizer.decode(list(ids), skip_special_tokens=True)
             message = {"role": "assistant", "content": self._plain(text) if calls else plain}
         if calls:
-            message["tool_calls"] = [call.as_message() for call in calls]
+            functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
+            message["tool_calls"] = [{"type": "function", "function": each} for each in functions]
         return message, calls
-
-    def _parse(
-        self, prompt: Sequence[int], ids: Sequence[int]
-    ) -> tuple[dict[str, Any], list[ToolCall]]:
-        try:
-            message = read_response(self._tokenizer, prompt, ids, self._schemas)
-        except Exception as error:  # whatever its parser raises at text it does not understand
-            text = self._tokenizer.decode(list(ids))
-            call = ToolCall.malformed(str(error), text)
-            return {"role": "assistant", "content": self._plain(text)}, [call]
-        return message, [ToolCall.of(value) for value in message.pop("tool_calls", None) or []]
 
     def _plain(self, text: str) -> str:
         for token in self._special:
@@ -177,10 +164,6 @@ class ToolResult:
     def failure(cls, name: str, words: str) -> Self:
         """A call that could not be made, or that failed."""
         return cls(name, json.dumps({"error": words}, ensure_ascii=False), failed=True)
-
-    def as_message(self) -> dict[str, Any]:
-        """The message that carries the result."""
-        return {"role": "tool", "name": self.name, "content": self.content}
 
 
 class ToolRunner:

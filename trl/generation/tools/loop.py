@@ -9,14 +9,14 @@ from ...data.templates import ToolTurns
 from ...distributed import Ranks
 from ...types import FinishReason, Generations, Prompts, Sampling
 from ..base import AroundEngine, row_seeds
-from .calls import CallParser, Functions, ToolCall, ToolResult, ToolRunner
+from .calls import CallParser, Functions, ToolCall, ToolRunner
 
 
 @dataclass
 class _Row:
     prompt: list[int]
     message: Any
-    seed: int | None
+    seed: int
     tools: Functions
     ids: list[int] = field(default_factory=list)
     trainable: list[bool] = field(default_factory=list)
@@ -59,7 +59,7 @@ class ToolLoop(AroundEngine):
         `Sampling.max_tokens` bounds the whole completion, answers included. Answers that leave no
         room for another token are taken back, and the completion ends before them.
         """
-        seeds = sampling.seeds or [None] * len(prompts)
+        seeds = sampling.seeded(len(prompts)).seeds or ()
         tools = prompts.tools or [self.tools.by_name] * len(prompts)
         given = zip(prompts.token_ids, prompts.messages, seeds, tools, strict=True)
         rows = [_Row(list(ids), *others) for ids, *others in given]
@@ -71,7 +71,10 @@ class ToolLoop(AroundEngine):
         active, turn = rows, 0
         while limit := self._longest(active, sampling):
             asked = active or [_Row(rows[0].prompt, rows[0].message, rows[0].seed, {})]
-            drawn = sampling.replace(max_tokens=limit, seeds=_seeds(asked, turn))
+            seeds = [row.seed for row in asked]
+            if turn:  # the first one's random streams are those of plain completions
+                seeds = [row_seeds((seed, "turn"), turn, 1)[0] for seed in seeds]
+            drawn = sampling.replace(max_tokens=limit, seeds=tuple(seeds))
             prompts = Prompts(
                 messages=[row.message for row in asked],
                 token_ids=[[*row.prompt, *row.ids] for row in asked],
@@ -79,7 +82,7 @@ class ToolLoop(AroundEngine):
             found = self.engine.generate(prompts, drawn, group_size)
             for place, row in enumerate(active):
                 self._write(row, found, place, sampling)
-            active = self._answered(active, sampling, turn)
+            active = [] if turn == self.turns else self._answered(active, sampling)
             turn, group_size = turn + 1, 1
 
     def _longest(self, active: Sequence[_Row], sampling: Sampling) -> int:
@@ -107,36 +110,24 @@ class ToolLoop(AroundEngine):
         row.turns.append(message)
         row.pending = calls if ended else []
 
-    def _answered(self, active: Sequence[_Row], sampling: Sampling, turn: int) -> list[_Row]:
+    def _answered(self, active: Sequence[_Row], sampling: Sampling) -> list[_Row]:
         """Make the calls of all rows, and return the rows that go on."""
-        if self.turns is not None and turn >= self.turns:
-            return []
         calls = [call for row in active for call in row.pending]
-        own = [row.tools for row in active for _ in row.pending]
-        results = iter(self.tools(calls, own))
-        answers = [list(islice(results, len(row.pending))) for row in active]
-        pending = zip(active, answers, strict=True)
-        return [row for row, found in pending if self._answer(row, found, sampling)]
-
-    def _answer(self, row: _Row, answers: Sequence[ToolResult], sampling: Sampling) -> bool:
-        """Append answers if there are any and they leave room for another token."""
-        row.calls += len(answers)
-        row.failures += sum(answer.failed for answer in answers)
-        messages = [answer.as_message() for answer in answers]
-        ids = self.template.after(messages) if messages else []
-        if not messages or len(ids) >= self._room(row, sampling):
-            return False
-        row.add(ids, [0.0] * len(ids), trainable=False)
-        row.turns += messages
-        return True
-
-
-def _seeds(rows: Sequence[_Row], turn: int) -> tuple[int, ...] | None:
-    """A random stream for each row and turn; the first turn's is that of plain completions."""
-    seeds = [row.seed for row in rows if row.seed is not None]
-    if len(seeds) < len(rows):
-        return None
-    return tuple(row_seeds((seed, "turn"), turn, 1)[0] if turn else seed for seed in seeds)
+        results = iter(self.tools(calls, [row.tools for row in active for _ in row.pending]))
+        going = []
+        for row in active:
+            answers = list(islice(results, len(row.pending)))
+            row.calls += len(answers)
+            row.failures += sum(answer.failed for answer in answers)
+            if not answers:
+                continue
+            messages = [{"role": "tool", "name": x.name, "content": x.content} for x in answers]
+            ids = self.template.after(messages)
+            if len(ids) < self._room(row, sampling):
+                row.add(ids, [0.0] * len(ids), trainable=False)
+                row.turns += messages
+                going.append(row)
+        return going
 
 
 def _joined(rows: Sequence[_Row]) -> Generations:

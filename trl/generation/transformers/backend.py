@@ -146,7 +146,6 @@ class TransformersBackend(GenerationBackend):
     def _pieces(
         self, model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, shared: bool
     ) -> Iterator[range]:
-        """Cut rows into runs that are completed together."""
         most = self.cache_bytes / cache_bytes_per_token(model) if self.cache_bytes else math.inf
         pieces = cut_rows(prompts, sampling.max_tokens, shared, self.rows or math.inf, most)
         if shared or len(prompts) < 2:
@@ -157,10 +156,7 @@ class TransformersBackend(GenerationBackend):
         return (range((found := list(run))[0], found[-1] + 1) for each in runs for _, run in each)
 
     def _alike(self, model: Any, prompt: Sequence[int]) -> str:
-        """Which rows `generate` may complete together, for each to write what it writes alone.
-
-        Some classes of transformers do not mask padding, or mix up the rows of a batch.
-        """
+        """Which rows can be together: some classes do not mask padding, or mix up rows in it."""
         kind, short = type(causal_model(model)), prompt[: (len(prompt) + 1) // 2]
         if kind not in self._batches:
             alone, dtype = self._first_logps(model, [short]), causal_model(model).dtype
@@ -212,8 +208,7 @@ class TransformersBackend(GenerationBackend):
         texts = [StopTexts(self.tokenizer, ends, width)] if ends else []
         options = {"logits_processor": processors}
         options |= {"stopping_criteria": StoppingCriteriaList(texts)}
-        config = self._config(sampling, rest)
-        output = self._generate(model, prompts.token_ids, config, **options)
+        output = self._generate(model, prompts.token_ids, self._config(sampling, rest), **options)
         draws.check()
         finish(len(prompts))
         found = cut_generations(output[:, width:].tolist(), sampling)

@@ -68,9 +68,13 @@ class ContinuousBackend(GenerationBackend):
             self.policy() as policy,
             self.ranks.fail_together("generation"),
             random_numbers_kept(),  # the engine seeds torch's generators
-            _without_autocast(model := causal_model(policy)),
         ):
-            rows = self._run(model, prompts.token_ids, sampling)
+            model: Any = causal_model(policy)
+            wrapped, original = (vars(model).get(name) for name in ("forward", "_original_forward"))
+            has_autocast = wrapped is not None and original is not None
+            # The engine's cache takes keys in the dtype of the weights.
+            with replaced_forward(model, original) if has_autocast else nullcontext():
+                rows = self._run(model, prompts.token_ids, sampling)
         return cut_generations(rows, sampling)
 
     def _run(self, model: Any, prompts: Rows, sampling: Sampling) -> list[list[int]]:
@@ -124,15 +128,7 @@ class ContinuousBackend(GenerationBackend):
         return config
 
 
-def _without_autocast(model: Any) -> AbstractContextManager[None]:
-    """Take autocast off the forward: the engine's cache takes keys in the dtype of the weights."""
-    wrapped, original = (vars(model).get(name) for name in ("forward", "_original_forward"))
-    is_wrapped = wrapped is not None and original is not None
-    return replaced_forward(model, original) if is_wrapped else nullcontext()
-
-
 def _collect(manager: Any, count: int) -> dict[str, list[int]]:
-    """The tokens that answer each of a number of requests."""
     found: dict[str, list[int]] = {}
     while len(found) < count:
         result = manager.get_result(timeout=1)

@@ -51,19 +51,16 @@ def uniforms(seeds: Sequence[int], count: int) -> Tensor:
     """Draw `count` numbers in [0, 1) for each row from its own generator: (B, count)."""
     rows = torch.empty(len(seeds), count, dtype=torch.float64)
     for row, seed in enumerate(seeds):
-        generator = torch.Generator().manual_seed(seed)
-        rows[row].uniform_(generator=generator)
+        rows[row].uniform_(generator=torch.Generator().manual_seed(seed))
     return rows
 
 
 def pick(scores: Tensor, draws: Tensor) -> Tensor:
-    """Draw a token (B,) for each row by draws (B,) in [0, 1) and filtered logits (B, V).
-
-    Where these are NaN it is some id, for an error on an accelerator would end the process.
-    """
+    """Draw a token (B,) for each row by draws (B,) in [0, 1) and filtered logits (B, V)."""
     cumulative = scores.float().softmax(-1).double().cumsum(-1)
     targets = draws.to(cumulative.device)[:, None] * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
+    # Some id where logits are NaN, for an error on an accelerator would end the process.
     return found.clamp(max=scores.shape[-1] - 1)
 
 
@@ -91,8 +88,7 @@ class RowDraws(LogitsProcessor):
 
         `rows` (b,) says whose logits they are, `places` which token of a completion is drawn.
         """
-        is_bad = ~scores.amax(-1).isfinite()  # NaN, inf, or all -inf
-        self._bad.index_add_(0, rows, is_bad.int())
+        self._bad.index_add_(0, rows, (~scores.amax(-1).isfinite()).int())  # NaN, inf, or all -inf
         # None of the filters reads the ids of the rows.
         chosen = pick(self._warpers(None, scores), self._draws[rows, places])
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
@@ -105,14 +101,11 @@ class RowDraws(LogitsProcessor):
 
 
 class RepetitionPenalty(RepetitionPenaltyLogitsProcessor):
-    """The penalty of transformers, which before 5.23 takes padding for a token of the row.
-
-    `padding` (B,) are the columns of padding in front of each row.
-    """
+    """The penalty of transformers, which before 5.23 takes padding for a token of the row."""
 
     def __init__(self, penalty: float, padding: Tensor):
         super().__init__(penalty)
-        self._padding = padding[:, None]
+        self._padding = padding[:, None]  # (B, 1) columns of padding in front of each row
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)

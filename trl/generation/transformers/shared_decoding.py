@@ -38,10 +38,7 @@ CHECKED_TOKENS = 4  # that rows write when decoding is compared with plain rows
 
 
 class GrowingCache(Fork, Cache):
-    """Keys and values of each layer in buffers that double, so that appending copies little.
-
-    Layers with a window keep no more than their last tokens, the others at most `limit`.
-    """
+    """Keys and values of each layer in buffers that double, so that appending copies little."""
 
     def __init__(
         self,
@@ -53,7 +50,7 @@ class GrowingCache(Fork, Cache):
         Fork.__init__(self, states)
         found = (windows or {}).items()
         rooms = {layer: min(window.size, limit) for layer, window in found if window}
-        self._rooms: dict[int, int] = defaultdict(lambda: limit, rooms)  # tokens of a layer
+        self._rooms: dict[int, int] = defaultdict(lambda: limit, rooms)  # that a layer keeps
         self._buffers: dict[int, list[Tensor]] = {}
         self._lengths: dict[int, int] = {}
 
@@ -66,23 +63,20 @@ class GrowingCache(Fork, Cache):
         if layer_idx not in self._buffers:
             self._buffers[layer_idx] = [x.contiguous() for x in (key_states, value_states)]
             self._lengths[layer_idx] = key_states.shape[2]
-        else:
-            self._append(layer_idx, (key_states, value_states))
-        return self.layer(layer_idx)
-
-    def _append(self, layer: int, states: tuple[Tensor, Tensor]) -> None:
-        length, count, room = self._lengths[layer], states[0].shape[2], self._rooms[layer]
+            return self.layer(layer_idx)
+        room, count = self._rooms[layer_idx], key_states.shape[2]
         # One token at a time takes the place of the oldest: their order does not matter.
-        start = length % room
-        for place, new in enumerate(states):
-            held = self._buffers[layer][place]
+        start = self._lengths[layer_idx] % room
+        for place, new in enumerate((key_states, value_states)):
+            held = self._buffers[layer_idx][place]
             if start + count > held.shape[2]:
                 capacity = min(room, max(SMALLEST_CAPACITY, 2 * (start + count)))
                 grown = held.new_empty(*held.shape[:2], capacity, held.shape[3])
                 grown[:, :, :start] = held[:, :, :start]
-                held = self._buffers[layer][place] = grown
+                held = self._buffers[layer_idx][place] = grown
             held[:, :, start : start + count] = new
-        self._lengths[layer] = length + count
+        self._lengths[layer_idx] += count
+        return self.layer(layer_idx)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values (m, K, t, D) of a layer."""
@@ -142,11 +136,6 @@ class _Rows:
             seen = [[*ids, *[ids[0]] * (max(lengths) - len(ids))] for ids in prompts]
             self.seen = torch.tensor(seen).to(device, non_blocking=True)
 
-    def see(self, tokens: Tensor) -> None:
-        """Add a token (m,) of each row to those that are penalized."""
-        if self.seen is not None:
-            self.seen = torch.cat([self.seen, tokens[:, None]], 1)
-
     def keep(self, places: Tensor) -> None:
         """Drop from the device all rows but those that `note` said go on."""
         self.lengths = self.lengths[places]
@@ -171,21 +160,11 @@ class _Rows:
         self.numbers = [self.numbers[place] for place in alive]
         return alive
 
-    def groups(self) -> list[tuple[tuple[int, ...], slice]]:
-        """Runs of rows with the same prompt."""
-        found, start = [], 0
-        for prompt, rows in groupby(self.prompts[number] for number in self.numbers):
-            stop = start + len(list(rows))
-            found.append((prompt, slice(start, stop)))
-            start = stop
-        return found
-
 
 class SharedDecoder:
     """Completes rows with a model that understands packed layouts, under autocast if it is on.
 
-    The model is in evaluation mode, its head at temperature 1. With
-    `do_sample=False` among the extra options the likeliest tokens are taken.
+    The model is in evaluation mode, its head at temperature 1; `do_sample=False` is greedy.
     """
 
     def __init__(self, model: Any, head: OutputHead, sampling: Sampling):
@@ -210,8 +189,7 @@ class SharedDecoder:
         `NonFiniteLogitsError` names rows.
         """
         limit = self._sampling.max_tokens
-        is_drawn = self._sampling.extra.get("do_sample", True)
-        draws = uniforms(seeds, limit) if is_drawn else None
+        draws = uniforms(seeds, limit) if self._sampling.extra.get("do_sample", True) else None
         rows = _Rows(prompts, draws, self._sampling.repetition_penalty != 1.0, self._device)
         self._prefill(list(dict.fromkeys(rows.prompts)))
         prefixes = [self._prefixes[prompt] for prompt in rows.prompts]
@@ -245,9 +223,7 @@ class SharedDecoder:
         ids = self._tensor([[token for prompt in prompts for token in prompt]])
         positions = self._tensor([[i for prompt in prompts for i in range(len(prompt))]])
         hidden = self._decoder(
-            **packed_inputs(ids, positions, packing),
-            past_key_values=GrowingCache(),
-            use_cache=True,
+            **packed_inputs(ids, positions, packing), past_key_values=GrowingCache(), use_cache=True
         )[0][0]
         start = 0
         for prompt in prompts:
@@ -271,11 +247,13 @@ class SharedDecoder:
     def _forward(
         self, tokens: Tensor, rows: _Rows, cache: GrowingCache, positions: Tensor
     ) -> Tensor:
-        groups = rows.groups()
-        prefixes = [self._prefixes[prompt] for prompt, _ in groups]
+        prefixes, places, start = [], [], 0
+        for prompt, run in groupby(rows.prompts[number] for number in rows.numbers):
+            prefixes.append(self._prefixes[prompt])
+            places.append(slice(start, start + len(list(run))))
+            start = places[-1].stop
         layers = {layer: [x.layers[layer] for x in prefixes] for layer in prefixes[0].layers}
-        decoding = Decoding(tuple(places for _, places in groups), layers)
-        inputs = packed_inputs(tokens[:, None], positions, decoding)
+        inputs = packed_inputs(tokens[:, None], positions, Decoding(tuple(places), layers))
         return self._decoder(**inputs, past_key_values=cache, use_cache=True)[0][:, 0]
 
     def _choose(self, hidden: Tensor, rows: _Rows, step: int) -> tuple[Tensor, Tensor]:
@@ -304,7 +282,8 @@ class SharedDecoder:
         # The one time in a step that the host waits for the device. Ids are exact in double.
         ids, values = torch.stack([tokens.double(), logps.double()]).tolist()
         alive = rows.note(ids, values, self._sampling.stop_ids)
-        rows.see(tokens)
+        if rows.seen is not None:
+            rows.seen = torch.cat([rows.seen, tokens[:, None]], 1)
         if len(alive) == len(tokens):
             return tokens
         places = self._tensor(alive).long()

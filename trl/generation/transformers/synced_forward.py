@@ -1,8 +1,7 @@
 """Ranks that run the layers of a model together, for each holds a part of every layer.
 
-They need not have the same work: lengths of completions, batches and checks differ. So every
-forward begins with an agreement to run one, and a rank without work of its own runs along until all
-are done.
+Lengths of completions, batches and checks differ. So every forward begins with an agreement to run
+one, and a rank without work of its own runs along until all are done.
 """
 
 import sys
@@ -43,7 +42,10 @@ class SyncedForward:
                 if not self._is_inside and not isinstance(error, RankError):
                     self._agree(failure=error)
                 raise
-            self._run_along(decoder)
+            self._is_done = True
+            token = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+            while self._agree():
+                decoder(input_ids=token, use_cache=False)
 
     def _enter(self, *ignored: Any) -> None:
         if self._is_done:
@@ -62,12 +64,6 @@ class SyncedForward:
             self._is_inside = False
         elif self._failure is None:  # torch calls this while it handles what the forward raised
             self._failure = sys.exc_info()[1]
-
-    def _run_along(self, decoder: nn.Module) -> None:
-        self._is_done = True
-        token = torch.zeros(1, 1, dtype=torch.long, device=self._device)
-        while self._agree():
-            decoder(input_ids=token, use_cache=False)
 
     def _agree(self, goes_on: bool = False, failure: Exception | None = None) -> bool:
         """Whether a rank goes on; raises on every rank if one failed."""

@@ -42,8 +42,7 @@ def why_not_low_rank(model: nn.Module) -> str | None:
     """
     if not is_peft_model(model):
         return "no adapter"
-    peft: Any = model
-    config = peft.active_peft_config
+    config = cast(Any, model).active_peft_config
     if config.peft_type.value != "LORA":
         return f"an adapter of type {config.peft_type.value}, not LoRA"
     parts = {
@@ -69,10 +68,7 @@ def why_not_low_rank(model: nn.Module) -> str | None:
 
 @torch.no_grad()
 def low_rank_factors(model: nn.Module) -> Iterator[Factors]:
-    """Yield the factors of each layer of a policy for which `why_not_low_rank` found no reason.
-
-    Sharded factors are gathered layer by layer, so all ranks must go through all of them.
-    """
+    """Yield the factors of each layer, gathered where they are sharded; all ranks take them all."""
     gather = gather_of(model)
     for name, layer in adapted_layers(causal_model(model)):
         adapter = layer.active_adapters[0]
@@ -89,10 +85,7 @@ def base_stamp(model: nn.Module) -> int:
 
 
 def adapter_arguments(policy: PolicyHandle, dtype: str) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for an engine that holds the adapter of a policy apart.
-
-    A ValueError says that it has more than a LoRA adapter, or what vLLM cannot do with it.
-    """
+    """Arguments of `vllm.LLM` that hold the adapter apart; a ValueError says why it cannot be."""
     words = "vllm_sync_adapter_only=True needs a LoRA adapter on a frozen model, but "
     reason = why_not_low_rank(policy.model)
     if reason is not None:
@@ -126,11 +119,10 @@ class AdapterEngine(VLLMEngine):
     def unwrapped(self) -> Iterator[None]:
         """Hide the modules that apply adapters: weights are looked up by the names below them."""
         wrappers = set(cast(Any, self.model.lora_manager).modules.values())
-        modules = [module._modules for module in self.model.modules()]
         wrapped: list[tuple[Any, str, Any]] = [
-            (own, name, child)
-            for own in modules
-            for name, child in own.items()
+            (module._modules, name, child)
+            for module in self.model.modules()
+            for name, child in module._modules.items()
             if child in wrappers
         ]
         try:

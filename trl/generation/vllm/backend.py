@@ -132,8 +132,7 @@ class VLLMBackend(GenerationBackend):
         started = time.perf_counter()
         self._held = None
         with torch.no_grad():
-            problem = self._send(self.weights(self.policy.model))
-        self._stop_at(problem)
+            self._stop_at(self._send(self.weights(self.policy.model)))
         self._held = (self._wanted, self._stamp())
         self._is_due = self.probe_syncs > 0 and self._syncs % self.probe_syncs == 0
         self._syncs += 1
@@ -210,6 +209,5 @@ class VLLMColocateBackend(VLLMBackend):
 
     def _run(self, requests: list[Request], sampling: Sampling) -> Generations:
         # Ranks that hold one engine meet inside.
-        together = self._ranks.fail_together("generation") if self._is_alone else nullcontext()
-        with together:
+        with self._ranks.fail_together("generation") if self._is_alone else nullcontext():
             return read_outputs(requests, self._engine.generate(requests, sampling))

@@ -66,8 +66,7 @@ class VLLMEngine:
     def wake(self, part: str) -> None:
         """Give memory to the weights or to the cache, unless they have it."""
         if part not in self._awake:
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
             self._llm.wake_up(tags=[part])
             self._awake.add(part)
 
@@ -161,16 +160,12 @@ def start_engine(
         own = _own_memory() if on_cpu and size > 1 else nullcontext()
         with _uncompiled(on_cpu), undivided_models(), own:
             llm = vllm.LLM(folder, **FIXED, **place, **arguments)
-    _keep_process_groups(llm)
-    return kind(llm, arguments.get("enable_sleep_mode", False))
-
-
-def _keep_process_groups(llm: Any) -> None:
-    """An engine that is collected must not end the process groups of training and other engines."""
+    # An engine that is collected must not end the process groups of training and other engines.
     client = llm.llm_engine.engine_core
     if finalizer := getattr(client, "_finalizer", None):
         finalizer.detach()
         weakref.finalize(client, _shut_down, client.engine_core).atexit = False
+    return kind(llm, arguments.get("enable_sleep_mode", False))
 
 
 def _shut_down(core: Any) -> None:

@@ -67,10 +67,9 @@ def completion_body(request: Request, sampling: Sampling, context: int) -> dict[
     """What `/v1/completions` of a server is asked for: no more than its context has room for."""
     body = parameters(sampling, request.count, request.seed)
     del body["detokenize"]  # servers always do
-    room = context - len(request.token_ids)
     return body | {
         "prompt": request.token_ids,
-        "max_tokens": min(body["max_tokens"], room),
+        "max_tokens": min(body["max_tokens"], context - len(request.token_ids)),
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }

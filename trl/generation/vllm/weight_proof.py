@@ -112,7 +112,14 @@ class WeightProof:
         if name in self._places:
             load(name, weight)
         else:
-            self._places[name] = self._watch(name, weight, load)
+            with CopyWatch(set(self._held()), weight) as watch:
+                load(name, weight)
+            self._places[name] = watch.places
+            for target in watch.targets:
+                where = (target.storage_offset(), tuple(target.shape), tuple(target.stride()))
+                self._covered.setdefault(target.untyped_storage().data_ptr(), set()).add(where)
+            if any(place.source is None for place in watch.places):
+                self.unproven.append(name)
         parts = [place.part(weight) for place in self._places[name]]
         self._sent[name] = [None if part is None else fingerprint(part) for part in parts]
 
@@ -125,17 +132,6 @@ class WeightProof:
             f"vLLM converts {len(self.unproven)} weights while loading, such as "
             f"{self.unproven[0]}; only log-probabilities prove that they arrived."
         )
-
-    def _watch(self, name: str, weight: Tensor, load: Callable[[str, Tensor], None]) -> list[Place]:
-        with CopyWatch(set(self._held()), weight) as watch:
-            load(name, weight)
-        for target in watch.targets:
-            where = (target.storage_offset(), tuple(target.shape), tuple(target.stride()))
-            address = target.untyped_storage().data_ptr()
-            self._covered.setdefault(address, set()).add(where)
-        if any(place.source is None for place in watch.places):
-            self.unproven.append(name)
-        return watch.places
 
     def _held(self) -> dict[int, tuple[str, Tensor]]:
         named = self._model.named_parameters()

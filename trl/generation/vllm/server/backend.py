@@ -1,7 +1,4 @@
-"""Generation by vLLM servers: rank 0 sends them weights and requests, for all ranks.
-
-Weights go to all servers; requests are divided among them.
-"""
+"""Generation by vLLM servers: rank 0 sends weights to all, and deals out all ranks' requests."""
 
 import math
 import threading
@@ -72,16 +69,12 @@ class ServerPool:
     def __init__(self, servers: Sequence[Server]):
         self.servers = servers
         self.seconds = servers[0].seconds
+        self.context = min(server.facts.context for server in servers)  # tokens that all see
         self.run = uuid.uuid4().hex
         self._syncs = 0
         self._has_joined = False
         self._group: WeightGroup | None = None  # where weights go from GPU to GPU
         self._device = torch.device("cpu")  # from which they go
-
-    @property
-    def context(self) -> int:
-        """Most tokens of a prompt with its completion that all servers see."""
-        return min(server.facts.context for server in self.servers)
 
     def join(self, device: torch.device) -> None:
         """Let the workers of all servers take the weights of this run, and of no other."""
@@ -103,10 +96,7 @@ class ServerPool:
         self._has_joined = True
 
     def send(self, weights: Iterable[tuple[str, Tensor]], step: int) -> str | None:
-        """Send all weights of an optimizer step; returns what is wrong then, in words, if anything.
-
-        A server that is gone or silent is a `ServerError`.
-        """
+        """Send the weights of an optimizer step; returns what is then wrong, in words, or None."""
         failed = f"While sending the weights of step {step}, "
         if not self._has_joined:
             raise ServerError(f"{failed}the servers were left after a failure")
@@ -115,10 +105,9 @@ class ServerPool:
         sent, where = 0, "before the first weight"
         try:
             for batch in batches(weights, self._device):
-                message = batch.packed(self.run)
+                words = "POST", WEIGHTS, batch.packed(self.run)
                 _finish(calls)  # servers take a batch while the next one is made
                 where = f"at {batch.name}, after {sent} weights"
-                words = "POST", WEIGHTS, message
                 calls = [in_background(partial(each.ask, *words)) for each in self.servers]
                 with _reasons(calls) as check:
                     if self._group is not None:
@@ -127,19 +116,17 @@ class ServerPool:
             _finish(calls)
             where = f"after the last of {sent} weights"
             return self._prove()
-        except (ServerError, TransferError) as error:
+        except BaseException as error:
             self.leave()
-            raise ServerError(f"{failed}{where}: {error}") from error
-        except BaseException:
-            self.leave()
+            if isinstance(error, (ServerError, TransferError)):
+                raise ServerError(f"{failed}{where}: {error}") from error
             raise
 
     def _prove(self) -> str | None:
         """What is wrong with what a server holds; if nothing is, cached prompts are dropped."""
         words = "trl_prove", self.run, self._syncs
         calls = [in_background(partial(server.call_workers, *words)) for server in self.servers]
-        found = [each for workers in _finish(calls) for each in workers]
-        for problem, doubt in found:
+        for problem, doubt in [each for workers in _finish(calls) for each in workers]:
             if problem is not None:
                 return problem
             if doubt is not None:
@@ -158,11 +145,7 @@ class ServerPool:
             server.close()
 
     def complete(self, requests: Sequence[Request], sampling: Sampling) -> Generations:
-        """Complete prompts, dealt out to the servers in turn.
-
-        A server that is gone or silent is a `ServerError`, one that was restarted or serves another
-        trainer a `WeightSyncError`.
-        """
+        """Complete prompts, dealt out to the servers in turn."""
         turn = threading.BoundedSemaphore(MOST_REQUESTS)
 
         def ask(server: Server, request: Request) -> Any:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import torch
 
@@ -48,9 +48,7 @@ def shape_of(config: Any) -> dict[str, Any]:
 
 def gpu_id(device: torch.device) -> str | None:
     """What tells a GPU from all others; None for a CPU."""
-    if device.type != "cuda":
-        return None
-    return str(torch.cuda.get_device_properties(device).uuid)
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def refusals(server: ServerFacts, wanted: ServerFacts) -> list[str]:
@@ -100,16 +98,20 @@ class SecretError(ServerError):
 
 
 class VLLMClient:
-    """One vLLM server, at an address such as http://localhost:8000.
-
-    It must answer within `seconds`.
-    """
+    """One vLLM server, at an address such as http://localhost:8000, that answers in `seconds`."""
 
     def __init__(self, url: str, seconds: float):
-        parts, port = _parts(url)
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        try:
+            self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError:
+            self.port = 0
+        if not self.port or parts.scheme not in ("http", "https") or parts.hostname is None:
+            raise ValueError(
+                f"vllm_server_base_url: {url!r} is not an address such as http://localhost:8000."
+            )
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
-        self.host = "127.0.0.1" if parts.hostname == "0.0.0.0" else str(parts.hostname)
-        self.port = port
+        self.host = "127.0.0.1" if parts.hostname == "0.0.0.0" else parts.hostname
         self.seconds = seconds
         self._path = parts.path.rstrip("/")
         self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
@@ -128,11 +130,11 @@ class VLLMClient:
             body = b"" if body is None else json.dumps(body).encode()
         status, text = self._exchange(method, path, body, seconds or self.seconds)
         if status != 200:
-            raise ServerError(
-                f"The vLLM server {self.url} answered {method} {path} with status {status}: "
-                f"{_message(text)}",
-                status,
-            )
+            words = text[:1000]
+            with suppress(ValueError, LookupError, TypeError):
+                words = str(json.loads(text)["error"]["message"])
+            said = f"answered {method} {path} with status {status}: {words}"
+            raise ServerError(f"The vLLM server {self.url} {said}", status)
         return json.loads(text) if text else None
 
     def ask_again(
@@ -228,25 +230,6 @@ class VLLMClient:
             self._open.discard(connection)
             connection.close()
         raise ServerError(f"The vLLM server {self.url} {words}, asked for {path}.")
-
-
-def _parts(url: str) -> tuple[SplitResult, int]:
-    parts = urlsplit(url if "//" in url else f"http://{url}")
-    try:
-        if parts.scheme in ("http", "https") and parts.hostname is not None:
-            return parts, parts.port or (443 if parts.scheme == "https" else 80)
-    except ValueError:  # of the port
-        pass
-    raise ValueError(
-        f"vllm_server_base_url: {url!r} is not an address such as http://localhost:8000."
-    )
-
-
-def _message(text: str) -> str:
-    try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return text[:1000]
 
 
 def looks(seconds: float, pause: float, longest: float | None = None) -> Iterator[float]:

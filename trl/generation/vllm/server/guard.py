@@ -24,10 +24,7 @@ DAMAGED = "the request was altered or damaged on its way: its bytes are not thos
 
 
 class Challenges:
-    """Words of a server by which a request that was recorded cannot be sent again.
-
-    A word is given out for `seconds`, and taken for as long again.
-    """
+    """Words of a server by which a request that was recorded cannot be sent again."""
 
     def __init__(self, seconds: float = 600.0):
         self._seconds = seconds
@@ -36,7 +33,7 @@ class Challenges:
 
     @property
     def current(self) -> str:
-        """The word that a request is to be made with."""
+        """The word for a request; given out for `seconds`, it is taken for as long again."""
         if time.monotonic() > self._since + self._seconds:
             self._since = time.monotonic()
             self._spent[secrets.token_hex(16)] = set()
@@ -77,8 +74,8 @@ class Guard(Middleware):
         current = self._challenges.current
         query = request.url.query
         target = _path(request) + f"?{query}" * bool(query)
-        given = request.headers.get(REQUEST, "")
-        claim = Claim.read(given, self._secret, request.method, target)
+        header = request.headers.get(REQUEST, "")
+        claim = Claim.read(header, self._secret, request.method, target)
         if claim is None or not self._challenges.spend(claim):
             return _error(401, "secret", {CHALLENGE: current})
         if claim.digest != digest(body := await request.body()):

@@ -89,18 +89,12 @@ def batches(weights: Iterable[tuple[str, Tensor]], device: torch.device) -> Iter
 class WeightGroup:
     """A trainer, which has rank 0, and workers whose GPUs hand weights to each other by NCCL.
 
-    Each step of a transfer, the start of NCCL included, must happen within `seconds`; it is a
-    `TransferError` otherwise. Members find each other by an identity, which the trainer's group
-    makes.
+    A `TransferError` ends a step of a transfer, or the start of NCCL, that takes over `seconds`.
+    Members find each other by an identity, which the trainer's group makes.
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        device: torch.device,
-        seconds: float,
-        identity: str | None = None,
+        self, rank: int, size: int, device: torch.device, seconds: float, identity: str | None
     ):
         self.seconds = seconds
         self._device = device
