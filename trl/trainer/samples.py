@@ -35,7 +35,8 @@ class Samples:
     """Completes the first `most` prompts of a trainer's evaluation dataset with its policy.
 
     Trainers that generate do it with their own engine and options, for the others transformers
-    generates; `config` says how tokens are drawn instead.
+    generates; `config` says how tokens are drawn instead. TypeError: the model writes no text.
+    ValueError: there is no such dataset, or its rows have no prompt.
     """
 
     def __init__(self, trainer: BaseTrainer, config: GenerationConfig | None, most: int | None):
