@@ -29,7 +29,7 @@ FOLDERS = {
     "memory": (2000, 2000),
     "generation": (4500, 4500),
     "online": (1350, 1350),
-    "trainer": (6300, 6892),
+    "trainer": (6300, 6893),
     "trainer/base": (1700, 1826),
     "trainer/online": (2000, 2000),
     "cli, scripts": (2700, 2700),
