@@ -101,11 +101,7 @@ class OutputHead:
 
         def read(hidden: Tensor, project: Run) -> tuple[Tensor | None, ...]:
             run = partial(self.logits, autocast=autocast, project=project)
-            mass = None
-            if support is not None:  # filters look at the whole vocabulary, so by tokens, not tiles
-                with torch.no_grad():
-                    parts = zip(hidden.split(step), ids.split(step), strict=True)
-                    mass = torch.cat([support.log_mass(run(part), own) for part, own in parts])
+            mass = None if support is None else _mass(run, hidden, ids, step, support)
             if self.is_plain:
                 weight, bias = inner.weight, inner.bias
                 dtype = torch.float32 if self._kind is Float32Linear else autocast or weight.dtype
@@ -118,6 +114,13 @@ class OutputHead:
             return *found, mass
 
         return self.where_whole(read, hidden)
+
+
+@torch.no_grad()
+def _mass(run: Run, hidden: Tensor, ids: Tensor, step: int, support: Support) -> Tensor:
+    # Filters look at the whole vocabulary, so by tokens, not tiles.
+    parts = zip(hidden.split(step), ids.split(step), strict=True)
+    return torch.cat([support.log_mass(run(part), own) for part, own in parts])
 
 
 # --- Projections that must be called: adapters, quantized weights, hooks ---
