@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from ..data.packing import remove_none_values as remove_none_values
-from ..data.sampler import RepeatSampler as RepeatSampler
 from ..models.loading import disable_dropout_in_model as disable_dropout_in_model
+from ..online.sampler import RepeatSampler as RepeatSampler
 from ..ops.logprobs import token_scores
 from .model_config import get_peft_config as get_peft_config
 from .model_config import get_quantization_config as get_quantization_config

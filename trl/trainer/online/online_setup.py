@@ -6,8 +6,8 @@ from typing import Any
 from datasets import IterableDataset
 from transformers.utils import logging
 
-from ...data.sampler import RepeatIterableDataset, RepeatSampler
 from ...online.prompts import PromptEncoder, PromptLimit, check_forms
+from ...online.sampler import RepeatIterableDataset, RepeatSampler
 from ...text import count
 from ...types import Mode
 from ..base.policy import check_dataset

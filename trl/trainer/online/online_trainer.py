@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from ...data.sampler import RepeatIterableDataset
 from ...models.loading import context_length, stop_token_ids
 from ...models.scorer import Reader
 from ...models.unwrap import causal_model, policy_for_inference
@@ -23,6 +22,7 @@ from ...online.prompts import COLUMNS, PromptEncoder
 from ...online.reports import Reports, Round, log_table, print_table, tracker_rows
 from ...online.reward_sources import resolve_rewards
 from ...online.rewards import RewardInputs, RewardSuite
+from ...online.sampler import RepeatIterableDataset
 from ...ops.masking import masked_mean
 from ...ops.policy_losses import RatioLevel, clip_flags, clipped_surrogate, importance_ratio
 from ...types import Generations, Mode, Prompts, RewardTable, Rollout, RolloutFunc, TokenScores

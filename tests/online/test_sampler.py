@@ -5,7 +5,7 @@ from accelerate.data_loader import BatchSamplerShard
 from datasets import IterableDataset
 from torch.utils.data import BatchSampler
 
-from trl.data.sampler import RepeatIterableDataset, RepeatSampler
+from trl.online.sampler import RepeatIterableDataset, RepeatSampler
 
 
 def test_layout_of_two_rounds():
