@@ -44,7 +44,7 @@ ALLOWED = {
         "step_lines",
     },
     "cli": {"imports", "text", "trainer", "data", "rewards", "memory", "step_lines"},
-    "scripts": {"imports", "trainer", "cli", "data"},
+    "scripts": {"imports", "trainer", "cli"},
     "__main__": {"cli"},
 }
 FACADES = {"chat_template_utils", "data_utils", "import_utils"}

@@ -22,7 +22,7 @@ OTHERS = {
         (
             "trl.trainer.model_config.ModelConfig",
             "trl.cli.arguments.ScriptArguments",
-            "trl.data.mixture.DatasetMixtureConfig",
+            "trl.cli.mixture.DatasetMixtureConfig",
             "trl.cli.parser.TrlParser",
             "trl.trainer.model_config.get_peft_config",
             "trl.trainer.model_config.get_quantization_config",
@@ -35,7 +35,7 @@ OTHERS = {
             "trl.rewards.accuracy.accuracy_reward",
             "trl.rewards.shaping.think_format_reward",
             "trl.rewards.shaping.get_soft_overlong_punishment",
-            "trl.data.mixture.get_dataset",
+            "trl.cli.mixture.get_dataset",
             "trl.data.packing.pack_dataset",
             "trl.data.packing.truncate_dataset",
             "trl.data.formats.apply_chat_template",

@@ -1,4 +1,10 @@
 from .cli.arguments import ScriptArguments as ScriptArguments
+from .cli.mixture import (
+    DatasetMixtureConfig as DatasetMixtureConfig,
+)
+from .cli.mixture import (
+    get_dataset as get_dataset,
+)
 from .cli.parser import TrlParser as TrlParser
 from .data.formats import (
     apply_chat_template as apply_chat_template,
@@ -27,12 +33,6 @@ from .data.formats import (
 )
 from .data.formats import (
     unpair_preference_dataset as unpair_preference_dataset,
-)
-from .data.mixture import (
-    DatasetMixtureConfig as DatasetMixtureConfig,
-)
-from .data.mixture import (
-    get_dataset as get_dataset,
 )
 from .data.packing import (
     pack_dataset as pack_dataset,

@@ -15,7 +15,7 @@ from trl import (
     get_peft_config,
     rewards,
 )
-from trl.data.files import load_dataset_source
+from trl.cli.files import load_dataset_source
 
 
 def main() -> None:

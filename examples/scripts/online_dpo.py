@@ -14,7 +14,7 @@ import urllib.request
 from dataclasses import dataclass
 
 from trl import ModelConfig, OnlineDPOConfig, OnlineDPOTrainer, TrlParser, get_peft_config
-from trl.data.files import load_dataset_source
+from trl.cli.files import load_dataset_source
 
 QUESTION = "Which answer is better? Reply with the number alone.\n\nQuestion: {}\n\n0: {}\n\n1: {}"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datasets import Dataset
 
 from trl import ModelConfig, PPOConfig, PPOTrainer, TrlParser, get_peft_config
-from trl.data.files import load_dataset_source
+from trl.cli.files import load_dataset_source
 
 
 @dataclass

@@ -11,6 +11,7 @@ from workspace import write_inputs
 from trl import rewards
 from trl.cli.arguments import OnlineScriptArguments, ScriptArguments
 from trl.cli.exit import MAIN_RANK_FIRST
+from trl.cli.mixture import DatasetMixtureConfig
 from trl.cli.train import (
     KNOWN_REWARDS,
     find_reward,
@@ -19,7 +20,6 @@ from trl.cli.train import (
     run_training,
     take_split,
 )
-from trl.data.mixture import DatasetMixtureConfig
 from trl.rewards import accuracy_reward, think_format_reward
 from trl.scripts import ppo, rloo
 from trl.trainer.ppo_trainer import PPOTrainer

@@ -13,7 +13,7 @@ from online_runs import make_trainer
 from peft import LoraConfig, get_peft_model
 from tiny import save_tiny
 
-from trl.data.files import load_dataset_source
+from trl.cli.files import load_dataset_source
 from trl.models.loading import load_policy
 from trl.trainer.base.checkpoint import MANIFEST, facts_of, seal
 

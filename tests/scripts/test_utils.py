@@ -3,8 +3,8 @@ import warnings
 
 import trl
 from trl import scripts
+from trl.cli.mixture import DatasetConfig, get_dataset
 from trl.cli.parser import TrlParser
-from trl.data.mixture import DatasetConfig, get_dataset
 from trl.data.templates import clone_chat_template
 from trl.scripts import utils
 

@@ -47,7 +47,7 @@ class TrainingCommand(Command):
 
     def make_parser(self, load: Callable[[str], Any] = locate) -> TrlParser:
         """A parser that builds the dataclasses; imports them, unless they are loaded otherwise."""
-        model, mixture = "trl.trainer.model_config.ModelConfig", "trl.data.mixture"
+        model, mixture = "trl.trainer.model_config.ModelConfig", "trl.cli.mixture"
         paths = (self.arguments, self.config, model, f"{mixture}.DatasetMixtureConfig")
         return TrlParser(tuple(map(load, paths)), prog=f"trl {self.name}")
 

@@ -14,13 +14,13 @@ from safetensors import SafetensorError
 from transformers.utils import logging
 
 from .. import rewards
-from ..data.files import load_dataset_source
-from ..data.mixture import DatasetMixtureConfig, get_dataset
 from ..memory.settings import options_of_environment
 from ..text import did_you_mean
 from ..trainer.model_config import get_peft_config, get_quantization_config
 from .arguments import OnlineScriptArguments, PPOScriptArguments, ScriptArguments
 from .exit import check_output_dir, one_line_errors, rank, tell_success, warn_of_missing_ranks
+from .files import load_dataset_source
+from .mixture import DatasetMixtureConfig, get_dataset
 from .parser import TrlParser, as_words, launch_option_names
 
 

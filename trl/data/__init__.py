@@ -1,1 +1,1 @@
-"""Datasets: their files and formats, their rows as token ids, and what goes into a micro-batch."""
+"""Datasets: their formats, their rows as token ids, and what goes into a micro-batch."""

@@ -10,7 +10,6 @@ import numpy as np
 
 from .encode import Ids, Masked, Span, TextEncoder, template_options, whole_texts
 from .formats import common_prefix_length, malformed_prompt, maybe_convert_to_chatml
-from .mixture import SOURCE_COLUMN
 from .rows import IGNORED
 from .turns import assistant_spans, expanded_turns, without_added_thinking
 
@@ -18,6 +17,7 @@ Kind = Literal["tokenized", "completion", "messages", "text"]
 Row = dict[str, Any]
 Chat = list[dict[str, Any]]
 Target = tuple[str, list[Span], int]  # a text, what is trained of it, and which example it is of
+SOURCE_COLUMN = "dataset_source"  # of mixtures: the name of a row's dataset
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
 

@@ -2,8 +2,7 @@
 
 import logging
 
-from ..cli import arguments, parser
-from ..data import mixture
+from ..cli import arguments, mixture, parser
 from ..imports import require
 
 TrlParser = parser.TrlParser

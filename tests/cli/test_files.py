@@ -6,7 +6,7 @@ import datasets
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from trl.data.files import load_dataset_source
+from trl.cli.files import load_dataset_source
 
 ROWS = [{"prompt": "a", "answer": 1}, {"prompt": "b,c", "answer": 2}]
 

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 from datasets import DatasetDict, IterableDatasetDict, concatenate_datasets, load_dataset
 
+from ..data.supervised import SOURCE_COLUMN
+
 # All processes of a run, and a continued run, must keep the same rows for evaluation.
 SPLIT_SEED = 0
-SOURCE_COLUMN = "dataset_source"
 
 
 @dataclass

@@ -6,7 +6,7 @@ import datasets
 import pytest
 from datasets import DatasetDict, IterableDatasetDict
 
-from trl.data.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
+from trl.cli.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
 
 
 @pytest.fixture(autouse=True)
