@@ -13,12 +13,12 @@ from ..data.encode import TextEncoder
 from ..data.prepare import LazySupervisedDataset, SupervisedDataset, prepare_supervised
 from ..data.rows import SupervisedRows, shown
 from ..data.supervised import SupervisedOptions
+from ..models.logit_metrics import LogitMetrics
 from ..online.metrics import record_accuracy, record_entropy
 from ..ops.masking import masked_sum
 from ..types import Mode, TokenScores
 from .base.model_card import Method
 from .offline.batches import ItemStream
-from .offline.logit_metrics import LogitMetrics
 from .offline.offline_trainer import OfflineTrainer
 from .sft_config import SFTConfig
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from ...data.encode import TextEncoder
 from ...data.packing import MicroBatchSampler
 from ...data.rows import AnswerRows
+from ...models.logit_metrics import LogitMetrics
 from ...models.scorer import Reader
 from ...ops.support import Support
 from ...types import Mode
@@ -24,7 +25,6 @@ from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import check_dataset, checked_args, prepare_policy
 from .batches import ItemStream, Predictions
-from .logit_metrics import LogitMetrics
 from .offline_config import NO_LOGITS, UNSUPPORTED, OfflineConfig, set_template
 
 BUFFERED = 10_000  # rows of a stream that is shuffled

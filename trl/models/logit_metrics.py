@@ -12,10 +12,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map
 from transformers import EvalPrediction
 
-from ...data.rows import IGNORED, SupervisedRows
-from ...distributed import Ranks
-from ...models.lm_head import OutputHead
-from ...models.scorer import Hidden, Reader
+from ..data.rows import IGNORED, SupervisedRows
+from ..distributed import Ranks
+from .lm_head import OutputHead
+from .scorer import Hidden, Reader
 
 OTHERS = ("batch_eval_metrics", "include_for_metrics")
 
