@@ -348,7 +348,7 @@ TRAINERS = [
     ("RLOO", {"model": 3}, "model must be a name or a transformers model, not int."),
     ("RLOO", {"model": nn.Linear(2, 2)}, "model must be a name or a transformers model, not Linear."),
     ("SFT", {"peft_config": PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")}, "Prefix tuning needs gradient_checkpointing=False: its prefix is a cache."),
-    ("SFT", {"model": frozen}, "Nothing in the model can be trained: all its weights are frozen, as if loaded for inference. Load adapters by PeftModel.from_pretrained(..., is_trainable=True)."),
+    ("SFT", {"model": frozen}, "Nothing in the model can be trained: all its weights are frozen, as if loaded for inference. Load adapters with PeftModel.from_pretrained(..., is_trainable=True)."),
     ("SFT", {"formatting_func": lambda row: row["b"]}, "Row 0 of the dataset: KeyError('b')"),
     ("SFT", {"model": tiny_backbone}, "LlamaModel predicts no tokens: load the model with AutoModelForCausalLM."),
     ("SFT", {"model": encoder_decoder}, "T5ForConditionalGeneration is an encoder-decoder. Only models that continue their prompt can be trained here, such as those of AutoModelForCausalLM."),

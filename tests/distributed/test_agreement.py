@@ -57,7 +57,7 @@ def test_a_check_that_fails_elsewhere_counts_here(log):
     model, score = tiny_model(), scorer()
     score.agree(model, rollout(9), other_rank(0, float("inf")))
     assert not score.check.enabled and not shares(score, model, 9)
-    assert "did not pass the check on another rank" in log.text
+    assert "failed the check on another rank" in log.text
 
 
 def test_a_check_that_fails_here_is_told_to_the_others(log, monkeypatch):

@@ -96,4 +96,4 @@ def test_an_adapter_is_not_restored_under_fsdp1(on_two):
 )
 def test_quantized_weights_are_not_divided_by_fsdp1(on_two):
     for message in on_two["fsdp1", "qlora"].values():
-        assert "4 bits cannot be divided by FSDP1" in message
+        assert "FSDP1 cannot shard a base model in 4 bits" in message

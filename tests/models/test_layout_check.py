@@ -282,7 +282,7 @@ def test_a_model_that_ignores_the_layout_is_found_out(log):
         assert (scores - alone(model, batch)).abs().max() < 1e-5
     assert not score.check.enabled
     assert len(said(log)) == 1
-    assert "Ignorant" in said(log)[0] and "did not ask for attention" in said(log)[0]
+    assert "Ignorant" in said(log)[0] and "did not call the attention function" in said(log)[0]
     before = model.forwards
     score(model, group(30, 30))
     assert model.forwards == before + 1, "what is switched off is not tried again"

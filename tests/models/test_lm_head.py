@@ -157,7 +157,9 @@ def test_a_model_that_sees_what_it_is_to_predict_is_refused():
     model = BertLMHeadModel(config)
     assert HeadFinder(1.0).find(model) is None, "causal, but not by its hidden states"
     config.is_decoder = False
-    with pytest.raises(NotCausalError, match="what follows a token changes the logits at it"):
+    with pytest.raises(
+        NotCausalError, match="what follows a token changes the logits at that token"
+    ):
         HeadFinder(1.0).find(BertLMHeadModel(config))
 
 
@@ -395,7 +397,7 @@ def test_layers_keep_their_precision(tied):
 
 
 def test_models_without_head_are_refused():
-    with pytest.raises(ValueError, match="the model has no output projection"):
+    with pytest.raises(ValueError, match="needs a model with an output projection"):
         cast_head_to_float32(tiny_model().model)
 
 

@@ -422,7 +422,7 @@ def test_what_layers_work_on_is_checked(monkeypatch, autocast):
 
 def test_layers_that_do_not_ask_for_attention_are_an_error():
     packed(tiny_model())
-    with pytest.raises(RuntimeError, match="did not ask"), checked_kernels(tiny_model()):
+    with pytest.raises(RuntimeError, match="did not call"), checked_kernels(tiny_model()):
         pass
 
 

@@ -177,7 +177,7 @@ def test_one_layer_of_4_bits_is_held_in_full_at_a_time(tmp_path):
     ("flags", "words"),
     [
         ({"is_loaded_in_8bit": True}, r"in 8 bits, which round the inputs .*\(--load_in_4bit\)"),
-        ({}, "The base model is quantized, so that .* without quantization"),
+        ({}, "The base model is quantized, so it cannot .* without quantization"),
     ],
 )
 def test_other_quantized_bases_are_refused(flags, words):

@@ -53,7 +53,7 @@ class SlicedPacking:
     def attend(self, query: Tensor, own: tuple[Tensor, Tensor], rules: Rules) -> Tensor:
         """Attend from this rank's tokens (1, N, t, D), with keys and values of the same tokens."""
         if rules.window is not None and rules.window.size < self.longest:
-            raise NotImplementedError("Context parallelism does not know attention windows.")
+            raise NotImplementedError("Context parallelism does not support attention windows.")
         keys, values = map(self.context.gather, own)
         return attend_to(self.parts, query, (keys, values), rules)
 
@@ -76,7 +76,7 @@ class ContextParallel:
         return _Gather.apply(self.group, numbers[None]).sum(0).to(mine.dtype)
 
     def slice(self, layout: Layout) -> Layout:
-        """Cut a packed layout to what this rank computes; what is predicted all ranks know."""
+        """Cut a packed layout to what this rank computes; all ranks know what is predicted."""
         ids, positions = layout.inputs["input_ids"], layout.inputs["position_ids"]
         width = ids.shape[1]
         length = -(-width // (2 * self.count))
@@ -118,8 +118,8 @@ def check_divisible(model: nn.Module, count: int, longest: int | None) -> None:
     if recurrent_layers(model):
         found.append("recurrent layers")
     if found:
-        words = f"This model has {found[0]}. Set cp_size=1, or choose another model."
-        raise ValueError(f"cp_size={count}: context parallelism cannot divide its rows. {words}")
+        words = f"has {found[0]}. Set cp_size=1, or choose another model."
+        raise ValueError(f"cp_size={count} cannot divide the rows of this model, which {words}")
 
 
 def _parts(packing: Packing, starts: list[int], length: int) -> Iterator[Part]:

@@ -62,7 +62,7 @@ def why_not_shared(model: nn.Module, longest: int, device: str | None = None) ->
         ),
         "its attention has dropout": model.training and any(map(_drops_weights, attentions)),
         "its adapter adds virtual tokens": virtual,
-        f"devices of type {device} have no kernel for it": device not in ("cpu", "cuda"),
+        f"{device} devices have no attention kernel for it": device not in ("cpu", "cuda"),
     }
     return next((words for words, holds in findings.items() if holds), None)
 
@@ -154,7 +154,7 @@ class LayoutCheck:
             self._checked_length = length
             if largest(difference) != 0.0:
                 self.enabled = False
-                reason = reason or "it did not pass the check on another rank"
+                reason = reason or "it failed the check on another rank"
         if reason is not None and reason not in self._warned:
             self._warned.add(reason)
             name = type(causal_model(model)).__name__

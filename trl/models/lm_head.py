@@ -129,7 +129,7 @@ def _mass(run: Run, hidden: Tensor, ids: Tensor, step: int, support: Support) ->
 def chunked_log_probs(
     run: Run, hidden: Tensor, ids: Tensor, step: int, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As of `linear_log_probs`, from logits (m, V) that `run` makes, `step` tokens at a time.
+    """As `linear_log_probs`, but from logits (m, V) that `run` makes, `step` tokens at a time.
 
     They are computed again in the backward pass, with the same random numbers.
     """
@@ -204,11 +204,11 @@ def cast_head_to_float32(model: PreTrainedModel) -> None:
     """
     head = model.get_output_embeddings()
     if head is None:
-        raise ValueError("cast_lm_head_to_fp32=True: the model has no output projection.")
+        raise ValueError("cast_lm_head_to_fp32=True needs a model with an output projection.")
     if type(head) is not nn.Linear:
         raise ValueError(
             "cast_lm_head_to_fp32=True cannot be used with an adapter or quantization on the "
-            "output projection; take it out of target_modules."
+            "output projection: leave it out of target_modules and of what is quantized."
         )
     embedding = model.get_input_embeddings()
     dtype = head.weight.dtype
@@ -300,7 +300,7 @@ def _sample(model: nn.Module, module: nn.Module) -> tuple[Tensor, Tensor]:
         if (one - other).norm() > LARGEST_CHANGE * one.norm():
             raise NotCausalError(
                 f"{type(causal).__name__} is not causal: what follows a token changes the logits "
-                "at it, so log-probabilities are not those of writing one token after the other."
+                "at that token, so they are not those of writing one token after another."
             )
         if capture.hidden is None:
             raise RuntimeError("its decoder returned no hidden states")

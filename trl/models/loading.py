@@ -58,7 +58,7 @@ def load_policy(
     if quantization_config is not None:
         if "quantization_config" in kwargs:
             raise ValueError(
-                "quantization_config was given both as an argument and in model_init_kwargs."
+                "Give quantization_config as an argument or in model_init_kwargs, not both."
             )
         kwargs["quantization_config"] = quantization_config
     if distributed and kwargs.get("device_map") is not None:
@@ -133,14 +133,14 @@ def disable_dropout_in_model(model: nn.Module) -> None:
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """Most tokens the model can see, or None if its configuration does not say."""
+    """The most tokens the model can see, or None if its configuration does not say."""
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return most if most is None or most > 0 else None  # -1 stands for no limit
 
 
 @contextmanager
 def _without_old_name() -> Iterator[None]:
-    """Keep quiet that peft asks by a name that transformers has given up."""
+    """Silence the warning about a name that peft uses and transformers has deprecated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
         yield
@@ -168,7 +168,7 @@ def trainable(model: nn.Module) -> nn.Module:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             "Nothing in the model can be trained: all its weights are frozen, as if loaded for "
-            "inference. Load adapters by PeftModel.from_pretrained(..., is_trainable=True)."
+            "inference. Load adapters with PeftModel.from_pretrained(..., is_trainable=True)."
         )
     return model
 
@@ -191,8 +191,8 @@ def adapter_base(name: str, revision: str | None = None) -> tuple[str, str | Non
     config = require("peft", "the adapter").PeftConfig.from_pretrained(name, revision=revision)
     if not config.base_model_name_or_path:
         raise ValueError(
-            f"The adapter {name!r} does not say which model it belongs to. Load that model, and "
-            "the adapter with PeftModel.from_pretrained(model, folder, is_trainable=True)."
+            f"The adapter {name!r} does not say which model it belongs to. Load that model, apply "
+            "PeftModel.from_pretrained(model, folder, is_trainable=True), and pass the result."
         )
     return config.base_model_name_or_path, config.revision
 
@@ -242,14 +242,14 @@ def _check_names(folder: Path, trained: Set[str], stored: Set[str]) -> None:
             "(--use_peft) or the adapter that the run was started with."
         )
     if trained and not stored:
-        raise ValueError(f"{folder} holds no adapter, but an adapter is trained.")
+        raise ValueError(f"{folder} holds no adapter, but the model has one: leave it out.")
     if trained != stored:
         both = trained - stored, stored - trained
         missing, extra = (", ".join(sorted(names)) or "none" for names in both)
         raise ValueError(
-            f"{folder}: its adapters differ from those of the model. Missing: {missing}; "
+            f"{folder}: the adapters differ from those of the model. Missing: {missing}; "
             f"unexpected: {extra}. {REFERENCE_ADAPTER!r} is the frozen copy of an adapter that "
-            "serves as reference; there is none if beta is 0."
+            "serves as reference; it does not exist if beta is 0."
         )
 
 

@@ -186,7 +186,7 @@ def checked_kernels(model: nn.Module) -> Iterator[None]:
     _attended.clear()
     yield
     if not _attended:
-        raise RuntimeError("its layers did not ask for attention")
+        raise RuntimeError("its layers did not call the attention function")
     for heads in _attended:
         example = torch.empty(0, heads.size, dtype=heads.dtype, device=heads.device)
         check_kernel(choose_kernel(example), heads)
@@ -217,7 +217,7 @@ def _aware(original: Any) -> Any:
         # What stands for the layout comes as a mask of one entry; nothing else would be read.
         own = [*mask, kwargs.get("attention_mask")][0]
         if (own is not None and own.numel() > 1) or kwargs.get("position_bias") is not None:
-            raise NotImplementedError("its layers make attention masks of their own")
+            raise NotImplementedError("its layers build attention masks of their own")
         rules = Rules.of(module, query, kwargs)
         query, key = query.to(value.dtype), key.to(value.dtype)
         size = max(query.shape[-1], value.shape[-1])

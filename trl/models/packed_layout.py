@@ -60,7 +60,7 @@ class Layout:
 def plain_layout(
     batch: Rows, pad_id: int, device: torch.device, multiple: int | None = None
 ) -> Layout:
-    """Pad each prompt with its completion on the right, where no causal model looks back from.
+    """Pad each prompt and its completion on the right, where no token of a causal model looks.
 
     Padding is masked, so its value does not matter; the width becomes a multiple of `multiple`.
     """
@@ -81,7 +81,7 @@ def plain_layout(
 def packed_layout(
     batch: Rows, device: torch.device, with_ends: bool = False, shares_more: bool = True
 ) -> Layout:
-    """Put all rows, those of a prompt next to each other, behind each other, each prompt once.
+    """Lay all rows end to end, those of a prompt next to each other, and each prompt once.
 
     The beginning that all completions of a prompt share is computed once as well, unless
     `shares_more` is False. The last token of a completion predicts nothing, so it is left out, or

@@ -61,7 +61,7 @@ class Window:
     def first(self, prefix: int, own: int) -> int:
         """The first of the last tokens of a prefix that the last of `own` new tokens sees."""
         if self.is_chunked and prefix + own > self.size:
-            raise NotImplementedError("chunked attention is not decoded behind one prefix")
+            raise NotImplementedError("chunked attention cannot decode behind a shared prefix")
         return max(0, prefix - max(0, self.size - own))
 
     def lost(self, start: int, width: int) -> int:

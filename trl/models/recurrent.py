@@ -70,7 +70,7 @@ _noted: list[set[nn.Module]] = []
 
 @contextmanager
 def all_forked(model: nn.Module) -> Iterator[None]:
-    """Let recurrent layers understand layouts, and check that inside all go on from states."""
+    """Let recurrent layers understand layouts, and check that all of them continue from states."""
     layers, seen = recurrent_layers(model), set[nn.Module]()
     for layer in layers:
         kind: Any = type(layer)
@@ -95,7 +95,7 @@ def _check_state(run: Run, layout: Packing, hidden: Tensor, found: Tensor) -> No
         whole = run(hidden[:, places])[0][:, group.prefix.stop - group.prefix.start :]
         difference = (whole - found[:, tail]).float().norm() / whole.float().norm()
         if not difference <= torch.finfo(found.dtype).eps ** 0.5:
-            raise RuntimeError("its recurrent layers do not go on from a state")
+            raise RuntimeError("its recurrent layers do not continue from a given state")
 
 
 def _aware(original: Any) -> Any:
@@ -108,7 +108,7 @@ def _aware(original: Any) -> Any:
         if layout is None or isinstance(layout, Decoding):
             return original(self, hidden_states, *args, **kwargs)
         if not isinstance(layout, Packing):
-            raise NotImplementedError("Recurrent layers do not know this layout.")
+            raise NotImplementedError("Recurrent layers do not support this layout.")
 
         def run(tokens: Tensor, states: States | None = None) -> tuple[Tensor, States]:
             fork = Fork(states)

@@ -181,14 +181,14 @@ def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Put in what `whole_weights` gave; every rank has all of it."""
+    """Load what `whole_weights` yielded; every rank has all of it."""
     if gather_of(model) in (None, gather_fsdp1):
         model.load_state_dict(state)
         return
     targets: dict[str, Any] = model.state_dict(keep_vars=True)
     if targets.keys() != state.keys():
         differing = ", ".join(sorted(targets.keys() ^ state.keys()))
-        raise RuntimeError(f"The stored reference has other weights than the model: {differing}.")
+        raise RuntimeError(f"Weights of the model or of the stored reference alone: {differing}.")
     for name, target in targets.items():
         value = state[name]
         if (mesh := getattr(target, "device_mesh", None)) is not None:  # cut as FSDP2 has cut it

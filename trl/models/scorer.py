@@ -164,7 +164,7 @@ class Scorer:
     def with_others(
         self, model: nn.Module, batch: Rows, others: Rows, *options: Any
     ) -> tuple[TokenScores, Tensor]:
-        """Score rows, and without gradient others (B, C') behind their prompts, computed once."""
+        """Score rows and, without gradient, others (B, C') of the same prompts, computed once."""
         readers = [self.token_reader(model, *options)]
         alone = is_sharded(model) or self.context or recurrent_layers(model)
         if alone or not self.packs(model, batch, readers):
@@ -245,8 +245,8 @@ class Scorer:
             return layout if self.context is None else self.context.slice(layout)
         if self.context is not None:
             raise ValueError(
-                "cp_size (or sp_size) divides packed rows. This model computes plain ones: a "
-                "warning says why, or shared_prefix=False or a load-balancing loss asks for it."
+                "cp_size (or sp_size) divides packed rows, but this model computes padded ones: a "
+                "warning says why, or shared_prefix=False or a load-balancing loss requires them."
             )
         return plain_layout(batch, self.pad_id, self.device, self.pad_multiple)
 
@@ -286,7 +286,7 @@ class Scorer:
         self.packs(model, batch, [reader or self.token_reader(model)], largest)
 
     def forget(self) -> None:
-        """Let go of forwards whose backward pass failed: they hold what they kept, and it them."""
+        """Let go of forwards whose backward failed: they and what they kept hold each other."""
         for kept in self._kept:
             kept.close()
         self._kept.clear()

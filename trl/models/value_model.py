@@ -1,8 +1,8 @@
-"""Values of what a policy has written so far: by a layer on its hidden states, or another model.
+"""Values of what a policy has written so far, from a layer on its hidden states or another model.
 
-What gives them is a part of the policy, so that one engine shards and trains both, one forward is
-for both, and checkpoints hold both. It is no part of what the policy computes: it is stored beside
-the policy, and engines that generate never see it.
+The value model is part of the policy, so that one engine shards and trains both, one forward
+serves both, and checkpoints hold both. It has no part in what the policy computes: it is stored
+beside the policy, and engines that generate never see it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -89,7 +89,7 @@ def value_reader(policy: nn.Module) -> Reader:
 
 
 def split_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Part the weights of a policy: its own, and those of its value model under their own names."""
+    """Split the weights of a policy into its own and those of its value model, with plain names."""
     policy, values = {}, {}
     for name, weight in state.items():
         _, found, rest = f".{name}".partition(f".{VALUE_MODEL}.")
@@ -113,18 +113,18 @@ def save_values(policy: nn.Module, weights: Mapping[str, Tensor], folder: str | 
 
 
 def load_values(policy: nn.Module, folder: str | Path) -> None:
-    """Take over what `save_values` wrote; it is an error if there is nothing of that kind."""
+    """Load what `save_values` wrote; ValueError if the folder has none of it."""
     place = Path(folder) / VALUE_MODEL / WEIGHTS
     if not place.is_file():
         raise ValueError(
-            f"{folder} has no {VALUE_MODEL}/{WEIGHTS}: it is not of a run with values."
+            f"{folder} has no {VALUE_MODEL}/{WEIGHTS}: its run trained no value model."
         )
     getattr(causal_model(policy), VALUE_MODEL).load_state_dict(load_file(place))
 
 
 @contextmanager
 def without_values(policy: nn.Module) -> Iterator[None]:
-    """Take the value model away from its policy meanwhile."""
+    """Take the value model out of its policy, inside the block only."""
     modules = causal_model(policy)._modules
     taken = modules.pop(VALUE_MODEL)
     try:

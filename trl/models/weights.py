@@ -37,13 +37,13 @@ def full_weights(model: nn.Module, with_adapter: bool = True) -> Weights:
 
 
 def check_weights(model: nn.Module) -> None:
-    """Refuse policies for which whole weights cannot stand."""
+    """Refuse policies that cannot be written as whole weights."""
     causal = causal_model(model)
     if is_quantized(causal) and not getattr(causal, "is_loaded_in_4bit", False):
         rounds = "in 8 bits, which round the inputs of its layers as well"
         kind = rounds if getattr(causal, "is_loaded_in_8bit", False) else "quantized"
         raise ValueError(
-            f"The base model is {kind}, so that whole weights cannot stand for it. Load it "
+            f"The base model is {kind}, so it cannot be written as whole weights. Load it "
             "in 4 bits (--load_in_4bit), or without quantization."
         )
     wrapper = unwrapped(model)
@@ -53,7 +53,7 @@ def check_weights(model: nn.Module) -> None:
     if config.is_prompt_learning:
         raise ValueError(
             f"An adapter of type {config.peft_type.value} adds tokens and cannot be merged into "
-            "weights."
+            "weights; use LoRA or DoRA."
         )
     if is_quantized(causal) and config.peft_type.value != "LORA":
         raise ValueError(
@@ -177,12 +177,12 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def check_sharding(model: nn.Module, accelerator: Any) -> None:
-    """Refuse quantized weights that FSDP1, which flattens floats only, or FSDP2 cannot divide."""
+    """Refuse quantized weights that FSDP1, which flattens floats only, or FSDP2 cannot shard."""
     version = fsdp_version(accelerator)
     bits = 8 if getattr(model, "is_loaded_in_8bit", False) else 4
     if is_quantized(model) and (version == 1 or (version is not None and bits == 8)):
         raise ValueError(
-            f"A base model in {bits} bits cannot be divided by FSDP{version}. Use 4 bits under "
+            f"FSDP{version} cannot shard a base model in {bits} bits. Use 4 bits under "
             "FSDP2 (--accelerate_config fsdp2), or ZeRO-3 (--accelerate_config zero3)."
         )
 
@@ -198,8 +198,8 @@ def keep_trainable(model: nn.Module) -> None:
         if getattr(quantization_of(module), "packing_format_for_cpu", False):
             raise ValueError(
                 f"bitsandbytes has converted the 4-bit weights of {name} for inference, which "
-                "rounds them and stops gradients: a forward was made in evaluation mode. Load the "
-                "model again and pass it before it is used, or pass its name."
+                "rounds them and stops gradients: the model was run in evaluation mode. Load it "
+                "again and pass it to the trainer before it is run, or pass its name."
             )
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False

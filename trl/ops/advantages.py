@@ -1,12 +1,12 @@
 """How much credit a completion's reward gives it, compared with its siblings.
 
-Rewards and advantages are (N,), rows of one prompt consecutive, `group_size` rows a prompt. NaN
+Rewards and advantages are (N,), rows of one prompt consecutive, `group_size` per prompt. NaN
 marks a row that could not be scored: its advantage is 0, and its siblings are compared without it.
 Equal rewards in a group give advantages of exactly 0. N that is not a multiple of `group_size` is a
 ValueError.
 
-Where credit is that of single tokens: B rows, C completion tokens. `mask` (B, C) bool marks those
-that the policy wrote; the others have no step of their own: credit passes over them.
+For credit of single tokens: B rows, C completion tokens. `mask` (B, C) bool marks the tokens
+that the policy wrote; the others are no steps of their own: credit passes over them.
 """
 
 from collections.abc import Callable

@@ -44,7 +44,7 @@ class CpuFlash:
 class CudaFlash:
     """FlashAttention 2 as shipped with torch: half precision, head sizes in multiples of 8.
 
-    It takes fewer key heads than query heads as they are, and sums their gradients itself
+    It reads shared key heads without copying them, and sums their gradients itself
     (`mha_fwd` and `mha_bwd` in torch's `flash_api.h`).
     """
 
@@ -67,7 +67,7 @@ class CudaFlash:
 class CudaEfficient:
     """The memory-efficient kernel of torch (arXiv 2112.05682): float32 too, and older GPUs.
 
-    It wants as many key heads as query heads, so key heads that are shared are copied.
+    It needs as many key heads as query heads, so shared key heads are copied.
     """
 
     ALIGNMENT = 32  # its backward pass reads normalizers in blocks of this many queries
@@ -93,9 +93,9 @@ class CudaEfficient:
 
 
 class Tiles:
-    """Attention whose logits are bent to stay below `cap`, in tiles of them, on any device.
+    """Attention with logits softcapped to stay below `cap`, computed in tiles, on any device.
 
-    The bound comes before normalization, so results of other kernels cannot be corrected.
+    The cap comes before normalization, so results of other kernels cannot be corrected.
     """
 
     SIZE = 256  # queries, and keys, of a tile
@@ -185,11 +185,11 @@ def _kernel_of_gpu(device: torch.device, dtype: torch.dtype, size: int) -> Kerne
         if can_use_efficient_attention(facts):
             return CudaEfficient()
     name = torch.cuda.get_device_name(device)
-    raise NotImplementedError(f"No attention kernel for heads of size {size}, {dtype}, {name}.")
+    raise NotImplementedError(f"{name} has no attention kernel for {dtype} heads of size {size}.")
 
 
 def same_size(*heads: Tensor) -> list[Tensor]:
-    """Widen heads (..., D) with zeros, which change no product; kernels want one size of all."""
+    """Pad heads (..., D) with zeros, which change no product; kernels need one size for all."""
     sizes = [x.shape[-1] for x in heads]
     missing = [max(sizes) - size for size in sizes]
     return [pad(x, (0, n)) if n else x for x, n in zip(heads, missing, strict=True)]
@@ -261,7 +261,7 @@ class Heads(NamedTuple):
 @cache
 @torch.no_grad()
 def check_kernel(kernel: Kernel, heads: Heads) -> None:
-    """Compare a kernel, once, with attention written out; RuntimeError beyond rounding."""
+    """Compare a kernel, once, with plain attention; RuntimeError if more than rounding differs."""
     scale, precision = heads.size**-0.5, torch.finfo(heads.dtype).eps
     slack = precision if heads.dtype in HALF else 64 * precision
     for queries, keys, causal in EXAMPLES:
@@ -287,8 +287,8 @@ def check_kernel(kernel: Kernel, heads: Heads) -> None:
                 dtype = str(heads.dtype).removeprefix("torch.")
                 raise RuntimeError(
                     f"the attention kernel of this device is off by {error:.2g} for "
-                    f"{heads.queries} heads on {heads.keys}, of size {heads.size} in {dtype}, "
-                    f"where rounding is off by {usual:.2g}"
+                    f"{heads.queries} query and {heads.keys} key heads of size {heads.size} in "
+                    f"{dtype}, where rounding explains {usual:.2g}"
                 )
 
 

@@ -1,7 +1,7 @@
-"""Gradients that are added to `.grad` where they arise, and are never a matrix of their own.
+"""Gradients that are added to `.grad` as they arise, without ever being a separate matrix.
 
-Autograd makes each gradient of a weight as a whole and adds it to `.grad` then: for an embedding
-and a head of V x H entries up to three matrices of that size. What is returned instead is None, as
+Autograd first makes each gradient of a weight as a whole, then adds it to `.grad`: for an embedding
+and a head of V x H entries, up to three matrices of that size. Here it is given None instead, as
 for a weight without gradient: autograd still runs the node of the weight, last, whose hooks (those
 of DDP are there) find `.grad` complete. Hooks on the weight itself would be given nothing, so a
 weight that has any is left to autograd.
@@ -18,7 +18,7 @@ from torch.nn.functional import embedding
 
 
 def adds_in_place(weight: Tensor) -> bool:
-    """Whether the gradient of a weight may go to its `.grad` without being shown to anything."""
+    """Whether the gradient of a weight may be added to its `.grad` without any hook seeing it."""
     return (
         type(weight) is nn.Parameter
         and weight.is_leaf
@@ -39,7 +39,7 @@ class WaitingRows:
     """Gradients of lookups in several backward passes, of which only the rows are kept at first.
 
     A `.grad` that does not exist yet is made in the last pass, so that no matrix of a vocabulary
-    is held while the others are computed. It is made sooner if the rows become as many as a quarter
+    is held while the others are computed. It is made sooner if the rows amount to a quarter
     of the vocabulary.
     """
 

@@ -10,7 +10,7 @@ Dim = int | tuple[int, ...] | None
 
 
 def common_prefix_length(ids: Sequence[Any], other: Sequence[Any]) -> int:
-    """Count the items that two sequences of one type begin with alike."""
+    """Length of the longest beginning that two sequences of one type share."""
     low, high = 0, min(len(ids), len(other))
     # By halves: slices are compared many times faster than single items.
     while low < high:
@@ -36,7 +36,7 @@ def pad_ragged(
     multiple: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Lay B rows of different lengths, which may be 0, out as one rectangle (B, W).
+    """Lay out B rows of different lengths, which may be 0, as one rectangle (B, W).
 
     `value` fills the places beyond a row, on the `side` "right" or "left". W is `width`, by default
     that of the longest row, raised to the next multiple of `multiple`; `dtype` is by default int64,
@@ -82,7 +82,7 @@ def nan_mean(x: Tensor, dim: Dim = None, keepdim: bool = False) -> Tensor:
 def nan_std(x: Tensor, dim: Dim = None, keepdim: bool = False) -> Tensor:
     """Standard deviation (Bessel's correction) of the entries that are not NaN.
 
-    A single entry has deviation 0, and so, exactly, have equal entries; none give NaN.
+    A single entry and equal entries have a deviation of exactly 0; no entries give NaN.
     """
     # Measured from the minimum, equal entries are exactly 0 whatever their mean rounds to.
     shifted = x - nan_min(x, dim, keepdim=True)

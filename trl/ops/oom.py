@@ -1,4 +1,4 @@
-"""Telling a lack of memory from other errors."""
+"""Telling out-of-memory errors from all others."""
 
 import re
 

@@ -1,6 +1,6 @@
 """Losses that turn advantages into a gradient of the policy, and how they are averaged.
 
-Shapes: B rows, C completion tokens. Ratios are (B, C), one a token, or (B, 1), one a completion.
+Shapes: B rows, C completion tokens. Ratios are (B, C), of tokens, or (B, 1), of completions.
 Advantages are (B,) or (B, C). Losses have the broadcast shape; nothing is averaged before an
 aggregation function is called with the denominator of the whole round.
 """
@@ -22,8 +22,8 @@ SMALLEST_RATIO = 1e-8
 def log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor, level: RatioLevel) -> Tensor:
     """Logarithm of pi / pi_old for each token, or for each completion.
 
-    Differences of tokens are added up, not sums subtracted: on long completions the latter
-    cancels digits. Tokens that `mask` (B, C) excludes are never read.
+    Differences of tokens are added up: subtracting sums would cancel digits on long completions.
+    Tokens that `mask` (B, C) excludes are never read.
 
     It is (B, C) for the level "token", and (B, 1) for "sequence_mean" (GSPO, arXiv 2507.18071) and
     "sequence_sum" (RLOO).
@@ -175,7 +175,7 @@ class RatioBounds:
     """How the ratio of the probabilities of trainer and sampler becomes a weight of the loss.
 
     Engines that generate compute other numbers than the trainer, so even the newest weights draw
-    from a slightly different policy. There is one ratio a token, or their product for each
+    from a slightly different policy. There is one ratio per token, or their product for each
     completion ("sequence"). Beyond the bounds it is set to the bound ("truncate": "Your Efficient
     RL Framework Secretly Brings You Off-Policy RL Training", Yao et al. 2025) or to 0 ("mask":
     IcePop, arXiv 2510.18855).
@@ -191,7 +191,7 @@ class RatioBounds:
 
     @property
     def level(self) -> RatioLevel:
-        """Of what there is one ratio."""
+        """What one ratio is for: a token, or the product over a completion."""
         return "token" if self.mode.startswith("token") else "sequence_sum"
 
     def ratio(self, logps: Tensor, sampling_logps: Tensor, mask: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ def aot_partners(name: str, policy: Tensor, reference: Tensor) -> Tensor:
 def shared_length_weights(lengths: Tensor, others: Tensor, width: int, alpha: float) -> Tensor:
     """Weights (B, C) of tokens: 1 up to the shorter answer of a pair, `alpha` beyond.
 
-    `lengths` (B,) are of answers, and `others` of the other ones of their pairs; `width` is C
+    `lengths` (B,) are those of answers, `others` those of their counterparts; `width` is C
     (LD-DPO, arXiv 2409.06411).
     """
     shared = torch.minimum(lengths, others)

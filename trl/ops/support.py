@@ -13,7 +13,7 @@ from trl.ops.logprobs import BLOCK_ELEMENTS
 class Support:
     """The tokens from which a sampler draws: the filters of vLLM, in its order.
 
-    Min-p first; of what it leaves the `top_k` most likely tokens, with all that are as likely as
+    Min-p first; of what it leaves, the `top_k` most likely tokens, with all that are as likely as
     the last of them; of these, with their probabilities renormalized, the most likely ones that
     reach the mass `top_p` together.
     """
