@@ -19,6 +19,7 @@ ALLOWED = {
     "imports": {"text"},
     "random_numbers": set(),
     "text": set(),
+    "options": set(),
     "timed_calls": set(),
     "progress": set(),
     "step_lines": set(),
@@ -27,12 +28,12 @@ ALLOWED = {
     "distributed": {"ops", "types", "imports", "text", "timed_calls"},
     "models": {"ops", "types", "imports", "text", "data", "distributed"},
     "memory": {
-        *("ops", "types", "imports", "text", "data", "distributed", "models", "generation"),
-        *("random_numbers", "step_lines"),
+        *("ops", "types", "imports", "text", "data", "distributed", "models"),
+        *("options", "random_numbers", "step_lines"),
     },
     "generation": {
-        *("ops", "types", "imports", "text", "data", "distributed", "models"),
-        *("random_numbers", "progress", "timed_calls"),
+        *("ops", "types", "imports", "text", "data", "distributed", "models", "memory"),
+        *("options", "random_numbers", "progress", "timed_calls"),
     },
     "online": {
         *("ops", "types", "imports", "text", "data", "distributed", "models"),
@@ -41,9 +42,9 @@ ALLOWED = {
     "trainer": {
         *("ops", "types", "imports", "text", "data", "distributed", "models", "memory"),
         *("generation", "online", "rewards", "random_numbers", "progress"),
-        "step_lines",
+        *("options", "step_lines"),
     },
-    "cli": {"imports", "text", "trainer", "data", "rewards", "memory", "step_lines"},
+    "cli": {"imports", "options", "text", "trainer", "data", "rewards", "memory", "step_lines"},
     "scripts": {"imports", "trainer", "cli"},
     "__main__": {"cli"},
 }

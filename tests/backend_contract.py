@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from trl.types import Prompts, Sampling
+from trl.generation.base import Sampling
+from trl.types import Prompts
 
 EOS = 1
 SIZE = 24  # tokens that are asked for

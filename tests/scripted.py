@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trl.generation.base import GenerationBackend, cut_generations
-from trl.types import Generations, Prompts, Sampling
+from trl.generation.base import GenerationBackend, Generations, Sampling, cut_generations
+from trl.types import Prompts
 
 Script = Callable[[Sequence[int], int], Sequence[int]]
 

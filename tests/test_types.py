@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trl.types import Generations, Prompts, RewardTable, Rollout, Rows, TokenScores
+from trl.types import RewardTable, Rollout, Rows, TokenScores
 
 
 def make() -> Rollout:
@@ -18,25 +18,6 @@ def make() -> Rollout:
         log_mass=-torch.arange(16.0).view(4, 4),
         advantages=torch.tensor([1.0, 2.0, 3.0, 4.0]),
     )
-
-
-def test_generations_may_replace_prompts_and_add_columns():
-    prompts = Prompts(messages=["a", "b"], token_ids=[[1], [2]])
-    plain = Generations(completion_ids=[[5, 6], [7]], finish=["stop", "stop"])
-    assert plain.prompts(prompts) is prompts and plain.rows([{"x": 1}, {}]) == [{"x": 1}, {}]
-    assert plain.trained_lengths() == [2, 1]
-    changed = Generations(
-        completion_ids=[[5, 6], [7]],
-        finish=["stop", "stop"],
-        trainable=[[True, False], [True]],
-        prompt_ids=[[3], [4]],
-        columns=[{"x": 2}, {"y": 3}],
-    )
-    assert changed.prompts(prompts).token_ids == [[3], [4]]
-    assert changed.rows([{"x": 1}, {"x": 1}]) == [{"x": 2}, {"x": 1, "y": 3}]
-    assert changed.trained_lengths() == [1, 1]
-    both = Generations.concatenate([changed, changed])
-    assert both.columns == changed.columns * 2 and both.messages is None
 
 
 def test_select_keeps_rows_and_cuts_to_the_longest():

@@ -5,8 +5,9 @@ import torch
 from backend_contract import model_logps
 from shared_vllm import nudge, policy_model
 
+from trl.generation.base import Sampling
 from trl.generation.vllm.weight_proof import WeightSyncError
-from trl.types import Prompts, Sampling
+from trl.types import Prompts
 
 PROMPTS = Prompts(messages=["a"] * 4, token_ids=[[20 + n for n in range(40)]] * 4)
 Q, K, DOWN = (

@@ -17,9 +17,9 @@ import torch
 from tables import markdown
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl.generation.base import row_seeds
+from trl.generation.base import Sampling, row_seeds
 from trl.generation.transformers.backend import TransformersBackend
-from trl.types import Prompts, Sampling
+from trl.types import Prompts
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))

@@ -7,10 +7,10 @@ from online_runs import completion_logps, make_trainer
 from scripted import ScriptedBackend
 from tiny import tiny_model
 
-from trl.generation.base import cut_at_stop, cut_generations, row_seeds
+from trl.generation.base import Generations, Sampling, cut_at_stop, cut_generations, row_seeds
 from trl.generation.transformers.backend import TransformersBackend
 from trl.generation.transformers.continuous import ContinuousBackend
-from trl.types import Sampling
+from trl.types import Prompts
 
 
 class ModelContract(BackendContract):
@@ -122,3 +122,22 @@ def test_the_policy_is_whole_and_evaluates_for_inference(tmp_path):
     with trainer.policy.inference() as bare:
         assert not bare.training and bare is trainer.accelerator.unwrap_model(trainer.model)
     assert trainer.model.training
+
+
+def test_generations_may_replace_prompts_and_add_columns():
+    prompts = Prompts(messages=["a", "b"], token_ids=[[1], [2]])
+    plain = Generations(completion_ids=[[5, 6], [7]], finish=["stop", "stop"])
+    assert plain.prompts(prompts) is prompts and plain.rows([{"x": 1}, {}]) == [{"x": 1}, {}]
+    assert plain.trained_lengths() == [2, 1]
+    changed = Generations(
+        completion_ids=[[5, 6], [7]],
+        finish=["stop", "stop"],
+        trainable=[[True, False], [True]],
+        prompt_ids=[[3], [4]],
+        columns=[{"x": 2}, {"y": 3}],
+    )
+    assert changed.prompts(prompts).token_ids == [[3], [4]]
+    assert changed.rows([{"x": 1}, {"x": 1}]) == [{"x": 2}, {"x": 1, "y": 3}]
+    assert changed.trained_lengths() == [1, 1]
+    both = Generations.concatenate([changed, changed])
+    assert both.columns == changed.columns * 2 and both.messages is None

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from trl.distributed import RankError, Ranks
+from trl.generation.base import Sampling
 from trl.generation.function_backend import FunctionBackend
-from trl.types import Prompts, Sampling
+from trl.types import Prompts
 
 PROMPTS = Prompts(messages=["a", "b"], token_ids=[[10], [11]])
 GOOD = {

@@ -39,9 +39,10 @@ from transformers import TrainerCallback
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from trl.generation.base import Sampling
 from trl.generation.transformers.backend import TransformersBackend
 from trl.models.lm_head import NotCausalError
-from trl.types import Prompts, Sampling
+from trl.types import Prompts
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "architectures.md"
 EXACT = 5e-6  # relative difference of gradients

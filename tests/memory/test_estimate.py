@@ -12,6 +12,7 @@ from reward_runs import classifier
 from tensor_bytes import TensorBytes
 from tiny import tiny_model
 
+from trl.generation.base import Sampling
 from trl.generation.transformers.backend import TransformersBackend, cut_rows
 from trl.generation.transformers.sampler import pick
 from trl.memory.estimate import Estimate, Head, Layer
@@ -23,7 +24,7 @@ from trl.ops.linear_logprobs import CHUNK_ON_ACCELERATOR, CHUNK_ON_CPU, LogitTra
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.ppo_trainer import PPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
-from trl.types import Prompts, Sampling
+from trl.types import Prompts
 
 CPU = torch.device("cpu")
 NARROW = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16}

@@ -18,11 +18,11 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+from trl.generation.base import Sampling
 from trl.generation.transformers.shared_decoding import SharedDecoder
 from trl.models import packed_layout
 from trl.models.lm_head import HeadFinder
 from trl.models.scorer import Scorer
-from trl.types import Sampling
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 95, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}

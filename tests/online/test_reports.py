@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from distributed.engines import call as call_on_ranks
 
 from trl.distributed import Ranks
+from trl.generation.base import Generations
 from trl.online.metrics import MetricStore
 from trl.online.reports import (
     Reports,
@@ -18,7 +19,7 @@ from trl.online.reports import (
     tracker_rows,
 )
 from trl.text import as_text
-from trl.types import Generations, Prompts, RewardTable
+from trl.types import Prompts, RewardTable
 
 NAN = torch.nan
 

@@ -22,10 +22,9 @@ from tiny import tiny_model
 from torch.nn.utils import vector_to_parameters
 from transformers import TrainerCallback
 
-from trl.generation.base import cut_at_stop
+from trl.generation.base import Generations, cut_at_stop
 from trl.trainer.grpo_config import LOSS_TYPES
 from trl.trainer.grpo_trainer import CLIPPED, STATE_FILE, GRPOTrainer
-from trl.types import Generations
 
 ROWS = rows_of(PROMPTS[:2], 4)
 CASES = [(kind, level) for kind in LOSS_TYPES for level in ("token", "sequence")]

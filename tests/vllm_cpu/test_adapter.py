@@ -10,9 +10,9 @@ from shared_vllm import four_bits, fresh_engine, model_policy, needs_vllm, polic
 from transformers import BitsAndBytesConfig
 from vllm_rows import PROMPTS, gap, sampling
 
+from trl.generation.vllm import factory
 from trl.generation.vllm.adapter_engine import AdapterBackend, AdapterEngine
 from trl.generation.vllm.weight_proof import WeightSyncError
-from trl.trainer.online import vllm_engines
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
 LAYERS = ["q_proj", "v_proj", "down_proj"]  # a part of what vLLM fuses
@@ -128,7 +128,7 @@ def test_an_adapter_on_4_bits_is_trained_with_the_engine_that_options_start(tmp_
         asked.append(wanted)
         return CountingEngine(started())
 
-    monkeypatch.setattr(vllm_engines, "start_engine", start)
+    monkeypatch.setattr(factory, "start_engine", start)
     trainer = make_trainer(
         tmp_path,
         **settings,

@@ -13,9 +13,10 @@ from shared_vllm import backend, engine, fresh_engine, needs_vllm, policy_model,
 from tiny import tiny_tokenizer
 from workspace import ROOT, environment
 
+from trl.generation.base import Sampling
 from trl.generation.vllm.engine import VLLMEngine, sampling_fields
 from trl.generation.vllm.sampling import merge_options
-from trl.types import Prompts, Sampling
+from trl.types import Prompts
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
 TOKENIZER = tiny_tokenizer()
@@ -24,7 +25,7 @@ UNTOUCHED = """
 import os, random, sys
 sys.path[:0] = ["tests"]
 import numpy, torch
-import trl, trl.trainer.online.vllm_engines
+import trl, trl.generation.vllm.factory
 assert "vllm" not in sys.modules, "imported without being asked for"
 torch.set_num_threads(2)
 def state():

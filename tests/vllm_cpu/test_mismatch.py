@@ -4,8 +4,8 @@ import pytest
 from online_runs import make_trainer
 from shared_vllm import engine, needs_vllm, policy_model
 
+from trl.generation.vllm import factory
 from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.online import vllm_engines
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
@@ -21,7 +21,7 @@ pytestmark = [needs_vllm, pytest.mark.vllm]
 )
 def test_the_mean_ratio_is_one(tmp_path, monkeypatch, kind, filters):
     """Without the replay it is the mass of what the filters leave."""
-    monkeypatch.setattr(vllm_engines, "start_engine", lambda *args: engine())
+    monkeypatch.setattr(factory, "start_engine", lambda *args: engine())
     trainer = make_trainer(
         tmp_path,
         kind,

@@ -16,9 +16,10 @@ from vllm_server import (
     shared_server,
 )
 
+from trl.generation.base import Sampling
 from trl.generation.vllm.server.client import ServerError
 from trl.models.weights import full_weights
-from trl.types import Prompts, Sampling
+from trl.types import Prompts
 
 pytestmark = [needs_vllm, pytest.mark.vllm, pytest.mark.slow, pytest.mark.distributed]
 HERE = Path(__file__).parent

@@ -4,7 +4,8 @@ import pytest
 import torch
 from shared_vllm import ForgetfulEngine, backend, engine, needs_vllm, nudge, policy_model
 
-from trl.types import Prompts, Sampling
+from trl.generation.base import Sampling
+from trl.types import Prompts
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
 PROMPTS = Prompts(messages=["a", "a"], token_ids=[[20, 21]] * 2)

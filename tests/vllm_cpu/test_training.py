@@ -19,8 +19,8 @@ from vllm_runs import (
 )
 
 from examples.quickstart import copying
+from trl.generation.vllm import factory
 from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.online import vllm_engines
 from trl.trainer.online_dpo_trainer import OnlineDPOTrainer
 from trl.trainer.ppo_trainer import PPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
@@ -40,7 +40,7 @@ def running(monkeypatch):
         asked.append(found)
         return found
 
-    monkeypatch.setattr(vllm_engines, "start_engine", start)
+    monkeypatch.setattr(factory, "start_engine", start)
     return asked
 
 
@@ -212,7 +212,7 @@ def test_vllm_itself_accepts_sleep_mode_and_its_calls(tmp_path, can_sleep, monke
     """With an engine of its own, built with `enable_sleep_mode=True`."""
     found = fresh_engine(policy_model(), enable_sleep_mode=True)
     monkeypatch.setattr(
-        vllm_engines, "start_engine", lambda *args: ForgetfulEngine(found._llm, sleeps=True)
+        factory, "start_engine", lambda *args: ForgetfulEngine(found._llm, sleeps=True)
     )
     trainer = trainer_of(tmp_path, vllm_enable_sleep_mode=True)
     trainer.train()

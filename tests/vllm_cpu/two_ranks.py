@@ -7,9 +7,10 @@ from engines import finish, report
 from shared_vllm import ForgetfulEngine, fresh_engine, model_policy, nudge, policy_model
 
 from trl.distributed import RankError, Ranks
+from trl.generation.base import Sampling
 from trl.generation.vllm.backend import VLLMColocateBackend
 from trl.generation.vllm.weight_proof import WeightSyncError
-from trl.types import Prompts, Sampling
+from trl.types import Prompts
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 

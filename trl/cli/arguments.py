@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..trainer.base.options import option
+from ..options import option
 
 
 @dataclass

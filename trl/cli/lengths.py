@@ -12,7 +12,7 @@ from ..data.lengths import LengthProfile
 from ..imports import require
 from ..memory.estimate import Estimate
 from ..memory.plan import table
-from ..trainer.base.options import option
+from ..options import option
 from ..trainer.length_profile import profile_rows
 from ..trainer.model_config import ModelConfig
 from ..trainer.offline.offline_config import OfflineConfig

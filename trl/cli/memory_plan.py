@@ -13,8 +13,8 @@ from ..memory.meter import device_bytes
 from ..memory.model_size import KNOWN, load_config, model_size, quantized_bytes, shares_prompts
 from ..memory.plan import Engine, Plan, render, size
 from ..memory.settings import ASSUMED_PROMPT, RunSettings, Sharding, read_sharding
+from ..options import option
 from ..trainer.base.base_config import BaseConfig
-from ..trainer.base.options import option
 from ..trainer.kto_config import KTOConfig
 from ..trainer.model_config import ModelConfig, get_peft_config
 from ..trainer.offline.offline_config import OfflineConfig, PreferenceConfig

@@ -1,11 +1,12 @@
 """What an engine that generates must offer, and what all engines share."""
 
+import dataclasses
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -13,10 +14,80 @@ from transformers import PreTrainedTokenizerBase
 
 from ..distributed import Ranks
 from ..text import did_you_mean
-from ..types import FinishReason, Generations, Prompts, Sampling
+from ..types import Prompts
 
+FinishReason = Literal["stop", "length"]
+SEEDS = 2**62  # vLLM adds the place in a request to its seed, which is a signed 64-bit number
 NAMED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 REFUSED = {"num_beams": "beam search picks completions instead of drawing them from the policy"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How completions are drawn. A row's tokens depend on its seed and prompt, not on its batch."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)  # engine options, merged last
+    seeds: tuple[int, ...] | None = None  # B, one per row; None draws them from torch's generator
+
+    def replace(self, **changes: Any) -> Self:
+        return dataclasses.replace(self, **changes)
+
+    def seeded(self, rows: int) -> Self:
+        """Seed each row, unless all have seeds."""
+        return self.replace(seeds=self.seeds or tuple(torch.randint(SEEDS, (rows,)).tolist()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generations:
+    """What an engine returned. Each turn of the policy ends with, and includes, its stop token."""
+
+    completion_ids: list[list[int]]  # B ragged
+    finish: list[FinishReason]  # B
+    sampling_logps: list[list[float]] | None = None  # B ragged: log-prob of each sampled token
+    trainable: list[list[bool]] | None = None  # B ragged: False on tokens the policy did not write
+    prompt_ids: list[list[int]] | None = None  # B ragged: prompts that replace the encoded ones
+    messages: list[list[dict[str, Any]]] | None = None  # B: turns, where there may be several
+    columns: list[dict[str, Any]] | None = None  # B: added to the rows for reward functions
+    tool_calls: list[tuple[int, int]] | None = None  # B: calls made, and those that failed
+
+    def __len__(self) -> int:
+        return len(self.completion_ids)
+
+    def prompts(self, encoded: Prompts) -> Prompts:
+        """The prompts that were completed: as they were encoded, unless the engine chose others."""
+        if self.prompt_ids is None:
+            return encoded
+        messages = [row["prompt"] for row in self.rows([{"prompt": m} for m in encoded.messages])]
+        return dataclasses.replace(encoded, token_ids=self.prompt_ids, messages=messages)
+
+    def rows(self, given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The dataset rows with what the engine adds to them."""
+        added = self.columns or [{}] * len(given)
+        return [row | columns for row, columns in zip(given, added, strict=True)]
+
+    def trained_lengths(self) -> list[int]:
+        """Tokens of each completion that the policy wrote."""
+        if self.trainable is None:
+            return list(map(len, self.completion_ids))
+        return list(map(sum, self.trainable))
+
+    @classmethod
+    def concatenate(cls, parts: Sequence["Generations"]) -> "Generations":
+        """Join the rows of parts that one engine generated; what a part lacks is known of none."""
+        joined: dict[str, Any] = {}
+        for field_ in dataclasses.fields(cls):
+            values = [getattr(part, field_.name) for part in parts]
+            joined[field_.name] = (
+                None if any(part is None for part in values) else [x for v in values for x in v]
+            )
+        return cls(**joined)
 
 
 @dataclass(frozen=True, kw_only=True)

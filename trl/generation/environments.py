@@ -8,8 +8,8 @@ from typing import Any
 
 from ..distributed import Ranks
 from ..text import did_you_mean
-from ..types import Generations, Prompts, Sampling
-from .base import AroundEngine
+from ..types import Prompts
+from .base import AroundEngine, Generations, Sampling
 from .tools.calls import schema_of
 
 CHOICE = "environment"  # the column that names a row's environment, where there are several

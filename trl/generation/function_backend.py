@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..distributed import Ranks
-from ..types import FinishReason, Generations, Prompts, Sampling
-from .base import AroundEngine
+from ..types import Prompts
+from .base import AroundEngine, FinishReason, Generations, Sampling
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 
-from ..generation.transformers.shared_decoding import PREFILL_TOKENS
+from ..models.packed_layout import PREFILL_TOKENS
 from ..ops.linear_logprobs import CHUNK_ON_ACCELERATOR, CHUNK_ON_CPU, tile_shape
 from ..ops.logprobs import BLOCK_ELEMENTS
 from .model_size import FLOAT32, ModelSize

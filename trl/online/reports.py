@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,11 @@ from ..distributed import Ranks
 from ..imports import is_available, require
 from ..step_lines import StepLines
 from ..text import as_text
-from ..types import Generations, Mode, Prompts, RewardTable
+from ..types import Mode, Prompts, RewardTable
 from .metrics import MetricStore, record_lengths, record_rewards, record_tools
+
+if TYPE_CHECKING:
+    from ..generation.base import Generations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +29,7 @@ class Round:
     number: int  # of the round within the step
     prompts: Prompts  # B
     completions: list[Any]  # B: strings, or lists of messages
-    generations: Generations  # B
+    generations: "Generations"  # B
     table: RewardTable  # N
     extras: dict[str, list[Any]]  # columns that reward functions added, B values each
     advantages: Tensor  # (N,)

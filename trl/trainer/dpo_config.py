@@ -6,8 +6,8 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from ..ops.preference_losses import PAIR_LOSSES, RANKED, WITHOUT_DIVERGENCE
+from ..options import option
 from ..text import did_you_mean
-from .base.options import option
 from .offline.offline_config import PreferenceConfig
 
 LOSSES = (*PAIR_LOSSES, "sft")

@@ -4,9 +4,9 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from ..options import option
 from ..text import did_you_mean
 from .attributes import COMMON_OPTIONS
-from .base.options import option
 from .online.online_config import OnlineConfig
 
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")

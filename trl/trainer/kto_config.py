@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .base.options import option
+from ..options import option
 from .offline.offline_config import PreferenceConfig
 
 

@@ -8,7 +8,8 @@ import torch
 
 from ..imports import require
 from ..models.loading import DTYPES
-from .base.options import Named, changed, check_options, option
+from ..options import changed, option
+from .base.options import Named, check_options
 
 
 @dataclass

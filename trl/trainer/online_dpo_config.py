@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..options import option
 from .attributes import COMMON_OPTIONS
-from .base.options import ignored, option, refused
+from .base.options import ignored, refused
 from .online.online_config import OnlineConfig
 
 

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..options import option
 from .attributes import FIRST_OPTIONS
-from .base.options import ignored, option
+from .base.options import ignored
 from .online.online_config import OnlineConfig
 
 

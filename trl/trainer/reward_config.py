@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base.options import option
+from ..options import option
 from .offline.offline_config import OfflineConfig
 
 

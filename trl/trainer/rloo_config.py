@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from ..options import option
 from .attributes import FIRST_OPTIONS
-from .base.options import ignored, option, refused
+from .base.options import ignored, refused
 from .online.online_config import OnlineConfig
 
 

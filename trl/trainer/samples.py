@@ -12,7 +12,7 @@ from transformers import GenerationConfig, TrainerCallback
 from transformers.utils import logging
 
 from ..data.rows import Document
-from ..generation.base import NAMED, row_seeds
+from ..generation.base import NAMED, Sampling, row_seeds
 from ..generation.transformers.backend import TransformersBackend
 from ..imports import require
 from ..models.loading import context_length, stop_token_ids
@@ -22,7 +22,7 @@ from ..online.reports import log_table
 from ..random_numbers import random_numbers_kept
 from ..step_lines import StepLines
 from ..text import as_text
-from ..types import Prompts, Sampling
+from ..types import Prompts
 from .base.base_trainer import BaseTrainer
 
 MOST_TOKENS = 256  # of a completion, where neither the model nor the user says so

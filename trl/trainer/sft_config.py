@@ -4,7 +4,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from .base.options import option
+from ..options import option
 from .offline.offline_config import OfflineConfig
 
 # Older values, and what they are called here.

@@ -10,12 +10,12 @@ from tool_chat import END, STOPS, add, call, fail, ids, spell, tool_tokenizer, u
 
 from trl.data.templates import ToolTurns
 from trl.distributed import Ranks
-from trl.generation.base import GenerationBackend
+from trl.generation.base import GenerationBackend, Sampling
 from trl.generation.function_backend import FunctionBackend
 from trl.generation.tools.calls import CallParser, ToolRunner
 from trl.generation.tools.loop import ToolLoop
 from trl.generation.transformers.backend import TransformersBackend, merge_options
-from trl.types import Prompts, Sampling
+from trl.types import Prompts
 
 ASK = call("add", '{"a": 2, "b": 3}')
 ANSWER = "(tool add: 5)<assistant>"

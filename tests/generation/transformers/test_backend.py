@@ -9,13 +9,14 @@ from tensor_bytes import TensorBytes
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache, GitConfig, RwkvConfig
 
+from trl.generation.base import Sampling
 from trl.generation.transformers.backend import (
     TransformersBackend,
     cache_bytes_per_token,
     cut_rows,
     merge_options,
 )
-from trl.types import Prompts, Sampling
+from trl.types import Prompts
 
 PROMPTS = Prompts(
     messages=["a", "a", "bb", "ccc"], token_ids=[[20], [20], [21, 22], [23, 24, 25, 26]]

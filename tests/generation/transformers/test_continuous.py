@@ -4,10 +4,11 @@ import pytest
 import torch
 from tiny import tiny_model
 
+from trl.generation.base import Sampling
 from trl.generation.transformers.backend import TransformersBackend
 from trl.generation.transformers.continuous import ContinuousBackend
 from trl.generation.transformers.sampler import NonFiniteLogitsError
-from trl.types import Prompts, Sampling
+from trl.types import Prompts
 
 PROMPTS = Prompts(
     messages=["a", "a", "bb", "ccc"], token_ids=[[20], [20], [21, 22], [23, 24, 25, 26]]

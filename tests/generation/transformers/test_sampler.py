@@ -2,6 +2,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
+from trl.generation.base import Sampling
 from trl.generation.transformers.sampler import (
     NonFiniteLogitsError,
     RepetitionPenalty,
@@ -10,7 +11,6 @@ from trl.generation.transformers.sampler import (
     uniforms,
     warpers,
 )
-from trl.types import Sampling
 
 CPU = torch.device("cpu")
 

@@ -15,13 +15,14 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from trl.generation.base import Sampling
 from trl.generation.transformers import shared_decoding
 from trl.generation.transformers.backend import TransformersBackend
 from trl.generation.transformers.sampler import NonFiniteLogitsError, RowDraws
 from trl.generation.transformers.shared_decoding import GrowingCache, SharedDecoder
 from trl.models.lm_head import HeadFinder, cast_head_to_float32
 from trl.models.packed_attention import KEYWORD, Decoding, install
-from trl.types import Prompts, Sampling
+from trl.types import Prompts
 
 CPU = torch.device("cpu")
 ROWS = [[20, 21, 22]] * 3 + [[30]] * 2 + [[40, 41, 42, 43, 44, 45, 46]] * 3 + [[30]]

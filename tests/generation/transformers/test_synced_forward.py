@@ -10,9 +10,10 @@ from distributed.engines import call
 from tiny import tiny_model
 
 from trl.distributed import RankError, Ranks
+from trl.generation.base import Sampling
 from trl.generation.transformers.backend import TransformersBackend
 from trl.generation.transformers.synced_forward import SyncedForward
-from trl.types import Prompts, Sampling
+from trl.types import Prompts
 
 ONE = torch.tensor([[3]])
 

@@ -5,10 +5,11 @@ import torch
 from shared_vllm import model_policy
 from torch import nn
 
+from trl.generation.base import Generations, Sampling
 from trl.generation.vllm.backend import BOUNDS, VLLMBackend, VLLMColocateBackend
 from trl.generation.vllm.sampling import Request
 from trl.generation.vllm.weight_proof import WeightSyncError
-from trl.types import Generations, Prompts, Sampling
+from trl.types import Prompts
 
 POLICY = model_policy(nn.Linear(1, 1), logps=lambda prompt, ids: [-1.0] * len(ids))
 PROMPTS = Prompts(messages=["a"] * 2, token_ids=[[5, 6, 7]] * 2)

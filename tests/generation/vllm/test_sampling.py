@@ -2,6 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from trl.generation.base import Sampling
 from trl.generation.vllm.sampling import (
     SEEDS,
     Request,
@@ -11,7 +12,6 @@ from trl.generation.vllm.sampling import (
     parameters,
     read_outputs,
 )
-from trl.types import Sampling
 
 KNOWN = ("n", "temperature", "top_p", "stop", "stop_token_ids", "presence_penalty", "logprobs")
 

@@ -1,4 +1,4 @@
-"""Declaring configuration fields, and old names of them."""
+"""Values of options, and old names of them."""
 
 import copy
 import dataclasses
@@ -14,7 +14,8 @@ from datasets import Dataset
 from online_runs import config, token_sum
 from tiny import tiny_model, tiny_tokenizer
 
-from trl.trainer.base.options import Gone, check_options, option
+from trl.options import option
+from trl.trainer.base.options import Gone, check_options
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.kto_config import KTOConfig
@@ -25,45 +26,6 @@ from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
-
-WORDS = ["a"]
-
-
-@dataclass
-class Options:
-    number: int = option(3, "A number.")
-    words: list = option(WORDS, "Words.")
-    kind: str = option("x", "A kind.", choices=("x", "y"))
-    nothing: int | None = option(None, "Nothing.")
-
-
-def test_defaults():
-    found = Options()
-    assert (found.number, found.words, found.kind, found.nothing) == (3, ["a"], "x", None)
-    assert Options(number=4).number == 4
-
-
-def test_lists_are_copied_for_each_instance():
-    first, second = Options(), Options()
-    first.words.append("b")
-    assert second.words == ["a"] == WORDS == Options().words
-
-
-def test_metadata_serves_the_command_line():
-    found = {field.name: dict(field.metadata) for field in dataclasses.fields(Options)}
-    assert found == {
-        "number": {"help": "A number."},
-        "words": {"help": "Words."},
-        "kind": {"help": "A kind.", "choices": ["x", "y"]},
-        "nothing": {"help": "Nothing."},
-    }
-
-
-def test_each_instance_of_a_field_has_its_own_choices():
-    choices = ("x", "y")
-    first, second = option("x", "A.", choices), option("x", "B.", choices)
-    assert first.metadata["choices"] == second.metadata["choices"] == ["x", "y"]
-    assert first.metadata["choices"] is not second.metadata["choices"]
 
 
 @dataclass
@@ -101,11 +63,6 @@ def test_values_in_range(given):
 def test_values_out_of_range_are_named_with_what_is_legal(given, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         check_options(Ranges(**given), {"steps": {"ge": 0}})
-
-
-def test_ranges_that_are_spelled_wrongly_are_found():
-    with pytest.raises(TypeError, match="minimum"):
-        option(1, "A number.", minimum=0)
 
 
 # --- Old names ---

@@ -73,19 +73,12 @@ def test_evaluation_groups_are_checked_when_there_is_evaluation(value, size, leg
 @pytest.mark.parametrize(
     ("name", "bad", "good"),
     [
-        ("max_completion_length", (0, None, -1), (1,)),
-        ("temperature", (0.0, -1.0), (0.01, 2.0)),
-        ("top_p", (0.0, 1.01), (0.01, 1.0)),
-        ("top_k", (-1,), (0, 5)),
-        ("min_p", (-0.1, 1.1), (None, 0.0, 1.0)),
-        ("repetition_penalty", (0.0,), (0.5,)),
         ("num_iterations", (0,), (1, 2)),
         ("epsilon", (-0.1,), (0.0,)),
         ("ref_model_mixup_alpha", (-0.1, 1.1), (0.0, 1.0)),
         ("ref_model_sync_steps", (0,), (1,)),
         ("reward_timeout", (0.0, -1.0), (None, 0.5)),
         ("non_finite", ("ignore",), ("raise", "skip")),
-        ("vllm_mode", ("remote",), ("colocate", "server")),
     ],
 )
 def test_ranges(name, bad, good):
@@ -191,22 +184,3 @@ def test_cap_is_an_old_name_of_the_upper_bound(tmp_path, kind):
     with pytest.warns(FutureWarning, match=f"vllm_importance_sampling_cap is now {HIGH}"):
         args = config(tmp_path, kind, vllm_importance_sampling_cap=2.0)
     assert getattr(args, HIGH) == 2.0
-
-
-@KINDS
-def test_defaults_of_tools(tmp_path, kind):
-    args = config(tmp_path, kind)
-    assert (args.max_tool_calling_iterations, args.tool_timeout) == (None, 60.0)
-    assert config(tmp_path, kind, tool_timeout=None).tool_timeout is None
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"max_tool_calling_iterations": -1}, "max_tool_calling_iterations=-1 must be at least 0"),
-        ({"tool_timeout": 0}, "tool_timeout=0 must be above 0 .None: no limit."),
-    ],
-)
-def test_values_of_tools_out_of_range(tmp_path, change, words):
-    with pytest.raises(ValueError, match=words):
-        config(tmp_path, **change)

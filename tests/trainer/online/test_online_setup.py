@@ -1,7 +1,5 @@
 """Which prompts can be used, and in which order they are read."""
 
-from functools import partial
-
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
@@ -15,10 +13,8 @@ from online_runs import (
     weights,
 )
 
-from trl.trainer.online import online_setup
 from trl.trainer.online.online_setup import (
     check_datasets,
-    check_engine_context,
     prompt_limit,
 )
 
@@ -94,29 +90,6 @@ def test_completions_leave_room_for_prompts(tmp_path):
     ):
         prompt_limit(args, 256)
     assert prompt_limit(args, 257).tokens == 256 and prompt_limit(args, None).tokens is None
-
-
-def prompts_trainer(folder, lengths):
-    data = dataset(["a" * length for length in lengths])
-    return make_trainer(folder, data=data, max_completion_length=8)
-
-
-def test_long_prompts_are_found_at_the_start(tmp_path, caplog):
-    trainer = prompts_trainer(tmp_path, [3, 20, 9, 4])
-    longest = trainer.encode.longest["train_dataset"]
-    check = partial(check_engine_context, trainer.args, longest=longest)
-    online_setup.logger.propagate = True
-
-    def warnings():
-        return [text for text in caplog.messages if "train_dataset" in text]
-
-    check(28)
-    assert warnings() == []
-    check(27)
-    (message,) = warnings()
-    assert "row 1 of train_dataset has 20 tokens" in message and "cut earlier" in message
-    with pytest.raises(ValueError, match="row 1 .* than the 20 .* leaves no room"):
-        check(20)
 
 
 def eval_stream():

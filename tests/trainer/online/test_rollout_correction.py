@@ -18,12 +18,12 @@ from online_runs import (
 )
 from tiny import tiny_model
 
+from trl.generation.base import Sampling
 from trl.ops.policy_losses import MODES
 from trl.ops.support import Support
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.online.scoring import MismatchError, not_replayed
 from trl.trainer.rloo_trainer import RLOOTrainer
-from trl.types import Sampling
 
 TWO = ["ab", "cde"]
 FILTERS = {"top_p": 0.8, "top_k": 20, "min_p": 0.005, "temperature": 0.7}

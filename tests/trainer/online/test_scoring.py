@@ -20,10 +20,11 @@ from online_runs import (
 from tiny import tiny_model
 
 from trl.distributed import Ranks
+from trl.generation.base import Generations
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.online.scoring import assemble, credited, rows_with_gradient
 from trl.trainer.rloo_trainer import RLOOTrainer
-from trl.types import Generations, Prompts, RewardTable
+from trl.types import Prompts, RewardTable
 
 MANY = ["ab", "cde", "f", "ghij", "kl", "mno", "p", "qrst"]
 

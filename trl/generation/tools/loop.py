@@ -7,8 +7,8 @@ from typing import Any
 
 from ...data.templates import ToolTurns
 from ...distributed import Ranks
-from ...types import FinishReason, Generations, Prompts, Sampling
-from ..base import AroundEngine, row_seeds
+from ...types import Prompts
+from ..base import AroundEngine, FinishReason, Generations, Sampling, row_seeds
 from .calls import CallParser, Functions, ToolCall, ToolRunner
 
 

@@ -19,8 +19,8 @@ from ...models.lm_head import HeadFinder
 from ...models.unwrap import causal_model
 from ...ops.masking import pad_ragged
 from ...progress import finish
-from ...types import Generations, Prompts, Sampling
-from ..base import NAMED, GenerationBackend, cut_generations, merge_named
+from ...types import Prompts
+from ..base import NAMED, GenerationBackend, Generations, Sampling, cut_generations, merge_named
 from .sampler import NonFiniteLogitsError, RepetitionPenalty, RowDraws, StopTexts
 from .shared_decoding import SharedDecoder, decoding_comparison
 from .synced_forward import SyncedForward

@@ -19,8 +19,8 @@ from ...models.unwrap import causal_model
 from ...progress import finish
 from ...random_numbers import random_numbers_kept
 from ...text import did_you_mean
-from ...types import Generations, Prompts, Sampling
-from ..base import GenerationBackend, cut_generations
+from ...types import Prompts
+from ..base import GenerationBackend, Generations, Sampling, cut_generations
 from .sampler import RowDraws
 
 CACHE_SHARE = 0.5  # of the free memory of a device, unless the options say otherwise

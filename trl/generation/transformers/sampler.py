@@ -18,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ...types import Generations, Sampling
+from ..base import Generations, Sampling
 
 
 class NonFiniteLogitsError(RuntimeError):

@@ -20,7 +20,7 @@ from transformers import Cache, RepetitionPenaltyLogitsProcessor
 from ...models.layout_check import Comparison, Results, coarsest, windows
 from ...models.lm_head import HeadFinder, OutputHead
 from ...models.packed_attention import Decoding
-from ...models.packed_layout import packed_inputs, runs_within
+from ...models.packed_layout import PREFILL_TOKENS, packed_inputs, runs_within
 from ...models.packed_places import Layers, Packing, States, Window
 from ...models.recurrent import Fork
 from ...models.scorer import TokenReader, read_plain_rows
@@ -29,10 +29,10 @@ from ...models.weights import working_precision
 from ...ops.linear_logprobs import default_chunk
 from ...ops.masking import pad_ragged
 from ...progress import finish
-from ...types import Prompts, Rows, Sampling
+from ...types import Prompts, Rows
+from ..base import Sampling
 from .sampler import NonFiniteLogitsError, pick, uniforms, warpers
 
-PREFILL_TOKENS = 4096  # of the prompts that are computed in one forward
 SMALLEST_CAPACITY = 16
 CHECKED_TOKENS = 4  # that rows write when decoding is compared with plain rows
 

@@ -13,8 +13,8 @@ from transformers.utils import logging
 
 from ...imports import require
 from ...models.weights import full_weights
-from ...types import Generations, Prompts, Sampling
-from ..base import GenerationBackend, PolicyHandle
+from ...types import Prompts
+from ..base import GenerationBackend, Generations, PolicyHandle, Sampling
 from .engine import VLLMEngine
 from .sampling import Request, make_requests, read_outputs
 from .weight_proof import WeightProof, WeightSyncError

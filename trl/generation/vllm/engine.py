@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ...distributed import Ranks, undivided_models
 from ...imports import first_numbers, require
 from ...random_numbers import random_numbers_kept
-from ...types import Sampling
+from ..base import Sampling
 from .sampling import Request, parameters
 
 logger = logging.get_logger(__name__)

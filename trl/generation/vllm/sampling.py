@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from ...types import SEEDS, Generations, Sampling
-from ..base import NAMED, merge_named
+from ..base import NAMED, SEEDS, Generations, Sampling, merge_named
 
 ALIASES = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
 SET_HERE = "the trainer sets it"

@@ -9,8 +9,10 @@ from transformers.integrations import integration_utils as trackers
 from transformers.utils import is_torch_bf16_gpu_available
 
 from ...imports import require
+from ...memory.options import MemoryOptions
+from ...options import option
 from ...text import did_you_mean
-from .options import Named, check_options, from_json, kinds_of, option
+from .options import Named, check_options, from_json, kinds_of
 
 # Ranges of options that transformers declares and does not check.
 NOT_NEGATIVE = (
@@ -75,36 +77,6 @@ class ReferenceOptions:
     ref_model_init_kwargs: dict | str | None = option(
         None, "Arguments of from_pretrained for a ref_model given by name. None: model_init_kwargs."
     )
-
-
-@dataclass
-class MemoryOptions:
-    """What saves memory, measures it, and makes do with less of it."""
-
-    pad_to_multiple_of: int | str | None = option(
-        "auto", "Pad rows to a multiple of this; only rows of few models are padded at all."
-    )
-    shared_prefix: bool = option(True, "Compute a prompt once for its completions in one forward.")
-    logits_chunk_size: int | None = option(
-        None, "Logits (tokens x vocabulary) held at once. None: the device's default; 0: all.", ge=0
-    )
-    activation_offloading: bool = option(
-        False, "Keep activations in the memory of the host until the backward pass needs them."
-    )
-    max_tokens_per_piece: int | None = option(
-        None,
-        "Cut micro-batches into pieces of at most this many tokens, each with a backward pass of "
-        "its own; the gradient is the same. 0: not at all. None: not in online training, else "
-        "2,048 on a CPU (DPO, Reward: 1,024) and 8,192 on other devices.",
-        ge=0,
-    )
-    empty_cache: str = option(
-        "auto",
-        "Return cached blocks to the device after inference; auto: when they are fragmented.",
-        choices=("never", "auto", "always"),
-    )
-    log_memory: bool = option(True, "Log the peak memory of each phase, also to memory.jsonl.")
-    recover_from_oom: bool = option(True, "Out of memory, go on with smaller pieces of the data.")
 
 
 @dataclass

@@ -1,15 +1,14 @@
-"""Configuration fields with help, choices, types and ranges; and old names of them."""
+"""Checking the values of options, and what becomes of old names of them."""
 
 import dataclasses
 import inspect
 import json
 import math
-import operator
 import re
 import typing
 import warnings
 from abc import ABCMeta
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import EnumType
 from functools import cache
@@ -17,9 +16,9 @@ from pathlib import Path
 from types import MethodType, UnionType
 from typing import Any, ClassVar
 
+from ...options import HOLDS
 from ...text import did_you_mean
 
-HOLDS = {name: getattr(operator, name) for name in ("ge", "gt", "le", "lt")}
 WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 KINDS = {int: "an integer", float: "a number", bool: "True or False"}
 KINDS |= {str: "text", list: "a list"}
@@ -27,28 +26,6 @@ MEANT = {"tokenizer": "processing_class", "max_seq_length": "max_length"}
 MEANT |= {"group_by_length": "train_sampling_strategy", "use_liger": "use_liger_kernel"}
 Values = Mapping[str, Any]
 MAPPING = "a dictionary, or a JSON object such as '{\"a\": 1}'"
-
-
-class _Metadata(dict[str, Any]):
-    """What is known of an option, of which `HfArgumentParser` sees what it hands to argparse."""
-
-    def keys(self) -> Any:
-        return [name for name in ("help", "choices") if name in self]
-
-
-def option(default: Any, text: str, choices: tuple = (), hint: str = "", **bounds: float) -> Any:
-    """Declare a dataclass field of a configuration; a list is copied for each instance.
-
-    `bounds` are those of a number, such as `gt=0, le=1`; `hint` ends a message about them.
-    """
-    metadata = _Metadata(help=text, bounds=bounds, hint=f" ({hint})" if hint else "")
-    if choices:
-        metadata["choices"] = list(choices)
-    if unknown := set(bounds) - set(HOLDS):
-        raise TypeError(f"Unknown bounds: {', '.join(unknown)}.")
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 def check_options(config: Any, inherited: Mapping[str, Mapping[str, float]] | None = None) -> None:
@@ -83,12 +60,6 @@ def _out_of_range(value: Any, bounds: Values, hint: str, is_broken: bool) -> str
     legal = " and ".join(f"{WORDS[kind]} {bound:g}" for kind, bound in bounds.items())
     kind = "an integer, " if is_broken else "" if is_number else "a number, "
     return f"{kind}{legal}{hint}."
-
-
-def changed(config: Any, names: Iterable[str]) -> str:
-    """Those of some options of a dataclass that do not have their default value."""
-    defaults = type(config).__dataclass_fields__
-    return ", ".join(name for name in names if getattr(config, name) != defaults[name].default)
 
 
 @cache

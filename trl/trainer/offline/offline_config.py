@@ -9,8 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data.preference_rows import PreferenceLimits
 from ...data.templates import clone_chat_template, take_template
+from ...options import option
 from ..base.base_config import BaseConfig, ReferenceOptions
-from ..base.options import ignored, option, refused
+from ..base.options import ignored, refused
 
 PIECE_ON_ACCELERATOR = 8192  # tokens; not measured
 NO_LOGITS = "logits are never held as a whole, and rows are not padded"

@@ -4,7 +4,6 @@ import warnings
 from typing import Any
 
 from datasets import IterableDataset
-from transformers.utils import logging
 
 from ...online.prompts import PromptEncoder, PromptLimit, check_forms
 from ...online.sampler import RepeatIterableDataset, RepeatSampler
@@ -13,33 +12,6 @@ from ...types import Mode
 from ..base.policy import check_dataset
 from .batch_math import check_eval_groups, smaller_round
 from .online_config import OnlineConfig
-
-logger = logging.get_logger(__name__)
-
-
-def check_engine_context(
-    args: OnlineConfig, context: int, longest: tuple[int, int] = (0, 0)
-) -> None:
-    """Check that a vLLM engine has room for a token after the `longest` prompt (tokens, row)."""
-    completion, (length, row) = args.max_completion_length, longest
-    if context <= completion:
-        raise ValueError(
-            f"The vLLM engine sees {context} tokens, but max_completion_length={completion} leaves "
-            f"no room for a prompt: set vllm_max_model_length to {completion} and the longest "
-            f"prompt, or max_completion_length below {context}."
-        )
-    words = (
-        f"The prompt of row {row} of train_dataset has {length} tokens. With "
-        f"max_completion_length={completion} that is more than the {context} that the vLLM engine "
-        "sees"
-    )
-    if length >= context:
-        raise ValueError(
-            f"{words}, and leaves no room for a completion: raise vllm_max_model_length (of a "
-            "server: --max_model_len) or leave out such prompts."
-        )
-    if length + completion > context:
-        logger.warning(f"{words}: its completions are cut earlier.")
 
 
 def prompt_limit(args: OnlineConfig, context: int | None) -> PromptLimit:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
+from ...generation.base import Generations, PolicyHandle
 from ...models.loading import context_length, stop_token_ids
 from ...models.scorer import Reader
 from ...models.unwrap import causal_model, policy_for_inference
@@ -25,12 +26,12 @@ from ...online.rewards import RewardInputs, RewardSuite
 from ...online.sampler import RepeatIterableDataset
 from ...ops.masking import masked_mean
 from ...ops.policy_losses import RatioLevel, clip_flags, clipped_surrogate, importance_ratio
-from ...types import Generations, Mode, Prompts, RewardTable, Rollout, RolloutFunc, TokenScores
+from ...types import Mode, Prompts, RewardTable, Rollout, RolloutFunc, TokenScores
 from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import checked_args, prepare_policy
 from . import online_setup as setup
-from .engines import Agents, make_engine, sampling_for
+from .agents import Agents
 from .online_config import OnlineConfig
 from .scoring import Scoring, assemble, credited, rows_with_gradient
 
@@ -114,7 +115,7 @@ class OnlineTrainer(BaseTrainer):
             self.rewards.dry_run(row, self.state, args.batch_plan.group_size)
 
     def _build_policy(self, model: Any, ref_model: Any) -> None:
-        from ...generation.base import PolicyHandle  # engines are loaded where they are made
+        from ...generation.factory import make_engine, sampling_for  # it knows all engines
 
         args, tokenizer = self.args, self.processing_class
         self.sampling = sampling_for(args, stop_token_ids(self.model, tokenizer))
@@ -146,7 +147,7 @@ class OnlineTrainer(BaseTrainer):
             args,
             self.sampling,
             report=lambda name, value: self._engine_reports.append((name, value)),
-            encode=self.encode,
+            longest=self.encode.longest,
             attempt=self.phases.adaptive("generation", alone=self.policy.layers_in_step).run,
         )
         given, stops = self.agents.rollout_func, self.sampling.stop_ids

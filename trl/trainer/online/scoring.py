@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ...distributed import Ranks
+from ...generation.base import Generations, Sampling
 from ...memory.adaptive_batch import AdaptiveBatch
 from ...models.reference import ReferencePolicy
 from ...models.scorer import Reader, Scorer
@@ -21,7 +22,7 @@ from ...online.metrics import MetricStore, record_entropy, record_ratio, record_
 from ...ops.masking import length_mask, masked_sum, pad_ragged
 from ...ops.policy_losses import RatioBounds, RatioLevel, scale_gradient
 from ...ops.support import Support
-from ...types import Generations, Mode, Prompts, RewardTable, Rollout, Rows, Sampling, TokenScores
+from ...types import Mode, Prompts, RewardTable, Rollout, Rows, TokenScores
 from .online_config import OnlineConfig
 
 if TYPE_CHECKING:

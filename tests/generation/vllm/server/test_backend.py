@@ -10,13 +10,14 @@ from shared_vllm import model_policy
 from stub_server import HEALTHY, routes, stub_server, workers
 from torch import nn
 
+from trl.generation.base import Sampling
 from trl.generation.vllm.sampling import Request
 from trl.generation.vllm.server import backend as server_backend
 from trl.generation.vllm.server import client as vllm_client
 from trl.generation.vllm.server.backend import Server, ServerPool, VLLMServerBackend
 from trl.generation.vllm.server.client import ServerError
 from trl.generation.vllm.server.secret import WEIGHTS
-from trl.types import Prompts, Sampling
+from trl.types import Prompts
 
 CPU = torch.device("cpu")
 POLICY = model_policy(nn.Linear(1, 1))

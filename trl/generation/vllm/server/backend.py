@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ....text import did_you_mean
-from ....types import Generations, Sampling
-from ...base import PolicyHandle
+from ...base import Generations, PolicyHandle, Sampling
 from ..backend import VLLMBackend
 from ..sampling import Request, completion_body, read_answers
 from ..weight_proof import WeightSyncError

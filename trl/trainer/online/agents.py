@@ -1,4 +1,4 @@
-"""Choosing what generates: the one place that knows all engines, and what is put around them."""
+"""What a trainer is given besides an engine: tools, environments, and functions that generate."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from datasets import Dataset
 
 from ...data.formats import is_conversational
 from ...models.loading import context_length
-from ...online.prompts import PromptEncoder
-from ...types import Prompts, RolloutFunc, Sampling
+from ...types import Prompts, RolloutFunc
 from .online_config import OnlineConfig
 from .online_setup import check_datasets
 
@@ -18,79 +17,10 @@ if TYPE_CHECKING:
     from ...generation.base import GenerationBackend, PolicyHandle
     from ...generation.environments import Environments
     from ...generation.tools.calls import ToolRunner
-    from ...generation.transformers.backend import Attempt
 
 Tools = Sequence[Callable[..., Any]] | None
 
-# Engines, tools and environments are imported where they are made: a run uses few of them.
-
-
-def sampling_for(args: OnlineConfig, stop_ids: tuple[int, ...]) -> Sampling:
-    """How the engine draws: `generation_kwargs`, which it must know, win over named options."""
-    given: Any = args.generation_kwargs or {}
-    extra = dict(given)
-    if args.vllm_structured_outputs_regex is not None and args.use_vllm:
-        extra["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
-    same = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    options = {name: getattr(args, name) for name in same}
-    tokens = args.max_completion_length
-    sampling = Sampling(max_tokens=tokens, stop_ids=stop_ids, extra=extra, **options)
-    if args.use_vllm:
-        from ...generation.vllm.engine import sampling_fields
-        from ...generation.vllm.sampling import merge_options as merge_options_of_vllm
-
-        return merge_options_of_vllm(sampling, sampling_fields())
-    from ...generation.transformers.backend import merge_options
-
-    return merge_options(sampling)
-
-
-def make_engine(
-    policy: PolicyHandle,
-    args: OnlineConfig,
-    sampling: Sampling,
-    *,
-    report: Callable[[str, float], None],
-    encode: PromptEncoder,
-    attempt: Attempt,
-) -> GenerationBackend:
-    """Make the engine of the options; `report` takes metrics, `attempt` runs what may not fit."""
-    if args.use_vllm:
-        from .vllm_engines import make_backend
-
-        return make_backend(policy, args, sampling, report, encode)
-    pad_id = policy.tokenizer.pad_token_id
-    if args.use_transformers_continuous_batching:
-        from ...generation.transformers.continuous import ContinuousBackend
-
-        names = ("cache_implementation", "generation_max_rows", "generation_max_kv_gb")
-        refused = [name for name in names if getattr(args, name) is not None]
-        refused += ["ds3_gather_for_generation=False"] * policy.layers_in_step
-        if refused:
-            raise ValueError(
-                "use_transformers_continuous_batching=True cannot be used with "
-                f"{', '.join(refused)}; transformers_continuous_batching_config says how its cache "
-                "is bounded."
-            )
-        given: Any = args.transformers_continuous_batching_config
-        return ContinuousBackend(policy.inference, pad_id=pad_id, options=given, ranks=policy.ranks)
-    from ...generation.transformers.backend import TransformersBackend
-
-    most_gb = args.generation_max_kv_gb
-    return TransformersBackend(
-        policy.inference,
-        pad_id=pad_id,
-        device=policy.device,
-        tokenizer=policy.tokenizer,
-        cache_implementation=args.cache_implementation,
-        shared_prefix=args.shared_prefix,
-        chunk=args.logits_chunk_size,
-        rows=args.generation_max_rows,
-        cache_bytes=most_gb and most_gb * 1e9,
-        ranks=policy.ranks,
-        in_step=policy.layers_in_step,
-        attempt=attempt,
-    )
+# Tools and environments are imported where they are made: few runs use them.
 
 
 class Agents:
@@ -102,7 +32,7 @@ class Agents:
         self.environments: Environments | None = None
         self.rewards: list[Callable[..., Any]] = []  # that ask the environments
         if args.use_vllm:
-            from .vllm_engines import check_options
+            from ...generation.vllm.factory import check_options
 
             check_options(args)
         if rollout is not None:

@@ -1,27 +1,30 @@
 """Options that are checked without an engine; tests/vllm_cpu trains with a real one."""
 
+from functools import partial
+
 import pytest
 import torch
-from online_runs import config, make_trainer
+from online_runs import config, dataset, make_trainer
 from reward_runs import classifier
 from shared_vllm import four_bits, model_policy, policy_model
 from tiny import tiny_model
 
 from trl.distributed import Ranks
+from trl.generation.base import Sampling
 from trl.generation.vllm import engine as vllm_engine
-from trl.imports import is_available
-from trl.memory.meter import DeviceMemory
-from trl.memory.plan import EngineMemory
-from trl.models.value_model import add_value_model
-from trl.trainer.online import vllm_engines
-from trl.trainer.online.vllm_engines import (
+from trl.generation.vllm import factory
+from trl.generation.vllm.factory import (
+    check_engine_context,
     check_options,
     engine_arguments,
     engine_memory,
     rows_of,
     server_urls,
 )
-from trl.types import Sampling
+from trl.imports import is_available
+from trl.memory.meter import DeviceMemory
+from trl.memory.plan import EngineMemory
+from trl.models.value_model import add_value_model
 
 needs_vllm = pytest.mark.skipif(
     not is_available("vllm"), reason="vLLM is not installed: make test installs its CPU build"
@@ -46,7 +49,7 @@ def test_sleep_on_a_cpu_is_refused_before_anything_is_loaded(tmp_path):
 
 @pytest.fixture
 def no_platform(monkeypatch):
-    monkeypatch.setattr(vllm_engines, "check_platform", lambda sleeps: None)
+    monkeypatch.setattr(factory, "check_platform", lambda sleeps: None)
 
 
 @pytest.mark.parametrize(("size", "ranks", "legal"), [(2, 1, "1"), (3, 4, "1 or 2 or 4")])
@@ -89,7 +92,7 @@ def test_rows_are_those_of_a_round_or_an_evaluation(tmp_path):
 
 
 def test_the_memory_of_an_engine_that_shares_a_large_device(tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm_engines, "device_bytes", lambda device: 80e9)
+    monkeypatch.setattr(factory, "device_bytes", lambda device: 80e9)
     args, model = vllm_config(tmp_path, max_completion_length=100), tiny_model()
     found = engine_memory(args, model, torch.float32, 256)
     assert found.context == 256 and found.cache == 16 * 2**20
@@ -99,14 +102,14 @@ def test_the_memory_of_an_engine_that_shares_a_large_device(tmp_path, monkeypatc
 
 
 def test_a_small_device_is_refused_in_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm_engines, "device_bytes", lambda device: 1e6)
+    monkeypatch.setattr(factory, "device_bytes", lambda device: 1e6)
     with pytest.raises(ValueError, match="The vLLM engine does not fit beside training"):
         engine_memory(vllm_config(tmp_path), tiny_model(), torch.float32, 256)
 
 
 def test_a_value_model_of_its_own_is_counted(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(vllm_engines.Engine, "memory", lambda engine, *rest: seen.append(engine))
+    monkeypatch.setattr(factory.Engine, "memory", lambda engine, *rest: seen.append(engine))
     policy = tiny_model()
     for given in (None, classifier()):
         add_value_model(policy, given, torch.device("cpu"))
@@ -118,7 +121,7 @@ def test_a_value_model_of_its_own_is_counted(tmp_path, monkeypatch):
 
 def test_a_quantized_policy_needs_an_engine_with_whole_weights(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(vllm_engines.Engine, "memory", lambda engine, *rest: seen.append(engine))
+    monkeypatch.setattr(factory.Engine, "memory", lambda engine, *rest: seen.append(engine))
     pytest.importorskip("bitsandbytes")
     options = four_bits(tmp_path / "base")
     trainer = make_trainer(tmp_path, **options)
@@ -144,8 +147,8 @@ def test_engines_of_all_ranks_have_the_size_of_the_smallest(tmp_path, monkeypatc
         return EngineMemory(2**24, 256, 2**25)
 
     seen, here = [], DeviceMemory(free=5e9, held=3e9)
-    monkeypatch.setattr(vllm_engines.DeviceMemory, "of", lambda device: here)
-    monkeypatch.setattr(vllm_engines.Engine, "memory", memory)
+    monkeypatch.setattr(factory.DeviceMemory, "of", lambda device: here)
+    monkeypatch.setattr(factory.Engine, "memory", memory)
     handle = model_policy(tiny_model(), ranks=Other())
     found = engine_arguments(handle, vllm_config(tmp_path), Sampling(max_tokens=4))
     assert seen == [DeviceMemory(free=2.5e9, held=1.5e9)]
@@ -227,3 +230,22 @@ def test_a_server_that_is_not_there_ends_training_in_time(tmp_path, free_port):
             vllm_server_port=free_port,
             vllm_server_timeout=0.3,
         )
+
+
+def test_long_prompts_are_found_at_the_start(tmp_path, caplog):
+    data = dataset(["a" * length for length in (3, 20, 9, 4)])
+    trainer = make_trainer(tmp_path, data=data, max_completion_length=8)
+    longest = trainer.encode.longest["train_dataset"]
+    check = partial(check_engine_context, trainer.args, longest=longest)
+    factory.logger.propagate = True
+
+    def warnings():
+        return [text for text in caplog.messages if "train_dataset" in text]
+
+    check(28)
+    assert warnings() == []
+    check(27)
+    (message,) = warnings()
+    assert "row 1 of train_dataset has 20 tokens" in message and "cut earlier" in message
+    with pytest.raises(ValueError, match="row 1 .* than the 20 .* leaves no room"):
+        check(20)

@@ -1,20 +1,13 @@
-"""What vLLM needs of a run, wherever it runs: options, and the size of an engine in training."""
+"""Making vLLM engines for a run: options, and the size of an engine beside training."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.utils import logging
 
-from ...generation.base import PolicyHandle
-from ...generation.vllm.adapter_engine import AdapterBackend, AdapterEngine, adapter_arguments
-from ...generation.vllm.backend import VLLMBackend, VLLMColocateBackend
-from ...generation.vllm.engine import VLLMEngine, check_platform, start_engine
-from ...generation.vllm.sampling import needs_text
-from ...generation.vllm.server.backend import Server, ServerPool, VLLMServerBackend
-from ...generation.vllm.server.client import PROTOCOL, ServerFacts, VLLMClient, gpu_id, shape_of
 from ...imports import require
 from ...memory.meter import DeviceMemory, device_bytes
 from ...memory.model_size import model_size, quantized_bytes
@@ -23,11 +16,17 @@ from ...memory.settings import ASSUMED_PROMPT, RunSettings, options_of_environme
 from ...models.loading import context_length
 from ...models.unwrap import VALUE_MODEL, causal_model, is_peft_model
 from ...models.weights import check_weights
-from ...online.prompts import PromptEncoder
-from ...types import Sampling
-from ..base.options import changed
-from .online_config import OnlineConfig
-from .online_setup import check_engine_context
+from ...options import changed
+from ..base import PolicyHandle, Sampling
+from .adapter_engine import AdapterBackend, AdapterEngine, adapter_arguments
+from .backend import VLLMBackend, VLLMColocateBackend
+from .engine import VLLMEngine, check_platform, start_engine
+from .sampling import needs_text
+from .server.backend import Server, ServerPool, VLLMServerBackend
+from .server.client import PROTOCOL, ServerFacts, VLLMClient, gpu_id, shape_of
+
+if TYPE_CHECKING:
+    from ...trainer.online.online_config import OnlineConfig
 
 logger = logging.get_logger(__name__)
 
@@ -43,7 +42,7 @@ ELSEWHERE = {
 }
 
 
-def check_options(args: OnlineConfig) -> None:
+def check_options(args: "OnlineConfig") -> None:
     """Check what can be known before anything is loaded."""
     if args.vllm_mode == "server":
         for name in filter(None, changed(args, ELSEWHERE).split(", ")):
@@ -68,7 +67,32 @@ def check_options(args: OnlineConfig) -> None:
     check_platform(args.vllm_enable_sleep_mode)
 
 
-def server_urls(args: OnlineConfig) -> list[str]:
+def check_engine_context(
+    args: "OnlineConfig", context: int, longest: tuple[int, int] = (0, 0)
+) -> None:
+    """Check that a vLLM engine has room for a token after the `longest` prompt (tokens, row)."""
+    completion, (length, row) = args.max_completion_length, longest
+    if context <= completion:
+        raise ValueError(
+            f"The vLLM engine sees {context} tokens, but max_completion_length={completion} leaves "
+            f"no room for a prompt: set vllm_max_model_length to {completion} and the longest "
+            f"prompt, or max_completion_length below {context}."
+        )
+    words = (
+        f"The prompt of row {row} of train_dataset has {length} tokens. With "
+        f"max_completion_length={completion} that is more than the {context} that the vLLM engine "
+        "sees"
+    )
+    if length >= context:
+        raise ValueError(
+            f"{words}, and leaves no room for a completion: raise vllm_max_model_length (of a "
+            "server: --max_model_len) or leave out such prompts."
+        )
+    if length + completion > context:
+        logger.warning(f"{words}: its completions are cut earlier.")
+
+
+def server_urls(args: "OnlineConfig") -> list[str]:
     """Addresses of the servers: those of `vllm_server_base_url`, or that of host and port."""
     host, given = args.vllm_server_host, args.vllm_server_base_url
     address = f"http://{f'[{host}]' if ':' in host else host}:{args.vllm_server_port}"
@@ -85,22 +109,22 @@ def server_urls(args: OnlineConfig) -> list[str]:
 
 def make_backend(
     handle: PolicyHandle,
-    args: OnlineConfig,
+    args: "OnlineConfig",
     sampling: Sampling,
     report: Callable[[str, float], None],
-    encode: PromptEncoder,
+    longest: Mapping[str, tuple[int, int]],
 ) -> VLLMBackend:
     """Start an engine for a policy, or connect it with servers (else, a `ServerError`)."""
     check_weights(handle.model)
-    longest = encode.longest.get("train_dataset", (0, 0))
+    prompt = longest.get("train_dataset", (0, 0))
     shared: dict[str, Any] = {"probe_syncs": args.vllm_probe_syncs, "report": report}
     shared["temperature"] = sampling.temperature
     if args.vllm_mode == "server":
         found = VLLMServerBackend(_connect(handle, args, sampling), handle, **shared)
-        check_engine_context(args, found.context, longest)
+        check_engine_context(args, found.context, prompt)
         return found
     arguments = engine_arguments(handle, args, sampling)
-    check_engine_context(args, arguments["max_model_len"], longest)
+    check_engine_context(args, arguments["max_model_len"], prompt)
     kinds: tuple[Any, Any] = (VLLMEngine, VLLMColocateBackend)
     if args.vllm_sync_adapter_only:
         arguments |= adapter_arguments(handle, arguments["dtype"])
@@ -112,7 +136,7 @@ def make_backend(
     return kinds[1](engine, handle, **shared)
 
 
-def _connect(handle: PolicyHandle, args: OnlineConfig, sampling: Sampling) -> ServerPool | None:
+def _connect(handle: PolicyHandle, args: "OnlineConfig", sampling: Sampling) -> ServerPool | None:
     """Servers that fit and whose workers were met, on rank 0."""
     pool = None
     with handle.ranks.fail_together("connecting with vLLM servers"):
@@ -135,7 +159,7 @@ def _connect(handle: PolicyHandle, args: OnlineConfig, sampling: Sampling) -> Se
 
 
 def engine_arguments(
-    handle: PolicyHandle, args: OnlineConfig, sampling: Sampling
+    handle: PolicyHandle, args: "OnlineConfig", sampling: Sampling
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM`: what the options say, else what training leaves of the device."""
     causal, dtype = causal_model(handle.model), handle.dtype
@@ -169,14 +193,14 @@ def engine_arguments(
     }
 
 
-def rows_of(args: OnlineConfig) -> int:
+def rows_of(args: "OnlineConfig") -> int:
     """Completions that decode together: those of a round, on all ranks that share an engine."""
     rows = max(args.batch_plan.rows_per_rank, args.eval_rows) * args.vllm_tensor_parallel_size
     return min(MOST_ROWS, rows)
 
 
 def engine_memory(
-    args: OnlineConfig,
+    args: "OnlineConfig",
     model: Any,
     dtype: torch.dtype,
     context: int,
