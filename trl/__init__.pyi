@@ -40,10 +40,10 @@ from .data.packing import (
 from .data.packing import (
     truncate_dataset as truncate_dataset,
 )
-from .data.templates import add_response_schema as add_response_schema
 from .data.templates import clone_chat_template as clone_chat_template
 from .data.templates import get_training_chat_template as get_training_chat_template
-from .data.templates import supports_tool_calling as supports_tool_calling
+from .generation.tools.templates import add_response_schema as add_response_schema
+from .generation.tools.templates import supports_tool_calling as supports_tool_calling
 from .memory.callback import MemoryCallback as MemoryCallback
 from .models.reference import create_reference_model as create_reference_model
 from .scripts.utils import init_zero_verbose as init_zero_verbose

@@ -1,8 +1,9 @@
 """What concerns chat templates, under the module name that scripts import."""
 
-from .data import templates
+from .data.templates import has_generation_markers as has_generation_markers
+from .generation.tools.templates import (
+    is_chat_template_prefix_preserving as is_chat_template_prefix_preserving,
+)
 from .imports import public_names
 
-has_generation_markers = templates.has_generation_markers
-is_chat_template_prefix_preserving = templates.is_chat_template_prefix_preserving
-__getattr__ = public_names("trl.data")
+__getattr__ = public_names("trl.data", "trl.generation.tools")

@@ -1,7 +1,6 @@
 """The data utilities under the module name that scripts import."""
 
-from .data import formats
+from .data.formats import common_prefix_length as common_prefix_length
 from .imports import public_names
 
-common_prefix_length = formats.common_prefix_length
-__getattr__ = public_names("trl.data")
+__getattr__ = public_names("trl.data", "trl.generation.tools")

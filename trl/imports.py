@@ -72,13 +72,13 @@ def first_numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)[:2]] or [0]
 
 
-def public_names(part: str) -> Callable[[str], Any]:
-    """Make the `__getattr__` of a part such as "trl.trainer": it finds what `trl` exports of it."""
-    package, _, inner = part.partition(".")
+def public_names(part: str, *others: str) -> Callable[[str], Any]:
+    """Make a `__getattr__` that finds what `trl` exports of parts such as "trl.trainer"."""
+    homes = tuple(f"{home.partition('.')[2]}." for home in (part, *others))
 
     def find(name: str) -> Any:
-        root = sys.modules[package]
-        if root._HOME.get(name, "").startswith(f"{inner}."):
+        root = sys.modules[__package__]
+        if root._HOME.get(name, "").startswith(homes):
             return getattr(root, name)
         if not name.startswith("_") and is_available(f"{part}.utils"):
             found = vars(importlib.import_module(f"{part}.utils"))

@@ -4,12 +4,12 @@ from scripted import ScriptedBackend
 from tiny import tiny_tokenizer
 from tool_chat import END, STOPS, add, call, ids, tool_tokenizer, user
 
-from trl.data.templates import ToolTurns
 from trl.distributed import Ranks
 from trl.generation.base import Sampling
 from trl.generation.environments import EnvironmentBackend, Environments
 from trl.generation.tools.calls import CallParser, ToolRunner
 from trl.generation.tools.loop import ToolLoop
+from trl.generation.tools.templates import ToolTurns
 from trl.online.prompts import PromptEncoder
 from trl.online.reward_sources import resolve_rewards
 from trl.online.rewards import RewardInputs, RewardSuite

@@ -46,15 +46,22 @@ def test_completions_have_the_format_of_their_prompts():
 
 
 def test_completions_are_parsed_where_the_tokenizer_knows_how():
+    """Where that fails, all of the text is the content."""
     tokenizer = tiny_tokenizer()
-    thought = {"open": "(", "close": ")", "content": "text"}
-    fields = {"reasoning_content": thought, "content": {"content": "text"}}
+    fields = {
+        "reasoning_content": {"open": "(", "close": ")", "content": "text"},
+        "content": {"content": "text"},
+        "data": {"open": "[", "close": "]", "content": "json"},
+    }
     tokenizer.response_template = {"start_anchor": "<assistant>", "fields": fields}
     encode = PromptEncoder(tokenizer)
-    prompts = encode([{"prompt": "a"}, {"prompt": [USER]}])
-    text, messages = encode.completions(prompts, [ids("(1)2"), [*ids("(1)2"), 1]])
+    prompts = encode([{"prompt": "a"}, *[{"prompt": [USER]}] * 4])
+    written = [ids("(1)2"), ids("(1)2"), [*ids("(1)2"), 1], [*ids("[{]"), 1], []]
+    text, *messages = encode.completions(prompts, written)
     assert text == "(1)2"
-    assert messages == [{"role": "assistant", "reasoning_content": "1", "content": "2"}]
+    thought = {"role": "assistant", "reasoning_content": "1", "content": "2"}
+    content = [{"role": "assistant", "content": words} for words in ("[{]", "")]
+    assert messages == [[thought], [thought], [content[0]], [content[1]]]
 
 
 def with_spaces_in_tokens():

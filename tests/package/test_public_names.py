@@ -23,6 +23,13 @@ def test_submodules_are_attributes(name):
     assert getattr(trl, name).__name__ == f"trl.{name}"
 
 
+@pytest.mark.parametrize("name", ["data_utils", "chat_template_utils"])
+def test_modules_of_data_have_all_that_concerns_it(name):
+    module = getattr(trl, name)
+    assert module.pack_dataset is trl.pack_dataset
+    assert module.add_response_schema is trl.add_response_schema
+
+
 def test_star_import():
     names = {}
     exec("from trl import *", names)
@@ -82,7 +89,9 @@ def test_parts_have_the_public_names_of_their_modules(words):
 
 
 UPSTREAM = {
-    "trl.chat_template_utils": "clone_chat_template, supports_tool_calling, has_generation_markers",
+    "trl.chat_template_utils": "add_response_schema, clone_chat_template, "
+    "get_training_chat_template, has_generation_markers, is_chat_template_prefix_preserving, "
+    "supports_tool_calling",
     "trl.cli": "main",
     "trl.data_utils": "apply_chat_template, common_prefix_length, pack_dataset, extract_prompt",
     "trl.import_utils": "is_deepspeed_available, is_vllm_available, is_weave_available",

@@ -21,6 +21,21 @@ Row = dict[str, Any]
 logger = logging.get_logger(__name__)
 
 
+def as_message(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int]
+) -> dict[str, Any]:
+    """Read one turn as far as that is possible; otherwise all of its text is the content."""
+    from ..data.templates import read_response, reads_responses  # which conversations alone need
+
+    if reads_responses(tokenizer):
+        ended = bool(ids) and ids[-1] in tokenizer.all_special_ids
+        try:
+            return read_response(tokenizer, prompt, ids[:-1] if ended else ids)
+        except Exception:  # a policy in training may write anything
+            pass
+    return {"role": "assistant", "content": tokenizer.decode(list(ids), skip_special_tokens=True)}
+
+
 @dataclass(frozen=True)
 class PromptLimit:
     """How long a prompt may be, and what becomes of a longer one."""
@@ -128,8 +143,6 @@ class PromptEncoder:
 
         A tokenizer with a `response_template` sets reasoning and tool calls apart from the content.
         """
-        from ..data.templates import as_message  # which conversations alone need
-
         rows = zip(prompts.messages, prompts.token_ids, completion_ids, strict=True)
         return [
             self._tokenizer.decode(list(ids), skip_special_tokens=True)

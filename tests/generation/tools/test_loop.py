@@ -8,12 +8,12 @@ from scripted import ScriptedBackend
 from tiny import tiny_model, tiny_tokenizer
 from tool_chat import END, STOPS, add, call, fail, ids, spell, tool_tokenizer, user
 
-from trl.data.templates import ToolTurns
 from trl.distributed import Ranks
 from trl.generation.base import GenerationBackend, Sampling
 from trl.generation.function_backend import FunctionBackend
 from trl.generation.tools.calls import CallParser, ToolRunner
 from trl.generation.tools.loop import ToolLoop
+from trl.generation.tools.templates import ToolTurns
 from trl.generation.transformers.backend import TransformersBackend, merge_options
 from trl.types import Prompts
 

@@ -12,14 +12,14 @@ from typing import Any, Self
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
-from ...data.templates import ARGUMENT, NAME, read_response, reads_responses, rendered_call
+from ...data.templates import read_response, reads_responses
 from ...text import did_you_mean
 from ...timed_calls import Outcome, TimedCalls, TooSlow
+from .templates import ARGUMENT, FUNCTION, NAME, PARAMETER, UNKNOWN, rendered_call
 
 Functions = Mapping[str, Callable[..., Any]]
 TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*\Z", re.DOTALL)
-PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+NESTED = re.compile(rf"\s*{FUNCTION}(?P<body>.*?)</function>\s*\Z", re.DOTALL)
 # A turn that is nothing but one JSON object with a name.
 BARE = re.compile(r'\A\s*(?:<\|python_tag\|>)?\s*(\{(?=.*"name").*\})\s*\Z', re.DOTALL)
 
@@ -64,17 +64,17 @@ def read_calls(
 
 
 def _read_body(body: str, schemas: Sequence[dict[str, Any]]) -> ToolCall:
-    match = FUNCTION.match(body)
+    match = NESTED.match(body)
     if match is None:
         try:
             return ToolCall.of(json.loads(body))
         except (ValueError, RecursionError) as error:
             return ToolCall.malformed(f"it is not JSON: {error}", body.strip())
-    name = match[1].strip()
+    name = match["name"].strip()
     functions = {schema["function"]["name"]: schema["function"] for schema in schemas}
     known = functions[name]["parameters"]["properties"] if name in functions else {}
     arguments: dict[str, Any] = {}
-    for key, value in PARAMETER.findall(match[2]):
+    for key, value in re.findall(PARAMETER, match["body"], re.DOTALL):
         arguments[key.strip()] = value
         if known.get(key.strip(), {}).get("type") != "string":  # those stay as they are written
             with contextlib.suppress(ValueError):
@@ -107,26 +107,22 @@ class CallParser:
             if ToolCall(NAME, {"word": ARGUMENT}) in read_calls(pattern, text, schemas)[1]:
                 self._written = pattern
                 return
-        raise ValueError(
-            "tools: the chat template writes a tool call in a way that is not known here: "
-            f"{written!r:.200}. Set tokenizer.response_template, which says how to parse it."
-        )
+        raise ValueError(f"tools: the {UNKNOWN.format(written)}")
 
     def __call__(self, prompt: Sequence[int], ids: Sequence[int]) -> Turn:
         """The assistant message of a turn, and its calls in order.
 
         `prompt` are token ids before the turn; `ids` those of the turn, less the one that ended it.
         """
+        text = self._tokenizer.decode(list(ids))
         if self._written is None:
             try:
                 message = read_response(self._tokenizer, prompt, ids, self._schemas)
                 calls = [ToolCall.of(value) for value in message.pop("tool_calls", None) or []]
             except Exception as error:  # whatever its parser raises at text it does not understand
-                text = self._tokenizer.decode(list(ids))
                 message = {"role": "assistant", "content": self._plain(text)}
                 calls = [ToolCall.malformed(str(error), text)]
         else:
-            text = self._tokenizer.decode(list(ids))
             text, calls = read_calls(self._written, text, self._schemas)
             plain = self._tokenizer.decode(list(ids), skip_special_tokens=True)
             message = {"role": "assistant", "content": self._plain(text) if calls else plain}

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from ...data.templates import ToolTurns
 from ...distributed import Ranks
 from ...types import Prompts
 from ..base import AroundEngine, FinishReason, Generations, Sampling, row_seeds
 from .calls import CallParser, Functions, ToolCall, ToolRunner
+from .templates import ToolTurns
 
 
 @dataclass

@@ -91,9 +91,9 @@ class Agents:
 
             return FunctionBackend(engine, call, policy.ranks)
         if self.tools is not None:
-            from ...data.templates import ToolTurns
             from ...generation.tools.calls import CallParser
             from ...generation.tools.loop import ToolLoop
+            from ...generation.tools.templates import ToolTurns
 
             tokenizer: Any = policy.tokenizer
             bounds = [x for x in (engine.context, context_length(policy.model)) if x is not None]
