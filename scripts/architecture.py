@@ -15,7 +15,10 @@ import structure
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, PAGE = ROOT / "trl", ROOT / "docs" / "architecture.md"
-LEAVES = ("RLOOTrainer", "GRPOTrainer", "OnlineDPOTrainer", "PPOTrainer")
+LEAVES = (
+    *("RLOOTrainer", "GRPOTrainer", "OnlineDPOTrainer", "PPOTrainer"),
+    *("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer"),
+)
 # Each guarantee: what it says, where it is kept, and what shows it.
 GUARANTEES = {
     "every token once: completions share the forward pass of their prompt": (
@@ -68,10 +71,11 @@ lower number.
 
 {lines}
 
-## The chain of a trainer
+## The classes of the trainers
 
+`BaseTrainer` is a `transformers.Trainer`.
 
-{chains}
+{classes}
 
 ## Where guarantees live
 
@@ -97,7 +101,7 @@ def page() -> str:
     return TEXT.format(
         picture=picture(arrows),
         lines=lines_table(sorted(arrows)),
-        chains="\n".join(chain_lines(name) for name in LEAVES),
+        classes=class_tree(),
         guarantees=guarantee_table(),
     )
 
@@ -154,14 +158,17 @@ def lines_table(parts: list[str]) -> str:
     return "\n".join(rows)
 
 
-def chain_lines(name: str) -> str:
-    """A trainer and what it inherits from, with lines of code and where it stands."""
+def class_tree() -> str:
+    """What each trainer inherits from, with lines of code and where it stands."""
     classes = structure.classes_of(PACKAGE)
-    rows = ["| class | lines, about | file |", "| --- | ---: | --- |"]
-    for found in structure.chain(classes, name):
+    rows = ["| class | inherits from | lines, about | file |", "| --- | --- | ---: | --- |"]
+    every = [found.name for name in LEAVES for found in structure.chain(classes, name)]
+    for name in sorted(dict.fromkeys(every), key=every.count):  # what all inherit from comes last
+        found = classes[name]
+        bases = ", ".join(f"`{base}`" for base in found.bases if base in classes)
         place = found.module.replace(".", "/") + ".py"
-        rows.append(f"| `{found.name}` | {round(found.lines, -1)} | `{place}` |")
-    return "\n".join([*rows, "| `transformers.Trainer` | | |", ""])
+        rows.append(f"| `{name}` | {bases} | {round(found.lines, -1)} | `{place}` |")
+    return "\n".join(rows)
 
 
 def guarantee_table() -> str:
