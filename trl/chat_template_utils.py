@@ -6,4 +6,4 @@ from .generation.tools.templates import (
 )
 from .imports import public_names
 
-__getattr__ = public_names("trl.data", "trl.generation.tools")
+__getattr__ = public_names("trl.data", "trl.generation.tools", "trl.cli")

@@ -28,6 +28,7 @@ def test_modules_of_data_have_all_that_concerns_it(name):
     module = getattr(trl, name)
     assert module.pack_dataset is trl.pack_dataset
     assert module.add_response_schema is trl.add_response_schema
+    assert module.get_dataset is trl.get_dataset
 
 
 def test_star_import():
