@@ -88,10 +88,9 @@ def test_a_step_without_completions(tmp_path, capsys, step, steps, names):
     path.write_text("\n".join(json.dumps(record(found, 0, "a", 1.0)) for found in steps))
     with pytest.raises(SystemExit) as end:
         main([str(path), "--step", str(step)])
-    message = (
-        f"trl completions: error: --step {step} has no completions; the steps that have are {names}"
-    )
-    assert (end.value.code, capsys.readouterr().err) == (2, f"{message}\n")
+    message = f"--step {step} has no completions; the steps that have some are {names}"
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"trl completions: error: {message}\n"
 
 
 def test_limit_says_what_it_hides(folder, capsys):
@@ -144,7 +143,7 @@ def test_a_damaged_line_is_named(folder):
 def test_other_files_are_refused(tmp_path, line):
     path = tmp_path / "prompts.jsonl"
     path.write_text(f"{json.dumps(RECORDS[0])}\n{line}\n")
-    with pytest.raises(ValueError, match=r"line 2 of .*prompts\.jsonl is not the record"):
+    with pytest.raises(ValueError, match=r"line 2 of .*prompts\.jsonl is not a record"):
         read_records(path, "train")
 
 

@@ -235,7 +235,7 @@ def test_the_plan_of_pairs_is_in_examples(folder, capsys):
     assert "max_length 64 256 (the model's context)" in shown
     assert "per_device_train_batch_size 8 8 (all rows of an update)" in shown
     assert "shared_prefix=false" in shown and "beta=0" not in shown
-    assert "Note: Prompts are assumed to have up to 32 tokens; say --longest_prompt." in shown
+    assert "Note: Prompts are assumed to have up to 32 tokens; give --longest_prompt." in shown
 
 
 def test_a_value_model_of_its_own(folder):
@@ -252,7 +252,7 @@ def test_the_command_prints_the_plan(folder, capsys):
     shown = capsys.readouterr().out
     peak = planned(folder, longest_prompt=64, device_memory_gb=1).estimate.peak
     assert f"Peak: {peak / 1e6:.3g} MB, in " in shown
-    assert "fits 900 MB of a device of 1 GB" in shown
+    assert "fits in 900 MB of a device of 1 GB" in shown
     assert "Note:" not in shown
 
 
@@ -261,7 +261,7 @@ def test_the_command_prints_the_plan(folder, capsys):
     [
         ({"longest_prompt": None}, "up to 248 tokens, what max_completion_length leaves of"),
         ({"longest_prompt": 249}, "have 257 tokens, more than the model's context of 256."),
-        ({"optim": "lomo"}, "What lomo keeps is not known"),
+        ({"optim": "lomo"}, "What lomo keeps is unknown"),
         ({"reward_model_name_or_path": "some/model"}, "The reward model is not counted."),
         ({"num_processes": 2}, "Every rank holds the whole model"),
         ({"use_fsdp": "", "num_processes": 2}, "FSDP sums whole gradients"),
@@ -280,7 +280,7 @@ def test_the_assumed_prompt_fits_the_context(folder, tmp_path, capsys):
     config = json.loads((folder / "tiny-model" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
     main(words(folder, model_name_or_path=tmp_path))
-    assert f"up to {ASSUMED_PROMPT} tokens; say --longest_prompt." in capsys.readouterr().out
+    assert f"up to {ASSUMED_PROMPT} tokens; give --longest_prompt." in capsys.readouterr().out
 
 
 def divided(folder, *launcher, **changes):
@@ -315,7 +315,7 @@ def test_ranks_divide_the_tokens_of_rows(folder):
     assert plan.run.sharding == Sharding("fsdp2", 3, 8, per_row=2)
     shown = render(plan)
     assert "Micro-batch: 8 rows of up to 101 tokens, 400 tokens of each rank in one" in shown
-    assert "Ranks: 8, FSDP2; each 2 of them divide the tokens of a row" in shown
+    assert "Ranks: 8, FSDP2; every 2 of them divide the tokens of a row" in shown
 
 
 def test_options_that_matter_under_an_engine(folder):
@@ -333,7 +333,7 @@ def test_the_text_names_the_engine_and_what_others_would_change(folder):
     offload = ("--offload_optimizer_device", "cpu")
     shown = render(divided(folder, *ZERO3, *offload))
     assert "Ranks: 2, ZeRO-3; " in shown
-    assert "in the memory of the host" in shown
+    assert "of each rank in host memory" in shown
     assert "ds3_gather_for_generation=false" in shown
     assert "accelerate_config=zero2" in shown
     assert "fsdp_offload_params=true" in render(divided(folder, *FSDP2))
@@ -365,7 +365,7 @@ def test_options_stand_in_a_file(folder, tmp_path, capsys):
     path.write_text(json.dumps(options | {"use_cpu": True, "bf16": False}))
     main(["--config", str(path)])
     shown = capsys.readouterr().out
-    assert "Round on a rank: 2 completions of up to 8 tokens, 4 for each prompt" in shown
+    assert "Round per rank: 2 completions of up to 8 tokens, 4 for each prompt" in shown
     assert "reference" in shown
 
 

@@ -68,7 +68,7 @@ def test_arrays_and_tensors_are_lists():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"logprobs": None}, "returned no logprobs; it must return .* and has prompt_ids"),
+        ({"logprobs": None}, "returned no logprobs; it must return .* but gave prompt_ids"),
         ({"completion_ids": [[30]]}, "completion_ids has 1 rows for 2 prompts"),
         ({"completion_ids": 5}, "completion_ids is 5; it must be a list"),
         ({"prompt_ids": [[20], []]}, "prompt_ids of row 1 is empty"),

@@ -199,11 +199,11 @@ def test_one_row_that_does_not_fit_is_an_error_that_says_what_to_do():
     with pytest.raises(RowTooLargeError) as caught:
         AdaptiveBatch("training", 4).run(8, limited(list, 0))
     words = str(caught.value)
-    assert "training" in words and "single row (number 0)" in words
+    assert "training" in words and "only row 0, so" in words
     assert "per_device_train_batch_size=1" in words and "gradient_checkpointing=True" in words
     assert "Tried to allocate 2.00 GiB" in words
     assert is_out_of_memory(caught.value)
-    with pytest.raises(RowTooLargeError, match=r"in rewards with a single row \(number 2\),"):
+    with pytest.raises(RowTooLargeError, match=r"in rewards with only row 2,"):
         AdaptiveBatch("rewards", 1).run(
             3, lambda rows: limited(list, 0 if rows.start == 2 else 1)(rows), reset=list
         )

@@ -251,10 +251,10 @@ def test_the_peak_is_compared_with_the_device():
     plan = Plan(TINY, SHORT, 1e9)
     phase = max(plan.estimate.phases, key=lambda name: plan.estimate.phases[name].total)
     assert sections(plan)[2] == (
-        f"Peak: {size(plan.estimate.peak)}, in {phase}; fits 900 MB of a device of 1 GB "
-        "(10% are left free)."
+        f"Peak: {size(plan.estimate.peak)}, in {phase}; fits in 900 MB of a device of 1 GB "
+        "(10% is left free)."
     )
-    assert "does not fit 90 kB" in sections(Plan(TINY, SHORT, 1e5))[2]
+    assert "does not fit in 90 kB" in sections(Plan(TINY, SHORT, 1e5))[2]
 
 
 def test_largest_values():
@@ -284,7 +284,7 @@ def test_the_header_says_what_is_planned():
     first, second, third = sections(plan)[0].splitlines()
     assert first.endswith("parameters; 32-bit weights, 16-bit autocast; sgd")
     assert second == (
-        "Round on a rank: 12 completions of up to 20 tokens, 4 for each prompt of up to 100 tokens"
+        "Round per rank: 12 completions of up to 20 tokens, 4 for each prompt of up to 100 tokens"
     )
     tokens = 100 + 4 * 19
     assert third == f"Micro-batch: 4 completions, {tokens} tokens in one forward"

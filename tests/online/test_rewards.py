@@ -101,7 +101,7 @@ def test_one_warning_when_nothing_was_scored():
     messages = [str(w.message) for w in caught]
     assert messages == [
         "No reward function scored 2 completions; the first is row 0 of rank 0: 'c0'. Such rows "
-        "do not train."
+        "are not trained on."
     ]
     assert table.total.isnan().all()
 

@@ -49,7 +49,7 @@ class OnlineScriptArguments(ScriptArguments):
 
 @dataclass
 class PPOScriptArguments(OnlineScriptArguments):
-    """What gives values."""
+    """Where values come from."""
 
     value_model_name_or_path: str | None = option(
         None,

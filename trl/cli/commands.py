@@ -56,7 +56,7 @@ class TrainingCommand(Command):
         return self.make_parser(class_from_source)
 
     def run(self, words: list[str]) -> None:
-        """Show help, tell of all mistakes in the words at once, or start the workers."""
+        """Show help, report all mistakes in the words at once, or start the workers."""
         parser = self.option_parser()
         if "--help-all" in words:
             parser.print_help()
@@ -90,7 +90,7 @@ class TrainingCommand(Command):
                 f"  trl {self.name} {self.example}\n",
                 short_help(parser, {"required": needed, "common": self.common}),
                 f"`trl {self.name} --help-all` lists all {len(parser.names)} options. Options of "
-                "`accelerate launch`, such as\n--num_processes 2, may stand among them.",
+                "`accelerate launch`, such as\n--num_processes 2, can be given too.",
             ]
         )
 
@@ -193,7 +193,7 @@ ABSENT = ("distillation",)  # commands of Hugging Face TRL that this release doe
 
 
 def unknown_command(name: str) -> str:
-    """Say that there is no such command, and which was meant."""
+    """Say that there is no such command, and which one was probably meant."""
     names = ", ".join(COMMANDS)
     if name in ABSENT:
         return f"`trl {name}` is not part of this release. Commands: {names}."

@@ -39,19 +39,19 @@ def make_parser() -> argparse.ArgumentParser:
     end = parser.add_mutually_exclusive_group()
     end.add_argument("--best", type=int, help="only the completions of highest reward")
     end.add_argument("--worst", type=int, help="only the completions of lowest reward")
-    parser.add_argument("--limit", type=int, default=64, help="most rows shown (default: 64)")
+    parser.add_argument("--limit", type=int, default=64, help="rows shown at most (default: 64)")
     return parser
 
 
 def read_records(path: Path, split: str) -> list[dict[str, Any]]:
-    """Read the completions of a run; an error names the line that is not one."""
+    """Read the completions of a run; an error names the line that is not a completion."""
     file = path if path.is_file() else path / "completions" / f"{split}.jsonl"
     if not file.is_file():
         raise FileNotFoundError(f"there are no completions at {file}.")
     records = []
     with file.open(encoding="utf-8") as lines:  # splitlines would split inside of completions
         for number, line in enumerate(lines, 1):
-            record, expected = None, "the record of a completion"
+            record, expected = None, "a record of a completion"
             try:
                 record = json.loads(line)
             except ValueError:
@@ -73,7 +73,7 @@ def select(records: list[dict[str, Any]], options: argparse.Namespace) -> list[d
             if len(steps) > MOST_STEPS:
                 near = sorted(steps, key=lambda step: abs(step - options.step))[:2]
                 names = f"{steps[0]} to {steps[-1]}; the nearest are {near[0]} and {near[1]}"
-            words = f"the steps that have are {names}."
+            words = f"the steps that have some are {names}."
             raise ValueError(f"--step {options.step} has no completions; {words}")
         records = found
     count = options.best if options.best is not None else options.worst

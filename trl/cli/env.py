@@ -40,7 +40,7 @@ def report() -> dict[str, str]:
 
 
 def version(package: str) -> str:
-    """The installed version, be it a build for CPUs, or "not installed"."""
+    """The installed version, possibly of a build for CPUs, or "not installed"."""
     return version_of(package, "") or version_of(f"{package}-cpu", "not installed")
 
 

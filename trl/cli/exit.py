@@ -89,7 +89,7 @@ def as_command_line(text: str, names: Iterable[str]) -> str:
 
 
 def _place(trainer: "Trainer | None") -> str:
-    """After how many steps that is, and the newest checkpoint."""
+    """After how many steps training stopped, and the newest checkpoint."""
     if trainer is None:
         return "before training began."
     state, folder = trainer.state, str(trainer.args.output_dir)
@@ -111,7 +111,7 @@ def tell_success(trainer: "Trainer") -> None:
 
 
 def check_output_dir(folder: str) -> None:
-    """Refuse a folder, which may have to be made, if no files can be written below it."""
+    """Refuse a folder, which need not exist yet, if no files can be written in it."""
     place = Path(folder).absolute()
     try:
         while not os.path.lexists(place):

@@ -64,7 +64,7 @@ def _data_files(path: Path) -> list[Path]:
         found = f"files of several kinds ({', '.join(kinds)})" if kinds else "no data file"
         raise ValueError(
             f"--dataset_name {path}: the folder holds {found}; it must be a saved dataset, or hold "
-            f"files of one of {', '.join(BUILDERS)}."
+            f"files of one kind out of {', '.join(BUILDERS)}."
         )
     return above or inside
 

@@ -96,7 +96,7 @@ def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def launch_options(launcher: list[str]) -> dict[str, Any]:
-    """What words for `accelerate launch` and the file that they name come to."""
+    """The options that words for `accelerate launch`, and the file they name, amount to."""
     return vars(_validate_launch_command(_parsed(launcher))[0])
 
 
@@ -154,7 +154,7 @@ def _parsed(words: list[str]) -> argparse.Namespace:
 
 
 def _launch_parser() -> argparse.ArgumentParser:
-    """That of `accelerate launch`, which also takes `--accelerate_config NAME`."""
+    """The parser of `accelerate launch`, which also takes `--accelerate_config NAME`."""
     parser: argparse.ArgumentParser = launch_command_parser()
     parser.exit_on_error = False
     names = ("--accelerate_config", "--accelerate-config")
@@ -172,7 +172,7 @@ def _accelerate_config(given: str) -> str:
         return shipped[given]
     names = ", ".join(sorted(shipped))
     if not given:
-        raise argparse.ArgumentTypeError(f"a file is needed, or one of {names}")
+        raise argparse.ArgumentTypeError(f"give a file, or one of {names}")
     close = difflib.get_close_matches(given, shipped, n=1) or [names]
     words = "there is no such file, and no shipped configuration of that name"
     raise argparse.ArgumentTypeError(f"{given}: {words} (closest: {close[0]})")

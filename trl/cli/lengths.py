@@ -104,7 +104,7 @@ def page(profile: LengthProfile, options: str) -> str:
 
 
 def _svg(profile: LengthProfile) -> str:
-    """Rows by length as bars, and the share of rows that are as long at most as a line."""
+    """Rows by length as bars, and the share of rows up to each length as a line."""
     edges, rows = profile.histogram["edges"], profile.histogram["rows"]
     most, total = max(rows), max(sum(rows), 1)
     # Places are tokens to the right and shares downwards; lines are as thick as without scaling.
@@ -137,5 +137,5 @@ def draw(profile: LengthProfile, png: str) -> None:
     axes.set(xlabel="tokens of a row", ylabel="rows", xlim=(0, edges[-1]))
     shares = axes.twinx()
     shares.plot(edges, [n / max(sum(rows), 1) for n in accumulate(rows, initial=0)], color="C3")
-    shares.set(ylabel="share of rows as long at most", ylim=(0, 1.02))
+    shares.set(ylabel="share of rows up to this length", ylim=(0, 1.02))
     figure.savefig(png, dpi=120)

@@ -57,7 +57,7 @@ def make_parser(method: str = "rloo") -> TrlParser:
 
 
 def plan_of(parser: TrlParser, values: dict[str, Any], launched: Mapping[str, Any]) -> Plan:
-    """Plan what options of training and of `accelerate launch` describe, or refuse it likewise."""
+    """Plan what options of training and `accelerate launch` describe; refuse what they refuse."""
     script, training, model_args, _ = build_options(parser, values, launched["num_processes"])[-4:]
     return make_plan(script, training, model_args, read_sharding(launched))
 
@@ -210,17 +210,17 @@ def _notes(plan: Plan, script: Any, training: Any) -> list[str]:
     is_cut = run.generates and run.prompt < ASSUMED_PROMPT
     rest = f", what max_completion_length leaves of the model's context of {context}"
     notes = {
-        f"Prompts are assumed to have up to {run.prompt} tokens{rest * is_cut}; say "
+        f"Prompts are assumed to have up to {run.prompt} tokens{rest * is_cut}; give "
         "--longest_prompt.": bool(run.prompt and not is_known),
         "The reward model is not counted.": (
             getattr(script, "reward_model_name_or_path", None) is not None
         ),
         f"The longest {'prompt and completion' if run.prompt else 'rows'} have {length} tokens, "
         f"more than the model's context of {context}.": length > (context or length),
-        f"What {run.optimizer} keeps is not known; two float32 states are assumed.": (
+        f"What {run.optimizer} keeps is unknown; two float32 states are assumed.": (
             run.optimizer not in KNOWN
         ),
-        "Layers are taken to be like Llama's, with a gated MLP.": not plan.model.gated,
+        "Layers are assumed to be like Llama's, with a gated MLP.": not plan.model.gated,
         "Every rank holds the whole model; --accelerate_config zero2, zero3 or fsdp2 divides it.": (
             run.processes > 1 and not sharding.stage
         ),

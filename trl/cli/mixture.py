@@ -36,7 +36,7 @@ class DatasetMixtureConfig:
 
     `datasets` are mappings with the fields of `DatasetConfig`. The rows of the test split are
     chosen at random, and are the same in every run. ValueError: only some datasets have a fraction,
-    fractions, weights or limits are not positive, or one of them or a test split meets streaming.
+    fractions, weights or limits are not positive, or streaming is combined with any but limits.
     """
 
     datasets: list[Any] = field(
@@ -115,7 +115,7 @@ def _load(entry: DatasetConfig, streaming: bool) -> Any:
 
 
 def _changed(dataset: Any, entry: DatasetConfig, names: bool) -> Any:
-    """Each row as often as the weight says, and with the name of its dataset."""
+    """Each row as often as its weight says, and with the name of its dataset."""
     if entry.weight != 1:
         whole, rest = divmod(round(entry.weight * len(dataset)), max(len(dataset), 1))
         chosen = np.random.default_rng(SPLIT_SEED).permutation(len(dataset))[:rest]

@@ -24,7 +24,7 @@ NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-inf$")
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that tells of a mistake in one line."""
+    """A parser that reports a mistake in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Print one line and end the process with status 2."""
@@ -115,7 +115,7 @@ class TrlParser(OneLineParser):
         return as_words(self._take_defaults(values))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As of `argparse`, but options may be spelled with hyphens, too."""
+        """As in `argparse`, but options may be spelled with hyphens, too."""
         words = list(sys.argv[1:] if args is None else args)
         for place, word in enumerate(words):
             given = word.partition("=")[0]

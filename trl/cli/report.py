@@ -23,13 +23,13 @@ INDEX = ("step", "round", "group", "reward", "advantage", "finish")
 
 
 def main(words: list[str] | None = None) -> None:
-    """Write the page, once or whenever the run has gone on."""
+    """Write the page, once or whenever the run has progressed."""
     parser = make_parser()
     options = parser.parse_args(words)
     folders = [Path(folder) for folder in options.folders]
     try:
         if len(folders) > 2:
-            raise ValueError(f"one run, or two to compare, not {len(folders)}.")
+            raise ValueError(f"give one run, or two to compare, not {len(folders)}.")
         written = _write(folders, options)
         while options.watch:
             time.sleep(options.watch)
@@ -56,10 +56,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="trl report", description=__doc__)
     parser.add_argument("folders", nargs="+", help="output folder of a run, or of two to compare")
     parser.add_argument("--output", help="page to write (default: report.html in the first folder)")
-    parser.add_argument("--most", type=int, default=10_000, help="completions kept, the newest")
+    parser.add_argument("--most", type=int, default=10_000, help="newest completions to keep")
     parser.add_argument(
         *("--watch", "-w"), type=float, nargs="?", const=30.0, metavar="SECONDS",
-        help="write the page again whenever the run has gone on; looked at every 30 seconds",
+        help="write the page again whenever the run has progressed; checked every 30 seconds",
     )  # fmt: skip
     return parser
 
@@ -71,7 +71,7 @@ def _files(folder: Path) -> dict[str, int]:
 
 
 def read_run(folder: Path, most: int) -> dict[str, Any]:
-    """Collect what a page shows of the run in a folder, with the newest completions, `most`."""
+    """Collect what a page shows of the run in a folder, with the newest `most` completions."""
     if not _files(folder):
         raise ValueError(f"{folder} has no run.json, metrics.jsonl or completions of a run.")
     settings, file = {}, folder / "run.json"

@@ -170,7 +170,7 @@ def _loaded(place: str, is_file: bool) -> Any:
 
 
 def _failure(module: str, error: Exception) -> str:
-    """What is said of a module that cannot be loaded: it is absent, or what failed where."""
+    """Why a module cannot be loaded: it is absent, or something failed, and where."""
     absent = error.name if isinstance(error, ModuleNotFoundError) else None
     if absent is not None and f"{module}.".startswith(f"{absent}."):
         return f"there is no module {absent!r} in {os.getcwd()} or among the installed packages."

@@ -22,7 +22,7 @@ class ConversionError(ValueError):
 
 
 class DecisiveError(ConversionError):
-    """A value fits one of the types so nearly that it is not text of any kind."""
+    """A value so nearly fits one of the types that it cannot be meant as text."""
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
@@ -189,7 +189,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's last of several equal keys would win silently."""
+    """Refuses equal keys, of which YAML would silently take the last."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node: Any = super().compose_mapping_node(anchor)

@@ -21,16 +21,16 @@ RENAMED = {"vllm_model_impl": "model_impl", "log_level": "uvicorn_log_level"}
 # Options that vLLM is handed: help, and default.
 PASSED: dict[str, tuple[str, str | int | None]] = {
     "revision": ("Branch, tag or commit of the model.", None),
-    "tensor_parallel_size": ("GPUs over which it is divided.", 1),
-    "data_parallel_size": ("Copies of it.", 1),
+    "tensor_parallel_size": ("GPUs over which the model is divided.", 1),
+    "data_parallel_size": ("Copies of the model.", 1),
     "host": ("Address to listen on; others need a secret.", "127.0.0.1"),
     "port": ("Port to listen on.", 8000),
     "gpu_memory_utilization": ("Share of each GPU's memory; 0.9 if unset.", None),
-    "dtype": ("Precision: that in which the policy is trained.", "auto"),
+    "dtype": ("Precision; use that in which the policy is trained.", "auto"),
     "kv_cache_dtype": ("Precision of keys and values.", "auto"),
-    "max_model_len": ("Most tokens of a prompt with its completion.", None),
+    "max_model_len": ("The most tokens of a prompt and its completion.", None),
     "vllm_model_impl": ("Model code: vllm or transformers.", "vllm"),
-    "log_level": ("How much the HTTP server tells.", "info"),
+    "log_level": ("How much the HTTP server logs.", "info"),
     "distributed_executor_backend": ("How workers are started: mp or ray.", None),
     "speculative_config": ("Speculative decoding, as JSON.", None),
 }
@@ -108,7 +108,7 @@ def variables(on_cpu: bool) -> dict[str, str]:
 
 
 def command(known: argparse.Namespace, rest: list[str], on_cpu: bool) -> list[str]:
-    """The words that start vLLM's own server; the `rest` are its own, which win over the others."""
+    """The words that start vLLM's own server; the `rest` are its own options, which win."""
     # The command of the CPU build looks for a package of another name.
     program = ["vllm.entrypoints.openai.api_server"]
     if version_of("vllm", ""):
@@ -131,7 +131,7 @@ def command(known: argparse.Namespace, rest: list[str], on_cpu: bool) -> list[st
 
 
 def memory_words(known: argparse.Namespace, rest: list[str], on_cpu: bool) -> list[str]:
-    """What is said of memory where `--gpu_memory_utilization` does not."""
+    """The words about memory where `--gpu_memory_utilization` is not given."""
     words = ON_CPU * on_cpu
     given = {word.split("=")[0].replace("_", "-") for word in rest}
     if known.gpu_memory_utilization is not None or "--kv-cache-memory-bytes" in given:

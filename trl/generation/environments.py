@@ -68,7 +68,7 @@ class Environments:
             name = None if self._is_single else row.get(CHOICE)
             if name not in self._pools:
                 known = list(map(str, self._pools))
-                hint = did_you_mean(str(name), known, f" There are: {', '.join(known)}.")
+                hint = did_you_mean(str(name), known, f" Choose from {', '.join(known)}.")
                 words = f"has {CHOICE}={name!r}, which names no environment.{hint}"
                 raise ValueError(f"Row {place} of the batch {words}")
             pool = self._pools[name]
@@ -132,7 +132,7 @@ def _observed(prompt: Any, observation: Any, kind: type) -> Any:
     if isinstance(prompt, str):
         raise TypeError(
             f"{kind.__name__}.reset returned {observation!r:.80}, but the prompt is text: an "
-            "observation can be added to a list of messages only."
+            "observation can only be added to a list of messages."
         )
     content = prompt[-1]["content"]
     if isinstance(content, str) and isinstance(observation, str):

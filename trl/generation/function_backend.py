@@ -1,4 +1,4 @@
-"""Completions from a function of the user."""
+"""Completions from a user's function."""
 
 import numbers
 from collections.abc import Callable, Mapping
@@ -30,8 +30,8 @@ KINDS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], Any], str]] = {
 class FunctionBackend(AroundEngine):
     """Lets a function make the completions: agents, environments, engines of one's own.
 
-    The function is called once a round on each rank, as `function(prompts)`, with a prompt for each
-    row: those of a group follow each other. It returns a dictionary of lists with an entry a row:
+    The function is called once per round on each rank, as `function(prompts)`, with a prompt for
+    each row, those of a group in sequence. It returns a dictionary of lists, one entry per row:
 
     - `prompt_ids`, `completion_ids`: token ids; the stop token included.
     - `logprobs`: for each completion token the log-probability with which it was drawn.
@@ -46,7 +46,7 @@ class FunctionBackend(AroundEngine):
     ranks: Ranks
 
     def __post_init__(self) -> None:
-        """What a function says of its tokens counts as said by a foreign engine."""
+        """What a function reports of its tokens is treated as the report of another engine."""
 
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
         """Call the function and check what it returns; see `GenerationBackend`.
@@ -77,7 +77,7 @@ def _checked(found: Any, count: int) -> tuple[dict[str, list[list[Any]]], list[d
     missing = [name for name in REQUIRED if name not in given]
     if missing:
         raise _error(
-            f" returned no {', '.join(missing)}; it must return {', '.join(REQUIRED)}, and has "
+            f" returned no {', '.join(missing)}; it must return {', '.join(REQUIRED)}, but gave "
             f"{', '.join(map(str, found)) or 'nothing'}"
         )
     tokens = {name: _tokenwise(name, given[name], count) for name in KINDS if name in given}

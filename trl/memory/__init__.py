@@ -1,1 +1,1 @@
-"""Memory: measured phase by phase, drawn over time, given back, and recovered when it runs out."""
+"""Memory: measured by phase, drawn over time, given back, and recovery when it runs out."""

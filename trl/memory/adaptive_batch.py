@@ -61,10 +61,10 @@ class AdaptiveBatch:
     ) -> list[T]:
         """Work on all rows, at most `size` at once, and `most` in this call.
 
-        `work` does some consecutive rows, and after a failure goes on from those that failed. If it
-        leaves something behind then, as a backward pass its half added gradients, `reset` undoes
-        all so far, also the rows before `start`, which earlier calls did, and work begins again at
-        row 0. A row that does not fit alone is a `RowTooLargeError`.
+        `work` does some consecutive rows, and after a failure goes on from those that failed. If a
+        failure leaves something behind, such as partly added gradients, `reset` undoes everything,
+        including the rows before `start`, which earlier calls did, and work begins again at row 0.
+        If a row does not fit alone, a `RowTooLargeError` is raised.
         """
         results: list[T] = []
         random = RandomState()
@@ -96,9 +96,9 @@ class AdaptiveBatch:
             drop_frames(error)
             self.failures += 1
             if len(rows) <= self.unit:
-                what = "a single row" if self.unit == 1 else f"{self.unit} rows that stay together"
+                rest = "" if self.unit == 1 else f" and the next {self.unit - 1}, kept together"
                 raise RowTooLargeError(
-                    f"Out of memory in {self.phase} with {what} (number {rows.start}), so "
+                    f"Out of memory in {self.phase} with only row {rows.start}{rest}, so "
                     f"{self.option}=1 does not help. What may help: {self._advice}. The "
                     f"allocator's message: {error}"
                 ) from error

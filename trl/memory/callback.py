@@ -65,8 +65,8 @@ class MemoryCallback(TrainerCallback):
     one process, or a trainer that never calls the model as a whole, neither is seen. DeepSpeed
     steps its optimizer within backward.
 
-    Trackers are called before callbacks that are given to a trainer, so they do not see the
-    metrics, unless the callback goes first:
+    Experiment trackers are called before the callbacks passed to a trainer, so they do not see
+    the metrics, unless this callback goes first:
 
         MemoryCallback().attach(trainer)
     """
@@ -218,7 +218,7 @@ def draw(jsonl: Path, png: Path) -> bool:
 
 
 def spans(records: Iterator[dict[str, Any]]) -> dict[str, list[tuple[float, float, float]]]:
-    """Collect start, end (seconds) and peak (GB) of each phase; of one run very often, joined."""
+    """Collect start, end (seconds) and peak (GB) of each phase; join neighbors where many."""
     found: dict[str, list[tuple[float, float, float]]] = {}
     for record in records:
         if "peak_gb" in record:

@@ -85,7 +85,7 @@ class Head:
         return self._all_logits(tokens, max(self._run.product_bytes * logits, _blocks(logits)))
 
     def backward(self, tokens: int) -> float:
-        """Bytes of the backward pass, with the gradient of the weight that is new."""
+        """Bytes of the backward pass, including a newly allocated gradient of the weight."""
         if not self._chunk:
             logits = tokens * self._model.vocabulary
             # Their gradient, made in blocks; then those of the products and of the weight.
@@ -98,7 +98,7 @@ class Head:
         return self._hidden(tokens) + self.new_gradient + sums + self._tile(tokens)
 
     def sampling(self, rows: int) -> float:
-        """Bytes of drawing one token for each of so many rows."""
+        """Bytes needed to draw one token for each of a number of rows."""
         if self._run.shared_prefix:  # some rows at a time
             rows = min(rows, max(1, (self._chunk or self._default) // self._model.vocabulary))
         return rows * self._model.vocabulary * SAMPLING

@@ -175,8 +175,8 @@ class DeviceMemory:
 class ProcessProbe:
     """The peak of resident memory of this process on Linux: the kernel's high-water mark.
 
-    Each boundary resets it, so `/usr/bin/time` sees the last stretch only. Where that cannot be, it
-    is the larger of the sizes at the start and the end, which misses what was freed in between.
+    Each boundary resets it, so `/usr/bin/time` sees only the last stretch. Where it cannot,
+    it is the larger of the sizes at the start and the end, which misses what was freed in between.
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ FLOAT32 = 4
 class ModelSize:
     """Counts of parameters, and the widths that decide what a token costs.
 
-    Tied weights are counted once. Widths are entries a token: `queries` is heads x head size.
+    Tied weights are counted once. Widths are entries per token: `queries` is heads x head size.
     """
 
     parameters: int  # of the policy, adapter included
@@ -133,7 +133,7 @@ def _intermediate(config: Any) -> int:
 
 
 def quantized_bytes(options: Any) -> float | None:
-    """Bytes of a weight with its scales, by options of bitsandbytes; None: it is not quantized."""
+    """Bytes of a weight with its scales, by bitsandbytes options; None if it is not quantized."""
     if getattr(options, "load_in_8bit", False):
         return 1.0
     nested = ("use_bnb_nested_quant", "bnb_4bit_use_double_quant")

@@ -1,4 +1,4 @@
-"""The memory plan of a run: what fits a device, which option saves what, and all that as text."""
+"""The memory plan of a run: what fits a device, what each option saves, and the plan as text."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -130,7 +130,7 @@ class Plan:
 
 
 def _savings(run: RunSettings) -> Iterator[Other]:
-    """Changes after which the same is computed."""
+    """Changes that leave the results of the computation the same."""
     other, least = not run.gradient_checkpointing, 1 if run.generates else run.group_size
     slower = "about a third more time" if other else ""
     yield "gradient_checkpointing", other, {"gradient_checkpointing": other}, slower
@@ -147,7 +147,7 @@ def _savings(run: RunSettings) -> Iterator[Other]:
 
 
 def _other_runs(run: RunSettings) -> Iterator[Other]:
-    """Changes after which something else is trained, or in another precision."""
+    """Changes that train something else, or in another precision."""
     if run.generates and run.reference:
         unscored = {"reference": False, "scores_policy": run.scores_policy and not run.is_on_policy}
         yield "beta", 0, unscored, "no KL penalty"
@@ -244,7 +244,7 @@ def _header(plan: Plan) -> str:
     lines = [f"Model: {_count(model.parameters)} parameters{trained}; {precision}; {run.optimizer}"]
     if run.generates:
         lines.append(
-            f"Round on a rank: {run.rows} completions of up to {run.completion} tokens, "
+            f"Round per rank: {run.rows} completions of up to {run.completion} tokens, "
             f"{run.group_size} for each prompt of up to {run.prompt} tokens"
         )
     what = "completions" if run.generates else f"rows of up to {run.prompt + run.completion} tokens"
@@ -260,10 +260,10 @@ def _ranks(plan: Plan) -> str:
         return ""
     words = f"\nRanks: {plan.run.processes}, {sharding.name}"
     if sharding.stage and sharding.ranks < plan.run.processes:
-        words += f"; each {sharding.ranks} of them hold one copy"
+        words += f"; every {sharding.ranks} of them hold one copy"
     if sharding.per_row > 1:
-        words += f"; each {sharding.per_row} of them divide the tokens of a row"
-    return words + (f"; {size(host)} of each in the memory of the host" if host else "")
+        words += f"; every {sharding.per_row} of them divide the tokens of a row"
+    return words + (f"; {size(host)} of each rank in host memory" if host else "")
 
 
 def _count(parameters: int) -> str:
@@ -283,8 +283,8 @@ def _verdict(plan: Plan) -> str:
     peak, totals = plan.estimate.peak, plan.estimate.totals
     phase = max(totals, key=totals.__getitem__)
     room = f"{size(plan.budget)} of a device of {size(plan.device_bytes)}"
-    end = f"fits {room}" if plan.fits() else f"does not fit {room}"
-    return f"Peak: {size(peak)}, in {phase}; {end} ({HEADROOM:.0%} are left free)."
+    end = f"fits in {room}" if plan.fits() else f"does not fit in {room}"
+    return f"Peak: {size(peak)}, in {phase}; {end} ({HEADROOM:.0%} is left free)."
 
 
 def _limits(plan: Plan) -> str:

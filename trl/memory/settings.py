@@ -1,4 +1,4 @@
-"""What of a run decides how much memory it takes: rows, precision, and what its ranks divide."""
+"""What decides how much memory a run takes: rows, precision, and what its ranks divide."""
 
 import json
 from collections.abc import Mapping
@@ -134,7 +134,7 @@ class RunSettings:
     def of_examples(
         cls, args: "OfflineConfig", answers: int, prompt: int, completion: int, **facts: Any
     ) -> Self:
-        """As `of`, for examples of a dataset: so many answers of a prompt, or one document."""
+        """As `of`, for examples of a dataset: several answers to a prompt, or one document."""
         examples, tokens = args.per_device_train_batch_size, prompt + answers * completion
         if args.max_tokens_per_micro_batch is not None:
             examples = max(1, min(examples, args.max_tokens_per_micro_batch // tokens))
@@ -151,7 +151,7 @@ class RunSettings:
         return cls(**(_of_every_run(args) | options | facts))._in_pieces()
 
     def _in_pieces(self) -> Self:
-        """The same where micro-batches are cut into runs of examples of so many tokens."""
+        """The same where micro-batches are cut into runs of examples with this many tokens."""
         if self.examples is None:
             return self
         (examples, steps), tokens = self.examples, self.prompt + self.group_size * self.completion
@@ -164,7 +164,7 @@ class RunSettings:
         return replace(self, **changes)
 
     def of_length(self, tokens: int) -> Self:
-        """The same with prompts, or rows of a dataset, of so many tokens."""
+        """The same with prompts, or rows of a dataset, of this many tokens."""
         if self.generates:
             return self.replace(prompt=tokens)
         prompt = min(self.prompt, tokens // 2)
@@ -186,7 +186,7 @@ class RunSettings:
         return self.weight_bytes != self.product_bytes
 
     def groups(self, rows: int) -> int:
-        """Most prompts among so many rows in a row, where a group may begin at any micro-batch."""
+        """The most prompts among this many consecutive rows, if groups begin at any micro-batch."""
         whole, rest = divmod(rows, self.group_size)
         if rest == 0 or (whole == 0 and self.group_size % rows == 0):
             return max(1, whole)
@@ -226,7 +226,7 @@ def _of_every_run(args: "BaseConfig") -> dict[str, Any]:
 def read_sharding(options: Mapping[str, Any]) -> Sharding:
     """What the options of `accelerate launch` mean, under their names there, such as `zero_stage`.
 
-    They include those of a configuration file. A strategy that is not known is a ValueError.
+    They include those of a configuration file. An unknown strategy raises a ValueError.
     """
     found = Sharding(ranks=options.get("num_processes", 1))
     if options.get("use_deepspeed") or options.get("use_fsdp"):

@@ -30,7 +30,7 @@ class FiniteGuard:
         self._watched.append((what, rows.row_ids, bad))
 
     def check(self, step: int) -> None:
-        """Raise `NonFiniteError` on every rank, which must all call this, if one watched such."""
+        """Raise `NonFiniteError` on every rank if one saw such a value; all must call this."""
         reports = [report for report in self.gather(self.findings()) if report]
         if reports:
             raise NonFiniteError(f"Step {step}: {' '.join(reports)}")
@@ -43,7 +43,7 @@ class FiniteGuard:
             return error
         return NonFiniteError(
             f"Step {step}: the gradient is NaN or infinite on rank {self.rank}, though all "
-            "log-probabilities are finite; look at what the loss is weighted with."
+            "log-probabilities are finite; check what weights the loss, such as advantages."
         )
 
     def findings(self) -> str:

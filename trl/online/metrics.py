@@ -17,7 +17,7 @@ Value: TypeAlias = float | Tensor  # () tensors stay on their device until the l
 class MetricStore:
     """Collects values between two logs; ranks talk once, when the log is written.
 
-    A metric is a weighted mean, a minimum or a maximum. Tensors stay on their device till `flush`.
+    A metric is a weighted mean, a minimum or a maximum. Tensors stay on their device until `flush`.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def record_rewards(store: MetricStore, table: RewardTable) -> None:
 
 
 def record_lengths(store: MetricStore, lengths: Tensor, stopped: Tensor) -> None:
-    """Record completion lengths (N,), and the share that did not end by itself."""
+    """Record completion lengths (N,), and the share that did not end on its own."""
     lengths = lengths.float()
     for kind, values in {"": lengths, "terminated_": lengths[stopped]}.items():
         some = values if values.numel() else torch.zeros(1, device=values.device)
@@ -187,7 +187,7 @@ def record_sampling(
 
 
 def record_ratio(store: MetricStore, ratio: Tensor, beyond: Tensor, mask: Tensor) -> None:
-    """Record the ratio (B, C) or (B, 1) of trainer to engine, of which some is `beyond` bounds."""
+    """Record the ratio (B, C) or (B, 1) of trainer to engine, and which are `beyond` bounds."""
     name = "sampling/importance_sampling_ratio"
     _mean_and_largest(store, name, ratio, mask)
     store.minimum(f"{name}/min", -_largest(-ratio, mask))

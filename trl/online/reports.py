@@ -1,4 +1,4 @@
-"""What is told of every round: metrics; completions in files, on a terminal, in trackers."""
+"""What is reported of every round: metrics; completions in files, on a terminal, in trackers."""
 
 import random
 import sys
@@ -101,11 +101,11 @@ class Reports:
         return int(counts[:, 0].sum() + counts[:, 2].sum())
 
     def take(self, mode: Mode) -> list[dict[str, Any]]:
-        """Return the records of the latest round not yet taken; on other ranks than 0 none."""
+        """Return the records of the latest round not yet taken; none on ranks other than 0."""
         return self._latest.pop(mode, [])
 
     def restart(self, step: int) -> None:
-        """Drop what a run that went further than `step` wrote, so no completion stands twice."""
+        """Drop what a run that went further than `step` wrote, so no completion is there twice."""
         if self._ranks.rank == 0:
             # The evaluation of a step comes before its checkpoint, its training rounds after.
             self._files["train"].keep_until(step - 1)
@@ -139,7 +139,7 @@ def _cell(value: Any) -> str:
 def tracker_rows(
     records: list[dict[str, Any]], unique_prompts: bool
 ) -> tuple[list[str], list[list[Any]]]:
-    """Lay records out for a tracker's table: column names, and one list a row."""
+    """Lay out records for a tracker's table: column names, and one list per row."""
     if not records:
         return [], []
     if unique_prompts:
@@ -155,7 +155,7 @@ def tracker_rows(
 
 
 def log_table(report_to: list[str], columns: list[str], rows: list[list[Any]]) -> None:
-    """Send a table `completions` to those of wandb and trackio that `report_to` names and run."""
+    """Send a table `completions` to the running ones of wandb and trackio in `report_to`."""
     if not rows:
         return
     running = {name: sys.modules.get(name) for name in ("wandb", "trackio") if name in report_to}

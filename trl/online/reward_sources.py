@@ -35,7 +35,7 @@ SHARED_INIT_OPTIONS = ("dtype", "device_map", "trust_remote_code")
 
 @dataclass(frozen=True)
 class FunctionReward:
-    """A callable of the user: one column of the reward table."""
+    """A user's callable: one column of the reward table."""
 
     name: str  # of the column
     function: Callable[..., Any]  # returns one reward for each row
@@ -235,7 +235,7 @@ class PairwiseJudge(Protocol):
 
 
 class JudgeReward:
-    """Gives 1 to the better of two neighbors and 0 to the other; None where none is better."""
+    """Gives 1 to the better of two neighbors and 0 to the other; None where neither is."""
 
     __name__ = "judge"
 

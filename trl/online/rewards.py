@@ -66,8 +66,8 @@ class RewardSuite:
     """All reward functions of a run, as `resolve_rewards` returned them.
 
     `weights` are for those that have none themselves, and all 1 if they are None. A call may take
-    `timeout` seconds. `in_pieces` calls what scores some of a number of rows by a model, and
-    returns what that returned, in the order of the rows.
+    `timeout` seconds. `in_pieces` is given a number of rows and a function that scores some of
+    them by a model, and returns what this function returned, in the order of the rows.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class RewardSuite:
             warnings.warn(
                 f"No reward function scored {count(len(rows), 'completion')}; the first is row "
                 f"{rows[0]} of rank {self._ranks.rank}: {inputs.completions[rows[0]]!r:.80}. Such "
-                "rows do not train.",
+                "rows are not trained on.",
                 stacklevel=2,
             )
         weights = self.weights.to(values.device)
@@ -140,8 +140,8 @@ class RewardSuite:
         for source in self.sources:
             if isinstance(source, ModelReward):
                 continue
-            words = f"The reward function {source.name!r} still works on the first row (a trial)."
-            timer = Timer(SLOW_TRIAL, print, [words, "reward_timeout would end it."])
+            words = f"The reward function {source.name!r} is still busy with a trial on row 0."
+            timer = Timer(SLOW_TRIAL, print, [words, "Set reward_timeout to limit it."])
             timer.daemon = True
             timer.start()
             try:
@@ -149,7 +149,7 @@ class RewardSuite:
             except RewardError as error:
                 raise ValueError(
                     f"{error} This was a trial on the first row, {row!r:.200}, with the completion "
-                    f"{text!r}; reward_dry_run=False skips it."
+                    f"{text!r}; reward_dry_run=False skips the trial."
                 ) from error
             finally:
                 timer.cancel()

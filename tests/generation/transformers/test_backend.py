@@ -211,7 +211,7 @@ def test_extra_options_win_over_those_that_are_always_given(extra):
     [
         ({"temprature": 1}, "Did you mean temperature"),
         ({"num_beams": 2}, "cannot be used in training: beam search picks completions instead of"),
-        ({"typical_p": 0.9}, "cannot be used in training: rows are drawn here"),
+        ({"typical_p": 0.9}, "cannot be used in training: tokens are drawn by the library"),
         ({"max_tokens": 3}, "is not a generation option"),
     ],
 )

@@ -57,7 +57,7 @@ def test_the_model_and_the_random_numbers_stay_as_they_are():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"repetition_penalty": 1.2}, "repetition_penalty: continuous batching .* cannot honor"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty: continuous batching does not"),
         ({"extra": {"no_repeat_ngram_size": 2}}, "no_repeat_ngram_size: continuous batching"),
     ],
 )

@@ -302,7 +302,7 @@ def test_reward_models_score_a_micro_batch_at_once_and_go_on_with_fewer_rows(tmp
             PADDED,
             "training with a single .* gradient_checkpointing=True",
         ),
-        ("scoring", "scoring", PADDED | {"num_iterations": 2}, "scoring with a single row"),
+        ("scoring", "scoring", PADDED | {"num_iterations": 2}, "scoring with only row"),
         (
             "generation",
             "generation",

@@ -37,7 +37,7 @@ class _Row:
 
 @dataclass(eq=False)
 class ToolLoop(AroundEngine):
-    """A backend that lets another one go on after each tool call.
+    """A backend that lets another one continue after each tool call.
 
     Tokens go from the engine into the next prompt as they are; only the tools' answers are
     tokenized. The policy did not choose those tokens: `Generations.trainable` is False on them.

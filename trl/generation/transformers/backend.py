@@ -30,7 +30,7 @@ logger = logging.get_logger(__name__)
 Complete = Callable[[Prompts, Sampling], Generations]
 Attempt = Callable[[int, Callable[[range], Generations]], list[Generations]]
 
-NOT_DRAWN = "rows are drawn here, and this filter is not among those they are drawn with"
+NOT_DRAWN = "tokens are drawn by the library itself, which has top_p, top_k and min_p alone"
 REFUSED_HERE = {
     **dict.fromkeys(("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"), NOT_DRAWN),
     "num_return_sequences": "num_generations says how many completions a prompt has",

@@ -54,13 +54,13 @@ class ContinuousBackend(GenerationBackend):
 
     @torch.no_grad()
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
-        """Complete every row; options that continuous batching cannot honor are refused."""
+        """Complete every row; options that continuous batching does not support are refused."""
         refused = set(sampling.extra) - {"do_sample"}
         if sampling.repetition_penalty != 1.0:
             refused.add("repetition_penalty")
         if refused:
             raise ValueError(
-                f"{', '.join(sorted(refused))}: continuous batching of transformers cannot honor "
+                f"{', '.join(sorted(refused))}: continuous batching does not support "
                 "this; leave it out, or set use_transformers_continuous_batching=False."
             )
         sampling = sampling.seeded(len(prompts))
@@ -78,7 +78,7 @@ class ContinuousBackend(GenerationBackend):
         return cut_generations(rows, sampling)
 
     def _run(self, model: Any, prompts: Rows, sampling: Sampling) -> list[list[int]]:
-        """What an engine writes that is stopped then; the model is as it was."""
+        """What an engine writes, which is then stopped; the model is left as it was."""
         attention, manager = model.config._attn_implementation, None
         names = [f"row {row}" for row in range(len(prompts))]
         try:

@@ -22,14 +22,14 @@ from ..base import Generations, Sampling
 
 
 class NonFiniteLogitsError(RuntimeError):
-    """Tokens of some rows are to be drawn from logits that are NaN or infinite."""
+    """Tokens of some rows were to be drawn from logits that are NaN or infinite."""
 
     def __init__(self, rows: Sequence[int]):
         self.rows = list(rows)
         named = ", ".join(map(str, self.rows[:8])) + (", ..." if len(self.rows) > 8 else "")
         super().__init__(
             f"Generation: the model's logits of row {named} are NaN or infinite, so no token can "
-            "be drawn. Look at the weights and at the precision they are computed in."
+            "be drawn. Check the weights, and the precision of the computation."
         )
 
 
@@ -115,7 +115,7 @@ class RepetitionPenalty(RepetitionPenaltyLogitsProcessor):
 
 
 class StopTexts(StoppingCriteria):
-    """Ends completions behind the token that completes one of some texts, and knows where."""
+    """Ends completions after the token that completes one of several texts, and knows where."""
 
     def __init__(self, tokenizer: Any, texts: str | Sequence[str], prompt_width: int):
         self._is_found = StopStringCriteria(tokenizer, texts)
@@ -130,7 +130,7 @@ class StopTexts(StoppingCriteria):
         return found
 
     def cut(self, found: Generations) -> Generations:
-        """Cut each completion behind the first text in it."""
+        """Cut each completion after the first of the texts in it."""
         lengths = torch.as_tensor(self._lengths).tolist()
         rows = list(zip(found.completion_ids, found.finish, lengths, strict=True))
         return dataclasses.replace(

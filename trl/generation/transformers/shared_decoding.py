@@ -1,7 +1,7 @@
 """Decoding in which the rows of a prompt read one copy of its keys and values.
 
 Each distinct prompt is computed once, without padding. Then all rows advance together by one token
-a step, each with its own short cache; logits exist for a few rows at a time.
+per step, each with its own short cache; logits exist for a few rows at a time.
 """
 
 import math
@@ -112,7 +112,7 @@ class Prefix:
 class _Rows:
     """The unfinished rows of a batch, in order, and what all rows wrote.
 
-    The device knows all that a step needs of m unfinished rows, so nothing has to be brought there.
+    The device holds all that a step needs of m unfinished rows, so nothing is copied to it.
     """
 
     def __init__(

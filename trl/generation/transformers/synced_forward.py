@@ -1,4 +1,4 @@
-"""Ranks that run the layers of a model together, for each holds a part of every layer.
+"""Ranks that run the layers of a model together, because each holds a part of every layer.
 
 Lengths of completions, batches and checks differ. So every forward begins with an agreement to run
 one, and a rank without work of its own runs along until all are done.
@@ -53,7 +53,7 @@ class SyncedForward:
         if self._is_inside:
             words = f"{type(self._failure).__name__}: {self._failure}"
             raise ValueError(
-                f"A forward failed on this rank while others took part in it ({words}). Try "
+                f"A forward failed on this rank while other ranks took part in it ({words}). Try "
                 "shared_prefix=False, or ds3_gather_for_generation=True."
             ) from self._failure
         self._agree(goes_on=True)
