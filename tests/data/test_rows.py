@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -6,7 +8,7 @@ from tiny import tiny_tokenizer
 
 from trl.data.encode import TextEncoder
 from trl.data.preference_rows import AnswerDataset, PreferenceLimits, prepare_preferences
-from trl.data.rows import AnswerGroup, AnswerRows, Document, SupervisedRows, shown, uncounted
+from trl.data.rows import AnswerGroup, AnswerRows, Document, SupervisedRows, shown
 
 ENCODER = TextEncoder(tiny_tokenizer())
 PAIRS = [
@@ -22,7 +24,7 @@ def dataset(rows, **limits):
 
 def document(trained, source=0):
     ids = np.arange(10, 10 + len(trained), dtype=np.int32)
-    return Document(ids=ids, trained=np.array(trained, dtype=bool), source=source)
+    return Document.of(ids, np.array(trained, dtype=bool), source)
 
 
 def test_rows_hold_what_is_trained_and_what_stands_before():
@@ -48,7 +50,8 @@ def test_select_cuts_to_the_longest_completion():
 
 
 def test_documents_that_only_keep_a_rank_busy_count_nothing():
-    rows = SupervisedRows.of([uncounted(document([0, 1, 1])), uncounted(document([0, 1], 3))])
+    documents = document([0, 1, 1]), document([0, 1], 3)
+    rows = SupervisedRows.of([replace(one, counts=False) for one in documents])
     assert rows.loss_mask.sum() == 0 and rows.tokens() == 0 and rows.flat.lengths == [3, 2]
     assert SupervisedRows.of([document([0, 1, 1])]).tokens() == 3
 
@@ -57,9 +60,9 @@ def test_what_is_trained_is_marked():
     tokenizer = tiny_tokenizer()
     ids = np.array(tokenizer("2+3=5")["input_ids"])
     mask = np.array([False] * 4 + [True])
-    found = shown(Document(ids=ids, trained=mask, source=7), tokenizer)
+    found = shown(Document.of(ids, mask, 7), tokenizer)
     assert found == "row 7, 1 of 5 tokens trained (marked): 2+3=\u27ea5\u27eb"
-    short = shown(Document(ids=ids, trained=mask, source=7), tokenizer, tokens=2)
+    short = shown(Document.of(ids, mask, 7), tokenizer, tokens=2)
     assert short == "row 7, 1 of 5 tokens trained (marked): 2+ ... and 3 tokens"
 
 

@@ -1,7 +1,7 @@
 """Conversational and plain examples: telling, converting, rendering and pairing them."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -12,15 +12,11 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from ..ops.masking import common_prefix_length
 
 D = TypeVar("D", Dataset, DatasetDict)
-COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
 FIELDS = ("prompt", "chosen", "rejected", "completion", "messages")
+# Sets of fields, as they are named in a message.
 SUPPORTED = (
-    {"messages"},
-    {"prompt"},
-    {"prompt", "completion"},
-    {"prompt", "chosen", "rejected"},
-    {"chosen", "rejected"},
-    {"prompt", "completion", "label"},
+    "messages; prompt; completion, prompt; chosen, prompt, rejected; chosen, rejected; "
+    "completion, label, prompt"
 )
 # Where an image block may keep its image; datasets fill absent keys with None.
 IMAGE_KEYS = ("image", "url", "path", "base64")
@@ -47,7 +43,7 @@ def is_conversational_from_value(example: dict[str, Any]) -> bool:
 def maybe_convert_to_chatml(example: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Rename `from`, `value` and `conversations` of a row to `role`, `content` and `messages`."""
     found = dict(example)
-    for column in COLUMNS:
+    for column in (*FIELDS, "conversations"):
         if isinstance(found.get(column), list):
             found[column] = [_turn(turn) for turn in found[column]]
     if "conversations" in found:
@@ -70,18 +66,15 @@ def apply_chat_template(
 ) -> dict[str, Any]:
     """Render a conversational example as strings.
 
-    Its fields are one of the sets of `SUPPORTED`; others are dropped. A `chat_template_kwargs`
-    field is merged into `template_kwargs`, further arguments of the template. Messages become
-    `text`, other fields strings; a completion is what its rendered conversation has beyond the
-    rendered prompt.
-
-    KeyError: the fields are not one of the supported sets. ValueError: a prompt has no messages, or
-    its last one has a role that cannot end a prompt.
+    Its fields are one of the sets of `SUPPORTED`, else it is a KeyError; more of them are dropped.
+    A `chat_template_kwargs` field is merged into `template_kwargs`, further arguments of the
+    template. Messages become `text`, other fields strings; a completion is what its rendered
+    conversation has beyond the rendered prompt. ValueError: a prompt has no messages, or its last
+    one has a role that cannot end a prompt.
     """
-    fields = {name for name in (*FIELDS, "label") if name in example}
-    if fields not in SUPPORTED:
-        legal = "; ".join(", ".join(sorted(names)) for names in SUPPORTED)
-        raise KeyError(f"An example has the fields {sorted(example)}; supported are: {legal}.")
+    fields = sorted(name for name in (*FIELDS, "label") if name in example)
+    if ", ".join(fields) not in SUPPORTED.split("; "):
+        raise KeyError(f"An example has the fields {sorted(example)}; supported are: {SUPPORTED}.")
     options = {"tools": tools or None, "tokenize": False}
     options |= template_kwargs | (example.get("chat_template_kwargs") or {})
     render = partial(processing_class.apply_chat_template, **options)
@@ -89,30 +82,30 @@ def apply_chat_template(
         return {"text": render(example["messages"])}
     if "prompt" not in example:
         return {name: render(example[name]) for name in ("chosen", "rejected")}
-    found = _render_answers(example, render)
+    return _render_answers(example, render)
+
+
+def _render_answers(example: dict[str, Any], render: Callable[..., str]) -> dict[str, Any]:
+    prompt = example["prompt"]
+    if not prompt:
+        raise ValueError("A prompt has no messages; it must end with user, tool or assistant.")
+    if (role := prompt[-1]["role"]) not in ("user", "tool", "assistant"):
+        raise ValueError(
+            f"A prompt ends with a message of role {role!r}; it must be user, tool or assistant."
+        )
+    answers = [name for name in ("completion", "chosen", "rejected") if name in example]
+    whole = {name: render(prompt + example[name]) for name in answers}
+    # A template may render the end of a prompt differently once something follows it.
+    texts = [render(prompt, **prompt_ending(prompt)), *whole.values()]
+    shared = os.path.commonprefix(texts)  # noqa: RUF071 (no paths)
+    found = {"prompt": shared} | {name: text[len(shared) :] for name, text in whole.items()}
     return found | ({"label": example["label"]} if "label" in example else {})
 
 
-def _render_answers(example: dict[str, Any], render: Callable[..., str]) -> dict[str, str]:
-    prompt = render(example["prompt"], **_ending(example["prompt"]))
-    answers = [name for name in ("completion", "chosen", "rejected") if name in example]
-    whole = {name: render(example["prompt"] + example[name]) for name in answers}
-    # A template may render the end of a prompt differently once something follows it.
-    prompt = os.path.commonprefix([prompt, *whole.values()])  # noqa: RUF071 (no paths)
-    return {"prompt": prompt} | {name: text[len(prompt) :] for name, text in whole.items()}
-
-
-def _ending(prompt: list[dict[str, Any]]) -> dict[str, bool]:
-    if not prompt:
-        raise ValueError("A prompt has no messages; it must end with user, tool or assistant.")
-    role = prompt[-1]["role"]
-    if role in ("user", "tool"):
-        return {"add_generation_prompt": True}
-    if role == "assistant":
-        return {"add_generation_prompt": False, "continue_final_message": True}
-    raise ValueError(
-        f"A prompt ends with a message of role {role!r}; it must be user, tool or assistant."
-    )
+def prompt_ending(prompt: Sequence[dict[str, Any]]) -> dict[str, bool]:
+    """How a template ends a prompt: before an answer, or within it if the assistant goes on."""
+    goes_on = bool(prompt) and prompt[-1]["role"] == "assistant"
+    return {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
 
 
 def maybe_apply_chat_template(

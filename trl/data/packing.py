@@ -190,8 +190,7 @@ def _mapped(dataset: Any, function: Any, options: dict[str, Any], given: Any) ->
         return DatasetDict({k: _mapped(v, function, options, given) for k, v in dataset.items()})
     if isinstance(dataset, IterableDataset):
         return dataset.with_format("arrow").map(function, **given).with_format(None)
-    before = dataset.format
-    given = {"batch_size": None, "remove_columns": dataset.column_names} | given
+    before, given = dataset.format, {"batch_size": None} | given
     packed = dataset.with_format("arrow").map(function, **given)
     return packed.with_format(before["type"], **before["format_kwargs"])
 

@@ -105,9 +105,8 @@ def encode_preferences(
     for place, (row, (prompt, answers, merged)) in enumerate(zip(known, encoded, strict=True)):
         facts = (row.get("margin") or 0.0, place, int(merged))
         if unpaired and kind == "pair":
-            chosen, rejected = answers
-            found.append((prompt, [chosen], [0], True, *facts))
-            found.append((prompt, [rejected], [0], False, *facts))
+            found.append((prompt, answers[:1], [0], True, *facts))
+            found.append((prompt, answers[1:], [0], False, *facts))
         else:
             found.append((prompt, answers, row["ranks"], row["label"], *facts))
     return found
@@ -147,12 +146,15 @@ class PreferenceLimits:
         """Tokens that are kept of prompts (rows,) and of their answers (rows, K)."""
         prompts = np.minimum(prompts, self.max_prompt_length or sys.maxsize)
         answers = np.minimum(answers, self.max_completion_length or sys.maxsize)
-        if self.max_length is not None and self.truncation_mode != "drop":
-            if self.truncation_mode == "keep_end":
-                room = np.maximum(self.max_length - answers.max(axis=1), 1)
-                prompts = np.minimum(prompts, room)
-            answers = np.clip(self.max_length - prompts[:, None], 0, answers)
-        return prompts, answers
+        if self.max_length is None:
+            return prompts, answers
+        room = self.max_length - answers.max(axis=1)
+        if self.truncation_mode == "drop":
+            fits = prompts <= room
+            return prompts * fits, answers * fits[:, None]
+        if self.truncation_mode == "keep_end":
+            prompts = np.minimum(prompts, np.maximum(room, 1))
+        return prompts, np.clip(self.max_length - prompts[:, None], 0, answers)
 
 
 class AnswerDataset(ItemDataset):
@@ -161,26 +163,16 @@ class AnswerDataset(ItemDataset):
     def __init__(self, table: Dataset, limits: PreferenceLimits):
         prompts, sizes = preference_lengths(table)
         kept, left = limits.lengths(prompts, sizes)
-        most = limits.max_length if limits.truncation_mode == "drop" else None
-        fits = prompts + np.max(sizes, axis=1) <= (most or np.inf)
-        long = ~fits | (kept < prompts) | (left < sizes).any(axis=1)
-        good = fits & (np.min(left, axis=1) > 0)
+        long, good = (kept < prompts) | (left < sizes).any(axis=1), left.min(axis=1) > 0
         self._kept, self._left = kept[good], left[good]
-        counts, source = items(arrow_column(table, "answers_ids")), np.asarray(table["source"][:])
+        counts = items(arrow_column(table, "answers_ids"))
         exists = np.arange(sizes.shape[1]) < counts[:, None]
         answers, left = (sizes * exists).sum(axis=1), (left * exists).sum(axis=1)
         trained_lost = answers.sum() - left[good].sum()
-        report = CutReport(
-            rows=len(table),
-            long=tuple(source[long].tolist()),
-            tokens_lost=int(prompts.sum() - kept[good].sum() + trained_lost),
-            trained_lost=int(trained_lost),
-            untrained=tuple(source[~good].tolist()),
-            merged=int((np.asarray(table["merged"][:]) > 0).sum()),
-        )
+        lost = int(prompts.sum() - kept[good].sum() + trained_lost), int(trained_lost)
         rows = table if good.all() else table.select(np.flatnonzero(good))
         # The tokens that a model sees: those of the prompt once.
-        super().__init__(rows, (kept + left)[good], report)
+        super().__init__(rows, (kept + left)[good], CutReport.of(table, long, ~good, *lost))
         self.values: dict[str, np.ndarray] = {}  # (items, ...), besides what rows know
         self.limits = limits
 
@@ -204,9 +196,8 @@ class MismatchedDataset(ItemDataset):
         self._answers, self.values = answers, answers.values
         sources, ids = answers.rows["source"][:], [own for (own,) in answers.rows["answers_ids"]]
         order = np.random.default_rng(seed).permutation(len(ids)).tolist()
-        self.partners = np.zeros(len(ids), dtype=np.int64)
-        for place, other in partners((tuple(ids[i]), sources[i], i) for i in order):
-            self.partners[place] = other
+        found = dict(partners((tuple(ids[i]), sources[i], i) for i in order))
+        self.partners = np.array([found[i] for i in range(len(ids))])
         lengths = answers.lengths + [len(ids[i]) for i in self.partners]
         super().__init__(answers.rows, lengths, answers.report)
 

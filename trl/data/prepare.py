@@ -4,7 +4,7 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Self, TypeVar
 
@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ..text import count
 from .encode import TextEncoder
 from .packing import pieces
-from .rows import Document, uncounted
+from .rows import Document
 from .supervised import SupervisedOptions, encode_supervised
 
 logger = logging.get_logger(__name__)
@@ -53,21 +53,18 @@ def make_rows(batch: Any, index: list[int], encode: Encode, features: Features) 
     # that the imported libraries hold, for a third of the time of preparing 2,000 rows.
     gc.disable()
     try:
-        return _table(batch, index, encode, features)  # by then they are gone
+        if isinstance(batch, pa.Table):
+            examples = batch.to_pylist()
+        else:  # of a transform
+            rows = zip(*batch.values(), strict=True)
+            examples = [dict(zip(batch, row, strict=True)) for row in rows]
+        found = _encoded(examples, index, encode)
+        columns = {name: [row[i] for row in found] for i, name in enumerate(features)}
+        columns["source"] = [index[i] for i in columns["source"]]
+        return pa.table(columns, schema=features.arrow_schema)
     finally:
         if is_collecting:
             gc.enable()
-
-
-def _table(batch: Any, index: list[int], encode: Encode, features: Features) -> pa.Table:
-    if isinstance(batch, pa.Table):
-        examples = batch.to_pylist()
-    else:  # of a transform
-        examples = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
-    found = _encoded(examples, index, encode)
-    columns = {name: [row[i] for row in found] for i, name in enumerate(features)}
-    columns["source"] = [index[i] for i in columns["source"]]
-    return pa.table(columns, schema=features.arrow_schema)
 
 
 def _encoded(examples: list[Example], index: list[int], encode: Encode) -> Encoded:
@@ -149,6 +146,13 @@ class CutReport:
     untrained: tuple[int, ...]  # left with nothing to train on
     merged: int  # rows with a token over the edge of what is trained
 
+    @classmethod
+    def of(cls, table: Dataset, long: np.ndarray, untrained: np.ndarray, *lost: int) -> Self:
+        """Name the rows that masks (rows,) mark; `lost` are tokens, and trained ones of these."""
+        source, merged = (np.asarray(table[name][:]) for name in ("source", "merged"))
+        named = [tuple(source[mask].tolist()) for mask in (long, untrained)]
+        return cls(len(table), named[0], lost[0], lost[1], named[1], int((merged > 0).sum()))
+
     def lines(self, limits: str) -> list[str]:
         """Say it in sentences; none if there is nothing to say."""
         rows, gone = count(self.rows, "row"), self.untrained
@@ -191,7 +195,7 @@ class ItemDataset:
 
     def __getitem__(self, place: int) -> Any:
         """Make an item; a negative place gives one that does not count (see `share_of_rank`)."""
-        return self.item(place) if place >= 0 else uncounted(self.item(~place))
+        return self.item(place) if place >= 0 else replace(self.item(~place), counts=False)
 
     def checked(self, limits: str) -> Self:
         """Say what was cut; having no item left is a ValueError."""
@@ -238,15 +242,8 @@ class SupervisedDataset(ItemDataset):
             untrained &= ~over
         elif long_rows == "wrapped_across":
             untrained = full == 0
-        report = CutReport(
-            rows=len(table),
-            long=tuple(self._source[over].tolist()),
-            tokens_lost=int(lengths.sum() - kept.sum()),
-            trained_lost=max(int(full.sum() - trained.sum()), 0),
-            untrained=tuple(self._source[untrained].tolist()),
-            merged=int((np.asarray(table["merged"][:]) > 0).sum()),
-        )
-        super().__init__(table, kept, report)
+        lost = int(lengths.sum() - kept.sum()), max(int(full.sum() - trained.sum()), 0)
+        super().__init__(table, kept, CutReport.of(table, over, untrained, *lost))
 
     @cached_property
     def _columns(self) -> list[pa.ChunkedArray]:
@@ -264,7 +261,7 @@ class SupervisedDataset(ItemDataset):
         *tokens, origin = self._columns
         ids, trained = (np.array(x.slice(start, stop - start)) for x in tokens)
         trained[0] = False
-        return Document(ids, trained, int(self._source[row]), origin=origin[row].as_py())
+        return Document.of(ids, trained, int(self._source[row]), origin=origin[row].as_py())
 
 
 class LazySupervisedDataset:
@@ -291,7 +288,7 @@ class LazySupervisedDataset:
             some.report.add_to(self._losses)
             found = list(some)
         ids, trained = np.zeros(2, dtype=np.int32), np.array([False, True])
-        return found or [Document(ids, trained, max(places[0], ~places[0]), counts=False)]
+        return found or [Document.of(ids, trained, max(places[0], ~places[0]), counts=False)]
 
 
 def in_memory(table: pa.Table) -> Dataset:

@@ -20,47 +20,6 @@ from ..types import Mode, Rows
 IGNORED = -100  # as a label
 
 
-@dataclass(frozen=True)
-class Document:
-    """One row of supervised fine-tuning.
-
-    Its prompt is what stands before the first trained token, and its completion ends with the last
-    one: tokens after it would be computed for nothing.
-    """
-
-    ids: np.ndarray  # (T,) int32
-    trained: np.ndarray  # (T,) bool; the first token is never predicted, so never trained
-    source: int  # row of the dataset it is made from
-    counts: bool = True  # False: it only keeps a rank busy
-    origin: str = ""  # the dataset of a mixture that the row is from, if it has a name
-
-    def __getitem__(self, name: str) -> list[int]:
-        """Its `input_ids`, or its `labels`, which are -100 where nothing is trained."""
-        columns = {"input_ids": self.ids, "labels": np.where(self.trained, self.ids, IGNORED)}
-        return list(columns[name].tolist())
-
-    @cached_property
-    def completion(self) -> slice:
-        trained = np.flatnonzero(self.trained)
-        return slice(int(trained[0]), int(trained[-1]) + 1)
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        return list(self.ids[: self.completion.start].tolist())
-
-    @property
-    def answer_ids(self) -> list[list[int]]:
-        return [self.ids[self.completion].tolist()]
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """Which tokens of its completion are in the loss."""
-        return {"loss_mask": self.trained[self.completion] & self.counts}
-
-    def tokens(self) -> int:
-        return int(self.completion.stop)
-
-
 @dataclass(frozen=True, slots=True)
 class AnswerGroup:
     """A prompt, and K answers that are scored behind it."""
@@ -68,7 +27,7 @@ class AnswerGroup:
     prompt_ids: list[int]
     answer_ids: list[list[int]]  # K
     source: int  # row of the dataset it is made from
-    values: dict[str, Any] = field(default_factory=dict)  # numbers that are known of it
+    values: dict[str, Any] = field(default_factory=dict)  # what is known of it besides
     counts: bool = True  # False: it only keeps a rank busy
 
     def tokens(self) -> int:
@@ -76,9 +35,30 @@ class AnswerGroup:
         return len(self.prompt_ids) + sum(map(len, self.answer_ids))
 
 
-def uncounted(item: Any) -> Any:
-    """The same item, which only keeps a rank busy."""
-    return dataclasses.replace(item, counts=False)
+@dataclass(frozen=True, kw_only=True)
+class Document(AnswerGroup):
+    """One row of supervised fine-tuning.
+
+    Its prompt is what stands before the first trained token, and its one answer ends with the last
+    one: tokens after it would be computed for nothing.
+    """
+
+    ids: np.ndarray  # (T,) int32
+    trained: np.ndarray  # (T,) bool; the first token is never predicted, so never trained
+    origin: str = ""  # the dataset of a mixture that the row is from, if it has a name
+
+    @classmethod
+    def of(cls, ids: np.ndarray, trained: np.ndarray, source: int, **known: Any) -> Self:
+        """Divide a row; `known` are further fields."""
+        places = np.flatnonzero(trained)
+        prompt, answer = ids[: places[0]].tolist(), ids[places[0] : places[-1] + 1].tolist()
+        values = {"loss_mask": trained[places[0] : places[-1] + 1]}
+        return cls(prompt, [answer], source, values, ids=ids, trained=trained, **known)
+
+    def __getitem__(self, name: str) -> list[int]:
+        """Its `input_ids`, or its `labels`, which are -100 where nothing is trained."""
+        columns = {"input_ids": self.ids, "labels": np.where(self.trained, self.ids, IGNORED)}
+        return list(columns[name].tolist())
 
 
 def shown(document: Document, tokenizer: PreTrainedTokenizerBase, tokens: int = 200) -> str:
@@ -159,9 +139,9 @@ class AnswerRows:
 
     def select(self, index: Sequence[int]) -> Self:
         """Return the given items."""
-        rows = torch.tensor(list(index), dtype=torch.long)
-        values = {name: x[rows.to(x.device)] for name, x in self.values.items()}
-        return dataclasses.replace(self, items=[self.items[i] for i in index], values=values)
+        rows = list(index)
+        values = {name: x[rows] for name, x in self.values.items()}
+        return dataclasses.replace(self, items=[self.items[i] for i in rows], values=values)
 
     def by_group(self, flat: Tensor) -> Tensor:
         """Bring values of the rows of `flat` (F, ...) to groups: (B, K, ...), 0 beyond the last."""
@@ -188,7 +168,8 @@ class SupervisedRows(AnswerRows):
     @property
     def loss_mask(self) -> Tensor:
         """Tokens in the loss (B, C)."""
-        return self.values["loss_mask"][:, : max(map(len, self.flat.completion_ids), default=0)]
+        trained = self.values["loss_mask"] & self.values["counts"][:, None]
+        return trained[:, : max(map(len, self.flat.completion_ids), default=0)]
 
 
 def _column(found: list[Any]) -> Tensor:

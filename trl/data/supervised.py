@@ -8,8 +8,9 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from ..ops.masking import common_prefix_length
 from .encode import Ids, Masked, Span, TextEncoder, template_options, whole_texts
-from .formats import common_prefix_length, malformed_prompt, maybe_convert_to_chatml
+from .formats import malformed_prompt, maybe_convert_to_chatml, prompt_ending
 from .rows import IGNORED
 from .turns import assistant_spans, expanded_turns, without_added_thinking
 
@@ -89,24 +90,22 @@ def encode_supervised(
     rows: Sequence[Row], kind: Kind, encoder: TextEncoder, options: SupervisedOptions
 ) -> list[tuple[Ids, np.ndarray, int, int, str]]:
     """Values of `prepare_supervised` by row: ids, mask (tokens,), source, merged and origin."""
+    sources = list(range(len(rows)))
     if kind == "tokenized":
-        found, sources = [_tokenized(row, options) for row in rows], list(range(len(rows)))
-    else:
-        is_chat = _is_chat(kind, rows[0])
-        targets = _chats(rows, kind, encoder, options) if is_chat else _texts(rows, kind, options)
+        found = [_tokenized(row, options) for row in rows]
+    elif _is_chat(kind, rows[0]):
+        targets = _chats(rows, kind, encoder, options)
         texts, spans, sources = (list(map(itemgetter(i), targets)) for i in range(3))
         found = encoder.masked(texts, spans)
-        found = found if is_chat else [encoder.closed(*row) for row in found]
+    else:
+        found = [encoder.closed(*row) for row in encoder.masked(*_texts(rows, kind, options))]
     origins = [str(row.get(options.source_column, "")) for row in rows]
     pairs = zip(found, sources, strict=True)
     return [(ids, trained, i, merged, origins[i]) for (ids, trained, merged), i in pairs]
 
 
 def as_messages(messages: Sequence[Mapping[str, Any]]) -> Chat:
-    """Read turns with from and value, or role and content, under the roles of chat templates.
-
-    TypeError: there is a string. ValueError: a message has no role or content.
-    """
+    """Read turns with from and value, or role and content, under the roles of chat templates."""
     if isinstance(messages, str):
         raise TypeError(f"messages are needed where there is a string, {messages!r:.80}.")
     turns: Chat = maybe_convert_to_chatml({"messages": list(messages)})["messages"]
@@ -124,7 +123,9 @@ def _is_chat(kind: Kind, example: Mapping[str, Any]) -> bool:
     return not isinstance(value, str) and bool(value)
 
 
-def _texts(rows: Sequence[Row], kind: Kind, options: SupervisedOptions) -> list[Target]:
+def _texts(
+    rows: Sequence[Row], kind: Kind, options: SupervisedOptions
+) -> tuple[list[str], list[list[Span]]]:
     if kind == "completion":
         texts = [row["prompt"] + row["completion"] for row in rows]
         starts = [0 if options.trains_prompts else len(row["prompt"]) for row in rows]
@@ -135,8 +136,7 @@ def _texts(rows: Sequence[Row], kind: Kind, options: SupervisedOptions) -> list[
     if wrong != "":
         what = "what formatting_func returns" if options.formatting_func else "the text"
         raise TypeError(f"{what} must be a string, not {wrong!r:.80}.")
-    pairs = enumerate(zip(texts, starts, strict=True))
-    return [(text, [(start, len(text))], i) for i, (text, start) in pairs]
+    return texts, [[(start, len(text))] for start, text in zip(starts, texts, strict=True)]
 
 
 def _chats(
@@ -162,15 +162,13 @@ def _chats(
 
 def _conversations(rows: Sequence[Row], kind: Kind) -> tuple[list[Chat], list[Chat]]:
     """Prompts, empty for conversations as a whole, and what follows them."""
+    name = next(x for x in (kind, "messages", "conversations") if x in rows[0])
+    answers = [as_messages(row[name]) for row in rows]
     if kind == "completion":
-        names = ("prompt", "completion")
-        prompts, answers = ([as_messages(row[name]) for row in rows] for name in names)
-        return prompts, answers
-    name = "messages" if "messages" in rows[0] else "conversations"
-    chats = [as_messages(row[name]) for row in rows]
-    if not all(chats):
+        return [as_messages(row["prompt"]) for row in rows], answers
+    if not all(answers):
         raise ValueError("a conversation has no messages.")
-    return [[] for _ in rows], chats
+    return [[] for _ in rows], answers
 
 
 def _behind(spans: Sequence[Span], start: int) -> list[Span]:
@@ -184,12 +182,8 @@ def rendered_prompts(
 
     A template may render the end differently once an answer follows: then they begin before it.
     """
-    return encoder.render_all(prompts, list(map(_with_ending, prompts, options)))
-
-
-def _with_ending(prompt: Chat, options: Mapping[str, Any]) -> dict[str, Any]:
-    goes_on = bool(prompt) and prompt[-1]["role"] == "assistant"
-    return {**options, "continue_final_message" if goes_on else "add_generation_prompt": True}
+    endings = map(prompt_ending, prompts)
+    return encoder.render_all(prompts, [{**x, **y} for x, y in zip(options, endings, strict=True)])
 
 
 def _tokenized(row: Row, options: SupervisedOptions) -> Masked:

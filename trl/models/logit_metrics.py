@@ -78,7 +78,7 @@ class LogitMetrics:
             document = rows.items[row]
             if not document.counts:
                 return
-            size, start = len(document.ids), document.completion.start
+            size, start = len(document.ids), len(document.prompt_ids)
             whole = logits.new_zeros(1, size, logits.shape[1])
             whole[0, start - 1 + columns] = logits
             labels = torch.tensor([document["labels"]], device=logits.device)

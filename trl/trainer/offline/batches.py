@@ -3,7 +3,7 @@
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from operator import itemgetter
@@ -19,7 +19,7 @@ from ...data.encode import TextEncoder
 from ...data.packing import MicroBatchSampler, share_of_rank
 from ...data.preference_rows import OLD_NAMES, AnswerDataset, PreferenceLimits, prepare_preferences
 from ...data.prepare import ItemDataset, in_memory
-from ...data.rows import AnswerRows, uncounted
+from ...data.rows import AnswerRows
 from ...distributed import Ranks
 from ...ops.masking import pad_ragged
 from .offline_config import OfflineConfig
@@ -69,7 +69,7 @@ class ItemStream(TorchIterableDataset):  # type: ignore[type-arg]
             # The last micro-batch may still grow.
             ready = len(batches) if is_over else max(len(batches) - 1, 0) // ranks * ranks
             for batch in share_of_rank(batches[:ready], rank, ranks):
-                yield [held[i] if i >= 0 else uncounted(held[~i]) for i in batch]
+                yield [held[i] if i >= 0 else replace(held[~i], counts=False) for i in batch]
             held = [held[i] for batch in batches[ready:] for i in batch]
 
 
