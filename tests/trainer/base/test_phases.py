@@ -295,19 +295,19 @@ def test_reward_models_score_a_micro_batch_at_once_and_go_on_with_fewer_rows(tmp
 @pytest.mark.parametrize(
     ("phase", "name", "changes", "words"),
     [
-        ("forward", "training", {}, "training with a single .* gradient_checkpointing=True"),
+        ("forward", "training", {}, "training with only row .* gradient_checkpointing=True"),
         (
             "backward",
             "training",
             PADDED,
-            "training with a single .* gradient_checkpointing=True",
+            "training with only row .* gradient_checkpointing=True",
         ),
         ("scoring", "scoring", PADDED | {"num_iterations": 2}, "scoring with only row"),
         (
             "generation",
             "generation",
             {"script": None},
-            "generation with a single .* generation_max",
+            "generation with only row .* generation_max",
         ),
     ],
 )
