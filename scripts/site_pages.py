@@ -45,7 +45,7 @@ OTHERS = {
             "trl.data.templates.clone_chat_template",
             "trl.memory.callback.MemoryCallback",
             "trl.trainer.callbacks.BEMACallback",
-            "trl.trainer.callbacks.RichProgressCallback",
+            "trl.trainer.display.RichProgressCallback",
             "trl.trainer.callbacks.SyncRefModelCallback",
         ),
     ),

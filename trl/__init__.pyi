@@ -49,11 +49,9 @@ from .models.reference import create_reference_model as create_reference_model
 from .scripts.utils import init_zero_verbose as init_zero_verbose
 from .trainer.callbacks import BEMACallback as BEMACallback
 from .trainer.callbacks import (
-    RichProgressCallback as RichProgressCallback,
-)
-from .trainer.callbacks import (
     SyncRefModelCallback as SyncRefModelCallback,
 )
+from .trainer.display import RichProgressCallback as RichProgressCallback
 from .trainer.dpo_config import DPOConfig as DPOConfig
 from .trainer.dpo_trainer import DPOTrainer as DPOTrainer
 from .trainer.grpo_config import GRPOConfig as GRPOConfig

@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType, gather_object
 from torch import Tensor
 from transformers.integrations import deepspeed
 
-from .timed_calls import FAILURES
+from .timed_calls import FAILURES, Outcome
 
 PATIENCE = 5.0  # seconds in which a launcher meets the rank that failed before those it took along
 
@@ -53,7 +53,8 @@ class Ranks:
     @property
     def fsdp_version(self) -> int | None:
         """1 or 2; None without FSDP."""
-        return None if self._accelerator is None else fsdp_version(self._accelerator)
+        plugin = getattr(getattr(self._accelerator, "state", None), "fsdp_plugin", None)
+        return None if plugin is None else int(plugin.fsdp_version)
 
     def row_group(self) -> Any:
         """Make the process group of the ranks that have the same rows as this one."""
@@ -121,7 +122,8 @@ class Ranks:
 
     def raise_everywhere(self, failure: BaseException | None, what: str) -> None:
         """Raise a rank's failure in `what`, if any, and on others a `RankError`; all call this."""
-        messages = self.gather_objects(None if failure is None else _words(failure))
+        words = None if failure is None else Outcome(failure=failure).words
+        messages = self.gather_objects(words)
         if failure is not None:
             raise failure
         for rank, message in enumerate(messages):
@@ -141,26 +143,22 @@ class Ranks:
         self._is_watched = True
         try:
             yield
-        except RankError:
-            _let_the_launcher_act()
-            raise
         except Exception as error:
-            if _is_lost(error):
-                _let_the_launcher_act()
+            is_told = isinstance(error, RankError)
+            is_lost = not is_told and _is_lost(error)
+            if (is_told or is_lost) and "TORCHELASTIC_RUN_ID" in os.environ:
+                time.sleep(PATIENCE)
+            if is_lost:
                 raise RankError(f"Rank {self.rank} lost contact with a rank: {_told()}") from error
+            if is_told:
+                raise
             with suppress(RuntimeError, ValueError):  # where the ranks met may be gone
-                words = f"rank {self.rank} failed: {_words(error)}"
+                words = f"rank {self.rank} failed: {Outcome(failure=error).words}"
                 torch.distributed.distributed_c10d._get_default_store().set(_KEY, words)
             error.add_note(f"This was rank {self.rank} of {self.count}.")
             raise
         finally:
             self._is_watched = False
-
-
-def fsdp_version(accelerator: Accelerator) -> int | None:
-    """1 or 2; None without FSDP."""
-    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
-    return None if plugin is None else int(plugin.fsdp_version)
 
 
 @contextmanager
@@ -174,25 +172,13 @@ def undivided_models() -> Iterator[None]:
         deepspeed._hf_deepspeed_config_weak_ref = known
 
 
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _is_lost(error: BaseException) -> bool:
+def _is_lost(error: BaseException | None) -> bool:
     """Whether an error, or one that led to it, comes from a collective."""
-    link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, torch.distributed.DistError):
-            return True
-        if isinstance(link, RuntimeError) and _LOST.search(str(link)):
-            return True
-        link = link.__cause__ or link.__context__
-    return False
-
-
-def _let_the_launcher_act() -> None:
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(PATIENCE)
+    if error is None:
+        return False
+    names_it = isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+    is_own = names_it or isinstance(error, torch.distributed.DistError)
+    return is_own or _is_lost(error.__cause__ or error.__context__)
 
 
 def _told() -> str:

@@ -25,7 +25,7 @@ from trl.cli.exit import (
     tell_success,
 )
 from trl.scripts import rloo
-from trl.trainer.callbacks import RichProgressCallback
+from trl.trainer.display import RichProgressCallback
 
 PARSER = rloo.make_parser()
 

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
 
 from ..ops.in_place import look_up
 from .sharded import gathered, replaced_forward, unwrapped
@@ -33,6 +34,13 @@ def causal_model(model: nn.Module) -> Any:
 
 
 @cache
+def score_layer(model: nn.Module) -> nn.Module | None:
+    """The layer by which a classifier scores the last token; None if it scores all, as encoders."""
+    causal = causal_model(model)
+    has_one = isinstance(causal, PreTrainedModel) and not causal.config.is_encoder_decoder
+    return getattr(causal, "score", None) if has_one else None
+
+
 def mentions(kind: Any, *names: str) -> bool:
     """Whether the forward of a class of modules calls or reads something of these names."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)

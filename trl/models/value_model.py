@@ -14,22 +14,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from .layout_check import why_not_shared
 from .loading import context_length
 from .packed_attention import install
 from .scorer import Hidden, Reader
-from .unwrap import VALUE_MODEL, Capture, causal_model
+from .unwrap import VALUE_MODEL, Capture, causal_model, score_layer
 
 WEIGHTS = "model.safetensors"
-
-
-def score_layer(model: nn.Module) -> nn.Module | None:
-    """The layer by which a classifier scores the last token; None if it scores all, as encoders."""
-    causal = causal_model(model)
-    has_one = isinstance(causal, PreTrainedModel) and not causal.config.is_encoder_decoder
-    return getattr(causal, "score", None) if has_one else None
 
 
 @dataclass(frozen=True)

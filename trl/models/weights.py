@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from ..distributed import fsdp_version
+from ..distributed import Ranks
 from ..imports import require
 from .sharded import fsdp1_units, gather_fsdp1, gather_of, gather_zero3, unwrapped, whole
 from .unwrap import VALUE_MODEL, causal_model, is_peft_model
@@ -178,7 +178,7 @@ def is_quantized(model: nn.Module) -> bool:
 
 def check_sharding(model: nn.Module, accelerator: Any) -> None:
     """Refuse quantized weights that FSDP1, which flattens floats only, or FSDP2 cannot shard."""
-    version = fsdp_version(accelerator)
+    version = Ranks(accelerator).fsdp_version
     bits = 8 if getattr(model, "is_loaded_in_8bit", False) else 4
     if is_quantized(model) and (version == 1 or (version is not None and bits == 8)):
         raise ValueError(

@@ -19,8 +19,7 @@ from transformers import (
 )
 
 from ..distributed import undivided_models
-from ..models.unwrap import causal_model
-from ..models.value_model import score_layer
+from ..models.unwrap import causal_model, score_layer
 from ..text import did_you_mean
 
 TRAINED = (

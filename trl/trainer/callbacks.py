@@ -2,38 +2,27 @@
 
 import copy
 import json
-import math
-import sys
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState
 from transformers.utils import logging
 
-from ..imports import is_available, public_names, require
+from ..distributed import Ranks
+from ..imports import public_names
+from ..models import reference as references
 from ..models.sharded import is_sharded, local_shard, release
-from ..progress import Activity, watched
 from ..step_lines import StepLines
-from ..text import count
+from .base.checkpoint import load
 
 __getattr__ = public_names("trl.trainer")  # the callbacks that are in files of their own
-
-# What people look at while a run goes on, and the names it is logged under. The loss of a policy
-# gradient says nothing about progress, so it is shown only where there is no reward.
-SHOWN = {"reward": "reward", "kl": "kl", "length": "completions/mean_length"}
-
-DOING = {"generation": "generating", "rewards": "computing rewards"}
-DOING |= dict.fromkeys(("forward", "backward"), "training")
-QUIET = 60.0  # seconds after which a line says what a step is doing, where there is no terminal
-NARROWEST_BAR, WIDEST_BAR = 6, 30  # columns
+logger = logging.get_logger(__name__)
+REFERENCE_FILE = "reference.pt"
 
 
 @dataclass(eq=False)
@@ -64,6 +53,50 @@ class SyncRefModelCallback(TrainerCallback):
         weights = dict(policy.named_parameters())
         for name, parameter in self.accelerator.unwrap_model(self.ref_model).named_parameters():
             yield parameter, weights[name]
+
+
+class MovingReference(SyncRefModelCallback):
+    """A reference that follows the policy (`sync_ref_model`), and is a file of checkpoints."""
+
+    def __init__(self, reference: references.ReferencePolicy, accelerator: Accelerator):
+        super().__init__(reference.model, accelerator)
+        # The copy of an adapter is part of the policy, and so of its checkpoints.
+        self._is_copy = isinstance(reference, references.FrozenCopy)
+        if isinstance(reference, references.AdapterOff) and reference.adapter is None:
+            raise NotImplementedError(
+                "sync_ref_model=True: the reference is the base model, which has no weights of its "
+                "own that could move. Leave the option out, or pass a model that already has an "
+                "adapter: its reference is a copy of that."
+            )
+        if not self._is_copy and Ranks(accelerator).fsdp_version == 1:
+            raise ValueError(
+                "sync_ref_model=True: FSDP1 divides the copy of an adapter in another way than the "
+                "adapter, so the copy cannot follow it. Train under FSDP2 (--accelerate_config "
+                "fsdp2) or ZeRO-3 (--accelerate_config zero3), or leave the option out."
+            )
+
+    def _pairs(self, policy: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        # Of adapters the factors are blended, not the changes of weights that they stand for.
+        return super()._pairs(policy) if self._is_copy else references.frozen_pairs(policy)
+
+    def write(self, folder: str | Path, writes: bool) -> None:
+        """Write its weights to a checkpoint; every rank calls this, for all take part."""
+        if self._is_copy:
+            weights = dict(references.whole_weights(self.ref_model))  # which all put together
+            if writes:
+                torch.save(weights, Path(folder) / REFERENCE_FILE)
+
+    def read(self, folder: str | Path, ranks: Ranks) -> None:
+        """Take over what `write` wrote, if every rank finds it."""
+        path = Path(folder) / REFERENCE_FILE
+        if not self._is_copy:
+            return
+        if ranks.all(path.exists()):
+            references.load_weights(self.ref_model, load(path))
+        elif ranks.rank == 0:
+            logger.warning(
+                f"{folder} has no {REFERENCE_FILE}: the reference starts from the policy."
+            )
 
 
 @dataclass(eq=False)
@@ -158,223 +191,3 @@ class RunRecord(TrainerCallback):
         """Append what was logged, with its step."""
         if state.is_world_process_zero and state.log_history:
             StepLines(Path(args.output_dir) / "metrics.jsonl").add(state.log_history[-1:])
-
-
-class _ProgressCallback(TrainerCallback):
-    """Follows training on the main process: how far it is, how fast it goes, what it is doing."""
-
-    def __init__(self) -> None:
-        self._state: TrainerState | None = None  # while a run goes on
-        self._watching = ExitStack()
-        self._first, self._started, self._updated = 0, 0.0, 0.0
-        self._activity = Activity("")
-        self._metrics: list[str] = []
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Start the clock."""
-        if state.is_world_process_zero:
-            self._state, self._first, self._metrics = state, state.global_step, []
-            self._started = self._updated = time.monotonic()
-            self._watching.enter_context(watched(self._follow))
-
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._updated = time.monotonic()
-
-    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            metrics = kwargs["metrics"]
-            # Those of one of several datasets are called `eval_NAME_...`.
-            (prefix,) = [x.removesuffix("runtime") for x in metrics if x.endswith("_runtime")]
-            name = prefix.removeprefix("eval").strip("_")
-            title = f"evaluation of {name}:" if name else "evaluation:"
-            self._say([_step(state), title, *_shown(metrics, prefix)])
-
-    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Show reward, KL and length, or the loss, of the steps since the last log."""
-        words = _shown(kwargs["logs"])
-        if words and self._state is not None:
-            self._metrics = words
-            self._show_metrics(self._state)
-
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Show nothing more, whatever is still going on."""
-        self._watching.close()
-        self._state = None
-
-    def _follow(self, activity: Activity) -> None:
-        self._activity = activity
-
-    def _show_metrics(self, state: TrainerState) -> None:
-        """A display that draws all the time has nothing to do."""
-
-    def _say(self, words: Iterable[str]) -> None:
-        print("  ".join(words), flush=True)
-
-    def _elapsed(self) -> str:
-        return f"{_clock(time.monotonic() - self._started)} elapsed"
-
-    def _left(self, state: TrainerState) -> str:
-        """Time left, from the mean of all steps of this run; "-" before the first is done."""
-        if state.global_step == self._first:
-            return "-"
-        seconds = (self._updated - self._started) / (state.global_step - self._first)
-        end = self._updated + seconds * (state.max_steps - state.global_step)
-        return _clock(max(0.0, end - time.monotonic()))
-
-    def _doing(self) -> str:
-        """Such as "generating 12/64"."""
-        now = self._activity
-        rows = f" {now.done}/{now.rows}" if now.done else f" {count(now.rows, 'row')}"
-        return DOING.get(now.name, now.name) + (rows if now.rows else "")
-
-
-class PlainProgressCallback(_ProgressCallback):
-    """Prints a line for each log and each evaluation: progress for files and batch systems.
-
-    During the first step it also prints which phase begins, and later what a step is doing when it
-    takes longer than a minute.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._told: set[str] = set()
-        self._said = time.monotonic()
-
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Print that the first step is done, which may be long before the first log."""
-        super().on_step_end(args, state, control)
-        is_first = self._state is not None and state.global_step == self._first + 1
-        if is_first and not control.should_log:
-            self._show_metrics(state)
-
-    def _follow(self, activity: Activity) -> None:
-        super()._follow(activity)
-        state, phase = self._state, DOING.get(activity.name, activity.name)
-        if state is None:
-            return
-        is_new = state.global_step == self._first and phase not in self._told
-        if is_new or time.monotonic() - self._said > QUIET:
-            self._told.add(phase)
-            self._say([_step(state, 1), self._doing()])
-
-    def _show_metrics(self, state: TrainerState) -> None:
-        self._say([_step(state), *self._metrics, f"{self._elapsed()}, {self._left(state)} left"])
-
-    def _say(self, words: Iterable[str]) -> None:
-        self._said = time.monotonic()
-        super()._say(words)
-
-
-class RichProgressCallback(_ProgressCallback):
-    """Shows in one line of a terminal how far training is, what it is doing, and the last metrics.
-
-    The line is drawn anew for the width that the terminal has: step and remaining time first, then
-    phase, metrics and a bar where there is room. `close` must be called before anything else is
-    shown after an error; the trainers of this package do so. It needs rich.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        names = ("rich.live", "rich.text", "rich.console")
-        self._live, self._text, console = (require(x, "RichProgressCallback") for x in names)
-        self._console = console.Console()
-        self._drawing: Any = None
-        self._evaluation: tuple[int, int | None] | None = None  # batches done, and of how many
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Begin to draw on the main process."""
-        super().on_train_begin(args, state, control)
-        if self._state is not None:
-            self._open()
-
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the batches of an evaluation."""
-        if state.is_world_process_zero:
-            loader: Any = kwargs.get("eval_dataloader")
-            total = len(loader) if hasattr(loader, "__len__") else None
-            self._evaluation = (self._evaluation or (0, None))[0] + 1, total
-            self._open()
-
-    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Print a line that says what was found."""
-        self._evaluation = None
-        if self._state is None:
-            self.close()
-        super().on_evaluate(args, state, control, **kwargs)
-
-    def close(self) -> None:
-        """Stop drawing, whatever is still going on."""
-        self._follow(Activity(""))
-        if self._drawing is not None:
-            self._drawing.stop()  # draws the line once more
-        self._drawing = self._evaluation = None
-        super().close()
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield self._text.Text(self._line(options.max_width), no_wrap=True, overflow="ellipsis")
-
-    def _line(self, width: int) -> str:
-        """What is shown, the more the wider the terminal is; what comes first matters most."""
-        state, parts = self._state, []
-        if self._evaluation is not None:
-            done, total = self._evaluation
-            parts = [f"evaluation {done}/{'?' if total is None else total}"]
-        if state is not None:
-            parts = [_step(state), *parts, f"ETA {self._left(state)}", self._doing()]
-            parts = [x for x in (*parts, "  ".join(self._metrics), self._elapsed()) if x]
-        while len(parts) > 1 and len("  ".join(parts)) > width:
-            parts.pop()
-        room = width - len("  ".join(parts)) - 2
-        if state is not None and room >= NARROWEST_BAR:
-            width = min(room, WIDEST_BAR)
-            full = round(width * state.global_step / max(1, state.max_steps))
-            parts.insert(1, "━" * full + "─" * (width - full))
-        return "  ".join(parts)
-
-    def _say(self, words: Iterable[str]) -> None:
-        self._console.print("  ".join(words), markup=False, highlight=False)
-
-    def _open(self) -> None:
-        if self._drawing is None:
-            self._drawing = self._live.Live(self, console=self._console, refresh_per_second=4)
-            self._drawing.start()
-            if logging.is_progress_bar_enabled():
-                logging.disable_progress_bar()  # that of a checkpoint would be drawn into this one
-                self._watching.callback(logging.enable_progress_bar)
-
-
-def show_progress(trainer: Trainer) -> None:
-    """Replace the bar of transformers, if shown, by one line in a terminal or by plain lines."""
-    shows_bar = any(type(x) is ProgressCallback for x in trainer.callback_handler.callbacks)
-    in_terminal = sys.stdout.isatty()
-    if shows_bar and (is_available("rich") or not in_terminal):
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(RichProgressCallback() if in_terminal else PlainProgressCallback())
-
-
-def close_progress(callbacks: Iterable[TrainerCallback]) -> None:
-    """Stop the displays among the callbacks, so that other text can be shown."""
-    for callback in callbacks:
-        if isinstance(callback, _ProgressCallback):
-            callback.close()
-
-
-def _shown(metrics: dict[str, Any], prefix: str = "") -> list[str]:
-    """Names and values; a value that is missing or NaN, as of rewards that are all None, is "-"."""
-    names = SHOWN if f"{prefix}reward" in metrics else {"loss": "loss"}
-    found = {word: metrics[prefix + key] for word, key in names.items() if prefix + key in metrics}
-    return [
-        f"{word} {'-' if value is None or math.isnan(value) else f'{value:.3g}'}"
-        for word, value in found.items()
-    ]
-
-
-def _step(state: TrainerState, later: int = 0) -> str:
-    return f"step {state.global_step + later}/{state.max_steps}"
-
-
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))

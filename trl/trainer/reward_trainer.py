@@ -12,8 +12,8 @@ from ..data.prepare import first_row
 from ..data.rows import AnswerRows
 from ..models.packed_layout import plain_layout
 from ..models.scorer import Reader
-from ..models.unwrap import causal_model
-from ..models.value_model import ValueReader, score_layer
+from ..models.unwrap import causal_model, score_layer
+from ..models.value_model import ValueReader
 from ..ops.masking import masked_sum
 from ..ops.preference_losses import ranking_loss
 from ..types import Mode

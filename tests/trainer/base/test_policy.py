@@ -1,9 +1,7 @@
-"""What is trained: model, tokenizer, adapter; and the reference, which may move."""
+"""What is trained: model, tokenizer, adapter; and the reference."""
 
 import pytest
 import torch
-from accelerate import Accelerator
-from distributed.engines import call
 from mixtures import EXPERTS, mixture
 from online_runs import PROMPTS, config, make_trainer, rows_of, step_direction, weights
 from tiny import save_tiny, tiny_model, tiny_tokenizer
@@ -13,11 +11,8 @@ from transformers import (
     LlavaProcessor,
 )
 
-from trl.distributed import Ranks
-from trl.models.reference import AdapterOff, FrozenCopy, make_reference
+from trl.models.reference import make_reference
 from trl.trainer.base.policy import (
-    REFERENCE_FILE,
-    MovingReference,
     checked_args,
     load_reference,
     prepare_policy,
@@ -226,21 +221,6 @@ def test_a_path_that_leads_nowhere(tmp_path):
         checked_args("./nowhere/x", config(tmp_path / "out"), RLOOConfig)
 
 
-def moving(seed):
-    """A reference that moves, and its model."""
-    model = tiny_model(seed=seed)
-    return MovingReference(FrozenCopy(model), Accelerator(cpu=True)), model
-
-
-def test_what_is_written_is_read(tmp_path):
-    (first, model), (second, other) = moving(1), moving(2)
-    first.write(tmp_path, writes=False)
-    assert not (tmp_path / REFERENCE_FILE).exists()
-    first.write(tmp_path, writes=True)
-    second.read(tmp_path, Ranks())
-    assert torch.equal(weights(other), weights(model))
-
-
 def test_a_reference_that_is_given_is_not_copied(tmp_path):
     args, policy = config(tmp_path), tiny_model()
     named = load_reference(save_tiny(tmp_path / "model", seed=3), policy, args)
@@ -268,34 +248,6 @@ def test_what_cannot_be_a_reference(tmp_path):
         load_reference(model, model, args)
     with pytest.raises(TypeError, match="must be a name or a transformers model, not int"):
         load_reference(3, model, args)
-
-
-def test_a_reference_without_weights_of_its_own_cannot_follow():
-    with pytest.raises(NotImplementedError, match="sync_ref_model=True: the reference is the base"):
-        MovingReference(AdapterOff(tiny_model()), Accelerator(cpu=True))
-
-
-def test_a_copy_that_stays_is_in_no_checkpoint(tmp_path):
-    trainer = make_trainer(tmp_path, beta=0.1, save_strategy="steps", save_steps=1)
-    trainer.train()
-    assert not (tmp_path / "checkpoint-1" / REFERENCE_FILE).exists()
-
-
-def work(folder):
-    """One of two processes; only the first finds a file."""
-    ranks = Ranks(Accelerator(cpu=True))
-    reference, model = moving(2)
-    if ranks.rank == 0:
-        moving(1)[0].write(f"{folder}/0", writes=True)
-    reference.read(f"{folder}/{ranks.rank}", ranks)
-    return weights(model)
-
-
-@pytest.mark.distributed
-def test_a_rank_without_the_file_keeps_the_others_from_reading_it(tmp_path):
-    (tmp_path / "0").mkdir()
-    expected = weights(tiny_model(seed=2))
-    assert all(torch.equal(found, expected) for found in call(work, tmp_path))
 
 
 def test_tokens_that_the_model_does_not_know_are_told(tmp_path, log):

@@ -1,12 +1,11 @@
 """What every trainer of this package adds to the loop of `transformers.Trainer`."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub import constants as hub
@@ -25,14 +24,15 @@ from ...online.guard import FiniteGuard
 from ...online.metrics import MetricStore
 from ...random_numbers import random_numbers_kept
 from ...types import Mode, Rows
-from ..callbacks import RunRecord, close_progress, show_progress
+from ..callbacks import MovingReference, RunRecord
+from ..display import close_progress, show_progress
 from . import resuming
 from .base_config import BaseConfig
 from .checkpoint import UNFINISHED, Place, RankState, explained, publish_together
-from .model_card import Publishing
+from .model_card import Method, render_model_card
 from .options import Named
 from .phases import Phases
-from .policy import MovingReference, Policy, load_reference, router_coefficient
+from .policy import Policy, load_reference, router_coefficient
 
 logger = logging.get_logger(__name__)
 
@@ -45,13 +45,14 @@ class _Events(TrainerCallback):
             setattr(self, event, lambda *_, _function=function, **__: _function())
 
 
-class BaseTrainer(Named, Publishing, Trainer):
+class BaseTrainer(Named, Trainer):
     """A training loop with exact resumption, a finite guard, metrics and measured phases.
 
     A subclass says how the batches of its loader become rows (`prepare`), and what their loss is
     (`compute_loss`), each for a mode that is handed along: "train" or "eval".
     """
 
+    method: ClassVar[Method]
     _is_saving = False  # a checkpoint
     _chosen: str | None = None  # the checkpoint that was found intact
     _saved: tuple[str, dict[str, Any] | None] | None = None  # the one resumed from, and its state
@@ -86,7 +87,8 @@ class BaseTrainer(Named, Publishing, Trainer):
         keep("loss", lambda: self._tr_loss, restore_loss)
         keep("last_logged", partial(getattr, self, last), partial(setattr, self, last))
         events = {"on_train_begin": self._begin_training, "on_epoch_begin": self.begin_epoch}
-        events |= {"on_epoch_end": self._end_epoch, "on_step_end": self._end_update}
+        events |= {"on_step_begin": self.phases.begin_update, "on_step_end": self.phases.end_update}
+        events |= {"on_epoch_end": self._end_epoch}
         self.add_callback(_Events(**events))
         show_progress(self)
         self.add_callback(RunRecord(self.method.name))
@@ -133,13 +135,8 @@ class BaseTrainer(Named, Publishing, Trainer):
         finally:
             close_progress(self.callback_handler.callbacks)
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        return inputs  # they are rows by now, from `prepare`
-
     def training_step(self, model: nn.Module, inputs: Any, *others: Any) -> Tensor:
-        """Train on one micro-batch, counting steps and seconds."""
-        if not self.phases.done:
-            self.place.started = time.perf_counter()
+        """Train on one micro-batch, and count it."""
         model.train()
         rows: Rows = self.prepare(inputs, "train")
         step, quiet = super().training_step, self.accelerator.no_sync
@@ -189,11 +186,6 @@ class BaseTrainer(Named, Publishing, Trainer):
         if not self.control.should_training_stop:
             self.place.epoch, self.place.micro_steps = self.place.epoch + 1, 0
             self.end_epoch()
-
-    def _end_update(self) -> None:
-        # Devices work behind: looking at the gradient's norm has waited for all of the backward.
-        self.metrics["train"].value("step_time", time.perf_counter() - self.place.started)
-        self.phases.end_update()
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
@@ -299,7 +291,7 @@ class BaseTrainer(Named, Publishing, Trainer):
                 "FSDP2 (--accelerate_config fsdp2), or begin a new run with the checkpoint as "
                 "model_name_or_path."
             )
-        if self._chosen is None or str(wanted) != self._chosen:
+        if str(wanted) != self._chosen:
             settings = self.run_settings
             self._chosen = resuming.choose_checkpoint(wanted, self.args, settings, self.ranks)
         return self._chosen
@@ -355,6 +347,35 @@ class BaseTrainer(Named, Publishing, Trainer):
             self._is_saving = False
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        folder: str | Path | None = None,
+        **ignored: Any,
+    ) -> None:
+        """Write `README.md` into a folder, by default the output folder.
+
+        `model_name` is by default the hub id or the folder's name, `dataset_name` what was trained
+        on; the trainer's own tags are written, whatever else is given.
+        """
+        if self.args.process_index == 0:
+            name = model_name or Path(self.args.hub_model_id or self.args.output_dir).name
+            base_model = self.model.config._name_or_path
+            card = render_model_card(self.method, name, base_model, dataset_name)
+            place = Path(folder or self.args.output_dir)
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "README.md").write_text(card, encoding="utf-8")
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """Create the hub repository, unless the hub is switched off."""
+        if not hub.HF_HUB_OFFLINE:
+            super().init_hf_repo(*args, **kwargs)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Upload model and card, unless the hub is switched off."""
+        return None if hub.HF_HUB_OFFLINE else super().push_to_hub(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         # A checkpoint that is being written will move; it is uploaded afterwards.

@@ -32,7 +32,6 @@ class Place:
 
     epoch: int = 0
     micro_steps: int = 0  # since the start of the epoch
-    started: float = 0.0  # when the first one of an update began, in seconds
     eval_batches: int = 0  # since the start of the evaluation
 
 

@@ -1,13 +1,12 @@
-"""The README of a trained model, and the hub, which is left alone when it is switched off."""
+"""The README of a trained model."""
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Any, ClassVar
 
-from huggingface_hub import constants as hub
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
@@ -62,45 +61,7 @@ def render_model_card(
 
 def _on_hub(name: str | None) -> str | None:
     """`name` where it can be one of the hub: a path of this machine means nothing elsewhere."""
-    try:
-        validate_repo_id(str(name))
-    except HFValidationError:
-        return None
-    return None if name is None or Path(name).exists() else name
-
-
-class Publishing:
-    """What a trainer says of its model: mixed into a `transformers.Trainer`."""
-
-    method: ClassVar[Method]
-    args: Any
-    model: Any
-
-    def create_model_card(
-        self,
-        model_name: str | None = None,
-        dataset_name: str | None = None,
-        folder: str | Path | None = None,
-        **ignored: Any,
-    ) -> None:
-        """Write `README.md` into a folder, by default the output folder.
-
-        `model_name` is by default the hub id or the folder's name, `dataset_name` what was trained
-        on; the trainer's own tags are written, whatever else is given.
-        """
-        if self.args.process_index == 0:
-            name = model_name or Path(self.args.hub_model_id or self.args.output_dir).name
-            base_model = self.model.config._name_or_path or None
-            card = render_model_card(self.method, name, base_model, dataset_name)
-            place = Path(folder or self.args.output_dir)
-            place.mkdir(parents=True, exist_ok=True)
-            (place / "README.md").write_text(card, encoding="utf-8")
-
-    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
-        """Create the hub repository, unless the hub is switched off."""
-        if not hub.HF_HUB_OFFLINE:
-            super().init_hf_repo(*args, **kwargs)
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Upload model and card, unless the hub is switched off."""
-        return None if hub.HF_HUB_OFFLINE else super().push_to_hub(*args, **kwargs)
+    with suppress(HFValidationError):
+        validate_repo_id(name or "")
+        return None if Path(str(name)).exists() else name
+    return None

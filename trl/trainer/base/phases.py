@@ -1,5 +1,6 @@
 """The phases of a training step: their memory is measured, and their batches made to fit."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate, pairwise
@@ -48,10 +49,11 @@ class Phases:
         self.forgets: list[Callable[[], None]] = [model.zero_grad]
         self.done: list[Rows] = []  # micro-batches since the last update
         self._random = RandomState()
+        self._started = 0.0
 
-    def __call__(self, name: str) -> AbstractContextManager[None]:
-        """Measure a phase."""
-        begin(name)
+    def __call__(self, name: str, rows: int = 0) -> AbstractContextManager[None]:
+        """Measure a phase, of so many rows where that is known."""
+        begin(name, rows)
         return self.meter.phase(name)
 
     def adaptive(self, name: str, alone: bool = False) -> AdaptiveBatch:
@@ -62,8 +64,7 @@ class Phases:
     @contextmanager
     def inference(self, name: str, rows: int = 0) -> Iterator[None]:
         """Measure a phase after which cached blocks may go back to the device."""
-        begin(name, rows)
-        with self.meter.phase(name):
+        with self(name, rows):
             yield
         release_cached_blocks(self._args.empty_cache, self._args.device)
 
@@ -136,8 +137,14 @@ class Phases:
         self._forget()
         self.done.clear()
 
+    def begin_update(self) -> None:
+        """Start the clock of an update."""
+        self._started = time.perf_counter()
+
     def end_update(self) -> None:
-        """Let go of the micro-batches of the update, and record the peaks of its phases."""
+        """Let go of the micro-batches of the update; record its time, and its peaks of memory."""
+        # Devices work behind: looking at the gradient's norm has waited for all of the backward.
+        self._store.value("step_time", time.perf_counter() - self._started)
         self.done.clear()
         for name, value in self.meter.take().items():
             self._store.maximum(name, torch.tensor(value))

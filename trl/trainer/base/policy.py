@@ -1,32 +1,25 @@
 """The model that is trained, with tokenizer and adapter, and the reference; and their checks."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, set_seed
 from transformers.utils import logging
 
-from ...distributed import Ranks, fsdp_version
 from ...imports import beyond_tested
 from ...models import loading
-from ...models import reference as references
 from ...models.lm_head import cast_head_to_float32
 from ...models.unwrap import is_peft_model
 from ...models.weights import is_quantized, keep_trainable
 from ...text import did_you_mean
-from ..callbacks import SyncRefModelCallback
 from .base_config import BaseConfig
-from .checkpoint import load
 
 logger = logging.get_logger(__name__)
-
-REFERENCE_FILE = "reference.pt"
 
 
 @dataclass(frozen=True)
@@ -237,48 +230,3 @@ def load_reference(given: Any, model: Any, args: Any) -> PreTrainedModel | None:
     _check_kind("ref_model", given)
     loading.disable_dropout_in_model(given)
     return given
-
-
-class MovingReference(SyncRefModelCallback):
-    """A reference that follows the policy (`sync_ref_model`), and is a file of checkpoints."""
-
-    def __init__(self, reference: references.ReferencePolicy, accelerator: Accelerator):
-        super().__init__(reference.model, accelerator)
-        # The copy of an adapter is part of the policy, and so of its checkpoints.
-        self._copy = reference if isinstance(reference, references.FrozenCopy) else None
-        if isinstance(reference, references.AdapterOff) and reference.adapter is None:
-            raise NotImplementedError(
-                "sync_ref_model=True: the reference is the base model, which has no weights of its "
-                "own that could move. Leave the option out, or pass a model that already has an "
-                "adapter: its reference is a copy of that."
-            )
-        if self._copy is None and fsdp_version(accelerator) == 1:
-            raise ValueError(
-                "sync_ref_model=True: FSDP1 divides the copy of an adapter in another way than the "
-                "adapter, so the copy cannot follow it. Train under FSDP2 (--accelerate_config "
-                "fsdp2) or ZeRO-3 (--accelerate_config zero3), or leave the option out."
-            )
-
-    def _pairs(self, policy: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        # Of adapters the factors are blended, not the changes of weights that they stand for.
-        return references.frozen_pairs(policy) if self._copy is None else super()._pairs(policy)
-
-    def write(self, folder: str | Path, writes: bool) -> None:
-        """Write its weights to a checkpoint; every rank calls this, for all take part."""
-        if self._copy is None:
-            return
-        weights = dict(references.whole_weights(self._copy.model))  # which all ranks put together
-        if writes:
-            torch.save(weights, Path(folder) / REFERENCE_FILE)
-
-    def read(self, folder: str | Path, ranks: Ranks) -> None:
-        """Take over what `write` wrote, if every rank finds it."""
-        path = Path(folder) / REFERENCE_FILE
-        if self._copy is None:
-            return
-        if ranks.all(path.exists()):
-            references.load_weights(self._copy.model, load(path))
-        elif ranks.rank == 0:
-            logger.warning(
-                f"{folder} has no {REFERENCE_FILE}: the reference starts from the policy."
-            )
