@@ -1,4 +1,4 @@
-"""What concerns chat templates, under the module name that scripts import."""
+"""Utilities for chat templates, under the module name that scripts import."""
 
 from .data.templates import has_generation_markers as has_generation_markers
 from .generation.tools.templates import (

@@ -60,8 +60,8 @@ class Ranks:
         """Make the process group of the ranks that have the same rows as this one."""
         if self.count % self.per_row:
             raise ValueError(
-                f"{self.per_row} ranks are to divide each row (cp_size, sp_size), but the number "
-                f"of processes, {self.count}, is not a multiple of that."
+                f"cp_size (or sp_size), {self.per_row}, must be a divisor of the number of "
+                f"processes, {self.count}."
             )
         return torch.distributed.new_subgroups(self.per_row)[0]
 

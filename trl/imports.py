@@ -1,4 +1,4 @@
-"""What is imported late, and what is said of names and packages that are not there."""
+"""What is imported late, and the messages about names and packages that are missing."""
 
 import importlib
 import importlib.util
@@ -92,7 +92,7 @@ def public_names(part: str, *others: str) -> Callable[[str], Any]:
 def refuse(name: str, known: Iterable[str]) -> NoReturn:
     """Say that `trl` has no such name, by an AttributeError, so that `hasattr` is False.
 
-    By `from trl import NAME` it is an ImportError: the words of the other would be lost.
+    From `from trl import NAME` it is an ImportError, as Python would drop the words of the other.
     """
     trainers = ", ".join(x for x in known if x.endswith("Trainer"))
     others = f" It is not part of this release, whose trainers are {trainers}."

@@ -91,7 +91,7 @@ def test_a_tokenizer_without_places_tells_prompts_from_answers_alone():
     (plain, merging) = encoder.masked(["cde", "cab"], [[(1, 3)], [(2, 3)]])
     assert plain[1].tolist() == [False, True, True] and plain[2] == 0
     assert merging[1].tolist() == [True, True] and merging[2] == 1
-    with pytest.raises(ValueError, match="the tokenizer is not a fast one"):
+    with pytest.raises(ValueError, match="tokens of a slow tokenizer"):
         encoder.masked(["cde"], [[(0, 1)]])
 
 

@@ -134,7 +134,7 @@ def test_streams_are_packed_by_the_batch():
 @pytest.mark.parametrize(
     ("columns", "strategy", "error", "message"),
     [
-        ({"a": [[1]]}, "worst", ValueError, "strategy='worst' is unknown"),
+        ({"a": [[1]]}, "worst", ValueError, "strategy='worst' must be one of"),
         ({"a": [1]}, "bfd", TypeError, "Column 'a' must consist of lists"),
         ({"a": [[1], [2, 3]], "b": [[1], [2]]}, "bfd", ValueError, "Row 1: column 'b' has 1 item"),
     ],

@@ -77,7 +77,7 @@ def test_cutting_agrees_with_cutting_by_hand(masks, size, long_rows):
 
 def test_a_long_row_is_an_error_if_asked_for():
     with pytest.raises(
-        ValueError, match=r"than max_length=2 tokens in 2 of 3 rows, among them 0, 2"
+        ValueError, match=r"2 of 3 rows have more than max_length=2 tokens, among them row 0, 2"
     ):
         SupervisedDataset(table_of([[1] * 3, [1] * 2, [1] * 4]), 2, "error")
 
@@ -255,8 +255,8 @@ def test_lazy_documents_are_those_of_a_prepared_dataset(caplog):
     expected = [(d.source, d.ids.tolist(), trained(d)) for d in map(prepared.__getitem__, range(3))]
     found = [(d.source, d.ids.tolist(), trained(d)) for d in lazy.__getitems__([0, 1, 2, 3])]
     assert found == expected and [source for source, *_ in found] == [0, 2, 3]
-    assert [text.split("; so")[0] for text in caplog.messages[-2:]] == [
-        "Row 1 is over a limit of length",
+    assert [text.split("; further")[0] for text in caplog.messages[-2:]] == [
+        "Row 1 is over a length limit",
         "Row 1 is left out, with nothing left to train on",
     ]
     # A micro-batch always has a document; this one is not trained on.

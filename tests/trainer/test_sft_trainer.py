@@ -374,7 +374,7 @@ def test_long_rows_of_streams(tmp_path):
     stream = make_trainer(
         tmp_path, pairs(rows).to_iterable_dataset(), max_length=10, long_rows="error"
     ).train_dataset
-    with pytest.raises(ValueError, match="More than max_length=10 tokens in 2 of 2 rows, among"):
+    with pytest.raises(ValueError, match="2 of 2 rows have more than max_length=10 tokens, among"):
         list(stream)
 
 
@@ -431,7 +431,7 @@ def with_argument(name):
         (
             one(dataset_kwargs={"skip_prepare_dataset": True}),
             ValueError,
-            "skip_prepare_dataset: the dataset has no column 'input_ids', but prompt, completion",
+            "skip_prepare_dataset needs a column 'input_ids'; the dataset has prompt, completion",
         ),
     ],
 )

@@ -123,8 +123,8 @@ class TextEncoder:
         start, stop = spans[0] if len(spans) == 1 else (0, 0)
         if stop != len(text):
             raise ValueError(
-                "The turns of the assistant cannot be found in tokens: the tokenizer is not a "
-                "fast one. Use prompt-completion data, or a fast tokenizer."
+                "The turns of the assistant cannot be located in the tokens of a slow tokenizer. "
+                "Use prompt-completion data, or a fast tokenizer."
             )
         before, whole = self.ids([text[:start], text])
         first = common_prefix_length(before, whole)
@@ -175,7 +175,7 @@ class TextEncoder:
     def _alike(
         self, chats: Sequence[Chat], options: Sequence[Mapping[str, Any]]
     ) -> Iterator[tuple[Mapping[str, Any], list[Chat]]]:
-        """Conversations with equal options: rendered in one call, they are rendered much faster."""
+        """Runs of conversations with equal options, which are rendered much faster in one call."""
         prepare: Any = prepare_multimodal_messages if self._is_processor else list
         for same, rows in groupby(zip(chats, options, strict=True), key=itemgetter(1)):
             yield same, [prepare(chat) for chat, _ in rows]

@@ -1,4 +1,4 @@
-"""Conversational and plain examples: telling, converting, rendering and pairing them."""
+"""Conversational and plain examples: telling them apart, converting, rendering, pairing them."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -181,7 +181,7 @@ def malformed_prompt(prompt: Any) -> str | None:
 
 
 def extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
-    """Split what `chosen` and `rejected`, strings or messages, have in common off as `prompt`.
+    """Split off what `chosen` and `rejected`, strings or messages, have in common as `prompt`.
 
     A space at the end of a common string belongs to the completions. If one is the beginning of
     the other, its last element stays a completion, so that none is empty.

@@ -70,7 +70,7 @@ def profile_supervised(
     found = _profile(parts, source, cut, max_lengths, repeated)
     found.packing.update(_packing(SupervisedDataset(table, size).lengths, size))
     found.warn("no token to train on", (trained == 0).sum())
-    found.warn("a token over the edge of what is trained", merged)
+    found.warn("a token across the edge of what is trained", merged)
     return found
 
 
@@ -132,7 +132,7 @@ def candidates(lengths: np.ndarray, given: Sequence[int] = ()) -> list[int]:
 
 
 def repeated_share(rows: Any) -> float:
-    """Share of tokens that begin a row as another row begins, which a prefix tree has once."""
+    """Share of tokens in beginnings that other rows have too, which a prefix tree holds once."""
     ordered = sorted(list(ids) for ids in rows)
     total = sum(map(len, ordered))
     again = sum(common_prefix_length(*pair) for pair in pairwise(ordered))

@@ -174,7 +174,7 @@ def pack_dataset(
     TypeError: a column does not consist of lists. ValueError: the lists of a row differ in length.
     """
     if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r} is unknown; choose {', '.join(STRATEGIES)}.")
+        raise ValueError(f"strategy={strategy!r} must be one of {', '.join(STRATEGIES)}.")
     options = {"seq_length": seq_length, "strategy": strategy}
     return _mapped(dataset, _pack_table, options, map_kwargs)
 
@@ -204,7 +204,7 @@ def _pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
             row = int(np.flatnonzero(found != lengths)[0])
             raise ValueError(
                 f"Row {row}: column {name!r} has {found[row]} items and column "
-                f"{table.column_names[0]!r} has {lengths[row]}; all lists of a row must be as long."
+                f"{table.column_names[0]!r} has {lengths[row]}; they must be equally long."
             )
     start, stop = pieces(lengths, seq_length, STRATEGIES[strategy])
     if strategy == "wrapped":
@@ -236,7 +236,7 @@ def _is_list(kind: pa.DataType) -> bool:
 def _lists(table: pa.Table, name: str) -> Any:
     column = table.column(name)
     if not _is_list(column.type) or column.null_count:
-        raise TypeError(f"Column {name!r} must consist of lists, but has {column.type}.")
+        raise TypeError(f"Column {name!r} must consist of lists, not {column.type}.")
     return column.combine_chunks()
 
 

@@ -49,7 +49,7 @@ def kind_of_preferences(example: Mapping[str, Any]) -> str:
     found = next((kind for kind, needed in KINDS.items() if needed <= names), None)
     if found is None:
         raise ValueError(
-            f"The examples have the columns {sorted(example)}. Preferences are 'chosen' and "
+            f"The examples have the columns {sorted(example)}. Preferences need 'chosen' and "
             "'rejected' (with 'prompt', or a common beginning); 'prompt', 'completion' and "
             "'label'; or 'prompt', 'answers' and 'ranks'."
         )
@@ -158,7 +158,7 @@ class PreferenceLimits:
 
 
 class AnswerDataset(ItemDataset):
-    """Prepared preferences; one with an answer of which nothing is left is left out."""
+    """Prepared preferences, without those of which an answer has no tokens left."""
 
     def __init__(self, table: Dataset, limits: PreferenceLimits):
         prompts, sizes = preference_lengths(table)

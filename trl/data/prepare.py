@@ -27,7 +27,7 @@ logger = logging.get_logger(__name__)
 VERSION = 6
 BATCH = 1000
 # What may become of rows.
-LONG, UNTRAINED = "over a limit of length", "left out, with nothing left to train on"
+LONG, UNTRAINED = "over a length limit", "left out, with nothing left to train on"
 MERGED = "with a token that stands for characters of both the prompt and what is trained on"
 ROWS_PER_PROCESS = 10_000  # fewer are done before another process has started
 SUPERVISED = Features(
@@ -154,7 +154,7 @@ class CutReport:
         return cls(len(table), named[0], lost[0], lost[1], named[1], int((merged > 0).sum()))
 
     def lines(self, limits: str) -> list[str]:
-        """Say it in sentences; none if there is nothing to say."""
+        """The report in sentences; none if there is nothing to report."""
         rows, gone = count(self.rows, "row"), self.untrained
         named = ", ".join(map(str, gone[:3])) + ", ..." * (len(gone) > 3)
         lost = f"{count(self.tokens_lost, 'token')} left out, {self.trained_lost:,} of them trained"
@@ -162,15 +162,15 @@ class CutReport:
             f"{len(self.long):,} of {rows} longer than {limits}: {lost}.": self.long,
             f"{len(gone):,} of {rows} left with nothing to train on: {named}.": gone,
             f"{self.merged:,} of {rows} with a token that stands for characters of both the prompt "
-            "and what is trained on; it is trained on.": self.merged,
+            "and what is trained on; that token is trained on.": self.merged,
         }
         return [line for line, number in said.items() if number]
 
     def add_to(self, losses: Counter[str]) -> None:
-        """Count it for rows that are read bit by bit, and log the first one of a kind."""
+        """Count what became of rows that are read bit by bit, and log the first of each kind."""
         for fate, rows in {LONG: self.long, UNTRAINED: self.untrained}.items():
             if rows and not losses[fate]:
-                logger.warning(f"Row {rows[0]} is {fate}; so are others like it.")
+                logger.warning(f"Row {rows[0]} is {fate}; further ones are only counted.")
             losses[fate] += len(rows)
         losses[MERGED] += self.merged
 
@@ -203,7 +203,7 @@ class ItemDataset:
             raise ValueError(
                 f"None of the {self.report.rows} rows has a token to train on"
                 + f" with {limits}." * bool(limits)
-                + " Raise the limit, or look at the masks of the dataset."
+                + " Raise the limit, or check the masks of the dataset."
             )
         for line in self.report.lines(limits):
             logger.warning(line)
@@ -226,8 +226,8 @@ class SupervisedDataset(ItemDataset):
         if long_rows == "error" and over.any():
             named = ", ".join(map(str, self._source[over][:3]))
             raise ValueError(
-                f"More than max_length={max_length} tokens in {over.sum():,} of "
-                f"{count(len(table), 'row')}, among them {named}. Raise max_length, or choose "
+                f"{over.sum():,} of {count(len(table), 'row')} have more than max_length="
+                f"{max_length} tokens, among them row {named}. Raise max_length, or choose "
                 "long_rows='cut', 'drop' or 'split'."
             )
         starts, stops = pieces(lengths, max_length, long_rows)

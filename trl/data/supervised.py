@@ -68,7 +68,7 @@ class SupervisedOptions:
             return "tokenized"
         if (self.dataset_kwargs or {}).get("skip_prepare_dataset"):
             raise ValueError(
-                "skip_prepare_dataset: the dataset has no column 'input_ids', but "
+                "skip_prepare_dataset needs a column 'input_ids'; the dataset has "
                 f"{', '.join(example)}."
             )
         if self.formatting_func is not None:
@@ -107,7 +107,7 @@ def encode_supervised(
 def as_messages(messages: Sequence[Mapping[str, Any]]) -> Chat:
     """Read turns with from and value, or role and content, under the roles of chat templates."""
     if isinstance(messages, str):
-        raise TypeError(f"messages are needed where there is a string, {messages!r:.80}.")
+        raise TypeError(f"expected a list of messages, not the string {messages!r:.80}.")
     turns: Chat = maybe_convert_to_chatml({"messages": list(messages)})["messages"]
     if turns and (problem := malformed_prompt(turns)):
         raise ValueError(f"a conversation {problem}")
@@ -199,7 +199,7 @@ def _tokenized(row: Row, options: SupervisedOptions) -> Masked:
         trained &= (values != IGNORED) if name == "labels" else values.astype(bool)
         if name == "labels" and (values != ids)[trained].any():
             raise ValueError(
-                "labels must be the tokens of input_ids at their own places, or -100; "
+                "labels must be the tokens of input_ids in the same places, or -100; "
                 "they are shifted when the loss is computed."
             )
     return ids.tolist(), trained, 0

@@ -39,8 +39,8 @@ def reasoning_accuracy_reward(
 ) -> list[float | None]:
     """`accuracy_reward` of what follows the reasoning; 0.0 where the reasoning does not end.
 
-    It ends with the first of `reasoning_delimiters` that occurs, by default `</think>`, at its last
-    place.
+    The reasoning ends with the last occurrence of a delimiter: the first of `reasoning_delimiters`,
+    by default `</think>`, that occurs.
     """
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
     answers: list[str | None] = []

@@ -1,4 +1,4 @@
-"""What programs need of the command line, under the module name that scripts import."""
+"""What programs need from the command line, under the module name that scripts import."""
 
 import logging
 

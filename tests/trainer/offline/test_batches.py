@@ -84,10 +84,13 @@ def test_rows_that_are_left_out_or_cut_are_named_and_counted(caplog):
     stream.cut = partial(SupervisedDataset, max_length=3)
     assert [len(item.ids) for item in chain(*stream)] == [3, 3, 3]
     left_out, cut, counts = caplog.messages
-    assert left_out == "Row 1 is left out, with nothing left to train on; so are others like it."
-    assert cut == "Row 2 is over a limit of length; so are others like it."
+    assert (
+        left_out
+        == "Row 1 is left out, with nothing left to train on; further ones are only counted."
+    )
+    assert cut == "Row 2 is over a length limit; further ones are only counted."
     assert counts == (
-        "Rows of the stream: 2 over a limit of length; 2 left out, with nothing left to train on."
+        "Rows of the stream: 2 over a length limit; 2 left out, with nothing left to train on."
     )
 
 
