@@ -141,3 +141,12 @@ def test_generations_may_replace_prompts_and_add_columns():
     assert changed.trained_lengths() == [1, 1]
     both = Generations.concatenate([changed, changed])
     assert both.columns == changed.columns * 2 and both.messages is None
+
+
+def test_options_that_are_not_replayed():
+    extra = {"presence_penalty": 0.5, "min_tokens": 0, "stop": ["x"], "logit_bias": {3: 1.0}}
+    drawing = Sampling(max_tokens=4, repetition_penalty=1.1, top_p=0.5, extra=extra)
+    expected = ["presence_penalty=0.5", "logit_bias={3: 1.0}", "repetition_penalty=1.1"]
+    assert drawing.not_replayed() == expected
+    likeliest = Sampling(max_tokens=4, extra={"do_sample": False})
+    assert likeliest.not_replayed() == ["do_sample=False"]

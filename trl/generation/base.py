@@ -19,6 +19,11 @@ from ..types import Prompts
 FinishReason = Literal["stop", "length"]
 SEEDS = 2**62  # vLLM adds the place in a request to its seed, which is a signed 64-bit number
 NAMED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+# Options of engines that change probabilities by what was generated before, or by a grammar.
+NOT_REPLAYED = (
+    *("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("structured_outputs", "min_tokens", "thinking_token_budget", "watermarking", "extra_args"),
+)
 REFUSED = {"num_beams": "beam search picks completions instead of drawing them from the policy"}
 
 
@@ -42,6 +47,14 @@ class Sampling:
     def seeded(self, rows: int) -> Self:
         """Seed each row, unless all have seeds."""
         return self.replace(seeds=self.seeds or tuple(torch.randint(SEEDS, (rows,)).tolist()))
+
+    def not_replayed(self) -> list[str]:
+        """The options whose effect on probabilities no trainer computes after the engine."""
+        extra = self.extra
+        found = [f"{name}={extra[name]!r:.60}" for name in NOT_REPLAYED if extra.get(name)]
+        if self.repetition_penalty != 1.0:
+            found.append(f"repetition_penalty={self.repetition_penalty}")
+        return found if extra.get("do_sample", True) else [*found, "do_sample=False"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +84,10 @@ class Generations:
         """The dataset rows with what the engine adds to them."""
         added = self.columns or [{}] * len(given)
         return [row | columns for row, columns in zip(given, added, strict=True)]
+
+    def truncated(self) -> torch.Tensor:
+        """Which completions (B,) were cut off."""
+        return torch.tensor([reason != "stop" for reason in self.finish])
 
     def trained_lengths(self) -> list[int]:
         """Tokens of each completion that the policy wrote."""

@@ -18,11 +18,10 @@ from online_runs import (
 )
 from tiny import tiny_model
 
-from trl.generation.base import Sampling
 from trl.ops.policy_losses import MODES
 from trl.ops.support import Support
 from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.online.scoring import MismatchError, not_replayed
+from trl.trainer.online.scoring import MismatchError
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 TWO = ["ab", "cde"]
@@ -315,14 +314,6 @@ def test_what_the_engine_reports_as_nan_stops_training(tmp_path, mode):
 
 
 # --- What cannot be replayed ---
-
-
-def test_options_that_are_not_replayed():
-    extra = {"presence_penalty": 0.5, "min_tokens": 0, "stop": ["x"], "logit_bias": {3: 1.0}}
-    drawing = Sampling(max_tokens=4, repetition_penalty=1.1, top_p=0.5, extra=extra)
-    expected = ["presence_penalty=0.5", "logit_bias={3: 1.0}", "repetition_penalty=1.1"]
-    assert not_replayed(drawing) == expected
-    assert not_replayed(Sampling(max_tokens=4, extra={"do_sample": False})) == ["do_sample=False"]
 
 
 def test_without_replay_the_loss_is_not_corrected_and_that_is_said_once(tmp_path, caplog):

@@ -49,8 +49,7 @@ class RankState:
     def write(self, folder: str | Path, layout: list[int], place: Place) -> None:
         """Write the file of this process; under another `layout` of batches it has no meaning."""
         state = {name: save() for name, (save, _) in self._parts.items()}
-        where = {"plan": layout, "epoch": place.epoch, "micro_steps": place.micro_steps}
-        torch.save(where | state, self._path(folder))
+        torch.save({"plan": layout} | vars(place) | state, self._path(folder))
 
     def read(self, folder: str | Path, layout: list[int]) -> dict[str, Any] | None:
         """Read what `write` wrote; None on every rank if one of them has no file for `layout`."""
@@ -143,8 +142,7 @@ def seal(folder: Path, facts: dict[str, Any], whole: bool = True) -> None:
 
 def facts_of(folder: Path) -> dict[str, Any] | None:
     """What `seal` was given; None for a folder without a manifest, written by another program."""
-    content = _content(folder)
-    return None if content is None else content["facts"]
+    return _content(folder).get("facts")
 
 
 def find_fault(folder: Path) -> str | None:
@@ -155,7 +153,7 @@ def find_fault(folder: Path) -> str | None:
         content = _content(folder)
     except ValueError as error:
         return str(error)
-    if content is None:
+    if not content:
         ours = sorted(path.name for path in folder.glob("trl_state_*.pt"))
         return f"{MANIFEST} is missing, though {ours[0]} is there" if ours else None
     files = content["files"]
@@ -196,10 +194,10 @@ def rotate(folder: str | Path, limit: int | None, keep: list[Path]) -> None:
             path.with_name(UNFINISHED).rmdir()
 
 
-def _content(folder: Path) -> dict[str, Any] | None:
+def _content(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.exists():
-        return None
+        return {}
     with suppress(ValueError, KeyError, TypeError):
         manifest = json.loads(path.read_text(encoding="utf-8"))
         if manifest["sha256"] == _text_sum(manifest["content"]):
@@ -210,12 +208,11 @@ def _content(folder: Path) -> dict[str, Any] | None:
 def _fault_of(path: Path, expected: dict[str, Any]) -> str | None:
     if not path.is_file():
         return f"{path.name} is missing"
-    size = path.stat().st_size
-    if size != expected["bytes"]:
-        return f"{path.name} has {size} bytes, not {expected['bytes']}"
-    if _described(path, whole="sha256" in expected) != expected:
-        return f"{path.name} is not what was written: its checksum differs"
-    return None
+    found = _described(path, whole="sha256" in expected)
+    if found["bytes"] != expected["bytes"]:
+        return f"{path.name} has {found['bytes']} bytes, not {expected['bytes']}"
+    words = f"{path.name} is not what was written: its checksum differs"
+    return None if found == expected else words
 
 
 def _text_sum(content: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from ...imports import beyond_tested
 from ...models import loading
 from ...models.lm_head import cast_head_to_float32
 from ...models.unwrap import is_peft_model
-from ...models.weights import is_quantized, keep_trainable
+from ...models.weights import keep_trainable
 from ...text import did_you_mean
 from .base_config import BaseConfig
 
@@ -56,10 +56,13 @@ def prepare_policy(
     tokenizer = _resolve_tokenizer(tokenizer, name, args, init_kwargs)
     loading.settle_pad_token(model, tokenizer)
     change(model, tokenizer)
-    _check_vocabulary(model.config.get_text_config().vocab_size, len(tokenizer))
+    if len(tokenizer) > (known := model.config.get_text_config().vocab_size):
+        logger.warning(
+            f"The tokenizer has {len(tokenizer):,} tokens, and the model knows {known:,}: rows "
+            "with one of the others will fail. Call model.resize_token_embeddings(len(tokenizer))."
+        )
     brought_adapter = is_peft_model(model)
-    if is_quantized(model):
-        keep_trainable(model)
+    keep_trainable(model)
     if args.cast_lm_head_to_fp32:
         cast_head_to_float32(model)
     if peft_config is not None or brought_adapter:
@@ -122,14 +125,6 @@ def _check_model(model: PreTrainedModel, args: BaseConfig) -> None:
     # Eager attention softmaxes in float32, where the mask value of float64 becomes -inf.
     if model.dtype == torch.float64 and model.config._attn_implementation == "eager":
         raise ValueError("float64 gives NaN for padded rows here: use attn_implementation='sdpa'.")
-
-
-def _check_vocabulary(known: int, tokens: int) -> None:
-    if tokens > known:
-        logger.warning(
-            f"The tokenizer has {tokens:,} tokens, and the model knows {known:,}: rows with one of "
-            "the others will fail. Call model.resize_token_embeddings(len(tokenizer))."
-        )
 
 
 def _resolve_tokenizer(

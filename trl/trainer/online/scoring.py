@@ -30,26 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-# Options of engines that change probabilities by what was generated before, or by a grammar.
-NOT_REPLAYED = (
-    *("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
-    *("structured_outputs", "min_tokens", "thinking_token_budget", "watermarking", "extra_args"),
-)
-
 
 class MismatchError(RuntimeError):
     """The engine draws from another distribution than the one that is trained."""
-
-
-def not_replayed(sampling: Sampling) -> list[str]:
-    """The options of `sampling` whose effect on probabilities the trainer does not compute."""
-    extra = sampling.extra
-    found = [f"{name}={extra[name]!r:.60}" for name in NOT_REPLAYED if extra.get(name)]
-    if sampling.repetition_penalty != 1.0:
-        found.append(f"repetition_penalty={sampling.repetition_penalty}")
-    if not extra.get("do_sample", True):
-        found.append("do_sample=False")
-    return found
 
 
 def assemble(
@@ -62,7 +45,7 @@ def assemble(
     if generations.trainable is not None:
         mask = mask & pad_ragged(generations.trainable, False, width=mask.shape[1]).bool()
     if args.mask_truncated_completions:
-        mask = mask & ~_truncated(generations)[:, None]
+        mask = mask & ~generations.truncated()[:, None]
     mask = mask.to(args.device)
     totals = ranks.sum(torch.stack([mask.sum(), mask.any(1).sum()]))
     if (logps := generations.sampling_logps) is not None:
@@ -84,7 +67,7 @@ def credited(
     table: RewardTable, generations: Generations, args: OnlineConfig, ranks: Ranks
 ) -> RewardTable:
     """Say which completions of all ranks were cut off; they give no credit if they are masked."""
-    cut = ranks.gather(_truncated(generations).to(args.device))
+    cut = ranks.gather(generations.truncated().to(args.device))
     table = dataclasses.replace(table, ended=~cut)
     return table.without(cut) if args.mask_truncated_completions else table
 
@@ -92,10 +75,6 @@ def credited(
 def rows_with_gradient(batch: Rollout, advantages: Tensor) -> list[bool]:
     """Mark the rows whose gradient is not exactly zero, if each term has the advantage in it."""
     return ((advantages != 0).view(len(batch), -1) & batch.loss_mask).any(1).tolist()
-
-
-def _truncated(generations: Generations) -> Tensor:
-    return torch.tensor([reason != "stop" for reason in generations.finish])
 
 
 @dataclass(kw_only=True)
@@ -126,7 +105,7 @@ class Scoring:
         bounds = [getattr(self.args, f"vllm_importance_sampling_{name}") for name in names]
         self._bounds = RatioBounds(*bounds)
         self._corrects = self.args.vllm_importance_sampling_correction
-        self._unknown = ", ".join(not_replayed(self.sampling))
+        self._unknown = ", ".join(self.sampling.not_replayed())
         if self._unknown and self.args.vllm_max_logp_gap is not None:
             raise ValueError(
                 f"vllm_max_logp_gap={self.args.vllm_max_logp_gap} cannot be used with "
