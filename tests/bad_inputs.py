@@ -107,7 +107,7 @@ OPTIONS = [
     ("RLOO", {"num_generations": None}, "num_generations=None is too small: each completion is compared with the others of its prompt; training needs num_generations >= 2."),
     ("RLOO", {"per_device_train_batch_size": 8, "num_generations": 3}, "A generation round of 8 sequences cannot hold whole groups of num_generations=3. Nearest legal: num_generations=2 or 4, or generation_batch_size=24."),
     ("RLOO", {"generation_batch_size": 12}, "generation_batch_size=12 is not a multiple of the 8 rows of a micro-batch (per_device_train_batch_size x number of processes). Nearest legal: 8 or 16."),
-    ("RLOO", {"generation_batch_size": 16, "steps_per_generation": 4}, "generation_batch_size=16 means steps_per_generation=2 with 8 rows a micro-batch, but steps_per_generation=4 was given. Give one of them,"),
+    ("RLOO", {"generation_batch_size": 16, "steps_per_generation": 4}, "generation_batch_size=16 means steps_per_generation=2 with 8 rows per micro-batch, but steps_per_generation=4 was given. Give one of them,"),
     ("RLOO", {"steps_per_generation": 0}, "steps_per_generation=0 must be at least 1."),
     ("RLOO", {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 3}, "An evaluation batch of 8 sequences (per_device_eval_batch_size=8 on 1 rank) cannot hold whole groups of 3. Nearest legal:"),
     ("RLOO", {"auto_find_batch_size": True}, "auto_find_batch_size=True cannot be used: it would break up groups of completions."),
@@ -117,14 +117,14 @@ OPTIONS = [
     ("RLOO", {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 cannot be used: completions are generated without noise. Leave it out."),
     ("RLOO", {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 cannot be used: completions have no labels. Leave it out."),
     ("RLOO", {"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length' cannot be used: the lengths of completions are not known before they are generated. Leave it out."),
-    ("RLOO", {"rloo_k": 4, "num_generations": 4}, "RLOOConfig: both rloo_k and num_generations were given; num_generations replaces it."),
+    ("RLOO", {"rloo_k": 4, "num_generations": 4}, "RLOOConfig: both rloo_k and num_generations were given; use num_generations alone."),
     ("RLOO", {"batch_size": 4}, "RLOOConfig has no option 'batch_size' any more: use generation_batch_size."),
     ("RLOO", {"fp16": True, "bf16": True}, "At most one of fp16 and bf16 can be True, but not both"),
     ("RLOO", {"use_vllm": True, "ds3_gather_for_generation": False}, "ds3_gather_for_generation=False cannot be used with use_vllm=True: it says how transformers generates. Leave one of them out."),
     ("RLOO", {"use_vllm": True, "use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True cannot be used with use_vllm=True: it says how transformers generates. Leave one of them out."),
     ("RLOO", {"vllm_importance_sampling_clip_min": 3.0}, "vllm_importance_sampling_clip_min=3.0 must be below vllm_importance_sampling_clip_max=3.0."),
     ("RLOO", {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None}, "vllm_importance_sampling_mode='token_truncate' needs a bound: set vllm_importance_sampling_clip_max, such as 3.0."),
-    ("RLOO", {"use_vllm": True, "vllm_sync_adapter_only": True, "vllm_enable_sleep_mode": True}, "vllm_sync_adapter_only=True cannot be used with vllm_enable_sleep_mode=True: base weights that sleep would be sent each time."),
+    ("RLOO", {"use_vllm": True, "vllm_sync_adapter_only": True, "vllm_enable_sleep_mode": True}, "vllm_sync_adapter_only=True cannot be used with vllm_enable_sleep_mode=True: base weights would have to be sent after each sleep."),
     ("RLOO", {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": {"selective": True}}, "gradient_checkpointing_kwargs: 'selective' needs gradient_checkpointing=True, and use_reentrant must not be True."),
     ("GRPO", {"log_completions_hub_repo": "a/b"}, "log_completions_hub_repo='a/b' cannot be used: completions stay in the folder `completions` of output_dir. Leave it out."),
     ("SFT", {"packing": True, "max_length": None}, "packing=True needs max_length, the size of a pack."),
@@ -134,7 +134,7 @@ OPTIONS = [
     ("RLOO", {"parallelism_config": ParallelismConfig(cp_size=2)}, "cp_size=2 (or sp_size): context parallelism is for trainers that learn from the"),
     ("GRPO", {"parallelism_config": ParallelismConfig(sp_backend="deepspeed", sp_size=2)}, "cp_size=2 (or sp_size): context parallelism is for trainers that learn from the"),
     ("Model", {"load_in_4bit": True, "load_in_8bit": True}, "load_in_8bit and load_in_4bit exclude each other; choose one."),
-    ("Model", {"lora_target_parameters": ["w"]}, "lora_target_parameters cannot be used with lora_dropout=0.05: what enters a parameter cannot be dropped. Set lora_dropout=0."),
+    ("Model", {"lora_target_parameters": ["w"]}, "lora_target_parameters cannot be used with lora_dropout=0.05: dropout cannot act on the input of a parameter. Set lora_dropout=0."),
 ]
 
 # --- Options that are told of, and used: configuration, options, kind and words of the warning ---
@@ -143,7 +143,7 @@ WARNED = [
     ("RLOO", {"use_transformers_paged": True}, "FutureWarning: RLOOConfig: use_transformers_paged is now use_transformers_continuous_batching."),
     ("GRPO", {"vllm_importance_sampling_cap": 2.0}, "FutureWarning: GRPOConfig: vllm_importance_sampling_cap is now vllm_importance_sampling_clip_max."),
     ("RLOO", {"rloo_k": 4}, "FutureWarning: RLOOConfig: rloo_k is now num_generations."),
-    ("DPO", {"loss_type": "aot_pair"}, "FutureWarning: 'aot_pair' is called 'aot_unpaired'."),
+    ("DPO", {"loss_type": "aot_pair"}, "FutureWarning: 'aot_pair' is now 'aot_unpaired'."),
     ("GRPO", {"loss_type": "luspo"}, "UserWarning: loss_type='luspo' was published with importance_sampling_level='sequence', not 'token'."),
     *[
         ("GRPO", {"loss_type": kind, "importance_sampling_level": "sequence"}, f"UserWarning: loss_type={kind!r} was published with importance_sampling_level='token', not 'sequence'.")
@@ -403,7 +403,7 @@ TRAINERS = [
     ("RLOO", {"reward_funcs": closed}, "The reward function 'closed' failed: TypeError: closed() got an unexpected keyword argument 'prompts'. This was a trial on the first row, {'prompt':"),
     ("RLOO", {"reward_funcs": raises}, "The reward function 'raises' failed: ZeroDivisionError: division by zero. This was a trial on the first row, {'prompt': 'ab'},"),
     # Models and references.
-    ("RLOO", {"args": {"router_aux_loss_coef": 0.1}}, "router_aux_loss_coef=0.1: LlamaConfig is not of a mixture of experts; leave the option out."),
+    ("RLOO", {"args": {"router_aux_loss_coef": 0.1}}, "router_aux_loss_coef=0.1: LlamaConfig is not a mixture of experts; leave the option out."),
     ("RLOO", {"args": {"generation_kwargs": {"num_beams": 4}}}, "generation_kwargs['num_beams'] cannot be used in training: beam search picks completions instead of drawing them from the policy."),
     ("RLOO", {"args": {"generation_kwargs": {"temprature": 4}}}, "generation_kwargs['temprature'] is not a generation option. Did you mean temperature?"),
     ("RLOO", {"args": {"use_vllm": True, "vllm_tensor_parallel_size": 2}}, "vllm_tensor_parallel_size=2 must divide the number of processes, which is 1: choose 1."),

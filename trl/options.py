@@ -31,6 +31,6 @@ def option(default: Any, text: str, choices: tuple = (), hint: str = "", **bound
 
 
 def changed(config: Any, names: Iterable[str]) -> str:
-    """Those of some options of a dataclass that do not have their default value."""
+    """The options, out of some of a dataclass, that do not have their default value."""
     defaults = type(config).__dataclass_fields__
     return ", ".join(name for name in names if getattr(config, name) != defaults[name].default)

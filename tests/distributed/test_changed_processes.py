@@ -49,5 +49,5 @@ def test_within_a_round_its_prompts_are_answered_anew(runs):
 
 def test_deepspeed_cannot_divide_its_states_anew(runs):
     _, refused, accepted = runs["zero3", "between"]
-    assert "cannot do so again: resume with --num_processes 2, or begin" in accepted
+    assert "cannot split them anew: resume with --num_processes 2, or begin" in accepted
     assert LISTED in accepted and "resume_with_changes" not in refused

@@ -42,7 +42,7 @@ class Divergence(enum.Enum):
 
 
 def test_names_of_earlier_releases():
-    with pytest.warns(FutureWarning, match="'aot_pair' is called 'aot_unpaired'"):
+    with pytest.warns(FutureWarning, match="'aot_pair' is now 'aot_unpaired'"):
         assert make(loss_type="aot_pair").loss_type == ["aot_unpaired"]
     assert make(f_divergence_type=Divergence.JS).f_divergence_type == "js_divergence"
     with pytest.warns(FutureWarning, match="label_pad_token_id has no effect .rows are not padded"):
@@ -63,7 +63,7 @@ def test_names_of_earlier_releases():
         ({"loss_type": []}, "must be equally long"),
         (
             {"loss_type": ["sigmoid", "bco_pair"], "f_divergence_type": "forward_kl"},
-            "f_divergence_type='forward_kl' cannot be used with loss_type=bco_pair, which has no",
+            "f_divergence_type='forward_kl' cannot be used with loss_type=bco_pair, which does not",
         ),
         ({"loss_type": "hinge", "label_smoothing": 0.1}, "no effect on loss_type=hinge; it is for"),
         ({"loss_type": "exo_pair"}, "loss_type=exo_pair needs label_smoothing above 0"),

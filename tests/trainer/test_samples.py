@@ -182,7 +182,7 @@ class _Rank:
 
 def test_mistakes(tmp_path):
     trainer = make("SFT", tmp_path, eval_dataset=None)
-    with pytest.raises(ValueError, match="Completions are drawn for an eval_dataset"):
+    with pytest.raises(ValueError, match="Drawing completions needs an eval_dataset"):
         LogCompletionsCallback(trainer, freq=1)
     with pytest.raises(ValueError, match="needs freq, or the option eval_steps"):
         LogCompletionsCallback(make("SFT", tmp_path))

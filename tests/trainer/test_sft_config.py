@@ -17,9 +17,9 @@ def test_defaults():
 
 
 def test_values_that_were_renamed():
-    with pytest.warns(FutureWarning, match="'bfd-requeue' is called 'bfd_split'"):
+    with pytest.warns(FutureWarning, match="'bfd-requeue' is now 'bfd_split'"):
         assert make(packing=True, packing_strategy="bfd-requeue").row_limit == "split"
-    with pytest.warns(FutureWarning, match="loss_type='chunked_nll' is called 'nll'"):
+    with pytest.warns(FutureWarning, match="loss_type='chunked_nll' is now 'nll'"):
         assert make(loss_type="chunked_nll").loss_type == "nll"
 
 

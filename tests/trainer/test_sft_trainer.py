@@ -317,7 +317,7 @@ def test_a_mixture_of_experts_is_balanced(tmp_path):
     (aux,) = logged(trainer, "aux_loss")
     loss = by_hand(model, [encoded(*pair) for pair in PAIRS])[0]
     assert aux > 0 and logged(trainer, "loss")[0] != pytest.approx(loss, rel=1e-3)
-    with pytest.raises(ValueError, match="is not of a mixture of experts"):
+    with pytest.raises(ValueError, match="is not a mixture of experts"):
         make_trainer(tmp_path, router_aux_loss_coef=0.1)
 
 

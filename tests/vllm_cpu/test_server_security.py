@@ -78,7 +78,7 @@ def test_routes_that_training_does_not_need_are_off(running):
 
 @pytest.mark.parametrize("method", ["reload_weights", "init_device", "__init__", 3, None])
 def test_workers_run_only_what_was_made_for_trainers(running, method):
-    with pytest.raises(ServerError, match="status 404: no route of training"):
+    with pytest.raises(ServerError, match="status 404: not a route for training"):
         VLLMClient(running.url, 20.0).call_workers(method)
 
 

@@ -156,7 +156,7 @@ class GenerationBackend(ABC):
 
 @dataclass(eq=False)
 class AroundEngine(GenerationBackend):
-    """What is put around another backend: weights and log-probabilities are those of it."""
+    """A backend around another one, with that one's weights and log-probabilities."""
 
     engine: GenerationBackend
 
@@ -164,7 +164,7 @@ class AroundEngine(GenerationBackend):
         self.reports_policy_logps = self.engine.reports_policy_logps
 
     def sync_weights(self, step: int) -> None:
-        """Sync those of the engine."""
+        """Sync the weights of the engine."""
         self.engine.sync_weights(step)
 
 
@@ -211,7 +211,7 @@ def row_seeds(key: Sequence[object], first_row: int, count: int) -> tuple[int, .
 def cut_at_stop(
     ids: Sequence[int], stop_ids: Sequence[int], max_tokens: int
 ) -> tuple[list[int], FinishReason]:
-    """Cut a completion behind its first stop token, or behind `max_tokens`; says which it was."""
+    """Cut a completion after its first stop token, or after `max_tokens`; says which it was."""
     kept, stops = list(ids[:max_tokens]), set(stop_ids)
     end = next((place for place, token in enumerate(kept, 1) if token in stops), None)
     return kept[:end], "length" if end is None else "stop"

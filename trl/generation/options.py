@@ -9,7 +9,7 @@ from ..options import option
 class GenerationOptions:
     """Which engine completes prompts, how tokens are drawn, and the tools that it may call."""
 
-    max_completion_length: int = option(512, "Most tokens of a completion.", ge=1)
+    max_completion_length: int = option(512, "Maximum length of a completion in tokens.", ge=1)
     temperature: float = option(
         1.0,
         "Sampling temperature; also divides the logits in training.",
@@ -17,20 +17,20 @@ class GenerationOptions:
         hint="for greedy decoding: generation_kwargs={'do_sample': False}",
     )
     top_p: float = option(1.0, "Sample from the fewest tokens with this probability.", gt=0, le=1)
-    top_k: int | None = option(0, "Draw from so many tokens; 0 or None: all.", ge=0, hint="0: off")
+    top_k: int | None = option(0, "Draw from this many tokens; 0, None: all.", ge=0, hint="0: off")
     min_p: float | None = option(
         None, "Drop tokens less likely than this share of the most likely one.", ge=0, le=1
     )
-    repetition_penalty: float = option(1.0, "Above 1, present tokens become less likely.", gt=0)
+    repetition_penalty: float = option(1.0, "Above 1, repeated tokens become less likely.", gt=0)
     generation_kwargs: dict | str | None = option(
         None, "More options of the generation engine (JSON); they win over the named ones."
     )
     # --- Generation by transformers ---
     generation_max_rows: int | None = option(
-        None, "Most completions generated at once on a rank. None: all of a round.", ge=1
+        None, "Maximum number of completions generated at once on a rank. None: all.", ge=1
     )
     generation_max_kv_gb: float | None = option(
-        None, "Most GB of key-value cache held at once while generating. None: no limit.", gt=0
+        None, "Limit, in GB, of the key-value cache held while generating. None: no limit.", gt=0
     )
     cache_implementation: str | None = option(None, "Kind of key-value cache for generation.")
     ds3_gather_for_generation: bool = option(
@@ -49,12 +49,12 @@ class GenerationOptions:
     )
     vllm_model_impl: str = option("vllm", "Model implementation.", choices=("vllm", "transformers"))
     vllm_enable_sleep_mode: bool = option(False, "Free the memory of vLLM outside generation.")
-    vllm_structured_outputs_regex: str | None = option(None, "Regular expression of completions.")
+    vllm_structured_outputs_regex: str | None = option(None, "Regular expression to match.")
     vllm_server_base_url: str | None = option(None, "Address of the vLLM server.")
     vllm_server_host: str = option("0.0.0.0", "Host of the vLLM server.")
     vllm_server_port: int = option(8000, "Port of the vLLM server.", ge=1)
     vllm_server_timeout: float = option(240.0, "Seconds to wait for the vLLM server.", gt=0)
-    vllm_group_port: int = option(51216, "Without effect: weights need no port.")
+    vllm_group_port: int = option(51216, "No effect: weights need no port.")
     vllm_gpu_memory_utilization: float | None = option(
         None, "Share of GPU memory for a colocated engine. None: what training leaves.", gt=0, le=1
     )
@@ -63,14 +63,14 @@ class GenerationOptions:
     )
     vllm_tensor_parallel_size: int = option(1, "Ranks that share a colocated engine.", ge=1)
     vllm_probe_syncs: int = option(
-        50, "Compare log-probabilities at one of so many syncs; 0: never.", ge=0, hint="0: never"
+        50, "Compare log-probabilities at one of this many syncs; 0: never.", ge=0, hint="0: never"
     )
     vllm_sync_adapter_only: bool = option(
         False, "Send base weights to a colocated engine once, and then only the LoRA adapter."
     )
     # --- Tools ---
     max_tool_calling_iterations: int | None = option(
-        None, "Most turns of a completion whose tool calls are answered. None: no limit.", ge=0
+        None, "Maximum number of turns whose tool calls are answered. None: no limit.", ge=0
     )
     tool_timeout: float | None = option(
         60.0,

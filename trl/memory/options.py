@@ -1,4 +1,4 @@
-"""Options of memory: what saves it, measures it, and makes do with less of it."""
+"""Options about memory: saving it, measuring it, and making do with less of it."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,17 @@ from ..options import option
 
 @dataclass
 class MemoryOptions:
-    """What saves memory, measures it, and makes do with less of it."""
+    """Saving memory, measuring it, and making do with less of it."""
 
     pad_to_multiple_of: int | str | None = option(
-        "auto", "Pad rows to a multiple of this; only rows of few models are padded at all."
+        "auto", "Pad rows to a multiple of this; only a few models need padded rows at all."
     )
-    shared_prefix: bool = option(True, "Compute a prompt once for its completions in one forward.")
+    shared_prefix: bool = option(True, "Compute a prompt once for its completions in one pass.")
     logits_chunk_size: int | None = option(
         None, "Logits (tokens x vocabulary) held at once. None: the device's default; 0: all.", ge=0
     )
     activation_offloading: bool = option(
-        False, "Keep activations in the memory of the host until the backward pass needs them."
+        False, "Keep activations in host memory until the backward pass needs them."
     )
     max_tokens_per_piece: int | None = option(
         None,
@@ -32,4 +32,4 @@ class MemoryOptions:
         choices=("never", "auto", "always"),
     )
     log_memory: bool = option(True, "Log the peak memory of each phase, also to memory.jsonl.")
-    recover_from_oom: bool = option(True, "Out of memory, go on with smaller pieces of the data.")
+    recover_from_oom: bool = option(True, "If memory runs out, go on with smaller pieces.")

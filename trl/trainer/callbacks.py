@@ -27,7 +27,7 @@ REFERENCE_FILE = "reference.pt"
 
 @dataclass(eq=False)
 class SyncRefModelCallback(TrainerCallback):
-    """Moves a reference model towards the policy every so many optimizer steps (TR-DPO).
+    """Moves a reference model towards the policy every few optimizer steps (TR-DPO).
 
     reference <- alpha * policy + (1 - alpha) * reference, with `alpha` from
     `args.ref_model_mixup_alpha`, whenever `global_step` is a multiple of
@@ -101,7 +101,7 @@ class MovingReference(SyncRefModelCallback):
 
 @dataclass(eq=False)
 class BEMACallback(TrainerCallback):
-    """Keeps a corrected moving average of the weights, saved to `<output_dir>/bema` in the end.
+    """Keeps a corrected moving average of the weights, saved to `<output_dir>/bema` at the end.
 
     At step t (arXiv 2508.00180) the average moves by beta_t = max((lag + multiplier t)^-ema_power,
     min_ema_multiplier), and the weights that are saved are

@@ -31,17 +31,17 @@ class DPOConfig(PreferenceConfig):
         None, "Weight of the mean negative log-likelihood of chosen answers, added to the losses."
     )
     label_smoothing: float = option(
-        0.0, "Probability that a label is wrong, for losses that know of it.", ge=0, lt=1
+        0.0, "Probability that a label is wrong, for losses that take it into account.", ge=0, lt=1
     )
-    reference_free: bool = option(False, "The reference gives all answers the same probability.")
+    reference_free: bool = option(False, "Treat all answers as equally likely under the reference.")
     f_divergence_type: str = option(
         "reverse_kl",
-        "The divergence that holds the policy back.",
+        "The divergence from the reference that is penalized.",
         choices=("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
     )
     f_alpha_divergence_coef: float = option(0.5, "Alpha of alpha_divergence.")
     ld_alpha: float | None = option(
-        None, "Weight of tokens beyond the length that both answers have. None: 1.", ge=0, le=1
+        None, "Weight of tokens beyond the length of the shorter answer. None: 1.", ge=0, le=1
     )
     use_weighting: bool = option(False, "Weigh pairs by how likely their answers are (WPO).")
     discopop_tau: float = option(0.05, "Temperature of the discopop loss.", gt=0)
@@ -52,7 +52,7 @@ class DPOConfig(PreferenceConfig):
         given: Any = self.loss_type
         names = list(given) if isinstance(given, list | tuple) else [given]
         if "aot_pair" in names:
-            warnings.warn("'aot_pair' is called 'aot_unpaired'.", FutureWarning, stacklevel=4)
+            warnings.warn("'aot_pair' is now 'aot_unpaired'.", FutureWarning, stacklevel=4)
         self.loss_type = ["aot_unpaired" if name == "aot_pair" else name for name in names]
         self._check_losses(self.loss_type)
         super().__post_init__()
@@ -88,7 +88,7 @@ class DPOConfig(PreferenceConfig):
         has_divergence = self.f_divergence_type != "reverse_kl"
         return super()._problems() | {
             f"{divergence}={self.f_divergence_type!r} cannot be used with loss_type={plain}, which "
-            "has no place for it": plain and has_divergence,
+            "does not use it": plain and has_divergence,
             f"label_smoothing={smoothing} has no effect on loss_type={', '.join(self.losses)}; it "
             f"is for {', '.join(SMOOTHED)}": smoothing and not names & {*SMOOTHED},
             "loss_type=exo_pair needs label_smoothing above 0, such as 0.001": (
@@ -99,8 +99,8 @@ class DPOConfig(PreferenceConfig):
             ),
             f"loss_type={divided} divides by beta, which must be above 0": divided
             and not self.beta,
-            f"use_weighting=True cannot be used with loss_type={ranked}: what these compare is not "
-            "the answers of one pair": self.use_weighting and ranked,
+            f"use_weighting=True cannot be used with loss_type={ranked}: they do not "
+            "compare the answers of one pair": self.use_weighting and ranked,
             "sync_ref_model=True has no reference to move, because of reference_free=True": (
                 self.sync_ref_model and self.reference_free
             ),

@@ -21,7 +21,7 @@ class ModelConfig(Named):
     model_name_or_path: str | None = option(None, "Folder or hub id of the model.")
     model_revision: str = option("main", "Branch, tag or commit of the model.")
     dtype: str | None = option(
-        "float32", "Precision the weights are loaded in; auto is that of the files.", choices=DTYPES
+        "float32", "Precision to load weights in; auto keeps that of the files.", choices=DTYPES
     )
     attn_implementation: str | None = option(None, "Attention implementation.")
     use_peft: bool = option(False, "Train a LoRA adapter instead of all weights.")
@@ -41,7 +41,7 @@ class ModelConfig(Named):
     load_in_8bit: bool = option(False, "Quantize the base model to 8 bits.")
     load_in_4bit: bool = option(False, "Quantize the base model to 4 bits.")
     bnb_4bit_quant_type: str = option("nf4", "Data type of 4-bit weights.", choices=("nf4", "fp4"))
-    use_bnb_nested_quant: bool = option(False, "Quantize the constants of quantization too.")
+    use_bnb_nested_quant: bool = option(False, "Quantize the quantization constants too.")
     bnb_4bit_quant_storage: str | None = option(None, "Data type that holds 4-bit weights.")
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class ModelConfig(Named):
         if self.lora_target_parameters and self.lora_dropout:
             raise ValueError(
                 f"lora_target_parameters cannot be used with lora_dropout={self.lora_dropout}: "
-                "what enters a parameter cannot be dropped. Set lora_dropout=0."
+                "dropout cannot act on the input of a parameter. Set lora_dropout=0."
             )
         targets = self.lora_target_modules
         if isinstance(targets, list) and len(targets) == 1:

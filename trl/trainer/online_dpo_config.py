@@ -27,18 +27,18 @@ class OnlineDPOConfig(OnlineConfig):
         **refused("pass the judge to the trainer", "judge"),
     }
     without_meaning = OnlineConfig.without_meaning | {
-        "vllm_importance_sampling_correction": "the loss is of completions, whoever wrote them"
+        "vllm_importance_sampling_correction": "the loss is the same whoever wrote the completions"
     }
     unit: ClassVar[int] = 2
     learning_rate: float = option(5e-7, "Initial learning rate.", ge=0)
     disable_dropout: bool = option(True, "Set the probability of every dropout layer to zero.")
-    max_completion_length: int = option(64, "Most tokens of a completion.", ge=1)
+    max_completion_length: int = option(64, "Maximum length of a completion in tokens.", ge=1)
     temperature: float = option(0.9, "Sampling temperature; divides the logits in training.", gt=0)
     vllm_importance_sampling_correction: bool = option(
-        False, "Cannot be used: the loss is one of the completions, whoever wrote them."
+        False, "Cannot be used: the loss is the same whoever wrote the completions."
     )
     beta: list[float] = option(  # type: ignore[assignment]
-        [0.1], "How closely the policy is held to the reference; several: one for each epoch."
+        [0.1], "How closely the policy is held to the reference; a list has one value per epoch."
     )
     loss_type: str = option("sigmoid", "Loss of a pair.", choices=("sigmoid", "ipo"))
     missing_eos_penalty: float | None = option(
@@ -59,6 +59,6 @@ class OnlineDPOConfig(OnlineConfig):
             )
 
     def beta_in(self, epoch: int) -> float:
-        """The strength in an epoch; the last one stays."""
+        """The value in an epoch; after the last value it stays."""
         values = self.beta if isinstance(self.beta, list) else [self.beta]
         return values[min(epoch, len(values) - 1)]

@@ -15,7 +15,7 @@ class RewardConfig(OfflineConfig):
     piece_on_cpu: ClassVar[int] = 1024  # as in DPO
 
     learning_rate: float = option(1e-4, "Initial learning rate.", ge=0)
-    max_length: int | None = option(1024, "Longer rows are left out. None: none is.", ge=2)
+    max_length: int | None = option(1024, "Longer rows are left out. None: no limit.", ge=2)
     disable_dropout: bool = option(True, "Set the probability of every dropout layer to zero.")
     center_rewards_coefficient: float | None = option(
         None, "Weight of the squared sum of both scores of a pair, which keeps scores near 0.", ge=0

@@ -43,7 +43,7 @@ class RewardTrainer(OfflineTrainer):
         model = causal_model(model)
         if model.can_generate():
             raise TypeError(
-                f"model is a {type(model).__name__}, which does not score. Pass its name, or a "
+                f"model is a {type(model).__name__}, which gives no score. Pass its name, or a "
                 "model loaded with AutoModelForSequenceClassification and num_labels=1."
             )
         if model.config.num_labels != 1:
@@ -60,7 +60,7 @@ class RewardTrainer(OfflineTrainer):
         if kind_of_preferences(first_row(dataset)) == "labelled":
             raise ValueError(
                 "Reward models learn from pairs ('chosen' and 'rejected') or ranked answers "
-                "('answers' and 'ranks'); single answers with a label have nothing to compare with."
+                "('answers' and 'ranks'); single answers with a label cannot be compared."
             )
         limits = PreferenceLimits(max_length=args.max_length, truncation_mode="drop")
         return prepare_answers(dataset, encoder, args, limits)

@@ -97,7 +97,7 @@ def _prompts(trainer: BaseTrainer, tokenizer: Any, most: int | None) -> Prompts:
     data = trainer.eval_dataset
     data = next(iter(data.values())) if isinstance(data, Mapping) else data
     if data is None or not hasattr(data, "__getitem__"):
-        raise ValueError("Completions are drawn for an eval_dataset with a length: pass one.")
+        raise ValueError("Drawing completions needs an eval_dataset with a length: pass one.")
     rows = [data[i] for i in range(min(len(data), most or len(data)))]
     if isinstance(data, Dataset):  # of a trainer that generates; others have prepared tokens
         return trainer.encode(rows)  # type: ignore[operator]

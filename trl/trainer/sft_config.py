@@ -17,7 +17,7 @@ class SFTConfig(OfflineConfig):
 
     learning_rate: float = option(2e-5, "Initial learning rate.", ge=0)
     loss_type: str = option(
-        "nll", "nll: cross-entropy; dft: times the token's probability.", choices=("nll", "dft")
+        "nll", "nll: cross-entropy; dft: nll times probability.", choices=("nll", "dft")
     )
     dataset_text_field: str = option("text", "Column of plain texts.")
     source_column: str = option(
@@ -39,7 +39,7 @@ class SFTConfig(OfflineConfig):
         "keep_start", "Which end of long rows is kept.", choices=("keep_start", "keep_end")
     )
     lazy_tokenization: bool = option(
-        False, "Tokenize while training instead of before; not with packing or token budgets."
+        False, "Tokenize during training, not before it; excludes packing and token budgets."
     )
     packing: bool = option(False, "A row is a pack of documents with at most max_length tokens.")
     packing_strategy: str = option(
@@ -49,14 +49,14 @@ class SFTConfig(OfflineConfig):
         choices=("bfd", "bfd_split", "wrapped"),
     )
     wrapped_attends_across: bool = option(
-        False, "With wrapped, documents in the same max_length tokens are one and see each other."
+        False, "With wrapped, documents within the same max_length tokens see each other as one."
     )
-    eval_packing: bool | None = option(None, "Pack evaluation sets. None: as packing.")
+    eval_packing: bool | None = option(None, "Pack evaluation sets. None: the value of packing.")
 
     def __post_init__(self) -> None:
         for name, values in RENAMED.items():
             if new := values.get(old := getattr(self, name)):
-                warnings.warn(f"{name}={old!r} is called {new!r}.", FutureWarning, stacklevel=4)
+                warnings.warn(f"{name}={old!r} is now {new!r}.", FutureWarning, stacklevel=4)
                 setattr(self, name, new)
         super().__post_init__()
 
@@ -69,7 +69,7 @@ class SFTConfig(OfflineConfig):
             f"{by_length} needs the lengths of all rows: leave out lazy_tokenization=True": (
                 self.lazy_tokenization and (packs or self.max_tokens_per_micro_batch)
             ),
-            "With packing, long_rows='split' is packing_strategy='bfd_split'": (
+            "With packing, set packing_strategy='bfd_split' instead of long_rows='split'": (
                 packs and given == "split"
             ),
             "wrapped_attends_across=True needs packing=True and packing_strategy='wrapped'": across,

@@ -30,7 +30,7 @@ class SFTTrainer(OfflineTrainer):
 
     The loss of an optimizer step is the mean, over all trained tokens of all micro-batches and
     ranks, of -log p(token); with `loss_type="dft"` each term is multiplied by p(token), without
-    gradient. Rows lie behind each other without padding and never see each other.
+    gradient. Rows lie end to end without padding and never see each other.
 
     Datasets have `text`, `messages`, `conversations`, `prompt` with `completion`, or `input_ids`;
     a `formatting_func` makes a text of an example. `compute_metrics` and

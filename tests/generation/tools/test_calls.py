@@ -301,7 +301,7 @@ def no_hint(a):
     [
         ([no_docs], ValueError, "'no_docs' has no schema.*docstring"),
         ([no_hint], ValueError, "'no_hint' has no schema.*type hint"),
-        ([add, add], ValueError, "two are named 'add'"),
+        ([add, add], ValueError, "two tools are named 'add'"),
         ([3], TypeError, "3 is not a function"),
     ],
 )

@@ -104,7 +104,7 @@ def test_a_gpu_needs_half_precision(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode=True: base weights that sleep"),
+        ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode=True: base weights would"),
         ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size above 1"),
     ],
 )

@@ -83,7 +83,7 @@ def test_router_coefficient(tmp_path):
     assert router_coefficient(mixture("qwen3"), chosen) == 2.0
     assert router_coefficient(tiny_model(), config(tmp_path)) == 0.0
     assert router_coefficient(tiny_model(), config(tmp_path, router_aux_loss_coef=0.0)) == 0.0
-    with pytest.raises(ValueError, match="LlamaConfig is not of a mixture of experts"):
+    with pytest.raises(ValueError, match="LlamaConfig is not a mixture of experts"):
         router_coefficient(tiny_model(), chosen)
 
 

@@ -320,7 +320,7 @@ def test_without_replay_the_loss_is_not_corrected_and_that_is_said_once(tmp_path
     penalty = {"repetition_penalty": 1.2, "max_steps": 2}
     with caplog.at_level("WARNING", "trl"):
         found = step_direction(trainer_of(tmp_path / "on", **penalty))
-    said = [r.message for r in caplog.records if "does not replay" in r.message]
+    said = [r.message for r in caplog.records if "cannot reproduce" in r.message]
     assert len(said) == 1 and "repetition_penalty=1.2" in said[0]
     plain = trainer_of(tmp_path / "off", vllm_importance_sampling_correction=False, **penalty)
     assert torch.equal(found, step_direction(plain))

@@ -1,4 +1,4 @@
-"""Tool calls: finding them in what a model wrote, making them, and telling it of failures."""
+"""Tool calls: finding them in what a model wrote, making them, and telling it about failures."""
 
 import contextlib
 import functools
@@ -85,8 +85,8 @@ def _read_body(body: str, schemas: Sequence[dict[str, Any]]) -> ToolCall:
 class CallParser:
     """Reads turns of the model.
 
-    A tokenizer with a `response_template` is asked to parse; otherwise the way the chat template,
-    called with `template_kwargs`, writes a call says how; a ValueError if that is not known.
+    A tokenizer with a `response_template` is asked to parse; otherwise calls are read in the format
+    in which the chat template, called with `template_kwargs`, writes them; ValueError if unknown.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class ToolRunner:
         names = [schema["function"]["name"] for schema in self.schemas]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"tools: two are named {name!r}; rename one of them.")
+                raise ValueError(f"tools: two tools are named {name!r}; rename one.")
         self.by_name = dict(zip(names, tools, strict=True))
         self._calls = TimedCalls(timeout)
 

@@ -83,7 +83,7 @@ def add_response_schema(processing_class: T) -> T:
 
     Its `response_template` is made of what the chat template writes around an answer, a tool call
     and, in `<think>` tags, reasoning; one that is there stays. ValueError: the chat template is not
-    one text, does not show calls and their results, or writes them in a way that is not known.
+    one text, does not show calls and their results, or writes them in an unknown format.
     """
     tokenizer: Any = getattr(processing_class, "tokenizer", processing_class)
     if reads_responses(tokenizer):

@@ -41,7 +41,7 @@ def check_platform(sleeps: bool) -> None:
     if not oldest <= found <= newest:
         logger.warning_once(
             f"vLLM {vllm.__version__} is outside the supported range {OLDEST} to {NEWEST}; "
-            "generation may fail or give other results."
+            "generation may fail or give different results."
         )
     platform = require("vllm.platforms", "use_vllm=True").current_platform
     if sleeps and not platform.is_sleep_mode_available():

@@ -32,7 +32,7 @@ PACKAGES = {"azure_ml": "azureml-mlflow", "comet_ml": "comet-ml", "dagshub": "da
 
 @dataclass
 class LoopOptions:
-    """What the loop does: numbers that are not finite, checkpoints, resuming."""
+    """What the loop does about non-finite numbers, checkpoints and resuming."""
 
     non_finite: str = option(
         "raise",
@@ -57,7 +57,7 @@ class PolicyOptions:
     trust_remote_code: bool = option(False, "Execute code shipped with a model or tokenizer.")
     disable_dropout: bool = option(False, "Set the probability of every dropout layer to zero.")
     router_aux_loss_coef: float | None = option(
-        None, "Weight of the load-balancing loss of mixture-of-experts models. None: its config's."
+        None, "Weight of a mixture of experts' load-balancing loss. None: as in the model's config."
     )
     cast_lm_head_to_fp32: bool = option(
         False, "Compute the output projection in float32, whatever the precision of the rest."
@@ -96,7 +96,7 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
         ),
     }
 
-    logging_steps: float = option(10, "Log every this many updates; below 1, a share of all.")
+    logging_steps: float = option(10, "Updates between two logs; below 1, a share of all updates.")
     gradient_checkpointing: bool | None = option(
         True, "Recompute activations in backward: less memory, about a third more time."
     )
@@ -105,7 +105,7 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
     )
     lr_scheduler_kwargs: dict | str | None = option(None, "Arguments of the scheduler (JSON).")
     logging_nan_inf_filter: bool = option(
-        False, "No effect: see non_finite. As transformers filters, each micro-batch is waited for."
+        False, "No effect: see non_finite. This filter waits for the device at each micro-batch."
     )
 
     def __post_init__(self) -> None:
@@ -129,7 +129,7 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
 
     @property
     def piece_tokens(self) -> int:
-        """Most tokens of a piece of a micro-batch; 0: it stays whole."""
+        """The most tokens in a piece of a micro-batch; 0: it stays whole."""
         return self.max_tokens_per_piece or 0
 
     @property
@@ -161,7 +161,7 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
         return chosen
 
     def _problems(self) -> dict[str, Any]:
-        """What is said of options that cannot be as they are, and whether that is so."""
+        """Messages about options that cannot be used together, and whether they apply."""
         given = {name: getattr(self, name) for name in self.without_meaning}
         divides = self.ranks_per_row > 1 and not self.divides_rows
         return {
@@ -176,7 +176,7 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
         }
 
     def _check_packages(self) -> None:
-        """Without this, what is missing would be said after the model has been loaded."""
+        """Refuse missing packages now; otherwise the model would be loaded first."""
         if self.use_liger_kernel:
             require("liger_kernel", "use_liger_kernel=True")
             kernels: str = "liger_kernel_config"  # declared without a type that is known

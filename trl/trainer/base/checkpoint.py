@@ -100,7 +100,7 @@ def explained(staged: Path, final: Path) -> Iterator[None]:
         older = ", ".join(path.name for path in checkpoints_in(final.parent))
         raise OSError(
             f"{final.name} could not be saved in {final.parent} ({error}); {free:.0f} MB are free "
-            f"there. Checkpoints written before it are untouched: {older or 'there are none'}."
+            f"there. Earlier checkpoints are untouched: {older or 'there are none'}."
         ) from error
 
 

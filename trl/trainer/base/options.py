@@ -176,7 +176,7 @@ def _translate(owner: str, table: Values, old: Values, given: Values) -> dict[st
             words.append(f"{name} has no effect{f' ({new.advice})' if new.advice else ''}")
             continue
         if given.get(new) is not None:
-            raise ValueError(f"{owner}: both {name} and {new} were given; {new} replaces it.")
+            raise ValueError(f"{owner}: both {name} and {new} were given; use {new} alone.")
         words.append(f"{name} is now {new}")
         changes[new] = value
     if words:

@@ -124,7 +124,7 @@ def _check_model(model: PreTrainedModel, args: BaseConfig) -> None:
         )
     # Eager attention softmaxes in float32, where the mask value of float64 becomes -inf.
     if model.dtype == torch.float64 and model.config._attn_implementation == "eager":
-        raise ValueError("float64 gives NaN for padded rows here: use attn_implementation='sdpa'.")
+        raise ValueError("Eager attention in float64 gives NaN: use attn_implementation='sdpa'.")
 
 
 def _resolve_tokenizer(
@@ -156,7 +156,7 @@ def router_coefficient(model: nn.Module, args: BaseConfig) -> float:
     if args.router_aux_loss_coef and not has_router:
         raise ValueError(
             f"router_aux_loss_coef={args.router_aux_loss_coef}: "
-            f"{type(config).__name__} is not of a mixture of experts; leave the option out."
+            f"{type(config).__name__} is not a mixture of experts; leave the option out."
         )
     return float(args.router_aux_loss_coef)
 
@@ -191,7 +191,7 @@ def checked_args(model: Any, args: Any, config_class: type[BaseConfig], method: 
     if args.n_gpu > 1:  # in one process, which transformers would divide batches over
         raise ValueError(
             f"One process sees {args.n_gpu} GPUs. Start one process for each with `accelerate "
-            "launch`, or show it one with CUDA_VISIBLE_DEVICES=0."
+            "launch`, or limit it to one with CUDA_VISIBLE_DEVICES=0."
         )
     _check_places(name, isinstance(model, str), args.output_dir)
     return args

@@ -65,7 +65,7 @@ def choose_checkpoint(wanted: Any, args: Any, settings: dict[str, Any], ranks: R
     with ranks.fail_together("looking for the checkpoint"):
         if chosen is not None and not (chosen / "trainer_state.json").is_file():
             raise ValueError(
-                f"{chosen} cannot be resumed from: rank {ranks.rank} does not find it. Put "
+                f"{chosen} cannot be resumed from: rank {ranks.rank} cannot find it. Put "
                 "output_dir on a disk that all nodes share, or train with save_on_each_node=True."
             )
     return None if chosen is None else str(chosen)
@@ -76,7 +76,7 @@ def warn_of_earlier_run(folder: str) -> None:
     if earlier := checkpoints_in(folder):
         logger.warning(
             f"{folder} has {earlier[0].name} of an earlier run, but this run begins at the start, "
-            "and will write over what is there. To go on with the earlier run, set "
+            "and will write over it. To continue the earlier run, set "
             "resume_from_checkpoint=True; to keep both, choose another output_dir."
         )
 
@@ -130,8 +130,8 @@ def _compare(checkpoint: Path, args: Any, settings: dict[str, Any]) -> None:
     written = facts["settings"].get(PROCESSES, settings[PROCESSES])
     if written != settings[PROCESSES] and args.deepspeed_plugin is not None:
         raise ValueError(
-            f"{others}DeepSpeed splits optimizer states by the number of processes and cannot do "
-            f"so again: resume with --num_processes {written}, or begin a new run with the "
+            f"{others}DeepSpeed splits optimizer states by the number of processes and cannot "
+            f"split them anew: resume with --num_processes {written}, or begin a new run with the "
             "checkpoint as model_name_or_path."
         )
     if not args.resume_with_changes:

@@ -38,15 +38,15 @@ class OfflineConfig(BaseConfig):
             "after running out of memory, training goes on with smaller pieces of the same batch "
             "(recover_from_oom)"
         ),
-        "dataloader_drop_last": "the last micro-batch weighs as much as it has tokens",
+        "dataloader_drop_last": "the last micro-batch counts in proportion to its tokens",
     }
 
-    max_length: int | None = option(1024, "Most tokens of a row. None: no limit.", ge=2)
+    max_length: int | None = option(1024, "Maximum tokens of a row. None: no limit.", ge=2)
     dataset_num_proc: int | None = option(
-        None, "Processes that tokenize. None: by the rows and the cores.", ge=1
+        None, "Processes that tokenize. None: as rows and cores suggest.", ge=1
     )
     dataset_kwargs: dict | str | None = option(
-        None, "skip_prepare_dataset: refuse rows that are not tokenized (JSON)."
+        None, "With skip_prepare_dataset, refuse rows that are not tokenized (JSON)."
     )
     shuffle_dataset: bool = option(
         False,
@@ -54,7 +54,7 @@ class OfflineConfig(BaseConfig):
         "epoch anyway, unless train_sampling_strategy='sequential'.",
     )
     max_tokens_per_micro_batch: int | None = option(
-        None, "Most tokens of a micro-batch, besides its rows; a longer row is alone.", ge=1
+        None, "Maximum tokens of a micro-batch, besides its rows; a longer row is alone.", ge=1
     )
     remove_unused_columns: bool | None = option(True, "Accepted: other columns are never read.")
     dataloader_pin_memory: bool = option(False, "Pin memory; rows are lists, so there is no need.")
@@ -100,7 +100,7 @@ class PreferenceConfig(ReferenceOptions, OfflineConfig):
 
     legacy_options = {
         **ignored("rows are not padded", "label_pad_token_id", "padding_value"),
-        **ignored("the model says what it is", "is_encoder_decoder"),
+        **ignored("the model tells by itself", "is_encoder_decoder"),
         **ignored("a ref_model that is passed is used", "force_use_ref_model"),
         **ignored("the head is found without it", "base_model_attribute_name"),
         **ignored("generate with the saved model", "generate_during_eval"),
@@ -115,14 +115,14 @@ class PreferenceConfig(ReferenceOptions, OfflineConfig):
     disable_dropout: bool = option(True, "Set the probability of every dropout layer to zero.")
     beta: float = option(0.1, "How strongly the policy is held near the reference.", ge=0)
     max_prompt_length: int | None = option(
-        None, "Most tokens of a prompt, of which the last are kept. None: no limit.", ge=1
+        None, "Maximum length of a prompt; its last tokens are kept. None: no limit.", ge=1
     )
     max_completion_length: int | None = option(
-        None, "Most tokens of an answer, of which the first are kept. None: no limit.", ge=1
+        None, "Maximum length of an answer; its first tokens are kept. None: no limit.", ge=1
     )
     truncation_mode: str = option(
         "keep_start",
-        "Which end of a prompt with an answer over max_length is kept.",
+        "Which end is kept of a prompt with an answer longer than max_length.",
         choices=("keep_start", "keep_end"),
     )
     use_logits_to_keep: bool = option(False, "Accepted: logits of prompts are never computed.")
@@ -130,13 +130,13 @@ class PreferenceConfig(ReferenceOptions, OfflineConfig):
         False, "Score all answers with the reference beforehand, once; the result is kept on disk."
     )
     precompute_ref_batch_size: int | None = option(
-        None, "Prompts scored at once for that. None: per_device_train_batch_size.", ge=1
+        None, "Prompts scored at once beforehand. None: per_device_train_batch_size.", ge=1
     )
 
     def _problems(self) -> dict[str, Any]:
         return super()._problems() | {
             "precompute_ref_log_probs=True cannot be used with sync_ref_model=True: the reference "
-            "moves": self.precompute_ref_log_probs and self.sync_ref_model,
+            "would move": self.precompute_ref_log_probs and self.sync_ref_model,
         }
 
     @property

@@ -95,7 +95,7 @@ def resolve_rounds(
     if micro_batches is not None and micro_batches != derived:
         raise ValueError(
             f"generation_batch_size={round_rows} means steps_per_generation={derived} with "
-            f"{micro_rows} rows a micro-batch, but steps_per_generation={micro_batches} was "
+            f"{micro_rows} rows per micro-batch, but steps_per_generation={micro_batches} was "
             f"given. Give one of them, or generation_batch_size={micro_rows * micro_batches}."
         )
     return round_rows, derived

@@ -41,7 +41,7 @@ class OnlineConfig(GenerationOptions, ReferenceOptions, BaseConfig):
     dataloader_pin_memory: bool = option(False, "Pin memory; rows are text, so there is no need.")
     # --- Batches ---
     num_generations: int | None = option(2, "Completions for each prompt (G).")
-    num_generations_eval: int | None = option(None, "In evaluation. None: num_generations.")
+    num_generations_eval: int | None = option(None, "G in evaluation. None: num_generations.")
     generation_batch_size: int | None = option(
         None, "Completions of one generation round over all ranks. None: from the batch sizes."
     )
@@ -59,7 +59,7 @@ class OnlineConfig(GenerationOptions, ReferenceOptions, BaseConfig):
     )
     # --- Prompts and completions ---
     max_prompt_length: int | None = option(
-        None, "Most tokens of a prompt. None: what the model can see.", ge=1
+        None, "Maximum length of a prompt in tokens. None: what the model can see.", ge=1
     )
     long_prompts: str = option(
         "error",
@@ -77,12 +77,12 @@ class OnlineConfig(GenerationOptions, ReferenceOptions, BaseConfig):
         choices=MODES,
     )
     vllm_importance_sampling_clip_max: float | None = option(
-        3.0, "Upper bound of that ratio.", gt=0, hint="None: no bound"
+        3.0, "Upper bound of the ratio.", gt=0, hint="None: no bound"
     )
     vllm_importance_sampling_clip_min: float | None = option(None, "The ratio's lower bound.", ge=0)
     vllm_max_logp_gap: float | None = option(
         None,
-        "Most nats by which a token's log-probability may differ from the engine's on average.",
+        "Largest mean difference, in nats, between a token's log-probability and the engine's.",
         gt=0,
         hint="None: no bound",
     )
@@ -97,7 +97,7 @@ class OnlineConfig(GenerationOptions, ReferenceOptions, BaseConfig):
     )
     # --- Rewards ---
     reward_weights: list[float] | None = option(None, "Weight of each reward function. None: 1.")
-    reward_timeout: float | None = option(None, "Seconds of a reward call. None: no limit.", gt=0)
+    reward_timeout: float | None = option(None, "Seconds per reward call. None: unlimited.", gt=0)
     reward_dry_run: bool = option(True, "Call reward functions on one row before training.")
     # --- Logging ---
     log_completions: bool = option(
@@ -190,7 +190,7 @@ class OnlineConfig(GenerationOptions, ReferenceOptions, BaseConfig):
             "are not known before they are generated. Leave it out": by_length,
             "sync_ref_model=True needs a reference policy: set beta above 0": is_missing,
             "vllm_sync_adapter_only=True cannot be used with vllm_enable_sleep_mode=True: base "
-            "weights that sleep would be sent each time": by_adapter
+            "weights would have to be sent after each sleep": by_adapter
             and self.vllm_enable_sleep_mode,
             "vllm_sync_adapter_only=True cannot be used with vllm_tensor_parallel_size above 1": (
                 by_adapter and self.vllm_tensor_parallel_size > 1

@@ -45,7 +45,7 @@ class OnlineTrainer(BaseTrainer):
 
     Datasets have rows with a `prompt`; their other columns are passed to the reward functions.
     `eval_dataset` may be a dictionary of datasets. `reward_funcs` are callables, coroutine
-    functions, sequence classifiers with their `reward_processing_classes`, or names of such; one or
+    functions, sequence classifiers with their `reward_processing_classes`, or their names; one or
     a list. A model that is given by name is quantized by `quantization_config`; with `peft_config`
     an adapter is trained. The policy may call `tools` (`ToolRunner`), a `rollout_func` makes the
     completions itself (`FunctionBackend`), an `environment_factory` what each row acts in
@@ -193,7 +193,7 @@ class OnlineTrainer(BaseTrainer):
         return table.total
 
     def compute_advantages(self, rewards: Tensor, table: RewardTable, batch: Rollout) -> Tensor:
-        """Return advantages: (N,), one a completion of all ranks, or (B, C), one a token of this.
+        """Return advantages: (N,), per completion of all ranks, or (B, C), per token of this rank.
 
         Those of unscorable rows are 0.
         """

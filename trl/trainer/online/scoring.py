@@ -109,7 +109,7 @@ class Scoring:
         if self._unknown and self.args.vllm_max_logp_gap is not None:
             raise ValueError(
                 f"vllm_max_logp_gap={self.args.vllm_max_logp_gap} cannot be used with "
-                f"{self._unknown}: the trainer does not replay what that does to probabilities."
+                f"{self._unknown}: the trainer cannot reproduce its effect on probabilities."
             )
 
     def is_on_policy(self, mode: Mode) -> bool:
@@ -256,9 +256,9 @@ class Scoring:
         if self._corrects and self._unknown:
             self._corrects = False
             logger.warning(
-                f"The trainer does not replay what {self._unknown} does to the probabilities of "
-                "the engine. So the loss is not corrected (vllm_importance_sampling_correction has "
-                "no effect), and the metrics sampling/* include it."
+                f"The trainer cannot reproduce the effect of {self._unknown} on the engine's "
+                "probabilities, so the loss is not corrected (vllm_importance_sampling_correction "
+                "has no effect), and the metrics sampling/* include this effect."
             )
         return self._corrects
 
@@ -278,7 +278,7 @@ class Scoring:
         )
         if self.args.vllm_logp_gap_action == "raise":
             raise MismatchError(
-                f"{words} Look for other precisions or old weights, raise the bound, or set "
+                f"{words} Check for another precision or old weights, raise the bound, or set "
                 "vllm_logp_gap_action='warn'."
             )
         if self.policy.ranks.rank == 0:

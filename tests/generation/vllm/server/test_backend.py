@@ -61,7 +61,7 @@ def test_a_server_that_does_not_fit_is_named():
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ((500, {"error": {"message": "no attribute"}}), "cannot take weights.*no attribute"),
+        ((500, {"error": {"message": "no attribute"}}), "cannot take a trainer.*no attribute"),
         ((200, {"results": [{"protocol": 0, "new": 1}]}), "another version of trl"),
         ((403, "who are you?"), "status 403: who are you"),
     ],

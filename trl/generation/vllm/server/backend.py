@@ -30,7 +30,7 @@ MOST_REQUESTS = 256  # requests that are under way; a server queues them itself
 
 
 class Server(VLLMClient):
-    """A server that is ready, and was started for training; `facts` are what it says of itself."""
+    """A server that is ready, and was started for training; `facts` are what it reports."""
 
     def __init__(self, url: str, seconds: float):
         super().__init__(url, seconds)
@@ -43,7 +43,7 @@ class Server(VLLMClient):
         except ServerError as error:
             if error.status != 500:
                 raise
-            words = f"cannot take weights of a trainer. {HOW} It said: {error}"
+            words = f"cannot take a trainer's weights. {HOW} It said: {error}"
             raise ServerError(f"The vLLM server {self.url} {words}") from error
 
     def check(self, wanted: ServerFacts, sampling: Sampling) -> None:
@@ -57,7 +57,7 @@ class Server(VLLMClient):
         legal = set(schema["CompletionRequest"]["properties"])
         for name in extra - legal:
             raise ValueError(
-                f"generation_kwargs[{name!r}] cannot be asked of a vLLM server."
+                f"generation_kwargs[{name!r}] is not an option of a vLLM server."
                 f"{did_you_mean(name, legal)}"
             )
 

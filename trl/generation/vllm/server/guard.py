@@ -81,7 +81,7 @@ class Guard(Middleware):
         if claim.digest != digest(body := await request.body()):
             answer = _error(400, DAMAGED)
         elif not _is_open(request.method, _path(request), body):
-            answer = _error(404, "no route of training")
+            answer = _error(404, "not a route for training")
         elif _path(request) == WEIGHTS:
             answer = await _hand_on(request.app.state.engine_client, body)
         else:

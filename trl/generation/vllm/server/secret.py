@@ -1,7 +1,7 @@
-"""The secret that a trainer shares with its vLLM servers: who proves to know it gets through.
+"""The secret that a trainer shares with its vLLM servers: whoever proves to know it gets in.
 
-It never travels. Who asks proves it over the whole request, a word that the server chose and one
-that is used once; who answers proves it over the answer.
+It never travels. Whoever asks proves it over the whole request, a word that the server chose and
+one that is used once; whoever answers proves it over the answer.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ def shared_secret() -> bytes:
 
 
 def proof(secret: bytes, *words: bytes) -> str:
-    """64 hexadecimal digits that only who knows the secret can make of the words."""
+    """64 hexadecimal digits that only someone who knows the secret can make from the words."""
     found = hmac.new(secret, digestmod="sha256")
     for word in words:
         found.update(len(word).to_bytes(8, "big") + word)
