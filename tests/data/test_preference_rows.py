@@ -2,8 +2,6 @@ import numpy as np
 import pytest
 from bpe import bpe_tokenizer
 from datasets import Dataset
-from hypothesis import given
-from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
 from trl.data.encode import TextEncoder
@@ -11,7 +9,6 @@ from trl.data.preference_rows import (
     AnswerDataset,
     MismatchedDataset,
     PreferenceLimits,
-    partners,
     prepare_preferences,
 )
 
@@ -163,24 +160,6 @@ def test_what_was_cut_is_counted_and_empty_rows_are_named():
     assert AnswerDataset(prepare(*rows), PreferenceLimits(max_prompt_length=4)).report.long == (1,)
     with pytest.raises(ValueError, match=r"None of the 3 rows .*max_length=2"):
         AnswerDataset(prepare(*rows), PreferenceLimits(max_length=2)).checked("max_length=2")
-
-
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=30))
-def test_a_partner_has_another_answer_and_comes_from_another_example(rows):
-    possible = all(any(s != t and a != b for t, b in rows) for s, a in rows)
-    if not possible:
-        with pytest.raises(ValueError, match="has no partner"):
-            list(partners((a, s, i) for i, (s, a) in enumerate(rows)))
-        return
-    found = dict(partners((a, s, i) for i, (s, a) in enumerate(rows)))
-    assert sorted(found) == list(range(len(rows)))
-    assert all(x != y for i, p in found.items() for x, y in zip(rows[i], rows[p], strict=True))
-
-
-def test_a_partner_is_the_last_one_before_or_the_first_one_after():
-    rows = [("a", 0), ("a", 1), ("b", 1), ("b", 2), ("a", 3)]
-    found = dict(partners((answer, source, i) for i, (answer, source) in enumerate(rows)))
-    assert found == {0: 2, 1: 3, 2: 0, 3: 1, 4: 3}
 
 
 def test_partners_follow_from_the_seed():

@@ -17,7 +17,6 @@ from trl.data.prepare import (
     SupervisedDataset,
     arrow_column,
     default_processes,
-    in_memory,
     items,
     prepare_supervised,
 )
@@ -141,7 +140,7 @@ def test_streams_are_encoded_while_they_are_read():
     stream = Dataset.from_dict({"text": texts}).to_iterable_dataset()
     rows = prepare_supervised(stream, ENCODER, SupervisedOptions())
     tables = rows.with_format("arrow").iter(1)
-    found = [document for table in tables for document in SupervisedDataset(in_memory(table))]
+    found = [document for table in tables for document in SupervisedDataset(Dataset(table))]
     assert [d.ids.tolist() for d in found] == [ENCODER.ids([t + "<eos>"])[0] for t in texts]
     assert [d.source for d in found] == [0, 1]
     assert [d.trained.tolist() for d in found] == [[False, True, True]] * 2

@@ -5,6 +5,8 @@ from itertools import permutations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trl.ops.preference_losses import (
     DIVERGENCES,
@@ -13,6 +15,7 @@ from trl.ops.preference_losses import (
     WITHOUT_DIVERGENCE,
     PairOptions,
     PairScores,
+    kl_partners,
     kto_loss,
     rank_partners,
     ranking_loss,
@@ -235,3 +238,21 @@ def test_swapping_a_pair_flips_the_gradient_where_scores_are_equal():
     scores = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     ranking_loss(scores[:1], scores[1:]).sum().backward()
     assert scores.grad.tolist() == [-0.5, 0.5]
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=30))
+def test_a_partner_has_another_answer_and_comes_from_another_example(rows):
+    possible = all(any(s != t and a != b for t, b in rows) for s, a in rows)
+    if not possible:
+        with pytest.raises(ValueError, match="has no partner"):
+            list(kl_partners((a, s, i) for i, (s, a) in enumerate(rows)))
+        return
+    found = dict(kl_partners((a, s, i) for i, (s, a) in enumerate(rows)))
+    assert sorted(found) == list(range(len(rows)))
+    assert all(x != y for i, p in found.items() for x, y in zip(rows[i], rows[p], strict=True))
+
+
+def test_a_partner_is_the_last_one_before_or_the_first_one_after():
+    rows = [("a", 0), ("a", 1), ("b", 1), ("b", 2), ("a", 3)]
+    found = dict(kl_partners((answer, source, i) for i, (answer, source) in enumerate(rows)))
+    assert found == {0: 2, 1: 3, 2: 0, 3: 1, 4: 3}

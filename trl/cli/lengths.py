@@ -22,6 +22,8 @@ from .exit import one_line_errors
 from .memory_plan import build_options, make_plan, parser_for
 from .train import load_data, take_split
 
+LOST = 0.001  # share of the tokens that a proposed limit may lose
+
 
 @dataclass
 class LengthsArguments:
@@ -43,7 +45,7 @@ def main(words: list[str] | None = None) -> None:
         parser.check([*rest, *(f"--{name}" for name in others)])
         own, script, training, model, mixture = build_options(parser, values, 1)
         profile = profiled(own, script, training, model, mixture)
-        size = profile.enough(profile.largest_that_fits)
+        size = proposed(profile)
         packs = isinstance(training, SFTConfig) and profile.parts["row"]["p50"] <= size / 2
         name = "max_length" if isinstance(training, OfflineConfig) else "max_prompt_length"
         line = f"--{name} {size}" + " --packing" * packs
@@ -74,6 +76,15 @@ def profiled(
     option = "tokens of a prompt" if plan.run.generates else "max_length"
     largest = next(limit.largest for limit in plan.limits() if limit.option == option)
     return replace(profile, limits=limits, largest_that_fits=largest)
+
+
+def proposed(profile: LengthProfile) -> int:
+    """The shortest judged limit that loses little of the tokens, if the device has room for it."""
+    total = profile.parts.get("trained", profile.parts[next(reversed(profile.parts))])["tokens"]
+    for row in profile.limits:
+        if row["trained lost" if "trained lost" in row else "tokens lost"] <= LOST * total:
+            break
+    return min(row["max_length"], profile.largest_that_fits or row["max_length"])
 
 
 def described(profile: LengthProfile) -> str:

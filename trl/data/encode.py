@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 import transformers
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from .formats import common_prefix_length, prepare_multimodal_messages
+from .formats import Processor, common_prefix_length, prepare_multimodal_messages
 
 Ids = list[int]
 Chat = Sequence[dict[str, Any]]
+Options = Mapping[str, Any]  # of a template, such as tools
 Span = tuple[int, int]  # the first character, and the one behind the last
+Marked = tuple[list[str], list[list[Span]]]  # texts, and spans of each
 Masked = tuple[Ids, np.ndarray, int]  # ids, a mask (tokens,), its tokens that begin before it
 
 # Characters that a text shares with the one before it, and that are encoded again, and of these,
@@ -32,7 +33,7 @@ WORD_END = re.compile(r".*[^\W\d_](?= [^\W\d_])", re.DOTALL)
 class TextEncoder:
     """Turns strings and conversations into token ids, with a tokenizer or that of a processor."""
 
-    def __init__(self, processing_class: PreTrainedTokenizerBase | ProcessorMixin):
+    def __init__(self, processing_class: Processor):
         self.tokenizer = getattr(processing_class, "tokenizer", processing_class)
         self._is_processor = self.tokenizer is not processing_class
         self._template = processing_class.chat_template if self._is_processor else None
@@ -43,11 +44,9 @@ class TextEncoder:
     @cached_property
     def begin(self) -> Ids:
         """What the tokenizer puts before a plain text, such as BOS."""
-        full = self.tokenizer("a")["input_ids"]
-        bare = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        full, bare = (self.tokenizer("a", add_special_tokens=x)["input_ids"] for x in (True, False))
         places = range(len(full) - len(bare) + 1)
-        at = next((i for i in places if full[i : i + len(bare)] == bare), 0)
-        return list(full[:at])
+        return list(full[: next((i for i in places if full[i : i + len(bare)] == bare), 0)])
 
     @cached_property
     def eos(self) -> int:
@@ -147,18 +146,16 @@ class TextEncoder:
         return before + ids + behind, np.concatenate(sides), merged
 
     def render_all(
-        self, chats: Sequence[Chat], options: Sequence[Mapping[str, Any]], **ending: Any
+        self, chats: Sequence[Chat], options: Sequence[Options], **ending: Any
     ) -> list[str]:
-        """Render conversations with the chat template, each with its `options`, such as tools."""
+        """Render conversations with the chat template, each with its `options`."""
         found: list[str] = []
         for same, prepared in self._alike(chats, options):
             given = {"chat_template": self._template, **same, **ending}
             found += self.tokenizer.apply_chat_template(prepared, tokenize=False, **given)
         return found
 
-    def render_marked(
-        self, chats: Sequence[Chat], options: Sequence[Mapping[str, Any]]
-    ) -> tuple[list[str], list[list[tuple[int, int]]]]:
+    def render_marked(self, chats: Sequence[Chat], options: Sequence[Options]) -> Marked:
         """Render conversations, with the characters (start, stop) inside generation markers."""
         texts: list[str] = []
         spans: list[list[tuple[int, int]]] = []
@@ -173,14 +170,14 @@ class TextEncoder:
         return texts, spans
 
     def _alike(
-        self, chats: Sequence[Chat], options: Sequence[Mapping[str, Any]]
-    ) -> Iterator[tuple[Mapping[str, Any], list[Chat]]]:
+        self, chats: Sequence[Chat], options: Sequence[Options]
+    ) -> Iterator[tuple[Options, list[Chat]]]:
         """Runs of conversations with equal options, which are rendered much faster in one call."""
         prepare: Any = prepare_multimodal_messages if self._is_processor else list
         for same, rows in groupby(zip(chats, options, strict=True), key=itemgetter(1)):
             yield same, [prepare(chat) for chat, _ in rows]
 
-    def chosen_template(self, options: Mapping[str, Any]) -> str:
+    def chosen_template(self, options: Options) -> str:
         return self.tokenizer.get_chat_template(self._template, options.get("tools"))
 
 

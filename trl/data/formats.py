@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from datasets import Dataset, DatasetDict
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from ..ops.masking import common_prefix_length
 
 D = TypeVar("D", Dataset, DatasetDict)
+Processor: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
+Row = dict[str, Any]
 FIELDS = ("prompt", "chosen", "rejected", "completion", "messages")
 # Sets of fields, as they are named in a message.
 SUPPORTED = (
@@ -22,18 +24,15 @@ SUPPORTED = (
 IMAGE_KEYS = ("image", "url", "path", "base64")
 
 
-def is_conversational(example: dict[str, Any]) -> bool:
-    """Whether the first text of an example that is not empty is a list of messages with a `role`.
-
-    Texts are its prompt, chosen, rejected, completion and messages.
-    """
+def is_conversational(example: Row) -> bool:
+    """Whether the first text of an example that is not empty is a list of messages with roles."""
     for field in FIELDS:
         if value := example.get(field):
             return isinstance(value, list) and isinstance(value[0], dict) and "role" in value[0]
     return False
 
 
-def is_conversational_from_value(example: dict[str, Any]) -> bool:
+def is_conversational_from_value(example: Row) -> bool:
     """Whether `conversations` is a list of turns with `from` and `value`."""
     turns = example.get("conversations")
     first = turns[0] if isinstance(turns, list) and turns else None
@@ -59,11 +58,8 @@ def _turn(turn: Any) -> Any:
 
 
 def apply_chat_template(
-    example: dict[str, Any],
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-    tools: list[Any] | None = None,
-    **template_kwargs: Any,
-) -> dict[str, Any]:
+    example: Row, processing_class: Processor, tools: list | None = None, **template_kwargs: Any
+) -> Row:
     """Render a conversational example as strings.
 
     Its fields are one of the sets of `SUPPORTED`, else it is a KeyError; more of them are dropped.
@@ -85,7 +81,7 @@ def apply_chat_template(
     return _render_answers(example, render)
 
 
-def _render_answers(example: dict[str, Any], render: Callable[..., str]) -> dict[str, Any]:
+def _render_answers(example: Row, render: Callable[..., str]) -> Row:
     prompt = example["prompt"]
     if not prompt:
         raise ValueError("A prompt has no messages; it must end with user, tool or assistant.")
@@ -109,20 +105,15 @@ def prompt_ending(prompt: Sequence[dict[str, Any]]) -> dict[str, bool]:
 
 
 def maybe_apply_chat_template(
-    example: dict[str, Any],
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-    tools: list[Any] | None = None,
-    **template_kwargs: Any,
-) -> dict[str, Any]:
+    example: Row, processing_class: Processor, tools: list | None = None, **template_kwargs: Any
+) -> Row:
     """`apply_chat_template` for conversational examples; others are returned unchanged."""
     if not is_conversational(example):
         return example
     return apply_chat_template(example, processing_class, tools, **template_kwargs)
 
 
-def prepare_multimodal_messages(
-    messages: list[dict[str, Any]], images: list[Any] | None = None
-) -> list[dict[str, Any]]:
+def prepare_multimodal_messages(messages: list[Row], images: list[Any] | None = None) -> list[Row]:
     """Turn string contents into blocks and put images where they belong, in a copy of messages.
 
     Images fill the empty image blocks in order; without such blocks they stand before the text of
@@ -142,13 +133,13 @@ def prepare_multimodal_messages(
     return found
 
 
-def _empty_image_blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
+def _empty_image_blocks(message: Row) -> list[Row]:
     blocks = [] if message["role"] == "tool" else message.get("content") or []
     images = [block for block in blocks if block.get("type") == "image"]
     return [block for block in images if all(block.get(key) is None for key in IMAGE_KEYS)]
 
 
-def _with_blocks(message: dict[str, Any]) -> dict[str, Any]:
+def _with_blocks(message: Row) -> Row:
     if message["role"] not in ("system", "user", "assistant", "tool"):
         raise ValueError(
             f"Unknown role {message['role']!r}; it must be system, user, assistant or tool."
@@ -166,9 +157,8 @@ def malformed_prompt(prompt: Any) -> str | None:
     if isinstance(prompt, str):
         return None
     if prompt is None or prompt == []:
-        absent = "is missing" if prompt is None else "has no messages"
-        advice = "for example with dataset.filter(lambda row: row['prompt'])"
-        return f"{absent}. Remove such rows, {advice}."
+        advice = "Remove such rows, for example with dataset.filter(lambda row: row['prompt'])."
+        return f"{'is missing' if prompt is None else 'has no messages'}. {advice}"
     if not is_conversational({"prompt": prompt}):
         return "must be a string or a list of messages with 'role' and 'content'."
     for place, message in enumerate(prompt):
@@ -180,7 +170,7 @@ def malformed_prompt(prompt: Any) -> str | None:
     return None
 
 
-def extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
+def extract_prompt(example: Row) -> Row:
     """Split off what `chosen` and `rejected`, strings or messages, have in common as `prompt`.
 
     A space at the end of a common string belongs to the completions. If one is the beginning of
@@ -195,7 +185,7 @@ def extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
 
 
-def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
+def maybe_extract_prompt(example: Row) -> Row:
     """`extract_prompt` for pairs without a prompt of their format; others are unchanged."""
     if "chosen" not in example or "rejected" not in example:
         return example

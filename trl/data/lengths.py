@@ -9,12 +9,13 @@ import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset
 
-from .formats import common_prefix_length
-from .packing import best_fit
+from ..ops.masking import common_prefix_length
+from ..ops.packing import best_fit
+from .packing import pieces
 from .preference_rows import AnswerDataset, PreferenceLimits, preference_lengths
 from .prepare import CutReport, SupervisedDataset, arrow_column, items, trained_in
 
-PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 99.9, 100)
+PERCENTILES = {"min": 0, **{f"p{p:g}": p for p in (5, 25, 50, 75, 90, 95, 99, 99.9)}, "max": 100}
 BATCHES = (1, 2, 4, 8, 16)
 BINS = 40
 Table = list[dict[str, Any]]
@@ -41,23 +42,15 @@ class LengthProfile:
         if count:
             self.warnings.append(f"Warning: {what} in {int(count)} of {self.rows} rows.")
 
-    def enough(self, most: int | None = None, share: float = 0.001) -> int:
-        """The shortest judged limit, up to `most`, that loses at most this share of the tokens."""
-        total = self.parts.get("trained", self.parts[next(reversed(self.parts))])["tokens"]
-        for row in self.limits:
-            if row["trained lost" if "trained lost" in row else "tokens lost"] <= share * total:
-                break
-        return min(row["max_length"], most or row["max_length"])
-
 
 def profile_supervised(
     table: Dataset, max_lengths: Sequence[int] = (), pack_size: int | None = None
 ) -> LengthProfile:
     """Profile a dataset as of `prepare_supervised`; without a pack size, it is the longest row."""
-    lengths, source = items(arrow_column(table, "input_ids")), np.asarray(table["source"][:])
-    ends = np.cumsum(lengths)
+    lengths, report = items(arrow_column(table, "input_ids")), SupervisedDataset(table).report
+    starts, ends = pieces(lengths)
     flags = pc.list_flatten(arrow_column(table, "trained")).to_numpy()
-    trained = trained_in(flags, ends - lengths, ends)
+    trained = trained_in(flags, starts, ends)
     parts = {"prompt": lengths - trained, "trained": trained, "row": lengths}
 
     def cut(size: int) -> dict[str, int]:
@@ -66,11 +59,10 @@ def profile_supervised(
 
     size = pack_size or int(lengths.max(initial=1))
     repeated = {"repeated share in the batch of all rows": repeated_share(table["input_ids"])}
-    merged = (np.asarray(table["merged"][:]) > 0).sum()
-    found = _profile(parts, source, cut, max_lengths, repeated)
+    found = _profile(parts, table["source"][:], cut, max_lengths, repeated)
     found.packing.update(_packing(SupervisedDataset(table, size).lengths, size))
-    found.warn("no token to train on", (trained == 0).sum())
-    found.warn("a token across the edge of what is trained", merged)
+    found.warn("no token to train on", len(report.untrained))
+    found.warn("a token across the edge of what is trained", report.merged)
     return found
 
 
@@ -85,7 +77,7 @@ def _limit(report: CutReport) -> dict[str, int]:
 
 def profile_preferences(table: Dataset, max_lengths: Sequence[int] = ()) -> LengthProfile:
     """Profile a dataset as of `prepare_preferences`; a pack is as large as its longest row."""
-    prompts, answers = preference_lengths(table)
+    prompts, answers, _ = preference_lengths(table)
     paired = table[0]["ranks"] == [0, 1]
     names = ["chosen", "rejected"] if paired else [f"answer {k}" for k in range(answers.shape[1])]
     whole = prompts + answers.max(axis=1)
@@ -97,7 +89,7 @@ def profile_preferences(table: Dataset, max_lengths: Sequence[int] = ()) -> Leng
     separate = (prompts[:, None] + answers).sum()
     together = prompts.sum() + answers.sum()
     repeated = {"repeated share in the answers of a prompt": 1 - together / max(separate, 1)}
-    found = _profile(parts, np.asarray(table["source"][:]), cut, max_lengths, repeated)
+    found = _profile(parts, table["source"][:], cut, max_lengths, repeated)
     found.packing.update(_packing(whole, int(whole.max(initial=1))))
     found.warn("an empty answer", (answers == 0).any(axis=1).sum())
     if paired:
@@ -120,7 +112,7 @@ def profile_prompts(
         "repeated share in the groups of a prompt": 1 - 1 / group_size,
         "repeated share in the batch of all rows": repeated_share(prompts),
     }
-    return _profile({"prompt": lengths}, np.arange(len(lengths)), cut, max_lengths, repeated)
+    return _profile({"prompt": lengths}, range(len(lengths)), cut, max_lengths, repeated)
 
 
 def candidates(lengths: np.ndarray, given: Sequence[int] = ()) -> list[int]:
@@ -141,34 +133,33 @@ def repeated_share(rows: Any) -> float:
 
 def padding_table(lengths: np.ndarray) -> Table:
     """Share of positions that are padding, for rows as they come and sorted by length."""
-    found = []
-    for size in BATCHES:
-        entry: dict[str, Any] = {"batch": size}
-        for name, ordered in (("padding", lengths), ("sorted", np.sort(lengths))):
-            starts = np.arange(0, len(lengths), size)
-            places = np.maximum.reduceat(ordered, starts) @ np.diff(starts, append=len(lengths))
-            entry[name] = round(1 - float(ordered.sum()) / max(float(places), 1), 4)
-        found.append(entry)
-    return found
+    orders = {"padding": lengths, "sorted": np.sort(lengths)}
+    return [{"batch": n} | {name: _padding(x, n) for name, x in orders.items()} for n in BATCHES]
+
+
+def _padding(lengths: np.ndarray, size: int) -> float:
+    starts = np.arange(0, len(lengths), size)
+    places = np.maximum.reduceat(lengths, starts) @ np.diff(starts, append=len(lengths))
+    return round(1 - float(lengths.sum()) / max(float(places), 1), 4)
 
 
 def _profile(
     parts: dict[str, np.ndarray],
-    source: np.ndarray,
+    source: Sequence[int],
     cut: Callable[[int], dict[str, int]],
     max_lengths: Sequence[int],
     repeated: dict[str, float],
 ) -> LengthProfile:
     """Put facts together; the last of the parts is the whole row, and `cut` judges a limit."""
-    lengths = parts[next(reversed(parts))]
-    longest, top = np.argsort(-lengths, kind="stable")[:3], int(lengths.max(initial=1))
+    *_, lengths = parts.values()
+    longest, top = np.argsort(-lengths, kind="stable")[:3].tolist(), int(lengths.max(initial=1))
     edges = np.unique(np.linspace(0, top + 1, min(BINS, top + 1) + 1).astype(int))
     histogram = {"edges": edges.tolist(), "rows": np.histogram(lengths, edges)[0].tolist()}
     return LengthProfile(
         rows=len(lengths),
         tokens=int(lengths.sum()),
         parts={name: _summary(values) for name, values in parts.items()},
-        longest=[(int(source[i]), int(lengths[i])) for i in longest],
+        longest=[(source[i], int(lengths[i])) for i in longest],
         limits=[{"max_length": n} | cut(n) for n in candidates(lengths, max_lengths)],
         padding=padding_table(lengths),
         repeated=repeated,
@@ -187,7 +178,6 @@ def _packing(lengths: np.ndarray, size: int) -> dict[str, float]:
 
 
 def _summary(values: np.ndarray) -> dict[str, float]:
-    found = np.percentile(values, PERCENTILES, method="higher").tolist()
-    names = ["min", *(f"p{p:g}" for p in PERCENTILES[1:-1]), "max"]
+    found = np.percentile(values, [*PERCENTILES.values()], method="higher").astype(int).tolist()
     sums = {"mean": round(float(values.mean()), 1), "tokens": int(values.sum())}
-    return dict(zip(names, map(int, found), strict=True)) | sums
+    return dict(zip(PERCENTILES, found, strict=True)) | sums

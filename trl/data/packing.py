@@ -1,6 +1,5 @@
 """Which documents go into one micro-batch, and datasets packed or cut as a whole."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -11,40 +10,10 @@ import pyarrow.compute as pc
 from datasets import Dataset, DatasetDict, IterableDataset
 from torch.utils.data import Sampler
 
+from ..ops.packing import best_fit
+
 D = TypeVar("D", Dataset, DatasetDict, IterableDataset)
 STRATEGIES = {"bfd": "cut", "bfd_split": "split", "wrapped": "wrapped_across"}  # as for `pieces`
-
-
-def best_fit(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
-    """Put documents together, longest first, each where the least room is left over.
-
-    Returns the indices of the documents of each pack; equal input gives equal packs. Documents of
-    no tokens are left out, and those longer than `size` are a ValueError.
-    """
-    lengths = np.asarray(lengths, dtype=np.int64)
-    if len(lengths) and lengths.max() > size:
-        raise ValueError(
-            f"Document {lengths.argmax()} has {lengths.max()} tokens, but a pack holds {size}."
-        )
-    packs: list[list[int]] = []
-    with_room: dict[int, list[list[int]]] = defaultdict(list)  # packs by the room they have left
-    rooms = 0  # as bits
-    order = np.argsort(-lengths, kind="stable")
-    for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        if length == 0:
-            break
-        if enough := rooms >> length << length:
-            room = (enough & -enough).bit_length() - 1  # the lowest bit
-            pack = with_room[room].pop()
-        else:
-            room, pack = size, []
-            packs.append(pack)
-        pack.append(document)
-        if not with_room[room]:
-            rooms &= ~(1 << room)
-        with_room[room - length].append(pack)
-        rooms |= 1 << (room - length)
-    return packs
 
 
 def pieces(
@@ -54,7 +23,7 @@ def pieces(
 
     "split" and "wrapped" cut where rows end, and every `size` tokens of a row, or of all;
     "wrapped_across" does the latter alone. "keep_end" has the last tokens of each row, "drop" none
-    of a longer one, and others the first ones.
+    of a longer one, and others, such as "cut" and "keep_start", the first ones.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     ends = np.cumsum(lengths)

@@ -2,22 +2,24 @@
 
 import dataclasses
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
-from typing import Any, TypeVar
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset, Features, List, Value
 
+from ..ops.masking import common_prefix_length
+from ..ops.preference_losses import kl_partners
 from ..text import count
 from .encode import Ids, TextEncoder
-from .formats import common_prefix_length, maybe_extract_prompt
+from .formats import Row, maybe_extract_prompt
 from .prepare import CutReport, D, ItemDataset, arrow_column, first_row, items, prepared
 from .rows import AnswerGroup
-from .supervised import Row, SupervisedOptions, encode_supervised
+from .supervised import SupervisedOptions, encode_supervised
 
 FEATURES = Features(
     prompt_ids=List(Value("int32")),
@@ -28,18 +30,13 @@ FEATURES = Features(
     source=Value("int64"),  # row of the dataset
     merged=Value("int32"),  # 1 where a token stands for characters of prompt and answer
 )
-OLD_NAMES = {
-    **{"prompt_input_ids": "prompt_ids", "completion_input_ids": "completion_ids"},
-    **{"chosen_input_ids": "chosen_ids", "rejected_input_ids": "rejected_ids"},
-    **{"input_ids_chosen": "chosen_ids", "input_ids_rejected": "rejected_ids"},
-}
+OLD_NAMES = {f"{x}_input_ids": f"{x}_ids" for x in ("prompt", "completion", "chosen", "rejected")}
+OLD_NAMES |= {f"input_ids_{x}": f"{x}_ids" for x in ("chosen", "rejected")}
 KINDS = {
     "ranked": {"prompt", "answers", "ranks"},
     "pair": {"chosen", "rejected"},
     "labelled": {"prompt", "completion", "label"},
 }
-LOOKED_BACK = 64  # answers among which a partner is looked for
-T = TypeVar("T")
 Answers = tuple[Ids, list[Ids], bool]  # prompt, answers, whether a token stands for both
 
 
@@ -60,21 +57,19 @@ def _plain(name: str) -> str:
     return OLD_NAMES.get(name, name).removesuffix("_ids")
 
 
-def encode_answers(rows: Sequence[Row], encoder: TextEncoder) -> list[Answers]:
+def encode_answers(rows: Sequence[Row], encoder: TextEncoder) -> Iterator[Answers]:
     """Encode prompts with their answers, so that the answers share the prompt's tokens."""
     kinds = {isinstance(value, str) for row in rows for value in (row["prompt"], *row["answers"])}
     if len(kinds) > 1:
         raise TypeError("Prompts and answers must all be strings, or all be messages.")
     pairs = [row | {"completion": answer} for row in rows for answer in row["answers"]]
     each = iter(encode_supervised(pairs, "completion", encoder, SupervisedOptions()))
-    found: list[Answers] = []
     for row in rows:
         ids, trained, _, merged, _ = zip(*islice(each, len(row["answers"])), strict=True)
         # The prompt is what its answers share before the first token that is trained on.
         alike = [common_prefix_length(ids[0], other) for other in ids[1:]]
         split = min(alike + [int(np.append(mask, True).argmax()) for mask in trained])
-        found.append((ids[0][:split], [one[split:] for one in ids], any(merged)))
-    return found
+        yield ids[0][:split], [one[split:] for one in ids], any(merged)
 
 
 def _with_answers(row: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -98,7 +93,7 @@ def encode_preferences(
     """Values of `FEATURES` of examples: two rows next to each other if pairs are taken apart."""
     known = [_with_answers(row, kind) for row in rows]
     if any(OLD_NAMES.get(name, name).endswith("_ids") for name in rows[0]):
-        encoded = [(row.get("prompt") or [], row["answers"], False) for row in known]
+        encoded = iter([(row.get("prompt") or [], row["answers"], False) for row in known])
     else:
         encoded = encode_answers(known, encoder)
     found: list[tuple[Any, ...]] = []
@@ -117,9 +112,8 @@ def prepare_preferences(
 ) -> D:
     """Encode pairs, labelled or ranked answers, of strings, messages or ids, in full length.
 
-    The first row decides what all are. With `unpaired`, each pair becomes two labelled rows next to
-    each other. What the answers of a prompt have in common is in the prompt. A dataset that is
-    empty, or whose rows cannot be read, is a ValueError.
+    The first row decides what all are; what answers have in common is in the prompt. With
+    `unpaired`, each pair becomes two labelled rows. ValueError: as of `prepare_supervised`.
     """
     kind = kind_of_preferences(first_row(dataset))
     encode = partial(encode_preferences, kind=kind, encoder=encoder, unpaired=unpaired)
@@ -130,8 +124,7 @@ def prepare_preferences(
 class PreferenceLimits:
     """How long prompts and answers may be: options of the same names.
 
-    All answers of a prompt go on sharing it. With the mode "drop", what is longer than `max_length`
-    is left out instead of cut.
+    With the mode "drop", what is longer than `max_length` is left out instead of cut.
     """
 
     max_length: int | None = None
@@ -161,12 +154,10 @@ class AnswerDataset(ItemDataset):
     """Prepared preferences, without those of which an answer has no tokens left."""
 
     def __init__(self, table: Dataset, limits: PreferenceLimits):
-        prompts, sizes = preference_lengths(table)
+        prompts, sizes, exists = preference_lengths(table)
         kept, left = limits.lengths(prompts, sizes)
         long, good = (kept < prompts) | (left < sizes).any(axis=1), left.min(axis=1) > 0
         self._kept, self._left = kept[good], left[good]
-        counts = items(arrow_column(table, "answers_ids"))
-        exists = np.arange(sizes.shape[1]) < counts[:, None]
         answers, left = (sizes * exists).sum(axis=1), (left * exists).sum(axis=1)
         trained_lost = answers.sum() - left[good].sum()
         lost = int(prompts.sum() - kept[good].sum() + trained_lost), int(trained_lost)
@@ -190,13 +181,13 @@ class AnswerDataset(ItemDataset):
 
 
 class MismatchedDataset(ItemDataset):
-    """Answers with a label, each with another example's answer behind it (see `partners`)."""
+    """Answers with a label, each with another example's answer behind it (see `kl_partners`)."""
 
     def __init__(self, answers: AnswerDataset, seed: int):
         self._answers, self.values = answers, answers.values
         sources, ids = answers.rows["source"][:], [own for (own,) in answers.rows["answers_ids"]]
         order = np.random.default_rng(seed).permutation(len(ids)).tolist()
-        found = dict(partners((tuple(ids[i]), sources[i], i) for i in order))
+        found = dict(kl_partners((tuple(ids[i]), sources[i], i) for i in order))
         self.partners = np.array([found[i] for i in range(len(ids))])
         lengths = answers.lengths + [len(ids[i]) for i in self.partners]
         super().__init__(answers.rows, lengths, answers.report)
@@ -206,57 +197,25 @@ class MismatchedDataset(ItemDataset):
         return with_mismatched(self._answers[at], other, self._answers.limits)
 
 
-def partners(rows: Iterable[tuple[Hashable, int, T]]) -> Iterator[tuple[T, T]]:
-    """Pair rows (answer, source, row), each with one of another answer to another example.
-
-    That is the last one before, or else the first one after. Having none is a ValueError.
-    """
-    recent: dict[Hashable, dict[int, T]] = {}  # by answer and source
-    waiting: dict[Hashable, list[tuple[int, T]]] = {}
-    for answer, source, row in rows:
-        for known in [known for known in waiting if known != answer]:
-            yield from ((one, row) for other, one in waiting[known] if other != source)
-            waiting[known] = [pair for pair in waiting[known] if pair[0] == source]
-        if (partner := _latest(recent, answer, source)) is None:
-            waiting.setdefault(answer, []).append((source, row))
-        else:
-            yield row, partner
-        # Of two sources of an answer, one is always another one.
-        recent[answer] = dict([*recent.pop(answer, {}).items()][-2:]) | {source: row}
-        if len(recent) > LOOKED_BACK:
-            del recent[next(iter(recent))]
-    if left := [source for source, _ in chain(*waiting.values())]:
-        raise ValueError(
-            f"Row {min(left)} has no partner: the KL estimate needs rows of other examples with "
-            "other completions."
-        )
-
-
-def _latest(recent: dict[Hashable, dict[int, T]], answer: Hashable, source: int) -> T | None:
-    for known, by_source in reversed(recent.items()):
-        for other, row in reversed(by_source.items()):
-            if known != answer and other != source:
-                return row
-    return None
-
-
 def with_others(items: Iterator[AnswerGroup], limits: PreferenceLimits) -> Iterator[AnswerGroup]:
-    for one, other in partners((tuple(x.answer_ids[0]), x.source, x) for x in items):
+    for one, other in kl_partners((tuple(x.answer_ids[0]), x.source, x) for x in items):
         yield with_mismatched(one, other, limits)
 
 
 def with_mismatched(item: AnswerGroup, other: AnswerGroup, limits: PreferenceLimits) -> AnswerGroup:
     """Put the answer of another item behind that of an item, cut to the room that there is."""
-    room: Any = None
-    if limits.max_length is not None:
-        room = max(limits.max_length - len(item.prompt_ids), 1)
+    room = max((limits.max_length or sys.maxsize) - len(item.prompt_ids), 1)
     return dataclasses.replace(item, answer_ids=[*item.answer_ids, other.answer_ids[0][:room]])
 
 
-def preference_lengths(table: Dataset) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of prompts (rows,) and answers (rows, K), the first one's for any that is missing."""
+def preference_lengths(table: Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens of prompts (rows,) and answers (rows, K), and whether there are these answers.
+
+    Instead of an answer that is missing, the first one is counted.
+    """
     groups = arrow_column(table, "answers_ids")
     counts, sizes = items(groups), items(pc.list_flatten(groups))
     column = np.arange(counts.max(initial=0))
-    at = (np.cumsum(counts) - counts)[:, None] + np.where(column < counts[:, None], column, 0)
-    return items(arrow_column(table, "prompt_ids")), sizes[at]
+    exists = column < counts[:, None]
+    at = (np.cumsum(counts) - counts)[:, None] + column * exists
+    return items(arrow_column(table, "prompt_ids")), sizes[at], exists

@@ -85,11 +85,10 @@ def _encoded(examples: list[Example], index: list[int], encode: Encode) -> Encod
 def prepared(
     dataset: D, encode: Encode, features: Features, key: Sequence[Any], num_proc: int | None = None
 ) -> D:
-    """Encode all rows of a dataset.
+    """Encode all rows of a dataset, or read the result of an equal call from its cache.
 
-    The result of an equal call is read from the cache of `datasets`; a stream is encoded while
-    it is read. `key` is everything that rows depend on besides the dataset; None for `num_proc`
-    chooses by rows and cores.
+    A stream is encoded while it is read. `key` is everything that rows depend on besides the
+    dataset; None for `num_proc` chooses by rows and cores.
     """
     options: dict[str, Any] = {"with_indices": True, "batched": True, "batch_size": BATCH}
     options |= {"features": features, "fn_kwargs": {"encode": encode, "features": features}}
@@ -166,14 +165,6 @@ class CutReport:
         }
         return [line for line, number in said.items() if number]
 
-    def add_to(self, losses: Counter[str]) -> None:
-        """Count what became of rows that are read bit by bit, and log the first of each kind."""
-        for fate, rows in {LONG: self.long, UNTRAINED: self.untrained}.items():
-            if rows and not losses[fate]:
-                logger.warning(f"Row {rows[0]} is {fate}; further ones are only counted.")
-            losses[fate] += len(rows)
-        losses[MERGED] += self.merged
-
 
 class ItemDataset:
     """Items of prepared rows, cut to length, without those of which nothing is left to train on.
@@ -213,10 +204,7 @@ class ItemDataset:
 class SupervisedDataset(ItemDataset):
     """Prepared documents.
 
-    Of rows over `max_length`, "cut" and "keep_start" keep the first tokens, "keep_end" the last
-    ones, "drop" leaves them out, "split" makes several, "error" is a ValueError. "wrapped"
-    lays all rows end to end and cuts every `max_length` tokens and at their ends; "wrapped_across"
-    cuts every `max_length` tokens alone.
+    `long_rows` is as for `pieces`, but that "error" is a ValueError if a row is over `max_length`.
     """
 
     def __init__(self, table: Dataset, max_length: int | None = None, long_rows: str = "cut"):
@@ -274,7 +262,7 @@ class LazySupervisedDataset:
         self.lengths = np.zeros(len(dataset), dtype=np.int64)  # nobody knows them before
         kind = options.kind(first_row(dataset))
         self._encode = partial(encode_supervised, kind=kind, encoder=encoder, options=options)
-        self._limits, self._losses = limits, Counter[str]()
+        self._cut, self._losses = partial(SupervisedDataset, **limits), Counter[str]()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -284,16 +272,20 @@ class LazySupervisedDataset:
         found: list[Document] = []
         if places[0] >= 0:
             table = make_rows(self._readable[places], places, self._encode, SUPERVISED)
-            some = SupervisedDataset(in_memory(table), **self._limits)
-            some.report.add_to(self._losses)
-            found = list(some)
+            found = list(items_of(table, self._cut, self._losses))
         ids, trained = np.zeros(2, dtype=np.int32), np.array([False, True])
         return found or [Document.of(ids, trained, max(places[0], ~places[0]), counts=False)]
 
 
-def in_memory(table: pa.Table) -> Dataset:
-    """A dataset of prepared rows that were read bit by bit."""
-    return Dataset(table, fingerprint="")  # which would take longer than all else
+def items_of(rows: pa.Table, cut: Callable[[Dataset], ItemDataset], losses: Counter[str]) -> Any:
+    """Cut rows that are read bit by bit, count what is lost, and log the first of each kind."""
+    found = cut(Dataset(rows, fingerprint=""))  # which would take longer than all else
+    for fate, lost in {LONG: found.report.long, UNTRAINED: found.report.untrained}.items():
+        if lost and not losses[fate]:
+            logger.warning(f"Row {lost[0]} is {fate}; further ones are only counted.")
+        losses[fate] += len(lost)
+    losses[MERGED] += found.report.merged
+    return found
 
 
 def trained_in(flags: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:

@@ -139,9 +139,8 @@ class AnswerRows:
 
     def select(self, index: Sequence[int]) -> Self:
         """Return the given items."""
-        rows = list(index)
-        values = {name: x[rows] for name, x in self.values.items()}
-        return dataclasses.replace(self, items=[self.items[i] for i in rows], values=values)
+        values = {name: x[list(index)] for name, x in self.values.items()}
+        return dataclasses.replace(self, items=[self.items[i] for i in index], values=values)
 
     def by_group(self, flat: Tensor) -> Tensor:
         """Bring values of the rows of `flat` (F, ...) to groups: (B, K, ...), 0 beyond the last."""

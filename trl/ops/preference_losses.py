@@ -6,13 +6,17 @@ ratio is the log-probability of an answer under the policy minus that under the 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+T = TypeVar("T")
+LOOKED_BACK = 64  # answers among which a partner is looked for
 EXPONENT_BOUND = 40.0  # the square of exp of it is finite in float32
 
 
@@ -180,3 +184,37 @@ def ranking_loss(better: Tensor, worse: Tensor, margin: Tensor | float = 0.0) ->
     `margin` says by how much the better one should lead (arXiv 2307.09288).
     """
     return -logsigmoid(better - worse - margin)
+
+
+def kl_partners(rows: Iterable[tuple[Hashable, int, T]]) -> Iterator[tuple[T, T]]:
+    """Pair rows (answer, source, row) of KTO, each with one of another answer to another example.
+
+    That is the last one before, or else the first one after. Having none is a ValueError.
+    """
+    recent: dict[Hashable, dict[int, T]] = {}  # by answer and source
+    waiting: dict[Hashable, list[tuple[int, T]]] = {}
+    for answer, source, row in rows:
+        for known in [known for known in waiting if known != answer]:
+            yield from ((one, row) for other, one in waiting[known] if other != source)
+            waiting[known] = [pair for pair in waiting[known] if pair[0] == source]
+        if (partner := _latest(recent, answer, source)) is None:
+            waiting.setdefault(answer, []).append((source, row))
+        else:
+            yield row, partner
+        # Of two sources of an answer, one is always another one.
+        recent[answer] = dict([*recent.pop(answer, {}).items()][-2:]) | {source: row}
+        if len(recent) > LOOKED_BACK:
+            del recent[next(iter(recent))]
+    if left := [source for source, _ in chain(*waiting.values())]:
+        raise ValueError(
+            f"Row {min(left)} has no partner: the KL estimate needs rows of other examples with "
+            "other completions."
+        )
+
+
+def _latest(recent: dict[Hashable, dict[int, T]], answer: Hashable, source: int) -> T | None:
+    for known, by_source in reversed(recent.items()):
+        for other, row in reversed(by_source.items()):
+            if known != answer and other != source:
+                return row
+    return None

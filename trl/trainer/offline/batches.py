@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ...data.encode import TextEncoder
 from ...data.packing import MicroBatchSampler, share_of_rank
 from ...data.preference_rows import OLD_NAMES, AnswerDataset, PreferenceLimits, prepare_preferences
-from ...data.prepare import ItemDataset, in_memory
+from ...data.prepare import ItemDataset, items_of
 from ...data.rows import AnswerRows
 from ...distributed import Ranks
 from ...ops.masking import pad_ragged
@@ -49,9 +49,7 @@ class ItemStream(TorchIterableDataset):  # type: ignore[type-arg]
     def _items(self, at_once: int) -> Iterator[Any]:
         losses = Counter[str]()
         for table in self.rows.with_format("arrow").iter(at_once):
-            items = self.cut(in_memory(table))
-            items.report.add_to(losses)
-            yield from items
+            yield from items_of(table, self.cut, losses)
         if said := "; ".join(f"{number:,} {fate}" for fate, number in losses.items() if number):
             logger.warning(f"Rows of the stream: {said}.")
 
