@@ -13,7 +13,8 @@ import numpy as np
 import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from .formats import Processor, common_prefix_length, prepare_multimodal_messages
+from ..ops.masking import common_prefix_length
+from .formats import Processor, prepare_multimodal_messages, prompt_ending
 
 Ids = list[int]
 Chat = Sequence[dict[str, Any]]
@@ -154,6 +155,14 @@ class TextEncoder:
             given = {"chat_template": self._template, **same, **ending}
             found += self.tokenizer.apply_chat_template(prepared, tokenize=False, **given)
         return found
+
+    def render_prompts(self, prompts: Sequence[Chat], options: Sequence[Options]) -> list[str]:
+        """Render prompts up to where answers begin.
+
+        A template may render the end differently once an answer follows: then they begin before it.
+        """
+        pairs = zip(options, map(prompt_ending, prompts), strict=True)
+        return self.render_all(prompts, [{**given, **ending} for given, ending in pairs])
 
     def render_marked(self, chats: Sequence[Chat], options: Sequence[Options]) -> Marked:
         """Render conversations, with the characters (start, stop) inside generation markers."""

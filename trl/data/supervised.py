@@ -12,7 +12,7 @@ import numpy as np
 
 from ..ops.masking import common_prefix_length
 from .encode import Ids, Marked, Masked, Options, Span, TextEncoder, template_options, whole_texts
-from .formats import Row, malformed_prompt, maybe_convert_to_chatml, prompt_ending
+from .formats import Row, malformed_prompt, maybe_convert_to_chatml
 from .rows import IGNORED
 from .templates import has_generation_markers
 
@@ -156,7 +156,7 @@ def _chats(
         texts = encoder.render_all(chats, settings)
         spans = list(map(without_added_thinking, texts, chats, whole_texts(texts)))
     if skips:
-        heads = rendered_prompts(prompts, settings, encoder)
+        heads = encoder.render_prompts(prompts, settings)
         spans = list(map(_behind, spans, map(common_prefix_length, heads, texts)))
     return list(zip(texts, spans, range(len(texts)), strict=True))
 
@@ -174,17 +174,6 @@ def _conversations(rows: Sequence[Row], kind: Kind) -> tuple[list[Chat], list[Ch
 
 def _behind(spans: Sequence[Span], start: int) -> list[Span]:
     return [(max(first, start), stop) for first, stop in spans if stop > start]
-
-
-def rendered_prompts(
-    prompts: Sequence[Chat], options: Sequence[Options], encoder: TextEncoder
-) -> list[str]:
-    """Render prompts up to where answers begin.
-
-    A template may render the end differently once an answer follows: then they begin before it.
-    """
-    endings = map(prompt_ending, prompts)
-    return encoder.render_all(prompts, [{**x, **y} for x, y in zip(options, endings, strict=True)])
 
 
 def _tokenized(row: Row, options: SupervisedOptions) -> Masked:
@@ -294,8 +283,8 @@ def expanded_turns(
 ) -> list[tuple[str, list[Span]]]:
     """Make one target for each turn of the assistant, in the context it has when it is written.
 
-    Messages before `first` are none. Returns the text of each, and the characters to train on. One
-    that the next continues unchanged is part of that, so a template that keeps turns gives one row.
+    Messages before `first` are none. Returns the text of each, and the characters to train on. A
+    target that the next one continues unchanged is part of that one, so there may be one row alone.
     """
     targets: list[tuple[str, list[Span]]] = []
     for k in _said(messages, first):

@@ -192,13 +192,12 @@ class PromptEncoder:
 
     def _token_ids(self, rows: list[Row]) -> list[list[int]]:
         from ..data.encode import TextEncoder  # which starting a trainer does not wait for
-        from ..data.supervised import rendered_prompts
 
         texts = [row["prompt"] for row in rows if isinstance(row["prompt"], str)]
         chats = [row for row in rows if not isinstance(row["prompt"], str)]
         options = [self._template_kwargs | (row.get("chat_template_kwargs") or {}) for row in chats]
         encoder = TextEncoder(self._tokenizer)
-        heads = rendered_prompts([row["prompt"] for row in chats], options, encoder)
+        heads = encoder.render_prompts([row["prompt"] for row in chats], options)
         plain = iter(self._tokenizer(texts)["input_ids"] if texts else [])
         rendered = iter(encoder.ids(heads))
         return [next(plain if isinstance(row["prompt"], str) else rendered) for row in rows]
