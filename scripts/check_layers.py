@@ -44,7 +44,10 @@ ALLOWED = {
         *("generation", "online", "rewards", "random_numbers", "progress"),
         *("options", "step_lines"),
     },
-    "cli": {"imports", "options", "text", "trainer", "data", "rewards", "memory", "step_lines"},
+    "cli": {
+        *("imports", "options", "text", "trainer", "data", "models", "online", "rewards", "memory"),
+        "step_lines",
+    },
     "scripts": {"imports", "trainer", "cli"},
     "__main__": {"cli"},
 }

@@ -11,7 +11,6 @@ from ..text import as_text
 from .parser import OneLineParser
 
 MOST_STEPS = 8  # that are listed one by one
-
 FIELDS = {"step", "group", "prompt", "completion", "finish", "rewards", "reward", "advantage"}
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from ..imports import version_of
 
+OPTIONAL = ("bitsandbytes", "DeepSpeed", "Liger-Kernel", "PEFT", "vLLM")
+
 
 def main(words: list[str] | None = None) -> None:
     """Print the report."""
@@ -31,11 +33,7 @@ def report() -> dict[str, str]:
         "Accelerate config": _accelerate_config(),
         "Datasets version": version("datasets"),
         "HF Hub version": version("huggingface_hub"),
-        "bitsandbytes version": version("bitsandbytes"),
-        "DeepSpeed version": version("deepspeed"),
-        "Liger-Kernel version": version("liger_kernel"),
-        "PEFT version": version("peft"),
-        "vLLM version": version("vllm"),
+        **{f"{x} version": version(x.lower().replace("-", "_")) for x in OPTIONAL},
     }
 
 

@@ -105,8 +105,7 @@ def _place(trainer: "Trainer | None") -> str:
 def tell_success(trainer: "Trainer") -> None:
     """Print how many steps are done, and where the model is."""
     if trainer.is_world_process_zero():
-        state = trainer.state
-        steps = f"{state.global_step} of {state.max_steps} steps done"
+        steps = f"{trainer.state.global_step} of {trainer.state.max_steps} steps done"
         print(f"{steps}; the model is in {trainer.args.output_dir}.", flush=True)
 
 

@@ -2,20 +2,26 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ..data.lengths import LengthProfile
+from ..data.encode import TextEncoder
+from ..data.lengths import LengthProfile, profile_preferences, profile_prompts, profile_supervised
+from ..data.preference_rows import prepare_preferences
+from ..data.prepare import prepare_supervised
+from ..data.supervised import SupervisedOptions
 from ..imports import require
 from ..memory.estimate import Estimate
 from ..memory.plan import table
+from ..models.loading import load_tokenizer
+from ..online.prompts import PromptEncoder
 from ..options import option
-from ..trainer.length_profile import profile_rows
 from ..trainer.model_config import ModelConfig
-from ..trainer.offline.offline_config import OfflineConfig
+from ..trainer.offline.offline_config import OfflineConfig, set_template
 from ..trainer.sft_config import SFTConfig
 from .commands import TRAINING
 from .exit import one_line_errors
@@ -63,11 +69,10 @@ def profiled(
     own: LengthsArguments, script: Any, training: Any, model: ModelConfig, mixture: Any
 ) -> LengthProfile:
     """Profile the training split as the trainer would prepare it, with the memory of each limit."""
-    data = load_data(script, mixture)
-    dataset = take_split(data, script.dataset_train_split, "--dataset_train_split")
+    splits = load_data(script, mixture)
+    data = take_split(splits, script.dataset_train_split, "--dataset_train_split")
     given = [*(own.max_lengths or []), *filter(None, [getattr(training, "max_length", None)])]
-    name = model.model_name_or_path or ""
-    profile = profile_rows(dataset, name, training, given, model.model_revision)
+    profile = profile_rows(data, model, training, given)
     plan = make_plan(script, training, model)
     limits = []
     for row in profile.limits:
@@ -85,6 +90,22 @@ def proposed(profile: LengthProfile) -> int:
         if row["trained lost" if "trained lost" in row else "tokens lost"] <= LOST * total:
             break
     return min(row["max_length"], profile.largest_that_fits or row["max_length"])
+
+
+def profile_rows(data: Any, model: ModelConfig, args: Any, limits: Sequence[int]) -> LengthProfile:
+    """Profile a dataset as the trainer of `args` would prepare it; `limits` are judged as well."""
+    name = model.model_name_or_path or ""
+    tokenizer = load_tokenizer(name, model.model_revision, args.trust_remote_code)
+    if not isinstance(args, OfflineConfig):
+        encode = PromptEncoder(tokenizer, args.chat_template_kwargs)
+        return profile_prompts(encode(list(data)).token_ids, args.num_generations, limits)
+    set_template(None, tokenizer, args)
+    encoder, processes = TextEncoder(tokenizer), args.dataset_num_proc
+    if not isinstance(args, SFTConfig):
+        rows = prepare_preferences(data, encoder, num_proc=processes)
+        return profile_preferences(rows, limits)
+    rows = prepare_supervised(data, encoder, SupervisedOptions.of(args), processes)
+    return profile_supervised(rows, limits, args.max_length if args.packing else None)
 
 
 def described(profile: LengthProfile) -> str:

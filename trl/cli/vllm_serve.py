@@ -120,23 +120,17 @@ def command(known: argparse.Namespace, rest: list[str], on_cpu: bool) -> list[st
             words += [f"--{RENAMED.get(name, name).replace('_', '-')}", str(value)]
     words += ["--enforce-eager"] * (known.enforce_eager and not on_cpu)
     words += ["--trust-remote-code"] * known.trust_remote_code
-    if known.enable_prefix_caching is not None:
-        negative = "" if known.enable_prefix_caching else "no-"
-        words.append(f"--{negative}enable-prefix-caching")
-    words += [*memory_words(known, rest, on_cpu), *("--logprobs-mode", "processed_logprobs")]
+    prefixes = {True: ["--enable-prefix-caching"], False: ["--no-enable-prefix-caching"]}
+    words += prefixes.get(known.enable_prefix_caching, [])
+    words += ON_CPU * on_cpu
+    given = {word.split("=")[0].replace("_", "-") for word in rest}
+    if known.gpu_memory_utilization is None and "--kv-cache-memory-bytes" not in given:
+        words += CPU_CACHE if on_cpu else ["--gpu-memory-utilization", "0.9"]
+    words += ["--logprobs-mode", "processed_logprobs"]
     words += [*("--max-logprobs", "-1"), *("--generation-config", "vllm")]
     if known.data_parallel_size > 1:
         words += ["--api-server-count", "1"]  # which must know all requests that were made
     return [*words, "--middleware", GUARD, "--worker-extension-cls", WORKER, *rest]
-
-
-def memory_words(known: argparse.Namespace, rest: list[str], on_cpu: bool) -> list[str]:
-    """The words about memory where `--gpu_memory_utilization` is not given."""
-    words = ON_CPU * on_cpu
-    given = {word.split("=")[0].replace("_", "-") for word in rest}
-    if known.gpu_memory_utilization is not None or "--kv-cache-memory-bytes" in given:
-        return words
-    return [*words, *(CPU_CACHE if on_cpu else ["--gpu-memory-utilization", "0.9"])]
 
 
 if __name__ == "__main__":
