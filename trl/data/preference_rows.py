@@ -209,10 +209,7 @@ def with_mismatched(item: AnswerGroup, other: AnswerGroup, limits: PreferenceLim
 
 
 def preference_lengths(table: Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens of prompts (rows,) and answers (rows, K), and whether there are these answers.
-
-    Instead of an answer that is missing, the first one is counted.
-    """
+    """Tokens of prompts (rows,) and answers (rows, K), the first's for one missing; which exist."""
     groups = arrow_column(table, "answers_ids")
     counts, sizes = items(groups), items(pc.list_flatten(groups))
     column = np.arange(counts.max(initial=0))

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from ..text import count
 from .encode import TextEncoder
+from .formats import Row
 from .packing import pieces
 from .rows import Document
 from .supervised import SupervisedOptions, encode_supervised
@@ -38,9 +39,8 @@ SUPERVISED = Features(
     origin=Value("string"),  # what `source_column` says
 )
 D = TypeVar("D", Dataset, IterableDataset)
-Example = dict[str, Any]
 Encoded = Sequence[tuple[Any, ...]]  # values by row
-Encode = Callable[[list[Example]], Encoded]
+Encode = Callable[[list[Row]], Encoded]
 
 
 def make_rows(batch: Any, index: list[int], encode: Encode, features: Features) -> pa.Table:
@@ -67,7 +67,7 @@ def make_rows(batch: Any, index: list[int], encode: Encode, features: Features) 
             gc.enable()
 
 
-def _encoded(examples: list[Example], index: list[int], encode: Encode) -> Encoded:
+def _encoded(examples: list[Row], index: list[int], encode: Encode) -> Encoded:
     """Encode examples; an error names the row of the dataset that has it alone."""
     try:
         return encode(examples)
@@ -108,7 +108,7 @@ def readable(dataset: D) -> D:
     return dataset if is_transformed else dataset.with_format("arrow")
 
 
-def first_row(dataset: Dataset | IterableDataset) -> dict[str, Any]:
+def first_row(dataset: Dataset | IterableDataset) -> Row:
     """The row that decides what the examples of a dataset are; a ValueError if there is none."""
     if (found := next(iter(dataset), None)) is None:
         raise ValueError("The dataset has no rows.")

@@ -95,8 +95,7 @@ class AnswerRows:
     @classmethod
     def of(cls, items: Sequence[Any]) -> Self:
         """Make rows of items of one dataset, documents or groups of answers."""
-        names = items[0].values
-        values = {name: _column([item.values[name] for item in items]) for name in names}
+        values = {name: _column([item.values[name] for item in items]) for name in items[0].values}
         lengths = [[len(ids) - (not g.prompt_ids) for ids in g.answer_ids] for g in items]
         values["lengths"] = pad_ragged(lengths, 0)
         values["counts"] = torch.tensor([item.counts for item in items])

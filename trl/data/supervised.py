@@ -17,7 +17,7 @@ from .rows import IGNORED
 from .templates import has_generation_markers
 
 Kind = Literal["tokenized", "completion", "messages", "text"]
-Chat = list[dict[str, Any]]
+Chat = list[Row]
 Target = tuple[str, list[Span], int]  # a text, what is trained of it, and which example it is of
 SOURCE_COLUMN = "dataset_source"  # of mixtures: the name of a row's dataset
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
