@@ -184,8 +184,7 @@ class RunRecord(TrainerCallback):
         }
         text = json.dumps(found, ensure_ascii=False, default=str, indent=1)
         (folder / "run.json").write_text(text, encoding="utf-8")
-        last = state.global_step or -1  # a new run begins a new file
-        StepLines(folder / "metrics.jsonl").keep_until(last)
+        StepLines(folder / "metrics.jsonl").keep_until(state.global_step or -1)  # -1: a new run
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Append what was logged, with its step."""

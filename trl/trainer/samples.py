@@ -84,11 +84,9 @@ class Samples:
         prompts, ids = found.prompts(prompts), found.completion_ids
         texts = found.messages or self._decode(prompts, ids)
         names = ("prompt", "completion", "completion_ids", "finish")
-        rows = [
-            {"step": step, "rewards": {}, "reward": None, "advantage": None}
-            | dict(zip(names, row, strict=True))
-            for row in zip(prompts.messages, texts, ids, found.finish, strict=True)
-        ]
+        unknown = {"step": step, "rewards": {}, "reward": None, "advantage": None}
+        columns = zip(prompts.messages, texts, ids, found.finish, strict=True)
+        rows = [unknown | dict(zip(names, row, strict=True)) for row in columns]
         every = chain(*ranks.objects_on_first(rows))
         return [row | {"group": place} for place, row in enumerate(islice(every, most))]
 

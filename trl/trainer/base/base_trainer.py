@@ -268,8 +268,7 @@ class BaseTrainer(Named, Trainer):
         if self._saved is None:
             return
         (checkpoint, state), self._saved = self._saved, None
-        if state is not None:
-            self.rank_state.restore(state)
+        self.rank_state.restore(state or {})
         if self._moving_reference is not None:
             self._moving_reference.read(checkpoint, self.ranks)
         if self.is_world_process_zero():
@@ -357,8 +356,7 @@ class BaseTrainer(Named, Trainer):
     ) -> None:
         """Write `README.md` into a folder, by default the output folder.
 
-        `model_name` is by default the hub id or the folder's name, `dataset_name` what was trained
-        on; the trainer's own tags are written, whatever else is given.
+        By default the model is named after the hub id or that folder; tags are the trainer's.
         """
         if self.args.process_index == 0:
             name = model_name or Path(self.args.hub_model_id or self.args.output_dir).name

@@ -48,7 +48,6 @@ class Phases:
         # They drop what the micro-batches of an update leave behind.
         self.forgets: list[Callable[[], None]] = [model.zero_grad]
         self.done: list[Rows] = []  # micro-batches since the last update
-        self._random = RandomState()
         self._started = 0.0
 
     def __call__(self, name: str, rows: int = 0) -> AbstractContextManager[None]:
