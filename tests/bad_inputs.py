@@ -177,7 +177,7 @@ WORDS = [
     ("rloo " + REWARD + "--num_generations 4.5", "trl rloo: error: --num_generations: '4.5' is not an integer. `trl rloo --help` has an example."),
     ("rloo " + REWARD + "--num_generations 4 5", "trl rloo: error: unexpected words: 5."),
     ("rloo " + REWARD + "--learning_rate fast", "trl rloo: error: --learning_rate: 'fast' is not a number. `trl rloo --help` has an example."),
-    ("rloo " + REWARD + "--learning_rate nan", "trl rloo: error: --learning_rate: NaN cannot be used here. `trl rloo --help` has an example."),
+    ("rloo " + REWARD + "--learning_rate nan", "trl rloo: error: --learning_rate: NaN is not allowed. `trl rloo --help` has an example."),
     ("rloo " + REWARD + "--log_completions maybe", "trl rloo: error: --log_completions: 'maybe' is neither true nor false. `trl rloo --help` has an example."),
     ("rloo " + REWARD + "--learning_rate", "trl rloo: error: --learning_rate: expected one argument"),
     ("rloo " + REWARD + "--reward_clip_range 1", "trl rloo: error: --reward_clip_range: 2 values are needed, not 1. `trl rloo --help` has an example."),
@@ -409,7 +409,7 @@ TRAINERS = [
     ("RLOO", {"args": {"use_vllm": True, "vllm_tensor_parallel_size": 2}}, "vllm_tensor_parallel_size=2 must divide the number of processes, which is 1: choose 1."),
     ("RLOO", {"args": {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "a,a"}}, "vllm_server_base_url='a,a' must be an address such as http://localhost:8000, or several different ones with commas between."),
     ("RLOO", {"args": {"use_vllm": True, "vllm_mode": "server", "vllm_max_model_length": 9}}, "vllm_max_model_length=9 is for an engine in the training process; with vllm_mode='server' give --max_model_len to `trl vllm-serve`."),
-    ("RLOO", {"args": {"use_vllm": True, "vllm_max_model_length": 4}}, "The vLLM engine sees 4 tokens, but max_completion_length=4 leaves no room for a prompt: set vllm_max_model_length to 4 and the longest prompt,"),
+    ("RLOO", {"args": {"use_vllm": True, "vllm_max_model_length": 4}}, "The vLLM engine sees 4 tokens, but max_completion_length=4 leaves no room for a prompt: set vllm_max_model_length to 4 plus the longest prompt,"),
     ("GRPO", {"tools": [3]}, "A generation round of 4 sequences cannot hold whole groups of num_generations=8. Nearest legal: num_generations=4, or generation_batch_size=8."),
     ("GRPO", {"tools": [constant]}, "A generation round of 4 sequences cannot hold whole groups of num_generations=8. Nearest legal: num_generations=4, or generation_batch_size=8."),
     ("GRPO", {"environment_factory": 3}, "A generation round of 4 sequences cannot hold whole groups of num_generations=8. Nearest legal: num_generations=4, or generation_batch_size=8."),
@@ -433,7 +433,7 @@ TRAINERS = [
     ("SFT", {"train_dataset": rows(messages=[])}, "Row 0 of the dataset: a conversation has no messages."),
     ("SFT", {"train_dataset": rows(messages=[{"role": "user"}])}, "Row 0 of the dataset: a conversation has no 'content' in message 0."),
     ("SFT", {"train_dataset": rows(prompt=CHAT, completion="c")}, "Row 0 of the dataset: expected a list of messages, not the string 'c'."),
-    ("SFT", {"train_dataset": rows(input_ids=[1, 2], completion_mask=[1])}, "Row 0 of the dataset: completion_mask has length 1, and input_ids has length 2."),
+    ("SFT", {"train_dataset": rows(input_ids=[1, 2], completion_mask=[1])}, "Row 0 of the dataset: completion_mask must be as long as input_ids (2), not 1."),
     ("SFT", {"args": {"completion_only_loss": True}}, "completion_only_loss=True needs examples with a prompt and a completion; these have ['text']. Leave the option out."),
     ("SFT", {"args": {"assistant_only_loss": True}}, "assistant_only_loss=True needs conversations (messages with role and content); the examples have ['text']."),
     ("SFT", {"args": {"dataset_text_field": "txt"}}, "The examples have the columns ['text']. Supervised fine-tuning takes 'txt' (dataset_text_field), 'messages', 'conversations',"),
@@ -453,7 +453,7 @@ TRAINERS = [
     ("KTO", {"train_dataset": rows(prompt="a", completion="b", label=None)}, "Row 0 of the dataset: the label must be True or False, not None."),
     ("KTO", {"train_dataset": rows(prompt="a", completion="b", label=True)}, "Row 0 has no partner: the KL estimate needs rows of other examples with other completions."),
     ("Reward", {"train_dataset": LABELLED}, "Reward models learn from pairs ('chosen' and 'rejected') or ranked answers ('answers' and 'ranks');"),
-    ("Reward", {"train_dataset": rows(prompt="a", answers=["b", "c"], ranks=[1])}, "Row 0 of the dataset: 2 answers have 1 rank."),
+    ("Reward", {"train_dataset": rows(prompt="a", answers=["b", "c"], ranks=[1])}, "Row 0 of the dataset: 2 answers need as many ranks, not 1."),
 ]
 
 # --- What trainers are given, told of, and do without ---

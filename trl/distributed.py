@@ -110,7 +110,7 @@ class Ranks:
 
     @contextmanager
     def fail_together(self, what: str) -> Iterator[None]:
-        """`raise_everywhere` what the work inside, which must not communicate, raises on one."""
+        """Raise everywhere what the work inside, which must not communicate, raises on one rank."""
         failure = None
         try:
             yield

@@ -26,7 +26,7 @@ def begin(name: str, rows: int = 0) -> None:
 
 
 def finish(rows: int) -> None:
-    """Say that so many more rows of the current phase are finished."""
+    """Say that this many more rows of the current phase are finished."""
     if rows:
         done = min(_current.done + rows, _current.rows)  # work may be repeated in smaller pieces
         _tell(Activity(_current.name, _current.rows, done))

@@ -149,7 +149,7 @@ class Rollout(Rows):
         return len(self) / (self.num_micro_batch_rows or len(self))
 
     def chunks(self, count: int) -> Iterator[Self]:
-        """Cut into `count` runs of equally many consecutive rows; a ValueError if it cannot be."""
+        """Cut into `count` equally long runs of rows; a ValueError if that is impossible."""
         size, rest = divmod(len(self), count)
         if rest:
             raise ValueError(f"{len(self)} rows cannot be cut into {count} chunks of equal size.")

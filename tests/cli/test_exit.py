@@ -77,7 +77,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys):
     (line,) = [x for x in capsys.readouterr().err.splitlines() if "interrupted" in x]
     assert line == (
         f"trl rloo: interrupted after 2 of 3 steps. The newest checkpoint is "
-        f"{tmp_path / 'checkpoint-2'}; to go on from there, repeat the command with "
+        f"{tmp_path / 'checkpoint-2'}; to continue from there, repeat the command with "
         "--resume_from_checkpoint true."
     )
 
@@ -99,7 +99,7 @@ def test_an_error_is_one_line_and_its_trace_is_kept(tmp_path, capsys):
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == (
         "trl rloo: error: ZeroDivisionError: --beta 0.1 is no good This was after 1 of 3 steps. "
-        f"The newest checkpoint is {tmp_path / 'checkpoint-1'}; to go on from there, repeat the "
+        f"The newest checkpoint is {tmp_path / 'checkpoint-1'}; to continue from there, repeat the "
         f"command with --resume_from_checkpoint true. The trace is in {tmp_path / 'error.txt'}."
     )
     trace = (tmp_path / "error.txt").read_text()

@@ -128,5 +128,5 @@ def test_bad_mixtures(entries, others, words):
 
 
 def test_an_empty_mixture():
-    with pytest.raises(ValueError, match="names no datasets"):
+    with pytest.raises(ValueError, match="datasets is empty"):
         get_dataset(DatasetMixtureConfig())

@@ -95,7 +95,7 @@ def test_ranked_answers():
     row = {"prompt": [USER], "answers": [[GOOD], [BAD], [GOOD]], "ranks": [1, 2, 1]}
     found = prepare(row)[0]
     assert texts(found)[1:] == ("yes<end>", "no<end>", "yes<end>") and found["ranks"] == [1, 2, 1]
-    with pytest.raises(ValueError, match="3 answers have 1 rank\\."):
+    with pytest.raises(ValueError, match="3 answers need as many ranks, not 1"):
         prepare(row | {"ranks": [1]})
 
 

@@ -160,7 +160,7 @@ def test_selected_rows_keep_their_source():
 
 def test_errors_name_the_rows():
     rows = Dataset.from_dict({"input_ids": [[1], [2, 3]], "labels": [[1], [2]]})
-    with pytest.raises(ValueError, match="Row 1 of the dataset: labels has length 1"):
+    with pytest.raises(ValueError, match="Row 1 of the dataset: labels must be as long as"):
         prepare_supervised(rows, ENCODER, SupervisedOptions())
     with pytest.raises(ValueError, match="The dataset has no rows"):
         prepare_supervised(rows.select([]), ENCODER, SupervisedOptions())

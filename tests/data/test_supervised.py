@@ -115,7 +115,7 @@ def test_masks_of_tokenized_examples_are_used(row, options, trained):
         (PAIR, {"expand_turns": True}, "expand_turns=True needs conversations"),
         ({"words": "a"}, {}, r"have the columns \['words'\]"),
         (IDS | {"labels": [8, 9, -100]}, {}, "labels must be the tokens of input_ids"),
-        (IDS | {"labels": [8]}, {}, "labels has length 1, and input_ids has length 3"),
+        (IDS | {"labels": [8]}, {}, "labels must be as long as input_ids .3., not 1"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused(row, options, message):

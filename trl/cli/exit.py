@@ -97,7 +97,7 @@ def _place(trainer: "Trainer | None") -> str:
     found = checkpoints_in(folder)
     if not found:
         return f"{steps} There is no checkpoint in {folder}."
-    resume = "; to go on from there, repeat the command with --resume_from_checkpoint true"
+    resume = "; to continue from there, repeat the command with --resume_from_checkpoint true"
     resume = "" if trainer.args.save_only_model else resume
     return f"{steps} The newest checkpoint is {found[0]}{resume}."
 
@@ -130,7 +130,7 @@ def stopping_on_interrupt() -> Iterator[None]:
     """If this process is interrupted inside, wait until those that were started there have ended.
 
     A terminal interrupts them together with this process. Others may interrupt this one alone, so
-    those that go on are told, and killed when patience is over. A second interrupt ends the wait.
+    those still running are told, and killed when time is up. A second interrupt ends the wait.
     """
     before = set(psutil.Process().children())
     try:

@@ -1,4 +1,4 @@
-"""Training commands run through `accelerate launch`; options are told apart before it starts.
+"""Training commands run through `accelerate launch`; options are separated before it starts.
 
 Training configurations are built by the workers alone, which know the number of processes.
 """

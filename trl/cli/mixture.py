@@ -92,7 +92,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
     """
     entries = mixture_config.datasets
     if not entries:
-        raise ValueError("The mixture names no datasets.")
+        raise ValueError("datasets is empty: name at least one.")
     loaded = [_load(entry, mixture_config.streaming) for entry in entries]
     if entries[0].fraction is not None:
         loaded = _take_fractions(loaded, [entry.fraction for entry in entries])

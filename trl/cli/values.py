@@ -116,7 +116,7 @@ def _number(value: Any, kind: type[int] | type[float], noun: str) -> Any:
     except (ValueError, TypeError):
         raise ConversionError(f"{value!r} is not {noun}") from None
     if math.isnan(found):
-        raise ConversionError("NaN cannot be used here")
+        raise ConversionError("NaN is not allowed")
     return found
 
 

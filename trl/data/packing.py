@@ -61,7 +61,7 @@ class MicroBatchSampler(Sampler[list[int]]):
 
     A micro-batch has `rows` documents, or packs of best fitting documents with `pack_size` tokens,
     and at most `max_tokens`; a longer document is alone. Without a seed, the order stays. `place`
-    is the rank of this process, and how many there are. All epochs have equally many micro-batches:
+    is the rank of this process, and how many there are. Epochs have equal numbers of micro-batches:
     with `max_tokens` the same ones in another order, else new ones.
     """
 

@@ -14,7 +14,6 @@ from datasets import Dataset, Features, List, Value
 
 from ..ops.masking import common_prefix_length
 from ..ops.preference_losses import kl_partners
-from ..text import count
 from .encode import Ids, TextEncoder
 from .formats import Row, maybe_extract_prompt
 from .prepare import CutReport, D, ItemDataset, arrow_column, first_row, items, prepared
@@ -82,8 +81,9 @@ def _with_answers(row: dict[str, Any], kind: str) -> dict[str, Any]:
         if row.get("label") not in (True, False):
             raise ValueError(f"the label must be True or False, not {row.get('label')!r}.")
         return row | {"answers": [row["completion"]], "ranks": [0], "label": bool(row["label"])}
-    if len(row["answers"]) != len(row["ranks"]):
-        raise ValueError(f"{len(row['answers'])} answers have {count(len(row['ranks']), 'rank')}.")
+    answers, ranks = len(row["answers"]), len(row["ranks"])
+    if answers != ranks:
+        raise ValueError(f"{answers} answers need as many ranks, not {ranks}.")
     return row | {"ranks": list(map(int, row["ranks"])), "label": None}
 
 
@@ -181,7 +181,7 @@ class AnswerDataset(ItemDataset):
 
 
 class MismatchedDataset(ItemDataset):
-    """Answers with a label, each with another example's answer behind it (see `kl_partners`)."""
+    """Answers with a label, each with another example's answer after it (see `kl_partners`)."""
 
     def __init__(self, answers: AnswerDataset, seed: int):
         self._answers, self.values = answers, answers.values
@@ -203,7 +203,7 @@ def with_others(items: Iterator[AnswerGroup], limits: PreferenceLimits) -> Itera
 
 
 def with_mismatched(item: AnswerGroup, other: AnswerGroup, limits: PreferenceLimits) -> AnswerGroup:
-    """Put the answer of another item behind that of an item, cut to the room that there is."""
+    """Put the answer of another item after that of an item, cut to the room that is left."""
     room = max((limits.max_length or sys.maxsize) - len(item.prompt_ids), 1)
     return dataclasses.replace(item, answer_ids=[*item.answer_ids, other.answer_ids[0][:room]])
 

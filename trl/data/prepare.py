@@ -116,7 +116,7 @@ def first_row(dataset: Dataset | IterableDataset) -> Row:
 
 
 def default_processes(rows: int) -> int | None:
-    """Processes that are worth starting for so many rows; None for this one alone."""
+    """Processes that are worth starting for this many rows; None for this one alone."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     count = min(cores or 1, rows // ROWS_PER_PROCESS)
     return count if count > 1 else None

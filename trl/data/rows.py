@@ -22,7 +22,7 @@ IGNORED = -100  # as a label
 
 @dataclass(frozen=True, slots=True)
 class AnswerGroup:
-    """A prompt, and K answers that are scored behind it."""
+    """A prompt, and K answers that are scored after it."""
 
     prompt_ids: list[int]
     answer_ids: list[list[int]]  # K

@@ -184,7 +184,7 @@ def _tokenized(row: Row, options: SupervisedOptions) -> Masked:
         values = np.asarray(row[name])
         if len(values) != len(ids):
             raise ValueError(
-                f"{name} has length {len(values)}, and input_ids has length {len(ids)}."
+                f"{name} must be as long as input_ids ({len(ids)}), not {len(values)}."
             )
         trained &= (values != IGNORED) if name == "labels" else values.astype(bool)
         if name == "labels" and (values != ids)[trained].any():

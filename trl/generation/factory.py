@@ -61,8 +61,8 @@ def make_engine(
         if refused:
             raise ValueError(
                 "use_transformers_continuous_batching=True cannot be used with "
-                f"{', '.join(refused)}; transformers_continuous_batching_config says how its cache "
-                "is bounded."
+                f"{', '.join(refused)}; set the limits of its cache in "
+                "transformers_continuous_batching_config."
             )
         given: Any = args.transformers_continuous_batching_config
         return ContinuousBackend(policy.inference, pad_id=pad_id, options=given, ranks=policy.ranks)

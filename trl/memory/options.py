@@ -32,4 +32,4 @@ class MemoryOptions:
         choices=("never", "auto", "always"),
     )
     log_memory: bool = option(True, "Log the peak memory of each phase, also to memory.jsonl.")
-    recover_from_oom: bool = option(True, "If memory runs out, go on with smaller pieces.")
+    recover_from_oom: bool = option(True, "If memory runs out, continue with smaller pieces.")

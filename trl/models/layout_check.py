@@ -1,4 +1,4 @@
-"""Whether rows may lie behind one copy of their prompt, and the check that results stay the same.
+"""Whether rows may share one copy of their prompt, and the check that results stay the same.
 
 A check computes a few rows in two layouts and compares within what rounding explains, under the
 autocast and with the attention kernels that the model trains or generates with.
@@ -128,7 +128,7 @@ class LayoutCheck:
         comparison: Comparison,
         largest: Callable[[float], float] | None = None,
     ) -> bool:
-        """Whether rows may lie behind one copy of their prompt.
+        """Whether rows may share one copy of their prompt.
 
         Compares at the first use, and whenever rows are twice as long as what was compared or the
         first to be longer than a window; then it warns once for each reason against it.

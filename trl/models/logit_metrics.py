@@ -56,7 +56,7 @@ class LogitMetrics:
     `preprocess` is given logits (1, T, V) and labels (1, T) of one row; those of a token predict
     the next one, and what no trained token needs is 0. Labels are -100 where nothing is trained.
     What it returns, or logits, are joined to the predictions (rows, T, ...) that `compute` is
-    given with labels (rows, T), both with -100 behind the end of a row.
+    given with labels (rows, T), both with -100 beyond the end of a row.
     """
 
     def __init__(self, args: Any, compute: Any, preprocess: Any):

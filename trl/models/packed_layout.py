@@ -1,4 +1,4 @@
-"""What a model sees of rows: padded ones, or groups packed behind one copy of their prompt.
+"""What a model sees of rows: padded ones, or groups packed after one copy of their prompt.
 
 A packed forward may take several passes: one over the prefixes, which keeps their keys and values,
 and some over tails that read them. All are parts of one graph. As layers are recomputed for one
@@ -245,7 +245,7 @@ def _run_tails(
 
 
 def run_behind(model: nn.Module, layout: Layout, ahead: Layout, capture: Capture) -> Capture:
-    """Hidden states (1, T, H) of completions behind the prompts, in order, that `ahead` kept."""
+    """Hidden states (1, T, H) of completions after the prompts, in order, that `ahead` kept."""
     groups, before = layout.inputs[KEYWORD].groups, ahead.inputs[KEYWORD]
     prompts = [
         slice(other.prefix.start, other.prefix.start + group.prefix.stop - group.prefix.start)

@@ -86,7 +86,7 @@ def all_forked(model: nn.Module) -> Iterator[None]:
 
 
 def _check_state(run: Run, layout: Packing, hidden: Tensor, found: Tensor) -> None:
-    """Compare a tail with what it is when it is computed behind its prefix, without a state."""
+    """Compare a tail with the result of computing it after its prefix, without a state."""
     for group in layout.groups:
         if layout.tails_alone or not group.cuts:
             continue
@@ -126,7 +126,7 @@ def _aware(original: Any) -> Any:
 
 
 def _run_packed(run: Run, layout: Packing, hidden: Tensor, layer: int) -> Tensor:
-    """Outputs (1, T, H) of a layer: prefixes one by one, then tails from the states behind them."""
+    """Outputs (1, T, H) of a layer: prefixes one by one, then tails from the states after them."""
     parts, places = list[Tensor](), list[Tensor]()
     ends: dict[int, States] = {}  # behind prefixes, by where these begin
     # Prefixes stand behind tails that are computed alone.
@@ -155,7 +155,7 @@ def _run_packed(run: Run, layout: Packing, hidden: Tensor, layer: int) -> Tensor
 
 
 def _selected(ends: dict[int, States], owners: Sequence[int]) -> States | None:
-    """The states behind the prefixes of some rows; what has no prefix begins with zeros."""
+    """The states after the prefixes of some rows; rows without a prefix begin with zeros."""
     known = {start: number for number, start in enumerate(ends)}
     if known.keys().isdisjoint(owners):
         return None

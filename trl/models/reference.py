@@ -173,7 +173,7 @@ def _deepspeed(model: nn.Module, plugin: Any) -> nn.Module:
 
 @torch.no_grad()
 def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and full tensors in main memory, one gathered at a time; all ranks must go on alike."""
+    """Names and full tensors in main memory, one gathered at a time; all ranks must iterate."""
     for name, value in model.state_dict(keep_vars=True).items():
         with gathered_parameters([value]):
             yield name, whole(value).cpu().clone()

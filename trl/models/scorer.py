@@ -71,7 +71,7 @@ class Reader:
 
     @property
     def can_pack(self) -> bool:
-        """Whether rows may lie behind one copy of their prompt; not for a model's own logits."""
+        """Whether rows may share one copy of their prompt; not for a model's own logits."""
         return getattr(self, "head", True) is not None
 
     def __call__(self, hidden: Hidden) -> tuple[Tensor | None, ...]:
@@ -267,7 +267,7 @@ class Scorer:
         readers: Sequence[Reader],
         largest: Callable[[float], float] | None = None,
     ) -> bool:
-        """Whether rows are scored behind one copy of their prompt; see `LayoutCheck.allows`."""
+        """Whether rows are scored with one copy of their prompt; see `LayoutCheck.allows`."""
         if not all(reader.can_pack for reader in readers):
             return False
         skip_unread(model)

@@ -1,4 +1,4 @@
-"""What a person sees of a run while it goes on: one line in a terminal, or plain lines."""
+"""What a person sees of a run in progress: one line in a terminal, or plain lines."""
 
 import math
 import sys

@@ -24,7 +24,7 @@ class GRPOConfig(OnlineConfig):
 
     num_generations: int | None = option(8, "Completions for each prompt (G).")
     scale_rewards: str = option(
-        "group", "Whose standard deviation divides advantages; True means group, False means none."
+        "group", "Whose standard deviation to divide advantages by; True: group, False: none."
     )
     multi_objective_aggregation: str = option(
         "sum_then_normalize",

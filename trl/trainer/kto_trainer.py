@@ -28,7 +28,7 @@ BAND = 1.33  # how much more one label may weigh in total than the other
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LabelledRows(AnswerRows):
-    """Prompts with an answer that has a label, and perhaps another example's answer behind it."""
+    """Prompts with an answer that has a label, and perhaps another example's answer after it."""
 
     def tokens(self) -> int:
         """Tokens of prompts and their own answers, of rows that count."""

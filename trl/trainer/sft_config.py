@@ -17,7 +17,7 @@ class SFTConfig(OfflineConfig):
 
     learning_rate: float = option(2e-5, "Initial learning rate.", ge=0)
     loss_type: str = option(
-        "nll", "nll: cross-entropy; dft: nll times probability.", choices=("nll", "dft")
+        "nll", "nll: cross-entropy; dft: nll times token probability.", choices=("nll", "dft")
     )
     dataset_text_field: str = option("text", "Column of plain texts.")
     source_column: str = option(

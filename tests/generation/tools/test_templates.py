@@ -159,7 +159,7 @@ def test_a_response_template_that_is_there_stays():
 def test_templates_whose_calls_cannot_be_read():
     with pytest.raises(ValueError, match="does not show tool calls"):
         add_response_schema(bpe_tokenizer(CHATML))
-    with pytest.raises(ValueError, match="in a way that is not known here: .look_up"):
+    with pytest.raises(ValueError, match="in an unknown format: .look_up"):
         add_response_schema(bpe_tokenizer(template_with("{{ f.name }}({{ f.arguments }})")))
     tokenizer = bpe_tokenizer()
     tokenizer.chat_template = {"default": CHATML}

@@ -246,6 +246,6 @@ def test_long_prompts_are_found_at_the_start(tmp_path, caplog):
     assert warnings() == []
     check(27)
     (message,) = warnings()
-    assert "row 1 of train_dataset has 20 tokens" in message and "cut earlier" in message
-    with pytest.raises(ValueError, match="row 1 .* than the 20 .* leaves no room"):
+    assert "row 1 of train_dataset has 20 tokens" in message and "cut short" in message
+    with pytest.raises(ValueError, match="row 1 .* exceeds the 20 .* leaves no room"):
         check(20)

@@ -139,7 +139,7 @@ class CallParser:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What is told to the model about one of its calls."""
+    """What the model is told about one of its calls."""
 
     name: str
     content: str
@@ -147,7 +147,7 @@ class ToolResult:
 
     @classmethod
     def of(cls, name: str, outcome: Outcome) -> Self:
-        """What a call led to; values that JSON cannot hold are told as text."""
+        """What a call led to; values that JSON cannot hold are given as text."""
         if outcome.failure is None and not isinstance(outcome.value, str):
             write = functools.partial(json.dumps, ensure_ascii=False, default=str)
             outcome = Outcome.of(functools.partial(write, outcome.value))

@@ -26,7 +26,7 @@ ASSISTANTS: tuple[dict[str, Any], ...] = (
 FUNCTION = r"<function=(?P<name>[^>\n]+)>"
 PARAMETER = r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
 UNKNOWN = (
-    "chat template writes a tool call in a way that is not known here: {!r:.200}. "
+    "chat template writes a tool call in an unknown format: {!r:.200}. "
     "Set tokenizer.response_template, which says how to parse it."
 )
 
@@ -125,7 +125,7 @@ def add_response_schema(processing_class: T) -> T:
 class ToolTurns:
     """The tokens that stand between a turn with tool calls and the next turn of the model.
 
-    What the model wrote is never rendered again: the tokens are those that the template puts behind
+    What the model wrote is never rendered again: the tokens are those that the template puts after
     the end of an assistant turn in a conversation of its own. `stop_ids` end a turn, and
     `template_kwargs` are extra arguments of every chat-template call. ValueError: the template
     cannot show tool calls, or changes earlier turns when a tool's result follows.

@@ -204,7 +204,7 @@ def _own_memory() -> Iterator[None]:
 
 
 def keep_weights_unpacked(feature: str) -> bool:
-    """On a CPU vLLM would repack weights, and loading not reach the copies; whether this is one."""
+    """On a CPU, keep vLLM from repacking weights, as loading misses the copies; True on a CPU."""
     on_cpu = bool(require("vllm.platforms", feature).current_platform.is_cpu())
     if on_cpu:
         operations: Any = require("vllm._custom_ops", feature)

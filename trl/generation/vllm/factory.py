@@ -75,12 +75,12 @@ def check_engine_context(
     if context <= completion:
         raise ValueError(
             f"The vLLM engine sees {context} tokens, but max_completion_length={completion} leaves "
-            f"no room for a prompt: set vllm_max_model_length to {completion} and the longest "
+            f"no room for a prompt: set vllm_max_model_length to {completion} plus the longest "
             f"prompt, or max_completion_length below {context}."
         )
     words = (
         f"The prompt of row {row} of train_dataset has {length} tokens. With "
-        f"max_completion_length={completion} that is more than the {context} that the vLLM engine "
+        f"max_completion_length={completion}, that exceeds the {context} that the vLLM engine "
         "sees"
     )
     if length >= context:
@@ -89,7 +89,7 @@ def check_engine_context(
             "server: --max_model_len) or leave out such prompts."
         )
     if length + completion > context:
-        logger.warning(f"{words}: its completions are cut earlier.")
+        logger.warning(f"{words}: its completions are cut short.")
 
 
 def server_urls(args: "OnlineConfig") -> list[str]:
@@ -176,7 +176,7 @@ def engine_arguments(
         free = DeviceMemory(free=-least(-found.free), held=-least(-found.held))
         memory = engine_memory(args, handle.model, dtype, context, free)
         if memory.context < context:
-            logger.info(f"The vLLM engine has room for contexts of {memory.context} tokens.")
+            logger.info(f"The vLLM engine has room for {memory.context} tokens of context.")
         context, cache = memory.context, {"kv_cache_memory_bytes": memory.cache}
         share = min(0.95, memory.total / device_bytes(args.device))
     return cache | {

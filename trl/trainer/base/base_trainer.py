@@ -190,7 +190,7 @@ class BaseTrainer(Named, Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluate as `transformers.Trainer` does; training goes on as if nothing had been."""
+        """Evaluate as `transformers.Trainer` does; training continues as if nothing happened."""
         with self._evaluating(metric_key_prefix):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 

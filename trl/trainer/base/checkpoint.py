@@ -90,7 +90,7 @@ def checkpoints_in(folder: str | Path) -> list[Path]:
 
 @contextmanager
 def explained(staged: Path, final: Path) -> Iterator[None]:
-    """Remove what was written of a checkpoint that failed, and say so in terms of disks."""
+    """Remove what was written of a failed checkpoint, and name the disk in the error."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:

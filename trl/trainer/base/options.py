@@ -142,7 +142,7 @@ class _Construction(ABCMeta):  # a subclass may have abstract classes as bases, 
 
 
 class Named(metaclass=_Construction):
-    """Refuses keyword arguments that the constructor does not have, with what may be meant.
+    """Refuses keyword arguments that the constructor does not have, and says what may be meant.
 
     Old names are accepted, with one warning for each construction that names the new ones. Giving
     an old name together with its new one, or a removed name, is an error.
@@ -166,7 +166,7 @@ def _arguments_of(kind: type) -> dict[str, None]:
 
 
 def _translate(owner: str, table: Values, old: Values, given: Values) -> dict[str, Any]:
-    """Values of old names by their new ones; the user is told once of all of them."""
+    """Values of old names by their new ones; one warning names all of them."""
     changes, words = {}, []
     for name, value in old.items():
         new = table[name]

@@ -51,7 +51,7 @@ class Phases:
         self._started = 0.0
 
     def __call__(self, name: str, rows: int = 0) -> AbstractContextManager[None]:
-        """Measure a phase, of so many rows where that is known."""
+        """Measure a phase, of this many rows where that is known."""
         begin(name, rows)
         return self.meter.phase(name)
 
@@ -70,7 +70,7 @@ class Phases:
     def train(self, batch: Any, step: Step, quiet: Context = nullcontext) -> Tensor:
         """Run forward and backward on a micro-batch, in pieces if it does not fit: its loss ().
 
-        A failed backward pass leaves gradients half added, so the update begins anew then, with
+        A failed backward pass leaves gradients partly added, so the update then begins again with
         its first micro-batch. Within `quiet`, ranks do not exchange gradients.
         """
         if not self.done:

@@ -24,7 +24,7 @@ DAMAGED = "the request was altered or damaged on its way: its bytes are not thos
 
 
 class Challenges:
-    """Words of a server by which a request that was recorded cannot be sent again."""
+    """Words of a server that keep a recorded request from being sent again."""
 
     def __init__(self, seconds: float = 600.0):
         self._seconds = seconds
