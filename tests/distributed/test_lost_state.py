@@ -83,5 +83,5 @@ def test_a_round_is_generated_anew_on_all_ranks_or_on_none(tmp_path):
 @pytest.mark.distributed
 def test_a_node_that_finds_no_checkpoint_stops_all(tmp_path):
     for found in call(work, tmp_path, "no checkpoint"):
-        assert "rank 1 does not find it" in found["error"]
+        assert "rank 1 cannot find it" in found["error"]
         assert "save_on_each_node=True" in found["error"]

@@ -1,6 +1,6 @@
 """What every trainer of this package adds to the loop of `transformers.Trainer`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import constants as hub
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainerControl
+from transformers import DefaultFlowCallback, Trainer, TrainerControl
 from transformers.utils import logging
 
 from ...distributed import Ranks
@@ -24,7 +24,7 @@ from ...online.guard import FiniteGuard
 from ...online.metrics import MetricStore
 from ...random_numbers import random_numbers_kept
 from ...types import Mode, Rows
-from ..callbacks import MovingReference, RunRecord
+from ..callbacks import Events, MovingReference, RunRecord
 from ..display import close_progress, show_progress
 from . import resuming
 from .base_config import BaseConfig
@@ -35,14 +35,6 @@ from .phases import Phases
 from .policy import Policy, load_reference, router_coefficient
 
 logger = logging.get_logger(__name__)
-
-
-class _Events(TrainerCallback):
-    """Calls functions, without arguments, at events of the loop such as `on_step_end`."""
-
-    def __init__(self, **functions: Callable[[], None]):
-        for event, function in functions.items():
-            setattr(self, event, lambda *_, _function=function, **__: _function())
 
 
 class BaseTrainer(Named, Trainer):
@@ -89,7 +81,7 @@ class BaseTrainer(Named, Trainer):
         events = {"on_train_begin": self._begin_training, "on_epoch_begin": self.begin_epoch}
         events |= {"on_step_begin": self.phases.begin_update, "on_step_end": self.phases.end_update}
         events |= {"on_epoch_end": self._end_epoch}
-        self.add_callback(_Events(**events))
+        self.add_callback(Events(**events))
         show_progress(self)
         self.add_callback(RunRecord(self.method.name))
         if args.log_memory:
