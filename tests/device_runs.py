@@ -84,7 +84,7 @@ def use_cpu_kernels() -> None:
 
     def why_not_shared(model, longest):
         reason = known(model, longest)
-        return None if reason and "no kernel" in reason else reason
+        return None if reason and "no attention kernel" in reason else reason
 
     sharing.why_not_shared = why_not_shared
 

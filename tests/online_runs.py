@@ -60,7 +60,7 @@ def make_trainer(folder, kind=RLOOTrainer, model=None, reward=token_sum, data=No
     others = {
         name: changes.pop(name)
         for name in (
-            *("callbacks", "eval_dataset", "peft_config", "quantization_config"),
+            *("callbacks", "eval_dataset", "optimizers", "peft_config", "quantization_config"),
             *("ref_model", "judge", "value_model", "environment_factory", "processing_class"),
         )
         if name in changes

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "trainer")]
 
 from engines import SHARDED, finish, launch, report, use  # noqa: E402
-from held_bytes import config_file, live_bytes  # noqa: E402
+from held_bytes import config_file, live_bytes, pauses  # noqa: E402
 from online_runs import TRAINERS, dataset, make_trainer  # noqa: E402
 from reward_runs import classifier  # noqa: E402
 from tiny import tiny_model  # noqa: E402
@@ -39,7 +39,8 @@ class Peak:
         layer.mlp.register_forward_hook(self._look)
 
     def _look(self, *args):
-        self.bytes = self.bytes or live_bytes() - self._before
+        if not self.bytes:
+            self.bytes = min(live_bytes() for _ in pauses()) - self._before
 
 
 def measure(engine, folder, name, gather):

@@ -55,8 +55,7 @@ def test_completions_share_their_prompts(runs, engine, gather):
 def test_one_layer_at_a_time_holds_fewer_bytes(runs, engine):
     once, layerwise = runs[0][engine][True][1], runs[0][engine][False][1]
     layer = sum(parameter.nbytes for parameter in policy().model.layers[0].parameters())
-    # The layer before the last can still be on its way out on a busy machine.
-    assert 0.8 * layer < once - layerwise < 2.4 * layer
+    assert 1.9 * layer < once - layerwise < 2.1 * layer  # of three layers, the last is held
 
 
 @pytest.mark.distributed

@@ -11,8 +11,8 @@ from ..ops import preference_losses as objectives
 from ..ops.masking import masked_sum
 from ..ops.support import Collision, Support
 from ..types import TokenScores
-from .base.model_card import Method
 from .dpo_config import DPOConfig
+from .model_card import Method
 from .offline.preference_trainer import PreferenceTrainer
 
 

@@ -18,8 +18,8 @@ from ..types import EnvironmentFactory as EnvironmentFactory
 from ..types import RewardFunc as RewardFunc
 from ..types import RewardTable, Rollout, TokenScores
 from ..types import RolloutFunc as RolloutFunc
-from .base.model_card import Method
 from .grpo_config import GRPOConfig
+from .model_card import Method
 from .online.online_trainer import OnlineTrainer
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")

@@ -16,8 +16,8 @@ from ..online.metrics import record_entropy
 from ..ops.masking import masked_sum
 from ..ops.preference_losses import kto_loss
 from ..types import Mode, TokenScores
-from .base.model_card import Method
 from .kto_config import KTOConfig
+from .model_card import Method
 from .offline.batches import ItemStream
 from .offline.preference_trainer import PreferenceTrainer
 

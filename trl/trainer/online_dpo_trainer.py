@@ -10,8 +10,8 @@ from ..online.reward_sources import JudgeReward, PairwiseJudge
 from ..ops.masking import masked_sum, nan_mean
 from ..ops.preference_losses import PAIR_LOSSES, PairOptions, PairScores
 from ..types import RewardTable, Rollout, TokenScores
-from .base.model_card import Method
 from .base.options import ignored
+from .model_card import Method
 from .online.online_trainer import OnlineTrainer
 from .online_dpo_config import OnlineDPOConfig
 

@@ -15,7 +15,7 @@ from ..ops.masking import masked_sum, nan_mean
 from ..ops.policy_losses import clip_flags, log_ratio, sum_over
 from ..types import RewardTable, Rollout, TokenScores
 from .attributes import FIRST_ARGUMENTS
-from .base.model_card import Method
+from .model_card import Method
 from .online.online_trainer import OnlineTrainer
 from .ppo_config import PPOConfig
 

@@ -17,7 +17,7 @@ from ..models.value_model import ValueReader
 from ..ops.masking import masked_sum
 from ..ops.preference_losses import ranking_loss
 from ..types import Mode
-from .base.model_card import Method
+from .model_card import Method
 from .offline.batches import prepare_answers
 from .offline.offline_trainer import OfflineTrainer
 from .reward_config import RewardConfig

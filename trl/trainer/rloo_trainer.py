@@ -9,8 +9,8 @@ from ..types import RewardFunc as RewardFunc
 from ..types import RewardTable, Rollout, TokenScores
 from ..types import RolloutFunc as RolloutFunc
 from .attributes import FIRST_ARGUMENTS
-from .base.model_card import Method
 from .base.options import ignored
+from .model_card import Method
 from .online.online_trainer import OnlineTrainer
 from .rloo_config import RLOOConfig
 

@@ -17,7 +17,7 @@ from ..models.logit_metrics import LogitMetrics
 from ..online.metrics import record_accuracy, record_entropy
 from ..ops.masking import masked_sum
 from ..types import Mode, TokenScores
-from .base.model_card import Method
+from .model_card import Method
 from .offline.batches import ItemStream
 from .offline.offline_trainer import OfflineTrainer
 from .sft_config import SFTConfig

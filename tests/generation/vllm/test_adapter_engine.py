@@ -16,6 +16,7 @@ from trl.generation.vllm.adapter_engine import (
     low_rank_factors,
     why_not_low_rank,
 )
+from trl.models.value_model import add_value_model
 from trl.models.weights import full_weights
 
 SENT = [
@@ -169,3 +170,15 @@ def test_the_stamp_of_the_base_changes_with_base_weights_alone():
         between = base_stamp(model)
         model.base_model.model.model.layers[0].mlp.down_proj.base_layer.weight.add_(1)
         assert base_stamp(model) > between
+
+
+def test_steps_of_a_value_model_send_no_base_weights():
+    model = adapted()
+    add_value_model(model, None, torch.device("cpu"))
+    before = base_stamp(model)
+    values = [p for name, p in model.named_parameters() if "value_model" in name]
+    optimizer = torch.optim.SGD(values, lr=0.1)
+    for parameter in values:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert len(values) == 2 and values[0].any() and base_stamp(model) == before

@@ -19,8 +19,8 @@ from trl.models.scorer import Scorer
 from trl.trainer.base import policy
 from trl.trainer.base.base_config import BaseConfig
 from trl.trainer.base.base_trainer import BaseTrainer
-from trl.trainer.base.model_card import Method
 from trl.trainer.base.policy import Policy
+from trl.trainer.model_card import Method
 from trl.types import Rows
 
 
@@ -54,6 +54,16 @@ def test_several_evaluation_datasets(tmp_path):
     trained = [entry for entry in history if "loss" in entry]
     assert len(trained) == 2
     assert not any(key.startswith("eval_") for entry in trained for key in entry)
+
+
+def test_evaluation_sets_by_name(tmp_path):
+    sets = {name: dataset(["xy"]) for name in ("easy", "hard")}
+    trainer = make_trainer(tmp_path, eval_dataset=sets, per_device_eval_batch_size=4)
+    assert "eval_loss" in trainer.evaluate("hard")
+    with pytest.raises(ValueError, match=r"eval_dataset has no 'heard'\. Did you mean hard\?"):
+        trainer.evaluate("heard")
+    with pytest.raises(ValueError, match=r"eval_dataset has no 'zzz'\. Its names: easy, hard\."):
+        trainer.evaluate("zzz")
 
 
 def test_evaluation_under_another_prefix(tmp_path):

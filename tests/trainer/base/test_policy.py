@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from datasets import Dataset
 from mixtures import EXPERTS, mixture
-from online_runs import PROMPTS, config, make_trainer, rows_of, step_direction, weights
+from online_runs import ONE_UPDATE, PROMPTS, config, make_trainer, rows_of, step_direction, weights
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from torch import nn
 from transformers import (
@@ -13,6 +14,7 @@ from transformers import (
 
 from trl.models.reference import make_reference
 from trl.trainer.base.policy import (
+    check_optimizer,
     checked_args,
     load_reference,
     prepare_policy,
@@ -21,6 +23,8 @@ from trl.trainer.base.policy import (
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.offline.offline_config import PreferenceConfig
 from trl.trainer.rloo_config import RLOOConfig
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
 
 
 def balance(model, rows):
@@ -259,3 +263,22 @@ def test_tokens_that_the_model_does_not_know_are_told(tmp_path, log):
     make_trainer(tmp_path, model=tiny_model(), processing_class=tokenizer)
     words = f"The tokenizer has {len(tokenizer)} tokens, and the model knows {known}: rows with"
     assert words in log.text
+
+
+def test_an_optimizer_of_other_weights_is_refused(tmp_path):
+    model = tiny_model()
+    for weights_of in (tiny_model(), model.requires_grad_(False)):
+        optimizer = torch.optim.SGD(weights_of.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="optimizer holds none of the weights that are train"):
+            check_optimizer(model, optimizer)
+    model.requires_grad_(True)
+    check_optimizer(model, torch.optim.SGD(model.lm_head.parameters(), lr=0.1))
+    other = torch.optim.SGD(tiny_model().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="optimizer holds none of the weights that are trained"):
+        make_trainer(tmp_path, model=model, optimizers=(other, None))
+    with pytest.raises(ValueError, match="optimizer holds none of the weights that are trained"):
+        SFTTrainer(
+            model, SFTConfig(str(tmp_path), **ONE_UPDATE),
+            train_dataset=Dataset.from_dict({"text": ["a"]}),
+            processing_class=tiny_tokenizer(), optimizers=(other, None),
+        )  # fmt: skip

@@ -103,6 +103,14 @@ def test_padding(given, found):
     assert make(pad_to_multiple_of=given).pad_to_multiple_of == found
 
 
+@pytest.mark.parametrize("given", ["eight", -8])
+def test_padding_to_what_is_no_number_of_tokens(given):
+    with pytest.raises(
+        ValueError, match=f"pad_to_multiple_of='{given}' must be a number of tokens"
+    ):
+        make(pad_to_multiple_of=given)
+
+
 @pytest.mark.parametrize(
     "name",
     ["generation_kwargs", "chat_template_kwargs", "transformers_continuous_batching_config"],

@@ -25,7 +25,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from trl.online.guard import NonFiniteError
 from trl.ops.masking import masked_sum
 from trl.ops.policy_losses import clipped_surrogate
-from trl.trainer.base.model_card import Method
+from trl.trainer.model_card import Method
 from trl.trainer.online.online_config import OnlineConfig
 from trl.trainer.online.online_trainer import OnlineTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer

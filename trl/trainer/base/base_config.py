@@ -111,8 +111,7 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
     def __post_init__(self) -> None:
         check_options(self, INHERITED)
         self.logging_nan_inf_filter = False
-        is_unset = str(self.pad_to_multiple_of).lower() in ("auto", "none", "null")
-        self.pad_to_multiple_of = None if is_unset else int(self.pad_to_multiple_of or 1)
+        self.pad_to_multiple_of = _multiple(str(self.pad_to_multiple_of).lower())
         if self.bf16 is None:
             # On a machine without a fitting GPU, transformers refuses bf16 unless told use_cpu.
             self.bf16 = not self.fp16 and (self.use_cpu or is_torch_bf16_gpu_available())
@@ -204,3 +203,9 @@ def _layers_only(kernels: dict[str, bool]) -> dict[str, bool]:
                 "log-probabilities, in tiles (logits_chunk_size). Leave it out."
             )
     return kernels | {"fused_linear_cross_entropy": False, "cross_entropy": False}
+
+
+def _multiple(text: str) -> int | None:
+    if text not in ("auto", "none", "null") and not text.isdecimal():
+        raise ValueError(f"pad_to_multiple_of={text!r} must be a number of tokens, or 'auto'.")
+    return max(int(text), 1) if text.isdecimal() else None

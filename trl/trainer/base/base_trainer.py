@@ -26,13 +26,13 @@ from ...random_numbers import random_numbers_kept
 from ...types import Mode, Rows
 from ..callbacks import Events, MovingReference, RunRecord
 from ..display import close_progress, show_progress
+from ..model_card import Method, render_model_card
 from . import resuming
 from .base_config import BaseConfig
 from .checkpoint import UNFINISHED, Place, RankState, explained, publish_together
-from .model_card import Method, render_model_card
 from .options import Named
 from .phases import Phases
-from .policy import Policy, load_reference, router_coefficient
+from .policy import Policy, check_name, load_reference, router_coefficient
 
 logger = logging.get_logger(__name__)
 
@@ -183,6 +183,7 @@ class BaseTrainer(Named, Trainer):
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Evaluate as `transformers.Trainer` does; training continues as if nothing happened."""
+        check_name(eval_dataset, self.eval_dataset)
         with self._evaluating(metric_key_prefix):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 

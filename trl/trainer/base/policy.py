@@ -137,13 +137,10 @@ def _resolve_tokenizer(
                 "processing_class."
             )
         return loading.load_tokenizer(name, init_kwargs.get("revision"), args.trust_remote_code)
-    if isinstance(tokenizer, ProcessorMixin):
-        raise TypeError(
-            "processing_class is a processor; prompts with images are not available in this "
-            "release. Pass its tokenizer to train on text."
-        )
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise TypeError(f"processing_class must be a tokenizer, not {type(tokenizer).__name__}.")
+        images = " Pass its tokenizer to train on text." * isinstance(tokenizer, ProcessorMixin)
+        kind = type(tokenizer).__name__
+        raise TypeError(f"processing_class must be a tokenizer, not {kind}.{images}")
     return tokenizer
 
 
@@ -206,6 +203,25 @@ def _check_places(name: str, is_wanted: bool, output: str | None) -> None:
         raise ValueError(
             f"output_dir={output!r} is the folder of the model, which would be replaced. Choose "
             "another one."
+        )
+
+
+def check_name(chosen: Any, sets: Any) -> None:
+    """Check that a name of an evaluation set is one of several sets."""
+    known = sets if isinstance(sets, dict) else {}
+    if isinstance(chosen, str) and chosen not in known:
+        hint = did_you_mean(chosen, known, f" Its names: {', '.join(known) or 'none'}.")
+        raise ValueError(f"eval_dataset has no {chosen!r}.{hint}")
+
+
+def check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    """Refuse an optimizer that holds other weights than those that are trained."""
+    trained = {id(weight) for weight in model.parameters() if weight.requires_grad}
+    groups = getattr(optimizer, "param_groups", None)  # DeepSpeed's placeholders have none
+    if groups and trained.isdisjoint(id(weight) for group in groups for weight in group["params"]):
+        raise ValueError(
+            "optimizers: the optimizer holds none of the weights that are trained. Make it from "
+            "the parameters of the model that you pass, after adapters were added."
         )
 
 

@@ -23,7 +23,7 @@ from ...ops.support import Support
 from ...types import Mode
 from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
-from ..base.policy import check_dataset, checked_args, prepare_policy
+from ..base.policy import check_dataset, check_optimizer, checked_args, prepare_policy
 from .batches import ItemStream, Predictions
 from .offline_config import NO_LOGITS, UNSUPPORTED, OfflineConfig, set_template
 
@@ -84,6 +84,7 @@ class OfflineTrainer(BaseTrainer):
             *(model, args, processing_class, quantization_config, peft_config),
             change=partial(self.adapt, args=args),
         )
+        check_optimizer(policy.model, optimizers[0])
         self._encoder = TextEncoder(policy.tokenizer)
         with args.main_process_first(desc="tokenizing"):
             train = self._prepared(train_dataset, args, "train")

@@ -29,7 +29,7 @@ from ...ops.policy_losses import RatioLevel, clip_flags, clipped_surrogate, impo
 from ...types import Mode, Prompts, RewardTable, Rollout, RolloutFunc, TokenScores
 from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
-from ..base.policy import checked_args, prepare_policy
+from ..base.policy import check_optimizer, checked_args, prepare_policy
 from . import online_setup as setup
 from .agents import Agents
 from .online_config import OnlineConfig
@@ -92,6 +92,7 @@ class OnlineTrainer(BaseTrainer):
             of_environments=self.agents.rewards,
         )
         policy = prepare_policy(model, args, processing_class, quantization_config, peft_config)
+        check_optimizer(policy.model, optimizers[0])
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         others = {"callbacks": callbacks, "optimizers": optimizers}
         super().__init__(policy, args, data_collator=list, **datasets, **others)

@@ -10,7 +10,7 @@ from string import Template
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from ...imports import version_of
+from ..imports import version_of
 
 TEMPLATES = resources.files("trl") / "templates"
 

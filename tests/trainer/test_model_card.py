@@ -9,7 +9,7 @@ from tiny import lora_model
 from transformers import Trainer
 
 import trl
-from trl.trainer.base.model_card import Method, render_model_card
+from trl.trainer.model_card import Method, render_model_card
 
 METHOD = Method("ABC", "abc", "A paper", "1234.56789", "\n@article{a, cost = {$5 ${x}}}\n\n")
 
