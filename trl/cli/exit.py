@@ -1,4 +1,4 @@
-"""How training commands end: what they say then, and what becomes of their workers."""
+"""How training commands end: what they print, and what becomes of their workers."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What the options of a dataclass are; and dataclasses made from sources that are not imported.
+"""The options of a dataclass, and dataclasses made from sources that are not imported.
 
 A source tells names, types, defaults and help without importing torch and transformers, which takes
 longer than a user should wait for the news of a misspelled option.

@@ -200,7 +200,7 @@ def assistant_spans(
 ) -> Marked:
     """Render conversations and find the characters that the assistant writes in them.
 
-    A turn ends with its end-of-turn token; white space behind it, and an empty thinking block that
+    A turn ends with its end-of-turn token; white space after it, and an empty thinking block that
     no message has, are not the assistant's. Turns are found by the template's generation markers,
     or by rendering again without and with them. ValueError: neither is exact for this template.
     """

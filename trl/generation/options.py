@@ -1,4 +1,4 @@
-"""Options of what generates completions."""
+"""Options of generation: the engine, sampling, and tools."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What autograd keeps for the backward pass: on the host, or less of it by recomputing."""
+"""What autograd keeps for the backward pass: moved to the host, or reduced by recomputing."""
 
 import weakref
 from collections import deque

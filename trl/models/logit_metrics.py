@@ -1,4 +1,4 @@
-"""Metrics of users that need logits, which are made for one row of an evaluation at a time."""
+"""Users' metrics that need logits, which are made for one row of an evaluation at a time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

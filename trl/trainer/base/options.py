@@ -1,4 +1,4 @@
-"""Checking the values of options, and what becomes of old names of them."""
+"""Checking the values of options, and what becomes of their old names."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""The model that is trained, with tokenizer and adapter, and the reference; and their checks."""
+"""The trained model with its tokenizer and adapter, the reference, and the checks of them all."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

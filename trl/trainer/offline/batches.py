@@ -1,4 +1,4 @@
-"""Streams of prepared items in micro-batches of a rank, preferences, and predictions by row."""
+"""A rank's micro-batches of a stream, prepared preferences, and predictions by row."""
 
 import warnings
 from collections import Counter, defaultdict

@@ -1,4 +1,4 @@
-"""Prompts of a run: checked before anything is loaded, and in which order they come."""
+"""Prompts of a run: their checks before anything is loaded, and their order."""
 
 import warnings
 from typing import Any
