@@ -91,6 +91,18 @@ def test_preferences():
     assert limit["rows cut"] == 2 == len(kept.report.long)
 
 
+def test_a_prompt_counts_once_for_each_answer_that_is_there():
+    rows = [
+        {"prompt": "a" * 10, "answers": ["b" * 4, "c" * 6, "d" * 8], "ranks": [0, 1, 2]},
+        {"prompt": "a" * 30, "answers": ["b" * 2, "c" * 2], "ranks": [0, 1]},
+    ]
+    profile = profile_preferences(prepare_preferences(Dataset.from_list(rows), ENCODER))
+    answers = 5 + 7 + 9 + 3 + 3  # each with its end
+    expected = 1 - (40 + answers) / (3 * 10 + 2 * 30 + answers)
+    found = profile.repeated["repeated share in the answers of a prompt"]
+    assert found == pytest.approx(expected)
+
+
 def test_padding_is_counted_as_a_collator_would():
     found = padding_table(np.array([1, 4, 2, 3, 5]))
     by_batch = {row["batch"]: row for row in found}

@@ -77,7 +77,7 @@ def _limit(report: CutReport) -> dict[str, int]:
 
 def profile_preferences(table: Dataset, max_lengths: Sequence[int] = ()) -> LengthProfile:
     """Profile a dataset as of `prepare_preferences`; a pack is as large as its longest row."""
-    prompts, answers, _ = preference_lengths(table)
+    prompts, answers, exists = preference_lengths(table)
     paired = table[0]["ranks"] == [0, 1]
     names = ["chosen", "rejected"] if paired else [f"answer {k}" for k in range(answers.shape[1])]
     whole = prompts + answers.max(axis=1)
@@ -86,8 +86,8 @@ def profile_preferences(table: Dataset, max_lengths: Sequence[int] = ()) -> Leng
     def cut(size: int) -> dict[str, int]:
         return _limit(AnswerDataset(table, PreferenceLimits(max_length=size)).report)
 
-    separate = (prompts[:, None] + answers).sum()
-    together = prompts.sum() + answers.sum()
+    separate = ((prompts[:, None] + answers) * exists).sum()
+    together = prompts.sum() + (answers * exists).sum()
     repeated = {"repeated share in the answers of a prompt": 1 - together / max(separate, 1)}
     found = _profile(parts, table["source"][:], cut, max_lengths, repeated)
     found.packing.update(_packing(whole, int(whole.max(initial=1))))
