@@ -78,3 +78,21 @@ class GenerationOptions:
         gt=0,
         hint="None: no limit",
     )
+
+    def engine_problems(self) -> dict[str, bool]:
+        """What is said of options that exclude each other, and whether they are chosen."""
+        other = "cannot be used with use_vllm=True: it says how transformers generates. Leave one"
+        by_layers = self.use_vllm and not self.ds3_gather_for_generation
+        continuous = self.use_vllm and self.use_transformers_continuous_batching
+        by_adapter = self.use_vllm and self.vllm_sync_adapter_only
+        return {
+            f"ds3_gather_for_generation=False {other} of them out": by_layers,
+            f"use_transformers_continuous_batching=True {other} of them out": continuous,
+            "vllm_sync_adapter_only=True cannot be used with vllm_enable_sleep_mode=True: base "
+            "weights would have to be sent after each sleep": (
+                by_adapter and self.vllm_enable_sleep_mode
+            ),
+            "vllm_sync_adapter_only=True cannot be used with vllm_tensor_parallel_size above 1": (
+                by_adapter and self.vllm_tensor_parallel_size > 1
+            ),
+        }

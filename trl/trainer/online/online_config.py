@@ -33,7 +33,6 @@ class OnlineConfig(GenerationOptions, ReferenceOptions, BaseConfig):
         "neftune_noise_alpha": "completions are generated without noise",
     }
 
-    # --- Optimization ---
     learning_rate: float = option(1e-6, "Initial learning rate.", ge=0)
     remove_unused_columns: bool | None = option(
         False, "Keep only the prompt columns; reward functions then get no other column."
@@ -50,14 +49,12 @@ class OnlineConfig(GenerationOptions, ReferenceOptions, BaseConfig):
     )
     num_iterations: int = option(1, "Passes of optimization over each generation round.", ge=1)
     shuffle_dataset: bool | None = option(True, "Shuffle the training prompts.")
-    # --- Memory ---
     skip_zero_advantages: bool = option(
         True, "Run no forward with gradient for completions whose gradient is exactly zero."
     )
     reuse_sampling_logps: bool = option(
         True, "Take the log-probabilities of the KL penalty from generation, if it was on-policy."
     )
-    # --- Prompts and completions ---
     max_prompt_length: int | None = option(
         None, "Maximum length of a prompt in tokens. None: what the model can see.", ge=1
     )
@@ -170,29 +167,20 @@ class OnlineConfig(GenerationOptions, ReferenceOptions, BaseConfig):
 
     def _problems(self) -> dict[str, Any]:
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        mode, vllm = self.vllm_importance_sampling_mode, self.use_vllm
-        crossed = low is not None and low >= (high or math.inf)
+        mode, found = self.vllm_importance_sampling_mode, super()._problems()
         truncates = self.vllm_importance_sampling_correction and mode.endswith("_truncate")
-        other = "cannot be used with use_vllm=True: it says how transformers generates. Leave one"
-        by_layers = vllm and not self.ds3_gather_for_generation
-        continuous = vllm and self.use_transformers_continuous_batching
-        by_adapter = vllm and self.vllm_sync_adapter_only
         by_length = self.train_sampling_strategy == "group_by_length"
-        is_missing = self.sync_ref_model > bool(self.beta)
-        return super()._problems() | {
+        return found | {
             f"vllm_importance_sampling_clip_min={low} must be below "
-            f"vllm_importance_sampling_clip_max={high}": crossed,
+            f"vllm_importance_sampling_clip_max={high}": (
+                low is not None and low >= (high or math.inf)
+            ),
             f"vllm_importance_sampling_mode={mode!r} needs a bound: set "
             "vllm_importance_sampling_clip_max, such as 3.0": truncates and low is high is None,
-            f"ds3_gather_for_generation=False {other} of them out": by_layers,
-            f"use_transformers_continuous_batching=True {other} of them out": continuous,
             "train_sampling_strategy='group_by_length' cannot be used: the lengths of completions "
             "are not known before they are generated. Leave it out": by_length,
-            "sync_ref_model=True needs a reference policy: set beta above 0": is_missing,
-            "vllm_sync_adapter_only=True cannot be used with vllm_enable_sleep_mode=True: base "
-            "weights would have to be sent after each sleep": by_adapter
-            and self.vllm_enable_sleep_mode,
-            "vllm_sync_adapter_only=True cannot be used with vllm_tensor_parallel_size above 1": (
-                by_adapter and self.vllm_tensor_parallel_size > 1
+            "sync_ref_model=True needs a reference policy: set beta above 0": (
+                self.sync_ref_model > bool(self.beta)
             ),
+            **self.engine_problems(),
         }
