@@ -69,7 +69,10 @@ def test_names_of_earlier_releases():
         ({"loss_type": "exo_pair"}, "loss_type=exo_pair needs label_smoothing above 0"),
         ({"loss_type": "robust", "label_smoothing": 0.5}, "robust needs label_smoothing below 0.5"),
         ({"loss_type": "ipo", "beta": 0}, "loss_type=ipo divides by beta, which must be above 0"),
-        ({"loss_type": "aot", "use_weighting": True}, "cannot be used with loss_type=aot: what"),
+        (
+            {"loss_type": "aot", "use_weighting": True},
+            "cannot be used with loss_type=aot: they do not",
+        ),
         ({"sync_ref_model": True, "reference_free": True}, "has no reference to move"),
         ({"ld_alpha": 1.5}, "ld_alpha=1.5 must be"),
         ({"label_smoothing": 1}, "label_smoothing=1 must be"),

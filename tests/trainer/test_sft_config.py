@@ -66,7 +66,10 @@ def test_what_is_done_with_long_rows(changes, expected):
             "packing_strategy='wrapped' says what is done with long rows: leave out long_rows=",
         ),
         ({"wrapped_attends_across": True}, "needs packing=True and packing_strategy='wrapped'"),
-        ({"packing": True, "long_rows": "split"}, "is packing_strategy='bfd_split'"),
+        (
+            {"packing": True, "long_rows": "split"},
+            "set packing_strategy='bfd_split' instead of long_rows='split'",
+        ),
         ({"packing": True, "lazy_tokenization": True}, "packing needs the lengths of all rows"),
         (
             {"max_tokens_per_micro_batch": 9, "lazy_tokenization": True},

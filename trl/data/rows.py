@@ -138,7 +138,8 @@ class AnswerRows:
 
     def select(self, index: Sequence[int]) -> Self:
         """Return the given items."""
-        values = {name: x[list(index)] for name, x in self.values.items()}
+        rows = torch.tensor(list(index), dtype=torch.long)
+        values = {n: x[rows.to(x.device, non_blocking=True)] for n, x in self.values.items()}
         return dataclasses.replace(self, items=[self.items[i] for i in index], values=values)
 
     def by_group(self, flat: Tensor) -> Tensor:
