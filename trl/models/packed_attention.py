@@ -67,19 +67,20 @@ class Decoding:
         kernel, size = choose_kernel(query, rules.cap), own[1].shape[-1]
         query, own_key, own_value = same_size(query, *own)
         output, normalizer = kernel.forward((query, own_key, own_value), False, rules.scale)
-        before = torch.zeros_like(output), torch.full_like(normalizer, -torch.inf)
+        parts = []
         for rows, (key, value) in zip(self.groups, self.layers[rules.layer], strict=True):
             if rules.window is not None:
                 first = rules.window.first(key.shape[2], own_key.shape[2])
                 key, value = key[:, :, first:], value[:, :, first:]
-            _, key, value = same_size(query, key, value)
-            if not key.shape[2]:
-                continue
-            # The rows of a group are queries of one attention to their prefix.
-            part = query[rows].transpose(0, 2), key, value
-            found = kernel.forward(part, False, rules.scale)
-            for place, new in zip(before, found, strict=True):
-                place[rows] = new.transpose(0, 2)
+            if key.shape[2]:
+                # The rows of a group are queries of one attention to their prefix.
+                heads = query[rows].transpose(0, 2), *same_size(query, key, value)[1:]
+                found = kernel.forward(heads, False, rules.scale)
+                parts.append([new.transpose(0, 2) for new in found])
+            else:
+                nothing = torch.full_like(normalizer[rows], -torch.inf)
+                parts.append([torch.zeros_like(output[rows]), nothing])
+        before = torch.cat([x for x, _ in parts]), torch.cat([x for _, x in parts])
         output, normalizer = merge(before, (output, normalizer))
         if rules.sink is not None:
             output, _ = drain(output, normalizer, rules.sink)

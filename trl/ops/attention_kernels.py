@@ -190,9 +190,8 @@ def _kernel_of_gpu(device: torch.device, dtype: torch.dtype, size: int) -> Kerne
 
 def same_size(*heads: Tensor) -> list[Tensor]:
     """Pad heads (..., D) with zeros, which change no product; kernels need one size for all."""
-    sizes = [x.shape[-1] for x in heads]
-    missing = [max(sizes) - size for size in sizes]
-    return [pad(x, (0, n)) if n else x for x, n in zip(heads, missing, strict=True)]
+    size = max(x.shape[-1] for x in heads)
+    return [x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in heads]
 
 
 def expanded(part: Tensors) -> list[Tensor]:
