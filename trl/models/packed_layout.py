@@ -23,7 +23,7 @@ from .unwrap import Capture, autocast_to, capture_hidden, causal_model, evaluati
 
 # Tokens; below these, passes cost more time than they save memory.
 SHORTEST_PASS = 2048
-SHORTEST_TAIL_PASS = 1536
+SHORTEST_TAIL_PASS = 1024
 PREFILL_TOKENS = 4096  # of the prompts that are computed in one forward before decoding
 
 
