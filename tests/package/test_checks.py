@@ -113,7 +113,6 @@ VIOLATIONS = {
     "longest function, lines": {"a.py": long_function(60)},
     "function p90, lines": {f"{i}.py": long_function(26 + i) for i in range(5)},
     "highest complexity": {"a.py": f"{CLEAN}\n\ndef _f(a):\n{branches(10)}"},
-    "mean complexity": {"a.py": f"def _f(a):\n{branches(9)}"},
     "most parameters": {"a.py": "def _f(a, b, c, d, *, e, f, g):\n    return a\n"},
     "mean parameters": {"a.py": "def _f(a, b, c, d, e, f):\n    return a\n"},
     "longest file, lines": {"a.py": "X = 1\n" * 401},
@@ -130,9 +129,6 @@ VIOLATIONS = {
         "        + 1\n        + 1\n        + 1\n        + 1\n    )\n"
     },
     "comment lines per code line": {"a.py": "# one\n# two\n"},
-    "rloo_trainer.py, lines": {"trainer/rloo_trainer.py": "\n" * 131},
-    "grpo_trainer.py, lines": {"trainer/grpo_trainer.py": "\n" * 231},
-    "rloo_trainer.py, lines of code": {"trainer/rloo_trainer.py": "X = 1\n" * 61},
     "circles of imports": CIRCLE,
     "circles of imports, with those in functions": {
         "a.py": "def _f():\n    from .b import x\n    return x\n",
@@ -145,12 +141,6 @@ VIOLATIONS = {
         + "".join(f"from . import m{i} as m{i}\n" for i in range(100)),
         **{f"m{i}.py": "" for i in range(100)},
     },
-    "all folders, lines": {"rest/a.py": "\n" * (budgets.ALL + 1)},
-} | {
-    f"{name}, lines": {
-        ("b.py" if name == "rest" else f"{name.split(',')[0]}/a.py"): "\n" * (limit + 1)
-    }
-    for name, limit in budgets.FOLDERS.items()
 }
 
 
@@ -174,8 +164,7 @@ def test_budgets_catch(tmp_path, name, capsys):
 
 
 def test_every_bar_has_a_violation(tmp_path):
-    for path in ("__init__.py", "trainer/rloo_trainer.py", "trainer/grpo_trainer.py"):
-        plant(tmp_path, path, "class RLOOTrainer:\n    pass\n")
+    plant(tmp_path, "__init__.py", "class RLOOTrainer:\n    pass\n")
     plant(tmp_path, "a.py", CLEAN)
     assert {bar.name for bar in budgets.measure(tmp_path)} == set(VIOLATIONS)
 
