@@ -83,10 +83,20 @@ class KTOTrainer(PreferenceTrainer):
         """
         batches = super().before_step(batches)
         if batches[0].mode == "train":
-            self._step, self._kl = batches, None
-            if len(batches) > 1 or not self.args.estimates_kl:
+            self._step = batches
+            self._kl = None
+            if not (self.args.estimates_kl and self._is_one_forward(batches)):
                 self._kl = self._estimate_beforehand()
         return batches
+
+    def _is_one_forward(self, batches: list[LabelledRows]) -> bool:
+        """Whether every rank computes the step in one forward.
+
+        All ranks must estimate at the same point, during the forward or before it: forwards of DDP
+        communicate, too.
+        """
+        mine = len(batches) == 1 and self.phases.computes_at_once(batches[0])
+        return self.ranks.all(mine)
 
     def score(self, model: nn.Module, rows: LabelledRows) -> TokenScores:
         """Score the rows' own answers; while evaluating, the other ones as well."""
@@ -101,7 +111,7 @@ class KTOTrainer(PreferenceTrainer):
             ratios = others.by_group(logps.sum(1)) - others.values["ref_logps"]
             self._kl = self._estimate([(others, ratios)])
             return scores
-        if self._kl is None:  # in pieces
+        if self._kl is None:  # cut after running out of memory, which happens on one process only
             self._kl = self._estimate_beforehand()
         return super().score(model, own)
 

@@ -113,11 +113,20 @@ class Phases:
                     losses.append(step(piece))
         return torch.stack(losses).sum()
 
+    def computes_at_once(self, batch: Any) -> bool:
+        """Whether `pieces` leaves these rows whole. Ranks may differ in that."""
+        return len(self._sizes(batch)) <= 1
+
     def pieces(self, batch: Any) -> list[Any]:
         """Cut rows into what is computed at once, with gradient or without."""
-        counts = runs_within(self._most, batch.unit_tokens()) if self._most else []
-        cuts = pairwise(accumulate(counts, initial=0))
-        return [batch.select(range(*cut)) for cut in cuts] if len(counts) > 1 else [batch]
+        sizes = self._sizes(batch)
+        if len(sizes) <= 1:
+            return [batch]
+        return [batch.select(range(*cut)) for cut in pairwise(accumulate(sizes, initial=0))]
+
+    def _sizes(self, batch: Any) -> list[int]:
+        """Rows of each piece; empty where nothing is cut."""
+        return runs_within(self._most, batch.unit_tokens()) if self._most else []
 
     def _located(self, rows: range) -> Iterator[tuple[Any, Any]]:
         first = 0
