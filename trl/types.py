@@ -107,6 +107,8 @@ class Rollout(Rows):
     sampled_by_policy: bool = False  # whether these are the policy's own, of the weights that train
     log_mass: Tensor | None = None  # (B, C) of the sampler's filters, with `old_logps`
     values: Tensor | None = None  # (B, C) before each token, of the weights that generated
+    entropies: Tensor | None = None  # (B, C) of the policy that generated, for credit
+    objective_mask: Tensor | None = None  # (B, C) bool: tokens with an objective. None: loss_mask
     rewards: Tensor | None = None  # (B,) that credit is computed from; NaN: unscorable
     advantages: Tensor | None = None  # (B,) or (B, C)
     returns: Tensor | None = None  # (B, C) what values should have been

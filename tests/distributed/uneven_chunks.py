@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import kto_runs
+import online_runs
 import torch
 from engines import finish, gathered, report, use
+
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 SHORT = [("2+3=", "5", True), ("x", "yz", False)]
 LONG = [
@@ -21,6 +24,15 @@ CELLS: dict[str, Any] = {
         kto_runs.make_trainer,
         data=kto_runs.labelled([*SHORT, *LONG, *LONG[::-1], *SHORT[::-1]]),
         per_device_train_batch_size=2,
+        beta=0.5,
+    ),
+    # Each rank has the four completions of a prompt.
+    "GRPO, tokens of high entropy": partial(
+        online_runs.make_trainer,
+        kind=GRPOTrainer,
+        data=online_runs.dataset(["ab", "a long prompt, " * 7, "another one, " * 7, "c"]),
+        top_entropy_quantile=0.3,
+        per_device_train_batch_size=4,
     ),
 }
 LIMITS = {"whole": 0, "cut": 80}  # tokens of a chunk
@@ -33,7 +45,6 @@ def run(cell: str, folder: Path, limit: int, **changes: Any) -> dict[str, Any]:
         gradient_accumulation_steps=1,
         max_steps=2,
         learning_rate=0.1,
-        beta=0.5,
         max_tokens_per_piece=limit,
         **changes,
     )

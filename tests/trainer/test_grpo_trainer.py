@@ -423,13 +423,41 @@ def test_only_tokens_of_high_entropy_are_trained_on(tmp_path, kind):
     assert relative(recorder.gradients[0], expected) < 5e-6
 
 
-def test_the_entropy_threshold_is_that_of_the_micro_batch(tmp_path):
-    recorder, _ = run(tmp_path, top_entropy_quantile=0.2, **split(2))
-    keep = []
-    for start in range(0, 8, 2):
-        keep += high_entropy_tokens(model_at(), ROWS[start : start + 2], 0.2)
-    assert keep != high_entropy_tokens(model_at(), ROWS, 0.2)
+CUTS = {
+    "whole": {},
+    "micro-batches of 2": split(2),
+    "single rows": split(1),
+    "chunks": {"max_tokens_per_piece": 12},
+    "micro-batches in chunks": {"max_tokens_per_piece": 5} | split(4),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_entropy_threshold_is_that_of_the_round(tmp_path, cut):
+    """Whatever is computed at once. Rows of zero advantage count for it, though left out."""
+    recorder, trainer = run(tmp_path, top_entropy_quantile=0.2, **CUTS[cut])
+    keep = high_entropy_tokens(model_at(), ROWS, 0.2)
+    parts = [high_entropy_tokens(model_at(), ROWS[i : i + 2], 0.2) for i in range(0, 8, 2)]
+    assert keep != [row for part in parts for row in part], "the cut would make a difference"
     assert relative(recorder.gradients[0], Loop().gradient(model_at(), keep=keep)) < 5e-6
+    assert trainer.skips_zero_advantages
+
+
+def test_a_second_pass_trains_on_the_same_tokens(tmp_path):
+    """Those of high entropy under the policy that generated, as ratios compare with it."""
+    found, moved, _ = second_pass(tmp_path, top_entropy_quantile=0.4)
+    keep = high_entropy_tokens(model_at(), ROWS, 0.4)
+    assert keep != high_entropy_tokens(moved, ROWS, 0.4)
+    expected = Loop().gradient(moved, old=model_at(), keep=keep)
+    assert relative(found, expected) < 5e-6
+
+
+def test_the_loss_of_an_evaluation_is_of_tokens_of_high_entropy(tmp_path):
+    options = {"top_entropy_quantile": 0.4, "per_device_eval_batch_size": 8}
+    _, trainer = run(tmp_path, eval_dataset=dataset(PROMPTS[:2]), learning_rate=0.0, **options)
+    keep = high_entropy_tokens(model_at(), ROWS, 0.4)
+    expected = Loop().loss(model_at(), ROWS, ADVANTAGES, keep=keep)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["dapo", "vespo", "sapo"])

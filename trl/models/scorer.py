@@ -255,10 +255,17 @@ class Scorer:
         return self.frozen_scores(model, batch).logps
 
     @torch.no_grad()
-    def frozen_scores(self, model: nn.Module, batch: Rows, *options: Any) -> TokenScores:
-        """Score without gradient, in evaluation mode; `support` and `values` as for a call."""
+    def frozen_scores(
+        self,
+        model: nn.Module,
+        batch: Rows,
+        support: Support | None = None,
+        values: Reader | None = None,
+        with_entropy: bool = False,
+    ) -> TokenScores:
+        """Score without gradient, in evaluation mode; the other arguments are those of a call."""
         with evaluating(model):
-            return self(model, batch, False, *options)
+            return self(model, batch, with_entropy, support, values)
 
     def packs(
         self,

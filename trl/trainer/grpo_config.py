@@ -70,6 +70,11 @@ class GRPOConfig(OnlineConfig):
             words = f"loss_type={kind!r} was published with importance_sampling_level={usual!r}"
             warnings.warn(f"{words}, not {level!r}.", stacklevel=4)
 
+    @property
+    def scores_policy(self) -> bool:
+        """Also to compare the entropies of a round; see `OnlineConfig`."""
+        return super().scores_policy or self.top_entropy_quantile < 1.0
+
     def _problems(self) -> dict[str, Any]:
         mode = self.vllm_importance_sampling_mode
         low, high = self.entropy_coef_min, self.entropy_coef_max

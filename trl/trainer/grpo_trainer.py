@@ -128,12 +128,17 @@ class GRPOTrainer(OnlineTrainer):
 
     @property
     def needs_entropy(self) -> bool:
-        """For the bonus, and to choose tokens of high entropy."""
-        return self.entropy.is_used or self.args.top_entropy_quantile < 1.0
+        """For the bonus."""
+        return self.entropy.is_used
+
+    @property
+    def compares_entropies(self) -> bool:
+        """To choose the tokens of highest entropy."""
+        return bool(self.args.top_entropy_quantile < 1.0)
 
     @property
     def skips_zero_advantages(self) -> bool:
-        """Neither the KL penalty in the loss nor entropies are multiples of the advantage."""
+        """Neither the KL penalty in the loss nor the bonus is a multiple of the advantage."""
         return super().skips_zero_advantages and self.args.beta == 0.0 and not self.needs_entropy
 
     def compute_advantages(self, rewards: Tensor, table: RewardTable, batch: Rollout) -> Tensor:
@@ -141,6 +146,24 @@ class GRPOTrainer(OnlineTrainer):
         if self.args.multi_objective_aggregation == "normalize_then_sum":
             return normalize_then_sum(table.per_function, table.weights, table.group_size)
         return group_relative(rewards, table.group_size, self.args.scale_rewards)
+
+    def finish(self, batch: Rollout, advantages: Tensor, healthy: bool) -> Rollout:
+        """Choose the tokens of high entropy while the round is whole; see `OnlineTrainer`."""
+        if self.compares_entropies:
+            batch = batch.replace(objective_mask=self._high_entropies(batch), entropies=None)
+        return super().finish(batch, advantages, healthy)
+
+    def _high_entropies(self, batch: Rollout) -> Tensor:
+        """Mark the share of the trained-on tokens (B, C) that has the highest entropies.
+
+        It is the share of those of all ranks, which all take part.
+        """
+        entropies = torch.as_tensor(batch.entropies)
+        counted = entropies.masked_fill(~batch.loss_mask, -torch.inf)
+        missing = int(self.ranks.largest(counted.shape[1])) - counted.shape[1]
+        every = self.ranks.gather(pad(counted, (0, missing), value=-torch.inf))
+        threshold = entropy_threshold(every.flatten(), self.args.top_entropy_quantile)
+        return high_entropy_mask(entropies, batch.loss_mask, threshold)
 
     def policy_loss(self, scores: TokenScores, ratio: Tensor, batch: Rollout) -> Tensor:
         """Return the objective of the trained-on tokens, with KL penalty and entropy bonus."""
@@ -191,18 +214,13 @@ class GRPOTrainer(OnlineTrainer):
     def _kept(self, scores: TokenScores, batch: Rollout) -> Tensor:
         """Mark the tokens (B, C) whose objective counts; the KL penalty counts for all."""
         args, kept = self.args, batch.loss_mask
+        if batch.objective_mask is not None:
+            kept = kept & batch.objective_mask
         if args.off_policy_mask_threshold is not None:
             drawn = batch.sampling_logps
             old_logps = batch.old_logps if drawn is None else drawn
             known = scores.logps, old_logps, batch.advantages, batch.loss_mask
             kept = kept & objectives.off_policy_mask(*known, args.off_policy_mask_threshold)
-        if args.top_entropy_quantile < 1.0:
-            entropies = torch.as_tensor(scores.entropies).detach()
-            marked = entropies.masked_fill(~batch.loss_mask, -torch.inf)
-            missing = int(self.ranks.largest(marked.shape[1])) - marked.shape[1]
-            marked = self.ranks.gather(pad(marked, (0, missing), value=-torch.inf))
-            threshold = entropy_threshold(marked.flatten(), args.top_entropy_quantile)
-            kept = high_entropy_mask(entropies, kept, threshold)
         return kept
 
     def _aggregate(self, losses: Tensor, batch: Rollout) -> Tensor:

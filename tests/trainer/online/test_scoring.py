@@ -127,7 +127,7 @@ def test_a_run_without_any_gradient_decays_the_weights_alone(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"beta": 0.1}, {"entropy_coef": 0.1}, {"top_entropy_quantile": 0.5}],
+    [{"beta": 0.1}, {"entropy_coef": 0.1}, {"entropy_coef": 0.1, "top_entropy_quantile": 0.5}],
 )
 def test_losses_with_other_terms_skip_nothing(tmp_path, changes):
     trainer, calls = adam(tmp_path, partly_equal, GRPOTrainer, **changes)

@@ -55,6 +55,7 @@ class OnlineTrainer(BaseTrainer):
     config_class: ClassVar[type[OnlineConfig]]
     ratio_level: RatioLevel = "token"
     needs_entropy: bool = False  # whether the loss reads entropies
+    compares_entropies: bool = False  # whether credit reads those of the round, of all ranks
     has_token_losses: bool = False  # even where a completion has one ratio
     train_dataset: Any
     eval_dataset: Any
@@ -171,6 +172,7 @@ class OnlineTrainer(BaseTrainer):
             autocast=self.accelerator.autocast,
             values=self.value_reader,
             by_token=self.has_token_losses,
+            with_entropies=self.compares_entropies,
         )
         phases.forgets.append(self.scoring.gaps.clear)
         at_once = partial(phases.adaptive("rewards").run, most=args.batch_plan.micro_batch)

@@ -96,6 +96,7 @@ class Scoring:
     autocast: Callable[[], AbstractContextManager[None]]  # the precision of training
     values: Callable[[nn.Module], Reader | None]  # what reads values, if credit needs them
     by_token: bool = False  # losses are of tokens, even where the ratio is of completions
+    with_entropies: bool = False  # credit compares the entropies of all tokens of a round
     gaps: list[Tensor] = field(default_factory=list)  # sums, and how many, since an update
 
     def __post_init__(self) -> None:
@@ -119,7 +120,8 @@ class Scoring:
     def scores_policy(self, mode: Mode) -> bool:
         """Whether log-probabilities under the policy that generated must be known beforehand."""
         needs_values = self.values(self.policy.model) is not None
-        return not self.is_on_policy(mode) or self.args.penalizes_rewards or needs_values
+        needs_others = needs_values or self.with_entropies
+        return not self.is_on_policy(mode) or self.args.penalizes_rewards or needs_others
 
     def score(self, batch: Rollout, step: int) -> tuple[Rollout, bool]:
         """Add old and reference log-probabilities that are needed; say whether all are finite."""
@@ -129,7 +131,7 @@ class Scoring:
             self._watch("log-probability of the policy", batch.old_logps, batch)
         if self.reference is not None:
             with self.reference.active(self.policy.model) as reference:
-                scores = self._frozen_scores(reference, batch, None, None)
+                scores = self._frozen_scores(reference, batch)
                 batch = batch.replace(ref_logps=scores.logps)
             self._watch("log-probability of the reference", batch.ref_logps, batch)
         try:
@@ -159,27 +161,45 @@ class Scoring:
         """Those computed while generating, where only the KL penalty reads them; else a pass."""
         # Both sides of a ratio are computed alike, or rounding would look like a policy that moved.
         on_policy, values = self.is_on_policy(batch.mode), self.values(self.policy.model)
-        reuses = self.args.reuse_sampling_logps and values is None
+        needs_others = values is not None or self.with_entropies
+        reuses = self.args.reuse_sampling_logps and not needs_others
         if batch.sampled_by_policy and reuses and on_policy:
             return batch.replace(old_logps=batch.sampling_logps)
         # The filters of the engine, if what it reported is to be compared with the policy.
         support = self.support if batch.has_foreign_logps and not on_policy else None
-        scores = self._frozen_scores(self.policy.model, batch, support, values)
+        model = self.policy.model
+        scores = self._frozen_scores(model, batch, support, values, self.with_entropies)
         if scores.values is not None:
             self._watch("value", scores.values, batch)
-        return batch.replace(old_logps=scores.logps, log_mass=scores.log_mass, values=scores.values)
+        return batch.replace(
+            old_logps=scores.logps,
+            log_mass=scores.log_mass,
+            values=scores.values,
+            entropies=scores.entropies,
+        )
 
     def _frozen_scores(
-        self, model: nn.Module, batch: Rollout, support: Support | None, values: Reader | None
+        self,
+        model: nn.Module,
+        batch: Rollout,
+        support: Support | None = None,
+        values: Reader | None = None,
+        with_entropy: bool = False,
     ) -> TokenScores:
         args = self.args
         size = args.eval_rows if batch.mode == "eval" else args.batch_plan.micro_batch
-        wanted = {"logps": True, "log_mass": support is not None, "values": values is not None}
+        wanted = {
+            "logps": True,
+            "log_mass": support is not None,
+            "values": values is not None,
+            "entropies": with_entropy,
+        }
         shape, device = batch.loss_mask.shape, self.policy.device
         kept = {name: torch.zeros(shape, device=device) for name, is_so in wanted.items() if is_so}
 
         def score(rows: range) -> None:
-            found = self.scorer.frozen_scores(model, batch.select(rows), support, values)
+            part = batch.select(rows)
+            found = self.scorer.frozen_scores(model, part, support, values, with_entropy)
             place = slice(rows.start, rows.stop), slice(found.logps.shape[1])
             for name, scores in kept.items():
                 scores[place] = getattr(found, name)
