@@ -125,3 +125,13 @@ def test_answers_of_different_numbers_are_brought_to_their_prompts():
     assert batch.by_group(torch.ones(4, 2)).shape == (2, 3, 2)
     assert batch.values["ranks"].tolist() == [[2, 0, 1], [3, 0, 0]]
     assert batch.values["lengths"].tolist() == [[1, 1, 1], [2, 0, 0]]
+
+
+def test_a_part_of_a_micro_batch_keeps_its_number_of_answers():
+    """Its values by group stay as wide as what is known of the groups."""
+    groups = [AnswerGroup([1], [[2], [3], [4]], 0), AnswerGroup([1], [[5], [6]], 1)]
+    part = AnswerRows.of(groups).select([1])
+    assert part.by_group(torch.tensor([0.5, 0.25])).tolist() == [[0.5, 0.25, 0.0]]
+    states = part.by_group(torch.ones(2, 4))
+    assert states.shape == (1, 3, 4) and states[0, 2].tolist() == [0.0] * 4
+    assert part.values["lengths"].tolist() == [[1, 1, 0]]

@@ -143,9 +143,14 @@ class AnswerRows:
         return dataclasses.replace(self, items=[self.items[i] for i in index], values=values)
 
     def by_group(self, flat: Tensor) -> Tensor:
-        """Bring values of the rows of `flat` (F, ...) to groups: (B, K, ...), 0 beyond the last."""
+        """Bring values of the rows of `flat` (F, ...) to groups: (B, K, ...), 0 beyond the last.
+
+        K is that of `values`: these rows may be a part of a micro-batch, without its longest group.
+        """
         sizes = [len(group.answer_ids) for group in self.items]
-        return pad_sequence(list(flat.split(sizes)), batch_first=True)
+        groups = pad_sequence(list(flat.split(sizes)), batch_first=True)
+        missing = self.values["lengths"].shape[1] - groups.shape[1]
+        return torch.cat([groups, groups.new_zeros(len(groups), missing, *groups.shape[2:])], dim=1)
 
     def token_mask(self) -> Tensor:
         """Tokens of answers that count, (F, C) for the rows of `flat`."""
