@@ -261,5 +261,26 @@ OTHERS = {  # of pairs, and of tokens
         classifies=True,
     ),
 }
-LOSSES = OF_GROUPS | OTHERS
+# These compare rows or tokens of a whole round. First tokens of a prompt's completions have equal
+# entropies, so shares are such that the threshold lies between unequal ones.
+STATISTICS = {
+    "dapo, top entropies": Loss(
+        GRPOTrainer, {"loss_type": "dapo", "temperature": 0.7, "top_entropy_quantile": 0.39}
+    ),
+    "dapo, top entropies, second pass": Loss(
+        GRPOTrainer,
+        {"loss_type": "dapo", "temperature": 0.7, "top_entropy_quantile": 0.47},
+        True,
+        0.02,
+    ),
+    "dapo, off-policy mask, second pass": Loss(
+        GRPOTrainer, {"loss_type": "dapo", "off_policy_mask_threshold": 0.01}, True, 0.02
+    ),
+    "dapo, scaled by the round": Loss(GRPOTrainer, {"loss_type": "dapo", "scale_rewards": "batch"}),
+    "dapo, normalized, then added": Loss(
+        GRPOTrainer, {"loss_type": "dapo", "multi_objective_aggregation": "normalize_then_sum"}
+    ),
+    "rloo, normalized": Loss(RLOOTrainer, {"normalize_advantages": True}),
+}
+LOSSES = OF_GROUPS | OTHERS | STATISTICS
 REFERENCE_SCALE = 0.9  # the reference policy: the initial weights times this

@@ -34,6 +34,7 @@ from two_ranks import VARIANTS as ON_TWO
 from variants import (
     DIMENSIONS,
     OTHER_DIMENSIONS,
+    STATISTIC_DIMENSIONS,
     TILE,
     Measured,
     Variant,
@@ -57,6 +58,7 @@ _generator = random.Random(1)
 _drawn = (draw(DIMENSIONS, _generator) for _ in range(10 * SAMPLES))
 VARIANTS = covering(DIMENSIONS) + [variant for variant in _drawn if variant][:SAMPLES]
 OF_OTHERS = covering(OTHER_DIMENSIONS)
+OF_STATISTICS = covering(STATISTIC_DIMENSIONS)
 
 
 def _left_out() -> list[Variant]:
@@ -123,6 +125,7 @@ def family_of(variant: Variant) -> Family:
     if variant.shared and not MODELS[variant.model].shares:
         layout = "shared prefix: falls back"
     layout += ", in passes" if variant.passes else ""
+    layout += "" if variant.tokens is None else ", in pieces"
     layout += ", LoRA" if variant.lora else ""
     return variant.model, LOSSES[variant.loss].family, layout
 
@@ -181,6 +184,13 @@ def float32_lines() -> Iterator[Line]:
     """The gradients in float32."""
     found = ((family_of(v), v, gradient_difference(v)) for v in VARIANTS + OF_OTHERS)
     return lines_of(found, BOUND)
+
+
+def statistics_lines() -> Iterator[Line]:
+    """Losses that read statistics of a round: however it is cut, they are those of the round."""
+    families = ((v.model, v.loss, family_of(v)[2]) for v in OF_STATISTICS)
+    measured = map(gradient_difference, OF_STATISTICS)
+    return lines_of(zip(families, OF_STATISTICS, measured, strict=True), BOUND)
 
 
 def supervised_lines() -> Iterator[Line]:
@@ -258,6 +268,7 @@ SECTIONS = {
     "float32": "Gradients in float32: ||g - g_ref|| / ||g_ref||",
     "supervised": "Supervised fine-tuning: gradients as above, and losses",
     "preferences": "DPO, KTO and reward models: gradients as above, and losses",
+    "statistics": "Options that read statistics of a round: gradients as above",
     "dropped": "Rows of zero advantage",
     "ranks": "Two processes",
     "bf16": f"bfloat16 against float32; bound: {HALF_PRECISION_FACTOR} x single rows in bfloat16",
@@ -314,6 +325,9 @@ def report(sections: Sections, seconds: float) -> str:
         "- Online DPO: the first two completions of each prompt. PPO: all of them, with values of",
         "  a layer on the policy or of a classifier, which are trained too.",
         "- KTO and reward models: 8 labelled answers, 6 pairs or 3 rankings in one update.",
+        "- In pieces: micro-batches are cut into forwards of few tokens (max_tokens_per_piece).",
+        "  What is compared over a round or step (high entropies, spreads, ranks of pairs, the KL",
+        "  estimate) must not depend on that, nor on micro-batches.",
         "- Rows left out: what they would add to the gradient, in forwards of the other rows, is",
         "  measured by letting no other row act on it.",
         "",
@@ -341,6 +355,7 @@ def run() -> Sections:
         "float32": list(float32_lines()),
         "supervised": list(supervised_lines()),
         "preferences": list(preference_lines()),
+        "statistics": list(statistics_lines()),
         "dropped": list(dropped_lines()),
         "bf16": list(half_precision_lines()),
     }

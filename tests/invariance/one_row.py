@@ -2,9 +2,11 @@
 
 import copy
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from cases import MOST_TOKENS, REFERENCE_SCALE, Loss, Row
 from online_dpo_runs import pair_gradient
@@ -22,6 +24,7 @@ class Known:
 
     old: dict[Row, Tensor] = field(default_factory=dict)
     reference: dict[Row, Tensor] = field(default_factory=dict)
+    entropies: dict[Row, Tensor] = field(default_factory=dict)  # (C,) of the old policy
 
 
 def gradient(model: nn.Module, loss: Loss, rounds: Sequence[Round]) -> Tensor:
@@ -43,6 +46,8 @@ def gradient(model: nn.Module, loss: Loss, rounds: Sequence[Round]) -> Tensor:
         known.reference = score_all(scaled(model, REFERENCE_SCALE), loss, rows)
     if loss.option("beta") or loss.second_pass:
         known.old = score_all(model, loss, rows)
+    if loss.option("top_entropy_quantile"):
+        known.entropies = entropies_of_all(model, loss, rows)
     accumulate(model, loss, rounds, known)
     if loss.second_pass:
         with torch.no_grad():
@@ -90,6 +95,13 @@ def score_all(model: nn.Module, loss: Loss, rows: set[Row]) -> dict[Row, Tensor]
     return {row: log_distributions(model, loss, row)[1] for row in rows}
 
 
+@torch.no_grad()
+def entropies_of_all(model: nn.Module, loss: Loss, rows: set[Row]) -> dict[Row, Tensor]:
+    """Entropies (C,) of the next-token distributions of rows."""
+    found = {row: log_distributions(model, loss, row)[0] for row in rows}
+    return {row: -(every.exp() * every).sum(-1) for row, every in found.items()}
+
+
 def log_distributions(model: nn.Module, loss: Loss, row: Row) -> tuple[Tensor, Tensor]:
     """By the model's own full logits: (C, V) all log-probabilities, (C,) those of the tokens."""
     ids = torch.tensor([row.prompt + row.completion])
@@ -108,12 +120,13 @@ def accumulate(
     for groups in rounds:
         rows = [row for group in groups for row in group]
         tokens = sum(len(row.completion) for row in rows)
-        credit = [advantage for group in groups for advantage in advantages(loss, group, known)]
-        for row, advantage in zip(rows, credit, strict=True):
+        counted = tokens_that_count(loss, rows, known)
+        for row, advantage in zip(rows, credit(loss, groups, known), strict=True):
             every, logps = log_distributions(model, loss, row)
             # Where nothing has moved the old policy is the current one.
             old = known.old[row] if moved else logps.detach()
-            value = row_loss(loss, (logps, old, known.reference.get(row)), advantage, len(rows))
+            logps = (logps, old, known.reference.get(row))
+            value = row_loss(loss, logps, advantage, len(rows), counted.get(row))
             if loss.option("loss_type") == "dapo":
                 value = value / tokens
             if loss.option("entropy_coef"):
@@ -121,8 +134,29 @@ def accumulate(
             (value / len(rounds)).backward()
 
 
+def tokens_that_count(loss: Loss, rows: Sequence[Row], known: Known) -> dict[Row, list[bool]]:
+    """Tokens of high entropy, of all tokens of a round; empty if all count."""
+    if not (share := loss.option("top_entropy_quantile")):
+        return {}
+    every = [entropy for row in rows for entropy in known.entropies[row].tolist()]
+    threshold = np.quantile(every, 1 - share)
+    assert min(abs(entropy - threshold) for entropy in every) > 1e-5, "rounding must not decide"
+    return {row: (known.entropies[row] >= threshold).tolist() for row in rows}
+
+
+def credit(loss: Loss, groups: Round, known: Known) -> list[float]:
+    """Advantages of all rows of a round."""
+    found = [advantage for group in groups for advantage in advantages(loss, group, known)]
+    spread = None
+    if loss.option("scale_rewards") == "batch":
+        spread = statistics.stdev(row.reward for group in groups for row in group)
+    if loss.option("normalize_advantages") or loss.option("multi_objective_aggregation"):
+        spread = statistics.stdev(found)
+    return found if spread is None else [value / (spread + 1e-4) for value in found]
+
+
 def advantages(loss: Loss, group: Sequence[Row], known: Known) -> list[float]:
-    """Credit of the rows of a group, in numbers of Python."""
+    """Credit of the rows of a group before it is scaled over the round, in numbers of Python."""
     rewards = [row.reward for row in group]
     if loss.family == "RLOO":
         if loss.option("beta"):
@@ -132,14 +166,18 @@ def advantages(loss: Loss, group: Sequence[Row], known: Known) -> list[float]:
         totals = [sum(rewards) - reward for reward in rewards]
         return [r - t / (len(group) - 1) for r, t in zip(rewards, totals, strict=True)]
     mean = sum(rewards) / len(rewards)
-    if loss.option("scale_rewards") == "none":
+    if loss.option("scale_rewards") in ("none", "batch"):
         return [reward - mean for reward in rewards]
     variance = sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
     return [(reward - mean) / (math.sqrt(variance) + 1e-4) for reward in rewards]
 
 
 def row_loss(
-    loss: Loss, logps: tuple[Tensor, Tensor, Tensor | None], advantage: float, rows: int
+    loss: Loss,
+    logps: tuple[Tensor, Tensor, Tensor | None],
+    advantage: float,
+    rows: int,
+    counted: list[bool] | None = None,
 ) -> Tensor:
     """What one completion adds to the loss of its round; for dapo, times the round's tokens.
 
@@ -148,21 +186,34 @@ def row_loss(
         logps: (C,) under the current, the old and, for a KL penalty, the reference policy.
         advantage: the row's credit.
         rows: completions of the round.
+        counted: tokens (C,) that have an objective, if not all.
     """
     current, old, reference = logps
+    if is_far(loss, current, old, advantage):
+        counted = [False] * len(current)
     if loss.family == "RLOO":
         return surrogate((current - old).sum().exp(), advantage) / rows
     if loss.option("importance_sampling_level") == "sequence":
         return surrogate((current - old).mean().exp(), advantage) / rows
-    total = current.new_zeros(())
+    total = 0.0 * current.sum()
     for i in range(len(current)):
         ratio = (current[i] - old[i]).exp()
-        total = total + surrogate(ratio, advantage)
+        if counted is None or counted[i]:
+            total = total + surrogate(ratio, advantage)
         if reference is not None:
             further = reference[i] - current[i]
             total = total + loss.option("beta") * ratio * (further.exp() - further - 1)
     sizes = {"dapo": 1, "dr_grpo": rows * MOST_TOKENS, "grpo": rows * len(current)}
     return total / sizes[loss.option("loss_type")]
+
+
+def is_far(loss: Loss, current: Tensor, old: Tensor, advantage: float) -> bool:
+    """Whether a bad completion is dropped because it became much less likely."""
+    if (threshold := loss.option("off_policy_mask_threshold")) is None or advantage >= 0:
+        return False
+    fall = float((old - current.detach()).mean())
+    assert abs(fall - threshold) > 1e-5, "rounding must not decide"
+    return fall > threshold
 
 
 def surrogate(ratio: Tensor, advantage: float) -> Tensor:

@@ -23,6 +23,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "threes, tiles of logits": {"per_device_train_batch_size": 3, "logits_chunk_size": 64},
     "twos, checkpointing": {"per_device_train_batch_size": 2, "gradient_checkpointing": True},
     "at most 60 tokens": {"max_tokens_per_micro_batch": 60},
+    "pieces of 60 tokens": {"max_tokens_per_piece": 60},
+    "threes, in pieces of one": {"per_device_train_batch_size": 3, "max_tokens_per_piece": 1},
     "another order, in twos": {
         "train_sampling_strategy": "random",
         "per_device_train_batch_size": 2,
@@ -34,8 +36,8 @@ WAYS: dict[str, dict[str, Any]] = {
         "per_device_train_batch_size": 3,
     },
 }
-LOSSES = ("KTO", "reward", "reward, ranked", "DPO")
-POLICIES: dict[str, Any] = {"DPO": dpo_runs, "KTO": kto_runs}
+LOSSES = ("KTO", "reward", "reward, ranked", "DPO", "DPO, aot", "DPO, aot_unpaired")
+POLICIES: dict[str, Any] = dict.fromkeys(LOSSES[3:], dpo_runs) | {"KTO": kto_runs}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,8 @@ def _trainer(folder: str, variant: Preferences, **options: Any) -> Any:
             for parameter in reference.parameters():
                 parameter.mul_(REFERENCE_SCALE)
         options |= {"model": model, "ref_model": reference, "beta": BETA}
+        if "aot" in variant.loss:
+            options["loss_type"] = variant.loss.removeprefix("DPO, ")
         return POLICIES[variant.loss].make_trainer(folder, **options)
     data = reward_runs.ranked() if "ranked" in variant.loss else reward_runs.pairs()
     options |= {"model": classifier(variant.model), "center_rewards_coefficient": 0.01}
@@ -98,25 +102,34 @@ def reference(model: str, loss: str) -> tuple[float, Tensor]:
         return reward_runs.by_hand(classifier(model), rows, centering=0.01)[:2]
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(folder, Preferences(model, loss, ""))
-    if loss == "DPO":
-        return dpo_by_hand(trainer.model, trainer.reference.model)
+    if loss != "KTO":
+        return dpo_by_hand(trainer.model, trainer.reference.model, loss)
     partners = kto_runs.partners_of(trainer)
     return kto_runs.by_hand(trainer.model, trainer.reference.model, partners, beta=BETA)[:2]
 
 
-def dpo_by_hand(model: nn.Module, reference: nn.Module) -> tuple[float, Tensor]:
+def dpo_by_hand(model: nn.Module, reference: nn.Module, loss: str) -> tuple[float, Tensor]:
     """Mean loss of pairs and its gradient, one row at a time."""
-    rows, total = dpo_runs.PAIRS, torch.zeros(())
-    for prompt, *answers in rows:
-        with torch.no_grad():
-            held = [kto_runs.log_prob(reference, prompt, answer) for answer in answers]
-        logps = [kto_runs.log_prob(model, prompt, answer) for answer in answers]
-        chosen, rejected = (a - b for a, b in zip(logps, held, strict=True))
-        total = total - nn.functional.logsigmoid(BETA * (chosen - rejected))
+    rows = [(prompt, answer) for prompt, *answers in dpo_runs.PAIRS for answer in answers]
+    with torch.no_grad():
+        held = torch.stack([kto_runs.log_prob(reference, *row) for row in rows]).view(-1, 2)
+    logps = torch.stack([kto_runs.log_prob(model, *row) for row in rows]).view(-1, 2)
+    chosen, rejected = (logps - held).unbind(1)
+    margins = {
+        "DPO": lambda: chosen - rejected,
+        "DPO, aot": lambda: in_order(logps[:, 0] - logps[:, 1]) - in_order(held[:, 0] - held[:, 1]),
+        "DPO, aot_unpaired": lambda: in_order(chosen) - in_order(rejected),
+    }[loss]()
+    value = -nn.functional.logsigmoid(BETA * margins).mean()
     model.zero_grad()
-    (total / len(rows)).backward()
+    value.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-    return float(total.detach()) / len(rows), gradient
+    return float(value.detach()), gradient
+
+
+def in_order(values: Tensor) -> Tensor:
+    """Values (N,), the smallest first."""
+    return values.sort().values
 
 
 def difference(variant: Preferences) -> float:

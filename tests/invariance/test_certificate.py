@@ -25,6 +25,7 @@ from certificate import (
     LEFT_OUT,
     MIXED,
     OF_OTHERS,
+    OF_STATISTICS,
     ON_TWO,
     RESIDUAL,
     VARIANTS,
@@ -43,6 +44,7 @@ from two_ranks import ON_ENGINES, result, start
 from variants import (
     DIMENSIONS,
     OTHER_DIMENSIONS,
+    STATISTIC_DIMENSIONS,
     Variant,
     difference,
     measure,
@@ -89,7 +91,7 @@ def test_preferences(variant):
     assert preferences.difference(variant) <= BOUND
 
 
-@pytest.mark.parametrize("variant", VARIANTS + OF_OTHERS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS + OF_OTHERS + OF_STATISTICS, ids=str)
 def test_gradient_is_that_of_single_rows(variant):
     assert gradient_difference(variant) <= BOUND * rounding.slack()
 
@@ -158,6 +160,17 @@ def test_the_reference_depends_on_what_a_round_has():
     assert difference(reference(halves.but(order=1)), reference(halves)) > 0.01
 
 
+@pytest.mark.parametrize("loss", cases.STATISTICS)
+def test_statistics_of_a_round_are_not_those_of_its_halves(loss):
+    """And they matter: without the option the gradient is another one."""
+    option = list(cases.LOSSES[loss].options)[-1]
+    usual = {"top_entropy_quantile": 1.0, "off_policy_mask_threshold": None}
+    usual |= {"scale_rewards": "group", "normalize_advantages": False}
+    usual |= {"multi_objective_aggregation": "sum_then_normalize"}
+    without = measure(Variant(loss=loss), **{option: usual[option]}).gradient
+    assert difference(without, reference(Variant(loss=loss))) > 0.01
+
+
 def test_an_unexpected_layout_is_seen():
     plain = measure(Variant(shared=False))
     assert judged(Variant(shared=False), plain) <= BOUND
@@ -186,7 +199,12 @@ def test_curves_that_part_are_seen():
 
 
 @pytest.mark.parametrize(
-    ("dimensions", "variants"), [(DIMENSIONS, VARIANTS), (OTHER_DIMENSIONS, OF_OTHERS)]
+    ("dimensions", "variants"),
+    [
+        (DIMENSIONS, VARIANTS),
+        (OTHER_DIMENSIONS, OF_OTHERS),
+        (STATISTIC_DIMENSIONS, OF_STATISTICS),
+    ],
 )
 def test_every_pair_of_values_occurs(dimensions, variants):
     covered = set().union(*(pairs(variant, dimensions) for variant in variants))

@@ -29,6 +29,9 @@ VARIANTS = [
     # Whitening and means are over both ranks, whose completions differ in number of tokens.
     TWO.but(loss="ppo, whitened rewards", micro_batch=2, rounds=2, lora=True),
     TWO.but(loss="ppo, second pass", shared=False, padding="junk"),
+    # Ranks cut their micro-batches into different numbers of forwards.
+    TWO.but(loss="dapo, top entropies", micro_batch=8, tokens=40),
+    TWO.but(loss="dapo, scaled by the round", micro_batch=2, rounds=2, tokens=40),
 ]
 # Beside DDP; the tests of `tests/distributed` go through all engines.
 OTHERS = ("fsdp2", "zero2", "zero3")

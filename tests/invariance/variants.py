@@ -16,7 +16,7 @@ import cases
 import one_row
 import peft
 import torch
-from cases import EOS, FEW, LOSSES, MODELS, OF_GROUPS, ORDERS, OTHERS, TEXTS
+from cases import EOS, FEW, LOSSES, MODELS, OF_GROUPS, ORDERS, OTHERS, STATISTICS, TEXTS
 from datasets import Dataset
 from forced import conditions
 from online_runs import config
@@ -44,6 +44,7 @@ class Variant:
     shared: bool = True  # prompts computed once
     passes: bool = False  # over a part of the tokens; with gradient checkpointing, which they need
     micro_batch: int = 4  # rows of one forward; the rest is accumulated
+    tokens: int | None = None  # of a forward, into which micro-batches are cut; None: whole
     rounds: int = 1  # generation rounds of the update
     chunk: int | None = None  # logits held at once
     pad_multiple: int | None = None  # of both widths of plain rows
@@ -92,7 +93,7 @@ class Variant:
             return False  # the reference would be the model without its adapter
         # A single completion is all prefix.
         shares = self.shared and MODELS[self.model].shares
-        return not self.passes or (shares and self.micro_batch > 1)
+        return not self.passes or (shares and self.micro_batch > 1 and self.tokens is None)
 
     @property
     def is_mixed(self) -> bool:
@@ -228,6 +229,7 @@ def options(variant: Variant) -> dict[str, Any]:
         "gradient_accumulation_steps": variant.accumulation,
         "steps_per_generation": variant.accumulation // variant.rounds,
         "logits_chunk_size": variant.chunk,
+        "max_tokens_per_piece": variant.tokens,
         "pad_to_multiple_of": variant.pad_multiple,
         "skip_zero_advantages": variant.skip,
         "gradient_checkpointing": variant.checkpointing or variant.passes,
@@ -365,6 +367,17 @@ OTHER_DIMENSIONS = DIMENSIONS | {
     "order": (0, 2),
     "skip": (True,),
     "logs": (False,),
+}
+# Losses that read statistics, in forwards of parts of what these are taken over.
+STATISTIC_DIMENSIONS: Dimensions = {
+    "model": ("Llama", "Gemma3, soft-capped logits"),
+    "loss": (*STATISTICS, "dapo, entropy bonus", "ppo", "ppo, whitened rewards"),
+    "shared": (True, False),
+    "micro_batch": (2, 4, 16),
+    "tokens": (None, 1, 40),
+    "rounds": (1, 2),
+    "order": (0, 2),
+    "skip": (True, False),
 }
 
 
