@@ -27,7 +27,7 @@ AXES: dict[str, tuple[str, ...]] = {
         *("training", "Online DPO", "PPO", "PPO with a value model"),
         *("reference", "sync_ref_model", "shared_prefix", "logits_chunk_size"),
         *("skip_zero_advantages", "reuse_sampling_logps", "generation_max_rows"),
-        *("gradient_checkpointing", "num_iterations", "recover_from_oom"),
+        *("gradient_checkpointing", "activation_offloading", "num_iterations", "recover_from_oom"),
         *("ds3_gather_for_generation=true", "ds3_gather_for_generation=false", "resume"),
     ),
     "adapter": ("none", "lora", "qlora"),

@@ -18,8 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "adapters"))
 
 from kinds import KINDS
 
+from trl.models import activations
+
 ADAPTERS = {"none": None, "lora": "lora", "qlora": "4-bit"}
 ON: dict[str, Any] = {
+    "activation_offloading": True,
     "generation_max_rows": 3,
     "gradient_checkpointing": True,
     "logits_chunk_size": 200,
@@ -29,6 +32,7 @@ ON: dict[str, Any] = {
     "skip_zero_advantages": True,
 }
 OFF: dict[str, Any] = {
+    "activation_offloading": False,
     "generation_max_rows": None,
     "gradient_checkpointing": False,
     "logits_chunk_size": 0,
@@ -126,6 +130,7 @@ def measure(engine: str, adapter: str, folder: Path) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     """Each kind of policy under each engine."""
+    activations.HOST = "none of the devices"  # tensors of CPUs are moved, too
     found = {}
     for engine in sys.argv[2:] or ENGINES:
         for adapter in ADAPTERS:

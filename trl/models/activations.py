@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from .sharded import is_sharded
+
+HOST = "cpu"  # where tensors wait; those of devices of this type stay
 SMALLEST = 1024  # bytes that are worth a copy
 MOST_LEAVING = 5  # tensors that wait on the device until their copy is done
 AHEAD = 2  # tensors that are brought back before they are needed
@@ -28,6 +31,24 @@ class _Moved:
         self.event: Any = None
 
 
+class _Weight:
+    """A saved view of a weight that ZeRO-3 partitions, and gathers again for the backward pass.
+
+    The weight gets another storage then: a saved tensor would keep the first one from being freed.
+    """
+
+    def __init__(self, parameter: Tensor, saved: Tensor):
+        self._parameter = parameter
+        self._size = saved.size()
+        self._stride = saved.stride()
+        self._offset = saved.storage_offset() - parameter.data.storage_offset()
+
+    def now(self) -> Tensor:
+        """The same view of the storage that the weight has now."""
+        weight = self._parameter.data
+        return weight.as_strided(self._size, self._stride, weight.storage_offset() + self._offset)
+
+
 class ActivationOffloading:
     """Moves what autograd saves off its device while it waits for the backward pass.
 
@@ -39,6 +60,9 @@ class ActivationOffloading:
     def __init__(self, model: nn.Module):
         self._model = model
         self._held: list[Tensor] = []  # by the model
+        # Addresses of storages that stay, and the parameters of those that ZeRO-3 will replace.
+        self._staying: dict[int, Tensor | None] = {}
+        self._gathered: dict[nn.Module, list[int]] = {}  # those of modules that are running
         self._stream: Any = None
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_Moved]]] = {}
         self._order: list[weakref.ref[_Moved]] = []
@@ -47,20 +71,46 @@ class ActivationOffloading:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Move what forward passes inside save; backward passes must end inside, too."""
-        self._held = self._held or [*self._model.parameters(), *self._model.buffers()]
-        self._staying = {tensor.untyped_storage().data_ptr() for tensor in self._held}
+        if not self._held:  # the model is prepared by now
+            self._held = [*self._model.parameters(), *self._model.buffers()]
+            if is_sharded(self._model):
+                self._follow_gathered_weights()
+        self._staying = dict.fromkeys(map(_address, self._held))
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
-            for passing in (self._known, self._order, self._leaving):
+            for passing in (self._known, self._order, self._leaving, self._gathered):
                 passing.clear()
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Moved:
-        if tensor.device.type == "cpu" or tensor.nbytes < SMALLEST:
+    def _follow_gathered_weights(self) -> None:
+        """Know the whole weights of a module while it runs: they have storages of their own."""
+
+        def enter(module: nn.Module, inputs: Any) -> None:
+            # FSDP1 replaces parameters by tensors that are plain attributes.
+            weights = [*module._parameters.values(), *vars(module).values()]
+            weights = [weight for weight in weights if isinstance(weight, Tensor)]
+            gathered = {_address(w): w if hasattr(w, "ds_id") else None for w in weights}
+            self._gathered[module] = [one for one in gathered if one not in self._staying]
+            self._staying |= gathered
+
+        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+            # Activations may get the same addresses once these storages are freed.
+            for address in self._gathered.pop(module, ()):
+                self._staying.pop(address, None)
+
+        for module in self._model.modules():
+            module.register_forward_pre_hook(enter)
+            module.register_forward_hook(leave, always_call=True)
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Moved | _Weight:
+        if tensor.device.type == HOST or tensor.nbytes < SMALLEST:
             return tensor
         held = tensor.untyped_storage()
-        if held.data_ptr() in self._staying or tensor.nbytes > held.nbytes():
+        if held.data_ptr() in self._staying:
+            weight = self._staying[held.data_ptr()]
+            return tensor if weight is None else _Weight(weight, tensor)
+        if tensor.nbytes > held.nbytes():
             return tensor
         # A weak reference keeps the address of the storage from being given to another one.
         storage = StorageWeakRef(tensor.untyped_storage())
@@ -75,7 +125,7 @@ class ActivationOffloading:
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if tensor.device.type != "cuda":
-            return tensor.to("cpu")
+            return tensor.to("cpu", copy=True)
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         self._stream = self._stream or torch.cuda.Stream(tensor.device)
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
@@ -88,9 +138,11 @@ class ActivationOffloading:
             torch.cuda.current_stream(tensor.device).wait_event(self._leaving.popleft()[1])
         return host
 
-    def _unpack(self, saved: Tensor | _Moved) -> Tensor:
+    def _unpack(self, saved: Tensor | _Moved | _Weight) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
+        if isinstance(saved, _Weight):
+            return saved.now()
         for _, event in self._leaving:
             torch.cuda.current_stream(saved.device).wait_event(event)
         self._leaving.clear()
@@ -115,6 +167,12 @@ class ActivationOffloading:
         with torch.cuda.stream(self._stream):
             moved.back.copy_(moved.host, non_blocking=True)
             moved.event = self._stream.record_event()
+
+
+def _address(tensor: Any) -> int:
+    """Where the storage of a tensor begins, or that of this rank's part of it."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.untyped_storage().data_ptr()
 
 
 def keep_attention(model: nn.Module) -> None:
