@@ -23,6 +23,7 @@ lint: $(VENV)/.dev  ## style, types, dependency rules and size bars
 	$(PY) -m mypy
 	$(PY) scripts/check_layers.py
 	$(PY) scripts/check_mirror.py
+	$(PY) scripts/check_private.py
 	$(PY) scripts/check_budgets.py
 
 format: $(VENV)/.dev  ## rewrite the code in the project's style, and docs/architecture.md

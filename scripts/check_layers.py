@@ -14,7 +14,8 @@ from structure import imported
 
 # For each part of the package: the parts it may import, besides itself.
 ALLOWED = {
-    "ops": set(),
+    "torch_internals": set(),
+    "ops": {"torch_internals"},
     "types": set(),
     "imports": {"text"},
     "random_numbers": set(),
@@ -25,15 +26,15 @@ ALLOWED = {
     "step_lines": set(),
     "rewards": {"imports", "text"},
     "data": {"ops", "types", "imports", "text"},
-    "distributed": {"ops", "types", "imports", "text", "timed_calls"},
-    "models": {"ops", "types", "imports", "text", "data", "distributed"},
+    "distributed": {"ops", "types", "imports", "text", "timed_calls", "torch_internals"},
+    "models": {"ops", "types", "imports", "text", "data", "distributed", "torch_internals"},
     "memory": {
         *("ops", "types", "imports", "text", "data", "distributed", "models"),
-        *("options", "random_numbers", "step_lines"),
+        *("options", "random_numbers", "step_lines", "torch_internals"),
     },
     "generation": {
         *("ops", "types", "imports", "text", "data", "distributed", "models", "memory"),
-        *("options", "random_numbers", "progress", "timed_calls"),
+        *("options", "random_numbers", "progress", "timed_calls", "torch_internals"),
     },
     "online": {
         *("ops", "types", "imports", "text", "data", "distributed", "models"),
@@ -52,7 +53,7 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 FACADES = {"chat_template_utils", "data_utils", "import_utils"}
-TORCH_ONLY = {"ops", "types"}
+TORCH_ONLY = {"ops", "torch_internals", "types"}
 OPTIONAL = {"vllm", "peft", "deepspeed", "liger_kernel", "bitsandbytes", "wandb", "trackio",
             "math_verify", "matplotlib", "rich"}  # fmt: skip
 # Names of trainers, alone or in front of others; "supported" and "endpoint" hold two of them.

@@ -7,8 +7,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from distributed.engines import call
+from transformers.integrations import deepspeed
 
-from trl.distributed import RankError, Ranks
+from trl.distributed import RankError, Ranks, undivided_models
 
 
 class Place:
@@ -151,3 +152,15 @@ def test_two_processes():
         "empty": [[], []],
         "all": [True, False],
     }
+
+
+def test_models_are_whole_inside_and_divided_again_afterwards():
+    config = deepspeed.HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    assert deepspeed.is_deepspeed_zero3_enabled()
+    with undivided_models():
+        assert not deepspeed.is_deepspeed_zero3_enabled()
+    assert deepspeed.is_deepspeed_zero3_enabled() and deepspeed.deepspeed_config() is config.config
+    del config
+    with undivided_models():
+        assert not deepspeed.is_deepspeed_zero3_enabled()
+    assert not deepspeed.is_deepspeed_zero3_enabled()

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.integrations import deepspeed
 
 from .timed_calls import FAILURES, Outcome
+from .torch_internals import default_store
 
 PATIENCE = 5.0  # seconds in which a launcher meets the rank that failed before those it took along
 
@@ -154,7 +155,7 @@ class Ranks:
                 raise
             with suppress(RuntimeError, ValueError):  # where the ranks met may be gone
                 words = f"rank {self.rank} failed: {Outcome(failure=error).words}"
-                torch.distributed.distributed_c10d._get_default_store().set(_KEY, words)
+                default_store().set(_KEY, words)
             error.add_note(f"This was rank {self.rank} of {self.count}.")
             raise
         finally:
@@ -164,12 +165,14 @@ class Ranks:
 @contextmanager
 def undivided_models() -> Iterator[None]:
     """Models that are built inside are whole, though ZeRO-3 would divide those of training."""
-    known = deepspeed._hf_deepspeed_config_weak_ref
+    reference = deepspeed._hf_deepspeed_config_weak_ref
+    config = None if reference is None else reference()
     deepspeed.unset_hf_deepspeed_config()
     try:
         yield
     finally:
-        deepspeed._hf_deepspeed_config_weak_ref = known
+        if config is not None:
+            deepspeed.set_hf_deepspeed_config(config)
 
 
 def _is_lost(error: BaseException | None) -> bool:
@@ -184,7 +187,7 @@ def _is_lost(error: BaseException | None) -> bool:
 def _told() -> str:
     """What the last rank that failed has said."""
     with suppress(RuntimeError, ValueError):
-        store = torch.distributed.distributed_c10d._get_default_store()
+        store = default_store()
         if store.check([_KEY]):
             return str(store.get(_KEY).decode())
     return "it ended without a word, or did not answer in time; see its own messages."

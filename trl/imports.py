@@ -78,7 +78,7 @@ def public_names(part: str, *others: str) -> Callable[[str], Any]:
 
     def find(name: str) -> Any:
         root = sys.modules[__package__]
-        if root._HOME.get(name, "").startswith(homes):
+        if vars(root)["_HOME"].get(name, "").startswith(homes):
             return getattr(root, name)
         if not name.startswith("_") and is_available(f"{part}.utils"):
             found = vars(importlib.import_module(f"{part}.utils"))

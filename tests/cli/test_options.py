@@ -1,5 +1,6 @@
 """What sources say of options is what the classes say."""
 
+import argparse
 import dataclasses
 import enum
 import typing
@@ -12,8 +13,10 @@ from trl.cli.commands import TRAINING
 from trl.cli.options import (
     Computed,
     class_from_source,
+    option_actions,
     option_groups,
     options_of,
+    short_help,
 )
 from trl.cli.parser import TrlParser
 from trl.scripts import rloo
@@ -122,3 +125,14 @@ def test_options_with_hyphens_alone_are_kept():
     assert "--with-hyphen WITH_HYPHEN, --other_one WITH_HYPHEN" in parser.format_help()
     for word in ("--with-hyphen=1", "--other_one=1", "--other-one=1"):
         assert parser.parse_args([word]).with_hyphen == "1"
+
+
+def test_options_of_a_parser_by_all_their_words():
+    parser = argparse.ArgumentParser(prog="tool")
+    one = parser.add_argument("--one", "-o", help="the first")
+    flag = parser.add_argument("--no_one", dest="one", action="store_false", help="not it")
+    actions = option_actions(parser)
+    assert actions["--one"] is actions["-o"] is one and actions["--no_one"] is flag
+    assert set(actions) == {"-h", "--help", "--one", "-o", "--no_one"}
+    text = short_help(parser, {"some": ["one"]})
+    assert "some:" in text and "the first" in text and "not it" not in text

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 from tokenizers import normalizers, processors
 
-from trl.data.encode import TextEncoder, template_options
+from trl.data.encode import TextEncoder, remember_words, template_options
 
 ENCODER = TextEncoder(bpe_tokenizer())
 texts = st.lists(st.sampled_from([*WORDS.split(), " ", "\n", "hel", "lo", "<|im_end|>", "é", ". "]))
@@ -153,3 +153,16 @@ def test_the_digest_holds_what_decides_the_ids():
 )
 def test_template_options(row, expected):
     assert template_options(row) == expected
+
+
+def test_how_many_words_a_tokenizer_remembers():
+    """Tokens are the same; only the time that encoding takes shows it."""
+    model = bpe_tokenizer().backend_tokenizer.model
+    assert callable(model._resize_cache)
+    texts = [" ".join(f"{word}{i % 7}" for i in range(20)) for word in WORDS.split()]
+    tokenizer = bpe_tokenizer()
+    before = tokenizer(texts)["input_ids"]
+    for count in (0, 100_000):
+        remember_words(tokenizer.backend_tokenizer, count)
+        assert tokenizer(texts)["input_ids"] == before
+    remember_words(tiny_tokenizer().backend_tokenizer, 5)  # whose kind may remember none

@@ -17,6 +17,7 @@ from trl.data.prepare import (
     SupervisedDataset,
     arrow_column,
     default_processes,
+    fingerprint_of,
     items,
     prepare_supervised,
 )
@@ -221,6 +222,21 @@ def test_a_column_may_have_more_items_than_an_array_holds():
     table = pa.table({"trained": pa.chunked_array([chunk, chunk])})
     lists = arrow_column(Dataset(table, fingerprint="long"), "trained")
     assert items(lists).tolist() == [size, size]
+
+
+def test_rows_of_a_column_are_those_that_were_selected():
+    dataset = Dataset.from_dict({"ids": [[0], [1, 1], [2], [], [4]]})
+    for rows in (dataset, dataset.select([3, 1, 0]), dataset.shuffle(seed=2), dataset.select([])):
+        assert arrow_column(rows, "ids").to_pylist() == rows["ids"][:]
+    assert dataset.select([3, 1, 0])._indices is not None, "which the rows are read by"
+
+
+def test_a_fingerprint_tells_datasets_apart_and_stays():
+    dataset = Dataset.from_dict({"ids": [1, 2, 3]})
+    same = Dataset(dataset.data, fingerprint=fingerprint_of(dataset))
+    assert fingerprint_of(same) == fingerprint_of(dataset)
+    others = [dataset.select([1, 0]), dataset.rename_column("ids", "x"), dataset.map(lambda x: x)]
+    assert len({fingerprint_of(dataset), *map(fingerprint_of, others)}) == 4
 
 
 @settings(deadline=None, max_examples=40)

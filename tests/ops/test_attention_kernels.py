@@ -117,6 +117,15 @@ def test_flash_attention_of_gpus_takes_grouped_heads():
     assert [x.shape for x in found] == [query.shape, key.shape, key.shape]
 
 
+def test_efficient_attention_of_gpus_gives_normalizers_of_queries():
+    """The shapes that torch states for the kernel, which pads normalizers on a GPU."""
+    query, key = torch.empty(1, 8, 4, 64, device="meta"), torch.empty(1, 2, 9, 64, device="meta")
+    output, normalizer = CudaEfficient().forward((query, key, key), False, SCALE)
+    assert output.shape == query.shape and normalizer.shape == query.shape[:3]
+    found = CudaEfficient().backward(output, (query, key, key, output, normalizer), False, SCALE)
+    assert [x.shape for x in found] == [query.shape, key.shape, key.shape]
+
+
 @pytest.mark.parametrize("cut", [1, 4, 8])
 def test_attention_over_two_sets_of_keys_is_their_merge(monkeypatch, cut):
     monkeypatch.setattr(flash, "MERGED_ON_CPU", 130)  # two of the three queries

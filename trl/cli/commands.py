@@ -8,7 +8,7 @@ from pydoc import locate
 from typing import Any
 
 from ..text import did_you_mean
-from .options import class_from_source, short_help
+from .options import class_from_source, option_actions, short_help
 from .parser import TrlParser, as_words, launch_option_names, required
 
 
@@ -204,6 +204,6 @@ def unknown_command(name: str) -> str:
 def commands_with(option: str) -> list[str]:
     """The commands that have an option (with underscores)."""
     parsers = {name: x.option_parser() for name, x in COMMANDS.items() if name != "env"}
-    found = {name: x._option_string_actions.get(f"--{option}") for name, x in parsers.items()}
+    found = {name: option_actions(x).get(f"--{option}") for name, x in parsers.items()}
     # The destination of no_x is x.
     return [name for name, action in found.items() if action and action.dest == option]

@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from ..imports import is_available, require
 from .exit import exit_like, stopping_on_interrupt
 from .main import INTERRUPTED
+from .options import option_actions
 from .parser import TrlParser, as_words, launch_option_names, option_name
 
 # What accelerate would otherwise guess, and warn about, when it has no configuration.
@@ -96,14 +97,17 @@ def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def launch_options(launcher: list[str]) -> dict[str, Any]:
-    """The options that words for `accelerate launch`, and the file they name, amount to."""
+    """The options that words for `accelerate launch`, and the file they name, amount to.
+
+    accelerate merges both in a private function alone; seen in 1.12 to 1.15.
+    """
     return vars(_validate_launch_command(_parsed(launcher))[0])
 
 
 def _words_of_file(values: dict[str, Any]) -> list[str]:
     """Write what the file holds for `accelerate launch` as words; null stands for nothing."""
     legal = launch_option_names()
-    actions = _launch_parser()._option_string_actions
+    actions = option_actions(_launch_parser())
     words: list[str] = []
     for name, value in values.items():
         action = actions.get(f"--{name}")

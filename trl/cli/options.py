@@ -188,10 +188,16 @@ def title(option: Option) -> str:
     return text.splitlines()[0].rstrip(".").replace("`", "")
 
 
+def option_actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """What a parser does with each option, by its words such as "--config"; Python 3.11 to 3.13."""
+    return parser._option_string_actions
+
+
 def short_help(parser: argparse.ArgumentParser, groups: Mapping[str, Iterable[str]]) -> str:
     """Help on some options, in sections with a title."""
-    named = {action.dest: action for action in reversed(parser._actions)}
-    formatter = parser._get_formatter()
+    # Options come in the order in which they were added, and the first of a name is its own.
+    named = {action.dest: action for action in reversed(option_actions(parser).values())}
+    formatter = parser.formatter_class(prog=parser.prog)
     for name, options in groups.items():
         formatter.start_section(name)
         formatter.add_arguments([named[option] for option in options])

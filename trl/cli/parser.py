@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from .options import Option, option_groups, options_of
+from .options import Option, option_actions, option_groups, options_of
 from .values import ConversionError, convert, is_flag, is_sequence, read_config
 
 NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-inf$")
@@ -119,7 +119,7 @@ class TrlParser(OneLineParser):
         words = list(sys.argv[1:] if args is None else args)
         for place, word in enumerate(words):
             given = word.partition("=")[0]
-            if given not in self._option_string_actions and self.knows(option_name(given)):
+            if given not in option_actions(self) and self.knows(option_name(given)):
                 words[place] = f"--{option_name(given)}{word.removeprefix(given)}"
         return super().parse_known_args(words, namespace)
 
@@ -210,7 +210,7 @@ class TrlParser(OneLineParser):
 
     def knows(self, name: str) -> bool:
         """Whether `name` (with underscores) may be given, with hyphens in front."""
-        return f"--{name}" in self._option_string_actions
+        return f"--{name}" in option_actions(self)
 
     def _take_defaults(self, values: dict[str, Any]) -> dict[str, Any]:
         self._defaults_from_config |= {k: v for k, v in values.items() if k in self._options}

@@ -135,8 +135,7 @@ class TextEncoder:
         core = self.tokenizer.backend_tokenizer
         core.no_truncation()
         core.no_padding()
-        if hasattr(core.model, "_resize_cache"):  # not all kinds of models remember words
-            core.model._resize_cache(CACHED_WORDS)
+        remember_words(core, CACHED_WORDS)
         return encode(list(texts), add_special_tokens=False)
 
     def closed(self, ids: Ids, mask: np.ndarray, merged: int) -> Masked:
@@ -237,3 +236,12 @@ def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name} is not valid JSON: {error}.") from None
     kwargs = found["chat_template_kwargs"] or {}
     return {"tools": found["tools"] or None} | {k: v for k, v in kwargs.items() if v is not None}
+
+
+def remember_words(core: Any, count: int) -> None:
+    """Let a fast tokenizer keep the tokens of `count` words, where its kind of model keeps any.
+
+    tokenizers 0.23 can otherwise be told so only when a model is made.
+    """
+    if hasattr(core.model, "_resize_cache"):
+        core.model._resize_cache(count)

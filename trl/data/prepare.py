@@ -95,11 +95,16 @@ def prepared(
     if isinstance(dataset, Dataset):
         options |= {
             "remove_columns": dataset.column_names,
-            "new_fingerprint": update_fingerprint(dataset._fingerprint, VERSION, {"key": key}),
+            "new_fingerprint": update_fingerprint(fingerprint_of(dataset), VERSION, {"key": key}),
             "num_proc": num_proc or default_processes(len(dataset)),
             "desc": "Tokenizing",
         }
     return readable(dataset).map(make_rows, **options).with_format(None)
+
+
+def fingerprint_of(dataset: Dataset) -> str:
+    """The name of a dataset's contents in the cache, which `datasets` 4.7 to 5.2 keep private."""
+    return dataset._fingerprint
 
 
 def readable(dataset: D) -> D:
@@ -298,7 +303,11 @@ def trained_in(flags: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.n
 
 
 def arrow_column(table: Dataset, column: str) -> pa.ChunkedArray:
-    """All rows of a column, in chunks: one array holds no more than 2**31 items of lists."""
+    """All rows of a column, in chunks: one array holds no more than 2**31 items of lists.
+
+    After a selection or a shuffle, `_indices` of `datasets` 4.7 to 5.2 says which rows of the table
+    are meant; what is public gathers them one by one, or copies all columns.
+    """
     found = table.data.column(column)
     return found if table._indices is None else found.take(table._indices.column(0))
 

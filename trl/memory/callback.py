@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..imports import require
 from ..step_lines import StepLines
+from ..torch_internals import tree_leaves
 from .meter import PHASES, PhaseEvent, PhaseMeter, merge_peaks
 
 if TYPE_CHECKING:

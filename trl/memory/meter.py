@@ -13,9 +13,10 @@ from typing import Self
 import psutil
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..text import did_you_mean
+from ..torch_internals import holds_tensors
 
 PHASES = ("generation", "scoring", "rewards", "forward", "backward", "optimizer")
 GB = 1e9
@@ -250,13 +251,13 @@ def visible_tensor_bytes() -> int:
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
     for storage in (storage_of(one) for one in objects if type(one) in kinds):
         if storage is not None and storage.device.type == "cpu":
-            sizes[storage._cdata] = storage.nbytes()
+            sizes[StorageWeakRef(storage).cdata] = storage.nbytes()
     return sum(sizes.values())
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return the storage of a tensor; None if it only has a shape, or tensors inside it."""
     with suppress(RuntimeError, ValueError):  # sparse, or not initialized yet
-        if not is_traceable_wrapper_subclass(tensor) and tensor.device.type != "meta":
+        if not holds_tensors(tensor) and tensor.device.type != "meta":
             return tensor.untyped_storage()
     return None

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from ..torch_internals import change_count
+from .patches import add_checkpoint_options, checkpointed_layers
 from .sharded import is_sharded
 
 HOST = "cpu"  # where tensors wait; those of devices of this type stay
@@ -115,7 +117,7 @@ class ActivationOffloading:
         # A weak reference keeps the address of the storage from being given to another one.
         storage = StorageWeakRef(tensor.untyped_storage())
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        key = (storage.cdata, tensor._version, layout)
+        key = (storage.cdata, change_count(tensor), layout)
         if key in self._known and (moved := self._known[key][1]()) is not None:
             return moved
         moved = _Moved(self._to_host(tensor.detach()), tensor.device, len(self._order))
@@ -178,13 +180,12 @@ def _address(tensor: Any) -> int:
 def keep_attention(model: nn.Module) -> None:
     """Let layers that are recomputed keep what attention returned: it takes longest."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
-    for layer in model.modules():
-        function: Any = getattr(layer, "_gradient_checkpointing_func", None)
-        if function is not None and "context_fn" not in getattr(function, "keywords", {}):
-            layer._gradient_checkpointing_func = partial(function, context_fn=contexts)
+    for layer, options in checkpointed_layers(model):
+        if "context_fn" not in options:
+            add_checkpoint_options(layer, context_fn=contexts)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = operation.name() if isinstance(operation, torch._ops.OpOverload) else str(operation)
+    name = str(operation)
     is_kept = any(word in name for word in ATTENTION) and "backward" not in name
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

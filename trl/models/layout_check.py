@@ -15,6 +15,7 @@ from transformers.utils import logging
 from ..distributed import RankError
 from ..ops.oom import is_out_of_memory
 from .packed_attention import checked_kernels
+from .patches import attention_implementation
 from .recurrent import all_forked, recurrent_layers
 from .sharded import is_sharded
 from .unwrap import causal_model, mentions
@@ -39,6 +40,7 @@ def why_not_shared(model: nn.Module, longest: int, device: str | None = None) ->
     """
     causal = causal_model(model)
     config = causal.config.get_text_config()
+    attention = attention_implementation(config)
     keep_states = bool(recurrent_layers(causal))
     kinds = set(getattr(config, "layer_types", None) or ())
     others = set() if keep_states else kinds - {*FULL_ATTENTION, *WINDOWED}
@@ -49,8 +51,8 @@ def why_not_shared(model: nn.Module, longest: int, device: str | None = None) ->
     adapters = getattr(model, "peft_config", {}).values()
     virtual = any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters)
     findings = {
-        f"its attention implementation is {config._attn_implementation!r}, not 'sdpa'": (
-            config._attn_implementation not in ("sdpa", "eager")
+        f"its attention implementation is {attention!r}, not 'sdpa'": (
+            attention not in ("sdpa", "eager")
         ),
         "its attention cannot be replaced": not attentions,
         "it is an encoder-decoder": causal.config.is_encoder_decoder,

@@ -18,6 +18,7 @@ from ..ops.linear_logprobs import LogitTransform, Tiling, default_chunk, linear_
 from ..ops.logprobs import token_scores
 from ..ops.oom import is_out_of_memory
 from ..ops.support import Support
+from ..torch_internals import forward_hooks
 from .sharded import is_sharded, unwrapped
 from .unwrap import autocast_to, called_inside, capture_hidden, causal_model, evaluating, run_inside
 
@@ -48,8 +49,8 @@ class OutputHead:
     @property
     def is_plain(self) -> bool:
         """Whether the weight alone says what the module computes."""
-        hooks = self.module._forward_hooks or self.module._forward_pre_hooks
-        return self._kind in (nn.Linear, Float32Linear) and (self.sharded or not hooks)
+        has_hooks = any(forward_hooks(self.module))
+        return self._kind in (nn.Linear, Float32Linear) and (self.sharded or not has_hooks)
 
     @property
     def _inner(self) -> Any:

@@ -281,7 +281,7 @@ def _described(shapes: Mapping[str, Sequence[int]]) -> set[str]:
 def _has_grown(model: Any) -> bool:
     """Whether the vocabulary was enlarged after the base model was loaded."""
     try:
-        stored, _ = PretrainedConfig.get_config_dict(model.config._name_or_path)
+        stored, _ = PretrainedConfig.get_config_dict(model.config.name_or_path)
     except (OSError, ValueError):  # made in memory, so there is nothing to compare with
         return False
     return stored.get("vocab_size", model.config.vocab_size) != model.config.vocab_size

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_map
 from transformers import EvalPrediction
 
 from ..data.rows import IGNORED, SupervisedRows
 from ..distributed import Ranks
+from ..torch_internals import tree_map
 from .lm_head import OutputHead
 from .scorer import Hidden, Reader
 

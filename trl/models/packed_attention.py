@@ -5,7 +5,6 @@ prefix are read where they are; those of tails are gathered by length, and the m
 kernel of GPUs repeats heads that are shared: see `trl.ops.attention_kernels`.
 """
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from ..ops.attention_kernels import (
     Heads,
@@ -26,6 +24,7 @@ from ..ops.attention_kernels import (
 )
 from .last_layer import tell
 from .packed_places import Packing, Part, Parts, Window, add, take
+from .patches import wrap_attention
 from .unwrap import causal_model
 
 KEYWORD = "trl_shared_prefix"
@@ -195,18 +194,13 @@ def checked_kernels(model: nn.Module) -> Iterator[None]:
 
 def install(model: nn.Module) -> None:
     """Let a model's attention understand layouts; without their keyword it does what it did."""
-    name = causal_model(model).config.get_text_config()._attn_implementation
-    tables = [AttentionInterface._global_mapping]
-    if name == "eager":  # in no table: each file of models has its own
-        name, forwards = "eager_attention_forward", [type(m).forward for m in model.modules()]
-        tables = [getattr(inspect.unwrap(forward), "__globals__", {}) for forward in forwards]
-    for table in tables:
-        original = table.get(name)
-        if original is not None and not hasattr(original, "trl_original"):
-            table[name] = _aware(original)
+    wrap_attention(model, causal_model(model).config.get_text_config(), _aware)
 
 
 def _aware(original: Any) -> Any:
+    if hasattr(original, "trl_original"):
+        return original
+
     # Some models name the mask when they call this, others do not.
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **kwargs: Any

@@ -7,18 +7,20 @@ pass at a time, the working memory is that of the longest, whatever the number o
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from ..ops.masking import common_prefix_length, length_mask, pad_ragged
+from ..torch_internals import tree_map
 from ..types import Rows
 from .packed_attention import KEYWORD
 from .packed_places import Layers, Packing
+from .patches import checkpointed_layers
 from .unwrap import Capture, autocast_to, capture_hidden, causal_model, evaluating
 
 # Tokens; below these, passes cost more time than they save memory.
@@ -160,9 +162,12 @@ def _layout(
         "rows": torch.tensor(rows, dtype=torch.long),
     }
     # Made in main memory, and read on the device alone, so that copies need not be waited for.
-    moved = tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), found)
     last = columns - int((found["sources"] % columns).min())
-    return Layout(shape=(len(batch), width), last=last, **moved)
+    return Layout(shape=(len(batch), width), last=last, **tree_map(partial(_to, device), found))
+
+
+def _to(device: torch.device, value: Any) -> Any:
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
 def packed_inputs(ids: Tensor, positions: Tensor, layout: Any) -> dict[str, Any]:
@@ -208,9 +213,8 @@ def working_bytes(causal: Any) -> int:
 def recomputes(causal: Any) -> bool:
     """Whether layers are recomputed, in the way that lets gradients reach captured tensors."""
     layers = [m for m in causal.modules() if getattr(m, "gradient_checkpointing", False)]
-    functions = (getattr(layer, "_gradient_checkpointing_func", None) for layer in layers)
-    options = [getattr(function, "keywords", {}) for function in functions]
-    reentrant = any(option.get("use_reentrant") is not False for option in options)
+    options = dict(checkpointed_layers(causal))
+    reentrant = any(options.get(layer, {}).get("use_reentrant") is not False for layer in layers)
     return bool(layers) and causal.training and not reentrant
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import deepspeed_config
 
 from ..imports import require
+from .patches import prepare_apart
 from .sharded import gather_fsdp1, gather_of, gather_zero3, gathered_parameters, whole
 from .unwrap import is_peft_model
 
@@ -61,11 +62,10 @@ class FrozenCopy:
         elif accelerator.is_fsdp2:
             self.model = fsdp2_prepare_model(accelerator, self.model)
         else:
-            # Accelerate would save it with the policy, and later tie weights as they are tied here.
             start = state.fsdp_plugin.param_init_fn
-            self.model = accelerator.prepare_model(self.model)
+            self.model = prepare_apart(accelerator, self.model)
+            # Accelerate would later tie the policy's weights as those of the copy are tied.
             state.fsdp_plugin.param_init_fn = start
-            accelerator._models.pop()
         return self
 
     @contextmanager

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp._runtime_utils import _reshard
 
 from ..imports import require
+from ..torch_internals import compiled_from, forward_hooks, reshard_fsdp1
 
 # Holds the whole weights that belong to modules themselves, not to their children: in a block, or
 # in each call of a function that it decorates.
@@ -124,7 +124,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 @contextmanager
 def _without_hooks(model: nn.Module) -> Iterator[None]:
     """Take away the hooks around forwards that engines have put on modules."""
-    both = [h for m in model.modules() for h in (m._forward_pre_hooks, m._forward_hooks)]
+    both = [hooks for module in model.modules() for hooks in forward_hooks(module)]
     kept: list[tuple[Any, Any]] = [(hooks, dict(hooks)) for hooks in both if hooks]
     try:
         for hooks, before in kept:
@@ -154,8 +154,8 @@ def unwrapped(model: nn.Module) -> Any:
     around: Any = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
     if "deepspeed" in sys.modules:  # otherwise nothing can be wrapped by it
         around += (require("deepspeed", "DeepSpeed").DeepSpeedEngine,)
-    while isinstance(found, around) or hasattr(found, "_orig_mod"):
-        found = found.module if isinstance(found, around) else found._orig_mod
+    while isinstance(found, around) or compiled_from(found) is not None:
+        found = found.module if isinstance(found, around) else compiled_from(found)
     return found
 
 
@@ -170,9 +170,7 @@ def release(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.reshard()
     for unit in fsdp1_units(model.modules()):
-        handle = unit._handle
-        if handle is not None and handle.uses_sharded_strategy:  # it is not on one process
-            _reshard(unit, handle, True)
+        reshard_fsdp1(unit)
 
 
 def local_shard(parameter: Any) -> Tensor:

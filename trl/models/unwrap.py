@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from ..ops.in_place import look_up
+from ..torch_internals import tree_map
 from .sharded import gathered, replaced_forward, unwrapped
 
 # Attribute of a policy: a part that is trained with it, and none of what it computes.

@@ -117,9 +117,10 @@ def load_values(policy: nn.Module, folder: str | Path) -> None:
 @contextmanager
 def without_values(policy: nn.Module) -> Iterator[None]:
     """Take the value model out of its policy, inside the block only."""
-    modules = causal_model(policy)._modules
-    taken = modules.pop(VALUE_MODEL)
+    causal = causal_model(policy)
+    value_model = getattr(causal, VALUE_MODEL)
+    delattr(causal, VALUE_MODEL)
     try:
         yield
     finally:
-        modules[VALUE_MODEL] = taken
+        causal.add_module(VALUE_MODEL, value_model)

@@ -1,21 +1,22 @@
 """The weights of a policy: whole and merged with its adapter, or the adapter's factors apart."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
+from torch.func import functional_call
 
 from ..distributed import Ranks
 from ..imports import require
+from ..torch_internals import WRAPPED, unsaved_buffers
 from .sharded import fsdp1_units, gather_fsdp1, gather_of, gather_zero3, unwrapped, whole
 from .unwrap import VALUE_MODEL, causal_model, is_peft_model
 
 # Modules that only hold another one, by the attribute in which they do.
-WRAPPING = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "token_adapter")
+WRAPPING = (*WRAPPED, "token_adapter")
 Weights = Iterator[tuple[str, Tensor]]
 
 
@@ -87,7 +88,7 @@ def _chosen(module: Any, with_adapter: bool) -> Any:
     if _is_adapted(module) and (module.disable_adapters or not with_adapter):
         return _chosen(module.get_base_layer(), with_adapter)
     # With `modules_to_save` an adapter trains copies of the whole module.
-    if "modules_to_save" not in module._modules:
+    if not isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict):
         return module
     active = [name for name in module.active_adapters if name in module.modules_to_save]
     if module.disable_adapters or not active:
@@ -129,7 +130,7 @@ def _own(block: _Block, seen: set[int]) -> Weights:
 
 def _buffers(name: str, module: nn.Module) -> Weights:
     for path, buffer in module.named_buffers(name, recurse=False):
-        if path.rpartition(".")[2] not in module._non_persistent_buffers_set:
+        if path.rpartition(".")[2] not in unsaved_buffers(module):
             yield path, buffer
 
 
@@ -142,6 +143,18 @@ def _dense(module: nn.Module, path: str, parameter: Tensor, copied: bool = False
     functional = require("bitsandbytes", "a quantized model").functional
     dense: Tensor = functional.dequantize_4bit(packed, state)
     return dense.float() if copied else dense
+
+
+class _Work(nn.Module):
+    """Calls a function that uses a module, so that `functional_call` gives it other weights."""
+
+    def __init__(self, module: nn.Module, work: Callable[[], Any]):
+        super().__init__()
+        self.module = module
+        self._work = work
+
+    def forward(self) -> Any:
+        return self._work()
 
 
 @torch.no_grad()
@@ -157,16 +170,20 @@ def _merged(block: _Block) -> Weights:
         owner = block.module.get_submodule(path.rpartition(".")[0])
         dense = _dense(owner, path, parameter, copied=True)
         copies[path] = nn.Parameter(dense, requires_grad=False)
-    with _reparametrize_module(block.module, copies, tie_weights=True):
+
+    def merge_copies() -> list[tuple[str, Tensor]]:
         try:
             for layer in reversed(layers):  # the innermost holds the weights
                 merge(layer) if requantizes else layer.merge()
-            found = [(path, p.detach()) for path, p in base.named_parameters(block.name)]
+            return [(path, p.detach()) for path, p in base.named_parameters(block.name)]
         finally:
-            for layer, merged in states:
-                layer.merged_adapters[:] = merged
+            for layer, active in states:
+                layer.merged_adapters[:] = active
+
+    copies = {f"module.{path}": copy for path, copy in copies.items()}
+    merged = functional_call(_Work(block.module, merge_copies), copies)
     del copies
-    yield from found
+    yield from merged
     for name, module in base.named_modules(prefix=block.name):
         yield from _buffers(name, module)
 

@@ -156,7 +156,7 @@ def _name(function: Any, place: int) -> str:
 
 
 def _path(model: nn.Module) -> str:
-    return getattr(getattr(model, "config", None), "_name_or_path", "")
+    return getattr(getattr(model, "config", None), "name_or_path", "")
 
 
 def _model(

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding
 
+from ..torch_internals import has_gradient_hooks
+
 
 def adds_in_place(weight: Tensor) -> bool:
     """Whether the gradient of a weight may be added to its `.grad` without any hook seeing it."""
     return (
         type(weight) is nn.Parameter
         and weight.is_leaf
-        and not weight._backward_hooks
-        and not weight._post_accumulate_grad_hooks
+        and not has_gradient_hooks(weight)
         and (weight.grad is None or weight.grad.layout == torch.strided)
     )
 

@@ -186,7 +186,7 @@ class RunRecord(TrainerCallback):
         folder.mkdir(parents=True, exist_ok=True)
         found = {
             "trainer": self.trainer,
-            "model": getattr(getattr(kwargs["model"], "config", None), "_name_or_path", ""),
+            "model": getattr(getattr(kwargs["model"], "config", None), "name_or_path", ""),
             "processes": args.world_size,
             "options": args.to_dict(),  # which hides tokens
         }

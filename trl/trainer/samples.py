@@ -185,7 +185,7 @@ class WeaveCallback(TrainerCallback):
         self._samples = Samples(trainer, generation_config, num_prompts)
         self._project, self._scorers = project_name, scorers or {}
         config: Any = trainer.accelerator.unwrap_model(trainer.model).config
-        self._names = {"model": model_name or config._name_or_path, "dataset": dataset_name}
+        self._names = {"model": model_name or config.name_or_path, "dataset": dataset_name}
         self._last = -1
 
     @property

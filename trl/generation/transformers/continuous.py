@@ -14,6 +14,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 )
 
 from ...distributed import Ranks
+from ...models.patches import attention_implementation, forward_below_autocast
 from ...models.sharded import replaced_forward
 from ...models.unwrap import causal_model
 from ...progress import finish
@@ -70,16 +71,15 @@ class ContinuousBackend(GenerationBackend):
             random_numbers_kept(),  # the engine seeds torch's generators
         ):
             model: Any = causal_model(policy)
-            wrapped, original = (vars(model).get(name) for name in ("forward", "_original_forward"))
-            has_autocast = wrapped is not None and original is not None
+            forward = forward_below_autocast(model)
             # The engine's cache takes keys in the dtype of the weights.
-            with replaced_forward(model, original) if has_autocast else nullcontext():
+            with nullcontext() if forward is None else replaced_forward(model, forward):
                 rows = self._run(model, prompts.token_ids, sampling)
         return cut_generations(rows, sampling)
 
     def _run(self, model: Any, prompts: Rows, sampling: Sampling) -> list[list[int]]:
         """What an engine writes, which is then stopped; the model is left as it was."""
-        attention, manager = model.config._attn_implementation, None
+        attention, manager = attention_implementation(model.config), None
         names = [f"row {row}" for row in range(len(prompts))]
         try:
             manager = model.init_continuous_batching(
@@ -110,7 +110,7 @@ class ContinuousBackend(GenerationBackend):
             if manager is not None:
                 manager.stop(block=True, timeout=STOP_SECONDS)
                 manager.destroy()
-            if model.config._attn_implementation != attention:
+            if attention_implementation(model.config) != attention:
                 model.set_attn_implementation(attention)
 
     def _config(self, device: torch.device, prompts: Rows, most: int) -> ContinuousBatchingConfig:

@@ -17,6 +17,7 @@ from ...imports import require
 from ...models.sharded import gather_of, whole
 from ...models.unwrap import causal_model, is_peft_model
 from ...models.weights import adapted_layers, full_weights
+from ...torch_internals import change_count
 from ..base import PolicyHandle
 from .backend import VLLMColocateBackend
 from .engine import VLLMEngine
@@ -81,7 +82,7 @@ def low_rank_factors(model: nn.Module) -> Iterator[Factors]:
 def base_stamp(model: nn.Module) -> int:
     """A number that changes when a weight below the adapter does."""
     named = causal_model(model).named_parameters()
-    return sum(p._version for name, p in named if not (p.requires_grad or "lora_" in name))
+    return sum(change_count(p) for name, p in named if not (p.requires_grad or "lora_" in name))
 
 
 def adapter_arguments(policy: PolicyHandle, dtype: str) -> dict[str, Any]:
@@ -119,19 +120,19 @@ class AdapterEngine(VLLMEngine):
     def unwrapped(self) -> Iterator[None]:
         """Hide the modules that apply adapters: weights are looked up by the names below them."""
         wrappers = set(cast(Any, self.model.lora_manager).modules.values())
-        wrapped: list[tuple[Any, str, Any]] = [
-            (module._modules, name, child)
+        wrapped: list[tuple[nn.Module, str, Any]] = [
+            (module, name, child)
             for module in self.model.modules()
-            for name, child in module._modules.items()
+            for name, child in module.named_children()
             if child in wrappers
         ]
         try:
-            for own, name, wrapper in wrapped:
-                own[name] = wrapper.base_layer
+            for module, name, wrapper in wrapped:
+                setattr(module, name, wrapper.base_layer)
             yield
         finally:
-            for own, name, wrapper in wrapped:
-                own[name] = wrapper
+            for module, name, wrapper in wrapped:
+                setattr(module, name, wrapper)
 
     def slots(self) -> dict[str, tuple[Tensor, Tensor]]:
         """First factors (rank, inputs) and second ones (outputs, rank) of layers before fusion."""

@@ -4,7 +4,6 @@ import copy
 import os
 import tempfile
 import uuid
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ from ...distributed import Ranks, undivided_models
 from ...imports import first_numbers, require
 from ...random_numbers import random_numbers_kept
 from ..base import Sampling
+from .internals import keep_groups, named_shared_memory, switch_off_repacking
 from .sampling import Request, parameters
 
 logger = logging.get_logger(__name__)
@@ -160,22 +160,8 @@ def start_engine(
         own = _own_memory() if on_cpu and size > 1 else nullcontext()
         with _uncompiled(on_cpu), undivided_models(), own:
             llm = vllm.LLM(folder, **FIXED, **place, **arguments)
-    # An engine that is collected must not end the process groups of training and other engines.
-    client = llm.llm_engine.engine_core
-    if finalizer := getattr(client, "_finalizer", None):
-        finalizer.detach()
-        weakref.finalize(client, _shut_down, client.engine_core).atexit = False
+    keep_groups(llm.llm_engine.engine_core, "use_vllm=True")
     return kind(llm, arguments.get("enable_sleep_mode", False))
-
-
-def _shut_down(core: Any) -> None:
-    module: Any = require("vllm.v1.engine.core", "use_vllm=True")
-    clean_up = module.cleanup_dist_env_and_memory
-    module.cleanup_dist_env_and_memory = lambda: None
-    try:
-        core.shutdown()
-    finally:
-        module.cleanup_dist_env_and_memory = clean_up
 
 
 @contextmanager
@@ -183,21 +169,16 @@ def _own_memory() -> Iterator[None]:
     """Name what ranks on a CPU share after the run; files are removed once all have opened them."""
     run = [uuid.uuid4().hex]
     torch.distributed.broadcast_object_list(run, 0)
-    module: Any = require(
-        "vllm.distributed.device_communicators.cpu_communicator", "use_vllm=True"
-    )._CPUSHMDistributed
-    name_of, names = module.make_group_name, set()
+    names = set()
 
-    def own_name(group: Any) -> str:
-        name = f"{run[0]}{name_of(group).lstrip('/')}"
-        names.add(name)
-        return name
+    def own_name(name: str) -> str:
+        names.add(own := f"{run[0]}{name.lstrip('/')}")
+        return own
 
-    module.make_group_name = staticmethod(own_name)
     try:
-        yield
+        with named_shared_memory(own_name, "use_vllm=True"):
+            yield
     finally:
-        module.make_group_name = staticmethod(name_of)
         for file in Path("/dev/shm").iterdir():
             if file.name.startswith(tuple(names)):
                 file.unlink(missing_ok=True)
@@ -207,8 +188,7 @@ def keep_weights_unpacked(feature: str) -> bool:
     """On a CPU, keep vLLM from repacking weights, as loading misses the copies; True on a CPU."""
     on_cpu = bool(require("vllm.platforms", feature).current_platform.is_cpu())
     if on_cpu:
-        operations: Any = require("vllm._custom_ops", feature)
-        operations._supports_onednn = False
+        switch_off_repacking(feature)
     return on_cpu
 
 

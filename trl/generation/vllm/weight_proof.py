@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...torch_internals import TorchDispatchMode
 
 CHUNK = 2**20  # words that a fingerprint looks at together; 8 MB stay for their factors
 ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 / golden ratio, as a signed number

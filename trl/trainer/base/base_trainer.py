@@ -353,7 +353,7 @@ class BaseTrainer(Named, Trainer):
         """
         if self.args.process_index == 0:
             name = model_name or Path(self.args.hub_model_id or self.args.output_dir).name
-            base_model = self.model.config._name_or_path
+            base_model = self.model.config.name_or_path
             card = render_model_card(self.method, name, base_model, dataset_name)
             place = Path(folder or self.args.output_dir)
             place.mkdir(parents=True, exist_ok=True)

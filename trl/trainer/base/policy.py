@@ -14,6 +14,7 @@ from transformers.utils import logging
 from ...imports import beyond_tested
 from ...models import loading
 from ...models.lm_head import cast_head_to_float32
+from ...models.patches import attention_implementation
 from ...models.unwrap import is_peft_model
 from ...models.weights import keep_trainable
 from ...text import did_you_mean
@@ -51,7 +52,7 @@ def prepare_policy(
         given = {"model_init_kwargs": init_kwargs, "quantization_config": quantization_config}
         if ignored := [name for name, value in given.items() if value]:
             logger.warning(f"{' and '.join(ignored)} ignored: the given model is already loaded.")
-        name = model.config._name_or_path
+        name = model.config.name_or_path
     _check_model(model, args)
     tokenizer = _resolve_tokenizer(tokenizer, name, args, init_kwargs)
     loading.settle_pad_token(model, tokenizer)
@@ -123,7 +124,7 @@ def _check_model(model: PreTrainedModel, args: BaseConfig) -> None:
             "can be trained here, such as those of AutoModelForCausalLM."
         )
     # Eager attention softmaxes in float32, where the mask value of float64 becomes -inf.
-    if model.dtype == torch.float64 and model.config._attn_implementation == "eager":
+    if model.dtype == torch.float64 and attention_implementation(model.config) == "eager":
         raise ValueError("Eager attention in float64 gives NaN: use attn_implementation='sdpa'.")
 
 
@@ -178,7 +179,7 @@ def checked_args(model: Any, args: Any, config_class: type[BaseConfig], method: 
     if (warning := beyond_tested("transformers")) is not None:
         logger.warning_once(warning)
     config = getattr(model, "config", None)
-    name = model if isinstance(model, str) else getattr(config, "_name_or_path", "")
+    name = model if isinstance(model, str) else getattr(config, "name_or_path", "")
     if args is None:
         args = config_class(f"{name.rstrip('/').split('/')[-1]}-{method.replace(' ', '')}")
     if not isinstance(args, config_class):

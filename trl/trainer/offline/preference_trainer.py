@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from ...data.encode import TextEncoder
 from ...data.packing import MicroBatchSampler
+from ...models.patches import attention_implementation
 from ...models.reference import FrozenCopy, ReferencePolicy, whole_weights
 from ...models.unwrap import causal_model
 from ...ops.masking import masked_sum
@@ -164,7 +165,7 @@ def scoring_facts(args: PreferenceConfig, model: nn.Module) -> dict[str, Any]:
     names = ["bf16", "fp16", "shared_prefix", "logits_chunk_size", "pad_to_multiple_of"]
     names += ["ld_alpha", "piece_tokens"]
     options = {name: getattr(args, name, None) for name in names}
-    computed = {"attention": config._attn_implementation, "device": args.device.type}
+    computed = {"attention": attention_implementation(config), "device": args.device.type}
     return options | computed | {"config": config.to_json_string()}
 
 

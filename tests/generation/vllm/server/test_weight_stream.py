@@ -60,15 +60,12 @@ def test_weights_of_any_kind_travel_in_messages(monkeypatch, size):
 class StandIn:
     """What torch's NCCL group does with its store, on CPUs: members who know its identity meet."""
 
-    class Options:
-        pass
-
     boards = {}  # what was broadcast, by identity and number
     is_stuck = False
 
-    def __init__(self, store, rank, size, options):
+    def __init__(self, store, rank, size, timeout):
         self.store, self.rank, self.count = store, rank, 0
-        assert options._timeout.total_seconds() == 10
+        assert timeout.total_seconds() == 10
 
     def broadcast(self, tensors, options):
         assert options.rootRank == 0

@@ -98,12 +98,12 @@ class WeightGroup:
     ):
         self.seconds = seconds
         self._device = device
-        options = distributed.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=NCCL_SLACK * seconds)
         # A store of this process alone holds the identity: it travels where both sides have proven
         # the secret.
         store = distributed.HashStore()
-        self._nccl: Any = distributed.ProcessGroupNCCL(store, rank, size, options)
+        self._nccl: Any = distributed.ProcessGroupNCCL(
+            store, rank, size, timeout=timedelta(seconds=NCCL_SLACK * seconds)
+        )
         if identity is not None:
             store.set(NCCL_ID, base64.b64decode(identity))
         first = torch.zeros(1, dtype=torch.uint8, device=device)
