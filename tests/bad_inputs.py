@@ -212,6 +212,12 @@ WORDS = [
     ("report absent", "trl report: error: absent has no run.json, metrics.jsonl or completions of a run."),
     ("report empty", "trl report: error: empty has no run.json, metrics.jsonl or completions of a run."),
     ("report a b c", "trl report: error: give one run, or two to compare, not 3."),
+    ("merge adapter", "trl merge: error: the following arguments are required: --output_dir"),
+    ("merge adapter --output_dir m --dtype int8", "trl merge: error: --dtype: invalid choice: 'int8' (choose from 'auto', 'bfloat16', 'float16', 'float32')"),
+    ("merge adapter --output_dir m --base b", "trl merge: error: unrecognized arguments: --base b"),
+    ("merge tiny-modle --output_dir m", "trl merge: error: There is no folder 'tiny-modle', and no such adapter on the hub. Did you mean tiny-model?"),
+    ("merge tiny-model --output_dir m", "trl merge: error: tiny-model holds a whole model, not an adapter: nothing to merge."),
+    ("merge run --output_dir m", "trl merge: error: run holds no adapter: adapter_config.json is missing."),
 ]
 FILES = [
     ("a: [1", 'trl rloo: error: c.yaml is not valid YAML: while parsing a flow sequence in "<unicode string>", line 1, column 4: a: [1 ^ expected \',\' or \']\','),

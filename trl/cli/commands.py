@@ -186,6 +186,7 @@ COMMANDS: dict[str, Command] = TRAINING | {
         Command("vllm-serve", "serve a model with vLLM for vllm_mode='server'"),
         Command("completions", "show the completions a run wrote"),
         Command("report", "make an HTML page of a run, or of two to compare"),
+        Command("merge", "merge an adapter into its base model"),
         Command("env", "print versions for a bug report"),
     )
 }

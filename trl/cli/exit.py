@@ -18,7 +18,7 @@ import psutil
 
 from ..trainer.base.checkpoint import checkpoints_in
 from .main import INTERRUPTED
-from .parser import TrlParser
+from .parser import OneLineParser
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -37,7 +37,7 @@ def rank() -> int:
 
 
 @contextmanager
-def one_line_errors(parser: TrlParser, trainer: "Trainer | None" = None) -> Iterator[None]:
+def one_line_errors(parser: OneLineParser, trainer: "Trainer | None" = None) -> Iterator[None]:
     """Turn what goes wrong inside into one line that says how to go on.
 
     Ctrl-C ends the process with status 130, an error with 2. The trace of an error is shown if the

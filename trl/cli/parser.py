@@ -31,6 +31,11 @@ class OneLineParser(argparse.ArgumentParser):
         option = re.sub(r"^argument (--[^/:]+)[^:]*:", r"\1:", message)
         self.exit(2, f"{self.prog}: error: {option}\n")
 
+    @property
+    def names(self) -> list[str]:
+        """Names of all options, with underscores."""
+        return [action.dest for action in self._actions if action.option_strings]
+
 
 class TrlParser(OneLineParser):
     """Parses dataclasses from the command line and from a YAML file given by `--config`.

@@ -68,13 +68,13 @@ def load_policy(
         )
         kwargs["device_map"] = None
     config = load_config(name, kwargs.get("revision"), kwargs["trust_remote_code"])
-    kind = _architecture(config)
+    kind = architecture(config)
     if gives_rewards:
         kind, kwargs["num_labels"] = AutoModelForSequenceClassification, 1
     return kind.from_pretrained(name, **kwargs)
 
 
-def _architecture(config: PretrainedConfig) -> Any:
+def architecture(config: PretrainedConfig) -> Any:
     """The class that a configuration names, if transformers has it as a generator."""
     named = [getattr(transformers, kind, None) for kind in config.architectures or []]
     return next((kind for kind in named if hasattr(kind, "generate")), AutoModelForCausalLM)
@@ -120,6 +120,15 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     configured = model.generation_config.eos_token_id if model.generation_config else None
     several = configured if isinstance(configured, (list, tuple)) else [configured]
     return tuple(sorted({*several, tokenizer.eos_token_id} - {None}))
+
+
+def end_with(model: nn.Module, eos: int) -> None:
+    """Let the model end what it generates with a token; the others that ended it still do."""
+    model.config.get_text_config().eos_token_id = eos
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        previous = generation.eos_token_id
+        previous = previous if isinstance(previous, list) else [previous]
+        generation.eos_token_id = [eos, *(i for i in previous if i not in (None, eos))]
 
 
 def disable_dropout_in_model(model: nn.Module) -> None:

@@ -184,13 +184,16 @@ class RunRecord(TrainerCallback):
             return
         folder = Path(args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        found = {
+        config = getattr(kwargs["model"], "config", None)
+        record = {
             "trainer": self.trainer,
-            "model": getattr(getattr(kwargs["model"], "config", None), "name_or_path", ""),
+            "model": getattr(config, "name_or_path", ""),
             "processes": args.world_size,
             "options": args.to_dict(),  # which hides tokens
         }
-        text = json.dumps(found, ensure_ascii=False, default=str, indent=1)
+        if (quantization := getattr(config, "quantization_config", None)) is not None:
+            record["quantization"] = quantization.to_dict()
+        text = json.dumps(record, ensure_ascii=False, default=str, indent=1)
         (folder / "run.json").write_text(text, encoding="utf-8")
         StepLines(folder / "metrics.jsonl").keep_until(state.global_step or -1)  # -1: a new run
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data.preference_rows import PreferenceLimits
 from ...data.templates import clone_chat_template, take_template
+from ...models.loading import end_with
 from ...options import option
 from ..base.base_config import BaseConfig, ReferenceOptions
 from ..base.options import ignored, refused
@@ -175,13 +176,4 @@ def set_template(
             )
         setattr(tokenizer, name, token)
     if args.eos_token is not None and model is not None:
-        _end_with(model, tokenizer.eos_token_id)
-
-
-def _end_with(model: nn.Module, eos: int) -> None:
-    """Let the model end what it generates with a token; the others that ended it still do."""
-    model.config.get_text_config().eos_token_id = eos
-    if (generation := getattr(model, "generation_config", None)) is not None:
-        known = generation.eos_token_id
-        others = known if isinstance(known, list) else [known]
-        generation.eos_token_id = [eos, *(i for i in others if i not in (None, eos))]
+        end_with(model, tokenizer.eos_token_id)

@@ -1,0 +1,332 @@
+"""Merge a stored adapter into the weights of its base model."""
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ..imports import require
+from . import loading
+from .stored_adapter import StoredAdapter
+
+MERGE_RECORD = "merge.json"  # written into each merged model; marks a folder that may be replaced
+# Values of `init_lora_weights` that change base weights by chance or by data: not to be redone.
+UNREPEATABLE_STARTS = ("pissa_niter", "corda", "lora_ga")
+# Values that change base weights the same way each time, computed in float32.
+REPEATABLE_STARTS = ("pissa", "olora", "loftq")
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class MergedModel:
+    """A model with an adapter merged in, and what to tell the user about it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    notices: list[str]
+
+
+def merge_adapter(
+    adapter: StoredAdapter,
+    dtype: str = "auto",
+    device: str = "cpu",
+    full_precision: bool = False,
+    trust_remote_code: bool = False,
+) -> MergedModel:
+    """Load the base model of an adapter and merge the adapter into its weights.
+
+    A base model that was quantized during training is quantized alike and then dequantized, so
+    that the result computes what was trained; `full_precision` uses its weights as they are
+    stored. Each layer is merged in float32. `dtype` is that of the result; "auto": that of the
+    stored base model.
+
+    Raises ValueError if adapter and base model do not fit.
+    """
+    if adapter.start.startswith(UNREPEATABLE_STARTS):
+        raise ValueError(
+            f"init_lora_weights={adapter.start!r} moved a part of the base weights into the "
+            "adapter, and no file says which. Merge in the process that trained it, with "
+            "model.merge_and_unload()."
+        )
+    model, notices = _load_base(adapter, dtype, full_precision, trust_remote_code)
+    saved_dtype = model.dtype if dtype == "auto" else getattr(torch, dtype)
+    if adapter.start.startswith(REPEATABLE_STARTS):
+        model.float()
+    merged = _merge(_attach(model.to(device), adapter)).to(saved_dtype)
+    tokenizer = _load_tokenizer(adapter, trust_remote_code)
+    if tokenizer is None:
+        notices.append("Neither the adapter nor its base model has a tokenizer: none is written.")
+    else:
+        loading.settle_pad_token(merged, tokenizer)
+        if tokenizer.eos_token_id is not None:
+            loading.end_with(merged, tokenizer.eos_token_id)
+    return MergedModel(merged, tokenizer, notices)
+
+
+def _load_base(
+    adapter: StoredAdapter, dtype: str, full_precision: bool, trust_remote_code: bool
+) -> tuple[PreTrainedModel, list[str]]:
+    """Load the model an adapter belongs to, with as many embeddings and labels; and notices."""
+    name = adapter.base_model
+    try:
+        config = loading.load_config(name, adapter.revision, trust_remote_code)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"The base model of the adapter cannot be loaded; if it was moved, give its folder as "
+            f"--base_model. {error}"
+        ) from error
+    options: dict[str, Any] = {
+        "dtype": "float32" if dtype == "float32" else "auto",
+        "revision": adapter.revision,
+        "trust_remote_code": trust_remote_code,
+    }
+    kind, labels = loading.architecture(config), _num_labels(adapter)
+    if adapter.config.task_type == "SEQ_CLS":
+        kind = AutoModelForSequenceClassification
+        options |= {} if labels is None else {"num_labels": labels}
+    stored_quantization = getattr(config, "quantization_config", None)
+    if stored_quantization is None and adapter.quantization and not full_precision:
+        options["quantization_config"] = _quantization_config(adapter.quantization)
+    model, report = kind.from_pretrained(name, output_loading_info=True, **options)
+    _check_base_weights(adapter, report["missing_keys"])
+    notices = []
+    if getattr(model, "is_quantized", False):
+        notices.append(_dequantize(model, name, stored_quantization is not None))
+    _resize_embeddings(model, adapter)
+    return model, notices
+
+
+def _num_labels(adapter: StoredAdapter) -> int | None:
+    sizes = [x[0] for name, x in adapter.shapes.items() if name.endswith(".score.weight")]
+    return sizes[0] if sizes else None
+
+
+def _quantization_config(settings: dict[str, Any]) -> Any:
+    require("bitsandbytes", "an adapter that was trained on a quantized base model")
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig.from_dict(settings)
+
+
+def _check_base_weights(adapter: StoredAdapter, missing: set[str]) -> None:
+    """Refuse a base model without weights that the adapter does not bring either."""
+    brought = {name.removeprefix("base_model.model.") for name in adapter.shapes}
+    lacking = sorted(set(missing) - brought)
+    if lacking:
+        raise ValueError(
+            f"{adapter.base_model} has no weights for {', '.join(lacking[: loading.MOST_NAMED])}, "
+            "and the adapter brings none: it belongs to another base model. Give that "
+            "as --base_model."
+        )
+
+
+def _dequantize(model: PreTrainedModel, name: str, is_stored_so: bool) -> str:
+    """Turn quantized weights into floats, in place; returns a notice."""
+    bits = 8 if getattr(model, "is_loaded_in_8bit", False) else 4
+    try:
+        model.dequantize()
+    except NotImplementedError as error:
+        raise ValueError(
+            f"{name} is quantized in a way that cannot be undone, so no adapter can be merged into "
+            "it. Give the model in full precision as --base_model."
+        ) from error
+    # Steps by which transformers read the quantized files would be undone when it writes others.
+    steps = getattr(model, "_weight_conversions", None) or []
+    vars(model)["_weight_conversions"] = [step for step in steps if _can_be_undone(step)]
+    if is_stored_so:
+        return f"The base model is stored in {bits} bits; its weights were dequantized."
+    rounds = " In 8 bits, layers also round their inputs, which a merged model does not."
+    return (
+        f"The adapter was trained on a base model in {bits} bits, so it is merged into weights "
+        f"rounded alike; --full_precision merges it into those of {name} as they are stored."
+        f"{rounds if bits == 8 else ''}"
+    )
+
+
+def _can_be_undone(step: Any) -> bool:
+    try:
+        step.reverse_transform()
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _resize_embeddings(model: PreTrainedModel, adapter: StoredAdapter) -> None:
+    """Give the model as many embeddings as the adapter's file holds, if it holds their matrix."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    size = _stored_rows(model, embedding, adapter)
+    if size is None or size == embedding.num_embeddings:
+        return
+    is_tied = head is not None and head.weight is embedding.weight
+    if head is not None and not is_tied and _stored_rows(model, head, adapter) is None:
+        raise ValueError(
+            f"{adapter.folder} holds an embedding of {size:,} tokens where the base model has "
+            f"{embedding.num_embeddings:,}, but not the head that grew with it. Merge in the "
+            "process that trained it, with model.merge_and_unload()."
+        )
+    model.resize_token_embeddings(size, mean_resizing=False)
+
+
+def _stored_rows(model: nn.Module, layer: nn.Module, adapter: StoredAdapter) -> int | None:
+    """Rows of the matrix that the adapter's file holds for a layer; None if it holds none."""
+    name = next(name for name, module in model.named_modules() if module is layer)
+    for end in ("weight", "base_layer.weight"):
+        shape = adapter.shapes.get(f"base_model.model.{name}.{end}")
+        if shape is not None:
+            return shape[0]
+    return None
+
+
+@contextmanager
+def _without_advice_on_ties() -> Iterator[None]:
+    """Silence what peft says about tied weights, which are untied here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*tie", UserWarning)
+        yield
+
+
+@_without_advice_on_ties()
+def _attach(model: PreTrainedModel, adapter: StoredAdapter) -> Any:
+    """Put the adapter on its base model, all its tensors and no other."""
+    device = next(model.parameters()).device
+    try:
+        policy: Any = loading.add_adapter(model, adapter.config)
+        loaded = policy.load_adapter(str(adapter.folder), "default", torch_device=str(device))
+    except (RuntimeError, ValueError) as error:  # of other shapes, or without the target modules
+        raise _misfit(adapter, str(error)) from error
+    whole = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    whole &= set(getattr(adapter.config, "modules_to_save", None) or ())
+    lost = [name for name in sorted(whole) if not any(f".{name}." in x for x in adapter.shapes)]
+    # If the vocabulary has grown, peft stores copies of embeddings twice, and reads them once.
+    extra = [name for name in loaded.unexpected_keys if ".modules_to_save." not in name]
+    problems = {"missing": [*loaded.missing_keys, *lost], "unexpected": extra}
+    for problem, names in problems.items():
+        if names:
+            raise _misfit(adapter, f"{problem}: {', '.join(names[: loading.MOST_NAMED])}")
+    return policy
+
+
+def _misfit(adapter: StoredAdapter, reason: str) -> ValueError:
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    text = lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0]
+    return ValueError(
+        f"The adapter in {adapter.folder} does not fit the base model {adapter.base_model}: "
+        f"{text.rstrip('.')}. Give the model that it was trained on as --base_model."
+    )
+
+
+@_without_advice_on_ties()
+@torch.no_grad()
+def _merge(policy: Any) -> PreTrainedModel:
+    """Merge the active adapter, layer by layer in float32, and remove it."""
+    is_untied = _untie(policy.get_base_model())
+    for module in policy.modules():
+        if hasattr(type(module), "get_base_layer"):  # a `BaseTunerLayer` of peft
+            _merge_layer(module, policy.active_peft_config.peft_type.value)
+    model: PreTrainedModel = policy.unload()
+    if is_untied:
+        _tie_if_equal(model)
+    return model
+
+
+def _merge_layer(layer: Any, kind: str) -> None:
+    base = layer.get_base_layer()
+    dtypes = {weight.dtype for weight in base.parameters()}
+    if dtypes & set(HALF):
+        base.float()
+    try:
+        layer.merge(safe_merge=True)
+    except (NotImplementedError, ValueError, RuntimeError) as error:
+        raise ValueError(f"This adapter of type {kind} cannot be merged: {error}") from error
+    if len(dtypes) == 1:
+        base.to(dtypes.pop())
+
+
+def _untie(model: PreTrainedModel) -> bool:
+    """Let head and embedding hold weights of their own, as an adapter may change one alone."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or _plain(head).weight is not _plain(embedding).weight:
+        return False
+    _plain(head).weight = nn.Parameter(_plain(head).weight.detach().clone(), requires_grad=False)
+    return True
+
+
+def _plain(module: Any) -> Any:
+    """The layer below the wrappers of an adapter."""
+    module = getattr(module, "original_module", module)
+    return module.get_base_layer() if hasattr(type(module), "get_base_layer") else module
+
+
+def _tie_if_equal(model: PreTrainedModel) -> None:
+    """Tie head and embedding again if the adapter left them equal; else record that they differ."""
+    head: Any = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    are_equal = torch.equal(head.weight, embedding.weight)
+    if are_equal:
+        head.weight = embedding.weight
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = are_equal
+
+
+def _load_tokenizer(
+    adapter: StoredAdapter, trust_remote_code: bool
+) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer stored with the adapter, or else that of the base model."""
+    places = [(str(adapter.folder), None), (adapter.base_model, adapter.revision)]
+    if not (adapter.folder / "tokenizer_config.json").exists():
+        places = places[1:]
+    name, revision = places[0]
+    try:
+        return AutoTokenizer.from_pretrained(
+            name, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def write_merged(
+    merged: MergedModel, adapter: StoredAdapter, folder: Path, max_shard_size: str = "50GB"
+) -> None:
+    """Write a merged model as `save_pretrained` does, with its tokenizer and a record."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / MERGE_RECORD).exists():
+        for path in folder.glob("model*.safetensors*"):  # shards, and their index
+            path.unlink()
+    record = {
+        "adapter": str(adapter.folder),
+        "base_model": adapter.base_model,
+        "dtype": str(merged.model.dtype).removeprefix("torch."),
+    }
+    # First, so that what an interrupted merge leaves may be replaced.
+    (folder / MERGE_RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    merged.model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if merged.tokenizer is not None:
+        merged.tokenizer.save_pretrained(folder)
+
+
+def check_output(folder: Path, adapter: StoredAdapter) -> None:
+    """Refuse to write into a folder that holds anything but an earlier merge."""
+    for name in (str(adapter.folder), adapter.base_model):
+        if folder.resolve() == Path(name).expanduser().resolve():
+            raise ValueError(f"output_dir={str(folder)!r} is merged from: choose another folder.")
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise NotADirectoryError(f"output_dir={str(folder)!r} is a file, not a folder.")
+    if any(folder.iterdir()) and not (folder / MERGE_RECORD).exists():
+        raise ValueError(
+            f"output_dir={str(folder)!r} is not empty, and not an earlier merge that may be "
+            "replaced: choose another folder."
+        )
