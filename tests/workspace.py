@@ -12,7 +12,7 @@ from tiny import save_tiny
 
 from trl.cli.parser import launch_option_names
 from trl.cli.values import ConversionError, convert
-from trl.scripts import grpo, kto, online_dpo, ppo, reward, rloo, sft
+from trl.scripts import dpo, grpo, kto, online_dpo, ppo, reward, rloo, sft
 
 ROOT = Path(__file__).resolve().parents[1]
 REWARDS = """
@@ -81,7 +81,7 @@ def run_trl_forked(
 def option_problems(config: dict[str, object]) -> list[str]:
     """What is wrong with a configuration file for a training command."""
     options = {}
-    for command in (sft, kto, reward, grpo, rloo, online_dpo, ppo):
+    for command in (sft, dpo, kto, reward, grpo, rloo, online_dpo, ppo):
         options |= command.make_parser()._options
     others = launch_option_names() | {"accelerate_config", "env"}
     problems = []

@@ -1,7 +1,7 @@
 """Train from the command line, with the task's reward and with a random one, and compare.
 
 python examples/quickstart/run.py                 # SmolLM2-135M-Instruct, addition, RLOO
-python examples/quickstart/run.py --trainer ppo   # the same by PPO, or by online-dpo
+python examples/quickstart/run.py --trainer ppo   # the same by PPO; or grpo, online-dpo
 python examples/quickstart/run.py --tiny          # a model from scratch, copying digits, RLOO
 """
 
@@ -67,6 +67,6 @@ def main(name: str, trainer: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="the model from scratch, by RLOO")
-    parser.add_argument("--trainer", choices=("rloo", "online-dpo", "ppo"), default="rloo")
+    parser.add_argument("--trainer", choices=("rloo", "grpo", "online-dpo", "ppo"), default="rloo")
     chosen = parser.parse_args()
     main("copying", "rloo") if chosen.tiny else main("addition", chosen.trainer)

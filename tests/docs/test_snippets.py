@@ -133,6 +133,28 @@ def test_python(page, folder):
 
 
 @pytest.mark.slow
+def test_the_script_makes_what_the_pages_use(tmp_path):
+    """Other tests here run pages on files of `write_inputs`; readers have those of the script."""
+    page = ROOT / "docs" / "quickstart.md"
+    (script,) = (b.text for b in run_blocks(page, "python") if "tiny-model" in b.text)
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script.py").write_text(script)
+    done = run_forked(["../script.py"], tmp_path / "script")
+    assert done.returncode == 0, done.stderr[-3000:]
+    (tmp_path / "inputs").mkdir()
+    inputs = write_inputs(tmp_path / "inputs")
+    names = {path.name for path in inputs.iterdir()}
+    assert names == {path.name for path in (tmp_path / "script").iterdir()} - {"hf-home"}
+    for name in names - {"tiny-model", "rewards.py"}:
+        assert (tmp_path / "script" / name).read_text() == (inputs / name).read_text()
+    for block in run_blocks(page, "bash"):
+        for program, *words in commands_of(block):
+            if program == "trl":
+                done = run_trl_forked(words, tmp_path / "script")
+                assert done.returncode == 0, f"{words}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.slow
 @pages_with("bash")
 def test_bash(page, folder):
     files = (ROOT / "Makefile", *ROOT.glob("*/*.mk"), *ROOT.glob("*/*/*.mk"))

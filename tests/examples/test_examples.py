@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from workspace import ROOT, option_problems
+from workspace import ROOT, option_problems, write_inputs
 
 from examples.quickstart import (
     addition,
@@ -214,3 +214,22 @@ def test_configurations_fit_their_tasks():
     longest = max(len(addition.row(*pair)["answer"]) for pair in [*training, *held_out])
     assert limits["rloo_copying"] == copying.LENGTH
     assert limits["rloo_addition"] >= longest
+
+
+@pytest.mark.parametrize(
+    ("config", "data"),
+    [("dpo_ultrafeedback", "preferences.jsonl"), ("grpo_addition", "prompts.jsonl")],
+)
+def test_a_configuration_trains(config, data, tmp_path, monkeypatch):
+    """One update of a tiny model, with fewer rows; everything else as the file says."""
+    monkeypatch.chdir(write_inputs(tmp_path))
+    command = config.split("_")[0]
+    words = ["--config", str(ROOT / "examples" / "cli_configs" / f"{config}.yaml")]
+    words += ["--model_name_or_path", "tiny-model", "--dataset_name", data, "--use_cpu"]
+    words += ["--output_dir", "out", "--bf16", "false", "--max_steps", "1"]
+    words += ["--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "1"]
+    monkeypatch.setattr("sys.argv", [f"trl {command}", *words])
+    TRAINING[command].work()
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    logs = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").open()]
+    assert logs[-1]["step"] == 1
