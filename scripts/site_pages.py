@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import is_dataclass
 from html import unescape
+from pathlib import Path
 from pydoc import locate
 from typing import Any
 
@@ -53,9 +54,12 @@ OTHERS = {
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages of the reference."""
+    """Add the pages of the reference, and the changelog."""
     for name, text in reference_pages().items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
+    changelog = Path(config["docs_dir"]).parent / "CHANGELOG.md"
+    text = changelog.read_text(encoding="utf-8").replace("](docs/", "](")
+    files.append(File.generated(config, "changelog.md", content=text))
     return files
 
 

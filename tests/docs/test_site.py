@@ -82,6 +82,11 @@ def test_formulas_are_laid_out_without_a_script(site):
     assert "arithmatex" not in text and "$" not in re.sub(r"<code>.*?</code>", "", text)
 
 
+def test_the_changelog_is_a_page(site):
+    text = (site / "changelog" / "index.html").read_text(encoding="utf-8")
+    assert "Unreleased" in text and 'href="../peft/#merge-an-adapter"' in text
+
+
 def test_search_knows_the_options(site):
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     found = {

@@ -11,7 +11,8 @@ import pytest
 import yaml
 from workspace import ROOT, option_problems, run_forked, run_trl_forked, write_inputs
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 LANGUAGES = {"python", "bash", "yaml", "text", "json", "console", "toml"}
 FENCE = re.compile(r"^( *)```(.*)$")
 PROGRAMS = {"git", "make", "pip", "trl"}  # of which only trl is run
