@@ -6,6 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from .json_text import json_text
+
 
 class StepLines:
     """A file of JSON lines with `step`, whole at any instant; made with its first line."""
@@ -14,17 +16,20 @@ class StepLines:
         self.path = path
 
     def add(self, records: Iterable[dict[str, Any]]) -> None:
-        """Append records; what JSON cannot hold is written as text."""
+        """Append records; NaN becomes null, and what JSON cannot hold otherwise, text."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             for record in records:
-                file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+                file.write(json_text(record) + "\n")
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the records, without a last line that is being written or was cut off."""
+        """Yield the records, without a last line that is being written or was cut off.
+
+        A crash may have cut it inside a character of several bytes.
+        """
         if not self.path.exists():
             return
-        with self.path.open(encoding="utf-8") as file:
+        with self.path.open(encoding="utf-8", errors="replace") as file:
             for line in file:  # splitlines would split at more than \n
                 with suppress(ValueError):
                     if line.endswith("\n"):

@@ -167,3 +167,11 @@ def test_the_separators_of_unicode_do_not_split_a_record(tmp_path):
     lines = [json.dumps(record(0, 0, text, 1.0), ensure_ascii=False) for text in texts]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     assert [r["completion"] for r in read_records(path, "train")] == texts
+
+
+def test_a_last_line_may_be_cut_inside_a_character(folder):
+    file = folder / "completions" / "train.jsonl"
+    count = len(read_records(folder, "train"))
+    with file.open("ab") as lines:
+        lines.write('{"step": 1, "prompt": "é'.encode()[:-1])
+    assert len(read_records(folder, "train")) == count

@@ -106,6 +106,13 @@ def test_an_error_is_one_line_and_its_trace_is_kept(tmp_path, capsys):
     assert trace.startswith("Traceback") and "on_step_begin" in trace
 
 
+def test_a_trace_that_utf8_cannot_hold_is_kept(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train(tmp_path, ValueError("bad \ud83d text"), 0)
+    assert "error: bad \ufffd text" in capsys.readouterr().err
+    assert "ValueError: bad \ufffd text" in (tmp_path / "error.txt").read_text(encoding="utf-8")
+
+
 def test_debugging_shows_the_trace(tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_DEBUG", "1")
     with pytest.raises(ZeroDivisionError, match="x"):

@@ -1,4 +1,5 @@
 import base64
+import gzip
 import json
 import math
 import os
@@ -211,3 +212,31 @@ def test_a_new_run_begins_new_metrics(tmp_path):
     make_trainer(tmp_path).train()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows and all(row["step"] == 1 and row.get("loss") != 5.0 for row in rows)
+
+
+def strict(text):
+    """Read JSON as browsers do, which know no NaN."""
+    return json.loads(text, parse_constant=pytest.fail)
+
+
+def unpacked(text):
+    return strict(gzip.decompress(base64.b64decode(text)))
+
+
+def test_a_browser_can_read_nan_and_lone_surrogates(tmp_path):
+    """Those of reward functions, and those in files of earlier releases."""
+
+    def reward(completions, log_extra, **kwargs):
+        log_extra("score", [math.nan] * len(completions))
+        log_extra("note", ["\ud83d"] * len(completions))
+        return [1.0] * len(completions)
+
+    make_trainer(tmp_path, reward=reward).train()
+    (tmp_path / "run.json").write_text('{"options": {"bound": Infinity, "name": "\\ud83d"}}')
+    text = page([read_run(tmp_path, most=10)])
+    (data,) = re.findall(r'id="data">(.*?)</script>', text)
+    (run,) = strict(data)["runs"]
+    assert run["settings"]["bound"] == "null" and run["settings"]["name"] == '"\ufffd"'
+    texts = unpacked(run["completions"]["train"]["pages"][0])
+    assert {row["rewards"]["score"] for row in texts} == {None}
+    assert {row["rewards"]["note"] for row in texts} == {"\ufffd"}

@@ -104,6 +104,11 @@ def test_each_row_has_its_own_and_later_rounds_reset_it():
     assert found.begin(rows(0, 0, 0))[0] == environments and Maze.made == 3
 
 
+def test_lone_surrogates_that_are_observed_are_replaced():
+    _, [row] = Environments(Maze).begin(rows("\ud83d"))
+    assert row["prompt"][-1]["content"] == "go from \ufffd"
+
+
 def test_rows_choose_among_several():
     found = Environments({"maze": Maze, "quiet": Quiet}, [add])
     names = ["quiet", "maze", "quiet"]

@@ -50,6 +50,14 @@ def test_masks_and_columns():
     ]
 
 
+def test_lone_surrogates_in_columns_are_replaced():
+    found = generate(GOOD | {"prompt": ["\ud83d", [{"content": "\ud83d\ude00"}]], "kind": "\ude00"})
+    assert found.columns == [
+        {"prompt": "\ufffd", "kind": "\ufffd"},
+        {"prompt": [{"content": "😀"}], "kind": "\ufffd"},
+    ]
+
+
 def test_arrays_and_tensors_are_lists():
     found = generate(
         {

@@ -74,6 +74,14 @@ def test_records_by_hand():
     assert found[1]["reward"] is None and found[1]["advantage"] is None
 
 
+def test_what_rewards_add_to_records_is_valid_json_in_utf8():
+    """Also before it is written: a terminal and trackers show the same."""
+    extras = {"note": ["\ud83d", {"score": NAN}, torch.tensor(0.5), float("inf")]}
+    found = a_round(extras=extras).records(rank=0)
+    notes = [record["extra"]["note"] for record in found]
+    assert notes == ["\ufffd", {"score": None}, 0.5, None]
+
+
 def test_tokens_are_recorded_where_the_engine_reports_them():
     def texts(ids):
         return [f"<{token}>" for token in ids]

@@ -48,7 +48,8 @@ def read_records(path: Path, split: str) -> list[dict[str, Any]]:
     if not file.is_file():
         raise FileNotFoundError(f"there are no completions at {file}.")
     records = []
-    with file.open(encoding="utf-8") as lines:  # splitlines would split inside of completions
+    # splitlines would split inside completions; a last line may be cut inside a character.
+    with file.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             record, expected = None, "a record of a completion"
             try:

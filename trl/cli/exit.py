@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
+from ..json_text import without_surrogates
 from ..trainer.base.checkpoint import checkpoints_in
 from .main import INTERRUPTED
 from .parser import OneLineParser
@@ -59,12 +60,12 @@ def one_line_errors(parser: OneLineParser, trainer: "Trainer | None" = None) -> 
             name = f"error-{rank()}.txt" if rank() else "error.txt"
             file = Path(str(trainer.args.output_dir), name)
             with suppress(OSError):
-                file.write_text(traceback.format_exc(), encoding="utf-8")
+                file.write_text(without_surrogates(traceback.format_exc()), encoding="utf-8")
                 words += [f"The trace is in {file}."]
         if rank() > 0:  # the main process tells of it, and its end is the end of the others
             time.sleep(MAIN_RANK_FIRST)
             words += [f"(process {rank()})"]
-        text = " ".join(filter(None, words))
+        text = without_surrogates(" ".join(filter(None, words)))
         print(f"{parser.prog}: error: {text}", file=sys.stderr, flush=True)
         raise SystemExit(MISTAKE) from None
 

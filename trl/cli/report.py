@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..json_text import json_text
 from ..step_lines import StepLines
 from ..text import as_text
 from .completions import read_records
@@ -78,7 +79,7 @@ def read_run(folder: Path, most: int) -> dict[str, Any]:
     if file.exists():
         found = json.loads(file.read_text(encoding="utf-8"))
         settings = found.pop("options", {}) | found
-    words = {name: json.dumps(x, ensure_ascii=False) for name, x in sorted(settings.items())}
+    words = {name: json_text(x) for name, x in sorted(settings.items())}
     return {
         "name": folder.resolve().name,
         "settings": words,
@@ -121,7 +122,7 @@ def _completions(folder: Path, split: str, most: int) -> dict[str, Any]:
 
 
 def _packed(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+    text = json_text(value, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
@@ -130,5 +131,5 @@ def page(runs: list[dict[str, Any]]) -> str:
     template = resources.files("trl").joinpath("templates/report.html").read_text(encoding="utf-8")
     data = {"size": ON_A_PAGE, "runs": runs}
     # Nothing in the data can end the element that it stands in.
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    text = json_text(data, separators=(",", ":")).replace("<", "\\u003c")
     return template.replace("__DATA__", text)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..distributed import Ranks
+from ..json_text import without_surrogates
 from ..text import did_you_mean
 from ..types import Prompts
 from .base import AroundEngine, Generations, Sampling
@@ -129,6 +130,7 @@ def _observed(prompt: Any, observation: Any, kind: type) -> Any:
             f"{kind.__name__}.reset returned {observation!r:.80}; it must return None, text, or a "
             "list of content blocks."
         )
+    observation = without_surrogates(observation)
     if isinstance(prompt, str):
         raise TypeError(
             f"{kind.__name__}.reset returned {observation!r:.80}, but the prompt is text: an "

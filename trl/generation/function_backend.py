@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..distributed import Ranks
+from ..json_text import without_surrogates
 from ..types import Prompts
 from .base import AroundEngine, FinishReason, Generations, Sampling
 
@@ -82,7 +83,11 @@ def _checked(found: Any, count: int) -> tuple[dict[str, list[list[Any]]], list[d
         )
     tokens = {name: _tokenwise(name, given[name], count) for name in KINDS if name in given}
     _check_lengths(tokens)
-    columns = {k: _column(k, x, count) for k, x in found.items() if k not in KINDS}
+    columns = {
+        name: without_surrogates(_column(name, values, count))
+        for name, values in found.items()
+        if name not in KINDS
+    }
     return tokens, [{name: values[row] for name, values in columns.items()} for row in range(count)]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..distributed import Ranks
 from ..imports import is_available, require
+from ..json_text import json_values
 from ..step_lines import StepLines
 from ..text import as_text
 from ..types import Mode, Prompts, RewardTable
@@ -55,7 +56,7 @@ class Round:
                 "reward": _plain(totals[row]),
                 "advantage": _plain(advantages[row]),
                 "rewards": dict(zip(self.table.names, map(_plain, scores[row]), strict=True)),
-                "extra": {name: values[row] for name, values in self.extras.items()},
+                "extra": {name: json_values(x[row]) for name, x in self.extras.items()},
             }
             | self._tokens(row)
             for row in range(len(ids))

@@ -1,7 +1,6 @@
 """Callbacks for any `transformers.Trainer`."""
 
 import copy
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers.utils import logging
 
 from ..distributed import Ranks
 from ..imports import public_names
+from ..json_text import json_text
 from ..models import reference as references
 from ..models.sharded import is_sharded, local_shard, release
 from ..step_lines import StepLines
@@ -193,8 +193,7 @@ class RunRecord(TrainerCallback):
         }
         if (quantization := getattr(config, "quantization_config", None)) is not None:
             record["quantization"] = quantization.to_dict()
-        text = json.dumps(record, ensure_ascii=False, default=str, indent=1)
-        (folder / "run.json").write_text(text, encoding="utf-8")
+        (folder / "run.json").write_text(json_text(record, indent=1), encoding="utf-8")
         StepLines(folder / "metrics.jsonl").keep_until(state.global_step or -1)  # -1: a new run
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

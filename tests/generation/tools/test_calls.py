@@ -78,6 +78,38 @@ def test_bare_calls(text, expected):
     assert read_calls(BARE, text, SCHEMAS) == expected
 
 
+LONE = '{"name": "add\\ud83d", "arguments": {"a": ["\\ud83d"], "\\ude00": "\\ud83d\\ude00"}}'
+NESTED_LONE = (
+    '<function=add><parameter=a>["\\ud83d"]</parameter>'
+    '<parameter=\ufffd>"\\ud83d\\ude00"</parameter></function>'
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (LONE, "add\ufffd"),
+        (json.dumps(json.loads(LONE) | {"arguments": json.dumps(json.loads(LONE)["arguments"])}),
+         "add\ufffd"),
+        (NESTED_LONE, "add"),
+    ],
+    ids=["object", "arguments as text", "nested tags"],
+)  # fmt: skip
+def test_lone_surrogates_of_a_model_are_replaced(body, name):
+    _, [found] = read_calls(TAGGED, f"<tool_call>{body}</tool_call>", SCHEMAS)
+    assert found == ToolCall(name, {"a": ["\ufffd"], "\ufffd": "😀"})
+
+
+def test_lone_surrogates_of_tools_are_replaced():
+    results = [
+        ToolResult.of("x", Outcome("\ud83d")),
+        ToolResult.of("x", Outcome({"a": ["\ud83d"]})),
+        ToolResult.of("x", Outcome(failure=ValueError("\ud83d"))),
+    ]
+    contents = ["\ufffd", '{"a": ["\ufffd"]}', '{"error": "ValueError: \ufffd"}']
+    assert [result.content for result in results] == contents
+
+
 def test_a_turn_becomes_a_message():
     parse = CallParser(tool_tokenizer(), SCHEMAS)
     message, calls = parse(ids("x"), ids("so " + call("add", '{"a": 1, "b": 2}')))

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from ...data.templates import read_response, reads_responses
+from ...json_text import json_text, without_surrogates
 from ...text import did_you_mean
 from ...timed_calls import Outcome, TimedCalls, TooSlow
 from .templates import ARGUMENT, FUNCTION, NAME, PARAMETER, UNKNOWN, rendered_call
@@ -42,9 +43,10 @@ class ToolCall:
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError):  # the next check says what is wrong
                 arguments = json.loads(arguments)
+        arguments = without_surrogates(arguments)
         if not isinstance(arguments, dict):
             return cls.malformed("its arguments must be an object", value)
-        return cls(value["name"], arguments)
+        return cls(without_surrogates(value["name"]), arguments)
 
     @classmethod
     def malformed(cls, reason: str, value: Any) -> Self:
@@ -78,7 +80,7 @@ def _read_body(body: str, schemas: Sequence[dict[str, Any]]) -> ToolCall:
         arguments[key.strip()] = value
         if known.get(key.strip(), {}).get("type") != "string":  # those stay as they are written
             with contextlib.suppress(ValueError):
-                arguments[key.strip()] = json.loads(value)
+                arguments[key.strip()] = without_surrogates(json.loads(value))
     return ToolCall(name, arguments)
 
 
@@ -119,6 +121,7 @@ class CallParser:
             try:
                 message = read_response(self._tokenizer, prompt, ids, self._schemas)
                 calls = [ToolCall.of(value) for value in message.pop("tool_calls", None) or []]
+                message = without_surrogates(message)
             except Exception as error:  # whatever its parser raises at text it does not understand
                 message = {"role": "assistant", "content": self._plain(text)}
                 calls = [ToolCall.malformed(str(error), text)]
@@ -149,17 +152,16 @@ class ToolResult:
     def of(cls, name: str, outcome: Outcome) -> Self:
         """What a call led to; values that JSON cannot hold are given as text."""
         if outcome.failure is None and not isinstance(outcome.value, str):
-            write = functools.partial(json.dumps, ensure_ascii=False, default=str)
-            outcome = Outcome.of(functools.partial(write, outcome.value))
+            outcome = Outcome.of(functools.partial(json_text, outcome.value))
         if outcome.failure is None:
-            return cls(name, outcome.value)
+            return cls(name, without_surrogates(outcome.value))
         subject = "the call " if isinstance(outcome.failure, TooSlow) else ""
         return cls.failure(name, subject + outcome.words)
 
     @classmethod
     def failure(cls, name: str, words: str) -> Self:
         """A call that could not be made, or that failed."""
-        return cls(name, json.dumps({"error": words}, ensure_ascii=False), failed=True)
+        return cls(name, json_text({"error": words}), failed=True)
 
 
 class ToolRunner:
