@@ -24,6 +24,7 @@ ALLOWED = {
     "timed_calls": set(),
     "progress": set(),
     "json_text": set(),
+    "redaction": set(),
     "step_lines": {"json_text"},
     "rewards": {"imports", "text"},
     "data": {"ops", "types", "imports", "text"},
@@ -44,11 +45,11 @@ ALLOWED = {
     "trainer": {
         *("ops", "types", "imports", "text", "data", "distributed", "models", "memory"),
         *("generation", "online", "rewards", "random_numbers", "progress"),
-        *("options", "step_lines", "json_text"),
+        *("options", "step_lines", "json_text", "redaction"),
     },
     "cli": {
         *("imports", "options", "text", "trainer", "data", "models", "online", "rewards", "memory"),
-        *("step_lines", "json_text"),
+        *("step_lines", "json_text", "redaction"),
     },
     "scripts": {"imports", "trainer", "cli"},
     "__main__": {"cli"},

@@ -3,6 +3,7 @@ import subprocess
 from importlib import metadata
 
 import torch
+from accelerate.commands.config import config_args
 from workspace import ROOT
 
 from trl.cli import env
@@ -67,3 +68,12 @@ def test_a_package_under_another_name(monkeypatch):
 def test_absent_packages():
     assert version("no-such-package-here") == "not installed"
     assert version("pip-less-torch-twin") == "not installed"
+
+
+def test_secrets_of_the_configuration_of_accelerate_are_not_printed(tmp_path, monkeypatch):
+    file = tmp_path / "default.yaml"
+    lines = ["compute_environment: LOCAL_MACHINE", "distributed_type: 'NO'"]
+    file.write_text("\n".join([*lines, "commands: [--hub_token, hidden]"]))
+    monkeypatch.setattr(config_args, "default_config_file", str(file))
+    shown = report()["Accelerate config"]
+    assert "commands: ['--hub_token', '<HUB_TOKEN>']" in shown

@@ -201,9 +201,12 @@ def test_mistakes_are_told(words, message, capsys, tmp_path, monkeypatch):
     assert end.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_tokens_are_not_written(tmp_path):
-    make_trainer(tmp_path, hub_token="hf_secret").train()
-    assert "hf_secret" not in (tmp_path / "run.json").read_text()
+def test_secrets_of_runs_of_earlier_releases_are_not_shown(tmp_path):
+    options = {"model_init_kwargs": {"token": "hf_hidden", "dtype": "auto"}, "eos_token": "end"}
+    (tmp_path / "run.json").write_text(json.dumps({"options": options}))
+    settings = read_run(tmp_path, most=1)["settings"]
+    assert json.loads(settings["model_init_kwargs"]) == {"token": "<TOKEN>", "dtype": "auto"}
+    assert settings["eos_token"] == '"end"'
 
 
 def test_a_new_run_begins_new_metrics(tmp_path):

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 from ..imports import version_of
+from ..redaction import redact
 
 OPTIONAL = ("bitsandbytes", "DeepSpeed", "Liger-Kernel", "PEFT", "vLLM")
 
@@ -57,5 +58,5 @@ def _accelerate_config() -> str:
 
     if not Path(default_config_file).is_file():
         return "not found"
-    config = load_config_from_file(default_config_file).to_dict()
+    config = redact(load_config_from_file(default_config_file).to_dict())
     return "".join(f"\n  - {name}: {value}" for name, value in config.items())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..json_text import json_text
+from ..redaction import redact
 from ..step_lines import StepLines
 from ..text import as_text
 from .completions import read_records
@@ -77,7 +78,7 @@ def read_run(folder: Path, most: int) -> dict[str, Any]:
         raise ValueError(f"{folder} has no run.json, metrics.jsonl or completions of a run.")
     settings, file = {}, folder / "run.json"
     if file.exists():
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = redact(json.loads(file.read_text(encoding="utf-8")))
         settings = found.pop("options", {}) | found
     words = {name: json_text(x) for name, x in sorted(settings.items())}
     return {

@@ -17,6 +17,7 @@ from ..imports import public_names
 from ..json_text import json_text
 from ..models import reference as references
 from ..models.sharded import is_sharded, local_shard, release
+from ..redaction import redact
 from ..step_lines import StepLines
 from .base.checkpoint import load
 
@@ -189,11 +190,12 @@ class RunRecord(TrainerCallback):
             "trainer": self.trainer,
             "model": getattr(config, "name_or_path", ""),
             "processes": args.world_size,
-            "options": args.to_dict(),  # which hides tokens
+            "options": args.to_dict(),
         }
         if (quantization := getattr(config, "quantization_config", None)) is not None:
             record["quantization"] = quantization.to_dict()
-        (folder / "run.json").write_text(json_text(record, indent=1), encoding="utf-8")
+        text = json_text(redact(record), indent=1)
+        (folder / "run.json").write_text(text, encoding="utf-8")
         StepLines(folder / "metrics.jsonl").keep_until(state.global_step or -1)  # -1: a new run
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -322,3 +322,49 @@ def test_processes_rewards_and_reference_count(tmp_path):
     settings["model"] = tiny_model(seed=4)
     changes = differences(mine, make_trainer(tmp_path, **settings).run_settings)
     assert [change.split(":")[0] for change in changes] == ["the reference's weights (fingerprint)"]
+
+
+SECRETS = {
+    "hub_token": "hidden-1",
+    "model_init_kwargs": {"token": "hidden-2", "dtype": "float32"},
+    "chat_template_kwargs": {"api_key": "hidden-3", "proxy": "https://me:hidden-4@host"},
+}
+
+
+def test_no_file_of_a_run_holds_a_secret(tmp_path):
+    trainer = saving(tmp_path, max_steps=1, **SECRETS)
+    trainer.train()
+    trainer.save_model(str(tmp_path))
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"run.json", "trl_manifest.json", "training_args.bin"} <= {path.name for path in files}
+    for path in files:
+        content = path.read_bytes()
+        if path.name == "training_args.bin":  # an archive, not compressed
+            assert b"chat_template_kwargs" in content
+        assert b"hidden-" not in content, path
+    assert "hidden" not in str(trainer.args)
+    assert trainer.args.hub_token == "hidden-1", "the run itself keeps it"
+    assert trainer.args.model_init_kwargs["token"] == "hidden-2"
+
+
+def test_a_run_is_resumed_with_other_secrets(tmp_path):
+    saving(tmp_path, max_steps=1, **SECRETS).train()
+    kwargs = {"chat_template_kwargs": {"api_key": "hidden-6", "proxy": "https://you:@host"}}
+    other = saving(tmp_path, max_steps=2, model_init_kwargs={"dtype": "float32"}, **kwargs)
+    assert other.args.hub_token is None
+    other.train(resume_from_checkpoint=True)
+    assert other.state.global_step == 2
+    loading = {"dtype": "bfloat16", "token": "hidden-5"}
+    changed = saving(tmp_path, model_init_kwargs=loading, **kwargs)
+    with pytest.raises(ValueError, match="model_init_kwargs") as error:
+        changed.find_checkpoint()
+    assert "hidden" not in str(error.value)
+
+
+def test_secrets_in_checkpoints_of_earlier_releases_are_no_difference():
+    saved = {"a": {"token": "x", "n": 1}, "b": {"token": "x"}, "c": float("inf"), "d": None}
+    now = {"a": {"n": 1}, "b": None, "c": None, "d": {"token": "y"}}
+    assert differences(saved, now) == []
+    assert differences(saved, now | {"a": {"n": 2}}) == [
+        'a: {"n": 1} in the checkpoint, {"n": 2} now'
+    ]

@@ -11,6 +11,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from ...imports import require
 from ...memory.options import MemoryOptions
 from ...options import option
+from ...redaction import redact
 from ...text import did_you_mean
 from .options import Named, check_options, from_json, kinds_of
 
@@ -140,6 +141,21 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
     def ranks_per_row(self) -> int:
         """Ranks that divide the tokens of each row: `cp_size`, or `sp_size` without FSDP2."""
         return int(max(self.parallelism.cp_size, self.parallelism.sp_size))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options by name, with placeholders for secrets, at any depth; see `redact`.
+
+        Run records, checkpoints and trackers take a configuration from here.
+        """
+        options = super().to_dict()
+        # transformers hides special tokens of the vocabulary, too.
+        options |= {name: getattr(self, name) for name in options if name.endswith("_token")}
+        public: dict[str, Any] = redact(options)
+        return public
+
+    def __str__(self) -> str:
+        options = sorted(self.to_dict().items())
+        return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in options)})"
 
     def _resolve_checkpointing(self) -> bool:
         """Whether it is selective: a key that is taken out of what transformers reads."""

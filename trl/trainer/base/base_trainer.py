@@ -29,7 +29,7 @@ from ..display import close_progress, show_progress
 from ..model_card import Method, render_model_card
 from . import resuming
 from .base_config import BaseConfig
-from .checkpoint import UNFINISHED, Place, RankState, explained, publish_together
+from .checkpoint import UNFINISHED, Place, RankState, explained, publish_together, save_arguments
 from .options import Named
 from .phases import Phases
 from .policy import Policy, check_name, load_reference, router_coefficient
@@ -383,7 +383,9 @@ class BaseTrainer(Named, Trainer):
             bare.should_save_on_this_rank = bool
         with storing_adapters_only(bare):
             super()._save(output_dir, state_dict)
-        self.create_model_card(folder=output_dir)  # in place of that of peft
+        folder = output_dir or self.args.output_dir
+        save_arguments(self.args, folder)
+        self.create_model_card(folder=folder)  # in place of that of peft
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         bare = self.accelerator.unwrap_model(self.model if model is None else model)

@@ -1,5 +1,6 @@
 """Checkpoints: written below `unfinished/`, sealed with checksums of their files, then renamed."""
 
+import copy
 import hashlib
 import json
 import os
@@ -14,9 +15,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils import logging
 
 from ...distributed import Ranks
+from ...redaction import is_secret, without_secrets
 
 logger = logging.get_logger(__name__)
 
@@ -102,6 +105,16 @@ def explained(staged: Path, final: Path) -> Iterator[None]:
             f"{final.name} could not be saved in {final.parent} ({error}); {free:.0f} MB are free "
             f"there. Earlier checkpoints are untouched: {older or 'there are none'}."
         ) from error
+
+
+def save_arguments(args: Any, folder: str | Path) -> None:
+    """Write `training_args.bin`, in place of that of transformers, without secrets."""
+    if not args.should_save:
+        return
+    public = copy.copy(args)
+    for name, value in vars(args).items():
+        setattr(public, name, None if is_secret(name, value) else without_secrets(value))
+    torch.save(public, Path(folder, TRAINING_ARGS_NAME))
 
 
 def publish_together(

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ...distributed import Ranks
+from ...json_text import json_values
 from ...models.sharded import local_shard
+from ...redaction import without_secrets
 from .checkpoint import checkpoints_in, clean_up, facts_of, find_fault
 
 logger = logging.get_logger(__name__)
@@ -142,10 +144,10 @@ def _compare(checkpoint: Path, args: Any, settings: dict[str, Any]) -> None:
 
 
 def describe_options(args: Any) -> dict[str, Any]:
-    """Those of all options that matter, as JSON values by name."""
+    """Return the options that matter, as JSON values by name, without secrets."""
     return {
-        name: json.loads(_json(value))
-        for name, value in args.to_dict().items()
+        name: json_values(json.loads(_json(value)))
+        for name, value in without_secrets(args.to_dict()).items()
         if name not in FREE and not name.startswith(FREE_PREFIXES)
     }
 
@@ -191,11 +193,13 @@ def fingerprint(weights: dict[str, Tensor]) -> str:
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Name what differs; what only one of the two knows of does not count."""
+    """Name what differs; what only one of the two knows of does not count, and no secret does."""
+    # Earlier releases wrote secrets into checkpoints, and infinity as JSON does not know it.
+    before, now = (json_values(without_secrets(settings)) for settings in (saved, current))
     return [
-        f"{name}: {_short(saved[name])} in the checkpoint, {_short(value)} now"
-        for name, value in current.items()
-        if name in saved and saved[name] != value
+        f"{name}: {_short(before[name])} in the checkpoint, {_short(value)} now"
+        for name, value in now.items()
+        if name in before and before[name] != value
     ]
 
 

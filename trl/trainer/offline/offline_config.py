@@ -77,10 +77,6 @@ class OfflineConfig(BaseConfig):
             ),
         }
 
-    def to_dict(self) -> dict[str, Any]:
-        """All options, where transformers would hide what ends in _token as if it were a secret."""
-        return super().to_dict() | {"eos_token": self.eos_token, "pad_token": self.pad_token}
-
     @property
     def piece_tokens(self) -> int:
         """As in `BaseConfig`; None stands for a default that depends on the device."""
