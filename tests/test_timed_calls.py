@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from trl.timed_calls import Outcome, TimedCalls, TooSlow
+from trl.timed_calls import Outcome, TimedCalls, TooSlow, copied
 
 SECONDS = 0.1
 LONG = 60
@@ -96,3 +96,16 @@ def test_one_thread_serves_all_plain_calls():
     names = {calls([lambda: threading.current_thread().name])[0].value for _ in range(3)}
     assert len(names) == 1 and threading.current_thread().name not in names
     assert TimedCalls(None)([threading.current_thread])[0].value is threading.current_thread()
+
+
+def test_copies_share_nothing_that_can_be_changed_but_objects():
+    class Environment(dict):
+        pass
+
+    own = Environment()
+    value = {"ids": [[1, 2], [None, True]], "pair": ({"a": ["b"]}, "text"), "environment": own}
+    found = copied(value)
+    assert found == value and type(found["pair"]) is tuple and found["environment"] is own
+    found["ids"][0].clear()
+    found["pair"][0]["a"].append("c")
+    assert value["ids"] == [[1, 2], [None, True]] and value["pair"][0] == {"a": ["b"]}

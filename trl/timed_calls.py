@@ -13,7 +13,22 @@ from typing import Any, Self
 # What a function may raise without ending the process before the other ranks know of it.
 FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 
+UNCHANGEABLE = frozenset({str, int, float, bool, type(None)})
 Work = queue.SimpleQueue[tuple[Callable[[], Any], Future["Outcome"]]]
+
+
+def copied(value: Any) -> Any:
+    """Copy nested lists, tuples and dictionaries: a function may then change what it is given.
+
+    Objects of other types, such as environments, are shared.
+    """
+    kind = type(value)
+    if kind is dict:
+        return {key: copied(entry) for key, entry in value.items()}
+    if kind is list or kind is tuple:
+        is_flat = UNCHANGEABLE.issuperset(map(type, value))  # lists of a million token ids
+        return kind(value if is_flat else map(copied, value))
+    return value
 
 
 class TooSlow(Exception):

@@ -109,6 +109,18 @@ def test_lone_surrogates_that_are_observed_are_replaced():
     assert row["prompt"][-1]["content"] == "go from \ufffd"
 
 
+def test_a_reset_cannot_change_its_row():
+    class Greedy(Quiet):
+        def reset(self, prompt, hints, **kwargs):
+            prompt[0]["content"] = "changed"
+            hints.clear()
+
+    given = rows(1, 2, hints=[["a"], ["b"]])
+    _, begun = Environments(Greedy).begin(given)
+    assert given == rows(1, 2, hints=[["a"], ["b"]])
+    assert [row["prompt"] for row in begun] == [user("go"), user("go")]
+
+
 def test_rows_choose_among_several():
     found = Environments({"maze": Maze, "quiet": Quiet}, [add])
     names = ["quiet", "maze", "quiet"]

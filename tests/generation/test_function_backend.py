@@ -41,6 +41,19 @@ def test_the_function_gets_prompts():
     assert not backend.reports_policy_logps
 
 
+def test_the_function_cannot_change_the_prompts():
+    def function(prompts):
+        for messages in prompts:
+            messages[0]["content"] = "changed"
+        return GOOD
+
+    messages = [[{"role": "user", "content": text}] for text in "ab"]
+    prompts = Prompts(messages=messages, token_ids=[[10], [11]])
+    backend = FunctionBackend(SimpleNamespace(), function, Ranks())
+    backend.generate(prompts, Sampling(max_tokens=4, stop_ids=(2, 1)), 2)
+    assert [row[0]["content"] for row in prompts.messages] == ["a", "b"]
+
+
 def test_masks_and_columns():
     found = generate(GOOD | {"env_mask": [[1, 0, 1], [1]], "score": [0.5, None], "level": "hard"})
     assert found.trainable == [[True, False, True], [True]]

@@ -115,6 +115,51 @@ def test_nan_is_a_missing_reward():
 # --- What functions are given ---
 
 
+def spoil(prompts, completions, completion_ids, answer, notes, environments, **kwargs):
+    """Change all that can be changed of the arguments."""
+    for ids in completion_ids:
+        ids.clear()
+    completions[0][0]["content"] = "changed"
+    completions[1].pop()
+    prompts[0][0]["content"] = "changed"
+    prompts.pop()
+    answer.reverse()
+    notes[0]["seen"].append("changed")
+    environments[0].score += 1
+    return [0.0, 0.0]
+
+
+def test_functions_cannot_change_what_others_and_the_trainer_read():
+    class Environment:
+        score = 0
+
+    shared = Environment()
+    columns = {"answer": 1, "notes": {"seen": []}, "environments": shared}
+    row = {"prompt": [{"role": "user", "content": "q"}]} | columns
+    texts = [[{"role": "assistant", "content": text}] for text in ("c0", "c1")]
+    given, seen = inputs([row, row | {"answer": 2}], texts), {}
+
+    def watch(**kwargs):
+        seen.update(copy.deepcopy({name: kwargs[name] for name in before}))
+        assert kwargs["environments"][0] is shared
+        return [0.0, 0.0]
+
+    before = copy.deepcopy(
+        {
+            "prompts": [row["prompt"]] * 2,
+            "completions": texts,
+            "completion_ids": given.completion_ids,
+            "answer": [1, 2],
+            "notes": [{"seen": []}] * 2,
+        }
+    )
+    suite([spoil, watch])(given, 2, lambda name, value: None)
+    assert seen == before and shared.score == 1
+    assert given.completions == before["completions"]
+    assert given.completion_ids == before["completion_ids"]
+    assert given.column("prompt") == before["prompts"] and row["notes"] == {"seen": []}
+
+
 def test_functions_get_columns_by_name():
     rows = [
         {"prompt": "p0", "answer": 1, "completion": "reserved", "trainer_state": "column"},

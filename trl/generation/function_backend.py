@@ -7,6 +7,7 @@ from typing import Any
 
 from ..distributed import Ranks
 from ..json_text import without_surrogates
+from ..timed_calls import copied
 from ..types import Prompts
 from .base import AroundEngine, FinishReason, Generations, Sampling
 
@@ -56,7 +57,7 @@ class FunctionBackend(AroundEngine):
         function failed on another rank, it is a `RankError`.
         """
         with self.ranks.fail_together("rollout_func"):
-            tokens, columns = _checked(self.function(list(prompts.messages)), len(prompts))
+            tokens, columns = _checked(self.function(copied(prompts.messages)), len(prompts))
         finish: list[FinishReason] = [
             "stop" if ids and ids[-1] in sampling.stop_ids else "length"
             for ids in tokens["completion_ids"]

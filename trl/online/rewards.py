@@ -13,7 +13,7 @@ import torch
 
 from ..distributed import Ranks
 from ..text import count
-from ..timed_calls import Outcome, TimedCalls, TooSlow
+from ..timed_calls import Outcome, TimedCalls, TooSlow, copied
 from ..types import RewardTable
 from .reward_sources import ModelReward, RewardSource
 
@@ -38,7 +38,10 @@ class RewardInputs:
         return [row.get(name) for row in self.rows]
 
     def keywords(self, columns: dict[str, list[Any]], log_metric: LogMetric) -> dict[str, Any]:
-        """Keyword arguments of a reward function; what it adds by `log_extra` goes to `columns`."""
+        """Return copies, as keyword arguments of one reward function, which may change them.
+
+        What the function adds by `log_extra` goes to `columns`.
+        """
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
             found, rows = list(values), len(self.completions)
@@ -48,10 +51,10 @@ class RewardInputs:
             columns[column] = found
 
         names = dict.fromkeys(name for row in self.rows for name in row if name not in RESERVED)
-        return {name: self.column(name) for name in names} | {
-            "prompts": self.column("prompt"),
-            "completions": list(self.completions),
-            "completion_ids": list(self.completion_ids),
+        return {name: copied(self.column(name)) for name in names} | {
+            "prompts": copied(self.column("prompt")),
+            "completions": copied(self.completions),
+            "completion_ids": copied(self.completion_ids),
             "trainer_state": self.trainer_state,
             "log_extra": log_extra,
             "log_metric": log_metric,

@@ -229,6 +229,15 @@ def test_results_stand_in_the_order_of_the_calls(timeout):
     ]  # fmt: skip
 
 
+def test_tools_cannot_change_the_recorded_call():
+    def drain(numbers):
+        return len(numbers) - len([numbers.pop() for _ in list(numbers)])
+
+    asked = ToolCall("drain", {"numbers": [1, 2]})
+    (found,) = ToolRunner([], None)([asked], [{"drain": drain}])
+    assert found.content == "0" and asked.arguments == {"numbers": [1, 2]}
+
+
 def test_functions_of_its_own_are_all_that_a_call_may_name():
     own = {"spell": lambda word: word.upper()}
     calls = [ToolCall("spell", {"word": "ab"}), SUM, SUM]

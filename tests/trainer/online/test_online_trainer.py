@@ -94,6 +94,24 @@ def test_same_seed_same_run(tmp_path):
     assert torch.equal(weights(runs[0][1]), weights(runs[1][1]))
 
 
+def test_a_reward_that_changes_its_arguments_trains_alike(tmp_path):
+    def spoiling(completion_ids, completions, **kwargs):
+        rewards = token_sum(completion_ids)
+        for ids in completion_ids:
+            ids.clear()
+        completions.clear()
+        return rewards
+
+    plain, other = (
+        make_trainer(tmp_path / reward.__name__, reward=reward) for reward in (token_sum, spoiling)
+    )
+    start = weights(plain.model)
+    plain.train()
+    other.train()
+    assert (weights(plain.model) - start).abs().max() > 1e-6
+    assert torch.equal(weights(other.model), weights(plain.model))
+
+
 def test_iterable_dataset_gives_the_same_steps(tmp_path):
     def stream():
         for prompt in MANY:

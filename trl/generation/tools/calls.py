@@ -15,7 +15,7 @@ from transformers.utils import get_json_schema
 from ...data.templates import read_response, reads_responses
 from ...json_text import json_text, without_surrogates
 from ...text import did_you_mean
-from ...timed_calls import Outcome, TimedCalls, TooSlow
+from ...timed_calls import Outcome, TimedCalls, TooSlow, copied
 from .templates import ARGUMENT, FUNCTION, NAME, PARAMETER, UNKNOWN, rendered_call
 
 Functions = Mapping[str, Callable[..., Any]]
@@ -198,7 +198,7 @@ class ToolRunner:
                 hint = did_you_mean(call.name, tools, every)
                 problem = f"there is no tool {call.name!r}.{hint}"
             if problem is None:
-                made[place] = functools.partial(tools[call.name], **call.arguments)
+                made[place] = functools.partial(tools[call.name], **copied(call.arguments))
             else:
                 results[place] = ToolResult.failure(call.name, problem)
         for place, outcome in zip(made, self._calls([*made.values()]), strict=True):
