@@ -27,6 +27,7 @@ from ...types import Mode, Rows
 from ..callbacks import Events, MovingReference, RunRecord
 from ..display import close_progress, show_progress
 from ..model_card import Method, render_model_card
+from ..uncalled import OverrideCheck
 from . import resuming
 from .base_config import BaseConfig
 from .checkpoint import UNFINISHED, Place, RankState, explained, publish_together, save_arguments
@@ -37,7 +38,7 @@ from .policy import Policy, check_name, load_reference, router_coefficient
 logger = logging.get_logger(__name__)
 
 
-class BaseTrainer(Named, Trainer):
+class BaseTrainer(Named, OverrideCheck, Trainer):
     """A training loop with exact resumption, a finite guard, metrics and measured phases.
 
     A subclass says how the batches of its loader become rows (`prepare`), and what their loss is

@@ -24,6 +24,7 @@ from ...types import Mode
 from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import check_dataset, check_optimizer, checked_args, prepare_policy
+from ..uncalled import OFFLINE
 from .batches import ItemStream, Predictions
 from .offline_config import NO_LOGITS, UNSUPPORTED, OfflineConfig, set_template
 
@@ -45,6 +46,7 @@ class OfflineTrainer(BaseTrainer):
     """
 
     config_class: ClassVar[type[OfflineConfig]]
+    uncalled_methods = OFFLINE
     rows_class: ClassVar[Any] = AnswerRows  # made of prepared items, for a micro-batch
     _order: MicroBatchSampler | ItemStream | None = None  # of what is trained on
     _predictions: Predictions | None = None  # while there is something to predict

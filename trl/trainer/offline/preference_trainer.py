@@ -24,6 +24,7 @@ from ...models.unwrap import causal_model
 from ...ops.masking import masked_sum
 from ...ops.support import MeanLogit, Support
 from ...types import Mode, TokenScores
+from ..uncalled import OFFLINE, PREFERENCE
 from .batches import prepare_answers
 from .offline_config import PreferenceConfig
 from .offline_trainer import OfflineTrainer
@@ -41,6 +42,7 @@ class PreferenceTrainer(OfflineTrainer):
     """
 
     args: PreferenceConfig
+    uncalled_methods = OFFLINE | PREFERENCE
     unpairs: ClassVar[bool] = False  # whether a pair becomes two answers with a label
     _has_let_go = False  # of the reference
 

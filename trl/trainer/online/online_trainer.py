@@ -30,6 +30,7 @@ from ...types import Mode, Prompts, RewardTable, Rollout, RolloutFunc, TokenScor
 from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import check_optimizer, checked_args, prepare_policy
+from ..uncalled import ONLINE
 from . import online_setup as setup
 from .agents import Agents
 from .online_config import OnlineConfig
@@ -53,6 +54,7 @@ class OnlineTrainer(BaseTrainer):
     """
 
     config_class: ClassVar[type[OnlineConfig]]
+    uncalled_methods = ONLINE
     ratio_level: RatioLevel = "token"
     needs_entropy: bool = False  # whether the loss reads entropies
     compares_entropies: bool = False  # whether credit reads those of the round, of all ranks

@@ -1,0 +1,98 @@
+"""Methods of Hugging Face TRL's trainers that subclasses override, and that nothing calls here.
+
+A script that defines one of them would train as if it had not, so it is warned of when the class is
+made. Each name comes with what does the same here.
+"""
+
+import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+POLICY_LOSS = "override `policy_loss(scores, ratio, batch)`"
+GENERATE = "override `generate(prompts, mode)`, or pass `rollout_func`"
+LOSS_OF = "override `loss_of(scores, rows)`"
+SCORE = "override `score(model, rows)`"
+PREPARE_DATASET = "override `prepare_dataset(dataset, encoder, args, mode)`"
+REFERENCE = "pass `ref_model`, or override `before_step(batches)`"
+ADAPTER = "pass `peft_config`, or a model that has an adapter"
+
+# Of trainers that generate.
+ONLINE = {
+    "_calculate_rewards": "pass `reward_funcs`, or override `shape_rewards(table, batch)`",
+    "_compute_loss": POLICY_LOSS,
+    "_forward": POLICY_LOSS,
+    "_generate": GENERATE,
+    "_generate_and_score_completions": "override `collect(rows, mode)`, or, for advantages alone, "
+    "`compute_advantages(rewards, table, batch)`",
+    "_generate_single_turn": GENERATE,
+    "_get_eval_sampler": "order the dataset",
+    "_get_last_hidden_state": POLICY_LOSS,
+    "_get_per_token_logps": POLICY_LOSS,
+    "_get_per_token_logps_and_entropies": POLICY_LOSS,
+    "_get_train_sampler": "order the dataset, and set `shuffle_dataset` to False",
+    "_move_model_to_vllm": GENERATE,
+    "_prepare_dataset": "change the dataset before it is passed",
+    "_prepare_peft_model": ADAPTER,
+    "_tool_call_loop": "pass `tools` or `rollout_func`",
+    "compute_liger_loss": POLICY_LOSS,
+    "generate_completions": "add `LogCompletionsCallback`",
+    "get_gamma_weights": POLICY_LOSS,
+    "get_high_entropy_mask": POLICY_LOSS,
+    "get_off_policy_mask": POLICY_LOSS,
+}
+# Of trainers that learn from a dataset.
+OFFLINE = {
+    "_compute_loss": LOSS_OF,
+    "_get_eval_sampler": "override `get_eval_dataloader(eval_dataset)`",
+    "_get_train_sampler": "override `get_train_dataloader()`",
+    "_prepare_dataset": PREPARE_DATASET,
+    "_prepare_non_packed_dataloader": PREPARE_DATASET,
+    "_prepare_packed_dataloader": PREPARE_DATASET,
+    "_prepare_peft_model": ADAPTER,
+    "_set_signature_columns_if_needed": PREPARE_DATASET,
+    "process_row": PREPARE_DATASET,
+    "tokenize_row": PREPARE_DATASET,
+    "visualize_samples": "call `predict(test_dataset)`",
+}
+# Of those that compare a policy with a reference, besides.
+PREFERENCE = {
+    "_compute_loss_liger": LOSS_OF,
+    "build_tokenized_answer": PREPARE_DATASET,
+    "compute_ref_log_probs": REFERENCE,
+    "compute_reference_log_probs": REFERENCE,
+    "concatenated_forward": SCORE,
+    "concatenated_inputs": SCORE,
+    "dpo_loss": LOSS_OF,
+    "forward": SCORE,
+    "generate_from_model_and_ref": "add `LogCompletionsCallback`",
+    "get_batch_logps": SCORE,
+    "get_batch_loss_metrics": LOSS_OF,
+    "kto_loss": LOSS_OF,
+    "null_ref_context": REFERENCE,
+    "store_metrics": LOSS_OF + ", which may add to `metrics`",
+}
+
+
+class OverrideCheck:
+    """Warns of methods of a subclass that override nothing."""
+
+    uncalled_methods: ClassVar[Mapping[str, str]] = MappingProxyType({})  # with what to do instead
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Name the methods that the class, but none of its bases, defines in vain."""
+        super().__init_subclass__(**options)
+        inherited = [base for base in cls.__bases__ if issubclass(base, OverrideCheck)]
+        advice = []
+        for name, hook in cls.uncalled_methods.items():
+            method = getattr(cls, name, None)
+            is_new = all(getattr(base, name, None) is not method for base in inherited)
+            if method is not None and is_new:
+                advice.append(f"`{name}`: {hook}")
+        if advice:
+            warnings.warn(
+                f"{cls.__name__} defines methods that are never called, so it trains as if they "
+                f"were not there. Instead of {'; instead of '.join(advice)}. See "
+                "docs/coming_from_trl.md.",
+                stacklevel=2,
+            )
