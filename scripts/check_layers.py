@@ -22,6 +22,7 @@ ALLOWED = {
     "text": set(),
     "options": set(),
     "timed_calls": set(),
+    "process_group": set(),
     "progress": set(),
     "json_text": set(),
     "redaction": set(),
@@ -45,11 +46,11 @@ ALLOWED = {
     "trainer": {
         *("ops", "types", "imports", "text", "data", "distributed", "models", "memory"),
         *("generation", "online", "rewards", "random_numbers", "progress"),
-        *("options", "step_lines", "json_text", "redaction"),
+        *("options", "process_group", "step_lines", "json_text", "redaction"),
     },
     "cli": {
         *("imports", "options", "text", "trainer", "data", "models", "online", "rewards", "memory"),
-        *("step_lines", "json_text", "redaction"),
+        *("process_group", "step_lines", "json_text", "redaction"),
     },
     "scripts": {"imports", "trainer", "cli"},
     "__main__": {"cli"},

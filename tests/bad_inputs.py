@@ -233,6 +233,24 @@ FILES = [
     ("no_shuffle_dataset: true", "trl rloo: error: c.yaml: unknown key no_shuffle_dataset (closest: shuffle_dataset). `trl rloo --help` has an example."),
 ]
 
+# --- Files for --accelerate_config: content, what is said ---
+
+ACCELERATE_FILES = [
+    ("a: [1", "trl rloo: error: The accelerate configuration a.yaml cannot be used: while parsing a flow sequence"),
+    ("- 1", "trl rloo: error: The accelerate configuration a.yaml cannot be used: it must be a mapping of names to values."),
+    ("", "trl rloo: error: The accelerate configuration a.yaml cannot be used: it must be a mapping of names to values."),
+    ("num_processes: 2", "trl rloo: error: The accelerate configuration a.yaml cannot be used: distributed_type is missing (one of NO, MULTI_CPU, MULTI_GPU,"),
+    ("distributed_type: NO\nnum_proceses: 2", "trl rloo: error: The accelerate configuration a.yaml cannot be used: unknown key num_proceses (closest: num_processes)."),
+    ("distributed_type: DDP", 'trl rloo: error: The accelerate configuration a.yaml cannot be used: distributed_type: "DDP" must be one of NO, MULTI_CPU, MULTI_GPU,'),
+    ("distributed_type: [FSDP]", 'trl rloo: error: The accelerate configuration a.yaml cannot be used: distributed_type: ["FSDP"] must be one of NO, MULTI_CPU, MULTI_GPU,'),
+    ("distributed_type: NO\nnum_processes: two", 'trl rloo: error: The accelerate configuration a.yaml cannot be used: num_processes: "two" must be a whole number, at least 1.'),
+    ("distributed_type: NO\nnum_processes: 0", "trl rloo: error: The accelerate configuration a.yaml cannot be used: num_processes: 0 must be a whole number, at least 1."),
+    ("distributed_type: NO\nuse_cpu: perhaps", 'trl rloo: error: The accelerate configuration a.yaml cannot be used: use_cpu: "perhaps" must be true or false.'),
+    ("distributed_type: NO\nmixed_precision: fp17", 'trl rloo: error: The accelerate configuration a.yaml cannot be used: mixed_precision: "fp17" must be one of no, fp8, fp16, bf16, in quotes.'),
+    ("distributed_type: NO\nmixed_precision: no", "trl rloo: error: The accelerate configuration a.yaml cannot be used: mixed_precision: no must be one of no, fp8, fp16, bf16, in quotes."),
+    ("distributed_type: FSDP\nfsdp_config: 2", "trl rloo: error: The accelerate configuration a.yaml cannot be used: fsdp_config: 2 must be a mapping of names to values."),
+]
+
 # --- Commands in a folder with `tiny-model`, `prompts.jsonl` and `rewards.py`: changed options ---
 
 RUNS = [

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 from bad_inputs import (
+    ACCELERATE_FILES,
     FILES,
     LABELLED,
     MODELS,
@@ -151,6 +152,13 @@ def test_files(inside, capsys, text, expected):
     assert expected in ending_of(lambda: main(IN_FILE), capsys)
 
 
+@pytest.mark.parametrize(("text", "expected"), ACCELERATE_FILES)
+def test_accelerate_files(inside, capsys, text, expected):
+    (inside / "a.yaml").write_text(text)
+    words = ["rloo", *REWARD.split(), "--accelerate_config", "a.yaml"]
+    assert expected in ending_of(lambda: main(words), capsys)
+
+
 @pytest.mark.parametrize(("changes", "expected"), RUNS)
 def test_runs(inside, monkeypatch, capsys, changes, expected):
     options = {name: value for name, value in (RUN | changes).items() if value is not None}
@@ -190,5 +198,14 @@ def test_arguments_of_trainers(tmp_path, name, changes, expected):
 
 
 def test_the_table_has_no_row_twice():
-    table = [*OPTIONS, *WORDS, *FILES, *RUNS, *TRAINERS, *WARNED, *WARNED_TRAINERS]
+    table = [
+        *OPTIONS,
+        *WORDS,
+        *FILES,
+        *ACCELERATE_FILES,
+        *RUNS,
+        *TRAINERS,
+        *WARNED,
+        *WARNED_TRAINERS,
+    ]
     assert len({str(row) for row in table}) == len(table) >= 150

@@ -72,7 +72,7 @@ def test_all_cores_of_a_machine_without_gpus_are_used(monkeypatch):
 
 
 def test_a_configuration_of_the_user_is_left_to_accelerate(monkeypatch, tmp_path):
-    path = write(tmp_path / "default.yaml", num_processes=1)
+    path = write(tmp_path / "default.yaml", distributed_type="NO", num_processes=1)
     monkeypatch.setattr(launch, "default_config_file", path)
     assert launch.split(rloo.make_parser(), ["--output_dir", "out"])[1] == []
 
@@ -147,7 +147,7 @@ def test_shipped_configurations_are_known_by_name(name):
 
 
 def test_a_file_is_taken_as_accelerate_configuration(tmp_path):
-    path = write(tmp_path / "mine.yaml", num_processes=1)
+    path = write(tmp_path / "mine.yaml", distributed_type="NO", num_processes=1)
     assert split("--accelerate_config", path)[1].config_file == path
 
 
@@ -262,6 +262,100 @@ def test_debugging_shows_where(monkeypatch):
     monkeypatch.setenv("TRL_DEBUG", "1")
     with pytest.raises(ValueError, match="You can only use one of"):
         COMMANDS["rloo"].run(STRATEGIES)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("words", "source"),
+    [
+        *((["--accelerate_config", x], f"--accelerate_config {x}") for x in CONFIGS),
+        (["--accelerate_config", "gpus.yaml"], "--accelerate_config gpus.yaml"),
+        (["--use_fsdp", "--num_processes", "2"], "--use_fsdp"),
+        (["--multi_gpu", "--num_processes", "2"], "--multi_gpu"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_without_one(
+    started, monkeypatch, tmp_path, capsys, words, source
+):
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "gpus.yaml", distributed_type="MULTI_GPU", num_processes=4)
+    monkeypatch.setattr(launch, "is_available", lambda package: True)  # DeepSpeed
+    if source.endswith("multi_cpu"):
+        COMMANDS["rloo"].run([*NEEDED, *words])
+        assert started[0].num_processes is None or started[0].num_processes == 2
+        return
+    with pytest.raises(SystemExit) as end:
+        COMMANDS["rloo"].run([*NEEDED, *words])
+    assert end.value.code == 2
+    assert capsys.readouterr().err == (
+        f"trl rloo: error: {source} needs a GPU, and this machine has none. On CPUs, use "
+        "--accelerate_config multi_cpu (two processes, or --num_processes), or leave it out for "
+        "one process.\n"
+    )
+    assert started == []
+    COMMANDS["rloo"].run([*NEEDED, *words, "--use_cpu"])
+    assert len(started) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_default_configuration_is_named(started, monkeypatch, tmp_path, capsys):
+    path = write(tmp_path / "default.yaml", distributed_type="FSDP", num_processes=2)
+    for module in ("trl.cli.launch", "accelerate.commands.launch"):
+        monkeypatch.setattr(f"{module}.default_config_file", path)
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", path)
+    with pytest.raises(SystemExit):
+        COMMANDS["rloo"].run(NEEDED)
+    assert f"The accelerate configuration {path} needs a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "several"),
+    [
+        ({"distributed_type": "MULTI_CPU", "num_processes": 2}, [], True),
+        ({"distributed_type": "MULTI_CPU", "num_processes": 1}, [], False),
+        ({"distributed_type": "NO", "num_processes": 1}, ["--num_processes", "2"], True),
+        ({"distributed_type": "NO", "num_processes": 1}, [], False),
+        ({"distributed_type": "MULTI_CPU", "mpirun_config": {"mpirun_hostfile": "h"}}, [], False),
+        ({"distributed_type": "FSDP", "num_processes": 2}, [], False),
+    ],
+)
+def test_a_configuration_starts_as_many_processes_as_it_says(tmp_path, config, words, several):
+    """Accelerate starts one for MULTI_CPU and NO, whatever number is given."""
+    path = write(tmp_path / "c.yaml", **config)
+    _, theirs = split("--accelerate_config", path, *words)
+    assert theirs.multi_gpu is several
+
+
+@pytest.mark.parametrize(
+    ("words", "on_cpu"),
+    [
+        (["--accelerate_config", "multi_cpu"], True),
+        (["--use_cpu", "--accelerate_config", "multi_gpu"], True),
+        (["--num_processes", "1"], False),
+    ],
+)
+def test_workers_are_told_of_the_cpu(monkeypatch, words, on_cpu):
+    seen = []
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    record = lambda options: seen.append(launch.os.environ.get("ACCELERATE_USE_CPU"))  # noqa: E731
+    monkeypatch.setattr(launch, "launch_command", record)
+    COMMANDS["rloo"].run([*NEEDED, *words])
+    assert seen == ["true" if on_cpu else None]
+    assert "ACCELERATE_USE_CPU" not in launch.os.environ
+
+
+@pytest.mark.parametrize("threads", ["abc", "", "0", "1.5", "4,2"])
+def test_a_bad_number_of_threads_is_named(started, monkeypatch, capsys, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    with pytest.raises(SystemExit) as end:
+        COMMANDS["rloo"].run(NEEDED)
+    assert end.value.code == 2
+    assert capsys.readouterr().err == (
+        f"trl rloo: error: OMP_NUM_THREADS={threads!r} in the environment must be a whole number "
+        "of threads for each process, at least 1. Set it to one, or unset it.\n"
+    )
+    assert started == []
 
 
 @pytest.mark.parametrize(

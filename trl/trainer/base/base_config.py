@@ -11,6 +11,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from ...imports import require
 from ...memory.options import MemoryOptions
 from ...options import option
+from ...process_group import check_not_alone, launched_on_cpu
 from ...redaction import redact
 from ...text import did_you_mean
 from .options import Named, check_options, from_json, kinds_of
@@ -113,19 +114,27 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
         check_options(self, INHERITED)
         self.logging_nan_inf_filter = False
         self.pad_to_multiple_of = _multiple(str(self.pad_to_multiple_of).lower())
-        if self.bf16 is None:
-            # On a machine without a fitting GPU, transformers refuses bf16 unless told use_cpu.
-            self.bf16 = not self.fp16 and (self.use_cpu or is_torch_bf16_gpu_available())
+        self._resolve_device()
         if self.deepspeed is not None:
             require("deepspeed", "deepspeed")
         self.selective_checkpointing = self._resolve_checkpointing()
         kind: Any = type(self)  # transformers reads JSON text of the options that it finds here
         self._VALID_DICT_FIELDS = [name for name, kinds in kinds_of(kind).items() if dict in kinds]
         super().__post_init__()
+        check_not_alone(self.world_size)
         self._check_packages()
         for problem, is_there in self._problems().items():
             if is_there:
                 raise ValueError(f"{problem}.")
+
+    def _resolve_device(self) -> None:
+        """Choose bf16, and the CPU for processes that nothing else connects."""
+        if self.bf16 is None:
+            # On a machine without a fitting GPU, transformers refuses bf16 unless told use_cpu.
+            on_cpu = bool(self.use_cpu)  # type: ignore[has-type]
+            self.bf16 = not self.fp16 and (on_cpu or is_torch_bf16_gpu_available())
+        if not (self.deepspeed or self.fsdp) and launched_on_cpu():
+            self.use_cpu = True
 
     @property
     def piece_tokens(self) -> int:
