@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from trl.models.packed_places import Packing
-from trl.types import Rollout
+from trl.types import Rollout, prefixes_of
 
 
 def small_rollout(rows: list[int]) -> Rollout:
     """Rows of two completion tokens each."""
     return Rollout(
-        prompt_ids=[[5]] * len(rows),
+        prefixes=prefixes_of([[5]] * len(rows)),
         completion_ids=[[6, 7]] * len(rows),
         row_ids=rows,
         loss_mask=torch.ones(len(rows), 2, dtype=torch.bool),
@@ -23,7 +23,7 @@ def rollout_of(rows: list[tuple[list[int], list[int]]]) -> Rollout:
     """Rows of prompt and completion ids, all of whose tokens are trained on."""
     lengths = torch.tensor([len(ids) for _, ids in rows])
     return Rollout(
-        prompt_ids=[prompt for prompt, _ in rows],
+        prefixes=prefixes_of([prompt for prompt, _ in rows]),
         completion_ids=[ids for _, ids in rows],
         row_ids=list(range(len(rows))),
         loss_mask=torch.arange(int(lengths.max())) < lengths[:, None],

@@ -1,14 +1,14 @@
 import pytest
 import torch
 
-from trl.types import RewardTable, Rollout, Rows, TokenScores
+from trl.types import Media, Prefix, RewardTable, Rollout, Rows, TokenScores, prefixes_of
 
 
 def make() -> Rollout:
     completions = [[1], [1, 2, 3], [4, 5], [6, 7, 8, 9]]
     lengths = torch.tensor([len(ids) for ids in completions])
     return Rollout(
-        prompt_ids=[[0], [0], [5], [5]],
+        prefixes=prefixes_of([[0], [0], [5], [5]]),
         completion_ids=completions,
         row_ids=[0, 1, 2, 3],
         loss_mask=torch.arange(4) < lengths[:, None],
@@ -74,3 +74,28 @@ def test_rows_that_are_token_ids_alone():
     part = rows.select([2, 0])
     assert part.prompt_ids == [[1], [1]] and part.completion_ids == [[], [2, 3]]
     assert part.row_ids == [2, 0]
+
+
+def test_prefixes_are_equal_by_ids_and_by_the_content_of_media():
+    first, second = (Media(content, {}) for content in (b"a cat", b"a dog"))
+    plain, cat = Prefix([1, 2, 2, 3]), Prefix((1, 2, 2, 3), (first,))
+    assert plain == Prefix((1, 2, 2, 3)) and len({plain, Prefix([1, 2, 2, 3])}) == 1
+    assert cat == Prefix([1, 2, 2, 3], (Media(b"a cat", {"pixels": torch.ones(2)}),))
+    assert len({plain, cat, Prefix([1, 2, 2, 3], (second,)), Prefix([1, 2, 2])}) == 4
+    assert plain != [1, 2, 2, 3]
+
+
+def test_rows_with_equal_ids_and_other_media_share_nothing():
+    media = [(Media(content, {}),) for content in (b"a cat", b"a cat", b"a dog")]
+    rows = Rows(
+        prefixes=[Prefix([7, 7, 7], shown) for shown in media],
+        completion_ids=[[1], [2], [3]],
+        row_ids=range(3),
+    )
+    assert rows.unit_tokens() == [4, 1, 4]
+
+
+def test_equal_neighbors_among_prompts_are_one_prefix():
+    prefixes = prefixes_of([[1, 2], [1, 2], [3], [1, 2]])
+    assert prefixes[0] is prefixes[1] and prefixes[0] is not prefixes[3]
+    assert prefixes[0] == prefixes[3] != prefixes[2]

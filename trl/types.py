@@ -5,8 +5,11 @@ tokens (width of the longest completion), F reward functions. A ragged field is 
 """
 
 import dataclasses
+import hashlib
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Self
 
 import torch
@@ -19,7 +22,57 @@ RolloutFunc = Callable[..., Mapping[str, Any]]
 EnvironmentFactory = Callable[[], Any] | dict[str, Callable[[], Any]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, eq=False)
+class Media:
+    """An image, or another input that is no text, of a prompt."""
+
+    digest: bytes  # of its content
+    inputs: Mapping[str, Tensor]  # what its encoder reads
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """What the rows of a group begin with: token ids, and media where there are any.
+
+    Two prefixes are equal if their keys are. Nothing else decides whether rows share a prefix: two
+    images may have the same placeholder tokens.
+    """
+
+    ids: Sequence[int]
+    media: tuple[Media, ...] = ()
+
+    @cached_property
+    def key(self) -> bytes:
+        """A digest of the ids and of the content of the media."""
+        digest = hashlib.blake2b(array("q", self.ids).tobytes(), digest_size=16)
+        for media in self.media:
+            digest.update(media.digest)
+        return digest.digest()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Prefix) or len(self.ids) != len(other.ids):
+            return False
+        return self is other or self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def prefixes_of(token_ids: Sequence[Sequence[int]]) -> list[Prefix]:
+    """Make prefixes of prompts without media; equal prompts that are neighbors are one object."""
+    prefixes: list[Prefix] = []
+    for ids in token_ids:
+        prefix = Prefix(ids)
+        if prefixes and prefixes[-1] == prefix:
+            prefix = prefixes[-1]
+        prefixes.append(prefix)
+    return prefixes
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prompts:
     """Encoded prompts, one entry per row; rows of one prompt are consecutive."""
 
@@ -30,6 +83,11 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @cached_property
+    def prefixes(self) -> list[Prefix]:
+        """The prompts as prefixes (B); equal prompts are equal prefixes."""
+        return prefixes_of(self.token_ids)
 
     def select(self, index: Sequence[int]) -> "Prompts":
         """Return the given rows, without tools."""
@@ -44,7 +102,7 @@ class Rows:
     A row with an empty prompt is a document, whose first token nothing predicts.
     """
 
-    prompt_ids: Sequence[Sequence[int]]  # B ragged: what comes before the scored tokens
+    prefixes: Sequence[Prefix]  # B: what comes before the scored tokens
     completion_ids: Sequence[Sequence[int]]  # B ragged: the scored tokens
     row_ids: Sequence[int]  # B: index of the row in this rank's round or dataset, for messages
 
@@ -52,7 +110,7 @@ class Rows:
     def of(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> "Rows":
         """Number rows of (prompt, completion)."""
         return Rows(
-            prompt_ids=[prompt for prompt, _ in rows],
+            prefixes=prefixes_of([prompt for prompt, _ in rows]),
             completion_ids=[completion for _, completion in rows],
             row_ids=range(len(rows)),
         )
@@ -61,16 +119,25 @@ class Rows:
         return len(self.completion_ids)
 
     @property
+    def prompt_ids(self) -> list[Sequence[int]]:
+        """Token ids of the prefixes: B ragged."""
+        return [prefix.ids for prefix in self.prefixes]
+
+    @property
     def lengths(self) -> list[int]:
         """Tokens of each row."""
-        pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
-        return [len(prompt) + len(completion) for prompt, completion in pairs]
+        pairs = zip(self.prefixes, self.completion_ids, strict=True)
+        return [len(prefix) + len(completion) for prefix, completion in pairs]
 
     def unit_tokens(self) -> list[int]:
-        """Tokens of each row, by which rows are cut; those of a shared prompt count once."""
-        before = [None, *self.prompt_ids[:-1]]
-        rows = zip(self.prompt_ids, before, self.completion_ids, strict=True)
-        return [len(ids) + len(prompt) * (prompt != other) for prompt, other, ids in rows]
+        """Tokens of each row, by which rows are cut; those of a shared prefix count once."""
+        tokens = []
+        previous: Prefix | None = None
+        for prefix, completion in zip(self.prefixes, self.completion_ids, strict=True):
+            shared = len(prefix) if prefix == previous else 0
+            tokens.append(len(prefix) + len(completion) - shared)
+            previous = prefix
+        return tokens
 
     def select(self, index: Sequence[int]) -> Self:
         """Return the given rows, with (B, C) fields cut to the longest completion left."""

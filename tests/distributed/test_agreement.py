@@ -4,7 +4,7 @@ import torch
 from tiny import tiny_model
 
 from trl.models.scorer import Scorer
-from trl.types import Rollout
+from trl.types import Rollout, prefixes_of
 
 PROMPT = [8, 9, 10]
 
@@ -13,7 +13,7 @@ def rollout(length: int) -> Rollout:
     rows = [[20 + i % 30 for i in range(length)], [50, 51]]
     mask = torch.tensor([[True] * length, [True] * 2 + [False] * (length - 2)])
     return Rollout(
-        prompt_ids=[PROMPT, PROMPT],
+        prefixes=prefixes_of([PROMPT, PROMPT]),
         completion_ids=rows,
         row_ids=[0, 1],
         loss_mask=mask,

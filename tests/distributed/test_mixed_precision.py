@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from trl.models.scorer import Scorer
-from trl.types import Rollout
+from trl.types import Rollout, prefixes_of
 
 ROWS = [[20, 21, 22, 1], [23, 24, 1]]
 
@@ -14,7 +14,7 @@ ROWS = [[20, 21, 22, 1], [23, 24, 1]]
 def rollout() -> Rollout:
     mask = torch.tensor([[True] * 4, [True] * 3 + [False]])
     return Rollout(
-        prompt_ids=[[8, 9, 10]] * 2,
+        prefixes=prefixes_of([[8, 9, 10]] * 2),
         completion_ids=ROWS,
         row_ids=[0, 1],
         loss_mask=mask,

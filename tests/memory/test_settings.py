@@ -11,7 +11,7 @@ from trl.memory.settings import RunSettings, Sharding, options_of_environment, r
 from trl.models import packed_layout as passes
 from trl.models.packed_attention import KEYWORD
 from trl.models.packed_layout import packed_layout, plain_layout
-from trl.types import Rollout
+from trl.types import Rollout, prefixes_of
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ def rollout(prompts, group_size, prompt, completion):
     rows = prompts * group_size
     mask = torch.ones(rows, completion, dtype=torch.bool)
     return Rollout(
-        prompt_ids=[[row // group_size] * prompt for row in range(rows)],
+        prefixes=prefixes_of([[row // group_size] * prompt for row in range(rows)]),
         completion_ids=[[100 + row] * completion for row in range(rows)],
         row_ids=list(range(rows)),
         loss_mask=mask,

@@ -14,7 +14,7 @@ from trl.models import packed_layout as passes
 from trl.models.packed_attention import KEYWORD
 from trl.models.packed_layout import packed_layout, plain_layout
 from trl.models.scorer import Scorer
-from trl.types import Rollout, Rows
+from trl.types import Media, Prefix, Rollout, Rows, prefixes_of
 
 CPU = torch.device("cpu")
 PAD = 99
@@ -225,7 +225,7 @@ PREFIX_TOKENS = 3 + 5 + 2 + 2  # the single completion goes on behind its prompt
 def rollout(prompts=PROMPTS, completions=COMPLETIONS) -> Rollout:
     lengths = torch.tensor([len(ids) for ids in completions])
     return Rollout(
-        prompt_ids=prompts,
+        prefixes=prefixes_of(prompts),
         completion_ids=completions,
         row_ids=list(range(len(prompts))),
         loss_mask=torch.arange(int(lengths.max())) < lengths[:, None],
@@ -375,3 +375,11 @@ def test_gradients_that_are_there_weigh_against_passes(short):
 )
 def test_tails_of_a_pass(short, lengths, prefix, counts):
     assert passes.tails_of_passes(lengths, prefix) == counts
+
+
+def test_rows_with_other_media_do_not_share_a_prefix():
+    prefixes = [Prefix([5, 6, 7], (Media(content, {}),)) for content in (b"cat", b"cat", b"dog")]
+    rows = Rows(prefixes=prefixes, completion_ids=[[1, 2], [3, 4], [1, 2]], row_ids=range(3))
+    packing = packed_layout(rows, torch.device("cpu")).inputs[KEYWORD]
+    assert [group.prefix.stop - group.prefix.start for group in packing.groups] == [3, 4]
+    assert [len(group.cuts) for group in packing.groups] == [2, 0]

@@ -23,6 +23,7 @@ from trl.generation.transformers.shared_decoding import SharedDecoder
 from trl.models import packed_layout
 from trl.models.lm_head import HeadFinder
 from trl.models.scorer import Scorer
+from trl.types import prefixes_of
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 95, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
@@ -128,7 +129,7 @@ def test_decoding_forks_states(kind):
     head = HeadFinder(1.0).find(model)
     few = Sampling(max_tokens=9, stop_ids=(20, 21, 22, 23, 24, 25, 26, 27, 28, 29))
     prompts = [BATCH.prompt_ids[2]] * 3 + [BATCH.prompt_ids[-1]] * 2
-    ids, logps = SharedDecoder(model, head, few)(prompts, range(5))
+    ids, logps = SharedDecoder(model, head, few)(prefixes_of(prompts), range(5))
     assert len({*map(tuple, ids)}) == 5 and len({*map(len, ids)}) > 1
     rows = rollout_of(list(zip(prompts, ids, strict=True)))
     plain = scorer(shared_prefix=False).logps(model, rows)

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from trl.online.buffer import Buffer
-from trl.types import Rollout
+from trl.types import Rollout, prefixes_of
 
 
 def rollout(first: int) -> Rollout:
     rows = list(range(first, first + 4))
     return Rollout(
-        prompt_ids=[[row] for row in rows],
+        prefixes=prefixes_of([[row] for row in rows]),
         completion_ids=[[row] for row in rows],
         row_ids=rows,
         loss_mask=torch.ones(4, 1, dtype=torch.bool),

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from ..ops.masking import pad_ragged
-from ..types import Mode, Rows
+from ..types import Mode, Prefix, Rows
 
 IGNORED = -100  # as a label
 
@@ -107,11 +107,16 @@ class AnswerRows:
     @cached_property
     def flat(self) -> Rows:
         """The rows a scorer reads: the answers of a prompt next to each other."""
-        pairs = [(item, ids) for item in self.items for ids in item.answer_ids]
+        prefixes = [Prefix(item.prompt_ids) for item in self.items]
+        rows = [
+            (prefix, ids, item.source)
+            for prefix, item in zip(prefixes, self.items, strict=True)
+            for ids in item.answer_ids
+        ]
         return Rows(
-            prompt_ids=[item.prompt_ids for item, _ in pairs],
-            completion_ids=[ids for _, ids in pairs],
-            row_ids=[item.source for item, _ in pairs],
+            prefixes=[prefix for prefix, _, _ in rows],
+            completion_ids=[ids for _, ids, _ in rows],
+            row_ids=[source for _, _, source in rows],
         )
 
     def unit_tokens(self) -> list[int]:

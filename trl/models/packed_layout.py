@@ -67,8 +67,8 @@ def plain_layout(
 
     Padding is masked, so its value does not matter; the width becomes a multiple of `multiple`.
     """
-    pairs = zip(batch.prompt_ids, batch.completion_ids, strict=True)
-    rows = [[*prompt, *completion] for prompt, completion in pairs]
+    pairs = zip(batch.prefixes, batch.completion_ids, strict=True)
+    rows = [[*prefix.ids, *completion] for prefix, completion in pairs]
     # One column at least, so that rows of nothing make a valid input.
     ids = pad_ragged(rows, pad_id, width=max([1, *map(len, rows)]), multiple=multiple)
     count, width = ids.shape
@@ -76,7 +76,7 @@ def plain_layout(
     exists = length_mask(torch.tensor(list(map(len, rows))), width)
     if not exists.all():  # a mask without zeros says nothing of rows, but is taken at its word
         inputs["attention_mask"] = exists.long()
-    first = [max(0, len(prompt) - 1) for prompt in batch.prompt_ids]
+    first = [max(0, len(prefix) - 1) for prefix in batch.prefixes]
     places = [range(row * width + first[row], (row + 1) * width) for row in range(count)]
     return _layout(inputs, batch, places, device, with_ends=True)
 
@@ -115,8 +115,9 @@ def _groups(
     batch: Rows, with_ends: bool, shares_more: bool
 ) -> Iterator[tuple[int, list[int], list[list[int]]]]:
     """Tokens of each prompt but the last, prefix of its completions, and what they go on with."""
-    pairs = zip(map(list, batch.prompt_ids), map(list, batch.completion_ids), strict=True)
-    for prompt, rows in groupby(pairs, key=itemgetter(0)):
+    pairs = zip(batch.prefixes, map(list, batch.completion_ids), strict=True)
+    for prefix, rows in groupby(pairs, key=itemgetter(0)):
+        prompt = list(prefix.ids)
         completions = [ids for _, ids in rows]
         starts = [ids[:-1] for ids in completions if ids] if prompt and shares_more else [[]]
         # Between the first and the last in order lie all others.
@@ -137,13 +138,13 @@ def _layout(
     """Lay out predictions; `places` of a row's tokens begin with the first one that predicts."""
     sources, targets, cells, ends, rows = (list[int]() for _ in range(5))
     width = max(map(len, batch.completion_ids), default=0)
-    for row, (prompt, ids) in enumerate(zip(batch.prompt_ids, batch.completion_ids, strict=True)):
-        first = 0 if len(prompt) else 1  # nothing predicts the first token of a document
+    for row, (prefix, ids) in enumerate(zip(batch.prefixes, batch.completion_ids, strict=True)):
+        first = 0 if len(prefix) else 1  # nothing predicts the first token of a document
         count = max(0, len(ids) - first)
         sources += places[row][:count]
         targets += ids[first:]
         cells += range(row * width + first, row * width + first + count)
-        if with_ends and len(prompt) + len(ids):
+        if with_ends and len(prefix) + len(ids):
             rows.append(row)
             ends.append(places[row][count])
     # One prediction at least, so that rows of nothing make a valid input. Those of the same token

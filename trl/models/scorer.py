@@ -356,8 +356,8 @@ def read_plain_rows(
 
 def two_longest(batch: Rows) -> list[int]:
     """The longest row, and its longest sibling or else any other row, in the order of the batch."""
-    lengths, prompts = batch.lengths, list(map(list, batch.prompt_ids))
+    lengths, prefixes = batch.lengths, batch.prefixes
     rows = range(len(batch))
     first = max(rows, key=lengths.__getitem__)
-    second = max(rows, key=lambda i: (i != first, prompts[i] == prompts[first], lengths[i]))
+    second = max(rows, key=lambda i: (i != first, prefixes[i] == prefixes[first], lengths[i]))
     return sorted({first, second})

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..types import Rollout
+from ..types import Rollout, prefixes_of
 
 
 class Buffer:
@@ -42,11 +42,19 @@ class Buffer:
         return max(self._chunks, key=lambda rollout: max(rollout.lengths))
 
     def state(self, step: int) -> list[dict[str, Any]] | None:
-        """The fields of the micro-batches that `step` needs; None if it begins a round."""
+        """The fields of the micro-batches that `step` needs; None if it begins a round.
+
+        Checkpoints hold tensors, numbers, and lists of these, so prefixes are lists of ids.
+        """
         if self.is_stale(step):
             return None
-        names = [field.name for field in dataclasses.fields(Rollout)]
-        return [{name: getattr(chunk, name) for name in names} for chunk in self._chunks]
+        states = []
+        for micro_batch in self._chunks:
+            names = [field.name for field in dataclasses.fields(Rollout)]
+            state = {name: getattr(micro_batch, name) for name in names}
+            state["prefixes"] = [list(prefix.ids) for prefix in micro_batch.prefixes]
+            states.append(state)
+        return states
 
     def restore(self, step: int, state: list[dict[str, Any]] | None, device: torch.device) -> None:
         """Hold what `state` returned when micro-step `step` was the next one."""
@@ -54,7 +62,13 @@ class Buffer:
         # A loop that was told to skip no consumed rows is at another place of its round.
         if state is not None and step % self._period:
             self._round = step // self._period
-            self._chunks = [
-                Rollout(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in x.items()})
-                for x in state
-            ]
+            self._chunks = [_restored(fields, device) for fields in state]
+
+
+def _restored(fields: dict[str, Any], device: torch.device) -> Rollout:
+    """Make the micro-batch whose fields `Buffer.state` returned."""
+    on_device = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in fields.items()
+    }
+    return Rollout(**on_device | {"prefixes": prefixes_of(fields["prefixes"])})

@@ -16,7 +16,7 @@ from trl.generation.transformers.backend import (
     cut_rows,
     merge_options,
 )
-from trl.types import Prompts
+from trl.types import Prompts, prefixes_of
 
 PROMPTS = Prompts(
     messages=["a", "a", "bb", "ccc"], token_ids=[[20], [20], [21, 22], [23, 24, 25, 26]]
@@ -255,7 +255,7 @@ A, B, C = [1] * 4, [2] * 4, [3] * 9
 
 def cut(prompts, shared=True, rows=None, tokens=None):
     bounds = [math.inf if bound is None else bound for bound in (rows, tokens)]
-    return [(r.start, r.stop) for r in cut_rows(prompts, 6, shared, *bounds)]
+    return [(r.start, r.stop) for r in cut_rows(prefixes_of(prompts), 6, shared, *bounds)]
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 4, "num_hidden_layers": 3}])

@@ -22,7 +22,7 @@ from trl.generation.transformers.sampler import NonFiniteLogitsError, RowDraws
 from trl.generation.transformers.shared_decoding import GrowingCache, SharedDecoder
 from trl.models.lm_head import HeadFinder, cast_head_to_float32
 from trl.models.packed_attention import KEYWORD, Decoding, install
-from trl.types import Prompts
+from trl.types import Prefix, Prompts, prefixes_of
 
 CPU = torch.device("cpu")
 ROWS = [[20, 21, 22]] * 3 + [[30]] * 2 + [[40, 41, 42, 43, 44, 45, 46]] * 3 + [[30]]
@@ -204,18 +204,18 @@ def test_each_prompt_is_computed_once():
     model, options = model_of(), sampling(stop_ids=())
     rows = [[20, 21, 22]] * 3 + [[30, 31]] * 2 + [[40, 41, 42, 43]] * 3
     decode, work = decoder(model, options), Work(model)
-    decode(rows, SEEDS[:8])
+    decode(prefixes_of(rows), SEEDS[:8])
     assert (work.prefill, work.steps) == (9, [8] * 9)
 
 
 def test_each_prompt_is_computed_once_over_pieces_that_cut_its_group():
     model, options = model_of(), sampling(stop_ids=())
     rows = [[20, 21, 22]] * 3 + [[30, 31]] * 2 + [[40, 41, 42, 43]] * 3
-    expected, _ = decoder(model, options)(rows, SEEDS[:8])
+    expected, _ = decoder(model, options)(prefixes_of(rows), SEEDS[:8])
     decode, work = decoder(model, options), Work(model)
     found = []
     for at in (slice(0, 2), slice(2, 4), slice(4, 7), slice(7, 8)):
-        found += decode(rows[at], SEEDS[:8][at])[0]
+        found += decode(prefixes_of(rows[at]), SEEDS[:8][at])[0]
     assert found == expected
     assert work.prefill == 9
     assert work.steps == [2] * 9 + [2] * 9 + [3] * 9 + [1] * 9
@@ -225,9 +225,9 @@ def test_a_prompt_that_is_kept_does_not_keep_those_computed_with_it():
     """The bound on a piece's cache counts the prompts of the piece alone."""
     model, options = model_of(), sampling(stop_ids=())
     decode = decoder(model, options)
-    decode([[20, 21, 22], [30, 31]], SEEDS[:2])
-    decode([[30, 31], [40, 41, 42]], SEEDS[:2])
-    kept = decode._prefixes[(30, 31)]
+    decode(prefixes_of([[20, 21, 22], [30, 31]]), SEEDS[:2])
+    decode(prefixes_of([[30, 31], [40, 41, 42]]), SEEDS[:2])
+    kept = decode._computed[Prefix([30, 31])]
     for tensor in (tensor for layer in kept.layers.values() for tensor in layer):
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
@@ -235,7 +235,7 @@ def test_a_prompt_that_is_kept_does_not_keep_those_computed_with_it():
 def test_finished_rows_are_computed_no_more():
     model, options = model_of(), sampling()
     decode, work = decoder(model, options), Work(model)
-    found, _ = decode(ROWS, SEEDS)
+    found, _ = decode(prefixes_of(ROWS), SEEDS)
     lengths = [len(ids) for ids in found]
     assert work.steps == [
         sum(length > step + 1 for length in lengths) for step in range(max(lengths) - 1)
@@ -244,13 +244,13 @@ def test_finished_rows_are_computed_no_more():
 
 def test_long_prompts_are_computed_a_few_at_a_time(monkeypatch):
     model, options = model_of(), sampling()
-    expected, _ = decoder(model, options)(ROWS, SEEDS)
+    expected, _ = decoder(model, options)(prefixes_of(ROWS), SEEDS)
     monkeypatch.setattr(shared_decoding, "PREFILL_TOKENS", 8)
     decode, widths = decoder(model, options), []
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    assert decode(ROWS, SEEDS)[0] == expected
+    assert decode(prefixes_of(ROWS), SEEDS)[0] == expected
     # Prompts of 3, 1 and 7 tokens, the second one once though it stands in two places.
     assert [width for width in widths if width > 1] == [4, 7]
 
@@ -258,7 +258,7 @@ def test_long_prompts_are_computed_a_few_at_a_time(monkeypatch):
 def test_no_more_logits_exist_than_a_chunk():
     model, options = model_of(), sampling(stop_ids=(), max_tokens=3)
     decode, work = decoder(model, options, chunk=2 * 95 + 10), Work(model)
-    decode(ROWS, SEEDS)
+    decode(prefixes_of(ROWS), SEEDS)
     assert work.logits == [2, 2, 2, 2, 1] * 3
 
 

@@ -9,7 +9,7 @@ from trl.generation.base import Generations, Sampling
 from trl.generation.vllm.backend import BOUNDS, VLLMBackend, VLLMColocateBackend
 from trl.generation.vllm.sampling import Request
 from trl.generation.vllm.weight_proof import WeightSyncError
-from trl.types import Prompts
+from trl.types import Prompts, prefixes_of
 
 POLICY = model_policy(nn.Linear(1, 1), logps=lambda prompt, ids: [-1.0] * len(ids))
 PROMPTS = Prompts(messages=["a"] * 2, token_ids=[[5, 6, 7]] * 2)
@@ -110,7 +110,8 @@ def test_the_engine_that_is_farthest_off_counts(share):
 
 
 def test_each_rank_takes_its_rows():
-    found = Table(others=[([[8]] * 3, (1, 2, 3)), ([[9]], (4,))])
+    shares = [(prefixes_of([[8]] * 3), (1, 2, 3)), (prefixes_of([[9]]), (4,))]
+    found = Table(others=shares)
     rows = found.generate(PROMPTS, Sampling(max_tokens=1, seeds=(5, 6)), 2)
     assert rows.completion_ids == [[5, 0], [5, 1]] and len(rows.sampling_logps) == 2
     asked = [(request.token_ids[0], request.count) for request in found.calls[-1][0]]

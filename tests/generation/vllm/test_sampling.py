@@ -12,6 +12,7 @@ from trl.generation.vllm.sampling import (
     parameters,
     read_outputs,
 )
+from trl.types import prefixes_of
 
 KNOWN = ("n", "temperature", "top_p", "stop", "stop_token_ids", "presence_penalty", "logprobs")
 
@@ -61,7 +62,7 @@ def test_arguments_of_a_request():
 def test_a_request_for_each_run_of_a_prompt():
     rows = [[5], [5], [6, 7], [5]]
     expected = [Request([5], 2, 10), Request([6, 7], 1, 12), Request([5], 1, 13)]
-    assert make_requests(rows, (10, 11, 12, 13)) == expected
+    assert make_requests(prefixes_of(rows), (10, 11, 12, 13)) == expected
     assert make_requests([], ()) == []
 
 

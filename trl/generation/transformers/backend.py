@@ -19,7 +19,7 @@ from ...models.lm_head import HeadFinder
 from ...models.unwrap import causal_model
 from ...ops.masking import pad_ragged
 from ...progress import finish
-from ...types import Prompts
+from ...types import Prefix, Prompts
 from ..base import NAMED, GenerationBackend, Generations, Sampling, cut_generations, merge_named
 from .sampler import NonFiniteLogitsError, RepetitionPenalty, RowDraws, StopTexts
 from .shared_decoding import SharedDecoder, decoding_comparison
@@ -54,23 +54,26 @@ def merge_options(sampling: Sampling) -> Sampling:
 
 
 def cut_rows(
-    prompts: Sequence[Sequence[int]],
+    prefixes: Sequence[Prefix],
     max_tokens: int,
     shared: bool,
     most_rows: float = math.inf,
     most_tokens: float = math.inf,
 ) -> Iterator[range]:
-    """Cut rows, which may have `shared` prompts, into runs within the bounds, or of one row."""
-    start, tokens = 0, 0
-    for row, prompt in enumerate(prompts):
-        is_known = shared and row > start and list(prompts[row - 1]) == list(prompt)
-        needed = max_tokens + (0 if is_known else len(prompt))
-        if row > start and (row - start >= most_rows or tokens + needed > most_tokens):
+    """Cut rows, which may share their prefixes, into runs within the bounds, or of one row."""
+    start = 0
+    run_tokens = 0
+    for row, prefix in enumerate(prefixes):
+        is_shared = shared and row > start and prefixes[row - 1] == prefix
+        row_tokens = max_tokens + (0 if is_shared else len(prefix))
+        if row > start and (row - start >= most_rows or run_tokens + row_tokens > most_tokens):
             yield range(start, row)
-            start, tokens, needed = row, 0, max_tokens + len(prompt)
-        tokens += needed
-    if prompts:
-        yield range(start, len(prompts))
+            start = row
+            run_tokens = 0
+            row_tokens = max_tokens + len(prefix)
+        run_tokens += row_tokens
+    if prefixes:
+        yield range(start, len(prefixes))
 
 
 def cache_bytes_per_token(model: Any) -> int:
@@ -139,21 +142,27 @@ class TransformersBackend(GenerationBackend):
         complete: Complete = partial(self._padded, model)
         if shared and head is not None:
             complete = partial(_shared, SharedDecoder(model, head, sampling))
-        pieces = self._pieces(model, prompts.token_ids, sampling, shared)
-        found = [_of_rows(complete, prompts, sampling, rows) for rows in pieces]
-        return Generations.concatenate(found)
+        chunks = self._chunks(model, prompts.prefixes, sampling, shared)
+        generations = [_of_rows(complete, prompts, sampling, rows) for rows in chunks]
+        return Generations.concatenate(generations)
 
-    def _pieces(
-        self, model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, shared: bool
+    def _chunks(
+        self, model: Any, prefixes: Sequence[Prefix], sampling: Sampling, shared: bool
     ) -> Iterator[range]:
-        most = self.cache_bytes / cache_bytes_per_token(model) if self.cache_bytes else math.inf
-        pieces = cut_rows(prompts, sampling.max_tokens, shared, self.rows or math.inf, most)
-        if shared or len(prompts) < 2:
-            return pieces
-        alike = self._alike(model, max(prompts, key=len)[-COMPARED_TOKENS:])
-        kinds = {ANY: lambda row: 0, ONE_LENGTH: lambda row: len(prompts[row]), ONE_ROW: None}
-        runs = (groupby(rows, key=kinds[alike]) for rows in pieces)
-        return (range((found := list(run))[0], found[-1] + 1) for each in runs for _, run in each)
+        """Cut the rows into those that are completed at once."""
+        most_rows = self.rows or math.inf
+        most_tokens = self.cache_bytes / cache_bytes_per_token(model) if self.cache_bytes else None
+        chunks = cut_rows(prefixes, sampling.max_tokens, shared, most_rows, most_tokens or math.inf)
+        if shared or len(prefixes) < 2:
+            yield from chunks
+            return
+        longest = max(prefixes, key=len)
+        alike = self._alike(model, longest.ids[-COMPARED_TOKENS:])
+        keys = {ANY: lambda row: 0, ONE_LENGTH: lambda row: len(prefixes[row]), ONE_ROW: None}
+        for chunk in chunks:
+            for _, run in groupby(chunk, key=keys[alike]):
+                rows = list(run)
+                yield range(rows[0], rows[-1] + 1)
 
     def _alike(self, model: Any, prompt: Sequence[int]) -> str:
         """Which rows can be together: some classes do not mask padding, or mix up rows in it."""
@@ -229,7 +238,7 @@ class TransformersBackend(GenerationBackend):
 
 
 def _shared(decode: SharedDecoder, prompts: Prompts, sampling: Sampling) -> Generations:
-    ids, logps = decode(prompts.token_ids, sampling.seeds or ())
+    ids, logps = decode(prompts.prefixes, sampling.seeds or ())
     return cut_generations(ids, sampling, logps)
 
 

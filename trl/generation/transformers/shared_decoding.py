@@ -29,7 +29,7 @@ from ...models.weights import working_precision
 from ...ops.linear_logprobs import default_chunk
 from ...ops.masking import pad_ragged
 from ...progress import finish
-from ...types import Prompts, Rows
+from ...types import Prefix, Prompts, Rows
 from ..base import Sampling
 from .sampler import NonFiniteLogitsError, pick, uniforms, warpers
 
@@ -101,8 +101,8 @@ class GrowingCache(Fork, Cache):
 
 
 @dataclass(frozen=True)
-class Prefix:
-    """A prompt that has been computed."""
+class ComputedPrefix:
+    """What is kept of a prompt that has been computed."""
 
     layers: dict[int, tuple[Tensor, Tensor]]  # keys and values (1, K, P, D)
     hidden: Tensor  # (H,) at its last token
@@ -117,23 +117,22 @@ class _Rows:
 
     def __init__(
         self,
-        prompts: Sequence[Sequence[int]],
+        prefixes: Sequence[Prefix],
         draws: Tensor | None,  # (m, steps) random numbers; None: greedy
         is_penalized: bool,  # whether tokens seen before become less likely
         device: torch.device,  # of the model
     ):
-        known: dict[tuple[int, ...], tuple[int, ...]] = {}
-        # Equal prompts are one object, so that every step need not compare their tokens.
-        self.prompts = [known.setdefault(ids, ids) for ids in map(tuple, prompts)]
-        self.numbers = list(range(len(prompts)))  # of the unfinished rows
-        self.written: list[list[int]] = [[] for _ in prompts]
-        self.logps: list[list[float]] = [[] for _ in prompts]
-        lengths = list(map(len, prompts))
+        self.prefixes = prefixes
+        self.numbers = list(range(len(prefixes)))  # of the unfinished rows
+        self.written: list[list[int]] = [[] for _ in prefixes]
+        self.logps: list[list[float]] = [[] for _ in prefixes]
+        lengths = list(map(len, prefixes))
         self.lengths = torch.tensor(lengths).to(device, non_blocking=True)  # (m,) of the prompts
         self.draws = None if draws is None else draws.to(device, non_blocking=True)
         self.seen = None  # (m, w) ids that are penalized; short prompts repeat their first one
         if is_penalized:
-            seen = [[*ids, *[ids[0]] * (max(lengths) - len(ids))] for ids in prompts]
+            width = max(lengths)
+            seen = [[*x.ids, *[x.ids[0]] * (width - len(x))] for x in prefixes]
             self.seen = torch.tensor(seen).to(device, non_blocking=True)
 
     def keep(self, places: Tensor) -> None:
@@ -174,28 +173,28 @@ class SharedDecoder:
         self._head = head
         self._sampling = sampling
         self._warpers = warpers(sampling)
-        self._prefixes: dict[tuple[int, ...], Prefix] = {}
+        self._computed: dict[Prefix, ComputedPrefix] = {}
         self._windows: dict[int, Window | None] = {}  # of the layers
         self._autocast = current_autocast(self._device)
 
     @torch.no_grad()
     def __call__(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]
+        self, prefixes: Sequence[Prefix], seeds: Sequence[int]
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Complete rows, of which those of a prompt stand next to each other.
+        """Complete rows, of which those of a prefix stand next to each other.
 
-        Prompts computed by the last call are used again. Returned are token ids of each row, stop
+        Prefixes computed by the last call are used again. Returned are token ids of each row, stop
         token included, and the log-probability of each at the sampling temperature, before filters.
         `NonFiniteLogitsError` names rows.
         """
         limit = self._sampling.max_tokens
         draws = uniforms(seeds, limit) if self._sampling.extra.get("do_sample", True) else None
-        rows = _Rows(prompts, draws, self._sampling.repetition_penalty != 1.0, self._device)
-        self._prefill(list(dict.fromkeys(rows.prompts)))
-        prefixes = [self._prefixes[prompt] for prompt in rows.prompts]
-        hidden = torch.stack([prefix.hidden for prefix in prefixes])
-        names = prefixes[0].states
-        states = {name: torch.cat([x.states[name] for x in prefixes]) for name in names}
+        rows = _Rows(prefixes, draws, self._sampling.repetition_penalty != 1.0, self._device)
+        self._prefill(list(dict.fromkeys(prefixes)))
+        computed = [self._computed[prefix] for prefix in prefixes]
+        hidden = torch.stack([prefix.hidden for prefix in computed])
+        names = computed[0].states
+        states = {name: torch.cat([x.states[name] for x in computed]) for name in names}
         cache = GrowingCache(limit, self._windows, states)
         for step in range(limit):
             tokens = self._advance(rows, *self._choose(hidden, rows, step), cache)
@@ -204,34 +203,36 @@ class SharedDecoder:
             hidden = self._forward(tokens, rows, cache, rows.lengths[:, None] + step)
         return rows.written, rows.logps
 
-    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        """Compute prompts that are not known yet, a few at a time, and forget all others."""
-        known = {p: self._prefixes[p] for p in prompts if p in self._prefixes}
-        for prefix in known.values() if len(known) < len(self._prefixes) else ():
-            # Views keep alive all that they were computed with.
-            for layer, (key, value) in prefix.layers.items():
-                prefix.layers[layer] = key.clone(), value.clone()
-        self._prefixes = known
-        missing = [prompt for prompt in prompts if prompt not in known]
-        rest = iter(missing)
+    def _prefill(self, prefixes: Sequence[Prefix]) -> None:
+        """Compute prefixes that the last call did not, a few at a time, and forget all others."""
+        reused = {prefix: self._computed[prefix] for prefix in prefixes if prefix in self._computed}
+        if len(reused) < len(self._computed):
+            for computed in reused.values():
+                # Views keep alive all that they were computed with.
+                for layer, (key, value) in computed.layers.items():
+                    computed.layers[layer] = key.clone(), value.clone()
+        self._computed = reused
+        missing = [prefix for prefix in prefixes if prefix not in reused]
+        remaining = iter(missing)
         for count in runs_within(PREFILL_TOKENS, map(len, missing)):
-            self._prefill_packed(list(islice(rest, count)))
+            self._prefill_packed(list(islice(remaining, count)))
 
-    def _prefill_packed(self, prompts: Sequence[tuple[int, ...]]) -> None:
+    def _prefill_packed(self, prefixes: Sequence[Prefix]) -> None:
         kept = Layers()
-        packing = Packing.of([(len(prompt), []) for prompt in prompts], self._device, kept)
-        ids = self._tensor([[token for prompt in prompts for token in prompt]])
-        positions = self._tensor([[i for prompt in prompts for i in range(len(prompt))]])
+        packing = Packing.of([(len(prefix), []) for prefix in prefixes], self._device, kept)
+        ids = self._tensor([[token for prefix in prefixes for token in prefix.ids]])
+        positions = self._tensor([[i for prefix in prefixes for i in range(len(prefix))]])
         hidden = self._decoder(
             **packed_inputs(ids, positions, packing), past_key_values=GrowingCache(), use_cache=True
         )[0][0]
         start = 0
-        for prompt in prompts:
-            at = slice(start, start + len(prompt))
+        for prefix in prefixes:
+            at = slice(start, start + len(prefix))
             layers = {layer: self._kept(kept, layer, at) for layer in kept}
-            behind = [found for (_, first), found in kept.states.items() if first == start]
-            states = dict(ChainMap(*behind))
-            self._prefixes[prompt] = Prefix(layers, hidden[at.stop - 1].clone(), states)
+            states = [state for (_, first), state in kept.states.items() if first == start]
+            self._computed[prefix] = ComputedPrefix(
+                layers, hidden[at.stop - 1].clone(), dict(ChainMap(*states))
+            )
             start = at.stop
 
     def _kept(self, kept: Layers, layer: int, at: slice) -> tuple[Tensor, Tensor]:
@@ -247,12 +248,14 @@ class SharedDecoder:
     def _forward(
         self, tokens: Tensor, rows: _Rows, cache: GrowingCache, positions: Tensor
     ) -> Tensor:
-        prefixes, places, start = [], [], 0
-        for prompt, run in groupby(rows.prompts[number] for number in rows.numbers):
-            prefixes.append(self._prefixes[prompt])
+        computed: list[ComputedPrefix] = []
+        places: list[slice] = []
+        start = 0
+        for prefix, run in groupby(rows.prefixes[number] for number in rows.numbers):
+            computed.append(self._computed[prefix])
             places.append(slice(start, start + len(list(run))))
             start = places[-1].stop
-        layers = {layer: [x.layers[layer] for x in prefixes] for layer in prefixes[0].layers}
+        layers = {layer: [x.layers[layer] for x in computed] for layer in computed[0].layers}
         inputs = packed_inputs(tokens[:, None], positions, Decoding(tuple(places), layers))
         return self._decoder(**inputs, past_key_values=cache, use_cache=True)[0][:, 0]
 
@@ -306,6 +309,7 @@ def decoding_comparison(
     for window in windows(causal):
         if len(longest) <= window < ends:  # completions will outgrow it, so the check has to
             longest = (longest * (window // len(longest) + 1))[: window + 1]
+    prefix = Prefix(longest)
     tokens = min(CHECKED_TOKENS, sampling.max_tokens)
     few = sampling.replace(max_tokens=tokens, temperature=1.0, extra={})
 
@@ -314,7 +318,7 @@ def decoding_comparison(
         assert head is not None
         with evaluating(causal), autocast_to(device, autocast):
             # Different streams, so that the rows part.
-            ids, logps = SharedDecoder(causal, head, few)([longest] * 2, (0, 1))
+            ids, logps = SharedDecoder(causal, head, few)([prefix] * 2, (0, 1))
         rows = Rows.of([(longest, written) for written in ids])
         plain = read_plain_rows(causal, TokenReader(head), rows, pad_id, autocast)
         packed = pad_ragged(logps, 0.0, dtype=plain.dtype).to(plain.device)

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from ...imports import require
 from ...models.weights import full_weights
 from ...torch_internals import change_count
-from ...types import Prompts
+from ...types import Prefix, Prompts
 from ..base import GenerationBackend, Generations, PolicyHandle, Sampling
 from .engine import VLLMEngine
 from .sampling import Request, make_requests, read_outputs
@@ -70,7 +70,7 @@ class VLLMBackend(GenerationBackend):
         with self.awake():
             self._probe(prompts.token_ids[0])
             started = time.perf_counter()
-            found = self._complete(prompts.token_ids, seeds, sampling)
+            found = self._complete(prompts.prefixes, seeds, sampling)
             self.report("vllm/generate_seconds", time.perf_counter() - started)
         return found
 
@@ -108,19 +108,19 @@ class VLLMBackend(GenerationBackend):
         """Drop weights and cache, if the engine is one that sleeps."""
 
     def _complete(
-        self, token_ids: list[list[int]], seeds: tuple[int, ...], sampling: Sampling
+        self, prefixes: list[Prefix], seeds: tuple[int, ...], sampling: Sampling
     ) -> Generations:
         """Complete the rows of all ranks that ask together, and take those of this one."""
-        shares, place = self._shares((token_ids, seeds))
-        every_id = [ids for share, _ in shares for ids in share]
-        every_seed = [seed for _, share in shares for seed in share]
-        found = self._run(make_requests(every_id, every_seed), sampling)
+        shares, place = self._shares((prefixes, seeds))
+        all_prefixes = [prefix for share, _ in shares for prefix in share]
+        all_seeds = [seed for _, share in shares for seed in share]
+        generations = self._run(make_requests(all_prefixes, all_seeds), sampling)
         start = sum(len(share) for share, _ in shares[:place])
-        own = slice(start, start + len(token_ids))
+        own = slice(start, start + len(prefixes))
         return Generations(
-            completion_ids=found.completion_ids[own],
-            finish=found.finish[own],
-            sampling_logps=(found.sampling_logps or [])[own],
+            completion_ids=generations.completion_ids[own],
+            finish=generations.finish[own],
+            sampling_logps=(generations.sampling_logps or [])[own],
         )
 
     def _stamp(self) -> int:

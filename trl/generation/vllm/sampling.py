@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from ...types import Prefix
 from ..base import NAMED, SEEDS, Generations, Sampling, merge_named
 
 ALIASES = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
@@ -74,12 +75,12 @@ def completion_body(request: Request, sampling: Sampling, context: int) -> dict[
     }
 
 
-def make_requests(token_ids: Sequence[list[int]], seeds: Sequence[int]) -> list[Request]:
-    """One request for each run of rows with the same prompt, with the seed of the first."""
+def make_requests(prefixes: Sequence[Prefix], seeds: Sequence[int]) -> list[Request]:
+    """One request for each run of rows with the same prefix, with the seed of the first."""
     requests, start = [], 0
-    for ids, rows in groupby(token_ids):
+    for prefix, rows in groupby(prefixes):
         count = len(list(rows))
-        requests.append(Request(ids, count, seeds[start]))
+        requests.append(Request(list(prefix.ids), count, seeds[start]))
         start += count
     return requests
 

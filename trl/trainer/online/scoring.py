@@ -51,7 +51,7 @@ def assemble(
     if (logps := generations.sampling_logps) is not None:
         logps = pad_ragged(logps, 0.0, dtype=torch.float32).to(args.device)
     return Rollout(
-        prompt_ids=prompts.token_ids,
+        prefixes=prompts.prefixes,
         completion_ids=ids,
         row_ids=list(range(len(ids))),
         loss_mask=mask,
