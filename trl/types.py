@@ -262,7 +262,10 @@ class TokenScores:
     logps: Tensor  # (B, C); 0 beyond a completion's end
     entropies: Tensor | None = None  # (B, C) nats; 0 beyond a completion's end
     hits: Tensor | None = None  # (B, C) bool: no token is likelier; False beyond the end
-    log_mass: Tensor | None = None  # (B, C) of a sampler's filters; 0 beyond a completion's end
+    # Statistics of next-token logits (B, C), of which at most one is computed; 0 beyond the end.
+    log_mass: Tensor | None = None  # log-probability of the tokens a sampler's filters leave
+    log_collision: Tensor | None = None  # log-probability that two draws give the same token
+    mean_logit: Tensor | None = None  # over the vocabulary
     values: Tensor | None = None  # (B, C) before each token; 0 beyond a completion's end
     aux_loss: Tensor | None = None  # () load-balancing loss of mixture-of-experts models
 

@@ -21,7 +21,7 @@ from trl.models import packed_layout as passes
 from trl.models.lm_head import cast_head_to_float32
 from trl.models.packed_attention import KEYWORD
 from trl.models.scorer import Scorer
-from trl.ops.support import Support
+from trl.ops.logit_statistics import Support
 from trl.types import Rollout, Rows
 
 PROMPTS = [[8, 9, 10], [11, 12], [13, 14, 15, 16, 17]]
@@ -167,7 +167,7 @@ def check_scores(model, score, reference=None, bound=5e-6):
     expected, expected_entropies = row_by_row(source, batch, score.temperature)
     wanted = gradient(source, (expected * weights + 0.1 * expected_entropies).sum())
     masses = row_masses(source, batch, score.temperature)
-    scores = score(model, batch, with_entropy=True, support=Support(top_p=0.8))
+    scores = score(model, batch, with_entropy=True, statistic=Support(top_p=0.8))
     assert (scores.log_mass - masses).abs().max() < 1e-4 and masses.min() < -0.1
     assert (scores.logps - expected).abs().max() < 1e-5
     assert (scores.entropies - expected_entropies).abs().max() < 1e-5
@@ -428,7 +428,7 @@ def test_documents_in_passes(monkeypatch, kind):
 def test_documents_of_models_with_unusual_logits():
     model, batch = Unusual(tiny_model().config), Rows.of(DOCUMENTS["short"])
     expected, entropies = row_by_row(model, batch)
-    scores = scorer()(model, batch, with_entropy=True, support=Support(top_p=0.8))
+    scores = scorer()(model, batch, with_entropy=True, statistic=Support(top_p=0.8))
     assert (scores.logps - expected).abs().max() < 1e-5
     assert (scores.entropies - entropies).abs().max() < 1e-5
     assert scores.log_mass.shape == expected.shape and (scores.log_mass[:, 0] == 0).all()

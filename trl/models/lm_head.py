@@ -15,9 +15,9 @@ from transformers.utils import logging
 
 from ..distributed import RankError
 from ..ops.linear_logprobs import LogitTransform, Tiling, default_chunk, linear_log_probs
+from ..ops.logit_statistics import LogitStatistic
 from ..ops.logprobs import token_scores
 from ..ops.oom import is_out_of_memory
-from ..ops.support import Support
 from ..torch_internals import forward_hooks
 from .sharded import is_sharded, unwrapped
 from .unwrap import autocast_to, called_inside, capture_hidden, causal_model, evaluating, run_inside
@@ -86,42 +86,42 @@ class OutputHead:
         ids: Tensor,
         autocast: torch.dtype | None = None,
         with_entropy: bool = False,
-        support: Support | None = None,
+        statistic: LogitStatistic | None = None,
     ) -> Sequence[Tensor | None]:
         """Log-probabilities (M,) of ids (M,) after hidden states (M, H).
 
-        With entropies (M,) and which ids are likeliest (M,) if asked, and log-masses (M,) of a
-        support if one is given.
+        With entropies (M,) and which ids are likeliest (M,) if asked, and a statistic (M,) of the
+        logits if one is given.
         """
         if self.chunk == 0:
             logits = self.logits(hidden, autocast)
-            mass = None if support is None else support.log_mass(logits.detach(), ids)
-            return *token_scores(logits, ids, with_entropy=with_entropy), mass
+            extra = None if statistic is None else statistic.compute(logits.detach(), ids)
+            return *token_scores(logits, ids, with_entropy=with_entropy), extra
         step = max(1, (self.chunk or default_chunk(hidden.device)) // self.vocabulary)
         inner = self._inner
 
         def read(hidden: Tensor, project: Run) -> tuple[Tensor | None, ...]:
             run = partial(self.logits, autocast=autocast, project=project)
-            mass = None if support is None else _mass(run, hidden, ids, step, support)
+            extra = None if statistic is None else _compute(statistic, run, hidden, ids, step)
             if self.is_plain:
                 weight, bias = inner.weight, inner.bias
                 dtype = torch.float32 if self._kind is Float32Linear else autocast or weight.dtype
                 in_place = self.in_place and not self.sharded
                 tiling = Tiling(self.transform, self.chunk, dtype, in_place)
-                found = linear_log_probs(hidden, weight, ids, bias, tiling, with_entropy)
+                scores = linear_log_probs(hidden, weight, ids, bias, tiling, with_entropy)
             else:
                 run = run if self.sharded else partial(run, project=summing_in_float32(self.module))
-                found = chunked_log_probs(run, hidden, ids, step, with_entropy)
-            return *found, mass
+                scores = chunked_log_probs(run, hidden, ids, step, with_entropy)
+            return *scores, extra
 
         return self.where_whole(read, hidden)
 
 
 @torch.no_grad()
-def _mass(run: Run, hidden: Tensor, ids: Tensor, step: int, support: Support) -> Tensor:
-    # Filters look at the whole vocabulary, so by tokens, not tiles.
-    parts = zip(hidden.split(step), ids.split(step), strict=True)
-    return torch.cat([support.log_mass(run(part), own) for part, own in parts])
+def _compute(statistic: LogitStatistic, run: Run, hidden: Tensor, ids: Tensor, step: int) -> Tensor:
+    # Statistics read the whole vocabulary, so the work is cut by tokens, not into tiles.
+    chunks = zip(hidden.split(step), ids.split(step), strict=True)
+    return torch.cat([statistic.compute(run(states), targets) for states, targets in chunks])
 
 
 # --- Projections that must be called: adapters, quantized weights, hooks ---

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from ..ops.attention_kernels import (
     Heads,
+    apply_attention_sink,
+    attention_sink_backward,
     check_kernel,
     choose_kernel,
-    drain,
-    drain_backward,
     merge,
     same_size,
 )
@@ -82,7 +82,7 @@ class Decoding:
         before = torch.cat([x for x, _ in parts]), torch.cat([x for _, x in parts])
         output, normalizer = merge(before, (output, normalizer))
         if rules.sink is not None:
-            output, _ = drain(output, normalizer, rules.sink)
+            output, _ = apply_attention_sink(output, normalizer, rules.sink)
         return output[..., :size]
 
 
@@ -108,7 +108,7 @@ class _PackedAttention(torch.autograd.Function):
                 part.put(output, found[0])
                 part.put(normalizer, found[1])
         if sink is not None:
-            output, normalizer = drain(output, normalizer, sink)
+            output, normalizer = apply_attention_sink(output, normalizer, sink)
         ctx.parts, ctx.rules = parts, rules
         ctx.save_for_backward(sink, *inputs, output, normalizer)
         return output
@@ -121,7 +121,7 @@ class _PackedAttention(torch.autograd.Function):
         kernel, scale = choose_kernel(query, ctx.rules.cap), ctx.rules.scale
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
-        of_sink = None if sink is None else drain_backward(grad, output, normalizer, sink)
+        of_sink = None if sink is None else attention_sink_backward(grad, output, normalizer, sink)
         if _is_causal(ctx.parts, query):
             return None, None, of_sink, *kernel.backward(grad, tuple(saved), True, scale)
         of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ..ops.logit_statistics import LogitStatistic
 from ..ops.logprobs import token_scores
-from ..ops.support import Support
 from ..types import Rows, TokenScores
 from .last_layer import skip_unread
 from .layout_check import Comparison, LayoutCheck, Results, coarsest
@@ -86,19 +86,34 @@ class TokenReader(Reader):
     head: OutputHead | None  # None: the model's own logits are read, which takes plain rows
     temperature: float = 1.0  # of those logits; a head knows its own
     with_entropy: bool = False  # of each next-token distribution, and if the token is the likeliest
-    support: Support | None = None  # also the mass that these filters leave of it
+    statistic: LogitStatistic | None = None  # also this statistic of each distribution
     what = "log-probabilities"
 
     def __call__(self, hidden: Hidden) -> tuple[Tensor | None, ...]:
-        """Read (log-probabilities, entropies, hits, log-masses)."""
+        """Read (log-probabilities, entropies, hits, statistic)."""
         layout = hidden.layout
         if self.head is None:
             logits = torch.as_tensor(hidden.logits)
-            found: Sequence[Tensor | None] = [*self._of_logits(logits, layout)]
+            predictions: Sequence[Tensor | None] = [*self._of_logits(logits, layout)]
         else:
-            states, options = hidden.at(layout.sources), (self.with_entropy, self.support)
-            found = self.head.scores(states, layout.targets, hidden.capture.autocast, *options)
-        return tuple(None if values is None else layout.scatter(values) for values in found)
+            predictions = self.head.scores(
+                hidden.at(layout.sources),
+                layout.targets,
+                hidden.capture.autocast,
+                self.with_entropy,
+                self.statistic,
+            )
+        return tuple(None if values is None else layout.scatter(values) for values in predictions)
+
+    def scores(
+        self, results: Sequence[Any], values: Tensor | None = None, aux_loss: Tensor | None = None
+    ) -> TokenScores:
+        """Name what a call returned; with values (B, C) and a load-balancing loss () if known."""
+        logps, entropies, hits, statistic = results
+        named = {} if self.statistic is None else {self.statistic.name: statistic}
+        return TokenScores(
+            logps=logps, entropies=entropies, hits=hits, values=values, aux_loss=aux_loss, **named
+        )
 
     def _of_logits(self, logits: Tensor, layout: Layout) -> Iterator[Tensor | None]:
         """Predictions (M,) of plain rows, from logits of their last tokens."""
@@ -106,13 +121,13 @@ class TokenReader(Reader):
         width, first = ids.shape[1], ids.shape[1] - logits.shape[1]
         row, column = layout.sources // width, layout.sources % width - first
         targets = ids[:, first:].roll(-1, 1)  # the last token of a row predicts nothing
-        mass = None
-        if self.support is not None:  # a row's logits in float32 at a time
+        extra = None
+        if self.statistic is not None:  # a row's logits in float32 at a time
             rows = zip(logits.detach(), targets, strict=True)
-            log_mass = self.support.log_mass
-            mass = torch.stack([log_mass(x.float() / self.temperature, ids) for x, ids in rows])
-        statistics = token_scores(logits, targets, self.temperature, self.with_entropy)
-        for values in (*statistics, mass):
+            compute = self.statistic.compute
+            extra = torch.stack([compute(x.float() / self.temperature, ids) for x, ids in rows])
+        scores = token_scores(logits, targets, self.temperature, self.with_entropy)
+        for values in (*scores, extra):
             yield None if values is None else values[row, column]
 
 
@@ -147,37 +162,39 @@ class Scorer:
         model: nn.Module,
         batch: Rows,
         with_entropy: bool = False,
-        support: Support | None = None,
-        values: Reader | None = None,
+        statistic: LogitStatistic | None = None,
+        value_reader: Reader | None = None,
     ) -> TokenScores:
         """Score every completion token of `batch` under `model`, wrapped or not: (B, C) tensors.
 
         If asked, also by the entropy of each next-token distribution, and whether the token is the
-        likeliest; by the mass that the filters of a support leave of it; by what `values` reads.
-        All are 0 beyond a completion's end and where nothing predicts.
+        likeliest; by a statistic of its logits; by the values that `value_reader` reads. All are 0
+        beyond a completion's end and where nothing predicts.
         """
-        reader = self.token_reader(model, with_entropy, support)
-        readers = [reader] if values is None else [reader, values]
-        (found, *others), aux_loss = self.read(model, batch, readers)
-        return TokenScores(*found, values=others[0][0] if others else None, aux_loss=aux_loss)
+        reader = self.token_reader(model, with_entropy, statistic)
+        if value_reader is None:
+            (results,), aux_loss = self.read(model, batch, [reader])
+            return reader.scores(results, aux_loss=aux_loss)
+        (results, (values,)), aux_loss = self.read(model, batch, [reader, value_reader])
+        return reader.scores(results, values, aux_loss)
 
     def with_others(
         self, model: nn.Module, batch: Rows, others: Rows, *options: Any
     ) -> tuple[TokenScores, Tensor]:
         """Score rows and, without gradient, others (B, C') of the same prompts, computed once."""
-        readers = [self.token_reader(model, *options)]
-        alone = is_sharded(model) or self.context or recurrent_layers(model)
-        if alone or not self.packs(model, batch, readers):
+        reader = self.token_reader(model, *options)
+        needs_own_forward = is_sharded(model) or self.context or recurrent_layers(model)
+        if needs_own_forward or not self.packs(model, batch, [reader]):
             logps = self.logps(model, others)
             return self(model, batch, *options), logps
-        (found, apart), _ = self.read(model, batch, readers, others)
-        return TokenScores(*found), torch.as_tensor(apart[0])
+        (results, other_results), _ = self.read(model, batch, [reader], others)
+        return reader.scores(results), torch.as_tensor(other_results[0])
 
     def token_reader(
-        self, model: nn.Module, with_entropy: bool = False, support: Support | None = None
+        self, model: nn.Module, with_entropy: bool = False, statistic: LogitStatistic | None = None
     ) -> TokenReader:
         """What reads log-probabilities off hidden states of `model`; arguments as for a call."""
-        return TokenReader(self.heads.find(model), self.temperature, with_entropy, support)
+        return TokenReader(self.heads.find(model), self.temperature, with_entropy, statistic)
 
     def read(
         self, model: nn.Module, batch: Rows, readers: Sequence[Reader], others: Rows | None = None
@@ -259,13 +276,13 @@ class Scorer:
         self,
         model: nn.Module,
         batch: Rows,
-        support: Support | None = None,
-        values: Reader | None = None,
+        statistic: LogitStatistic | None = None,
+        value_reader: Reader | None = None,
         with_entropy: bool = False,
     ) -> TokenScores:
         """Score without gradient, in evaluation mode; the other arguments are those of a call."""
         with evaluating(model):
-            return self(model, batch, with_entropy, support, values)
+            return self(model, batch, with_entropy, statistic, value_reader)
 
     def packs(
         self,

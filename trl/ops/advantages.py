@@ -73,8 +73,8 @@ def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
     subtract its rounding, and with it make entries of exactly 0 differ from 0. Excluded entries are
     not read, and 0 in the result.
     """
-    kept = advantages.masked_fill(~mask, torch.nan)
-    return (kept / (nan_std(kept) + STD_OFFSET)).masked_fill(~mask, 0.0)
+    marked = advantages.masked_fill(~mask, torch.nan)
+    return (marked / (nan_std(marked) + STD_OFFSET)).masked_fill(~mask, 0.0)
 
 
 def _grouped(rewards: Tensor, group_size: int) -> Tensor:
@@ -109,13 +109,13 @@ def generalized_advantages(
     advantages = torch.zeros_like(rewards)
     following = rewards.new_zeros(rewards.shape[0])  # advantage of the next marked token
     next_value = torch.zeros_like(following)
-    for place in reversed(range(rewards.shape[1])):
-        here = mask[:, place]
-        surprise = rewards[:, place] + gamma * next_value - values[:, place]
-        found = surprise + gamma * lam * following
-        advantages[:, place] = torch.where(here, found, 0.0)
-        following = torch.where(here, found, following)
-        next_value = torch.where(here, values[:, place], next_value)
+    for index in reversed(range(rewards.shape[1])):
+        is_step = mask[:, index]
+        surprise = rewards[:, index] + gamma * next_value - values[:, index]
+        advantage = surprise + gamma * lam * following
+        advantages[:, index] = torch.where(is_step, advantage, 0.0)
+        following = torch.where(is_step, advantage, following)
+        next_value = torch.where(is_step, values[:, index], next_value)
     return advantages
 
 

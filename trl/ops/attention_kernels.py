@@ -50,8 +50,8 @@ class CudaFlash:
 
     def forward(self, part: Tensors, causal: bool, scale: float) -> Tensors:
         """See `CpuFlash`."""
-        found = aten._scaled_dot_product_flash_attention(*part, 0.0, causal, scale=scale)
-        return found[0], found[1]
+        results = aten._scaled_dot_product_flash_attention(*part, 0.0, causal, scale=scale)
+        return results[0], results[1]
 
     def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
         """See `CpuFlash`."""
@@ -74,10 +74,10 @@ class CudaEfficient:
 
     def forward(self, part: Tensors, causal: bool, scale: float) -> Tensors:
         """See `CpuFlash`."""
-        found = aten._scaled_dot_product_efficient_attention(
+        results = aten._scaled_dot_product_efficient_attention(
             *expanded(part), None, True, 0.0, causal, scale=scale
         )
-        return found[0], found[1][..., : part[0].shape[2]]
+        return results[0], results[1][..., : part[0].shape[2]]
 
     def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
         """See `CpuFlash`."""
@@ -86,10 +86,10 @@ class CudaEfficient:
         missing = -normalizer.shape[2] % self.ALIGNMENT
         normalizer = pad(normalizer, (0, missing), value=torch.inf)
         rest = seed, seed, 0.0, [True, True, True, False], causal
-        found = aten._scaled_dot_product_efficient_attention_backward(
+        gradients = aten._scaled_dot_product_efficient_attention_backward(
             grad, *expanded(saved[:3]), None, output, normalizer.contiguous(), *rest, scale=scale
         )
-        return found[0], merge_heads(found[1], key), merge_heads(found[2], value)
+        return gradients[0], merge_heads(gradients[1], key), merge_heads(gradients[2], value)
 
 
 class Tiles:
@@ -113,16 +113,16 @@ class Tiles:
             logits = self._logits(query, key, (rows, columns), causal, scale)
             sums = logits.logsumexp(-1)
             weights = (logits - sums[..., None]).exp().to(value.dtype)
-            found = weights @ value[:, :, columns], sums
+            tile = weights @ value[:, :, columns], sums
             if columns.start:
-                found = merge((output[:, :, rows], normalizer[:, :, rows]), found)
-            output[:, :, rows], normalizer[:, :, rows] = found
+                tile = merge((output[:, :, rows], normalizer[:, :, rows]), tile)
+            output[:, :, rows], normalizer[:, :, rows] = tile
         return output, normalizer
 
     def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
         """See `CpuFlash`."""
         (query, key, value), (output, normalizer) = expanded(saved[:3]), saved[3:]
-        found = [torch.zeros_like(x) for x in (query, key, value)]
+        of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))
         mean = (grad * output).sum(-1, keepdim=True, dtype=normalizer.dtype)
         for rows, columns in self._tiles(query, key, causal):
             upstream, part = grad[:, :, rows], key[:, :, columns]
@@ -133,10 +133,10 @@ class Tiles:
             of_logits = weights * (of_weights - mean[:, :, rows])
             # Where nothing is seen the slope is that of an infinite logit.
             of_logits = (of_logits * slope).masked_fill(weights == 0, 0).to(query.dtype)
-            found[0][:, :, rows] += of_logits @ part
-            found[1][:, :, columns] += of_logits.transpose(2, 3) @ query[:, :, rows]
-            found[2][:, :, columns] += weights.to(grad.dtype).transpose(2, 3) @ upstream
-        return found[0], merge_heads(found[1], saved[1]), merge_heads(found[2], saved[2])
+            of_query[:, :, rows] += of_logits @ part
+            of_key[:, :, columns] += of_logits.transpose(2, 3) @ query[:, :, rows]
+            of_value[:, :, columns] += weights.to(grad.dtype).transpose(2, 3) @ upstream
+        return of_query, merge_heads(of_key, saved[1]), merge_heads(of_value, saved[2])
 
     def _tiles(self, query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
         for start in range(0, query.shape[2], self.SIZE):
@@ -208,14 +208,16 @@ def merge_heads(grad: Tensor, keys: Tensor) -> Tensor:
     return grad.unflatten(1, (keys.shape[1], -1)).sum(2)
 
 
-def drain(output: Tensor, normalizer: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+def apply_attention_sink(output: Tensor, normalizer: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """Merge an attention with one more key whose value is 0, and whose logits are `sink` (N,)."""
     total = torch.logaddexp(normalizer, sink[:, None].to(normalizer.dtype))
     return (output * (normalizer - total).exp()[..., None]).to(output.dtype), total
 
 
-def drain_backward(grad: Tensor, output: Tensor, normalizer: Tensor, sink: Tensor) -> Tensor:
-    """The gradient (N,) of `sink`, from what `drain` returned."""
+def attention_sink_backward(
+    grad: Tensor, output: Tensor, normalizer: Tensor, sink: Tensor
+) -> Tensor:
+    """The gradient (N,) of `sink`, from what `apply_attention_sink` returned."""
     share = (sink[:, None].to(normalizer.dtype) - normalizer).exp()
     lost = (grad * output).sum(-1, dtype=normalizer.dtype) * share
     return -lost.sum((0, 2)).to(sink.dtype)
@@ -231,11 +233,11 @@ def merge(first: Tensors, second: Tensors) -> Tensors:
     for start in range(0, length, step):
         at = slice(start, start + step)
         # Weights are not rounded to half precision, nor the parts before they are added.
-        one, other = (
+        weighted_first, weighted_second = (
             part[:, :, at] * (normalizer[:, :, at] - total[:, :, at]).exp()[..., None]
             for part, normalizer in (first, second)
         )
-        output[:, :, at] = one.add_(other)
+        output[:, :, at] = weighted_first.add_(weighted_second)
     return output, total
 
 
@@ -277,23 +279,30 @@ def check_kernel(kernel: Kernel, heads: Heads) -> None:
             exact = _written_out([x.double() for x in (grad, *part)], causal, scale)
             wide = torch.promote_types(heads.dtype, torch.float32)
             plain = _written_out([x.to(wide) for x in (grad, *part)], causal, scale)
-            found = kernel.forward(tuple(part), causal, scale)
-            found += kernel.backward(grad, (*part, *found), causal, scale)
-        for ours, rounded, right in zip(found, plain, exact, strict=True):
-            pair = ours, rounded.to(heads.dtype)
-            error, usual = (float((x - right).norm() / right.norm()) for x in pair)
-            if not error <= FACTOR * usual + slack:
+            results = kernel.forward(tuple(part), causal, scale)
+            results += kernel.backward(grad, (*part, *results), causal, scale)
+        for result, reference, expected in zip(results, plain, exact, strict=True):
+            error = _relative_error(result, expected)
+            rounding = _relative_error(reference.to(heads.dtype), expected)
+            if not error <= FACTOR * rounding + slack:
                 dtype = str(heads.dtype).removeprefix("torch.")
                 raise RuntimeError(
                     f"the attention kernel of this device is off by {error:.2g} for "
                     f"{heads.queries} query and {heads.keys} key heads of size {heads.size} in "
-                    f"{dtype}, where rounding explains {usual:.2g}"
+                    f"{dtype}, where rounding explains {rounding:.2g}"
                 )
 
 
-def _written_out(given: Sequence[Tensor], causal: bool, scale: float) -> Tensors:
-    """Output, log-normalizer, and gradients of query, key and value."""
-    grad, *part = (x.detach().requires_grad_() for x in given)
+def _relative_error(result: Tensor, expected: Tensor) -> float:
+    return float((result - expected).norm() / expected.norm())
+
+
+def _written_out(tensors: Sequence[Tensor], causal: bool, scale: float) -> Tensors:
+    """Output, log-normalizer, and gradients of query, key and value.
+
+    `tensors` are the gradient of the output, the query, the key and the value.
+    """
+    grad, *part = (x.detach().requires_grad_() for x in tensors)
     with torch.enable_grad():
         query, key, value = expanded(tuple(part))
         logits = query @ key.mT * scale

@@ -21,8 +21,8 @@ def entropy_threshold(entropies: Tensor, top_quantile: float) -> Tensor:
     count = (ordered != -torch.inf).sum()
     position = (1 - top_quantile) * (count - 1).clamp(min=0).double()
     below = position.long()
-    places = torch.stack([below, (below + 1).minimum(count - 1)]) + len(ordered) - count
-    low, high = ordered[places.clamp(max=len(ordered) - 1)]
+    positions = torch.stack([below, (below + 1).minimum(count - 1)]) + len(ordered) - count
+    low, high = ordered[positions.clamp(max=len(ordered) - 1)]
     threshold = torch.lerp(low, high, (position - below).to(ordered.dtype))
     return threshold.masked_fill(count == 0, torch.inf)
 

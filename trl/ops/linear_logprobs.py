@@ -94,7 +94,7 @@ class Tiling:
                 left = cast[rows]
                 products = left @ part.t() if shift is None else torch.addmm(shift, left, part.t())
                 logits = products.to(torch.promote_types(dtype, torch.float32))
-                del products  # which would wait beside the next ones
+                del products  # frees memory before the next tile
                 yield _Tile(rows, entries, left, part, self.transform.forward(logits))
 
 
@@ -160,8 +160,8 @@ class _Running:
         if self.mean is not None:
             # As above: the mean of none but impossible logits stays 0.
             reached = after.masked_fill(after == -torch.inf, 0.0)
-            kept = (before - reached).exp() * self.mean[rows]
-            self.mean[rows] = kept + weighted * (shift - reached).exp()
+            decayed = (before - reached).exp() * self.mean[rows]
+            self.mean[rows] = decayed + weighted * (shift - reached).exp()
             self.top[rows] = torch.maximum(self.top[rows], top)
         self.normalizer[rows] = after
 
@@ -176,9 +176,9 @@ class _LinearLogProbs(torch.autograd.Function):
         chosen = hidden.new_zeros(len(hidden), dtype=wide)
         running = _Running(chosen, with_entropy)
         for tile in tiling.walk(hidden, weight, bias):
-            place, inside = _places(ids[tile.rows], tile.entries)
-            found = tile.logits.gather(1, place).squeeze(1)
-            chosen[tile.rows] = torch.where(inside, found, chosen[tile.rows])
+            column, is_inside = _columns_in_tile(ids[tile.rows], tile.entries)
+            logits = tile.logits.gather(1, column).squeeze(1)
+            chosen[tile.rows] = torch.where(is_inside, logits, chosen[tile.rows])
             running.add(tile.rows, tile.logits)
         entropies = None if running.mean is None else running.normalizer - running.mean
         hits = None if running.mean is None else chosen >= running.top
@@ -192,10 +192,11 @@ class _LinearLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, bias, ids, normalizer, entropies = ctx.saved_tensors
-        wide, needs = normalizer.dtype, ctx.needs_input_grad[3:]
-        of_hidden = torch.zeros_like(hidden, dtype=wide) if needs[0] else None
-        of_weight = _Total(weight, ctx.leaves[0], wide) if needs[1] else None
-        of_bias = _Total(bias, ctx.leaves[1], wide) if needs[2] else None
+        wide = normalizer.dtype
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[3:]
+        of_hidden = torch.zeros_like(hidden, dtype=wide) if needs_hidden else None
+        of_weight = _Total(weight, ctx.leaves[0], wide) if needs_weight else None
+        of_bias = _Total(bias, ctx.leaves[1], wide) if needs_bias else None
         for tile in ctx.tiling.walk(hidden, weight, bias):
             grad = _gradient(tile, ids, normalizer, entropies, grads)
             grad = ctx.tiling.transform.backward(grad, tile.logits)
@@ -206,9 +207,10 @@ class _LinearLogProbs(torch.autograd.Function):
                 _add_product(of_hidden[tile.rows], grad, tile.weight)
             if of_weight is not None:
                 _add_product(of_weight.at(tile.entries), grad.t(), tile.hidden)
-            del grad  # which would wait beside the next tile
-        found = None if of_hidden is None else of_hidden.to(hidden.dtype)
-        return None, None, None, found, *map(_result, (of_weight, of_bias))
+            del grad  # frees memory before the next tile
+        if of_hidden is not None:
+            of_hidden = of_hidden.to(hidden.dtype)
+        return None, None, None, of_hidden, _result(of_weight), _result(of_bias)
 
 
 def _gradient(
@@ -218,11 +220,11 @@ def _gradient(
     rows = tile.rows
     upstream = tuple(None if grad is None else grad[rows] for grad in grads[:2])
     entropy = None if entropies is None else entropies[rows]
-    found = logit_gradient(tile.logits, normalizer[rows], entropy, upstream)
+    gradient = logit_gradient(tile.logits, normalizer[rows], entropy, upstream)
     if upstream[0] is not None:
-        place, inside = _places(ids[rows], tile.entries)
-        found.scatter_add_(1, place, (upstream[0] * inside)[:, None])
-    return found
+        column, is_inside = _columns_in_tile(ids[rows], tile.entries)
+        gradient.scatter_add_(1, column, (upstream[0] * is_inside)[:, None])
+    return gradient
 
 
 class _Total:
@@ -273,8 +275,9 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total[rows] += left[rows] @ right
 
 
-def _places(ids: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
-    """Where each id is in a tile, (M, 1), and whether it is there, (M,)."""
-    place = ids - entries.start
-    inside = (place >= 0) & (place < entries.stop - entries.start)
-    return place.clamp(0, entries.stop - entries.start - 1)[:, None], inside
+def _columns_in_tile(ids: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
+    """The column of each id in a tile, (M, 1), and whether the tile has it, (M,)."""
+    column = ids - entries.start
+    width = entries.stop - entries.start
+    is_inside = (column >= 0) & (column < width)
+    return column.clamp(0, width - 1)[:, None], is_inside

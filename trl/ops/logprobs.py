@@ -32,8 +32,10 @@ def token_scores(
     if logits.is_contiguous() or logits.dim() < 3:
         logits = logits.reshape(-1, logits.shape[-1])
     ids = ids.reshape(logits.shape[:-1])
-    logps, *others = _TokenStatistics.apply(logits, ids, temperature, with_entropy)
-    entropies, hits = (None if x is None else x.reshape(shape) for x in others)
+    logps, entropies, hits = _TokenStatistics.apply(logits, ids, temperature, with_entropy)
+    if with_entropy:
+        entropies = entropies.reshape(shape)
+        hits = hits.reshape(shape)
     return logps.reshape(shape), entropies, hits
 
 
@@ -63,12 +65,12 @@ class _TokenStatistics(torch.autograd.Function):
         entropies = torch.empty_like(logps) if with_entropy else None
         hits = torch.empty_like(logps, dtype=torch.bool) if with_entropy else None
         for block in _blocks(logits):
-            every = _scaled(logits[block], temperature).log_softmax(-1)
-            logps[block] = every.gather(-1, ids[block].unsqueeze(-1)).squeeze(-1)
+            all_logps = _scaled(logits[block], temperature).log_softmax(-1)
+            logps[block] = all_logps.gather(-1, ids[block].unsqueeze(-1)).squeeze(-1)
             if entropies is not None and hits is not None:
-                hits[block] = logps[block] >= every.amax(-1)
-                entropies[block] = torch.special.entr(every.exp_()).sum(-1)
-            del every  # which would wait beside the next block
+                hits[block] = logps[block] >= all_logps.amax(-1)
+                entropies[block] = torch.special.entr(all_logps.exp_()).sum(-1)
+            del all_logps  # frees memory before the next block
         ctx.save_for_backward(logits, ids, entropies)
         return logps, entropies, hits
 

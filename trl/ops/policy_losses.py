@@ -40,8 +40,8 @@ def log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor, level: RatioLevel)
 
 def importance_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor, level: RatioLevel) -> Tensor:
     """pi / pi_old, as `log_ratio`, which is bounded by 20 in size so that it cannot overflow."""
-    found = log_ratio(logps, old_logps, mask, level)
-    return found.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
+    logarithm = log_ratio(logps, old_logps, mask, level)
+    return logarithm.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
 
 
 def clipped_surrogate(

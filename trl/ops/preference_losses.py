@@ -139,31 +139,33 @@ RANKED = ("aot", "aot_unpaired")  # these compare with partners
 WITHOUT_DIVERGENCE = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", *RANKED)
 
 
-def rank_partners(values: Tensor, others: Tensor) -> Tensor:
-    """For each value (N,) the other (N,) of the same rank: optimal transport in one dimension."""
-    partners = torch.empty_like(others)
-    partners[values.argsort(stable=True)] = others.sort().values
+def rank_partners(values: Tensor, candidates: Tensor) -> Tensor:
+    """For each value (N,) the candidate (N,) of the same rank: 1-D optimal transport."""
+    partners = torch.empty_like(candidates)
+    partners[values.argsort(stable=True)] = candidates.sort().values
     return partners
 
 
 def aot_partners(name: str, policy: Tensor, reference: Tensor) -> Tensor:
     """What an aot loss compares log-ratios with (N, 2), from log-probabilities (N, 2) of a step."""
     if name == "aot":
-        known = reference[:, 0] - reference[:, 1]
+        ref_margins = reference[:, 0] - reference[:, 1]
         # The margin of ratios has the pair's own margin of the reference taken off already.
-        partners = rank_partners(policy[:, 0] - policy[:, 1], known) - known
+        partners = rank_partners(policy[:, 0] - policy[:, 1], ref_margins) - ref_margins
         return torch.stack([partners, 0 * partners], 1)
     chosen, rejected = (policy - reference).unbind(1)
     return torch.stack([rank_partners(chosen, rejected), rank_partners(rejected, chosen)], 1)
 
 
-def shared_length_weights(lengths: Tensor, others: Tensor, width: int, alpha: float) -> Tensor:
+def shared_length_weights(
+    lengths: Tensor, counterparts: Tensor, width: int, alpha: float
+) -> Tensor:
     """Weights (B, C) of tokens: 1 up to the shorter answer of a pair, `alpha` beyond.
 
-    `lengths` (B,) are those of answers, `others` those of their counterparts; `width` is C
+    `lengths` (B,) are those of answers, `counterparts` of the other ones; `width` is C
     (LD-DPO, arXiv 2409.06411).
     """
-    shared = torch.minimum(lengths, others)
+    shared = torch.minimum(lengths, counterparts)
     beyond = torch.arange(width, device=lengths.device) >= shared[:, None]
     return torch.where(beyond, alpha, 1.0)
 
@@ -194,9 +196,13 @@ def kl_partners(rows: Iterable[tuple[Hashable, int, T]]) -> Iterator[tuple[T, T]
     recent: dict[Hashable, dict[int, T]] = {}  # by answer and source
     waiting: dict[Hashable, list[tuple[int, T]]] = {}
     for answer, source, row in rows:
-        for known in [known for known in waiting if known != answer]:
-            yield from ((one, row) for other, one in waiting[known] if other != source)
-            waiting[known] = [pair for pair in waiting[known] if pair[0] == source]
+        for other_answer in waiting:
+            if other_answer == answer:
+                continue
+            for waiting_source, waiting_row in waiting[other_answer]:
+                if waiting_source != source:
+                    yield waiting_row, row
+            waiting[other_answer] = [x for x in waiting[other_answer] if x[0] == source]
         if (partner := _latest(recent, answer, source)) is None:
             waiting.setdefault(answer, []).append((source, row))
         else:
@@ -213,8 +219,8 @@ def kl_partners(rows: Iterable[tuple[Hashable, int, T]]) -> Iterator[tuple[T, T]
 
 
 def _latest(recent: dict[Hashable, dict[int, T]], answer: Hashable, source: int) -> T | None:
-    for known, by_source in reversed(recent.items()):
-        for other, row in reversed(by_source.items()):
-            if known != answer and other != source:
+    for recent_answer, by_source in reversed(recent.items()):
+        for recent_source, row in reversed(by_source.items()):
+            if recent_answer != answer and recent_source != source:
                 return row
     return None

@@ -8,8 +8,8 @@ from torch import Tensor
 from ..data.rows import AnswerRows
 from ..online.metrics import record_accuracy, record_entropy
 from ..ops import preference_losses as objectives
+from ..ops.logit_statistics import Collision, LogitStatistic
 from ..ops.masking import masked_sum
-from ..ops.support import Collision, Support
 from ..types import TokenScores
 from .dpo_config import DPOConfig
 from .model_card import Method
@@ -68,9 +68,9 @@ class DPOTrainer(PreferenceTrainer):
         counts = rows.values["counts"]
         return torch.stack([counts.sum(), (rows.values["lengths"][:, 0] * counts).sum()])
 
-    def support(self, rows: AnswerRows) -> Support | None:
+    def statistic(self, rows: AnswerRows) -> LogitStatistic | None:
         """How sure the policy is, where pairs are weighted by that; see `PreferenceTrainer`."""
-        return Collision() if self.args.use_weighting else super().support(rows)
+        return Collision() if self.args.use_weighting else super().statistic(rows)
 
     def loss_of(self, scores: TokenScores, rows: AnswerRows) -> Tensor:
         """Return the sums (2,) of the losses of pairs, and of the tokens of chosen answers."""
@@ -88,9 +88,9 @@ class DPOTrainer(PreferenceTrainer):
             total = total + weight * objectives.PAIR_LOSSES[name](sides, options)
         if self.args.use_weighting:
             # How likely answers are next to tokens drawn from the policy (WPO, 2406.11827).
-            known = scores.logps.detach() - torch.as_tensor(scores.log_mass)
+            relative = scores.logps.detach() - torch.as_tensor(scores.log_collision)
             lengths = rows.values["lengths"].clamp(min=1)
-            total = total * (rows.by_group(known.sum(1)) / lengths).sum(1).exp()
+            total = total * (rows.by_group(relative.sum(1)) / lengths).sum(1).exp()
         self._record(logps.detach(), ratios.detach(), scores, rows)
         return torch.stack([masked_sum(total, counts), -masked_sum(likelihood, counts)])
 

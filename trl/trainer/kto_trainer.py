@@ -105,7 +105,7 @@ class KTOTrainer(PreferenceTrainer):
         own = rows.answer(0)
         if self._kl is None and rows.share_of_micro_batch == 1:
             # Others are scored without gradient, behind the prompts that are computed here.
-            others, options = rows.answer(1), (self.logs_next(rows.mode), self.support(own))
+            others, options = rows.answer(1), (self.logs_next(rows.mode), self.statistic(own))
             scores, logps = self.scorer.with_others(model, own.flat, others.flat, *options)
             self.guard.watch("log-probability", scores.logps, own.flat)
             ratios = others.by_group(logps.sum(1)) - others.values["ref_logps"]

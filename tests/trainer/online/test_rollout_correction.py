@@ -18,8 +18,8 @@ from online_runs import (
 )
 from tiny import tiny_model
 
+from trl.ops.logit_statistics import Support
 from trl.ops.policy_losses import MODES
-from trl.ops.support import Support
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.online.scoring import MismatchError
 from trl.trainer.rloo_trainer import RLOOTrainer
@@ -208,7 +208,7 @@ def test_metrics_by_value(tmp_path, kind, changes):
     gaps, masses = [], []
     for row, (prompt, ids) in enumerate(rows):
         logits = tiny_model().double()(torch.tensor([prompt + ids])).logits[0].detach() / 0.7
-        found = support.log_mass(logits[len(prompt) - 1 : -1], torch.tensor(ids))
+        found = support.compute(logits[len(prompt) - 1 : -1], torch.tensor(ids))
         masses += found.exp().tolist()
         gaps += [abs(m - off(row, place)) for place, m in enumerate(found.tolist())]
 

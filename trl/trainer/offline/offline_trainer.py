@@ -19,7 +19,7 @@ from ...data.packing import MicroBatchSampler
 from ...data.rows import AnswerRows
 from ...models.logit_metrics import LogitMetrics
 from ...models.scorer import Reader
-from ...ops.support import Support
+from ...ops.logit_statistics import LogitStatistic
 from ...types import Mode
 from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
@@ -145,17 +145,20 @@ class OfflineTrainer(BaseTrainer):
         """What reads the hidden states of rows, for ranks to agree on their layout."""
         return self.scorer.token_reader(model)
 
-    def support(self, rows: Any) -> Support | None:
+    def statistic(self, rows: Any) -> LogitStatistic | None:
         """What is read off the logits of some rows besides log-probabilities."""
         return None
 
     def score(self, model: nn.Module, rows: Any) -> Any:
         """Compute what the loss of the rows of a micro-batch depends on, with gradient."""
-        reader = None
+        reader = self.scorer.token_reader(
+            model, with_entropy=self.logs_next(rows.mode), statistic=self.statistic(rows)
+        )
+        readers: list[Reader] = [reader]
         if rows.mode == "eval" and self._logit_metrics is not None:
-            reader = self._logit_metrics.reader(self.scorer.heads.find(model), rows)
-        options = self.logs_next(rows.mode), self.support(rows), reader
-        scores = self.scorer(model, rows.flat, *options)
+            readers.append(self._logit_metrics.reader(self.scorer.heads.find(model), rows))
+        (results, *_), aux_loss = self.scorer.read(model, rows.flat, readers)
+        scores = reader.scores(results, aux_loss=aux_loss)
         self.guard.watch("log-probability", scores.logps, rows.flat)
         return scores
 

@@ -21,8 +21,8 @@ from ...data.packing import MicroBatchSampler
 from ...models.patches import attention_implementation
 from ...models.reference import FrozenCopy, ReferencePolicy, whole_weights
 from ...models.unwrap import causal_model
+from ...ops.logit_statistics import LogitStatistic, MeanLogit
 from ...ops.masking import masked_sum
-from ...ops.support import MeanLogit, Support
 from ...types import Mode, TokenScores
 from ..uncalled import OFFLINE, PREFERENCE
 from .batches import prepare_answers
@@ -141,7 +141,7 @@ class PreferenceTrainer(OfflineTrainer):
         """Log-probabilities of the answers of some rows (B, K): sums over their tokens."""
         return rows.by_group(scores.logps.sum(1))
 
-    def support(self, rows: Any) -> Support | None:
+    def statistic(self, rows: Any) -> LogitStatistic | None:
         """What is read off logits besides log-probabilities: their mean, when it is logged."""
         return MeanLogit() if self.logs_next(rows.mode) else None
 
@@ -150,10 +150,10 @@ class PreferenceTrainer(OfflineTrainer):
 
         `sides` says which answer is chosen, and which is rejected, of which prompts (B,).
         """
-        store, tokens, logits = self.metrics[rows.mode], rows.token_mask(), scores.log_mass
+        store, tokens = self.metrics[rows.mode], rows.token_mask()
         count = {name: torch.ones_like(found) for name, found in values.items()}
-        if logits is not None and isinstance(self.support(rows), MeanLogit):
-            values = values | {"logits": rows.by_group(masked_sum(logits, tokens, 1))}
+        if scores.mean_logit is not None:
+            values = values | {"logits": rows.by_group(masked_sum(scores.mean_logit, tokens, 1))}
             count["logits"] = rows.by_group(tokens.sum(1))
         for (side, (answer, mask)), name in product(sides.items(), values):
             found = (masked_sum(x[name][:, answer], mask) for x in (values, count))

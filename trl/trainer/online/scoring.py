@@ -19,9 +19,9 @@ from ...models.reference import ReferencePolicy
 from ...models.scorer import Reader, Scorer
 from ...online.guard import FiniteGuard, NonFiniteError
 from ...online.metrics import MetricStore, record_entropy, record_ratio, record_sampling
+from ...ops.logit_statistics import Support
 from ...ops.masking import length_mask, masked_sum, pad_ragged
 from ...ops.policy_losses import RatioBounds, RatioLevel, scale_gradient
-from ...ops.support import Support
 from ...types import Mode, Prompts, RewardTable, Rollout, Rows, TokenScores
 from .online_config import OnlineConfig
 
