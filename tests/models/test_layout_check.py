@@ -33,6 +33,7 @@ from transformers import (
 from trl.models.layout_check import disagreement, why_not_shared
 from trl.models.packed_attention import KEYWORD
 from trl.models.scorer import Scorer, two_longest
+from trl.ops.matmul_precision import matmul_precision_kept
 from trl.types import Rollout
 
 CPU = torch.device("cpu")
@@ -325,6 +326,23 @@ def test_the_check_comes_first_and_when_rows_have_doubled():
     assert calls == [True]
     score(model, group(20, 23))
     assert calls == [True, False, False, True, True]
+
+
+@pytest.mark.parametrize("setting", ["high", "medium"])
+def test_the_check_is_in_full_precision_and_the_rest_as_set(setting):
+    """TF32 rounds by more than any error that the check should find."""
+    model, score, seen = tiny_model(), scorer(), []
+    model.model.register_forward_pre_hook(
+        lambda *args: seen.append(torch.get_float32_matmul_precision())
+    )
+    with matmul_precision_kept():
+        torch.set_float32_matmul_precision(setting)
+        score.heads.find(model)
+        seen.clear()
+        score(model, group())
+        assert torch.get_float32_matmul_precision() == setting
+    # Two rows alone and the same packed, then what was asked for.
+    assert seen == ["highest"] * 3 + [setting]
 
 
 def test_a_group_of_one_is_checked_too():

@@ -1,7 +1,8 @@
 """Whether rows may share one copy of their prompt, and the check that results stay the same.
 
 A check computes a few rows in two layouts and compares within what rounding explains, under the
-autocast and with the attention kernels that the model trains or generates with.
+autocast and with the attention kernels that the model trains or generates with. Float32 products
+are then as precise as they can be: the rounding of TF32 would hide errors, and look like one.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..distributed import RankError
+from ..ops.matmul_precision import highest_matmul_precision
 from ..ops.oom import is_out_of_memory
 from .packed_attention import checked_kernels
 from .patches import attention_implementation
@@ -175,7 +177,7 @@ class LayoutCheck:
         """The difference, 0 if rounding explains it, and else what is wrong."""
         try:
             for precision in precisions_to_check(model, comparison.autocast()):
-                with checked_kernels(model), all_forked(model):
+                with highest_matmul_precision(), checked_kernels(model), all_forked(model):
                     found = comparison.compute(precision)
                 difference = disagreement(found)
                 if difference is not None:

@@ -16,6 +16,7 @@ from trl.generation.transformers.backend import (
     cut_rows,
     merge_options,
 )
+from trl.ops.matmul_precision import matmul_precision_kept
 from trl.types import Prompts, prefixes_of
 
 PROMPTS = Prompts(
@@ -26,9 +27,9 @@ PROMPTS = Prompts(
 SIZES = {"vocab_size": 95, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
 
 
-def backend(model) -> TransformersBackend:
+def backend(model, **options) -> TransformersBackend:
     return TransformersBackend(
-        lambda: nullcontext(model.eval()), pad_id=0, device=torch.device("cpu")
+        lambda: nullcontext(model.eval()), pad_id=0, device=torch.device("cpu"), **options
     )
 
 
@@ -70,6 +71,21 @@ def test_rows_do_not_depend_on_their_batch_in_classes_that_take_no_padding(confi
             together[row]
         ]
     assert f"it completes {alike} at a time" in log.text
+
+
+def test_batches_are_compared_in_full_precision():
+    """What TF32 rounds off would look like a model that mixes up rows."""
+    model, seen = tiny_model(), []
+    engine = backend(model, shared_prefix=False)
+    with matmul_precision_kept():
+        torch.set_float32_matmul_precision("medium")
+        engine._heads.find(model)
+        model.model.register_forward_pre_hook(
+            lambda *args: seen.append(torch.get_float32_matmul_precision())
+        )
+        engine.generate(PROMPTS, sampling(max_tokens=2), 2)
+    # Two tokens of a prompt alone, and of the same in a batch; then those that were asked for.
+    assert seen[:4] == ["highest"] * 4 and set(seen[4:]) == {"medium"}
 
 
 def test_same_seeds_same_completions_whatever_torch_drew_before():

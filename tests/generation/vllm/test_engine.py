@@ -111,6 +111,18 @@ def test_a_cpu_shares_prompts_in_small_blocks_without_graphs(arguments):
     assert found["enforce_eager"] and found["block_size"] == 32
 
 
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="an older torch")
+def test_an_engine_can_start_with_tf32():
+    """Reading the older setting of torch is an error while the newer one differs."""
+    torch.backends.fp32_precision = "tf32"  # as transformers does for tf32=True
+    try:
+        with unchanged_process():
+            torch.set_float32_matmul_precision("highest")
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.fp32_precision = "none"
+
+
 def test_the_process_is_given_back(monkeypatch):
     monkeypatch.setenv("TRL_TEST_KEPT", "old")
     torch.manual_seed(1)

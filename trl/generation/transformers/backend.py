@@ -18,6 +18,7 @@ from ...models.layout_check import LayoutCheck, disagreement
 from ...models.lm_head import HeadFinder
 from ...models.unwrap import causal_model
 from ...ops.masking import pad_ragged
+from ...ops.matmul_precision import highest_matmul_precision
 from ...progress import finish
 from ...types import Prefix, Prompts
 from ..base import NAMED, GenerationBackend, Generations, Sampling, cut_generations, merge_named
@@ -168,17 +169,23 @@ class TransformersBackend(GenerationBackend):
         """Which rows can be together: some classes do not mask padding, or mix up rows in it."""
         kind, short = type(causal_model(model)), prompt[: (len(prompt) + 1) // 2]
         if kind not in self._batches:
-            alone, dtype = self._first_logps(model, [short]), causal_model(model).dtype
-            tries = {ANY: (short, prompt), ONE_LENGTH: (short, short[::-1])}
-            together = ((alike, self._first_logps(model, pair)) for alike, pair in tries.items())
-            same = (x for x, found in together if disagreement((found, alone, dtype)) is None)
-            alike = self._batches[kind] = next(same, ONE_ROW)
+            with highest_matmul_precision():
+                alike = self._batches[kind] = self._widest_batch(model, short, prompt)
             if alike != ANY:
                 logger.warning(
                     f"{kind.__name__} does not write in a batch what it writes for a prompt alone, "
                     f"so it completes {alike} at a time."
                 )
         return self._batches[kind]
+
+    def _widest_batch(self, model: Any, short: Sequence[int], prompt: Sequence[int]) -> str:
+        """The first kind of batch in which a short prompt is continued as if it were alone."""
+        alone, dtype = self._first_logps(model, [short]), causal_model(model).dtype
+        tries = {ANY: (short, prompt), ONE_LENGTH: (short, short[::-1])}
+        for kind, pair in tries.items():
+            if disagreement((self._first_logps(model, pair), alone, dtype)) is None:
+                return kind
+        return ONE_ROW
 
     def _first_logps(self, model: Any, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Log-probabilities (2, V) of the first tokens that follow the first prompt."""

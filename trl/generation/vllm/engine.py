@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ...distributed import Ranks, undivided_models
 from ...imports import first_numbers, require
+from ...ops.matmul_precision import matmul_precision_kept
 from ...random_numbers import random_numbers_kept
 from ..base import Sampling
 from .internals import keep_groups, named_shared_memory, switch_off_repacking
@@ -203,15 +204,13 @@ def unchanged_process() -> Iterator[None]:
     threads and the function that sets it, the precision of products, and environment variables.
     """
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-    precision = torch.get_float32_matmul_precision()
     environment = dict(os.environ)
-    with random_numbers_kept():
+    with random_numbers_kept(), matmul_precision_kept():
         try:
             yield
         finally:
             torch.set_num_threads = set_threads
             set_threads(threads)
-            torch.set_float32_matmul_precision(precision)
             for name in set(os.environ) - set(environment):
                 if not name.startswith("VLLM_"):  # vLLM reads its own ones again later
                     del os.environ[name]
