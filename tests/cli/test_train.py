@@ -294,7 +294,9 @@ def test_installed_modules():
         ("absent_lookup.py:function", ("there is no such file",)),
         ("my_rewards_lookup.sise", ("my_rewards_lookup", "'sise'", "Did you mean size?")),
         ("my_rewards_lookup.py:sise", ("'sise'", "Did you mean size?")),
-        ("my_rewards_lookup.SIZE", ("no function 'SIZE'",)),
+        ("my_rewards_lookup.SIZE", ("no function 'SIZE'", "It defines my_rewards_lookup.size")),
+        ("my_rewards_lookup.py", ("it defines my_rewards_lookup.py:size",)),
+        ("my_rewards_lookup.py:", ("it defines my_rewards_lookup.py:size",)),
     ],
 )
 def test_mistakes(folder, name, parts):

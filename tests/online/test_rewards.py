@@ -160,6 +160,40 @@ def test_functions_cannot_change_what_others_and_the_trainer_read():
     assert given.column("prompt") == before["prompts"] and row["notes"] == {"seen": []}
 
 
+def only_texts(completions):
+    return [0.0] * len(completions)
+
+
+def all_but_columns(
+    prompts, completions, completion_ids, trainer_state, log_extra, log_metric=None, answer=None
+):
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "words"),
+    [
+        (only_texts, {}, "does not accept 'prompts', 'completion_ids', 'trainer_state', ...: "
+         "functions get all columns and more by name. Add **kwargs to its arguments."),
+        (all_but_columns, {"level": 1}, "does not accept 'level': "),
+        (functools.partial(all_but_columns, answer=[1]), {"level": 1}, "Add **kwargs"),
+        (lambda solution, **kwargs: [], {"answer": 1, "level": 2},
+         "needs the column 'solution', which the dataset lacks; it has 'answer', 'level'."),
+        (lambda answers, **kwargs: [], {"answer": 1}, "the nearest is 'answer'."),
+        (lambda answer, **kwargs: [], {}, "it has prompts alone."),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_fit_are_named_with_what_to_do(function, columns, words):
+    with pytest.raises(RewardError) as error:
+        call(function, rows=[{"prompt": "p"} | columns] * 2)
+    assert words in str(error.value)
+
+
+def test_a_function_may_name_all_it_gets():
+    rows = [{"prompt": "p", "answer": 1}] * 2
+    assert call(all_but_columns, rows=rows)[0].total.tolist() == [0.0, 0.0]
+
+
 def test_functions_get_columns_by_name():
     rows = [
         {"prompt": "p0", "answer": 1, "completion": "reserved", "trainer_state": "column"},
@@ -516,7 +550,7 @@ def test_the_trial_names_function_error_row_and_way_out():
     def broken(solution, **kwargs):
         return [0.0]
 
-    with pytest.raises(ValueError, match="'broken' failed") as found:
+    with pytest.raises(ValueError, match="'broken' needs the column") as found:
         suite([returning([1]), broken]).dry_run({"prompt": "p", "answer": 3}, None)
     message = str(found.value)
     assert not isinstance(found.value, RewardError)

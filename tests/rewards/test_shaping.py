@@ -136,6 +136,8 @@ def test_each_completion_has_its_own_reward():
 def test_text_is_that_of_the_first_message():
     assert text_of("a") == "a"
     assert text_of([{"content": "a"}, {"content": "b"}]) == "a"
+    calls = [{"role": "assistant", "content": None, "tool_calls": []}]
+    assert [text_of(x) for x in (calls, [{"role": "assistant"}], [], None)] == ["", "", "", ""]
 
 
 def test_reward_survives_pickling():

@@ -133,26 +133,52 @@ def find_reward(name: str) -> Callable[..., Any]:
     """Find a reward function: a known name, `package.module.function`, or `file.py:function`."""
     if name in KNOWN_REWARDS:
         return KNOWN_REWARDS[name]
-    is_file = ".py:" in name
-    place, _, attribute = name.rpartition(":" if is_file else ".")
+    place, attribute = _module_and_function(name)
     if not place:
         names = f" Known names: {', '.join(KNOWN_REWARDS)}."
         hint = did_you_mean(name, KNOWN_REWARDS, otherwise=names)
         raise ValueError(f"--reward_funcs {name}: no such reward function.{hint}")
+    module = _module(place, name)
+    function = getattr(module, attribute, None) if attribute else None
+    if not callable(function):
+        raise ValueError(f"--reward_funcs {name}: {_no_function(place, module, attribute)}")
+    return function
+
+
+def _module_and_function(name: str) -> tuple[str, str]:
+    """Divide `package.module.function` or `file.py:function`; the function may be missing."""
+    if name.endswith(".py"):
+        return name, ""
+    place, _, attribute = name.rpartition(":" if ".py:" in name else ".")
+    return place, attribute
+
+
+def _module(place: str, name: str) -> Any:
+    """Load a file, or import a module; `name` is what the user wrote."""
+    is_file = place.endswith(".py")
     if is_file and not Path(place).is_file():
         raise ValueError(f"--reward_funcs {place}: there is no such file.")
     try:
-        module = _loaded(place, is_file)
+        return _loaded(place, is_file)
     except Exception as error:
         option = f"--reward_funcs {place if is_file else name}"
         raise ValueError(f"{option}: {_failure(place, error)}") from error
-    found = getattr(module, attribute, None)
-    if not callable(found):
-        functions = [key for key, value in vars(module).items() if callable(value)]
-        hint = did_you_mean(attribute, functions)
-        words = f"{module.__name__} has no function {attribute!r}.{hint}"
-        raise ValueError(f"--reward_funcs {name}: {words}")
-    return found
+
+
+def _no_function(place: str, module: Any, attribute: str) -> str:
+    """Say that a module, loaded from a file or by its name, lacks a function, and what it has."""
+    functions = {name: value for name, value in vars(module).items() if callable(value)}
+    separator = ":" if place.endswith(".py") else "."
+    own = [
+        f"{place}{separator}{name}"
+        for name, value in functions.items()
+        if getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
+    ]
+    there = f"it defines {', '.join(own)}" if own else "it defines none"
+    if not attribute:
+        return f"name a function of the file; {there}."
+    hint = did_you_mean(attribute, functions, f" {there.capitalize()}." if own else "")
+    return f"{module.__name__} has no function {attribute!r}.{hint}"
 
 
 def _loaded(place: str, is_file: bool) -> Any:

@@ -1,9 +1,11 @@
 """Calling reward functions, checking what they return, and gathering it over all ranks."""
 
+import difflib
+import inspect
 import math
 import numbers
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Timer
@@ -18,6 +20,15 @@ from ..types import RewardTable
 from .reward_sources import ModelReward, RewardSource
 
 RESERVED = ("prompt", "completion", "completion_ids")
+# What reward functions get besides columns.
+OFFERED = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+)
 SLOW_TRIAL = 30.0  # seconds after which a trial that goes on is named
 LARGEST = torch.finfo(torch.float32).max
 LogMetric = Callable[[str, float], None]
@@ -179,6 +190,8 @@ class RewardSuite:
                 outcomes[source.name] = Outcome.of(partial(self._scored, source, inputs))
             else:
                 keywords = inputs.keywords(added[source.name], log_metric)
+                if problem := _argument_problem(source.function, keywords):
+                    raise _error(source.name, problem)
                 calls[source.name] = partial(source.function, **keywords)
         outcomes |= zip(calls, self._calls([*calls.values()]), strict=True)
         rows = len(inputs.completions)
@@ -198,6 +211,39 @@ class RewardSuite:
             return source.score(prompts[part], inputs.completions[part], options[part])
 
         return [reward for piece in self._in_pieces(count, score) for reward in piece]
+
+
+def _argument_problem(function: Callable[..., Any], keywords: Mapping[str, Any]) -> str | None:
+    """Say which arguments a reward function lacks, or which it needs and does not get."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some functions that are not written in Python
+        return None
+    named = [x for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name not in keywords:
+            return _missing_column(parameter.name, [x for x in keywords if x not in OFFERED])
+    accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    others = keywords.keys() - {parameter.name for parameter in named}
+    if accepts_all or not others:
+        return None
+    return _unexpected([name for name in keywords if name in others])
+
+
+def _unexpected(arguments: Sequence[str]) -> str:
+    names = ", ".join(map(repr, arguments[:3])) + (", ..." if len(arguments) > 3 else "")
+    return (
+        f"does not accept {names}: functions get all columns and more by name. Add **kwargs to its "
+        "arguments"
+    )
+
+
+def _missing_column(name: str, columns: Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(name, columns, n=1)
+    if nearest:
+        return f"needs the column {name!r}, which the dataset lacks; the nearest is {nearest[0]!r}"
+    there = f"it has {', '.join(map(repr, columns))}" if columns else "it has prompts alone"
+    return f"needs the column {name!r}, which the dataset lacks; {there}"
 
 
 def _rewards(name: str, outcome: Outcome, rows: int) -> list[float | None]:

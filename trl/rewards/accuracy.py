@@ -12,8 +12,10 @@ LogExtra = Callable[[str, list[Any]], None] | None
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion: a string, or the content of its first message."""
-    return completion if isinstance(completion, str) else completion[0]["content"]
+    """The text of a completion: a string, or the content of its first message; empty without."""
+    if isinstance(completion, str):
+        return completion
+    return (completion[0].get("content") or "") if completion else ""
 
 
 def accuracy_reward(
