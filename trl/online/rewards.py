@@ -6,6 +6,7 @@ import math
 import numbers
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Timer
@@ -20,6 +21,7 @@ from ..types import RewardTable
 from .reward_sources import ModelReward, RewardSource
 
 RESERVED = ("prompt", "completion", "completion_ids")
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 # What reward functions get besides columns.
 OFFERED = (
     "prompts",
@@ -216,18 +218,20 @@ class RewardSuite:
 def _argument_problem(function: Callable[..., Any], keywords: Mapping[str, Any]) -> str | None:
     """Say which arguments a reward function lacks, or which it needs and does not get."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # some functions that are not written in Python
         return None
-    named = [x for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
-    for parameter in named:
-        if parameter.default is parameter.empty and parameter.name not in keywords:
-            return _missing_column(parameter.name, [x for x in keywords if x not in OFFERED])
-    accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    others = keywords.keys() - {parameter.name for parameter in named}
-    if accepts_all or not others:
+    with suppress(TypeError):
+        signature.bind(**keywords)
         return None
-    return _unexpected([name for name in keywords if name in others])
+    missing = [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.kind in NAMED and parameter.default is parameter.empty and name not in keywords
+    ]
+    if missing:
+        return _missing_column(missing[0], [name for name in keywords if name not in OFFERED])
+    return _unexpected([name for name in keywords if name not in signature.parameters])
 
 
 def _unexpected(arguments: Sequence[str]) -> str:
