@@ -1,11 +1,14 @@
 """How training commands end, what they say then, and what becomes of real processes."""
 
+import dataclasses
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import torch
 from forks import DEADLINE, Program
@@ -25,6 +28,7 @@ from trl.cli.exit import (
     tell_success,
 )
 from trl.scripts import rloo
+from trl.trainer.base.run_lock import LOCK, Owner
 from trl.trainer.display import RichProgressCallback
 
 PARSER = rloo.make_parser()
@@ -298,6 +302,16 @@ def test_a_signal_to_the_launcher(monkeypatch, capsys, error, code, words):
         launch.launch("rloo", PARSER, ["--output_dir", "out"])
     assert end.value.code == code
     assert capsys.readouterr().err.startswith(words)
+
+
+def test_a_folder_in_which_another_run_trains(tmp_path):
+    process = psutil.Process(os.getppid())
+    owner = dataclasses.replace(
+        Owner.current(), process_id=process.pid, process_start=process.create_time()
+    )
+    (tmp_path / LOCK).write_text(json.dumps(dataclasses.asdict(owner)))
+    with pytest.raises(OSError, match=f"output_dir='{tmp_path}' is in use: process {process.pid} "):
+        check_output_dir(str(tmp_path))
 
 
 LAUNCH = ["-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no"]

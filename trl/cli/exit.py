@@ -18,6 +18,7 @@ import psutil
 
 from ..json_text import without_surrogates
 from ..trainer.base.checkpoint import checkpoints_in
+from ..trainer.base.run_lock import check_free
 from .main import INTERRUPTED
 from .parser import OneLineParser
 
@@ -111,7 +112,7 @@ def tell_success(trainer: "Trainer") -> None:
 
 
 def check_output_dir(folder: str) -> None:
-    """Refuse a folder, which need not exist yet, if no files can be written in it."""
+    """Refuse a folder, which need not exist yet, that cannot be written in or is in use."""
     place = Path(folder).absolute()
     try:
         while not os.path.lexists(place):
@@ -124,6 +125,7 @@ def check_output_dir(folder: str) -> None:
         raise ValueError(
             f"--output_dir {folder}: nothing can be written in {place}: {error.strerror}."
         ) from None
+    check_free(folder)
 
 
 @contextmanager

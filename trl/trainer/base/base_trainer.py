@@ -34,6 +34,7 @@ from .checkpoint import UNFINISHED, Place, RankState, explained, publish_togethe
 from .options import Named
 from .phases import Phases
 from .policy import Policy, check_name, load_reference, router_coefficient
+from .run_lock import RunLock
 
 logger = logging.get_logger(__name__)
 
@@ -61,6 +62,7 @@ class BaseTrainer(Named, OverrideCheck, Trainer):
         check_sharding(self.model, self.accelerator)
         self.model.add_model_tags(["trl", self.method.tag])
         self.ranks = Ranks(self.accelerator, args.ranks_per_row)
+        self.run_lock = RunLock(args, self.ranks)
         self.metrics: dict[Mode, MetricStore] = {"train": MetricStore(), "eval": MetricStore()}
         self.guard = FiniteGuard(self.ranks.rank, self.ranks.gather_objects)
         self.phases = Phases(args, self.ranks, self.metrics["train"], self.model)
@@ -118,9 +120,10 @@ class BaseTrainer(Named, OverrideCheck, Trainer):
 
         That is the newest in the output folder (`resume_from_checkpoint=True`) or that of a path;
         having none is an error. If this process fails, its error names its rank, and others end.
+        If another run trains in the output folder, a `FolderInUseError` names it.
         """
         try:
-            with self.ranks.propagate_failures():
+            with self.ranks.propagate_failures(), self.run_lock:
                 found = self.find_checkpoint(resume_from_checkpoint)
                 if found is None and self.is_world_process_zero():
                     resuming.warn_of_earlier_run(self.args.output_dir)
@@ -286,7 +289,8 @@ class BaseTrainer(Named, OverrideCheck, Trainer):
             )
         if str(wanted) != self._chosen:
             settings = self.run_settings
-            self._chosen = resuming.choose_checkpoint(wanted, self.args, settings, self.ranks)
+            with self.run_lock:
+                self._chosen = resuming.choose_checkpoint(wanted, self.args, settings, self.ranks)
         return self._chosen
 
     @cached_property
