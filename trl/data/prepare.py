@@ -18,6 +18,7 @@ from transformers.utils import logging
 from ..text import count
 from .encode import TextEncoder
 from .formats import Row
+from .json_columns import json_decoder, to_rows
 from .packing import pieces
 from .rows import Document
 from .supervised import SupervisedOptions, encode_supervised
@@ -54,7 +55,7 @@ def make_rows(batch: Any, index: list[int], encode: Encode, features: Features) 
     gc.disable()
     try:
         if isinstance(batch, pa.Table):
-            examples = batch.to_pylist()
+            examples = to_rows(batch)
         else:  # of a transform
             rows = zip(*batch.values(), strict=True)
             examples = [dict(zip(batch, row, strict=True)) for row in rows]
@@ -99,12 +100,27 @@ def prepared(
             "num_proc": num_proc or default_processes(len(dataset)),
             "desc": "Tokenizing",
         }
+    elif not has_fixed_types(dataset.features):
+        options["remove_columns"] = dataset.column_names or [*first_row(dataset)]
+        return dataset.map(make_columns, **options)
     return readable(dataset).map(make_rows, **options).with_format(None)
 
 
 def fingerprint_of(dataset: Dataset) -> str:
     """The name of a dataset's contents in the cache, which `datasets` 4.7 to 5.2 keep private."""
     return dataset._fingerprint
+
+
+def make_columns(batch: dict[str, list[Any]], index: list[int], **options: Any) -> dict[str, Any]:
+    """`make_rows` for a stream whose types may differ from row to row, so not one of tables."""
+    columns: dict[str, Any] = make_rows(batch, index, **options).to_pydict()
+    return columns
+
+
+def has_fixed_types(features: Features | None) -> bool:
+    """Whether rows of these features fit in a table as they are: they are known, without JSON."""
+    kinds = features.type if features is not None else pa.json_()
+    return json_decoder(kinds) is None
 
 
 def readable(dataset: D) -> D:
