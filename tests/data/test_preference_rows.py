@@ -15,6 +15,7 @@ from trl.data.preference_rows import (
 ENCODER = TextEncoder(tiny_tokenizer())
 USER = {"role": "user", "content": "hi"}
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("yes", "no"))
+OTHER_USER = {"role": "user", "content": "ho"}
 PAIR = {"prompt": "ask", "chosen": " yes", "rejected": " no"}
 CHAT = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
 SHOWN = ("<user>hi<end><assistant>", "yes<end>", "no<end>")
@@ -103,16 +104,54 @@ def test_ranked_answers():
     ("row", "error", "message"),
     [
         ({"words": "a"}, ValueError, r"have the columns \['words'\]"),
+        ({"chosen": "a", "rejected": [BAD]}, TypeError, "and 'rejected' must both be text or"),
+        ({"chosen": "a", "rejected": None}, ValueError, "'rejected' is missing"),
+        ({"prompt": "a", "answers": None, "ranks": [1]}, ValueError, "'answers' is None"),
         (
-            {"prompt": "a", "completion": [GOOD], "label": True},
-            TypeError,
-            "must all be strings, or",
+            {"prompt": [USER], "chosen": [OTHER_USER, GOOD], "rejected": [BAD]},
+            ValueError,
+            "'chosen' begins with a message of the user that 'prompt' does not have",
         ),
     ],
 )
 def test_what_is_not_a_preference_is_refused(row, error, message):
     with pytest.raises(error, match=message):
         prepare(row)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [USER], "chosen": "yes", "rejected": "no"},
+        {"prompt": [USER], "chosen": [GOOD], "rejected": "no"},
+        {"prompt": "hi", "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": "hi", "chosen": [GOOD], "rejected": "no"},
+        {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [BAD]},
+        {"prompt": "hi", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": [USER], "answers": [[USER, GOOD], [BAD]], "ranks": [0, 1]},
+        {"prompt": [USER], "answers": ["yes", "no"], "ranks": [0, 1]},
+        {
+            "prompt": [{"from": "human", "value": "hi"}],
+            "chosen": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}],
+            "rejected": [{"from": "gpt", "value": "no"}],
+        },
+    ],
+)
+def test_the_prompt_stands_once_in_front_of_each_answer(row):
+    assert texts(prepare(row)[0]) == SHOWN
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [USER], "completion": "yes"},
+        {"prompt": "hi", "completion": [GOOD]},
+        {"prompt": [USER], "completion": [USER, GOOD]},
+    ],
+)
+def test_labelled_answers_have_their_prompt_once(row):
+    assert texts(prepare(row | {"label": True})[0]) == SHOWN[:2]
 
 
 PROMPT, CHOSEN, REJECTED = [1, 2, 3, 4], [5, 6, 7], [8, 9]

@@ -22,6 +22,10 @@ SUPPORTED = (
 )
 # Where an image block may keep its image; datasets fill absent keys with None.
 IMAGE_KEYS = ("image", "url", "path", "base64")
+# What no trainer reads yet: parts of contents whose type has such a word in it, and columns.
+MEDIA = ("image", "audio", "video")
+MEDIA_COLUMNS = ("image", "images")
+SPOKEN = ("content", "tool_calls", "reasoning_content")  # a message has one of them
 
 
 def is_conversational(example: Row) -> bool:
@@ -152,22 +156,56 @@ def _with_blocks(message: Row) -> Row:
     return dict(message)
 
 
-def malformed_prompt(prompt: Any) -> str | None:
-    """Say what is wrong with the form of a prompt, if something is."""
+def malformed_prompt(prompt: Any, column: str = "prompt") -> str | None:
+    """Say what is wrong with the form of a prompt, or other conversation, if something is."""
     if isinstance(prompt, str):
         return None
     if prompt is None or prompt == []:
-        advice = "Remove such rows, for example with dataset.filter(lambda row: row['prompt'])."
+        advice = f"Remove such rows, for example with dataset.filter(lambda row: row[{column!r}])."
         return f"{'is missing' if prompt is None else 'has no messages'}. {advice}"
     if not is_conversational({"prompt": prompt}):
         return "must be a string or a list of messages with 'role' and 'content'."
     for place, message in enumerate(prompt):
+        if not isinstance(message, dict):
+            return f"has {message!r:.40} as message {place}, which is no message."
         if not message.get("role"):
             return f"has no 'role' in message {place}."
-        said = ("content", "tool_calls", "reasoning_content")
-        if all(message.get(name) is None for name in said):
+        if all(message.get(name) is None for name in SPOKEN):
             return f"has no 'content' in message {place}."
+        if (problem := unavailable_part(message)) is not None:
+            return f"has {problem} in message {place}."
     return None
+
+
+def unavailable_part(message: Row) -> str | None:
+    """Name the part of a message's content that no trainer can read yet, if there is one.
+
+    With `MEDIA_COLUMNS`, this is what has to change for images.
+    """
+    content = message.get("content")
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and any(media in kind for media in MEDIA):
+            return (
+                f"a part of type {kind!r}, which is not available in this release; take it out, or "
+                "leave the row out"
+            )
+    return None
+
+
+def text_of_parts(content: Any) -> Any:
+    """Join the parts of a content that has text parts alone; return any other as it is."""
+    if not isinstance(content, list) or not content:
+        return content
+    texts = [_text_of_part(part) for part in content]
+    return content if None in texts else "".join(filter(None, texts))
+
+
+def _text_of_part(part: Any) -> str | None:
+    if not isinstance(part, dict) or part.get("type", "text") != "text":
+        return None
+    text = part.get("text")
+    return text if isinstance(text, str) else None
 
 
 def extract_prompt(example: Row) -> Row:

@@ -14,11 +14,12 @@ from datasets import Dataset, Features, List, Value
 
 from ..ops.masking import common_prefix_length
 from ..ops.preference_losses import kl_partners
+from .conversations import align_answers, as_messages, warn_of_repeated_prompt
 from .encode import Ids, TextEncoder
-from .formats import Row, maybe_extract_prompt
+from .formats import Row, extract_prompt, malformed_prompt, maybe_extract_prompt
 from .prepare import CutReport, D, ItemDataset, arrow_column, first_row, items, prepared
 from .rows import AnswerGroup
-from .supervised import SupervisedOptions, encode_supervised
+from .supervised import SupervisedOptions, encode_aligned
 
 FEATURES = Features(
     prompt_ids=List(Value("int32")),
@@ -36,6 +37,7 @@ KINDS = {
     "pair": {"chosen", "rejected"},
     "labelled": {"prompt", "completion", "label"},
 }
+ANSWERS = ("chosen", "rejected", "completion")
 Answers = tuple[Ids, list[Ids], bool]  # prompt, answers, whether a token stands for both
 
 
@@ -57,12 +59,9 @@ def _plain(name: str) -> str:
 
 
 def encode_answers(rows: Sequence[Row], encoder: TextEncoder) -> Iterator[Answers]:
-    """Encode prompts with their answers, so that the answers share the prompt's tokens."""
-    kinds = {isinstance(value, str) for row in rows for value in (row["prompt"], *row["answers"])}
-    if len(kinds) > 1:
-        raise TypeError("Prompts and answers must all be strings, or all be messages.")
+    """Encode prompts with their answers, which are aligned, so that they share its tokens."""
     pairs = [row | {"completion": answer} for row in rows for answer in row["answers"]]
-    each = iter(encode_supervised(pairs, "completion", encoder, SupervisedOptions()))
+    each = iter(encode_aligned(pairs, "completion", encoder, SupervisedOptions()))
     for row in rows:
         ids, trained, _, merged, _ = zip(*islice(each, len(row["answers"])), strict=True)
         # The prompt is what its answers share before the first token that is trained on.
@@ -73,18 +72,51 @@ def encode_answers(rows: Sequence[Row], encoder: TextEncoder) -> Iterator[Answer
 
 def _with_answers(row: dict[str, Any], kind: str) -> dict[str, Any]:
     """Any example as a prompt with answers and their ranks, of which the lowest is the best."""
+    is_tokenized = any(OLD_NAMES.get(name, name).endswith("_ids") for name in row)
     row = {_plain(name): value for name, value in row.items()}
     if kind == "pair":
-        row = row | maybe_extract_prompt(row)
-        return row | {"answers": [row["chosen"], row["rejected"]], "ranks": [0, 1], "label": None}
-    if kind == "labelled":
+        row |= {"ranks": [0, 1], "label": None}
+        answers = {name: row[name] for name in ("chosen", "rejected")}
+    elif kind == "labelled":
         if row.get("label") not in (True, False):
             raise ValueError(f"the label must be True or False, not {row.get('label')!r}.")
-        return row | {"answers": [row["completion"]], "ranks": [0], "label": bool(row["label"])}
+        row |= {"ranks": [0], "label": bool(row["label"])}
+        answers = {"completion": row["completion"]}
+    else:
+        row |= {"ranks": _ranks(row), "label": None}
+        answers = {f"answers[{i}]": answer for i, answer in enumerate(row["answers"])}
+    if is_tokenized:
+        row |= maybe_extract_prompt(row)
+        values = [row["chosen"], row["rejected"]] if kind == "pair" else list(answers.values())
+        return row | {"answers": values}
+    if kind == "pair" and row.get("prompt") is None:
+        prompt, values = _without_prompt(answers)
+    else:
+        prompt, values = align_answers(row.get("prompt"), answers)
+    return row | {"prompt": prompt, "answers": values}
+
+
+def _ranks(row: Row) -> list[int]:
+    for column in ("answers", "ranks"):
+        if not row[column]:
+            raise ValueError(f"{column!r} is {row[column]!r}: it must be a list of at least one.")
     answers, ranks = len(row["answers"]), len(row["ranks"])
     if answers != ranks:
         raise ValueError(f"{answers} answers need as many ranks, not {ranks}.")
-    return row | {"ranks": list(map(int, row["ranks"])), "label": None}
+    return list(map(int, row["ranks"]))
+
+
+def _without_prompt(pair: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    """Split what a pair has in common off, as its prompt."""
+    for column, value in pair.items():
+        if value is None:
+            raise ValueError(f"{column!r} {malformed_prompt(None, column)}")
+    if len({isinstance(value, str) for value in pair.values()}) > 1:
+        raise TypeError("'chosen' and 'rejected' must both be text or both be messages.")
+    if not isinstance(pair["chosen"], str):
+        pair = {column: as_messages(value, column) for column, value in pair.items()}
+    parts = extract_prompt(dict(pair))
+    return parts["prompt"], [parts["chosen"], parts["rejected"]]
 
 
 def encode_preferences(
@@ -115,7 +147,9 @@ def prepare_preferences(
     The first row decides what all are; what answers have in common is in the prompt. With
     `unpaired`, each pair becomes two labelled rows. ValueError: as of `prepare_supervised`.
     """
-    kind = kind_of_preferences(first_row(dataset))
+    example = first_row(dataset)
+    kind = kind_of_preferences(example)
+    warn_of_repeated_prompt(example, [name for name in ANSWERS if name in example])
     encode = partial(encode_preferences, kind=kind, encoder=encoder, unpaired=unpaired)
     return prepared(dataset, encode, FEATURES, [kind, unpaired, encoder.digest], num_proc)
 

@@ -16,6 +16,7 @@ from datasets.fingerprint import update_fingerprint
 from transformers.utils import logging
 
 from ..text import count
+from .conversations import warn_of_repeated_prompt
 from .encode import TextEncoder
 from .formats import Row
 from .json_columns import json_decoder, to_rows
@@ -26,7 +27,7 @@ from .supervised import SupervisedOptions, encode_supervised
 logger = logging.get_logger(__name__)
 
 # Changed with everything that changes what a prepared row holds.
-VERSION = 6
+VERSION = 7
 BATCH = 1000
 # What may become of rows.
 LONG, UNTRAINED = "over a length limit", "left out, with nothing left to train on"
@@ -150,7 +151,10 @@ def prepare_supervised(
 
     A stream is encoded while it is read. ValueError: it is empty, or its rows cannot be read.
     """
-    kind = options.kind(first_row(dataset))
+    example = first_row(dataset)
+    kind = options.kind(example)
+    if kind == "completion":
+        warn_of_repeated_prompt(example, ["completion"])
     encode = partial(encode_supervised, kind=kind, encoder=encoder, options=options)
     return prepared(dataset, encode, SUPERVISED, [kind, encoder.digest, vars(options)], num_proc)
 

@@ -11,16 +11,16 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from ..ops.masking import common_prefix_length
+from .conversations import Chat, align_answers, as_messages
 from .encode import Ids, Marked, Masked, Options, Span, TextEncoder, template_options, whole_texts
-from .formats import Row, malformed_prompt, maybe_convert_to_chatml
+from .formats import Row
 from .rows import IGNORED
 from .templates import has_generation_markers
 
 Kind = Literal["tokenized", "completion", "messages", "text"]
-Chat = list[Row]
+Encoded = tuple[Ids, np.ndarray, int, int, str]  # ids, mask (tokens,), source, merged, origin
 Target = tuple[str, list[Span], int]  # a text, what is trained of it, and which example it is of
 SOURCE_COLUMN = "dataset_source"  # of mixtures: the name of a row's dataset
-ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 STAND_IN = "\u2042STAND\u2042IN\u2042"
 EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
 
@@ -91,12 +91,24 @@ class SupervisedOptions:
 
 def encode_supervised(
     rows: Sequence[Row], kind: Kind, encoder: TextEncoder, options: SupervisedOptions
-) -> list[tuple[Ids, np.ndarray, int, int, str]]:
+) -> list[Encoded]:
     """Values of `prepare_supervised` by row: ids, mask (tokens,), source, merged and origin."""
+    if kind == "completion":
+        rows = [_aligned(row) for row in rows]
+    return encode_aligned(rows, kind, encoder, options)
+
+
+def encode_aligned(
+    rows: Sequence[Row], kind: Kind, encoder: TextEncoder, options: SupervisedOptions
+) -> list[Encoded]:
+    """`encode_supervised` for prompts and completions that were aligned, see `align_answers`."""
+    forms = [_is_chat(kind, row) for row in rows]
+    if any(forms) and not all(forms):  # as columns of JSON may be
+        return _of_both_forms(rows, forms, encoder, options)
     sources = list(range(len(rows)))
     if kind == "tokenized":
         found = [_tokenized(row, options) for row in rows]
-    elif _is_chat(kind, rows[0]):
+    elif all(forms):
         targets = _chats(rows, kind, encoder, options)
         texts, spans, sources = (list(map(itemgetter(i), targets)) for i in range(3))
         found = encoder.masked(texts, spans)
@@ -107,36 +119,46 @@ def encode_supervised(
     return [(ids, trained, i, merged, origins[i]) for (ids, trained, merged), i in pairs]
 
 
-def as_messages(messages: Sequence[Mapping[str, Any]]) -> Chat:
-    """Read turns with from and value, or role and content, under the roles of chat templates."""
-    if isinstance(messages, str):
-        raise TypeError(f"expected a list of messages, not the string {messages!r:.80}.")
-    turns: Chat = maybe_convert_to_chatml({"messages": list(messages)})["messages"]
-    if turns and (problem := malformed_prompt(turns)):
-        raise ValueError(f"a conversation {problem}")
-    if not any("from" in message for message in messages):
-        return turns
-    return [turn | {"role": ROLES.get(turn["role"], turn["role"])} for turn in turns]
+def _aligned(row: Row) -> Row:
+    prompt, (completion,) = align_answers(row["prompt"], {"completion": row["completion"]})
+    return row | {"prompt": prompt, "completion": completion}
+
+
+def _of_both_forms(
+    rows: Sequence[Row], forms: Sequence[bool], encoder: TextEncoder, options: SupervisedOptions
+) -> list[Encoded]:
+    """Encode prompts and completions of which some are text, and others messages."""
+    encoded: list[Encoded] = []
+    for form in (False, True):
+        places = [place for place, is_chat in enumerate(forms) if is_chat is form]
+        part = encode_aligned([rows[place] for place in places], "completion", encoder, options)
+        encoded += [(ids, mask, places[i], *others) for ids, mask, i, *others in part]
+    return sorted(encoded, key=itemgetter(2))
 
 
 def _is_chat(kind: Kind, example: Mapping[str, Any]) -> bool:
     if kind != "completion":
         return kind == "messages"
-    value = example["prompt"] or example["completion"]
-    return not isinstance(value, str) and bool(value)
+    return any(isinstance(example[column], (list, tuple)) for column in ("prompt", "completion"))
 
 
 def _texts(rows: Sequence[Row], kind: Kind, options: SupervisedOptions) -> Marked:
     if kind == "completion":
-        texts = [row["prompt"] + row["completion"] for row in rows]
-        starts = [0 if options.trains_prompts else len(row["prompt"]) for row in rows]
-    else:
-        read = options.formatting_func or itemgetter(options.dataset_text_field)
-        texts, starts = list(map(read, rows)), [0] * len(rows)
+        return _completions(rows, options)
+    texts = list(map(options.formatting_func or itemgetter(options.dataset_text_field), rows))
     wrong = next((text for text in texts if not isinstance(text, str)), "")
     if wrong != "":
         what = "what formatting_func returns" if options.formatting_func else "the text"
         raise TypeError(f"{what} must be a string, not {wrong!r:.80}.")
+    return texts, whole_texts(texts)
+
+
+def _completions(rows: Sequence[Row], options: SupervisedOptions) -> Marked:
+    if options.assistant_only_loss or options.expand_turns:
+        name = "expand_turns" if options.expand_turns else "assistant_only_loss"
+        raise ValueError(f"{name}=True needs conversations, but 'completion' is text.")
+    texts = [row["prompt"] + row["completion"] for row in rows]
+    starts = [0 if options.trains_prompts else len(row["prompt"]) for row in rows]
     return texts, [[(start, len(text))] for start, text in zip(starts, texts, strict=True)]
 
 
@@ -163,13 +185,13 @@ def _chats(
 
 def _conversations(rows: Sequence[Row], kind: Kind) -> tuple[list[Chat], list[Chat]]:
     """Prompts, empty for conversations as a whole, and what follows them."""
-    name = next(x for x in (kind, "messages", "conversations") if x in rows[0])
-    answers = [as_messages(row[name]) for row in rows]
     if kind == "completion":
-        return [as_messages(row["prompt"]) for row in rows], answers
-    if not all(answers):
-        raise ValueError("a conversation has no messages.")
-    return [[] for _ in rows], answers
+        return [row["prompt"] for row in rows], [row["completion"] for row in rows]
+    name = next(x for x in ("messages", "conversations") if x in rows[0])
+    chats = [as_messages(row[name], name) for row in rows]
+    if not all(chats):
+        raise ValueError(f"{name!r} has no messages.")
+    return [[] for _ in rows], chats
 
 
 def _behind(spans: Sequence[Span], start: int) -> list[Span]:
