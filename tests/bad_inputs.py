@@ -297,10 +297,15 @@ def rows(count=4, **columns):
     return Dataset.from_dict({name: [value] * count for name, value in columns.items()})
 
 
+def stream_of(**row):
+    return IterableDataset.from_generator(lambda: iter([row] * 4))
+
+
 PROMPTS = rows(prompt="ab")
 PAIRS = rows(prompt="ab", chosen="c", rejected="d")
 LABELLED = Dataset.from_dict({"prompt": ["a", "b"], "completion": ["c", "d"], "label": [True, False]})
 CHAT = [{"role": "user", "content": "ab"}]
+IMAGE = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
 REPLY = [{"role": "assistant", "content": "c"}]
 
 
@@ -343,6 +348,12 @@ def raises(completions, **kwargs):
 def without(name):
     tokenizer = tiny_tokenizer()
     setattr(tokenizer, name, None)
+    return tokenizer
+
+
+def with_template(text):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = text
     return tokenizer
 
 
@@ -409,7 +420,7 @@ TRAINERS = [
     ("RLOO", {"eval_dataset": {"a": PROMPTS, "b": rows(text="a")}}, "eval_dataset['b'] has no 'prompt' column; it has text."),
     ("RLOO", {"args": {"eval_strategy": "steps", "eval_steps": 1}}, "You have set `args.eval_strategy` to IntervalStrategy.STEPS but you didn't pass an `eval_dataset` to `Trainer`."),
     ("RLOO", {"args": {"accelerator_config": {"dispatch_batches": True}}}, "accelerator_config.dispatch_batches=True cannot be used: rows are text, so each process must read its own batches. Leave it out."),
-    ("RLOO", {"train_dataset": rows(prompt=CHAT), "processing_class": without("chat_template")}, "The prompt of row 0 of train_dataset ([{'role': 'user', 'content': 'ab'}]) cannot be tokenized: ValueError:"),
+    ("RLOO", {"train_dataset": rows(prompt=CHAT), "processing_class": without("chat_template")}, "The prompt of row 0 of train_dataset ([{'role': 'user', 'content': 'ab'}]) cannot be tokenized: The tokenizer has no chat template, which conversations need."),
     # Rewards.
     ("RLOO", {"reward_funcs": []}, "reward_funcs is empty: give at least one reward function or model."),
     ("RLOO", {"reward_funcs": "exct"}, "reward_funcs: 'exct' is not a reward model: there is no such folder. A reward function is passed itself, not its name."),
@@ -470,17 +481,47 @@ TRAINERS = [
     ("SFT", {"train_dataset": rows(prompt="abcdef", completion="g"), "args": {"max_length": 4}}, "None of the 4 rows has a token to train on with max_length=4 (long_rows='keep_start'). Raise the limit, or check the masks of the dataset."),
     ("SFT", {"data_collator": list}, "data_collator cannot be used: rows are laid out by the trainer, without padding. To choose the tokens in the loss, give `input_ids` with `labels`."),
     ("DPO", {"compute_metrics": print}, "compute_metrics cannot be used: logits are never held as a whole, and rows are not padded. Metrics are in the log; others can be added in `loss_of`."),
-    ("DPO", {"train_dataset": rows(prompt="a", chosen="b")}, "The examples have the columns ['chosen', 'prompt']. Preferences need 'chosen' and 'rejected' (with 'prompt', or a common beginning); 'prompt',"),
-    ("DPO", {"train_dataset": rows(text="a")}, "The examples have the columns ['text']. Preferences need 'chosen' and 'rejected' (with 'prompt', or a common beginning); 'prompt',"),
+    ("DPO", {"train_dataset": rows(prompt="a", chosen="b")}, "The examples have the columns ['chosen', 'prompt']. DPO needs 'chosen' and 'rejected' (with 'prompt', or a common beginning)."),
+    ("DPO", {"train_dataset": rows(text="a")}, "The examples have the columns ['text']. DPO needs 'chosen' and 'rejected' (with 'prompt', or a common beginning)."),
+    ("DPO", {"train_dataset": LABELLED}, "The examples have the columns ['completion', 'label', 'prompt']. DPO needs 'chosen' and 'rejected' (with 'prompt', or a common beginning). Answers with a label are for KTO (`trl kto`)."),
+    ("DPO", {"train_dataset": rows(prompt="a", answers=["b", "c"], ranks=[0, 1])}, "The examples have the columns ['answers', 'prompt', 'ranks']. DPO needs 'chosen' and 'rejected' (with 'prompt', or a common beginning). Ranked answers are for reward models"),
+    ("KTO", {"train_dataset": rows(prompt="a", answers=["b", "c"], ranks=[0, 1])}, "The examples have the columns ['answers', 'prompt', 'ranks']. KTO needs 'prompt', 'completion' and 'label'; or 'chosen' and 'rejected' (with 'prompt', or a common beginning). Ranked answers are for"),
+    # Conversations without what is trained on, or without a value.
+    ("SFT", {"train_dataset": rows(messages=CHAT), "args": {"assistant_only_loss": True}}, "None of the 4 rows has a token to train on. assistant_only_loss=True trains on messages of the role 'assistant'; row 0 has the roles user."),
+    ("SFT", {"train_dataset": rows(messages=[*CHAT, {"role": "asistant", "content": "b"}]), "args": {"assistant_only_loss": True}}, "Row 0 of the dataset: assistant_only_loss=True trains on messages of the role 'assistant', but this row has the roles user, asistant. Write 'assistant' instead of 'asistant'."),
+    ("SFT", {"train_dataset": rows(messages=[*CHAT, {"role": "model", "content": "b"}]), "args": {"expand_turns": True}}, "Row 0 of the dataset: expand_turns=True trains on messages of the role 'assistant', but this row has the roles user, model. Write 'assistant' instead of 'model'."),
+    ("SFT", {"train_dataset": rows(messages=CHAT), "args": {"expand_turns": True}}, "No row has a token to train on. expand_turns=True trains on messages of the role 'assistant'; row 0 has the roles user."),
+    ("SFT", {"train_dataset": Dataset.from_dict({"prompt": ["a", "b"], "completion": ["c", None]})}, "Row 1 of the dataset: 'completion' is missing. Remove such rows, for example with dataset.filter(lambda row: row['completion'])."),
+    ("SFT", {"train_dataset": Dataset.from_dict({"messages": [CHAT, None]})}, "Row 1 of the dataset: 'messages' is missing. Remove such rows,"),
+    ("SFT", {"train_dataset": rows(messages=[*CHAT, {"role": "assistant", "content": None}])}, "Row 0 of the dataset: 'messages' has no 'content' in message 1."),
+    ("DPO", {"train_dataset": Dataset.from_dict({"prompt": ["a", "b"], "chosen": ["c", "d"], "rejected": ["e", None]})}, "Row 1 of the dataset: 'rejected' is missing. Remove such rows,"),
+    ("KTO", {"train_dataset": rows(prompt=CHAT, completion=[{"role": "assistant", "content": None}], label=True)}, "Row 0 of the dataset: 'completion' has no 'content' in message 0."),
+    # Chat templates.
+    ("SFT", {"train_dataset": rows(messages=CHAT), "processing_class": without("chat_template")}, "Row 0 of the dataset: The tokenizer has no chat template, which conversations need. Give one by chat_template_path='FILE.jinja' (SFT, DPO, KTO, reward models), or"),
+    ("SFT", {"train_dataset": rows(messages=CHAT), "processing_class": with_template("{% for m in messages %}\n{{ m['content'] }")}, "Row 0 of the dataset: line 2 of the chat template: unexpected '}'"),
+    ("SFT", {"train_dataset": rows(messages=CHAT), "processing_class": with_template("a\nb\n{{ messages[0]['content'] + 1 }}")}, "Row 0 of the dataset: line 3 of the chat template: TypeError: can only concatenate str (not \"int\") to str"),
+    ("RLOO", {"train_dataset": rows(prompt=CHAT), "processing_class": with_template("\n{{ messages | nothing }}")}, "cannot be tokenized: line 2 of the chat template: No filter named 'nothing'."),
     ("DPO", {"train_dataset": rows(prompt="a", chosen=CHAT + REPLY, rejected=REPLY)}, "Row 0 of the dataset: 'chosen' begins with a message of the user that 'prompt' does not have: it is unclear whether it belongs to the prompt."),
     ("DPO", {"train_dataset": rows(prompt=CHAT, chosen=CHAT, rejected=REPLY)}, "Row 0 of the dataset: 'chosen' repeats 'prompt' and has no answer to it."),
     ("DPO", {"args": {"max_length": 2}}, "None of the 4 rows has a token to train on with max_length=2. Raise the limit, or check the masks of the dataset."),
     ("DPO", {"ref_model": 3}, "ref_model must be a name or a transformers model, not int."),
     ("DPO", {"ref_model": "./absent"}, "The model './absent' is neither a folder with a config.json nor on the hub: Repo id must use alphanumeric chars, '-', '_' or '.'."),
-    ("KTO", {"train_dataset": PAIRS.remove_columns("rejected")}, "The examples have the columns ['chosen', 'prompt']. Preferences need 'chosen' and 'rejected' (with 'prompt', or a common beginning); 'prompt',"),
+    ("KTO", {"train_dataset": PAIRS.remove_columns("rejected")}, "The examples have the columns ['chosen', 'prompt']. KTO needs 'prompt', 'completion' and 'label'; or 'chosen' and 'rejected' (with 'prompt', or a common beginning)."),
     ("KTO", {"train_dataset": rows(prompt="a", completion="b", label=None)}, "Row 0 of the dataset: the label must be True or False, not None."),
     ("KTO", {"train_dataset": rows(prompt="a", completion="b", label=True)}, "Row 0 has no partner: the KL estimate needs rows of other examples with other completions."),
-    ("Reward", {"train_dataset": LABELLED}, "Reward models learn from pairs ('chosen' and 'rejected') or ranked answers ('answers' and 'ranks');"),
+    # Contents that no trainer reads.
+    ("SFT", {"train_dataset": rows(messages=IMAGE)}, "Row 0 of the dataset: 'messages' has 'image' content, which is not available in this release, in message 0."),
+    ("SFT", {"train_dataset": rows(prompt=IMAGE, completion=REPLY)}, "Row 0 of the dataset: 'prompt' has 'image' content, which is not available in this release, in message 0."),
+    ("DPO", {"train_dataset": rows(prompt=IMAGE, chosen="a", rejected="b")}, "Row 0 of the dataset: 'prompt' has 'image' content, which is not available"),
+    ("KTO", {"train_dataset": rows(prompt=CHAT, completion=IMAGE, label=True)}, "Row 0 of the dataset: 'completion' has 'image' content, which is not available"),
+    ("Reward", {"train_dataset": rows(chosen=IMAGE, rejected=REPLY)}, "Row 0 of the dataset: 'chosen' has 'image' content, which is not available"),
+    ("RLOO", {"train_dataset": rows(prompt=IMAGE)}, "The prompt of row 0 of train_dataset ([{'role': 'user', 'content': [{'type': 'image', 'image': 'a.png'}]}]) has 'image' content, which is not available"),
+    ("SFT", {"train_dataset": rows(text="a", images=["a.png"])}, "train_dataset has the column 'images': images are not available in this release. Remove the column to train on text."),
+    ("SFT", {"train_dataset": stream_of(text="a", image="a.png"), "args": {"max_steps": 1}}, "The dataset has the column 'image': images are not available in this release."),
+    ("RLOO", {"train_dataset": stream_of(prompt="a", image="a.png"), "args": {"max_steps": 1}}, "Row 0 of train_dataset has the column 'image': images are not available in this release."),
+    ("SFT", {"train_dataset": rows(messages=[{"role": "user", "content": [{"type": "input_text", "text": "a"}]}])}, "Row 0 of the dataset: the content of a message of the user has a part 'input_text', but the chat template reads text alone:"),
+    ("RLOO", {"train_dataset": rows(prompt=[{"role": "user", "content": ["a"]}])}, "cannot be tokenized: the content of a message of the user has a part 'a', but the chat template reads text alone:"),
+    ("Reward", {"train_dataset": LABELLED}, "The examples have the columns ['completion', 'label', 'prompt']. A reward model needs 'chosen' and 'rejected' (with 'prompt', or a common beginning); or 'prompt', 'answers' and 'ranks'."),
     ("Reward", {"train_dataset": rows(prompt="a", answers=["b", "c"], ranks=[1])}, "Row 0 of the dataset: 2 answers need as many ranks, not 1."),
 ]
 
@@ -501,5 +542,7 @@ WARNED_TRAINERS = [
     ("RLOO", {"peft_config": lora(), "args": {"learning_rate": 1e-6}}, "learning_rate=1e-06 is the default for training all weights."),
     ("RLOO", {"reward_funcs": not_a_number}, "The reward function 'not_a_number' returned NaN on the first row; return None for completions it cannot score."),
     ("RLOO", {"args": {"max_prompt_length": 1, "long_prompts": "cut-left"}}, "train_dataset: 4 of 4 prompts have more than 1 token (max_prompt_length=1) and are cut on the left."),
+    ("RLOO", {"train_dataset": rows(prompt="ab", completions="c")}, "train_dataset: reward functions do not get the column 'completions', because their argument of this name is something else. Rename it: dataset.rename_column('completions', 'dataset_completions')."),
+    ("GRPO", {"eval_dataset": rows(prompt="ab", log_extra="c"), "args": {"num_generations": 4}}, "eval_dataset: reward functions do not get the column 'log_extra', because their argument"),
     ("SFT", {"args": {"max_length": 2}, "train_dataset": rows(text="abc")}, "4 of 4 rows longer than max_length=2 (long_rows='keep_start'): 8 tokens left out, 8 of them trained."),
 ]

@@ -166,3 +166,53 @@ def test_how_many_words_a_tokenizer_remembers():
         remember_words(tokenizer.backend_tokenizer, count)
         assert tokenizer(texts)["input_ids"] == before
     remember_words(tiny_tokenizer().backend_tokenizer, 5)  # whose kind may remember none
+
+
+def parts(*texts, **others):
+    return [{"type": "text", "text": text, **others} for text in texts]
+
+
+BY_PART = (
+    "{% for m in messages %}<{{ m['role'] }}>{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for p in m['content'] %}{{ 'IMAGE' if 'image' in p else p['text'] }}|"
+    "{% endfor %}{% endif %}<end>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (None, "<user>hi you<end><assistant>yes<end>"),
+        (BY_PART, "<user>hi| you|<end><assistant>yes<end>"),
+        # One that refuses lists, and one that writes them as JSON.
+        (
+            "{% for m in messages %}{{ m['role'] + ':' + m['content'] }};{% endfor %}",
+            "user:hi you;assistant:yes;",
+        ),
+        (
+            "{% for m in messages %}{{ m['content'] | tojson }};{% endfor %}",
+            '"hi you";"yes";',
+        ),
+    ],
+)
+def test_text_parts_are_joined_unless_the_template_reads_parts(template, expected):
+    """Datasets give parts all keys of all parts, absent ones as None."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
+    user = {"role": "user", "content": parts("hi", " you", image=None)}
+    chat = [user, {"role": "assistant", "content": "yes"}]
+    encoder = TextEncoder(tokenizer)
+    assert encoder.render_all([chat], [{}]) == [expected]
+    assert user["content"] == parts("hi", " you", image=None), "not modified"
+    if template is None:
+        assert encoder.render_prompts([[user]], [{}]) == ["<user>hi you<end><assistant>"]
+
+
+def test_contents_without_text():
+    render = lambda *chat: TextEncoder(tiny_tokenizer()).render_all([chat], [{}])[0]  # noqa: E731
+    assert render({"role": "assistant", "content": []}) == "<assistant><end>"
+    result = {"role": "tool", "content": [{"temperature": 3}]}
+    assert render(result) == "<tool>[{'temperature': 3}]<end>"
+    for content in (["hi"], [{"type": "input_text", "text": "hi"}], [{"type": "text"}]):
+        with pytest.raises(ValueError, match="of the user has a part '.*but the chat template re"):
+            render({"role": "user", "content": content})

@@ -158,8 +158,18 @@ def test_the_form_of_prompts():
     call = {"role": "assistant", "content": None, "tool_calls": [{}]}
     for good in ("", "a", [{"role": "user", "content": "a"}, call]):
         assert malformed_prompt(good) is None
-    for bad in (None, 3, [], ["a"], [{"content": "a"}], [call, {"role": "user", "content": None}]):
+    unspoken = {"role": "user", "content": None}
+    for bad in (None, 3, [], ["a"], [call, "a"], [{"content": "a"}], [call, unspoken]):
         assert malformed_prompt(bad)
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "input_audio", "video"])
+def test_parts_that_are_no_text_are_named(kind):
+    blocks = [{"type": "text", "text": "a"}, {"type": kind, kind: "x.png"}]
+    problem = malformed_prompt([USER, {"role": "user", "content": blocks}])
+    assert problem == (
+        f"has {kind!r} content, which is not available in this release, in message 1."
+    )
 
 
 OLD = [{"from": "user", "value": "a"}, {"from": "assistant", "value": "b"}]

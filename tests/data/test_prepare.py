@@ -57,7 +57,9 @@ def test_cutting_agrees_with_cutting_by_hand(masks, size, long_rows):
                 expected.append((ids, kept))
     table = table_of(masks)
     if not expected:
-        with pytest.raises(ValueError, match=f"None of the {len(masks)} rows .*={size}"):
+        is_cut = any(len(mask) > size for mask in masks)
+        blamed = f"with max_length={size}. Raise the limit" if is_cut else "on. Check the masks"
+        with pytest.raises(ValueError, match=f"None of the {len(masks)} rows .*{blamed}"):
             SupervisedDataset(table, size, long_rows).checked(f"max_length={size}")
         return
     found = SupervisedDataset(table, size, long_rows)

@@ -1,14 +1,20 @@
 import pytest
 from bpe import CHATML, MARKED, THINKING, bpe_tokenizer
 from tiny import save_tiny, tiny_model, tiny_tokenizer
+from transformers import AutoTokenizer
 
+from trl.data.encode import TextEncoder
 from trl.data.templates import (
     clone_chat_template,
     get_training_chat_template,
     has_generation_markers,
+    naming_template,
     read_response,
+    read_template,
     reads_responses,
 )
+
+USER = {"role": "user", "content": "ask"}
 
 
 def test_markers_are_seen():
@@ -101,3 +107,30 @@ def test_the_parts_of_a_turn():
     message = {"role": "assistant", "reasoning_content": "2+2", "content": "4"}
     assert read_response(tokenizer, prompt, tiny_ids("(2+2)4")) == message
     assert read_response(tokenizer, prompt, tiny_ids("(2+2)"))["content"] == ""
+
+
+def test_a_broken_file_of_a_template_names_its_line(tmp_path):
+    path = tmp_path / "broken.jinja"
+    path.write_text("{% for m in messages %}\n{{ m['content'] }\n{% endfor %}")
+    with pytest.raises(ValueError) as caught:
+        read_template(str(path))
+    assert str(caught.value) == f"chat_template_path='{path}': line 2 is broken: unexpected '}}'"
+    path.write_text("{{ raise_exception('begin with a system message') }}")
+    assert read_template(str(path)) == path.read_text(), "it may refuse a conversation"
+
+
+def test_errors_of_a_template_name_its_file_and_line(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}\n{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("\n\n{{ messages[0]['content'] + 1 }}")
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    with pytest.raises(ValueError) as caught:
+        TextEncoder(loaded).render_all([[USER]], [{}])
+    file = tmp_path / "chat_template.jinja"
+    assert str(caught.value).startswith(f"line 3 of the chat template {file}: TypeError: can only")
+    loaded.chat_template = "\n{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match="^line 2 of the chat template: roles must alternate"):
+        TextEncoder(loaded).render_all([[USER]], [{}])
+    with pytest.raises(KeyError), naming_template(loaded):  # not of the template
+        raise KeyError

@@ -88,7 +88,7 @@ BAD = [
     ({"prompt": None}, "is missing. Remove such rows, for example with dataset.filter"),
     ({"prompt": [USER, {"role": "assistant"}]}, "has no 'content' in message 1"),
     ({"prompt": [USER, {"content": "a"}]}, "has no 'role' in message 1"),
-    ({"prompt": [USER, {"role": "refused", "content": "a"}]}, "tokenized: TemplateError: no such"),
+    ({"prompt": [USER, {"role": "refused", "content": "a"}]}, "tokenized: line 1 of the chat temp"),
 ]
 
 

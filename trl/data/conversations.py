@@ -1,5 +1,6 @@
 """Prompts and answers in one form: both text or both messages, with the prompt standing once."""
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,23 @@ def as_messages(messages: Any, column: str = "messages") -> Chat:
     if not any("from" in message for message in messages):
         return turns
     return [turn | {"role": ROLES.get(turn["role"], turn["role"])} for turn in turns]
+
+
+def check_roles(chat: Chat, option: str) -> None:
+    """Refuse a conversation without a turn of the assistant whose role is only misspelt.
+
+    `option` is what trains on such turns, in the ValueError.
+    """
+    roles = list(dict.fromkeys(message["role"] for message in chat))
+    if "assistant" in roles:
+        return
+    misspelt = [role for role in roles if ROLES.get(role.lower()) == "assistant"]
+    misspelt += difflib.get_close_matches("assistant", roles)
+    if misspelt:
+        raise ValueError(
+            f"{option}=True trains on messages of the role 'assistant', but this row has the roles "
+            f"{', '.join(roles)}. Write 'assistant' instead of {misspelt[0]!r}."
+        )
 
 
 def align_answers(prompt: Any, answers: Mapping[str, Any]) -> tuple[Any, list[Any]]:

@@ -14,7 +14,8 @@ import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..ops.masking import common_prefix_length
-from .formats import Processor, prepare_multimodal_messages, prompt_ending
+from .formats import Processor, prepare_multimodal_messages, prompt_ending, text_of_parts
+from .templates import naming_template, reads_parts
 
 Ids = list[int]
 Chat = Sequence[dict[str, Any]]
@@ -39,6 +40,7 @@ class TextEncoder:
         self._is_processor = self.tokenizer is not processing_class
         self._template = processing_class.chat_template if self._is_processor else None
         self._core = self.tokenizer.backend_tokenizer if self.tokenizer.is_fast else None
+        self._reads_parts: dict[str, bool] = {}  # by template
         # Without words, a character may change tokens far from it.
         self._splits_words = self._core is not None and self._core.pre_tokenizer is not None
 
@@ -152,7 +154,8 @@ class TextEncoder:
         found: list[str] = []
         for same, prepared in self._alike(chats, options):
             given = {"chat_template": self._template, **same, **ending}
-            found += self.tokenizer.apply_chat_template(prepared, tokenize=False, **given)
+            with naming_template(self.tokenizer, self._template):
+                found += self.tokenizer.apply_chat_template(prepared, tokenize=False, **given)
         return found
 
     def render_prompts(self, prompts: Sequence[Chat], options: Sequence[Options]) -> list[str]:
@@ -168,12 +171,13 @@ class TextEncoder:
         texts: list[str] = []
         spans: list[list[tuple[int, int]]] = []
         for same, prepared in self._alike(chats, options):
-            found, marked = render_jinja_template(
-                [[{k: v for k, v in m.items() if v is not None} for m in c] for c in prepared],
-                chat_template=self.chosen_template(same),
-                return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map | dict(same),
-            )
+            with naming_template(self.tokenizer, self._template):
+                found, marked = render_jinja_template(
+                    [[{k: v for k, v in m.items() if v is not None} for m in c] for c in prepared],
+                    chat_template=self.chosen_template(same),
+                    return_assistant_tokens_mask=True,
+                    **self.tokenizer.special_tokens_map | dict(same),
+                )
             texts, spans = texts + found, spans + marked
         return texts, spans
 
@@ -181,12 +185,53 @@ class TextEncoder:
         self, chats: Sequence[Chat], options: Sequence[Options]
     ) -> Iterator[tuple[Options, list[Chat]]]:
         """Runs of conversations with equal options, which are rendered much faster in one call."""
-        prepare: Any = prepare_multimodal_messages if self._is_processor else list
         for same, rows in groupby(zip(chats, options, strict=True), key=itemgetter(1)):
-            yield same, [prepare(chat) for chat, _ in rows]
+            yield same, [self._with_contents(chat, same) for chat, _ in rows]
+
+    def _with_contents(self, chat: Chat, options: Options) -> Chat:
+        """A conversation with contents as the template reads them: parts, or their text."""
+        if self._is_processor:
+            return prepare_multimodal_messages(list(chat))
+        if not any(isinstance(message.get("content"), list) for message in chat):
+            return list(chat)
+        template = self.chosen_template(options)
+        if template not in self._reads_parts:
+            self._reads_parts[template] = reads_parts(self.tokenizer, template)
+        return list(map(with_parts if self._reads_parts[template] else with_text, chat))
 
     def chosen_template(self, options: Options) -> str:
         return self.tokenizer.get_chat_template(self._template, options.get("tools"))
+
+
+def with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with the text of its parts as content, for templates that read text alone.
+
+    Results of tools may be any list; other parts than text are a ValueError.
+    """
+    content = text_of_parts(message.get("content"))
+    if isinstance(content, list) and message["role"] != "tool":
+        kinds = [part.get("type") if isinstance(part, dict) else part for part in content]
+        kind = next((kind for kind in kinds if kind != "text"), "text without text")
+        raise ValueError(
+            f"the content of a message of the {message['role']} has a part {kind!r:.40}, but the "
+            "chat template reads text alone: a string, or parts such as "
+            '{"type": "text", "text": "..."}.'
+        )
+    return message | {"content": content}
+
+
+def with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose parts have no keys without value, which datasets add to them."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    parts = [
+        {key: value for key, value in part.items() if value is not None}
+        if isinstance(part, dict)
+        else part
+        for part in content
+    ]
+    return message | {"content": parts}
 
 
 def whole_texts(texts: Sequence[str]) -> list[list[Span]]:

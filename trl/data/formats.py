@@ -1,7 +1,7 @@
 """Conversational and plain examples: telling them apart, converting, rendering, pairing them."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias, TypeVar
@@ -165,16 +165,20 @@ def malformed_prompt(prompt: Any, column: str = "prompt") -> str | None:
         return f"{'is missing' if prompt is None else 'has no messages'}. {advice}"
     if not is_conversational({"prompt": prompt}):
         return "must be a string or a list of messages with 'role' and 'content'."
-    for place, message in enumerate(prompt):
-        if not isinstance(message, dict):
-            return f"has {message!r:.40} as message {place}, which is no message."
-        if not message.get("role"):
-            return f"has no 'role' in message {place}."
-        if all(message.get(name) is None for name in SPOKEN):
-            return f"has no 'content' in message {place}."
-        if (problem := unavailable_part(message)) is not None:
-            return f"has {problem} in message {place}."
-    return None
+    problems = ((place, malformed_message(message)) for place, message in enumerate(prompt))
+    first = next(((place, problem) for place, problem in problems if problem), None)
+    return f"has {first[1]} in message {first[0]}." if first else None
+
+
+def malformed_message(message: Any) -> str | None:
+    """Say what is wrong with a message, if something is: no role, nothing in it, or an image."""
+    if not isinstance(message, dict):
+        return f"{message!r:.40} instead of 'role' and 'content'"
+    if not message.get("role"):
+        return "no 'role'"
+    if all(message.get(name) is None for name in SPOKEN):
+        return "no 'content'"
+    return unavailable_part(message)
 
 
 def unavailable_part(message: Row) -> str | None:
@@ -186,16 +190,13 @@ def unavailable_part(message: Row) -> str | None:
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and any(media in kind for media in MEDIA):
-            return (
-                f"a part of type {kind!r}, which is not available in this release; take it out, or "
-                "leave the row out"
-            )
+            return f"{kind!r} content, which is not available in this release,"
     return None
 
 
 def text_of_parts(content: Any) -> Any:
     """Join the parts of a content that has text parts alone; return any other as it is."""
-    if not isinstance(content, list) or not content:
+    if not isinstance(content, list):
         return content
     texts = [_text_of_part(part) for part in content]
     return content if None in texts else "".join(filter(None, texts))
@@ -206,6 +207,15 @@ def _text_of_part(part: Any) -> str | None:
         return None
     text = part.get("text")
     return text if isinstance(text, str) else None
+
+
+def refuse_media_columns(name: str, columns: Iterable[str]) -> None:
+    """Raise a NotImplementedError if columns of the dataset of this name have images."""
+    if images := sorted(set(MEDIA_COLUMNS) & set(columns)):
+        raise NotImplementedError(
+            f"{name} has the column {images[0]!r}: images are not available in this release. "
+            "Remove the column to train on text."
+        )
 
 
 def extract_prompt(example: Row) -> Row:

@@ -37,21 +37,45 @@ KINDS = {
     "pair": {"chosen", "rejected"},
     "labelled": {"prompt", "completion", "label"},
 }
+COLUMNS = {
+    "pair": "'chosen' and 'rejected' (with 'prompt', or a common beginning)",
+    "labelled": "'prompt', 'completion' and 'label'",
+    "ranked": "'prompt', 'answers' and 'ranks'",
+}
+USERS = {
+    "pair": "Pairs are for DPO, KTO and reward models.",
+    "labelled": "Answers with a label are for KTO (`trl kto`).",
+    "ranked": "Ranked answers are for reward models (`trl reward`).",
+}
 ANSWERS = ("chosen", "rejected", "completion")
 Answers = tuple[Ids, list[Ids], bool]  # prompt, answers, whether a token stands for both
 
 
-def kind_of_preferences(example: Mapping[str, Any]) -> str:
-    """Say what the examples of a dataset are, from the first: a key of `KINDS`, or a ValueError."""
+@dataclass(frozen=True)
+class Learner:
+    """Who learns from preferences, as messages call it, and from which `kinds`, keys of `KINDS`."""
+
+    name: str = "Learning from preferences"
+    kinds: tuple[str, ...] = ("pair", "labelled", "ranked")
+
+
+ANYONE = Learner()
+
+
+def kind_of_preferences(example: Mapping[str, Any], learner: Learner = ANYONE) -> str:
+    """Say what the examples of a dataset are, from the first: a kind that the `learner` takes.
+
+    ValueError: they are none of these.
+    """
     names = {_plain(name) for name in example}
-    found = next((kind for kind, needed in KINDS.items() if needed <= names), None)
-    if found is None:
-        raise ValueError(
-            f"The examples have the columns {sorted(example)}. Preferences need 'chosen' and "
-            "'rejected' (with 'prompt', or a common beginning); 'prompt', 'completion' and "
-            "'label'; or 'prompt', 'answers' and 'ranks'."
-        )
-    return found
+    fitting = [kind for kind, needed in KINDS.items() if needed <= names]
+    if chosen := [kind for kind in fitting if kind in learner.kinds]:
+        return chosen[0]
+    needed = "; or ".join(COLUMNS[kind] for kind in learner.kinds)
+    users = "".join(f" {USERS[kind]}" for kind in fitting)
+    raise ValueError(
+        f"The examples have the columns {sorted(example)}. {learner.name} needs {needed}.{users}"
+    )
 
 
 def _plain(name: str) -> str:
@@ -74,21 +98,13 @@ def _with_answers(row: dict[str, Any], kind: str) -> dict[str, Any]:
     """Any example as a prompt with answers and their ranks, of which the lowest is the best."""
     is_tokenized = any(OLD_NAMES.get(name, name).endswith("_ids") for name in row)
     row = {_plain(name): value for name, value in row.items()}
-    if kind == "pair":
-        row |= {"ranks": [0, 1], "label": None}
-        answers = {name: row[name] for name in ("chosen", "rejected")}
-    elif kind == "labelled":
-        if row.get("label") not in (True, False):
-            raise ValueError(f"the label must be True or False, not {row.get('label')!r}.")
-        row |= {"ranks": [0], "label": bool(row["label"])}
-        answers = {"completion": row["completion"]}
-    else:
-        row |= {"ranks": _ranks(row), "label": None}
-        answers = {f"answers[{i}]": answer for i, answer in enumerate(row["answers"])}
-    if is_tokenized:
+    if is_tokenized and kind == "pair":
         row |= maybe_extract_prompt(row)
-        values = [row["chosen"], row["rejected"]] if kind == "pair" else list(answers.values())
-        return row | {"answers": values}
+    answers = _answers(row, kind)
+    ranks = _ranks(row) if kind == "ranked" else list(range(len(answers)))
+    row |= {"ranks": ranks, "label": _label(row) if kind == "labelled" else None}
+    if is_tokenized:
+        return row | {"answers": list(answers.values())}
     if kind == "pair" and row.get("prompt") is None:
         prompt, values = _without_prompt(answers)
     else:
@@ -96,10 +112,23 @@ def _with_answers(row: dict[str, Any], kind: str) -> dict[str, Any]:
     return row | {"prompt": prompt, "answers": values}
 
 
-def _ranks(row: Row) -> list[int]:
+def _answers(row: Row, kind: str) -> dict[str, Any]:
+    """The answers of an example, as messages call them."""
+    if kind != "ranked":
+        return {name: row[name] for name in ANSWERS if name in KINDS[kind]}
     for column in ("answers", "ranks"):
         if not row[column]:
             raise ValueError(f"{column!r} is {row[column]!r}: it must be a list of at least one.")
+    return {f"answers[{i}]": answer for i, answer in enumerate(row["answers"])}
+
+
+def _label(row: Row) -> bool:
+    if row["label"] not in (True, False):
+        raise ValueError(f"the label must be True or False, not {row['label']!r}.")
+    return bool(row["label"])
+
+
+def _ranks(row: Row) -> list[int]:
     answers, ranks = len(row["answers"]), len(row["ranks"])
     if answers != ranks:
         raise ValueError(f"{answers} answers need as many ranks, not {ranks}.")
@@ -140,15 +169,20 @@ def encode_preferences(
 
 
 def prepare_preferences(
-    dataset: D, encoder: TextEncoder, unpaired: bool = False, num_proc: int | None = None
+    dataset: D,
+    encoder: TextEncoder,
+    unpaired: bool = False,
+    num_proc: int | None = None,
+    learner: Learner = ANYONE,
 ) -> D:
     """Encode pairs, labelled or ranked answers, of strings, messages or ids, in full length.
 
     The first row decides what all are; what answers have in common is in the prompt. With
-    `unpaired`, each pair becomes two labelled rows. ValueError: as of `prepare_supervised`.
+    `unpaired`, each pair becomes two labelled rows. ValueError: as of `prepare_supervised`, or the
+    dataset is not for this `learner`.
     """
     example = first_row(dataset)
-    kind = kind_of_preferences(example)
+    kind = kind_of_preferences(example, learner)
     warn_of_repeated_prompt(example, [name for name in ANSWERS if name in example])
     encode = partial(encode_preferences, kind=kind, encoder=encoder, unpaired=unpaired)
     return prepared(dataset, encode, FEATURES, [kind, unpaired, encoder.digest], num_proc)

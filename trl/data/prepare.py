@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ..text import count
 from .conversations import warn_of_repeated_prompt
 from .encode import TextEncoder
-from .formats import Row
+from .formats import Row, refuse_media_columns
 from .json_columns import json_decoder, to_rows
 from .packing import pieces
 from .rows import Document
@@ -134,6 +134,7 @@ def first_row(dataset: Dataset | IterableDataset) -> Row:
     """The row that decides what the examples of a dataset are; a ValueError if there is none."""
     if (found := next(iter(dataset), None)) is None:
         raise ValueError("The dataset has no rows.")
+    refuse_media_columns("The dataset", found)  # of a stream that did not say what it has
     return found
 
 
@@ -213,14 +214,17 @@ class ItemDataset:
         """Make an item; a negative place gives one that does not count (see `share_of_rank`)."""
         return self.item(place) if place >= 0 else replace(self.item(~place), counts=False)
 
-    def checked(self, limits: str) -> Self:
-        """Say what was cut; having no item left is a ValueError."""
+    def checked(self, limits: str, advice: str = "Check the masks of the dataset.") -> Self:
+        """Say what was cut; having no item left is a ValueError.
+
+        It has this advice, unless rows are over the `limits`.
+        """
         if not len(self):
-            raise ValueError(
-                f"None of the {self.report.rows} rows has a token to train on"
-                + f" with {limits}." * bool(limits)
-                + " Raise the limit, or check the masks of the dataset."
-            )
+            if is_cut := bool(limits and self.report.long):
+                advice = "Raise the limit, or check the masks of the dataset."
+            rows = f"None of the {self.report.rows} rows" if self.report.rows else "No row"
+            with_limits = f" with {limits}" * is_cut
+            raise ValueError(f"{rows} has a token to train on{with_limits}. {advice}")
         for line in self.report.lines(limits):
             logger.warning(line)
         return self

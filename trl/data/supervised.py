@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from ..ops.masking import common_prefix_length
-from .conversations import Chat, align_answers, as_messages
+from .conversations import Chat, align_answers, as_messages, check_roles
 from .encode import Ids, Marked, Masked, Options, Span, TextEncoder, template_options, whole_texts
 from .formats import Row
 from .rows import IGNORED
@@ -59,12 +59,28 @@ class SupervisedOptions:
         conversational = _is_chat(kind, example)
         masked = kind == "tokenized" and "assistant_masks" in example
         if self.expand_turns > conversational or self.assistant_only_loss > conversational + masked:
-            name = "expand_turns" if self.expand_turns else "assistant_only_loss"
             raise ValueError(
-                f"{name}=True needs conversations (messages with role and content); the examples "
-                f"have {sorted(example)}."
+                f"{self.turns_option}=True needs conversations (messages with role and content); "
+                f"the examples have {sorted(example)}."
             )
         return kind
+
+    @property
+    def turns_option(self) -> str | None:
+        """The option that trains on messages of the assistant alone, if one is set."""
+        chosen = (name for name in ("expand_turns", "assistant_only_loss") if getattr(self, name))
+        return next(chosen, None)
+
+    def advice(self, example: Mapping[str, Any]) -> str:
+        """What to do if a dataset, with this first row, has nothing to train on."""
+        chat = example.get("messages") or example.get("conversations")
+        if self.turns_option is None or not isinstance(chat, list):
+            return "Check the masks of the dataset."
+        roles = ", ".join(dict.fromkeys(turn["role"] for turn in as_messages(chat)))
+        return (
+            f"{self.turns_option}=True trains on messages of the role 'assistant'; row 0 has the "
+            f"roles {roles}."
+        )
 
     def _kind(self, example: Mapping[str, Any]) -> Kind:
         if "input_ids" in example:
@@ -154,8 +170,7 @@ def _texts(rows: Sequence[Row], kind: Kind, options: SupervisedOptions) -> Marke
 
 
 def _completions(rows: Sequence[Row], options: SupervisedOptions) -> Marked:
-    if options.assistant_only_loss or options.expand_turns:
-        name = "expand_turns" if options.expand_turns else "assistant_only_loss"
+    if (name := options.turns_option) is not None:
         raise ValueError(f"{name}=True needs conversations, but 'completion' is text.")
     texts = [row["prompt"] + row["completion"] for row in rows]
     starts = [0 if options.trains_prompts else len(row["prompt"]) for row in rows]
@@ -168,6 +183,9 @@ def _chats(
     prompts, answers = _conversations(rows, kind)
     chats, settings = list(map(add, prompts, answers)), list(map(template_options, rows))
     skips = kind == "completion" and not options.trains_prompts
+    if (name := options.turns_option) is not None:
+        for chat in chats:
+            check_roles(chat, name)
     if options.expand_turns:
         firsts = [skips * len(prompt) for prompt in prompts]
         expanded = map(partial(expanded_turns, encoder), chats, settings, firsts)

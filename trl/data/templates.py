@@ -2,16 +2,24 @@
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TRAINING = Path(__file__).parents[1] / "templates" / "training_chat_template.jinja"
 USER = {"role": "user", "content": "ask"}
+NO_TEMPLATE = (
+    "The tokenizer has no chat template, which conversations need. Give one by "
+    "chat_template_path='FILE.jinja' (SFT, DPO, KTO, reward models), or as the file "
+    "chat_template.jinja in the folder of the model."
+)
 
 
 def has_generation_markers(template: str | Mapping[str, str]) -> bool:
@@ -96,10 +104,70 @@ def take_template(tokenizer: PreTrainedTokenizerBase, path: str) -> list[str]:
     return [token.content for token in missing]
 
 
+@contextmanager
+def naming_template(
+    tokenizer: PreTrainedTokenizerBase, template: str | None = None
+) -> Iterator[None]:
+    """Let errors of a chat template, by default the tokenizer's, name its file and line.
+
+    No template at all is a ValueError, too.
+    """
+    if template is None and tokenizer.chat_template is None:
+        raise ValueError(NO_TEMPLATE)
+    try:
+        yield
+    except Exception as error:  # templates refuse a conversation by any error
+        if (line := line_of_template(error)) is None:
+            raise
+        where = f"line {line} of the chat template"
+        file = Path(tokenizer.name_or_path, "chat_template.jinja")
+        used = tokenizer.chat_template if template is None else template
+        if file.is_file() and file.read_text(encoding="utf-8") == used:
+            where += f" {file}"
+        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+        raise ValueError(f"{where}: {kind}{error}") from error
+
+
+def line_of_template(error: BaseException) -> int | None:
+    """The line of a chat template that an error comes from, if it comes from one."""
+    if isinstance(error, TemplateSyntaxError):
+        return error.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+    return lines[-1] if lines else None
+
+
+def read_template(path: str) -> str:
+    """Read a chat template from a file; a ValueError names what is wrong with its syntax."""
+    template = Path(path).read_text(encoding="utf-8")
+    try:
+        render_jinja_template([[USER]], chat_template=template)
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"chat_template_path={path!r}: line {error.lineno} is broken: {error.message}"
+        ) from error
+    except Exception:  # it may refuse this conversation
+        pass
+    return template
+
+
 def render_probe(processing_class: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
     """Render a conversation, by default as text; templates may change what they are given."""
     options = {"tokenize": False} | options
     return processing_class.apply_chat_template(copy.deepcopy(messages), **options)
+
+
+def reads_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Whether a chat template writes the text of a content that is a list of parts."""
+    probes = ("first part", "second part")
+    content = [{"type": "text", "text": probe} for probe in probes]
+    chat = [{"role": "user", "content": content}]
+    try:
+        text = render_probe(tokenizer, chat, chat_template=template)
+    except Exception:  # a template refuses what it does not know by any error of its own
+        return False
+    # Templates for text alone write the list itself, as Python or JSON.
+    return all(probe in text for probe in probes) and not re.search(r"""["']type["']""", text)
 
 
 def reads_responses(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..data.formats import malformed_prompt
+from ..data.formats import malformed_prompt, refuse_media_columns
 from ..text import count
 from ..types import Prompts
 
@@ -186,7 +186,8 @@ class PromptEncoder:
         except Exception as error:  # chat templates raise anything
             if len(rows) == 1:
                 number, row = next(iter(rows.items()))
-                problem = f"cannot be tokenized: {type(error).__name__}: {error}"
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                problem = f"cannot be tokenized: {kind}{error}"
                 raise _unusable(name, number, row, problem) from error
         return {number: self._tokenize({number: rows[number]}, name)[number] for number in rows}
 
@@ -220,6 +221,7 @@ def _numbered(dataset: Dataset) -> Iterator[dict[int, Row]]:
 
 def _refuse_malformed(rows: dict[int, Row], name: str) -> None:
     for number, row in rows.items():
+        refuse_media_columns(f"Row {number} of {name}", row)
         if (problem := malformed_prompt(row["prompt"])) is not None:
             raise _unusable(name, number, row, problem)
 

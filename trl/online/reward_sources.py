@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..data.formats import text_of_parts
 from ..distributed import undivided_models
 from ..models.unwrap import causal_model, score_layer
 from ..text import did_you_mean
@@ -77,14 +78,16 @@ class ModelReward:
         return logits[:, 0].float().tolist()
 
     def _text(self, prompt: Any, completion: Any, template_kwargs: dict[str, Any]) -> str:
+        from ..data.encode import TextEncoder  # which conversations alone need
+
         if isinstance(prompt, str):
             return prompt + completion
         messages = [*prompt, *completion]
         if prompt and completion and prompt[-1]["role"] == completion[0]["role"]:
             # The prompt began a reply that the completion goes on with.
-            begun = prompt[-1]["content"] + (completion[0]["content"] or "")
+            begun = text_of_parts(prompt[-1]["content"]) + (completion[0]["content"] or "")
             messages = [*prompt[:-1], completion[0] | {"content": begun}, *completion[1:]]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
+        return TextEncoder(self.tokenizer).render_all([messages], [template_kwargs])[0]
 
 
 RewardSource = FunctionReward | ModelReward

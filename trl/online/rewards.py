@@ -22,8 +22,8 @@ from .reward_sources import ModelReward, RewardSource
 
 RESERVED = ("prompt", "completion", "completion_ids")
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-# What reward functions get besides columns.
-OFFERED = (
+# Arguments of reward functions besides columns: columns of these names are not passed.
+ARGUMENTS = (
     "prompts",
     "completions",
     "completion_ids",
@@ -230,7 +230,7 @@ def _argument_problem(function: Callable[..., Any], keywords: Mapping[str, Any])
         if parameter.kind in NAMED and parameter.default is parameter.empty and name not in keywords
     ]
     if missing:
-        return _missing_column(missing[0], [name for name in keywords if name not in OFFERED])
+        return _missing_column(missing[0], [name for name in keywords if name not in ARGUMENTS])
     return _unexpected([name for name in keywords if name not in signature.parameters])
 
 

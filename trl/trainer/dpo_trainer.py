@@ -5,6 +5,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from ..data.preference_rows import Learner
 from ..data.rows import AnswerRows
 from ..online.metrics import record_accuracy, record_entropy
 from ..ops import preference_losses as objectives
@@ -32,6 +33,7 @@ class DPOTrainer(PreferenceTrainer):
     """
 
     config_class = DPOConfig
+    learner = Learner("DPO", ("pair",))
     method = Method("DPO", "dpo", arxiv="2305.18290")
 
     def before_step(self, batches: list[AnswerRows]) -> list[AnswerRows]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..data.encode import TextEncoder
-from ..data.preference_rows import MismatchedDataset, with_others
+from ..data.preference_rows import Learner, MismatchedDataset, with_others
 from ..data.rows import AnswerRows
 from ..online.metrics import record_entropy
 from ..ops.masking import masked_sum
@@ -57,6 +57,7 @@ class KTOTrainer(PreferenceTrainer):
 
     config_class = KTOConfig
     rows_class: ClassVar[Any] = LabelledRows
+    learner = Learner("KTO", ("labelled", "pair"))
     unpairs = True
     _step: list[LabelledRows]  # the micro-batches that are trained on
     _kl: Tensor | None  # their KL estimate (), once it is known

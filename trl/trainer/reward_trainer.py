@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ..data.encode import TextEncoder
-from ..data.preference_rows import PreferenceLimits, kind_of_preferences
-from ..data.prepare import first_row
+from ..data.preference_rows import Learner, PreferenceLimits
 from ..data.rows import AnswerRows
 from ..models.packed_layout import plain_layout
 from ..models.scorer import Reader
@@ -36,6 +35,7 @@ class RewardTrainer(OfflineTrainer):
     """
 
     config_class = RewardConfig
+    learner = Learner("A reward model", ("pair", "ranked"))
     method = Method("Reward", "reward-trainer", card="reward_model_card.md")
 
     def adapt(self, model: Any, tokenizer: PreTrainedTokenizerBase, args: RewardConfig) -> None:
@@ -57,13 +57,8 @@ class RewardTrainer(OfflineTrainer):
         self, dataset: Any, encoder: TextEncoder, args: RewardConfig, mode: Mode
     ) -> Any:
         """Tokenize, and leave out what is over `max_length`."""
-        if kind_of_preferences(first_row(dataset)) == "labelled":
-            raise ValueError(
-                "Reward models learn from pairs ('chosen' and 'rejected') or ranked answers "
-                "('answers' and 'ranks'); single answers with a label cannot be compared."
-            )
         limits = PreferenceLimits(max_length=args.max_length, truncation_mode="drop")
-        return prepare_answers(dataset, encoder, args, limits)
+        return prepare_answers(dataset, encoder, args, limits, learner=self.learner)
 
     def weigh(self, rows: AnswerRows) -> Tensor:
         """Count the pairs (1,)."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ..data.encode import TextEncoder
-from ..data.prepare import LazySupervisedDataset, SupervisedDataset, prepare_supervised
+from ..data.prepare import LazySupervisedDataset, SupervisedDataset, first_row, prepare_supervised
 from ..data.rows import SupervisedRows, shown
 from ..data.supervised import SupervisedOptions
 from ..models.logit_metrics import LogitMetrics
@@ -82,7 +82,8 @@ class SFTTrainer(OfflineTrainer):
         table = prepare_supervised(dataset, encoder, options, args.dataset_num_proc)
         if isinstance(table, Dataset):
             words = f"max_length={args.max_length} (long_rows={args.row_limit!r})"
-            return SupervisedDataset(table, **limits).checked(words * bool(args.max_length))
+            rows, options_text = SupervisedDataset(table, **limits), words * bool(args.max_length)
+            return rows.checked(options_text, options.advice(first_row(dataset)))
         if args.wrapped_attends_across:
             raise ValueError("wrapped_attends_across=True cannot be used with a stream.")
         if args.row_limit == "wrapped":

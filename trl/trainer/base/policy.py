@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, set_seed
 from transformers.utils import logging
 
+from ...data.formats import refuse_media_columns
 from ...imports import beyond_tested
 from ...models import loading
 from ...models.lm_head import cast_head_to_float32
@@ -167,11 +168,7 @@ def check_dataset(name: str, dataset: Any) -> None:
         raise TypeError(f"{name} must be a datasets.Dataset or IterableDataset, not {kind}.{one}")
     if isinstance(dataset, Dataset) and not len(dataset):
         raise ValueError(f"{name} has no rows.")
-    if images := {"image", "images"} & set(dataset.column_names or ()):
-        raise NotImplementedError(
-            f"{name} has the column {images.pop()!r}: images are not available in this release. "
-            "Remove the column to train on text."
-        )
+    refuse_media_columns(name, dataset.column_names or ())
 
 
 def checked_args(model: Any, args: Any, config_class: type[BaseConfig], method: str = "") -> Any:

@@ -17,7 +17,14 @@ from transformers.utils import logging
 
 from ...data.encode import TextEncoder
 from ...data.packing import MicroBatchSampler, share_of_rank
-from ...data.preference_rows import OLD_NAMES, AnswerDataset, PreferenceLimits, prepare_preferences
+from ...data.preference_rows import (
+    ANYONE,
+    OLD_NAMES,
+    AnswerDataset,
+    Learner,
+    PreferenceLimits,
+    prepare_preferences,
+)
 from ...data.prepare import ItemDataset, items_of
 from ...data.rows import AnswerRows
 from ...distributed import Ranks
@@ -77,12 +84,13 @@ def prepare_answers(
     args: OfflineConfig,
     limits: PreferenceLimits,
     unpaired: bool = False,
+    learner: Learner = ANYONE,
 ) -> AnswerDataset | ItemStream:
     """Encode preferences, cut them to length, say what was cut; it is an error if none is left."""
     if old := sorted(set(dataset.column_names or ()) & set(OLD_NAMES)):
         words = ", ".join(f"{name} is now {OLD_NAMES[name]}" for name in old)
         warnings.warn(f"Columns of the dataset: {words}.", FutureWarning, stacklevel=2)
-    table = prepare_preferences(dataset, encoder, unpaired, args.dataset_num_proc)
+    table = prepare_preferences(dataset, encoder, unpaired, args.dataset_num_proc, learner)
     if isinstance(table, IterableDataset):
         return ItemStream(table, partial(AnswerDataset, limits=limits))
     return AnswerDataset(table, limits).checked(str(limits))

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ...data.preference_rows import PreferenceLimits
-from ...data.templates import clone_chat_template, take_template
+from ...data.templates import clone_chat_template, read_template, take_template
 from ...models.loading import end_with
 from ...options import option
 from ..base.base_config import BaseConfig, ReferenceOptions
@@ -157,7 +157,7 @@ def set_template(
         if Path(path).suffix in (".jinja", ".j2"):
             if not Path(path).is_file():
                 raise FileNotFoundError(f"chat_template_path={path!r}: there is no such file.")
-            tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+            tokenizer.chat_template = read_template(path)
         elif model is None:
             take_template(tokenizer, path)
         else:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from ...data.encode import TextEncoder
 from ...data.packing import MicroBatchSampler
+from ...data.preference_rows import Learner
 from ...models.patches import attention_implementation
 from ...models.reference import FrozenCopy, ReferencePolicy, whole_weights
 from ...models.unwrap import causal_model
@@ -42,6 +43,7 @@ class PreferenceTrainer(OfflineTrainer):
     """
 
     args: PreferenceConfig
+    learner: ClassVar[Learner]
     uncalled_methods = OFFLINE | PREFERENCE
     unpairs: ClassVar[bool] = False  # whether a pair becomes two answers with a label
     _has_let_go = False  # of the reference
@@ -72,7 +74,7 @@ class PreferenceTrainer(OfflineTrainer):
             raise ValueError(
                 f"{option} needs datasets of known length, but {mode}_dataset is a stream."
             )
-        return prepare_answers(dataset, encoder, args, args.limits, self.unpairs)
+        return prepare_answers(dataset, encoder, args, args.limits, self.unpairs, self.learner)
 
     def begin_training(self) -> None:
         """Compute what is wanted beforehand, and let go of a model that is not needed for more."""

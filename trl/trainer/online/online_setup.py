@@ -6,6 +6,7 @@ from typing import Any
 from datasets import IterableDataset
 
 from ...online.prompts import PromptEncoder, PromptLimit, check_forms
+from ...online.rewards import ARGUMENTS
 from ...online.sampler import RepeatIterableDataset, RepeatSampler
 from ...text import count
 from ...types import Mode
@@ -84,6 +85,13 @@ def _check_prompts(name: str, dataset: Any) -> None:
     columns = dataset.column_names
     if columns is not None and "prompt" not in columns:
         raise ValueError(f"{name} has no 'prompt' column; it has {', '.join(columns)}.")
+    for column in [column for column in ARGUMENTS if column in (columns or ())]:
+        warnings.warn(
+            f"{name}: reward functions do not get the column {column!r}, because their argument of "
+            f"this name is something else. Rename it: dataset.rename_column({column!r}, "
+            f"'dataset_{column}').",
+            stacklevel=2,
+        )
     if not isinstance(dataset, IterableDataset):  # a stream is checked as it is read
         check_forms(name, dataset)
 
