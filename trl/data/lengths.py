@@ -49,12 +49,12 @@ def profile_supervised(
     """Profile a dataset as of `prepare_supervised`; without a pack size, it is the longest row."""
     lengths, report = items(arrow_column(table, "input_ids")), SupervisedDataset(table).report
     starts, ends = pieces(lengths)
-    flags = pc.list_flatten(arrow_column(table, "trained")).to_numpy()
+    flags = pc.list_flatten(arrow_column(table, "trained"))
     trained = trained_in(flags, starts, ends)
     parts = {"prompt": lengths - trained, "trained": trained, "row": lengths}
 
     def cut(size: int) -> dict[str, int]:
-        lost = int(flags[ends[lengths > size] - 1].sum())
+        lost = pc.sum(flags.take(ends[lengths > size] - 1)).as_py() or 0
         return _limit(SupervisedDataset(table, size).report) | {"ends lost": lost}
 
     size = pack_size or int(lengths.max(initial=1))

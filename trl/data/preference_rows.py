@@ -5,7 +5,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from hashlib import blake2b
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from ..ops.preference_losses import kl_partners
 from .conversations import align_answers, as_messages, warn_of_repeated_prompt
 from .encode import Ids, TextEncoder
 from .formats import Row, extract_prompt, malformed_prompt, maybe_extract_prompt
-from .prepare import CutReport, D, ItemDataset, arrow_column, first_row, items, prepared
+from .prepare import BATCH, CutReport, D, ItemDataset, arrow_column, first_row, items, prepared
 from .rows import AnswerGroup
 from .supervised import SupervisedOptions, encode_aligned
 
@@ -252,17 +253,35 @@ class MismatchedDataset(ItemDataset):
     """Answers with a label, each with another example's answer after it (see `kl_partners`)."""
 
     def __init__(self, answers: AnswerDataset, seed: int):
-        self._answers, self.values = answers, answers.values
-        sources, ids = answers.rows["source"][:], [own for (own,) in answers.rows["answers_ids"]]
-        order = np.random.default_rng(seed).permutation(len(ids)).tolist()
-        found = dict(kl_partners((tuple(ids[i]), sources[i], i) for i in order))
-        self.partners = np.array([found[i] for i in range(len(ids))])
-        lengths = answers.lengths + [len(ids[i]) for i in self.partners]
-        super().__init__(answers.rows, lengths, answers.report)
+        self._answers = answers
+        self.values = answers.values
+        sources = answers.rows["source"][:]
+        digests, lengths = answer_digests(answers.rows)
+        order = np.random.default_rng(seed).permutation(len(digests)).tolist()
+        partners = dict(kl_partners((digests[i], sources[i], i) for i in order))
+        self.partners = np.array([partners[i] for i in range(len(digests))])
+        super().__init__(answers.rows, answers.lengths + lengths[self.partners], answers.report)
 
     def item(self, at: int) -> AnswerGroup:
         other = self._answers[int(self.partners[at])]
         return with_mismatched(self._answers[at], other, self._answers.limits)
+
+
+def answer_digests(table: Dataset) -> tuple[list[bytes], np.ndarray]:
+    """Digest and number of tokens of each answer, for rows with one answer each.
+
+    Two answers have equal digests if their ids are equal. A few rows are read at a time.
+    """
+    digests: list[bytes] = []
+    lengths: list[np.ndarray] = []
+    for batch in table.select_columns("answers_ids").with_format("arrow").iter(BATCH):
+        for answers in pc.list_flatten(batch["answers_ids"]).iterchunks():
+            tokens = answers.values.to_numpy()
+            offsets = answers.offsets.to_numpy()
+            lengths.append(np.diff(offsets))
+            for start, stop in pairwise(offsets.tolist()):
+                digests.append(blake2b(tokens[start:stop], digest_size=16).digest())
+    return digests, np.concatenate(lengths)
 
 
 def with_others(items: Iterator[AnswerGroup], limits: PreferenceLimits) -> Iterator[AnswerGroup]:

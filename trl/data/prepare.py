@@ -32,6 +32,7 @@ BATCH = 1000
 # What may become of rows.
 LONG, UNTRAINED = "over a length limit", "left out, with nothing left to train on"
 MERGED = "with a token that stands for characters of both the prompt and what is trained on"
+COUNTED_AT_ONCE = 2**18  # tokens
 ROWS_PER_PROCESS = 10_000  # fewer are done before another process has started
 SUPERVISED = Features(
     input_ids=List(Value("int32")),
@@ -249,8 +250,9 @@ class SupervisedDataset(ItemDataset):
             )
         starts, stops = pieces(lengths, max_length, long_rows)
         self.rows, self._ends = table, np.cumsum(lengths)
-        flags = self._columns[1].to_numpy()
-        trained, full = trained_in(flags, starts, stops), trained_in(flags, *pieces(lengths))
+        flags = self._columns[1]
+        trained = trained_in(flags, starts, stops)
+        full = trained_in(flags, *pieces(lengths))
         self._starts, self._stops = starts[trained > 0], stops[trained > 0]
         kept = self._stops - self._starts
         rows = np.searchsorted(self._ends, self._starts, side="right")
@@ -317,13 +319,24 @@ def items_of(rows: pa.Table, cut: Callable[[Dataset], ItemDataset], losses: Coun
     return found
 
 
-def trained_in(flags: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Count the tokens that `flags` (tokens,) marks in pieces, (pieces,), but for their first."""
-    starts = np.minimum(starts + 1, stops)
-    edges = np.stack([starts, stops], axis=1).ravel()
-    # Sums from each edge to the next one, of which every other belongs to a piece.
-    sums = np.add.reduceat(np.append(flags, False), edges, dtype=np.int64)[::2]
-    return np.where(starts < stops, sums, 0)
+def trained_in(
+    flags: pa.ChunkedArray | np.ndarray, starts: np.ndarray, stops: np.ndarray
+) -> np.ndarray:
+    """Count the tokens that `flags` (tokens,) marks in pieces, (pieces,), but for their first.
+
+    Pieces are in order and do not overlap. Memory does not grow with the tokens: `COUNTED_AT_ONCE`
+    of them are read at a time.
+    """
+    edges = np.stack([np.minimum(starts + 1, stops), stops], axis=1).ravel()
+    marked_before = np.zeros(len(edges), dtype=np.int64)  # flags that are set in front of each edge
+    total = 0
+    for start in range(0, len(flags), COUNTED_AT_ONCE):
+        chunk = np.asarray(flags[start : start + COUNTED_AT_ONCE])
+        sums = np.cumsum(chunk, dtype=np.int64) + total
+        first, last = np.searchsorted(edges, [start + 1, start + len(chunk) + 1])
+        marked_before[first:last] = sums[edges[first:last] - start - 1]
+        total = sums[-1]
+    return marked_before[1::2] - marked_before[::2]
 
 
 def arrow_column(table: Dataset, column: str) -> pa.ChunkedArray:

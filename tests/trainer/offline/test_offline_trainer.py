@@ -1,7 +1,16 @@
 """Runs that are resumed, run out of memory, or meet numbers that are not finite."""
 
+import tracemalloc
+from functools import partial
+
+import dpo_runs
+import kto_runs
+import numpy as np
+import pyarrow as pa
 import pytest
+import reward_runs
 import torch
+from datasets import Dataset, load_from_disk
 from sft_runs import direction, logged, make_trainer, relative, texts, weights
 from tiny import tiny_model
 
@@ -119,3 +128,48 @@ def test_a_loss_of_nan(tmp_path, non_finite):
 def test_evaluating_takes_a_dataset(tmp_path):
     with pytest.raises(ValueError, match="There is no eval_dataset: pass one here"):
         make_trainer(tmp_path, texts(4)).evaluate()
+
+
+ROW = 500  # tokens
+
+
+def tokenized(folder, rows, columns):
+    """A dataset on disk with other random ids in each row, and a label."""
+    rng = np.random.default_rng(rows)
+    ids = {name: rng.integers(8, 60, (rows, ROW // len(columns))).tolist() for name in columns}
+    path = str(folder / str(rows))
+    Dataset.from_dict(ids | {"label": [True, False] * (rows // 2)}).save_to_disk(path)
+    return load_from_disk(path)
+
+
+def peak_of(call):
+    """Most bytes that Python, numpy and Arrow held at once while a function ran."""
+    pool, before = pa.proxy_memory_pool(pa.default_memory_pool()), pa.default_memory_pool()
+    pa.set_memory_pool(pool)
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1] + pool.max_memory()
+    finally:
+        tracemalloc.stop()
+        pa.set_memory_pool(before)
+
+
+@pytest.mark.parametrize(
+    ("runs", "columns"),
+    [
+        (make_trainer, ["input_ids"]),
+        (dpo_runs.make_trainer, ["chosen_ids", "rejected_ids"]),
+        (kto_runs.make_trainer, ["prompt_ids", "completion_ids"]),
+        (reward_runs.make_trainer, ["chosen_ids", "rejected_ids"]),
+    ],
+    ids=["sft", "dpo", "kto", "reward"],
+)
+def test_memory_of_preparing_hardly_grows_with_the_tokens(tmp_path, runs, columns):
+    """By less than half a byte a token, which is four bytes on disk; rows have a few numbers."""
+    few, many = 3_000, 5_000
+    peaks = []
+    for rows in (few, many):
+        data = tokenized(tmp_path, rows, columns)
+        peaks.append(peak_of(partial(runs, tmp_path, data, max_length=ROW + 10)))
+    assert peaks[1] - peaks[0] < 0.5 * (many - few) * ROW
