@@ -354,6 +354,9 @@ def without(name):
 def with_template(text):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = text
+def with_a_new_token():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens("<new>")
     return tokenizer
 
 
@@ -374,7 +377,7 @@ def frozen():
     return tiny_model().requires_grad_(False)
 
 
-MODELS = (lora_model, tiny_model, tiny_backbone, frozen, encoder_decoder)
+MODELS = (with_a_new_token, lora_model, tiny_model, tiny_backbone, frozen, encoder_decoder)
 TRAINERS = [
     # Names and kinds of arguments.
     ("RLOO", {"tokenizer": 1}, "RLOOTrainer has no argument 'tokenizer'. Did you mean processing_class?"),
@@ -523,6 +526,15 @@ TRAINERS = [
     ("RLOO", {"train_dataset": rows(prompt=[{"role": "user", "content": ["a"]}])}, "cannot be tokenized: the content of a message of the user has a part 'a', but the chat template reads text alone:"),
     ("Reward", {"train_dataset": LABELLED}, "The examples have the columns ['completion', 'label', 'prompt']. A reward model needs 'chosen' and 'rejected' (with 'prompt', or a common beginning); or 'prompt', 'answers' and 'ranks'."),
     ("Reward", {"train_dataset": rows(prompt="a", answers=["b", "c"], ranks=[1])}, "Row 0 of the dataset: 2 answers need as many ranks, not 1."),
+    # Ids that the model does not know.
+    ("SFT", {"train_dataset": rows(input_ids=[1, 200])}, "Row 0 of the dataset has the token id 200, but the vocabulary of the model has 95 tokens (ids 0 to 94). Use the tokenizer of this model, or call model.resize_token_embeddings(len(tokenizer)) before training."),
+    ("SFT", {"train_dataset": rows(input_ids=[1, -100])}, "Row 0 of the dataset: input_ids has the id -100 at position 1, but ids begin with 0. To leave a token out of the loss, keep its id, and write -100 into 'labels'."),
+    ("SFT", {"train_dataset": rows(text="ab<new>"), "processing_class": with_a_new_token}, "Row 0 of the dataset has the token id 95, but the vocabulary of the model has 95 tokens (ids 0 to 94)."),
+    ("DPO", {"train_dataset": rows(prompt_ids=[1], chosen_ids=[2], rejected_ids=[200])}, "Row 0 of the dataset has the token id 200, but the vocabulary of the model has 95 tokens (ids 0 to 94). Use the tokenizer of this model, or call model.resize_token_embeddings(len(tokenizer)) before training."),
+    ("DPO", {"train_dataset": rows(prompt_ids=[1], chosen_ids=[2], rejected_ids=[-1])}, "Row 0 of the dataset: the prompt or an answer has the id -1, but ids begin with 0."),
+    ("KTO", {"train_dataset": rows(prompt_ids=[200], completion_ids=[2], label=True)}, "Row 0 of the dataset has the token id 200, but the vocabulary of the model has 95 tokens (ids 0 to 94). Use the tokenizer of this model, or call model.resize_token_embeddings(len(tokenizer)) before training."),
+    ("Reward", {"train_dataset": rows(prompt_ids=[1], chosen_ids=[200], rejected_ids=[3])}, "Row 0 of the dataset has the token id 200, but the vocabulary of the model has 95 tokens (ids 0 to 94). Use the tokenizer of this model, or call model.resize_token_embeddings(len(tokenizer)) before training."),
+    ("RLOO", {"train_dataset": rows(prompt="ab<new>"), "processing_class": with_a_new_token}, "The prompt of row 0 of train_dataset ('ab<new>') has the token id 95, but the vocabulary of the model has 95 tokens (ids 0 to 94)."),
 ]
 
 # --- What trainers are given, told of, and do without ---
@@ -545,4 +557,9 @@ WARNED_TRAINERS = [
     ("RLOO", {"train_dataset": rows(prompt="ab", completions="c")}, "train_dataset: reward functions do not get the column 'completions', because their argument of this name is something else. Rename it: dataset.rename_column('completions', 'dataset_completions')."),
     ("GRPO", {"eval_dataset": rows(prompt="ab", log_extra="c"), "args": {"num_generations": 4}}, "eval_dataset: reward functions do not get the column 'log_extra', because their argument"),
     ("SFT", {"args": {"max_length": 2}, "train_dataset": rows(text="abc")}, "4 of 4 rows longer than max_length=2 (long_rows='keep_start'): 8 tokens left out, 8 of them trained."),
+    ("SFT", {"train_dataset": rows(text="a" * 300)}, "4 of 4 rows are longer than the 256 tokens that the model sees (max_position_embeddings): first row 0, at most 301 tokens. To cut them, set max_length=256."),
+    ("DPO", {"train_dataset": rows(prompt="a" * 300, chosen="b", rejected="cd")}, "4 of 4 rows are longer than the 256 tokens that the model sees (max_position_embeddings): first row 0, at most 303 tokens. To cut them, set max_length=256."),
+    ("KTO", {"train_dataset": Dataset.from_dict({"prompt": ["a", "b" * 300], "completion": ["c", "d"], "label": [True, False]})}, "1 of 2 rows are longer than the 256 tokens that the model sees (max_position_embeddings): first row 1, at most 302 tokens. To cut them, set max_length=256."),
+    ("Reward", {"train_dataset": rows(prompt="a" * 300, chosen="b", rejected="cd")}, "4 of 4 rows are longer than the 256 tokens that the model sees (max_position_embeddings): first row 0, at most 303 tokens. To cut them, set max_length=256."),
+    ("RLOO", {"train_dataset": rows(prompt="a" * 250), "args": {"max_completion_length": 8}}, "train_dataset: 4 of 4 prompts, with max_completion_length=8, are longer than the 256 tokens that the model sees (max_position_embeddings): first row 0, and the longest has 250. Lower max_completion_length to 6,"),
 ]

@@ -73,6 +73,23 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+class CountingTokenizer(PreTrainedTokenizerFast):
+    """Remembers the prompts that it was given: texts, and conversations for the template."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.tokenized = []
+
+    def __call__(self, text, *args, **kwargs):
+        if isinstance(text, list):
+            self.tokenized += text
+        return super().__call__(text, *args, **kwargs)
+
+    def apply_chat_template(self, conversation, *args, **kwargs):
+        self.tokenized += conversation
+        return super().apply_chat_template(conversation, *args, **kwargs)
+
+
 def tiny_model(kind: str = "llama", seed: int = 0, **changes):
     """A two-layer random model in float32 over the vocabulary of `tiny_tokenizer`."""
     classes = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}

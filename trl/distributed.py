@@ -3,13 +3,13 @@
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from torch import Tensor
 from transformers.integrations import deepspeed
 
@@ -21,6 +21,7 @@ PATIENCE = 5.0  # seconds in which a launcher meets the rank that failed before 
 # How the backends of torch.distributed report that another rank is gone or silent.
 _LOST = re.compile(r"gloo/|NCCL|c10d")
 _KEY = "trl/failed"
+T = TypeVar("T")
 
 
 class RankError(Exception):
@@ -95,6 +96,19 @@ class Ranks:
     def gather_objects(self, value: Any) -> list[Any]:
         """Return one picklable object from each rank, in rank order, on every rank."""
         return [value] if self.count == 1 else gather_object([value])
+
+    def computed_on_first(self, compute: Callable[[], T], what: str) -> T:
+        """Compute something picklable on rank 0 alone, and return it on every rank.
+
+        If that fails, all ranks raise an error; see `fail_together`.
+        """
+        values: list[Any] = [None]
+        with self.fail_together(what):
+            if self.rank == 0:
+                values = [compute()]
+        if self.count > 1:
+            broadcast_object_list(values)
+        return values[0]
 
     def objects_on_first(self, value: Any) -> list[Any]:
         """Return one picklable object from each rank, in rank order, on rank 0; elsewhere none."""

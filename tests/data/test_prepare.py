@@ -105,6 +105,7 @@ def test_prepared_columns_and_labels():
         *("input_ids", "trained", "source"),
         "merged",
         "origin",
+        "largest_id",
     }
     ids = ENCODER.ids(["abcd<eos>"])[0]
     document = SupervisedDataset(table)[0]

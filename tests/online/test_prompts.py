@@ -1,10 +1,16 @@
+from pathlib import Path
+
 import pytest
+from accelerate import Accelerator
 from bpe import bpe_tokenizer
-from datasets import Dataset
-from tiny import tiny_tokenizer
+from datasets import Dataset, load_from_disk
+from distributed.engines import call
+from tiny import CountingTokenizer, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from trl.data.bounds import ModelBounds
+from trl.distributed import RankError, Ranks
 from trl.online.prompts import PromptEncoder, PromptLimit
 
 USER = {"role": "user", "content": "hi"}
@@ -206,9 +212,99 @@ def test_what_becomes_of_a_long_prompt():
     assert limit(5, "cut-left").cut(ids) == [16, 17, 18, 19, 20]
     assert limit(5, "drop").cut(ids) == ids
     for action in ("drop", "cut-left"):
-        assert limit(5, action).is_broken_by(ids) and limit(5, action).problem(ids) is None
-        assert "no tokens" in limit(5, action).problem([])
-    assert limit(21, context=None).problem(ids) is None
-    assert "has 21 tokens; at most 5 are possible (max_prompt_length=5)" in limit(5).problem(ids)
-    assert "the model sees 20 tokens" in limit().problem(ids)
+        assert limit(5, action).is_broken_by(21) and limit(5, action).problem(21) is None
+        assert "no tokens" in limit(5, action).problem(0)
+    assert limit(21, context=None).problem(21) is None
+    assert "has 21 tokens; at most 5 are possible (max_prompt_length=5)" in limit(5).problem(21)
+    assert "the model sees 20 tokens" in limit().problem(21)
     assert limit(context=None).cut(ids) == ids
+
+
+def checked_on_disk(folder, ranks=None, **options):
+    """Check prompts of a folder; return the rows that are left, and what was tokenized for that."""
+    tokenizer = CountingTokenizer.from_pretrained(Path(folder) / "tokenizer")
+    encode = PromptEncoder(tokenizer, limit=limit(action="drop"), ranks=ranks, **options)
+    kept = encode.check("train_dataset", load_from_disk(str(Path(folder) / "rows")))
+    return kept["prompt"][:], tokenizer.tokenized, encode.longest["train_dataset"]
+
+
+def save_prompts(folder, prompts):
+    tiny_tokenizer().save_pretrained(folder / "tokenizer")
+    Dataset.from_dict({"prompt": prompts}).save_to_disk(folder / "rows")
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_prompts_that_were_checked_are_not_tokenized_again(tmp_path, chats):
+    texts = ["ab", "x" * 30, "abcd"]
+    prompts = [[{"role": "user", "content": text[:2]}] for text in texts] if chats else texts
+    save_prompts(tmp_path, prompts)
+    first, again = checked_on_disk(tmp_path), checked_on_disk(tmp_path)
+    assert first[1] == prompts and again[1] == []
+    assert first[0] == again[0] == (prompts if chats else ["ab", "abcd"])
+    assert first[2] == again[2]
+
+
+def test_prompts_are_tokenized_again_for_another_template(tmp_path):
+    prompts = [[USER], [USER, ANSWER]]
+    save_prompts(tmp_path, prompts)
+    checked_on_disk(tmp_path)
+    assert checked_on_disk(tmp_path, template_kwargs={"mood": "x"})[1] == prompts
+
+
+def on_ranks(folder):
+    """What each rank tokenizes, and what it hears of a prompt that cannot be tokenized."""
+    ranks = Ranks(Accelerator(cpu=True))
+    found = checked_on_disk(folder, ranks)
+    encode = PromptEncoder(strict_tokenizer(), ranks=ranks)
+    refused = Dataset.from_dict({"prompt": [[{"role": "refused", "content": "a"}]]})
+    try:
+        encode.check("train_dataset", refused)
+    except (RankError, ValueError) as error:
+        return found, f"{type(error).__name__}: {error}"
+    return found, ""
+
+
+@pytest.mark.distributed
+def test_one_of_several_ranks_tokenizes_prompts(tmp_path):
+    save_prompts(tmp_path, ["ab", "x" * 30, "abcd"])
+    (first, own), (second, heard) = call(on_ranks, tmp_path)
+    assert first[1] == ["ab", "x" * 30, "abcd"] and second[1] == []
+    assert first[0] == second[0] == ["ab", "abcd"]
+    assert first[2] == second[2] == (4, 2)
+    assert own.startswith("ValueError: The prompt of row 0 of train_dataset")
+    assert heard.startswith("RankError: Rank 0 failed in checking the prompts of train_dataset")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_ids_that_the_model_does_not_know_are_refused(streams):
+    """Before training, or when a stream is read."""
+    dataset = Dataset.from_dict({"prompt": ["a", "b", "z"]})
+    dataset = dataset.to_iterable_dataset() if streams else dataset
+    largest = ids("z")[0]
+    encode = PromptEncoder(tiny_tokenizer(), bounds=ModelBounds(vocabulary=largest))
+    words = (
+        rf"row 2 of train_dataset \('z'\) has the token id {largest}, but the vocabulary of the "
+        rf"model has {largest} tokens \(ids 0 to {largest - 1}\)\. Use the tokenizer of this "
+    )
+    with pytest.raises(ValueError, match=words):
+        list(encode.check("train_dataset", dataset))
+    with pytest.raises(ValueError, match="row 1 of the batch .* has the token id"):
+        encode([{"prompt": "a"}, {"prompt": "z"}])
+
+
+@pytest.mark.parametrize(("context", "warns"), [(20, True), (21, False), (None, False)])
+def test_completions_that_outgrow_the_context_are_told_of(log, context, warns):
+    """Of prompts of 3, 13 and 12 tokens, two leave less than 8 of 20 tokens, and one of 21 does."""
+    dataset = Dataset.from_dict({"prompt": ["abc", "x" * 13, "y" * (13 if context == 20 else 12)]})
+    dataset = dataset if context == 20 else dataset.select([0, 2])
+    chosen = PromptLimit(completion=8)
+    bounds = ModelBounds(context=context)
+    PromptEncoder(tiny_tokenizer(), limit=chosen, bounds=bounds).check("train_dataset", dataset)
+    told = [line for line in log.messages if "max_position_embeddings" in line]
+    expected = (
+        "train_dataset: 2 of 3 prompts, with max_completion_length=8, are longer than the 20 "
+        "tokens that the model sees (max_position_embeddings): first row 1, and the longest has "
+        "13. Lower max_completion_length to 7, or set max_prompt_length=12 with "
+        "long_prompts='drop' or 'cut-left'."
+    )
+    assert told == ([expected] if warns else [])

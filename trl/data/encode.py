@@ -14,6 +14,7 @@ import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..ops.masking import common_prefix_length
+from .bounds import ModelBounds
 from .formats import Processor, prepare_multimodal_messages, prompt_ending, text_of_parts
 from .templates import naming_template, reads_parts
 
@@ -33,9 +34,13 @@ WORD_END = re.compile(r".*[^\W\d_](?= [^\W\d_])", re.DOTALL)
 
 
 class TextEncoder:
-    """Turns strings and conversations into token ids, with a tokenizer or that of a processor."""
+    """Turns strings and conversations into token ids, with a tokenizer or that of a processor.
 
-    def __init__(self, processing_class: Processor):
+    `bounds` are those of the model that is to read them; they change no ids.
+    """
+
+    def __init__(self, processing_class: Processor, bounds: ModelBounds | None = None):
+        self.bounds = bounds or ModelBounds()
         self.tokenizer = getattr(processing_class, "tokenizer", processing_class)
         self._is_processor = self.tokenizer is not processing_class
         self._template = processing_class.chat_template if self._is_processor else None

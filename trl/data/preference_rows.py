@@ -2,11 +2,11 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,21 @@ from datasets import Dataset, Features, List, Value
 
 from ..ops.masking import common_prefix_length
 from ..ops.preference_losses import kl_partners
+from .bounds import ModelBounds
 from .conversations import align_answers, as_messages, warn_of_repeated_prompt
 from .encode import Ids, TextEncoder
 from .formats import Row, extract_prompt, malformed_prompt, maybe_extract_prompt
-from .prepare import BATCH, CutReport, D, ItemDataset, arrow_column, first_row, items, prepared
+from .prepare import (
+    BATCH,
+    NO_BOUNDS,
+    CutReport,
+    D,
+    ItemDataset,
+    arrow_column,
+    first_row,
+    items,
+    prepared,
+)
 from .rows import AnswerGroup
 from .supervised import SupervisedOptions, encode_aligned
 
@@ -30,6 +41,7 @@ FEATURES = Features(
     margin=Value("float64"),
     source=Value("int64"),  # row of the dataset
     merged=Value("int32"),  # 1 where a token stands for characters of prompt and answer
+    largest_id=Value("int32"),  # added by `make_rows`
 )
 OLD_NAMES = {f"{x}_input_ids": f"{x}_ids" for x in ("prompt", "completion", "chosen", "rejected")}
 OLD_NAMES |= {f"input_ids_{x}": f"{x}_ids" for x in ("chosen", "rejected")}
@@ -95,6 +107,15 @@ def encode_answers(rows: Sequence[Row], encoder: TextEncoder) -> Iterator[Answer
         yield ids[0][:split], [one[split:] for one in ids], any(merged)
 
 
+def _tokenized_answers(row: Row) -> Answers:
+    """Prompt and answers of a row that holds their ids."""
+    prompt = row.get("prompt") or []
+    smallest = min(chain(prompt, *row["answers"]), default=0)
+    if smallest < 0:
+        raise ValueError(f"the prompt or an answer has the id {smallest}, but ids begin with 0.")
+    return prompt, row["answers"], False
+
+
 def _with_answers(row: dict[str, Any], kind: str) -> dict[str, Any]:
     """Any example as a prompt with answers and their ranks, of which the lowest is the best."""
     is_tokenized = any(OLD_NAMES.get(name, name).endswith("_ids") for name in row)
@@ -155,7 +176,7 @@ def encode_preferences(
     """Values of `FEATURES` of examples: two rows next to each other if pairs are taken apart."""
     known = [_with_answers(row, kind) for row in rows]
     if any(OLD_NAMES.get(name, name).endswith("_ids") for name in rows[0]):
-        encoded = iter([(row.get("prompt") or [], row["answers"], False) for row in known])
+        encoded: Iterable[Answers] = map(_tokenized_answers, known)
     else:
         encoded = encode_answers(known, encoder)
     found: list[tuple[Any, ...]] = []
@@ -220,9 +241,13 @@ class PreferenceLimits:
 
 
 class AnswerDataset(ItemDataset):
-    """Prepared preferences, without those of which an answer has no tokens left."""
+    """Prepared preferences, without those of which an answer has no tokens left.
 
-    def __init__(self, table: Dataset, limits: PreferenceLimits):
+    An id that is not within the `bounds` of the model is a ValueError.
+    """
+
+    def __init__(self, table: Dataset, limits: PreferenceLimits, bounds: ModelBounds = NO_BOUNDS):
+        bounds.check_ids(table)
         prompts, sizes, exists = preference_lengths(table)
         kept, left = limits.lengths(prompts, sizes)
         long, good = (kept < prompts) | (left < sizes).any(axis=1), left.min(axis=1) > 0
@@ -231,8 +256,11 @@ class AnswerDataset(ItemDataset):
         trained_lost = answers.sum() - left[good].sum()
         lost = int(prompts.sum() - kept[good].sum() + trained_lost), int(trained_lost)
         rows = table if good.all() else table.select(np.flatnonzero(good))
+        report = CutReport.of(table, long, ~good, *lost)
+        longest = self._kept + self._left.max(axis=1, initial=0)
+        beyond = bounds.rows_beyond(longest, np.asarray(rows["source"][:]))
         # The tokens that a model sees: those of the prompt once.
-        super().__init__(rows, (kept + left)[good], CutReport.of(table, long, ~good, *lost))
+        super().__init__(rows, (kept + left)[good], dataclasses.replace(report, beyond=beyond))
         self.values: dict[str, np.ndarray] = {}  # (items, ...), besides what rows know
         self.limits = limits
 

@@ -3,9 +3,10 @@
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from datasets.fingerprint import update_fingerprint
 from transformers.utils import logging
 
 from ..text import count
+from .bounds import ModelBounds, RowsBeyondContext
 from .conversations import warn_of_repeated_prompt
 from .encode import TextEncoder
 from .formats import Row, refuse_media_columns
@@ -31,6 +33,7 @@ VERSION = 7
 BATCH = 1000
 # What may become of rows.
 LONG, UNTRAINED = "over a length limit", "left out, with nothing left to train on"
+BEYOND = "longer than what the model sees (max_position_embeddings; max_length cuts rows)"
 MERGED = "with a token that stands for characters of both the prompt and what is trained on"
 COUNTED_AT_ONCE = 2**18  # tokens
 ROWS_PER_PROCESS = 10_000  # fewer are done before another process has started
@@ -40,7 +43,9 @@ SUPERVISED = Features(
     source=Value("int64"),  # row of the dataset
     merged=Value("int32"),  # tokens over the edge of the trained part
     origin=Value("string"),  # what `source_column` says
+    largest_id=Value("int32"),  # added by `make_rows`
 )
+NO_BOUNDS = ModelBounds()
 D = TypeVar("D", Dataset, IterableDataset)
 Encoded = Sequence[tuple[Any, ...]]  # values by row
 Encode = Callable[[list[Row]], Encoded]
@@ -49,7 +54,8 @@ Encode = Callable[[list[Row]], Encoded]
 def make_rows(batch: Any, index: list[int], encode: Encode, features: Features) -> pa.Table:
     """Make prepared rows of a batch of a dataset, whose rows have the numbers `index`.
 
-    `encode` gives the values of `features` of each, and as `source` which of the examples it is of.
+    `encode` gives the values of `features` of each, but for the `largest_id`, which is the last,
+    and as `source` which of the examples it is of.
     """
     is_collecting = gc.isenabled()
     # Rows are in no cycles, but so many new objects would have Python look for some among all
@@ -61,13 +67,23 @@ def make_rows(batch: Any, index: list[int], encode: Encode, features: Features) 
         else:  # of a transform
             rows = zip(*batch.values(), strict=True)
             examples = [dict(zip(batch, row, strict=True)) for row in rows]
-        found = _encoded(examples, index, encode)
-        columns = {name: [row[i] for row in found] for i, name in enumerate(features)}
+        encoded = _encoded(examples, index, encode)
+        names = [name for name in features if name != "largest_id"]
+        columns = {name: [row[i] for row in encoded] for i, name in enumerate(names)}
         columns["source"] = [index[i] for i in columns["source"]]
+        columns["largest_id"] = [max(ids, default=-1) for ids in _all_ids(columns)]
         return pa.table(columns, schema=features.arrow_schema)
     finally:
         if is_collecting:
             gc.enable()
+
+
+def _all_ids(columns: dict[str, list[Any]]) -> Iterator[Iterable[int]]:
+    """All token ids of each prepared row."""
+    if "input_ids" in columns:
+        return iter(columns["input_ids"])
+    rows = zip(columns["prompt_ids"], columns["answers_ids"], strict=True)
+    return (chain(prompt, *answers) for prompt, answers in rows)
 
 
 def _encoded(examples: list[Row], index: list[int], encode: Encode) -> Encoded:
@@ -98,7 +114,7 @@ def prepared(
     if isinstance(dataset, Dataset):
         options |= {
             "remove_columns": dataset.column_names,
-            "new_fingerprint": update_fingerprint(fingerprint_of(dataset), VERSION, {"key": key}),
+            "new_fingerprint": fingerprint(dataset, VERSION, key),
             "num_proc": num_proc or default_processes(len(dataset)),
             "desc": "Tokenizing",
         }
@@ -123,6 +139,11 @@ def has_fixed_types(features: Features | None) -> bool:
     """Whether rows of these features fit in a table as they are: they are known, without JSON."""
     kinds = features.type if features is not None else pa.json_()
     return json_decoder(kinds) is None
+
+
+def fingerprint(dataset: Dataset, version: Any, key: Any) -> str:
+    """Name what a version of a function makes of a dataset; `key` is all else it depends on."""
+    return str(update_fingerprint(fingerprint_of(dataset), version, {"key": key}))
 
 
 def readable(dataset: D) -> D:
@@ -171,6 +192,7 @@ class CutReport:
     trained_lost: int  # of these, what would have been trained on
     untrained: tuple[int, ...]  # left with nothing to train on
     merged: int  # rows with a token over the edge of what is trained
+    beyond: RowsBeyondContext | None = None
 
     @classmethod
     def of(cls, table: Dataset, long: np.ndarray, untrained: np.ndarray, *lost: int) -> Self:
@@ -190,6 +212,8 @@ class CutReport:
             f"{self.merged:,} of {rows} with a token that stands for characters of both the prompt "
             "and what is trained on; that token is trained on.": self.merged,
         }
+        if self.beyond is not None:
+            said[f"{self.beyond.count:,} of {rows} {self.beyond}."] = self.beyond.count
         return [line for line, number in said.items() if number]
 
 
@@ -235,9 +259,17 @@ class SupervisedDataset(ItemDataset):
     """Prepared documents.
 
     `long_rows` is as for `pieces`, but that "error" is a ValueError if a row is over `max_length`.
+    So is an id that is not within the `bounds` of the model.
     """
 
-    def __init__(self, table: Dataset, max_length: int | None = None, long_rows: str = "cut"):
+    def __init__(
+        self,
+        table: Dataset,
+        max_length: int | None = None,
+        long_rows: str = "cut",
+        bounds: ModelBounds = NO_BOUNDS,
+    ):
+        bounds.check_ids(table)
         self._source = np.asarray(table["source"][:])
         lengths = items(arrow_column(table, "input_ids"))
         over = lengths > (np.inf if max_length is None else max_length)
@@ -262,7 +294,9 @@ class SupervisedDataset(ItemDataset):
         elif long_rows == "wrapped_across":
             untrained = full == 0
         lost = int(lengths.sum() - kept.sum()), max(int(full.sum() - trained.sum()), 0)
-        super().__init__(table, kept, CutReport.of(table, over, untrained, *lost))
+        report = CutReport.of(table, over, untrained, *lost)
+        beyond = bounds.rows_beyond(kept, self._source[rows])
+        super().__init__(table, kept, replace(report, beyond=beyond))
 
     @cached_property
     def _columns(self) -> list[pa.ChunkedArray]:
@@ -315,6 +349,10 @@ def items_of(rows: pa.Table, cut: Callable[[Dataset], ItemDataset], losses: Coun
         if lost and not losses[fate]:
             logger.warning(f"Row {lost[0]} is {fate}; further ones are only counted.")
         losses[fate] += len(lost)
+    if (beyond := found.report.beyond) is not None:
+        if not losses[BEYOND]:
+            logger.warning(f"Rows {beyond}. Further ones are only counted.")
+        losses[BEYOND] += beyond.count
     losses[MERGED] += found.report.merged
     return found
 

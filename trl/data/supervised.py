@@ -218,6 +218,12 @@ def _behind(spans: Sequence[Span], start: int) -> list[Span]:
 
 def _tokenized(row: Row, options: SupervisedOptions) -> Masked:
     ids = np.asarray(row["input_ids"])
+    if (ids < 0).any():
+        position = int((ids < 0).argmax())
+        raise ValueError(
+            f"input_ids has the id {ids[position]} at position {position}, but ids begin with 0. "
+            "To leave a token out of the loss, keep its id, and write -100 into 'labels'."
+        )
     names = ["labels", "assistant_masks", *["completion_mask"] * (not options.trains_prompts)]
     trained = np.ones(len(ids), dtype=bool)
     for name in (name for name in names if row.get(name) is not None):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..data.bounds import ModelBounds
 from ..distributed import Ranks
 from ..json_text import without_surrogates
 from ..timed_calls import copied
@@ -46,6 +47,7 @@ class FunctionBackend(AroundEngine):
 
     function: Callable[[list[Any]], Mapping[str, Any]]
     ranks: Ranks
+    bounds: ModelBounds = ModelBounds()
 
     def __post_init__(self) -> None:
         """What a function reports of its tokens is treated as the report of another engine."""
@@ -58,6 +60,7 @@ class FunctionBackend(AroundEngine):
         """
         with self.ranks.fail_together("rollout_func"):
             tokens, columns = _checked(self.function(copied(prompts.messages)), len(prompts))
+            _check_ids(tokens, self.bounds)
         finish: list[FinishReason] = [
             "stop" if ids and ids[-1] in sampling.stop_ids else "length"
             for ids in tokens["completion_ids"]
@@ -105,6 +108,13 @@ def _check_lengths(tokens: Mapping[str, list[list[Any]]]) -> None:
             if name != "prompt_ids" and len(rows[row]) != len(ids):
                 words = f"{len(rows[row])} entries for {len(ids)} completion tokens"
                 raise _error(f": {name} of row {row} has {words}")
+
+
+def _check_ids(tokens: Mapping[str, list[list[Any]]], bounds: ModelBounds) -> None:
+    for name in ("prompt_ids", "completion_ids"):
+        for row, ids in enumerate(tokens[name]):
+            if (problem := bounds.problem_of_id(max(ids, default=-1))) is not None:
+                raise _error(f": {name} of row {row} {problem}")
 
 
 def _tokenwise(name: str, values: Any, count: int) -> list[list[Any]]:

@@ -23,9 +23,10 @@ from transformers import (
 )
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from ..data.bounds import ModelBounds
 from ..imports import is_available, require
 from .reference import REFERENCE_ADAPTER
-from .unwrap import is_peft_model
+from .unwrap import causal_model, is_peft_model
 from .weights import is_quantized
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -145,6 +146,24 @@ def context_length(model: PreTrainedModel) -> int | None:
     """The most tokens the model can see, or None if its configuration does not say."""
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return most if most is None or most > 0 else None  # -1 stands for no limit
+
+
+def model_bounds(model: nn.Module) -> ModelBounds:
+    """What a policy, perhaps with an adapter, can read.
+
+    Its context is not known if its rotary embedding is scaled: it may be made for longer rows.
+    """
+    causal = causal_model(model)
+    config = causal.config.get_text_config()
+    context = None if rotary_kinds(config) - {"default"} else context_length(causal)
+    return ModelBounds(config.vocab_size, context)
+
+
+def rotary_kinds(config: PretrainedConfig) -> set[str]:
+    """How rotary embeddings are scaled, by all kinds of layers: "default" stands for not at all."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    layers = [parameters] if "rope_type" in parameters else parameters.values()
+    return {layer["rope_type"] for layer in layers if isinstance(layer, dict)}
 
 
 @contextmanager

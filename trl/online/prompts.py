@@ -1,20 +1,26 @@
 """From dataset rows to token ids, and from completions back to what reward functions read."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
-from datasets import Dataset, IterableDataset
+import numpy as np
+from datasets import Dataset, Features, IterableDataset, Value
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..data.bounds import ModelBounds
 from ..data.formats import malformed_prompt, refuse_media_columns
+from ..distributed import Ranks
 from ..text import count
 from ..types import Prompts
 
 CHECKED_AT_ONCE = 1_000  # rows
 COLUMNS = ("prompt", "chat_template_kwargs")  # that encoding reads
+VERSION = "prompt sizes 1"  # changed with what `PromptEncoder.sizes` makes of a prompt
+SIZES = Features(tokens=Value("int32"), largest_id=Value("int32"))
 COUNTED = {"drop": "prompts/dropped", "cut-left": "prompts/cut"}
 Row = dict[str, Any]
 
@@ -43,6 +49,7 @@ class PromptLimit:
     tokens: int | None = None  # None: no limit
     reason: str = ""  # where that number comes from, for messages
     action: str = "error"  # or "drop", or "cut-left", which keeps the end of the prompt
+    completion: int = 0  # tokens that should have room behind a prompt, or there is a warning
 
     @classmethod
     def of(cls, longest: int | None, action: str, context: int | None, completion: int) -> Self:
@@ -58,18 +65,18 @@ class PromptLimit:
         reason = f"the model sees {context} tokens of prompt and completion together"
         return cls(context - room, reason, action)
 
-    def is_broken_by(self, ids: Sequence[int]) -> bool:
-        """Whether a prompt is too long."""
-        return self.tokens is not None and len(ids) > self.tokens
+    def is_broken_by(self, length: int) -> bool:
+        """Whether a prompt with so many tokens is too long."""
+        return self.tokens is not None and length > self.tokens
 
-    def problem(self, ids: Sequence[int]) -> str | None:
-        """Say what is wrong with a prompt, if the run cannot go on with it."""
-        if not ids:
+    def problem(self, length: int) -> str | None:
+        """Say what is wrong with a prompt of so many tokens, if the run cannot go on with it."""
+        if not length:
             return "has no tokens. Remove such rows from the dataset."
-        if self.action != "error" or not self.is_broken_by(ids):
+        if self.action != "error" or not self.is_broken_by(length):
             return None
         return (
-            f"has {len(ids)} tokens; at most {self.tokens} are possible ({self.reason}). Shorten "
+            f"has {length} tokens; at most {self.tokens} are possible ({self.reason}). Shorten "
             "such prompts, or set long_prompts to 'drop' or 'cut-left'."
         )
 
@@ -79,17 +86,25 @@ class PromptLimit:
 
 
 class PromptEncoder:
-    """Tokenizes prompts for the policy, each distinct one once; the `limit` is for long ones."""
+    """Tokenizes prompts for the policy, each distinct one once.
+
+    The `limit` is for long prompts, `bounds` are those of the policy. On several `ranks`, the
+    prompts of a dataset are checked by the first one.
+    """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         template_kwargs: dict[str, Any] | None = None,
         limit: PromptLimit | None = None,
+        bounds: ModelBounds | None = None,
+        ranks: Ranks | None = None,
     ):
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs or {}  # of every chat-template call
         self._limit = limit or PromptLimit()
+        self._bounds = bounds or ModelBounds()
+        self._ranks = ranks or Ranks()
         self._long: Counter[str] = Counter()  # rows of each dataset
         self._checked: list[Any] = []
         self.longest: dict[str, tuple[int, int]] = {}  # tokens of each dataset's, and its row
@@ -121,7 +136,7 @@ class PromptEncoder:
             keeps = lambda row, number: bool(self._kept({number: row}, name))  # noqa: E731
             found = dataset.filter(keeps, with_indices=True)
         else:
-            kept = [number for rows in _numbered(dataset) for number in self._kept(rows, name)]
+            kept = self._rows_kept(name, dataset)
             if self._long[name]:
                 done = "left out" if self._limit.action == "drop" else "cut on the left"
                 most = count(self._limit.tokens or 0, "token")
@@ -163,19 +178,101 @@ class PromptEncoder:
     def _kept(self, rows: dict[int, Row], name: str) -> list[int]:
         """Count the long prompts among some, and return the numbers of those not dropped."""
         found = self._encode(rows, name)
-        long = {number for number, ids in found.items() if self._limit.is_broken_by(ids)}
+        long = {number for number, ids in found.items() if self._limit.is_broken_by(len(ids))}
         self._long[name] += len(long)
         kept = [number for number in rows if self._limit.action != "drop" or number not in long]
         lengths = [(len(self._limit.cut(found[number])), number) for number in kept]
         self.longest[name] = max([self.longest.get(name, (0, 0)), *lengths])
         return kept
 
+    def _rows_kept(self, name: str, dataset: Dataset) -> list[int]:
+        """Check all prompts of a dataset, and return the numbers of those not dropped."""
+        sizes = partial(self.sizes, name, dataset)
+        lengths, largest = self._ranks.computed_on_first(sizes, f"checking the prompts of {name}")
+        long = np.zeros(len(lengths), dtype=bool)
+        if self._limit.tokens is not None:
+            long = lengths > self._limit.tokens
+        wrong = (lengths == 0) | (largest >= (self._bounds.vocabulary or np.inf))
+        if self._limit.action == "error":
+            wrong |= long
+        for number in np.flatnonzero(wrong)[:1].tolist():
+            problem = self._problem(int(lengths[number]), int(largest[number]))
+            raise _unusable(name, number, dataset[number], str(problem))
+        self._long[name] += int(long.sum())
+        kept = ~long if self._limit.action == "drop" else np.ones(len(long), dtype=bool)
+        lengths = np.where(long, self._limit.tokens or 0, lengths) * kept
+        if len(lengths):
+            longest = len(lengths) - 1 - int(lengths[::-1].argmax())
+            self.longest[name] = int(lengths[longest]), longest
+        self._warn_of_context(name, lengths)
+        return np.flatnonzero(kept).tolist()
+
+    def _warn_of_context(self, name: str, lengths: np.ndarray) -> None:
+        """Warn of prompts (rows,) whose completions would outgrow what the policy was made for."""
+        context, completion = self._bounds.context, self._limit.completion
+        if context is None or not completion:
+            return
+        beyond = np.flatnonzero(lengths + completion > context)
+        if len(beyond):
+            longest = int(lengths.max())
+            logger.warning(
+                f"{name}: {len(beyond)} of {len(lengths)} prompts, with "
+                f"max_completion_length={completion}, are longer than the {context:,} tokens that "
+                f"the model sees (max_position_embeddings): first row {beyond[0]}, and the longest "
+                f"has {longest:,}. Lower max_completion_length to {context - longest}, or set "
+                f"max_prompt_length={context - completion} with long_prompts='drop' or 'cut-left'."
+            )
+
+    def sizes(self, name: str, dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens (rows,) and largest token ids (rows,) of prompts; an error names the dataset.
+
+        They are read from the cache of the dataset if they were computed before.
+        """
+        from ..data.encode import TextEncoder  # which starting a trainer does not wait for
+        from ..data.prepare import fingerprint
+
+        is_transformed = dataset.format["type"] == "custom"  # a transform may read any column
+        if not is_transformed:
+            dataset = dataset.select_columns(sorted(set(COLUMNS) & set(dataset.column_names)))
+        key = [TextEncoder(self._tokenizer).digest, self._template_kwargs]
+        table = dataset.map(
+            self._sizes_of_batch,
+            with_indices=True,
+            batched=True,
+            batch_size=CHECKED_AT_ONCE,
+            remove_columns=dataset.column_names,
+            features=SIZES,
+            new_fingerprint=fingerprint(dataset, VERSION, key),
+            fn_kwargs={"name": name},
+            desc="Tokenizing prompts",
+        ).with_format("numpy")
+        return table["tokens"][:], table["largest_id"][:]
+
+    def _sizes_of_batch(
+        self, batch: Mapping[str, list[Any]], numbers: list[int], name: str
+    ) -> dict[str, list[int]]:
+        values = zip(*(batch[column] for column in batch), strict=True)
+        rows = [dict(zip(batch, row, strict=True)) for row in values]
+        numbered = dict(zip(numbers, rows, strict=True))
+        _refuse_malformed(numbered, name)
+        prompts = self._tokenize(numbered, name).values()
+        return {
+            "tokens": [len(ids) for ids in prompts],
+            "largest_id": [max(ids, default=-1) for ids in prompts],
+        }
+
+    def _problem(self, length: int, largest_id: int) -> str | None:
+        """Say what is wrong with a prompt, if the run cannot go on with it."""
+        outside = self._bounds.problem_of_id(largest_id)
+        return self._limit.problem(length) or (outside and f"{outside}.")
+
     def _encode(self, rows: dict[int, Row], name: str) -> dict[int, list[int]]:
         """Token ids of numbered rows, in few calls of the tokenizer; errors name the number."""
         _refuse_malformed(rows, name)
         found = self._tokenize(rows, name)
         for number, row in rows.items():
-            if (problem := self._limit.problem(found[number])) is not None:
+            ids = found[number]
+            if (problem := self._problem(len(ids), max(ids, default=-1))) is not None:
                 raise _unusable(name, number, row, problem)
         return found
 

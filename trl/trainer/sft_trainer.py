@@ -76,7 +76,11 @@ class SFTTrainer(OfflineTrainer):
     ) -> Any:
         """Tokenize, mask and cut to length."""
         options = SupervisedOptions.of(args, self._formatting_func)
-        limits: dict[str, Any] = {"max_length": args.max_length, "long_rows": args.row_limit}
+        limits: dict[str, Any] = {
+            "max_length": args.max_length,
+            "long_rows": args.row_limit,
+            "bounds": encoder.bounds,
+        }
         if isinstance(dataset, Dataset) and args.lazy_tokenization:
             return LazySupervisedDataset(dataset, encoder, options, **limits)
         table = prepare_supervised(dataset, encoder, options, args.dataset_num_proc)

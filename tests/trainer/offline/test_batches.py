@@ -21,8 +21,9 @@ lengths = st.lists(st.integers(2, 20), min_size=1, max_size=60)
 
 def stream_of(rows, **options):
     """A stream of prepared rows: all their tokens are trained but the first."""
+    rest = {"merged": 0, "origin": "", "largest_id": 7}
     rows = [
-        {"source": i, "input_ids": [7] * n, "trained": [True] * n, "merged": 0, "origin": ""}
+        {"source": i, "input_ids": [7] * n, "trained": [True] * n, **rest}
         for i, n in enumerate(rows)
     ]
     return ItemStream(

@@ -173,3 +173,36 @@ def test_memory_of_preparing_hardly_grows_with_the_tokens(tmp_path, runs, column
         data = tokenized(tmp_path, rows, columns)
         peaks.append(peak_of(partial(runs, tmp_path, data, max_length=ROW + 10)))
     assert peaks[1] - peaks[0] < 0.5 * (many - few) * ROW
+
+
+@pytest.mark.parametrize("reads", ["a stream", "while training"])
+def test_what_is_read_while_training_is_checked(tmp_path, log, reads):
+    """Rows longer than the context are told of once, and ids that the model lacks are refused."""
+    rows = [[8] * 300, [9] * 20, [8] * 400]
+
+    def train(rows):
+        data = Dataset.from_dict({"input_ids": rows})
+        data = data.to_iterable_dataset() if reads == "a stream" else data
+        options = {"lazy_tokenization": reads == "while training", "max_length": None}
+        make_trainer(tmp_path, data, per_device_train_batch_size=1, max_steps=3, **options).train()
+
+    train(rows)
+    told = [line for line in log.messages if "max_position_embeddings" in line]
+    expected = (
+        "Rows are longer than the 256 tokens that the model sees (max_position_embeddings): first "
+        "row 0, at most 300 tokens. To cut them, set max_length=256. Further ones are only counted."
+    )
+    assert told[0] == expected and all("Rows of the stream" in line for line in told[1:])
+    with pytest.raises(ValueError, match="Row 1 of the dataset has the token id 95, but"):
+        train([[8] * 3, [9, 95, 8], [8] * 3])
+
+
+def test_a_scaled_context_is_not_told_of(tmp_path, log):
+    """Rotary embeddings that are scaled are made for longer rows than a configuration may say."""
+    scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
+    rows = Dataset.from_dict({"input_ids": [[8] * 300]})
+    for parameters, told in ((None, True), (scaled, False)):
+        log.clear()
+        changes = {} if parameters is None else {"rope_parameters": parameters}
+        make_trainer(tmp_path, rows, model=tiny_model(**changes), max_length=None)
+        assert ("max_position_embeddings" in log.text) == told

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, load_from_disk
 from online_runs import (
     PROMPTS,
     config,
@@ -12,6 +12,7 @@ from online_runs import (
     records,
     weights,
 )
+from tiny import CountingTokenizer, tiny_tokenizer
 
 from trl.trainer.online.online_setup import (
     check_datasets,
@@ -125,6 +126,22 @@ def test_what_predict_collects_is_not_in_the_next_evaluation(tmp_path):
     trainer.train()
     plain.train()
     assert torch.equal(weights(trainer.model), weights(plain.model))
+
+
+def test_a_second_start_tokenizes_no_prompt(tmp_path):
+    """Nor does a start with another limit; prompts are tokenized when they are used."""
+    dataset().save_to_disk(tmp_path / "rows")
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    tokenized = []
+    for longest in (None, None, 8):
+        tokenizer = CountingTokenizer.from_pretrained(tmp_path / "tokenizer")
+        data = load_from_disk(tmp_path / "rows")
+        options = {"processing_class": tokenizer, "max_prompt_length": longest}
+        trainer = make_trainer(tmp_path, data=data, reward_dry_run=False, **options)
+        tokenized.append(list(tokenizer.tokenized))
+    assert tokenized == [PROMPTS, [], []]
+    trainer.train()
+    assert sorted(set(tokenizer.tokenized)) == PROMPTS[:2]
 
 
 def test_a_dataset_given_to_evaluate_is_checked(tmp_path):

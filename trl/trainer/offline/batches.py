@@ -92,8 +92,8 @@ def prepare_answers(
         warnings.warn(f"Columns of the dataset: {words}.", FutureWarning, stacklevel=2)
     table = prepare_preferences(dataset, encoder, unpaired, args.dataset_num_proc, learner)
     if isinstance(table, IterableDataset):
-        return ItemStream(table, partial(AnswerDataset, limits=limits))
-    return AnswerDataset(table, limits).checked(str(limits))
+        return ItemStream(table, partial(AnswerDataset, limits=limits, bounds=encoder.bounds))
+    return AnswerDataset(table, limits, encoder.bounds).checked(str(limits))
 
 
 class Predictions:

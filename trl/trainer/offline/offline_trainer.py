@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from ...data.encode import TextEncoder
 from ...data.packing import MicroBatchSampler
 from ...data.rows import AnswerRows
+from ...models.loading import model_bounds
 from ...models.logit_metrics import LogitMetrics
 from ...models.scorer import Reader
 from ...ops.logit_statistics import LogitStatistic
@@ -87,7 +88,7 @@ class OfflineTrainer(BaseTrainer):
             change=partial(self.adapt, args=args),
         )
         check_optimizer(policy.model, optimizers[0])
-        self._encoder = TextEncoder(policy.tokenizer)
+        self._encoder = TextEncoder(policy.tokenizer, model_bounds(policy.model))
         with args.main_process_first(desc="tokenizing"):
             train = self._prepared(train_dataset, args, "train")
             evaluation = self._prepared(eval_dataset, args)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset
 
 from ...data.formats import is_conversational
-from ...models.loading import context_length
+from ...models.loading import context_length, model_bounds
 from ...types import Prompts, RolloutFunc
 from .online_config import OnlineConfig
 from .online_setup import check_datasets
@@ -89,7 +89,7 @@ class Agents:
         if call is not None:
             from ...generation.function_backend import FunctionBackend
 
-            return FunctionBackend(engine, call, policy.ranks)
+            return FunctionBackend(engine, call, policy.ranks, model_bounds(policy.model))
         if self.tools is not None:
             from ...generation.tools.calls import CallParser
             from ...generation.tools.loop import ToolLoop

@@ -1,10 +1,14 @@
 """Prompts of a run: their checks before anything is loaded, and their order."""
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 from datasets import IterableDataset
+from torch import nn
 
+from ...distributed import Ranks
+from ...models.loading import context_length, model_bounds
 from ...online.prompts import PromptEncoder, PromptLimit, check_forms
 from ...online.rewards import ARGUMENTS
 from ...online.sampler import RepeatIterableDataset, RepeatSampler
@@ -25,7 +29,21 @@ def prompt_limit(args: OnlineConfig, context: int | None) -> PromptLimit:
         )
     if args.use_vllm and args.vllm_max_model_length is not None:
         context = min(context or args.vllm_max_model_length, args.vllm_max_model_length)
-    return PromptLimit.of(args.max_prompt_length, args.long_prompts, context, completion)
+    limit = PromptLimit.of(args.max_prompt_length, args.long_prompts, context, completion)
+    # vLLM itself ends completions at its context, and warns.
+    return limit if args.use_vllm else replace(limit, completion=completion)
+
+
+def prompt_encoder(
+    args: OnlineConfig,
+    model: nn.Module,
+    tokenizer: Any,
+    template_kwargs: dict[str, Any],
+    ranks: Ranks,
+) -> PromptEncoder:
+    """What encodes the prompts of a run for its policy, and refuses those that it cannot read."""
+    limit = prompt_limit(args, context_length(model))
+    return PromptEncoder(tokenizer, template_kwargs, limit, model_bounds(model), ranks)
 
 
 def with_prompts(dataset: Any, tokenizer: Any) -> Any:

@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from ...generation.base import Generations, PolicyHandle
-from ...models.loading import context_length, stop_token_ids
+from ...models.loading import stop_token_ids
 from ...models.scorer import Reader
 from ...models.unwrap import causal_model, policy_for_inference
 from ...models.weights import working_precision
 from ...online.buffer import Buffer
 from ...online.metrics import record_clipping
-from ...online.prompts import COLUMNS, PromptEncoder
+from ...online.prompts import COLUMNS
 from ...online.reports import Reports, Round, log_table, print_table, tracker_rows
 from ...online.reward_sources import resolve_rewards
 from ...online.rewards import RewardInputs, RewardSuite
@@ -101,8 +101,10 @@ class OnlineTrainer(BaseTrainer):
         super().__init__(policy, args, data_collator=list, **datasets, **others)
         # Otherwise rank 0 would read streams for all ranks, and send batches of text as tensors.
         self.accelerator.dataloader_config.dispatch_batches = False
-        limit = setup.prompt_limit(args, context_length(self.model))
-        self.encode = PromptEncoder(self.processing_class, self.agents.template_kwargs, limit)
+        template_kwargs = self.agents.template_kwargs
+        self.encode = setup.prompt_encoder(
+            args, self.model, self.processing_class, template_kwargs, self.ranks
+        )
         self.train_dataset, self.eval_dataset = setup.checked_prompts(
             self.encode, self.train_dataset, self.eval_dataset, args
         )
