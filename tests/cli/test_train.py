@@ -21,7 +21,8 @@ from trl.cli.train import (
     take_split,
 )
 from trl.rewards import accuracy_reward, think_format_reward
-from trl.scripts import ppo, rloo
+from trl.scripts import dpo, ppo, rloo
+from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.ppo_trainer import PPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
@@ -85,6 +86,36 @@ def test_splits():
         take_split(splits, "test", "--dataset_test_split")
     message = "--dataset_test_split test: the dataset has the splits train, validation."
     assert str(error.value) == message
+
+
+def test_a_share_of_the_rows_is_kept_for_evaluation(tmp_path):
+    """The same ones in each run, whatever the splits are called; other splits stay."""
+    for split in ("fit", "other", "held"):
+        rows(tmp_path / f"{split}.jsonl", [f"{split} {i}" for i in range(10)])
+    script = ScriptArguments(str(tmp_path), dataset_train_split="fit", dataset_test_split="held")
+    first, again = (load_data(script, DatasetMixtureConfig(test_split_size=0.25)) for _ in range(2))
+    fit, held = list(first["fit"]["prompt"]), list(first["held"]["prompt"])
+    assert (len(fit), len(held), len(first["other"])) == (7, 3, 10)
+    assert sorted(fit + held) == [f"fit {i}" for i in range(10)]
+    assert held == list(again["held"]["prompt"]) != [f"fit {i}" for i in (7, 8, 9)]
+
+
+def test_what_is_kept_for_evaluation_is_evaluated(inputs, tmp_path, monkeypatch):
+    options = {"output_dir": tmp_path, "dataset_name": inputs / "preferences.jsonl"}
+    options |= {"num_generations": None, "max_completion_length": None, "reward_funcs": None}
+    options |= {"test_split_size": 0.25, "eval_strategy": "steps", "eval_steps": 1}
+    monkeypatch.setattr("sys.argv", command(inputs, **options))
+    trainers = []
+
+    class Watched(DPOTrainer):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            trainers.append(self)
+
+    run_training(dpo.make_parser(), Watched)
+    (trainer,) = trainers
+    assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (6, 2)
+    assert [entry for entry in trainer.state.log_history if "eval_loss" in entry]
 
 
 def test_options_in_order():

@@ -132,7 +132,8 @@ def _online(title: str, common: tuple[str, ...], arguments: str = "Online") -> T
 
 def _offline(title: str, summary: str, common: tuple[str, ...], example: str) -> TrainingCommand:
     common = ("max_length", *common, "learning_rate", "num_train_epochs", "max_steps")
-    return _training(title, summary, "", (*common, "eval_strategy"), example)
+    common += ("eval_strategy", "test_split_size")
+    return _training(title, summary, "", common, example)
 
 
 TRAINING: dict[str, TrainingCommand] = {

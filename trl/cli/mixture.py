@@ -1,13 +1,21 @@
 """Mixing several datasets into one."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from datasets import DatasetDict, IterableDatasetDict, concatenate_datasets, load_dataset
+from datasets import (
+    Dataset,
+    DatasetDict,
+    IterableDatasetDict,
+    concatenate_datasets,
+    load_dataset,
+)
 
 from ..data.supervised import SOURCE_COLUMN
+from ..text import count
 
 # All processes of a run, and a continued run, must keep the same rows for evaluation.
 SPLIT_SEED = 0
@@ -45,10 +53,12 @@ class DatasetMixtureConfig:
     )
     streaming: bool = field(default=False, metadata={"help": "Stream the mixed datasets."})
     test_split_size: float | None = field(
-        default=None, metadata={"help": "Share of the mixture to keep for evaluation."}
+        default=None,
+        metadata={"help": "Share of the rows to train on that is kept for evaluation instead."},
     )
 
     def __post_init__(self) -> None:
+        _check_test_split(self.test_split_size)
         self.datasets = [_entry(place, entry) for place, entry in enumerate(self.datasets)]
         shares = [entry.fraction for entry in self.datasets if entry.fraction is not None]
         if shares:
@@ -59,6 +69,11 @@ class DatasetMixtureConfig:
                 "datasets: fractions, weights and test_split_size need lengths, so streaming must "
                 "be false."
             )
+
+
+def _check_test_split(share: float | None) -> None:
+    if share is not None and not 0 < share < 1:
+        raise ValueError(f"test_split_size={share} must be a share above 0 and below 1.")
 
 
 def _check_shares(shares: list[float], count: int) -> None:
@@ -100,9 +115,27 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
     pairs = zip(loaded, entries, strict=True)
     combined = concatenate_datasets([_changed(part, entry, names) for part, entry in pairs])
     if mixture_config.test_split_size is not None:
-        return combined.train_test_split(mixture_config.test_split_size, seed=SPLIT_SEED)
+        return hold_out(combined, mixture_config.test_split_size)
     kind = IterableDatasetDict if mixture_config.streaming else DatasetDict
     return kind({"train": combined})
+
+
+def hold_out(dataset: Any, share: float) -> DatasetDict:
+    """Split a dataset into "train" and "test", of which "test" has a share of the rows.
+
+    They are chosen at random, and are the same in every run. ValueError: it is a stream, or has
+    not even two rows.
+    """
+    if not isinstance(dataset, Dataset):
+        raise ValueError(
+            f"--test_split_size {share} needs a dataset of known length, and this is a stream: "
+            "leave out --dataset_streaming, or choose a split with --dataset_test_split."
+        )
+    if len(dataset) < 2:
+        available = count(len(dataset), "row")
+        raise ValueError(f"--test_split_size {share}: {available} cannot be split.")
+    rows = min(math.ceil(share * len(dataset)), len(dataset) - 1)
+    return dataset.train_test_split(rows, seed=SPLIT_SEED)
 
 
 def _load(entry: DatasetConfig, streaming: bool) -> Any:

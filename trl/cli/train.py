@@ -20,7 +20,7 @@ from ..trainer.model_config import get_peft_config, get_quantization_config
 from .arguments import OnlineScriptArguments, PPOScriptArguments, ScriptArguments
 from .exit import check_output_dir, one_line_errors, rank, tell_success, warn_of_missing_ranks
 from .files import load_dataset_source
-from .mixture import DatasetMixtureConfig, get_dataset
+from .mixture import DatasetMixtureConfig, get_dataset, hold_out
 from .parser import TrlParser, as_words, launch_option_names
 
 
@@ -61,6 +61,7 @@ def _prepare(
     script, training, model, mixture = parser.build(values)
     if model.model_name_or_path is None:
         raise ValueError("--model_name_or_path is required.")
+    check_evaluation(training, mixture)
     if rank() == 0:
         check_output_dir(training.output_dir)
     sources: dict[str, Any] = {}
@@ -72,14 +73,17 @@ def _prepare(
     loading = {"revision": model.model_revision, "dtype": model.dtype}
     loading["attn_implementation"] = model.attn_implementation
     training.model_init_kwargs = loading | (training.model_init_kwargs or {})
-    split = script.dataset_test_split if training.eval_strategy != "no" else None
+    evaluation = None
+    if training.eval_strategy != "no":
+        strategy = training.eval_strategy.value
+        evaluation = evaluation_split(dataset, script.dataset_test_split, strategy)
     try:
         trainer = trainer_class(
             model=model.model_name_or_path,
             args=training,
             **sources,
             train_dataset=take_split(dataset, script.dataset_train_split, "--dataset_train_split"),
-            eval_dataset=split and take_split(dataset, split, "--dataset_test_split"),
+            eval_dataset=evaluation,
             quantization_config=get_quantization_config(model),
             peft_config=get_peft_config(model),
         )
@@ -103,14 +107,48 @@ def reward_functions(script: OnlineScriptArguments) -> list[Any]:
 
 
 def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Any:
-    """Load the mixture, or else the dataset named by `--dataset_name`."""
+    """Load the mixture, or else the dataset named by `--dataset_name`.
+
+    With `--test_split_size`, a share of the split to train on becomes the split to evaluate on.
+    """
     if mixture.datasets:
         if script.dataset_name and rank() == 0:
             print("Both datasets and dataset_name are given; datasets is used.", file=sys.stderr)
         return get_dataset(mixture)
     if not script.dataset_name:
         raise ValueError("--dataset_name is required (or `datasets` in the configuration file).")
-    return load_dataset_source(script.dataset_name, script.dataset_config, script.dataset_streaming)
+    name, config = script.dataset_name, script.dataset_config
+    dataset = load_dataset_source(name, config, script.dataset_streaming)
+    if mixture.test_split_size is None:
+        return dataset
+    rows = take_split(dataset, script.dataset_train_split, "--dataset_train_split")
+    parts = hold_out(rows, mixture.test_split_size)
+    return {
+        **dataset,
+        script.dataset_train_split: parts["train"],
+        script.dataset_test_split: parts["test"],
+    }
+
+
+def check_evaluation(training: Any, mixture: DatasetMixtureConfig) -> None:
+    """Refuse rows that are kept for an evaluation that never comes."""
+    share = mixture.test_split_size
+    if share is not None and training.eval_strategy == "no":
+        raise ValueError(
+            f"--test_split_size {share} keeps rows for evaluation, but --eval_strategy is no: set "
+            "--eval_strategy epoch or steps, or leave --test_split_size out."
+        )
+
+
+def evaluation_split(dataset: Any, split: str, strategy: str) -> Any:
+    """Return the split to evaluate on; an error says how to get one."""
+    if split not in dataset:
+        raise ValueError(
+            f"--eval_strategy {strategy}: there is no split {split!r} to evaluate on; the dataset "
+            f"has {', '.join(dataset)}. Set --test_split_size 0.1 to keep a share of the rows to "
+            "train on, or name another split with --dataset_test_split."
+        )
+    return dataset[split]
 
 
 def take_split(dataset: Any, split: str, option: str) -> Any:
