@@ -281,7 +281,7 @@ RUNS = [
     ({"num_generations": 3}, "trl rloo: error: A generation round of 8 sequences cannot hold whole groups of --num_generations 3. Nearest legal: --num_generations 2 or 4,"),
     ({"load_in_4bit": "true", "load_in_8bit": "true"}, "trl rloo: error: load_in_8bit and load_in_4bit exclude each other; choose one."),
     ({"load_in_4bit": "true"}, "trl rloo: error: Quantized weights cannot be trained: add an adapter with peft_config (--use_peft), or leave the quantization out."),
-    ({"use_peft": "true", "lora_target_modules": "qq_proj"}, "trl rloo: error: Target modules qq_proj not found in the base model. Please check the target modules and try again."),
+    ({"use_peft": "true", "lora_target_modules": "qq_proj"}, "trl rloo: error: target_modules (--lora_target_modules): the model has no module 'qq_proj'. Did you mean q_proj? Modules with weight matrices are embed_tokens, q_proj,"),
     ({"resume_from_checkpoint": "true"}, "trl rloo: error: --resume_from_checkpoint true: nothing to resume in --output_dir 'out'. There is no checkpoint there. Without the option,"),
     ({"resume_from_checkpoint": "absent"}, "trl rloo: error: --resume_from_checkpoint 'absent': there is no such folder."),
     ({"resume_from_checkpoint": "tiny-model"}, "trl rloo: error: --resume_from_checkpoint 'tiny-model' cannot be resumed from: trainer_state.json is missing."),
@@ -290,6 +290,7 @@ RUNS = [
     ({"deepspeed": "absent.json"}, 'trl rloo: error: --deepspeed \'absent.json\' must be a dictionary, or a JSON object such as \'{"a": 1}\'.'),
     ({"lr_scheduler_kwargs": "[1]"}, 'trl rloo: error: --lr_scheduler_kwargs \'[1]\' must be a dictionary, or a JSON object such as \'{"a": 1}\'.'),
     ({"max_prompt_length": 2}, "trl rloo: error: The prompt of row 0 of train_dataset ('1+2=') has 4 tokens; at most 2 are possible (--max_prompt_length 2). Shorten such prompts,"),
+    ({"use_peft": "true", "lora_target_modules": "q_porj, v_proj"}, "trl rloo: error: target_modules (--lora_target_modules): the model has no module 'q_porj'. Did you mean q_proj? Modules with weight matrices are embed_tokens, q_proj,"),
     ({"tools": "x"}, "trl rloo: error: unknown option --tools (an option of `trl dpo`, `trl kto`)."),
 ]
 
@@ -400,7 +401,7 @@ TRAINERS = [
     ("RLOO", {"processing_class": None}, "The model does not say where it was loaded from: pass its tokenizer as processing_class."),
     ("RLOO", {"peft_config": {"r": 2}}, "peft_config must be a peft.PeftConfig, not dict."),
     ("RLOO", {"model": lora_model, "peft_config": lora()}, "The model already has an adapter: pass it without peft_config to continue training that adapter, or merge it first."),
-    ("RLOO", {"peft_config": lora(target_modules=["qq_proj"])}, "Target modules {'qq_proj'} not found in the base model. Please check the target modules and try again."),
+    ("RLOO", {"peft_config": lora(target_modules=["qq_proj"])}, "target_modules (--lora_target_modules): the model has no module 'qq_proj'. Did you mean q_proj? Modules with weight matrices are embed_tokens, q_proj,"),
     # Datasets of trainers that generate.
     ("RLOO", {"train_dataset": None}, "train_dataset is required: a dataset with a 'prompt' column."),
     ("RLOO", {"train_dataset": [{"prompt": "a"}]}, "train_dataset must be a datasets.Dataset or IterableDataset, not list."),

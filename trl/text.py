@@ -1,6 +1,7 @@
 """Words that several messages and tables share. Imports the standard library alone."""
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,12 @@ def did_you_mean(
     """Name the legal value closest to a mistaken one: " Did you mean X?", or say `otherwise`."""
     close = difflib.get_close_matches(name, list(legal), n=1, cutoff=closeness)
     return f" Did you mean {close[0]}?" if close else otherwise
+
+
+def split_names(text: str) -> list[str]:
+    """The names in a text such as "q_proj, v_proj"; one entry for any other text."""
+    is_list = re.fullmatch(r"[\w.\s,]+", text)
+    return [name for name in re.split(r"[\s,]+", text) if name] if is_list else [text]
 
 
 def count(number: int, noun: str, plural: str = "") -> str:

@@ -21,11 +21,16 @@ def test_defaults_ask_for_a_whole_model_in_float32():
     [
         (["all-linear"], "all-linear"),
         (["q_proj", "v_proj"], ["q_proj", "v_proj"]),
-        ("q_proj", "q_proj"),
+        ("q_proj", ["q_proj"]),
+        (["q_proj"], ["q_proj"]),
+        ("q_proj, v_proj", ["q_proj", "v_proj"]),
+        (["q_proj,v_proj"], ["q_proj", "v_proj"]),
+        (["q_proj,", "v_proj"], ["q_proj", "v_proj"]),
+        (r"layers\.\d{1,2}\.(q|v)_proj", r"layers\.\d{1,2}\.(q|v)_proj"),
         (None, None),
     ],
 )
-def test_one_target_is_no_list(given, kept):
+def test_target_modules_are_names_or_a_pattern(given, kept):
     assert ModelConfig(lora_target_modules=given).lora_target_modules == kept
 
 

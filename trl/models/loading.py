@@ -25,6 +25,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..data.bounds import ModelBounds
 from ..imports import is_available, require
+from .adapter_targets import check_adapter_modules
 from .reference import REFERENCE_ADAPTER
 from .unwrap import causal_model, is_peft_model
 from .weights import is_quantized
@@ -188,6 +189,7 @@ def add_adapter(model: PreTrainedModel, peft_config: Any) -> nn.Module:
     if not model.can_generate() and peft_config.task_type in (None, "CAUSAL_LM"):
         peft_config = copy.deepcopy(peft_config)
         peft_config.task_type = "SEQ_CLS"  # for which peft also trains the layer of the score
+    check_adapter_modules(model, peft_config)
     return peft.get_peft_model(_prepare_base(model), peft_config)
 
 

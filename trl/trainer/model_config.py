@@ -1,5 +1,6 @@
 """Options that describe the model on the command line."""
 
+import re
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from ..imports import require
 from ..models.loading import DTYPES
 from ..options import changed, option
+from ..text import split_names
 from .base.options import Named, check_options
 
 
@@ -53,9 +55,20 @@ class ModelConfig(Named):
                 f"lora_target_parameters cannot be used with lora_dropout={self.lora_dropout}: "
                 "dropout cannot act on the input of a parameter. Set lora_dropout=0."
             )
-        targets = self.lora_target_modules
-        if isinstance(targets, list) and len(targets) == 1:
-            self.lora_target_modules = targets[0]
+        self.lora_target_modules = _module_names(self.lora_target_modules)
+        for name in ("lora_target_parameters", "lora_modules_to_save"):
+            if (names := getattr(self, name)) is not None:
+                setattr(self, name, [part for text in names for part in split_names(text)])
+
+
+def _module_names(targets: list[str] | str | None) -> list[str] | str | None:
+    """A list of names, also of those in one text with commas; all-linear or a pattern as text."""
+    if targets is None:
+        return None
+    texts = [targets] if isinstance(targets, str) else targets
+    names = [name for text in texts for name in split_names(text)]
+    is_text = len(names) == 1 and not re.fullmatch(r"[\w.]+", names[0])
+    return names[0] if is_text else names
 
 
 def get_peft_config(model_args: ModelConfig) -> Any:

@@ -1,0 +1,69 @@
+"""Checking that the modules an adapter names are in the model."""
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+from transformers.utils import logging
+
+from ..text import did_you_mean, split_names
+
+logger = logging.get_logger(__name__)
+
+RESOLVED_BY_PEFT = ("all-linear", "dummy-target-modules")
+TYPO = 0.8  # similarity of names, above which one is probably a misspelling of the other
+
+
+def check_adapter_modules(model: nn.Module, peft_config: Any) -> None:
+    """Raise a ValueError if no module of the model is one that the adapter names, or for a typo.
+
+    Lists often serve several architectures, so other names that are missing are a warning.
+    """
+    paths = [path for path, _ in model.named_modules() if path]
+    for option in ("target_modules", "modules_to_save"):
+        names = getattr(peft_config, option, None)
+        if not names or str(names).lower() in RESOLVED_BY_PEFT:
+            continue
+        if isinstance(names, str):
+            if not any(re.fullmatch(names, path) for path in paths):
+                raise ValueError(_no_module(option, [names], model))
+            continue
+        missing = sorted(name for name in names if not _is_in(name, paths))
+        others = set(_modules_with_matrices(model)).difference(names)
+        has_typo = any(get_close_matches(name, others, cutoff=TYPO) for name in missing)
+        if has_typo or len(missing) == len(names):
+            raise ValueError(_no_module(option, missing, model))
+        if missing:
+            logger.warning(_no_module(option, missing, model))
+
+
+def _is_in(name: str, paths: Iterable[str]) -> bool:
+    """Whether a module has this path, or one that ends with it."""
+    return any(path == name or path.endswith(f".{name}") for path in paths)
+
+
+def _no_module(option: str, missing: list[str], model: nn.Module) -> str:
+    """Say that the model has no such modules, name the nearest, and those that have weights."""
+    modules = _modules_with_matrices(model)
+    parts = split_names(missing[0])
+    if all(part in modules for part in parts):
+        hint = f" Text is a regular expression of whole paths; for names give a list: {parts}."
+    else:
+        hint = did_you_mean(missing[0], modules)
+    names = " or ".join(map(repr, missing))
+    return (
+        f"{option} (--lora_{option}): the model has no module {names}.{hint} Modules with weight "
+        f"matrices are {', '.join(modules)}."
+    )
+
+
+def _modules_with_matrices(model: nn.Module) -> list[str]:
+    """The last part of the paths of linear layers, embeddings and their like, each once."""
+    names: dict[str, None] = {}
+    for path, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.dim() == 2:
+            names[path.rpartition(".")[2]] = None
+    return list(names)
