@@ -26,11 +26,14 @@ ALLOWED = {
     "progress": set(),
     "json_text": set(),
     "redaction": set(),
+    "sources": set(),
     "step_lines": {"json_text"},
     "rewards": {"imports", "text"},
     "data": {"ops", "types", "imports", "text"},
     "distributed": {"ops", "types", "imports", "text", "timed_calls", "torch_internals"},
-    "models": {"ops", "types", "imports", "text", "data", "distributed", "torch_internals"},
+    "models": {
+        *("ops", "types", "imports", "text", "data", "distributed", "torch_internals", "sources"),
+    },
     "memory": {
         *("ops", "types", "imports", "text", "data", "distributed", "models"),
         *("options", "random_numbers", "step_lines", "torch_internals"),
@@ -41,16 +44,16 @@ ALLOWED = {
     },
     "online": {
         *("ops", "types", "imports", "text", "data", "distributed", "models"),
-        *("rewards", "timed_calls", "step_lines", "json_text"),
+        *("rewards", "timed_calls", "step_lines", "json_text", "sources"),
     },
     "trainer": {
         *("ops", "types", "imports", "text", "data", "distributed", "models", "memory"),
         *("generation", "online", "rewards", "random_numbers", "progress"),
-        *("options", "process_group", "step_lines", "json_text", "redaction"),
+        *("options", "process_group", "step_lines", "json_text", "redaction", "sources"),
     },
     "cli": {
         *("imports", "options", "text", "trainer", "data", "models", "online", "rewards", "memory"),
-        *("process_group", "step_lines", "json_text", "redaction"),
+        *("process_group", "step_lines", "json_text", "redaction", "sources"),
     },
     "scripts": {"imports", "trainer", "cli"},
     "__main__": {"cli"},

@@ -24,7 +24,7 @@ from bad_inputs import (
     rows,
 )
 from reward_runs import classifier
-from tiny import tiny_model, tiny_tokenizer
+from tiny import lora_model, tiny_model, tiny_tokenizer
 from workspace import write_inputs
 
 import trl
@@ -110,6 +110,16 @@ def place(tmp_path_factory):
         data.to_json(folder / f"{name.lower()}.jsonl")
     shutil.copytree(folder / "tiny-model", folder / "damaged-model")
     (folder / "damaged-model" / "model.safetensors").write_bytes(b"x")
+    shutil.copytree(folder / "tiny-model", folder / "above-model" / "checkpoint-1")
+    shutil.copytree(
+        folder / "tiny-model",
+        folder / "no-tokenizer",
+        ignore=shutil.ignore_patterns("tokenizer*"),
+    )
+    lora_model().save_pretrained(folder / "moved-adapter")
+    config = folder / "moved-adapter" / "adapter_config.json"
+    facts = json.loads(config.read_text()) | {"base_model_name_or_path": "/nowhere/model"}
+    config.write_text(json.dumps(facts))
     return folder
 
 

@@ -376,7 +376,7 @@ def test_options_stand_in_a_file(folder, tmp_path, capsys):
         ({"betta": 1}, "unknown option --betta (closest: --beta"),
         ({"method": "x"}, "--method: 'x' is not one of "),
         ({"loss_type": "dapo"}, "unknown option --loss_type"),
-        ({"model_name_or_path": "absent"}, "The model 'absent' is neither a folder"),
+        ({"model_name_or_path": "absent"}, "The model 'absent': there is no such folder, and"),
         ({"config": "absent.yaml"}, "absent.yaml: there is no such file"),
     ],
 )

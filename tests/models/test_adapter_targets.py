@@ -1,4 +1,5 @@
 """Names of modules in a peft configuration are compared with the model."""
+# ruff: noqa: E501
 
 import logging
 

@@ -84,7 +84,7 @@ def test_reading_a_configuration(tmp_path):
     for file in (tmp_path / "m").glob("*.safetensors"):
         file.unlink()  # the weights are not needed
     assert load_config(path).model_type == "llama"
-    with pytest.raises(OSError, match="absent' is neither a folder with a config.json nor on the"):
+    with pytest.raises(OSError, match="absent': there is no such folder."):
         load_config(str(tmp_path / "absent"))
 
 
@@ -116,7 +116,7 @@ def test_quantization_given_twice_is_an_error(tmp_path):
 def test_a_missing_model_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     name = str(tmp_path / "nowhere")
-    with pytest.raises(OSError, match=f"The model '{name}' is neither a folder .* nor on the hub"):
+    with pytest.raises(OSError, match=f"The model '{name}': there is no such folder"):
         load_policy(name, None)
 
 
@@ -128,6 +128,12 @@ def test_tokenizers_pad_on_the_left(tmp_path):
     padded = loaded(["a", "abc"], padding=True)["input_ids"]
     (a, b, c), pad = tokenizer("abc")["input_ids"], tokenizer.pad_token_id
     assert padded == [[pad, pad, a], [a, b, c]]
+
+
+def test_a_folder_without_a_tokenizer_says_what_is_missing(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer: tokenizer.json is missing."):
+        load_tokenizer(str(tmp_path))
 
 
 def test_the_pad_token_is_kept_or_the_end_token():
@@ -257,7 +263,9 @@ def test_a_stored_adapter_is_found_with_its_model(tmp_path):
     model.save_pretrained(tmp_path / "adapter")
     name = str(tmp_path / "adapter")
     assert adapter_base(name) == (base, None)
-    assert adapter_base(base) is adapter_base(str(tmp_path)) is None
+    assert adapter_base(base) is None
+    with pytest.raises(OSError, match=r"has no config.json. Did you mean .*adapter\?"):
+        adapter_base(str(tmp_path))
     loaded = load_adapter(AutoModelForCausalLM.from_pretrained(base), name)
     assert same(parts(loaded)[0], parts(model)[0])
     assert {n for n, p in loaded.named_parameters() if p.requires_grad} == set(parts(model)[0])

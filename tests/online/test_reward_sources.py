@@ -231,7 +231,7 @@ def test_a_model_that_writes_text_gives_no_rewards(tmp_path):
         ("acuracy_reward", "no such folder. Did you mean accuracy_reward?.* passed itself"),
         ("judeg", "no such folder. Did you mean judge?"),
         ("./judeg", "no such folder. Did you mean judge?"),
-        ("someone/judge", "no such folder, and the hub says: .* Did you mean judge?"),
+        ("someone/judge", "no such folder, and HF_HUB_OFFLINE=1 .* Did you mean judge?"),
     ],
 )
 def test_a_name_that_means_nothing_is_refused_at_once(tmp_path, monkeypatch, name, words):

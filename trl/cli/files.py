@@ -1,12 +1,14 @@
 """Datasets by name: from the hub, from local files, or saved to disk."""
 
-import difflib
 import re
 from pathlib import Path
 from typing import Any
 
+import datasets.config
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
+
+from ..sources import missing_from_hub, nearest_path, offline_variable
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -33,6 +35,10 @@ def load_dataset_source(name: str, config: str | None = None, streaming: bool = 
         return _folder(path, streaming)
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix in BUILDERS:
         raise ValueError(f"--dataset_name {name}: there is no such file.{_nearest(path)}")
+    # With the hub switched off, loading looks into the cache, and fails at once.
+    may_load = offline_variable() is not None or _is_cached(name)
+    if not may_load and (reason := missing_from_hub(name, "dataset")) is not None:
+        raise ValueError(f"--dataset_name {name}: {reason}.{_nearest(path)}")
     try:
         return load_dataset(name, name=config, streaming=streaming)
     except (ConnectionError, FileNotFoundError, ValueError) as error:
@@ -40,6 +46,11 @@ def load_dataset_source(name: str, config: str | None = None, streaming: bool = 
             f"--dataset_name {name}: neither a local path nor a dataset that can be loaded from "
             f"the hub ({type(error).__name__}: {str(error).splitlines()[0]}).{_nearest(path)}"
         ) from error
+
+
+def _is_cached(name: str) -> bool:
+    """Whether a dataset of the hub was loaded before, so that it can be without the hub."""
+    return Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___")).exists()
 
 
 def _folder(path: Path, streaming: bool) -> Any:
@@ -79,7 +90,5 @@ def _read(place: Path, builder: str, **options: Any) -> Any:
 
 
 def _nearest(path: Path) -> str:
-    while not path.parent.is_dir():
-        path = path.parent
-    close = difflib.get_close_matches(path.name, [file.name for file in path.parent.iterdir()], n=1)
-    return f" The nearest is {path.with_name(close[0])}." if close else ""
+    nearest = nearest_path(path)
+    return "" if nearest is None else f" The nearest is {nearest}."

@@ -20,7 +20,7 @@ from ..memory.plan import table
 from ..models.loading import load_tokenizer
 from ..online.prompts import PromptEncoder
 from ..options import option
-from ..trainer.model_config import ModelConfig
+from ..trainer.model_config import ModelConfig, tokenizer_source
 from ..trainer.offline.offline_config import OfflineConfig, set_template
 from ..trainer.sft_config import SFTConfig
 from .commands import TRAINING
@@ -94,8 +94,7 @@ def proposed(profile: LengthProfile) -> int:
 
 def profile_rows(data: Any, model: ModelConfig, args: Any, limits: Sequence[int]) -> LengthProfile:
     """Profile a dataset as the trainer of `args` would prepare it; `limits` are judged as well."""
-    name = model.model_name_or_path or ""
-    tokenizer = load_tokenizer(name, model.model_revision, args.trust_remote_code)
+    tokenizer = load_tokenizer(*tokenizer_source(model), args.trust_remote_code)
     if not isinstance(args, OfflineConfig):
         encode = PromptEncoder(tokenizer, args.chat_template_kwargs)
         return profile_prompts(encode(list(data)).token_ids, args.num_generations, limits)

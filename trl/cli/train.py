@@ -15,8 +15,10 @@ from transformers.utils import logging
 
 from .. import rewards
 from ..memory.settings import options_of_environment
+from ..models.loading import load_tokenizer
+from ..sources import check_model_name
 from ..text import did_you_mean
-from ..trainer.model_config import get_peft_config, get_quantization_config
+from ..trainer.model_config import get_peft_config, get_quantization_config, tokenizer_source
 from .arguments import OnlineScriptArguments, PPOScriptArguments, ScriptArguments
 from .exit import check_output_dir, one_line_errors, rank, tell_success, warn_of_missing_ranks
 from .files import load_dataset_source
@@ -62,6 +64,7 @@ def _prepare(
     if model.model_name_or_path is None:
         raise ValueError("--model_name_or_path is required.")
     check_evaluation(training, mixture)
+    check_model_name(model.model_name_or_path, model.model_revision)
     if rank() == 0:
         check_output_dir(training.output_dir)
     sources: dict[str, Any] = {}
@@ -73,6 +76,9 @@ def _prepare(
     loading = {"revision": model.model_revision, "dtype": model.dtype}
     loading["attn_implementation"] = model.attn_implementation
     training.model_init_kwargs = loading | (training.model_init_kwargs or {})
+    if model.tokenizer_name_or_path is not None:
+        trust = training.trust_remote_code
+        sources["processing_class"] = load_tokenizer(*tokenizer_source(model), trust)
     evaluation = None
     if training.eval_strategy != "no":
         strategy = training.eval_strategy.value

@@ -1,7 +1,7 @@
 """Checking that the modules an adapter names are in the model."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from typing import Any
 
@@ -21,22 +21,33 @@ def check_adapter_modules(model: nn.Module, peft_config: Any) -> None:
 
     Lists often serve several architectures, so other names that are missing are a warning.
     """
-    paths = [path for path, _ in model.named_modules() if path]
     for option in ("target_modules", "modules_to_save"):
         names = getattr(peft_config, option, None)
         if not names or str(names).lower() in RESOLVED_BY_PEFT:
             continue
-        if isinstance(names, str):
-            if not any(re.fullmatch(names, path) for path in paths):
-                raise ValueError(_no_module(option, [names], model))
+        missing = _missing(names, model)
+        if not missing:
             continue
-        missing = sorted(name for name in names if not _is_in(name, paths))
-        others = set(_modules_with_matrices(model)).difference(names)
-        has_typo = any(get_close_matches(name, others, cutoff=TYPO) for name in missing)
-        if has_typo or len(missing) == len(names):
-            raise ValueError(_no_module(option, missing, model))
-        if missing:
-            logger.warning(_no_module(option, missing, model))
+        message = _no_module(option, missing, model)
+        if isinstance(names, str) or len(missing) == len(names):
+            raise ValueError(message)
+        if _has_typo(missing, set(names), model):
+            raise ValueError(message)
+        logger.warning(message)
+
+
+def _missing(names: str | Collection[str], model: nn.Module) -> list[str]:
+    """The names, or the regular expression, that fit no module."""
+    paths = [path for path, _ in model.named_modules() if path]
+    if isinstance(names, str):
+        return [] if any(re.fullmatch(names, path) for path in paths) else [names]
+    return sorted(name for name in names if not _is_in(name, paths))
+
+
+def _has_typo(missing: list[str], names: set[str], model: nn.Module) -> bool:
+    """Whether a missing name is almost that of a module that the list does not name either."""
+    others = set(_modules_with_matrices(model)) - names
+    return any(get_close_matches(name, others, cutoff=TYPO) for name in missing)
 
 
 def _is_in(name: str, paths: Iterable[str]) -> bool:

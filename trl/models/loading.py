@@ -25,7 +25,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..data.bounds import ModelBounds
 from ..imports import is_available, require
-from .adapter_targets import check_adapter_modules
+from ..sources import check_model_name, raise_if_missing
 from .reference import REFERENCE_ADAPTER
 from .unwrap import causal_model, is_peft_model
 from .weights import is_quantized
@@ -36,6 +36,7 @@ CONFIG = "adapter_config.json"
 # They change what an adapter does, and no tensor shows it.
 SCALES = ("peft_type", "lora_alpha", "alpha_pattern", "use_rslora")
 MOST_NAMED = 5
+VOCABULARIES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json")
 
 
 def load_policy(
@@ -86,23 +87,38 @@ def load_config(
     name: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
     """Read the configuration of a model, and nothing else; OSError if there is none."""
+    check_model_name(name, revision)
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         return AutoConfig.from_pretrained(name, **options)
     except OSError as error:
-        reason = str(error).splitlines()[0]
-        raise OSError(
-            f"The model {name!r} is neither a folder with a config.json nor on the hub: {reason}"
-        ) from error
+        raise_if_missing(name)
+        raise OSError(f"The model {name!r}: {str(error).splitlines()[0]}") from error
 
 
 def load_tokenizer(
     name: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that belongs to a policy, padding on the left."""
-    return AutoTokenizer.from_pretrained(
-        name, revision=revision, trust_remote_code=trust_remote_code, padding_side="left"
-    )
+    """Load the tokenizer of a policy, padding on the left; OSError if there is none."""
+    if not Path(name).is_dir():  # which may hold a tokenizer alone
+        check_model_name(name, revision)
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        return AutoTokenizer.from_pretrained(name, padding_side="left", **options)
+    except (OSError, ValueError) as error:
+        if Path(name).is_dir() and not has_tokenizer(name):
+            raise FileNotFoundError(
+                f"The model folder {name!r} has no tokenizer: tokenizer.json is missing. Copy it "
+                "and tokenizer_config.json from the model that it was trained from, or give that "
+                "model's name (--tokenizer_name_or_path; in Python, a processing_class)."
+            ) from error
+        raise_if_missing(name)
+        raise
+
+
+def has_tokenizer(folder: str) -> bool:
+    """Whether a folder holds the vocabulary of a tokenizer."""
+    return any(any(Path(folder).glob(pattern)) for pattern in VOCABULARIES)
 
 
 def settle_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -189,6 +205,8 @@ def add_adapter(model: PreTrainedModel, peft_config: Any) -> nn.Module:
     if not model.can_generate() and peft_config.task_type in (None, "CAUSAL_LM"):
         peft_config = copy.deepcopy(peft_config)
         peft_config.task_type = "SEQ_CLS"  # for which peft also trains the layer of the score
+    from .adapter_targets import check_adapter_modules  # few runs need it
+
     check_adapter_modules(model, peft_config)
     return peft.get_peft_model(_prepare_base(model), peft_config)
 
@@ -212,6 +230,7 @@ def _prepare_base(model: PreTrainedModel) -> PreTrainedModel:
 
 def adapter_base(name: str, revision: str | None = None) -> tuple[str, str | None] | None:
     """Name and revision of the model that a stored adapter was trained on; None: it is a model."""
+    check_model_name(name, revision)
     found = None
     if not (Path(name) / "config.json").exists() and is_available("peft"):
         with suppress(OSError):  # neither a folder nor reachable, which loading says better

@@ -2,14 +2,12 @@
 
 import copy
 import functools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
-from huggingface_hub import model_info, try_to_load_from_cache
 from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
@@ -21,13 +19,13 @@ from transformers import (
 from ..data.formats import text_of_parts
 from ..distributed import undivided_models
 from ..models.unwrap import causal_model, score_layer
+from ..sources import check_model_name, is_cached, missing_from_hub
 from ..text import did_you_mean
 
 TRAINED = (
     "Use a model that was trained to give rewards: a sequence classifier with one label "
     "(AutoModelForSequenceClassification)."
 )
-HUB_SECONDS = 10.0
 REWARDS = {0: (1.0, 0.0), 1: (0.0, 1.0), -1: (None, None)}  # of a pair, by the judge's decision
 # What of the policy's loading options also makes sense for a reward model.
 SHARED_INIT_OPTIONS = ("dtype", "device_map", "trust_remote_code")
@@ -204,16 +202,12 @@ def _model(
 def _check_exists(name: str) -> None:
     """Ask the hub once for what is not here; loading would ask again and again for a minute."""
     path = Path(name).expanduser()
-    is_hub_id = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
-    if path.is_dir() or (is_hub_id and try_to_load_from_cache(name, "config.json")):
+    if path.exists() or is_cached(name):
+        check_model_name(name)
         return
-    reason = "there is no such folder"
-    if is_hub_id and "/" in name:
-        try:
-            model_info(name, timeout=HUB_SECONDS)
-            return
-        except Exception as error:  # of several kinds: absent, private, offline
-            reason += f", and the hub says: {str(error).strip().splitlines()[0].rstrip('.')}"
+    reason = missing_from_hub(name) if "/" in name else "there is no such folder"
+    if reason is None:
+        return
     beside = path.parent if path.parent.is_dir() else Path()
     folders = [place.name for place in beside.glob("*/")]
     from .. import rewards  # loaded only to name them

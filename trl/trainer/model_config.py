@@ -22,6 +22,9 @@ class ModelConfig(Named):
 
     model_name_or_path: str | None = option(None, "Folder or hub id of the model.")
     model_revision: str = option("main", "Branch, tag or commit of the model.")
+    tokenizer_name_or_path: str | None = option(
+        None, "Folder or hub id of the tokenizer. None: that of the model."
+    )
     dtype: str | None = option(
         "float32", "Precision to load weights in; auto keeps that of the files.", choices=DTYPES
     )
@@ -89,6 +92,13 @@ def get_peft_config(model_args: ModelConfig) -> Any:
         modules_to_save=model_args.lora_modules_to_save,
         **{name: getattr(model_args, name) for name in same},
     )
+
+
+def tokenizer_source(model_args: ModelConfig) -> tuple[str, str | None]:
+    """Name and revision of the tokenizer."""
+    if model_args.tokenizer_name_or_path is not None:
+        return model_args.tokenizer_name_or_path, None
+    return model_args.model_name_or_path or "", model_args.model_revision
 
 
 def get_quantization_config(model_args: ModelConfig) -> Any:

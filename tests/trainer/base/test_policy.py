@@ -1,5 +1,6 @@
 """What is trained: model, tokenizer, adapter; and the reference."""
 
+import peft
 import pytest
 import torch
 from datasets import Dataset
@@ -8,6 +9,7 @@ from online_runs import ONE_UPDATE, PROMPTS, config, make_trainer, rows_of, step
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
     CLIPImageProcessor,
     LlavaProcessor,
 )
@@ -219,10 +221,31 @@ def test_the_output_may_not_replace_the_model(tmp_path, loaded):
 
 def test_a_path_that_leads_nowhere(tmp_path):
     (tmp_path / "smollm").mkdir()
-    with pytest.raises(FileNotFoundError, match="there is no such folder. Did you mean smollm?"):
-        checked_args(str(tmp_path / "smolm"), config(tmp_path / "out"), RLOOConfig)
+    with pytest.raises(FileNotFoundError, match=r"no such folder. Did you mean \S+/smollm\?"):
+        prepare_policy(str(tmp_path / "smolm"), config(tmp_path / "out"))
     with pytest.raises(FileNotFoundError, match="'./nowhere/x': there is no such folder."):
-        checked_args("./nowhere/x", config(tmp_path / "out"), RLOOConfig)
+        prepare_policy("./nowhere/x", config(tmp_path / "out"))
+
+
+def test_an_adapter_without_a_tokenizer_takes_that_of_its_base(tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path / "base"))
+    adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    policy = prepare_policy(str(tmp_path / "adapter"), config(tmp_path / "out"))
+    assert policy.tokenizer.name_or_path == str(tmp_path / "base")
+    assert policy.brought_adapter
+
+
+def test_an_adapter_whose_base_has_moved(tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path / "base"))
+    adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "base").rename(tmp_path / "bases")
+    with pytest.raises(OSError) as error:
+        prepare_policy(str(tmp_path / "adapter"), config(tmp_path / "out"))
+    assert f"there is no such folder. Did you mean {tmp_path / 'bases'}?" in str(error.value)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    assert f"set base_model_name_or_path in {file}" in str(error.value)
 
 
 def test_a_reference_that_is_given_is_not_copied(tmp_path):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ def prepare_policy(
         if ignored := [name for name, value in given.items() if value]:
             logger.warning(f"{' and '.join(ignored)} ignored: the given model is already loaded.")
         name = model.config.name_or_path
+    if Path(name).is_dir() and is_peft_model(model) and not loading.has_tokenizer(name):
+        name = model.config.name_or_path  # of the base; only training saves a tokenizer with it
     _check_model(model, args)
     tokenizer = _resolve_tokenizer(tokenizer, name, args, init_kwargs)
     loading.settle_pad_token(model, tokenizer)
@@ -93,8 +96,18 @@ def _load(
             "or leave the quantization out."
         )
     facts = {"distributed": args.world_size > 1, "gives_rewards": args.trains_reward_model}
-    model = loading.load_policy(name, init_kwargs, args.trust_remote_code, quantization, **facts)
-    return model if base is None else loading.load_adapter(model, adapter, revision)
+    load = partial(loading.load_policy, name, init_kwargs, args.trust_remote_code, quantization)
+    if base is None:
+        return load(**facts)
+    try:
+        model = load(**facts)
+    except OSError as error:
+        raise OSError(
+            f"The adapter {adapter!r} was trained on a model that cannot be loaded. {error} If it "
+            f"has moved, set base_model_name_or_path in {Path(adapter, loading.CONFIG)} to where "
+            "it is now."
+        ) from error
+    return loading.load_adapter(model, adapter, revision)
 
 
 def _with_adapter(model: nn.Module, peft_config: Any, args: BaseConfig) -> nn.Module:
@@ -188,15 +201,12 @@ def checked_args(model: Any, args: Any, config_class: type[BaseConfig], method: 
             f"One process sees {args.n_gpu} GPUs. Start one process for each with `accelerate "
             "launch`, or limit it to one with CUDA_VISIBLE_DEVICES=0."
         )
-    _check_places(name, isinstance(model, str), args.output_dir)
+    _check_output_dir(name, args.output_dir)
     return args
 
 
-def _check_places(name: str, is_wanted: bool, output: str | None) -> None:
+def _check_output_dir(name: str, output: str | None) -> None:
     place = Path(name).expanduser()
-    if is_wanted and name.startswith((".", "/", "~")) and not place.exists():
-        hint = did_you_mean(place.name, [path.name for path in place.parent.glob("*/")])
-        raise FileNotFoundError(f"model={name!r}: there is no such folder.{hint}")
     if name and output and place.is_dir() and place.resolve() == Path(output).resolve():
         raise ValueError(
             f"output_dir={output!r} is the folder of the model, which would be replaced. Choose "

@@ -11,6 +11,7 @@ from ...data.preference_rows import PreferenceLimits
 from ...data.templates import clone_chat_template, read_template, take_template
 from ...models.loading import end_with
 from ...options import option
+from ...sources import is_cached, raise_if_missing
 from ..base.base_config import BaseConfig, ReferenceOptions
 from ..base.options import ignored, refused
 
@@ -158,10 +159,12 @@ def set_template(
             if not Path(path).is_file():
                 raise FileNotFoundError(f"chat_template_path={path!r}: there is no such file.")
             tokenizer.chat_template = read_template(path)
-        elif model is None:
-            take_template(tokenizer, path)
         else:
-            clone_chat_template(model, tokenizer, path)
+            _check_template_source(path)
+            if model is None:
+                take_template(tokenizer, path)
+            else:
+                clone_chat_template(model, tokenizer, path)
     for name, token in (("eos_token", args.eos_token), ("pad_token", args.pad_token)):
         if token is None:
             continue
@@ -173,3 +176,12 @@ def set_template(
         setattr(tokenizer, name, token)
     if args.eos_token is not None and model is not None:
         end_with(model, tokenizer.eos_token_id)
+
+
+def _check_template_source(name: str) -> None:
+    """Refuse what is neither a folder nor on the hub, which is asked once."""
+    if Path(name).is_dir() or is_cached(name):
+        return
+    if Path(name).is_file():
+        raise ValueError(f"chat_template_path={name!r}: the name of a template must end in .jinja.")
+    raise_if_missing(name, f"chat_template_path={name!r}")
