@@ -113,25 +113,22 @@ def test_a_saved_model_has_the_card_of_its_trainer(tmp_path, adapter):
     assert "- rloo\n" in card and "@inproceedings{ahmadian2024back" in card
 
 
-@pytest.mark.parametrize("offline", [True, False])
-def test_the_hub_is_called_only_when_it_is_on(tmp_path, monkeypatch, offline):
+def test_uploads_are_those_of_transformers_except_of_unfinished_checkpoints(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path)
     calls = []
-    for name in ("init_hf_repo", "push_to_hub", "_push_from_checkpoint"):
+    for name in ("push_to_hub", "_push_from_checkpoint"):
         monkeypatch.setattr(
             Trainer, name, lambda self, *a, name=name, **k: calls.append((name, a, k)) or name
         )
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
-    trainer.init_hf_repo(token="t")
-    returned = trainer.push_to_hub("message", blocking=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert trainer.push_to_hub("message", blocking=False) == "push_to_hub"
     trainer._push_from_checkpoint("folder")
-    expected = [
-        ("init_hf_repo", (), {"token": "t"}),
+    trainer._is_saving = True
+    trainer._push_from_checkpoint("unfinished")
+    assert calls == [
         ("push_to_hub", ("message",), {"blocking": False}),
         ("_push_from_checkpoint", ("folder",), {}),
     ]
-    assert calls == ([] if offline else expected)
-    assert returned == (None if offline else "push_to_hub")
 
 
 def test_titles_of_papers_are_those_of_their_entries():

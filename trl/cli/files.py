@@ -35,6 +35,11 @@ def load_dataset_source(name: str, config: str | None = None, streaming: bool = 
         return _folder(path, streaming)
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix in BUILDERS:
         raise ValueError(f"--dataset_name {name}: there is no such file.{_nearest(path)}")
+    return _from_hub(name, config, streaming)
+
+
+def _from_hub(name: str, config: str | None, streaming: bool) -> Any:
+    path = Path(name)
     # With the hub switched off, loading looks into the cache, and fails at once.
     may_load = offline_variable() is not None or _is_cached(name)
     if not may_load and (reason := missing_from_hub(name, "dataset")) is not None:

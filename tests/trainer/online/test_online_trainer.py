@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from huggingface_hub.errors import OfflineModeIsEnabled
 from online_runs import (
     PROMPTS,
     completion_logps,
@@ -301,15 +302,13 @@ def test_checkpoint_has_a_model_card(tmp_path):
     assert "2402.14740" in card and "- rloo" in card
 
 
-def test_hub_stays_silent_offline(tmp_path, monkeypatch, capsys):
+def test_uploads_are_refused_while_the_hub_is_switched_off(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    trainer = make_trainer(
-        tmp_path, push_to_hub=True, hub_model_id="me/model", save_strategy="steps", save_steps=1
-    )
-    trainer.train()
-    trainer.save_model()
-    assert trainer.push_to_hub() is None
-    assert "hub" not in capsys.readouterr().out.lower()
+    with pytest.raises(ValueError, match="push_to_hub=True cannot be used: HF_HUB_OFFLINE=1 "):
+        make_trainer(tmp_path, push_to_hub=True, hub_model_id="me/model")
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(OfflineModeIsEnabled, match="nothing was uploaded, as HF_HUB_OFFLINE=1 "):
+        trainer.push_to_hub()
 
 
 def test_model_by_name(tmp_path):

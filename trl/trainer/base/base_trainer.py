@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from huggingface_hub import constants as hub
+from huggingface_hub.errors import OfflineModeIsEnabled
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import DefaultFlowCallback, Trainer, TrainerControl
@@ -23,6 +23,7 @@ from ...models.weights import check_sharding
 from ...online.guard import FiniteGuard
 from ...online.metrics import MetricStore
 from ...random_numbers import random_numbers_kept
+from ...sources import offline_variable
 from ...types import Mode, Rows
 from ..callbacks import Events, MovingReference, RunRecord
 from ..display import close_progress, show_progress
@@ -364,18 +365,18 @@ class BaseTrainer(Named, OverrideCheck, Trainer):
             place.mkdir(parents=True, exist_ok=True)
             (place / "README.md").write_text(card, encoding="utf-8")
 
-    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
-        """Create the hub repository, unless the hub is switched off."""
-        if not hub.HF_HUB_OFFLINE:
-            super().init_hf_repo(*args, **kwargs)
-
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Upload model and card, unless the hub is switched off."""
-        return None if hub.HF_HUB_OFFLINE else super().push_to_hub(*args, **kwargs)
+        """Upload model and card; an OfflineModeIsEnabled error if the hub is switched off."""
+        if (variable := offline_variable()) is not None:
+            raise OfflineModeIsEnabled(
+                f"push_to_hub: nothing was uploaded, as {variable} switches the hub off. Unset it "
+                f"and call push_to_hub again, or run `hf upload REPOSITORY {self.args.output_dir}`."
+            )
+        return super().push_to_hub(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         # A checkpoint that is being written will move; it is uploaded afterwards.
-        if not self._is_saving and not hub.HF_HUB_OFFLINE:
+        if not self._is_saving:
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _get_output_dir(self, trial: Any) -> str:

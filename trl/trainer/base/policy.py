@@ -19,6 +19,7 @@ from ...models.lm_head import cast_head_to_float32
 from ...models.patches import attention_implementation
 from ...models.unwrap import is_peft_model
 from ...models.weights import keep_trainable
+from ...sources import offline_variable
 from ...text import did_you_mean
 from .base_config import BaseConfig
 
@@ -55,10 +56,9 @@ def prepare_policy(
         if ignored := [name for name, value in given.items() if value]:
             logger.warning(f"{' and '.join(ignored)} ignored: the given model is already loaded.")
         name = model.config.name_or_path
-    if Path(name).is_dir() and is_peft_model(model) and not loading.has_tokenizer(name):
-        name = model.config.name_or_path  # of the base; only training saves a tokenizer with it
     _check_model(model, args)
-    tokenizer = _resolve_tokenizer(tokenizer, name, args, init_kwargs)
+    source = _tokenizer_source(name, model)
+    tokenizer = _resolve_tokenizer(tokenizer, source, args, init_kwargs)
     loading.settle_pad_token(model, tokenizer)
     change(model, tokenizer)
     if len(tokenizer) > (known := model.config.get_text_config().vocab_size):
@@ -142,6 +142,13 @@ def _check_model(model: PreTrainedModel, args: BaseConfig) -> None:
         raise ValueError("Eager attention in float64 gives NaN: use attn_implementation='sdpa'.")
 
 
+def _tokenizer_source(name: str, model: nn.Module) -> str:
+    """Where the tokenizer is: with the model, or with the base of an adapter saved without one."""
+    if is_peft_model(model) and Path(name).is_dir() and not loading.has_tokenizer(name):
+        return str(model.config._name_or_path)
+    return name
+
+
 def _resolve_tokenizer(
     tokenizer: Any, name: str, args: BaseConfig, init_kwargs: dict[str, Any]
 ) -> PreTrainedTokenizerBase:
@@ -202,6 +209,12 @@ def checked_args(model: Any, args: Any, config_class: type[BaseConfig], method: 
             "launch`, or limit it to one with CUDA_VISIBLE_DEVICES=0."
         )
     _check_output_dir(name, args.output_dir)
+    if args.push_to_hub and (variable := offline_variable()) is not None:
+        raise ValueError(
+            f"push_to_hub=True cannot be used: {variable} switches the hub off. Leave push_to_hub "
+            "out, or unset that variable; a finished run is uploaded by `hf upload REPOSITORY "
+            f"{args.output_dir}`."
+        )
     return args
 
 
