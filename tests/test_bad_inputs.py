@@ -1,6 +1,10 @@
 """What is said of mistakes: one line, that names what is wrong and what would be right."""
 
+import ast
+import dataclasses
 import json
+import re
+import shlex
 import shutil
 import warnings
 from functools import partial
@@ -29,6 +33,7 @@ from workspace import write_inputs
 
 import trl
 from trl.cli.commands import TRAINING
+from trl.cli.exit import as_command_line
 from trl.cli.main import main
 from trl.cli.train import run_training
 from trl.scripts import rloo
@@ -205,6 +210,70 @@ def test_late_errors(inside, tmp_path, monkeypatch, capsys, command, debug):
 @pytest.mark.parametrize(("name", "changes", "expected"), TRAINERS)
 def test_arguments_of_trainers(tmp_path, name, changes, expected):
     assert expected in error_of(partial(trainer_of, name, changes, tmp_path))
+
+
+# --- Hints of messages are themselves accepted ---
+
+ASSIGNMENT = re.compile(
+    r"\b(\w+)=('[^']*'|\{[^}]*\}|\([^)]*\)|\[[^]]*\]|-?\d+(?:\.\d+)?|True|False|None)"
+)
+
+
+def hints_of(name, options, message):
+    """Options that a message proposes: those that it names with a value that was not given."""
+    kind = getattr(trl, f"{name}Config")
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    if chosen := re.match(r"(\w+)='.*' must be one of .* Did you mean ([\w-]+)\?$", message):
+        yield chosen[1], chosen[2]
+    if nearest := re.match(r"(\w+)=.* the nearest is (\d+)\.$", message):
+        yield nearest[1], int(nearest[2])
+    if nearest := re.match(r"(\w+)=.* Nearest legal: (\d+) or (\d+)\.$", message):
+        yield nearest[1], int(nearest[2])
+        yield nearest[1], int(nearest[3])
+    for option, literal in ASSIGNMENT.findall(message):
+        value = ast.literal_eval(literal)
+        if option in defaults and value not in (options.get(option), defaults[option]):
+            yield option, value
+
+
+def without_option(options, message):
+    """The options less the one that a message begins with."""
+    return {name: value for name, value in options.items() if not message.startswith(name)}
+
+
+@pytest.mark.parametrize(("name", "options", "expected"), OPTIONS)
+def test_hints_in_python_are_accepted(name, options, expected):
+    message = error_of(partial(config_of, name, options))
+    if renamed := re.search(r"has no argument '\w+'. Did you mean (\w+)\?", message):
+        fields = dataclasses.fields(getattr(trl, f"{name}Config"))
+        assert renamed[1] in {field.name for field in fields}
+    for option, value in hints_of(name, options, message):
+        # A hint replaces the option that is wrong, or stands beside it.
+        errors = []
+        for others in (options, without_option(options, message)):
+            try:
+                config_of(name, others | {option: value})
+                break
+            except MISTAKES as error:
+                errors.append(str(error))
+        else:
+            raise AssertionError(f"{option}={value!r} is refused: {errors}")
+
+
+@pytest.mark.parametrize(("name", "options", "expected"), OPTIONS)
+def test_hints_can_be_pasted_into_a_command(name, options, expected):
+    """A shell and the parser read the values that Python has."""
+    command = {"OnlineDPO": "online-dpo", "Model": "sft"}.get(name, name.lower())
+    parser = TRAINING[command].option_parser()
+    message = error_of(partial(config_of, name, options))
+    shown = as_command_line(message, parser.names)
+    hints = dict(hints_of(name, options, message))
+    for option, literal in ASSIGNMENT.findall(message):
+        if option in hints and option in parser.names and literal != repr(options.get(option)):
+            words = as_command_line(f"{option}={literal}", parser.names)
+            assert words in shown
+            values, _, _ = parser.read(shlex.split(words))
+            assert values == {option: ast.literal_eval(literal)}
 
 
 def test_the_table_has_no_row_twice():

@@ -143,6 +143,11 @@ def test_an_error_in_one_line(error, text):
         ("report_to='wandb' needs it.", "--report_to 'wandb' needs it."),
         ("Set use_cpu=True.", "Set --use_cpu true."),
         ("beta=0.5, top_k=None; x=1.", "--beta 0.5, --top_k none; x=1."),
+        ("use reward_clip_range=(-10, 10).", "use --reward_clip_range -10 10."),
+        (
+            "generation_kwargs={'do_sample': False})",
+            "--generation_kwargs '{\"do_sample\": false}')",
+        ),
         ("--beta=0.1 and my_beta=3 and beta", "--beta=0.1 and my_beta=3 and beta"),
     ],
 )

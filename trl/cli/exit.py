@@ -1,7 +1,10 @@
 """How training commands end: what they print, and what becomes of their workers."""
 
+import ast
+import json
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -79,15 +82,29 @@ def describe(error: BaseException) -> str:
 
 
 def as_command_line(text: str, names: Iterable[str]) -> str:
-    """Spell options in a message of Python, such as `beta=0.1`, as on the command line."""
+    """Spell options in a message of Python, such as `beta=0.1`, as a shell takes them."""
     known = "|".join(sorted(names, key=len, reverse=True))
     values = r"""('[^']*'|"[^"]*"|\{[^}]*\}|\([^)]*\)|\[[^\]]*\]|[-+\w/]+(?:\.\w+)*)"""
 
-    def spelled(found: re.Match[str]) -> str:
-        value = found[2].lower() if found[2] in ("True", "False", "None") else found[2]
-        return f"--{found[1]} {value}"
+    def spelled(option: re.Match[str]) -> str:
+        return f"--{option[1]} {_as_words(option[2])}"
 
     return re.sub(rf"(?<![\w.-])({known})={values}", spelled, text) if known else text
+
+
+def _as_words(literal: str) -> str:
+    """Write a Python literal as the words of an option; quotes of a text remain."""
+    if literal in ("True", "False", "None"):
+        return literal.lower()
+    try:
+        value = ast.literal_eval(literal)
+    except (ValueError, SyntaxError):
+        return literal
+    if isinstance(value, dict):
+        return shlex.quote(json.dumps(value))
+    if isinstance(value, list | tuple) and value:
+        return " ".join(shlex.quote(str(entry)) for entry in value)
+    return literal
 
 
 def _place(trainer: "Trainer | None") -> str:
