@@ -4,6 +4,7 @@ import time
 from functools import partial
 
 import pytest
+import torch
 
 from trl.timed_calls import Outcome, TimedCalls, TooSlow, copied
 
@@ -50,6 +51,34 @@ def test_failures_are_values(seconds, error, words):
     assert [outcome.failure is None for outcome in outcomes] == [False, False, True]
     assert [outcome.words for outcome in outcomes[:2]] == [words] * 2
     assert outcomes[2].value == 2 and calls([lambda: 3])[0].value == 3
+
+
+def torch_settings():
+    return torch.empty(1).device.type, torch.is_grad_enabled()
+
+
+async def torch_settings_later():
+    return torch_settings()
+
+
+@pytest.mark.parametrize("seconds", [None, LONG])
+@pytest.mark.parametrize("function", [torch_settings, torch_settings_later])
+def test_calls_have_the_settings_of_torch_of_their_caller(seconds, function):
+    """A thread has its own device and recording of gradients, and one serves many calls."""
+    calls = TimedCalls(seconds)
+    with torch.no_grad(), torch.device("meta"):
+        assert calls([function])[0].value == ("meta", False)
+    assert calls([function])[0].value == ("cpu", True)
+    assert torch_settings() == ("cpu", True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second GPU")
+@pytest.mark.parametrize("seconds", [None, LONG])
+def test_calls_have_the_gpu_of_their_caller(seconds):
+    with torch.cuda.device(1):
+        torch.empty(1, device="cuda")
+        assert TimedCalls(seconds)([torch.cuda.current_device])[0].value == 1
 
 
 def test_a_user_who_stops_the_program_stops_it():

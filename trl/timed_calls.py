@@ -1,9 +1,15 @@
-"""Calling functions that users wrote: limited in time, with failures as values."""
+"""Calling functions that users wrote: limited in time, with failures as values.
+
+Calls with a limit run in threads of their own. These get the settings that torch has for the calling
+thread, which a new one would lack: the CUDA device, which is 0 at first on every rank, the default
+device, and whether gradients are recorded.
+"""
 
 import asyncio
 import functools
 import inspect
 import queue
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, wait
@@ -63,6 +69,36 @@ class Outcome:
         return f"{type(self.failure).__name__}: {self.failure}"
 
 
+@dataclass(frozen=True)
+class TorchSettings:
+    """Settings of torch that each thread has for itself."""
+
+    records_gradients: bool
+    default_device: Any  # torch.device
+    cuda_device: int | None  # None: CUDA is not in use
+
+    @classmethod
+    def of_this_thread(cls) -> Self | None:
+        """Those of the calling thread; None if torch was not imported."""
+        if (torch := sys.modules.get("torch")) is None:
+            return None
+        uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return cls(
+            records_gradients=torch.is_grad_enabled(),
+            default_device=torch.get_default_device(),
+            cuda_device=torch.cuda.current_device() if uses_cuda else None,
+        )
+
+    def apply(self) -> None:
+        """Take them over in the calling thread."""
+        torch = sys.modules["torch"]
+        torch.set_grad_enabled(self.records_gradients)
+        if torch.get_default_device() != self.default_device:
+            torch.set_default_device(self.default_device)
+        if self.cuda_device is not None:
+            torch.cuda.set_device(self.cuda_device)
+
+
 class TimedCalls:
     """Calls functions one after the other, coroutine functions all at once, for `seconds` each."""
 
@@ -84,7 +120,14 @@ class TimedCalls:
             return Outcome.of(function)
         self._worker = self._worker or _worker()
         future: Future[Outcome] = Future()
-        self._worker.put((function, future))
+        settings = TorchSettings.of_this_thread()
+
+        def work() -> Any:
+            if settings is not None:
+                settings.apply()
+            return function()
+
+        self._worker.put((work, future))
         if wait([future], self._seconds).not_done:
             self._worker = None  # a thread cannot be stopped, only left behind
             return Outcome(failure=TooSlow(self._seconds))
@@ -95,6 +138,8 @@ class TimedCalls:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, daemon=True).start()
         loop, seconds = self._loop, self._seconds
+        if (settings := TorchSettings.of_this_thread()) is not None:
+            loop.call_soon_threadsafe(settings.apply)
         futures: list[Future[Outcome]] = [Future() for _ in functions]
         for function, future in zip(functions, futures, strict=True):
             asyncio.run_coroutine_threadsafe(_limited(function, seconds, future), loop)
